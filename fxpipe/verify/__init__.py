@@ -1,0 +1,1 @@
+"""The verifiers: one for each representation; every fault at once."""
