@@ -1,0 +1,20 @@
+"""How hard hypothesis tries: ``quick`` by default, ``HYPOTHESIS_PROFILE=deep`` for a long run.
+
+A pytest plugin, so that it is loaded before any test module.
+"""
+
+from __future__ import annotations
+
+import os
+
+from hypothesis import HealthCheck, settings
+
+settings.register_profile(
+    "quick",
+    max_examples=30,
+    deadline=None,  # the first example of a test may wait for a trace
+    derandomize="CI" in os.environ,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.register_profile("deep", settings.get_profile("quick"), max_examples=2000)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))

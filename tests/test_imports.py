@@ -1,0 +1,174 @@
+"""The layers of the library: what each may import when it is loaded.
+
+A representation's own ``parse``, ``verify`` and ``draw`` reach up when they are called; imports
+inside functions, and those for type checking alone, are therefore free.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+LAYERS = {
+    "ground": ("fxpipe.errors", "fxpipe.source", "fxpipe.random"),
+    "representations": (
+        "fxpipe.edge",
+        "fxpipe.schedule",
+        "fxpipe.kernel",
+        "fxpipe.plan",
+        "fxpipe.traced",
+        "fxpipe.program",
+    ),
+    "text": ("fxpipe.text",),
+    "verify": ("fxpipe.verify",),
+    "schedules": ("fxpipe.schedules",),
+    "passes": ("fxpipe.passes",),
+    "simulator": ("fxpipe.simulator",),
+    "draw": ("fxpipe.draw",),
+    "runtime": ("fxpipe.interpreter", "fxpipe.store", "fxpipe.backends"),
+    "face": ("fxpipe", "fxpipe.compile", "fxpipe.pipeline"),
+}
+"""Layer → its modules; a package stands for all that is in it, save for ``fxpipe`` itself."""
+
+BASE = ("ground", "representations")
+MAY_IMPORT = {
+    "ground": (),
+    "representations": ("ground",),
+    "text": BASE,
+    "verify": (*BASE, "text"),
+    "schedules": ("representations",),
+    "passes": (*BASE, "text", "verify"),
+    "simulator": (*BASE, "text", "verify"),
+    "draw": (*BASE, "text", "verify", "simulator"),
+    "runtime": (*BASE, "text", "verify"),
+    "face": tuple(LAYERS),
+}
+"""Layer → the other layers that it may import."""
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+SOURCES = {module_name(path): path for path in sorted(ROOT.glob("fxpipe/**/*.py"))} | {
+    f"fxpipe.{module_name(path)}": path
+    for folder in ("passes", "schedules")
+    for path in sorted(ROOT.glob(f"{folder}/**/*.py"))
+}
+"""Every module of the library; the glob does not follow the links to the two outer folders."""
+
+
+def layer_of(module: str) -> str | None:
+    for layer, members in LAYERS.items():
+        for member in members:
+            inside = member != "fxpipe" and module.startswith(f"{member}.")
+            if module == member or inside:
+                return layer
+    return None
+
+
+def imported(node: ast.AST) -> Iterator[str]:
+    """The modules that are imported when this code is loaded."""
+    match node:
+        case ast.Import(names=names):
+            yield from (alias.name for alias in names)
+        case ast.ImportFrom(module=str(package), names=names):
+            inner = (f"{package}.{alias.name}" for alias in names)
+            yield from (name if name in SOURCES else package for name in inner)
+        case ast.FunctionDef() | ast.AsyncFunctionDef():
+            pass
+        case ast.If(test=ast.Name(id="TYPE_CHECKING"), orelse=orelse):
+            for child in orelse:
+                yield from imported(child)
+        case _:
+            for child in ast.iter_child_nodes(node):
+                yield from imported(child)
+
+
+def imports_of(module: str) -> list[str]:
+    return list(dict.fromkeys(imported(ast.parse(SOURCES[module].read_text()))))
+
+
+def test_every_module_has_a_layer() -> None:
+    lost = [module for module in SOURCES if layer_of(module) is None]
+    assert not lost, f"add these to LAYERS in {Path(__file__).name}: {lost}"
+
+
+@pytest.mark.parametrize("module", SOURCES)
+def test_imports_go_down_the_layers(module: str) -> None:
+    layer = layer_of(module)
+    assert layer is not None
+    allowed = {layer, *MAY_IMPORT[layer]}
+    upward = [
+        name
+        for name in imports_of(module)
+        if name.partition(".")[0] == "fxpipe" and layer_of(name) not in allowed
+    ]
+    assert not upward, f"{module} ({layer}) may import {sorted(allowed)}, not {upward}"
+
+
+@pytest.mark.parametrize("module", [name for name in SOURCES if layer_of(name) == "schedules"])
+def test_a_schedule_knows_only_its_representation(module: str) -> None:
+    """No torch, no library: a schedule can be read and run anywhere."""
+    others = [
+        name
+        for name in imports_of(module)
+        if name != "fxpipe.schedule"
+        and not name.startswith("fxpipe.schedules.")
+        and name.partition(".")[0] not in sys.stdlib_module_names
+    ]
+    assert not others
+
+
+def test_a_module_is_imported_by_its_only_name() -> None:
+    bare = [
+        (module, name)
+        for module in SOURCES
+        for name in imports_of(module)
+        if name.partition(".")[0] in ("passes", "schedules")
+    ]
+    assert not bare
+
+
+def test_imports_are_absolute() -> None:
+    outer = [
+        path
+        for folder in ("tests", "examples", "benchmarks")
+        for path in ROOT.glob(f"{folder}/**/*.py")
+    ]
+    relative = [
+        f"{path}:{node.lineno}"
+        for path in (*SOURCES.values(), *outer)
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and node.level > 0
+    ]
+    assert not relative
+
+
+def test_imports_inside_functions_and_for_types_are_not_counted() -> None:
+    source = """
+from typing import TYPE_CHECKING
+if TYPE_CHECKING:
+    import a
+else:
+    import b
+try:
+    import c
+finally:
+    pass
+class Class:
+    import d
+    def method(self):
+        import e
+def function():
+    if True:
+        import f
+"""
+    assert list(imported(ast.parse(source))) == ["typing", "b", "c", "d"]

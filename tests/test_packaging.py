@@ -1,0 +1,128 @@
+"""What is installed is what stands in the folders, each module under one name."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+OUTER = ("passes", "schedules")
+
+LOOK = """
+import importlib, json, os, pkgutil, sys
+sys.path.insert(0, sys.argv[1])
+import fxpipe, fxpipe.passes, fxpipe.schedules
+from fxpipe.schedule import RECIPES
+for found in pkgutil.walk_packages(fxpipe.__path__, "fxpipe."):
+    importlib.import_module(found.name)
+print(json.dumps({
+    "recipes": sorted(RECIPES),
+    "files": {
+        name: os.path.realpath(module.__file__)
+        for name, module in sys.modules.items()
+        if getattr(module, "__file__", None)
+    },
+}))
+"""
+"""Imports all of fxpipe from a folder; tells the schedules, and the file of every module."""
+
+
+def look(folder: Path, cwd: Path) -> dict[str, Any]:
+    """What LOOK tells, in a fresh interpreter that knows nothing of this checkout."""
+    done = python("-c", LOOK, str(folder), cwd=cwd)
+    assert done.returncode == 0, done.stderr
+    told: dict[str, Any] = json.loads(done.stdout)
+    return told
+
+
+def python(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return subprocess.run(
+        [sys.executable, *args], cwd=cwd, env=environment, capture_output=True, text=True
+    )
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that holds nothing but the library, installed from its wheel."""
+    folder = tmp_path_factory.mktemp("packaging")
+    source, wheels, target = folder / "source", folder / "wheels", folder / "installed"
+    source.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    leave = shutil.ignore_patterns("__pycache__")
+    for name in ("fxpipe", *OUTER):
+        shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=leave)
+    pip = ("-m", "pip", "--quiet", "--disable-pip-version-check")
+    for step in (
+        ("wheel", "--no-index", "--no-build-isolation", "--no-deps", "-w", str(wheels), "."),
+        (
+            "install",
+            "--no-index",
+            "--no-deps",
+            "--find-links",
+            str(wheels),
+            "--target",
+            str(target),
+            "fxpipe",
+        ),
+    ):
+        done = python(*pip, *step, cwd=source)
+        assert done.returncode == 0, done.stderr
+    return target
+
+
+def test_the_packages_listed_are_the_folders() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    tops = [ROOT / "fxpipe", *(ROOT / name for name in OUTER)]
+    folders = [path.parent for top in tops for path in top.glob("**/__init__.py")]
+    names = [".".join(folder.relative_to(ROOT).parts) for folder in folders]
+    expected = sorted(f"fxpipe.{name}" if name.startswith(OUTER) else name for name in names)
+    assert project["tool"]["setuptools"]["packages"] == expected
+
+
+def test_a_wheel_installed_elsewhere_imports_and_lists_the_schedules(
+    installed: Path, tmp_path: Path
+) -> None:
+    there = look(installed, tmp_path)
+    files = {name: Path(file) for name, file in there["files"].items() if name.startswith("fxpipe")}
+    assert {"fxpipe", "fxpipe.passes", "fxpipe.schedules"} <= files.keys()
+    assert [name for name, file in files.items() if not file.is_relative_to(installed)] == []
+    assert {"1f1b", "gpipe"} <= set(there["recipes"])
+    assert (installed / "fxpipe" / "py.typed").is_file()
+
+
+def test_a_wheel_holds_every_module_of_the_checkout(installed: Path, tmp_path: Path) -> None:
+    here, there = look(ROOT, ROOT), look(installed, tmp_path)
+    assert {name for name in here["files"] if name.startswith("fxpipe")} == {
+        name for name in there["files"] if name.startswith("fxpipe")
+    }
+    assert here["recipes"] == there["recipes"]
+
+
+def test_no_module_is_imported_under_two_names() -> None:
+    names: dict[str, list[str]] = {}
+    for name, file in look(ROOT, ROOT)["files"].items():
+        if Path(file).is_relative_to(ROOT / "fxpipe") or Path(file).parent.name in OUTER:
+            names.setdefault(file, []).append(name)
+    assert [twice for twice in names.values() if len(twice) > 1] == []
+
+
+@pytest.mark.parametrize("name", OUTER)
+def test_a_bare_import_of_an_outer_folder_is_refused(name: str) -> None:
+    done = python("-c", f"import {name}", cwd=ROOT)
+    assert done.returncode != 0
+    assert f"ImportError: import this package as fxpipe.{name}" in done.stderr
+
+
+@pytest.mark.parametrize("name", OUTER)
+def test_the_links_to_the_outer_folders_are_relative(name: str) -> None:
+    assert os.readlink(ROOT / "fxpipe" / name) == f"../{name}"
