@@ -5,7 +5,6 @@ Every backend, the verifier, the printer and the drawings consume this one repre
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -211,49 +210,52 @@ class Program:
     @cached_property
     def edges_into(self) -> tuple[tuple[Edge, ...], ...]:
         """Stage → the edges that its forward reads, in the order of ``edges``."""
-        return tuple(tuple(e for e in self.edges if e.target == s) for s in range(self.stages))
+        return self._grouped([edge.target for edge in self.edges])
 
     @cached_property
     def edges_from(self) -> tuple[tuple[Edge, ...], ...]:
         """Stage → the edges that its forward writes, in the order of ``edges``."""
-        return tuple(tuple(e for e in self.edges if e.source == s) for s in range(self.stages))
+        return self._grouped([edge.source for edge in self.edges])
 
-    def reads(self, instruction: Instruction) -> Iterator[Buffer]:
+    def _grouped(self, ends: list[int]) -> tuple[tuple[Edge, ...], ...]:
+        groups: list[list[Edge]] = [[] for _ in range(self.stages)]
+        for edge, stage in zip(self.edges, ends, strict=True):
+            if stage != HOST:
+                groups[stage].append(edge)
+        return tuple(map(tuple, groups))
+
+    def reads(self, instruction: Instruction) -> tuple[Buffer, ...]:
         """The buffers that an instruction needs on its device."""
         match instruction:
             case Forward(stage, i):
-                yield from (forward_buffer(edge, i) for edge in self.edges_into[stage])
+                return tuple([forward_buffer(edge, i) for edge in self.edges_into[stage]])
             case Backward(stage, i):
-                yield saved(stage, i)
-                yield from (gradient_buffer(e, i) for e in self.edges_from[stage] if e.gradient)
+                returned = [gradient_buffer(e, i) for e in self.edges_from[stage] if e.gradient]
+                return (saved(stage, i), *returned)
             case Output(buffer) | Send(buffer) | Stash(buffer):
-                yield buffer
-            case _:
-                return
+                return (buffer,)
+        return ()
 
-    def writes(self, instruction: Instruction) -> Iterator[Buffer]:
+    def writes(self, instruction: Instruction) -> tuple[Buffer, ...]:
         """The buffers that an instruction makes on its device."""
         match instruction:
             case Forward(stage, i, keeps=keeps):
-                yield from (forward_buffer(edge, i) for edge in self.edges_from[stage])
-                if keeps:
-                    yield saved(stage, i)
+                made = [forward_buffer(edge, i) for edge in self.edges_from[stage]]
+                return (*made, saved(stage, i)) if keeps else tuple(made)
             case Backward(stage, i):
-                yield from (gradient_buffer(e, i) for e in self.edges_into[stage] if e.gradient)
+                return tuple([gradient_buffer(e, i) for e in self.edges_into[stage] if e.gradient])
             case Load(buffer) | Receive(buffer) | Pop(buffer):
-                yield buffer
-            case _:
-                return
+                return (buffer,)
+        return ()
 
-    def ends(self, instruction: Instruction) -> Iterator[Buffer]:
+    def ends(self, instruction: Instruction) -> tuple[Buffer, ...]:
         """The buffers whose life on the device ends with an instruction."""
         match instruction:
-            case Backward(stage, i):
-                yield saved(stage, i)
             case Free(buffer):
-                yield buffer
-            case _:
-                return
+                return (buffer,)
+            case Backward(stage, i):
+                return (saved(stage, i),)
+        return ()
 
     def destination(self, instruction: Send | Stash) -> int:
         """The device that a send or a stash goes to."""

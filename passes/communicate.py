@@ -1,0 +1,110 @@
+"""Insert what moves values: between devices, and from and to the caller."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from fxpipe.edge import HOST
+from fxpipe.errors import InputError
+from fxpipe.program import (
+    Buffer,
+    Instruction,
+    Load,
+    Output,
+    Pop,
+    Program,
+    Receive,
+    Send,
+    Stash,
+)
+
+
+def communicate(program: Program) -> Program:
+    """Program → Program: every value reaches the device that reads it.
+
+    Before, ``y`` going from stage 0 to 1 and ``h`` from stage 0 to 2, a stage a device::
+
+        device 1
+          forward   s1[0] v0 keep
+          backward  s1[0] v0
+
+    after::
+
+        device 1
+          recv      act:y:0->1[0]
+          forward   s1[0] v0 keep
+          send      act:z:1->2[0]
+          recv      grad:z:2->1[0]
+          backward  s1[0] v0
+          send      grad:y:1->0[0]
+
+    A value leaves right after it is made and arrives right before its first use; nothing moves
+    between two stages of one device. A value that skips stages goes straight from ``stash`` to
+    ``pop``, and its gradient straight back. Inputs are loaded, outputs handed over, and so are
+    the gradients of both where their edges carry one.
+
+    Values from one device to another arrive in the order in which they leave. Where a device
+    uses them in another order it takes the earlier ones in first. That adds no waiting: what
+    left earlier is there already.
+
+    Raises:
+        InputError: the program is not one of compute alone.
+    """
+    if program.passes != ("lower",):
+        done = " ".join(program.passes) or "none"
+        raise InputError(f"communicate follows lower alone, and the passes done are: {done}")
+    mail = _Mail(program)
+    sending = [list(mail.send(device, list_)) for device, list_ in enumerate(program.lists)]
+    lists = tuple(tuple(mail.receive(device, list_)) for device, list_ in enumerate(sending))
+    return replace(program, lists=lists, passes=(*program.passes, "communicate"))
+
+
+class _Mail:
+    """What is on its way between devices.
+
+    Attributes:
+        program: the program of compute alone.
+        queues: (from, to) → the values in the order in which they leave.
+        places: value → its index in its queue.
+        taken: (from, to) → how many of the queue have a receive.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.queues: defaultdict[tuple[int, int], list[Buffer]] = defaultdict(list)
+        self.places: dict[Buffer, int] = {}
+        self.taken: defaultdict[tuple[int, int], int] = defaultdict(int)
+
+    def send(self, device: int, instructions: Iterable[Instruction]) -> Iterator[Instruction]:
+        """The instructions of a device, each followed by what hands on the values it makes."""
+        placement = self.program.placement
+        for instruction in instructions:
+            yield instruction
+            for buffer in self.program.writes(instruction):
+                if buffer.target == HOST:
+                    yield Output(buffer)
+                elif (home := placement[buffer.target]) != device:
+                    queue = self.queues[device, home]
+                    self.places[buffer] = len(queue)
+                    queue.append(buffer)
+                    yield Stash(buffer) if buffer.kind == "skip" else Send(buffer)
+
+    def receive(self, device: int, instructions: Iterable[Instruction]) -> Iterator[Instruction]:
+        """The instructions of a device, each after what brings the values it reads."""
+        placement = self.program.placement
+        for instruction in instructions:
+            for buffer in self.program.reads(instruction):
+                if buffer.source == HOST:
+                    yield Load(buffer)
+                elif (home := placement[buffer.source]) != device:
+                    yield from self._take((home, device), buffer)
+            yield instruction
+
+    def _take(self, pair: tuple[int, int], buffer: Buffer) -> Iterator[Instruction]:
+        """Arrivals up to a value; none if it has been taken, or if nothing ever sends it."""
+        first, end = self.taken[pair], self.places.get(buffer, -1) + 1
+        for arrival in self.queues[pair][first:end]:
+            yield Pop(arrival) if arrival.kind == "skip" else Receive(arrival)
+        self.taken[pair] = max(first, end)

@@ -1,0 +1,53 @@
+"""Plans made by hand, of stages without work: for tests in which only the edges matter."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from fxpipe.edge import HOST, Edge
+from fxpipe.plan import Plan, Stage
+
+
+def chain(stages: int) -> Plan:
+    """Input ``x`` → ``y0`` → ``y1`` → … → ``loss``, one value from each stage to the next."""
+    values = ["x", *(f"y{stage}" for stage in range(stages - 1)), "loss"]
+    ends = [HOST, *range(stages), HOST]
+    edges = tuple(
+        Edge(ends[k], ends[k + 1], value, gradient=k > 0) for k, value in enumerate(values)
+    )
+    return plan_of(stages, *edges)
+
+
+def skipping(stages: int) -> Plan:
+    """A chain with all that an edge can be, for at least 3 stages.
+
+    Stage 0 makes ``h`` for the last stage and for stage 1, and ``size``, which carries no
+    gradient, for the last; targets ``t`` enter at the last stage; ``x`` wants its gradient; the
+    last stage gives ``out`` besides the loss.
+    """
+    last = stages - 1
+    plan = chain(stages)
+    entry, *middle, loss = plan.edges
+    return plan_of(
+        stages,
+        Edge(entry.source, entry.target, entry.value, gradient=True),
+        Edge(HOST, last, "t"),
+        Edge(0, last, "h", gradient=True),
+        Edge(0, 1, "h", gradient=True),
+        Edge(0, last, "size"),
+        *middle,
+        Edge(last, HOST, "out"),
+        loss,
+    )
+
+
+def plan_of(stages: int, *edges: Edge) -> Plan:
+    """A plan of empty stages with these edges."""
+    return Plan(tuple(_empty(index) for index in range(stages)), edges)
+
+
+def _empty(index: int) -> Stage:
+    graph = fx.Graph()
+    graph.output(())
+    return Stage(index, (), (), (), fx.GraphModule(torch.nn.Module(), graph))
