@@ -1,0 +1,179 @@
+"""Whether a program's edges and each of its instructions are well-formed by themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fxpipe.edge import HOST, Edge, stage_name
+from fxpipe.errors import Fault
+from fxpipe.program import (
+    Backward,
+    Barrier,
+    Buffer,
+    Forward,
+    Free,
+    Instruction,
+    Load,
+    Output,
+    Pause,
+    Pop,
+    Program,
+    Receive,
+    Send,
+    Stash,
+    Update,
+    forward_buffer,
+    gradient_buffer,
+)
+from fxpipe.text.instruction import print_instruction
+from fxpipe.verify.waits import Place
+
+
+def frame_faults(program: Program) -> Iterator[Fault]:
+    """What is wrong with the counts, the placement and the edges.
+
+    With any of these the instructions cannot be judged.
+    """
+    if program.microbatches < 1:
+        yield Fault(f"it has {program.microbatches} micro-batches", "give it at least 1")
+    if not program.placement:
+        yield Fault("it has no stages", "place at least one")
+    for stage, device in enumerate(program.placement):
+        if not 0 <= device < program.devices:
+            yield Fault(
+                f"stage {stage} is placed on device {device}",
+                f"place it on one of the {program.devices} devices, numbered from 0",
+            )
+    sources: dict[str, int] = {}
+    known: set[tuple[str, int, int]] = set()
+    for edge in program.edges:
+        yield from _edge_faults(edge, program.stages)
+        if sources.setdefault(edge.value, edge.source) != edge.source:
+            yield Fault(
+                f"{edge.value} is made by stages {stage_name(sources[edge.value])} and "
+                f"{stage_name(edge.source)}",
+                "give each value a name of its own",
+                subject=f"edge {edge}",
+            )
+        if (edge.value, edge.source, edge.target) in known:
+            yield Fault("there are two such edges", "keep one", subject=f"edge {edge}")
+        known.add((edge.value, edge.source, edge.target))
+
+
+def _edge_faults(edge: Edge, stages: int) -> Iterator[Fault]:
+    subject = f"edge {edge}"
+    for end in (edge.source, edge.target):
+        if end != HOST and not 0 <= end < stages:
+            yield Fault(
+                f"there is no stage {end}", f"name one of the {stages} stages", subject=subject
+            )
+    if edge.source == edge.target == HOST:
+        yield Fault("it goes from the caller to the caller", "remove it", subject=subject)
+    elif HOST not in (edge.source, edge.target) and edge.source >= edge.target:
+        yield Fault("an edge runs forward", "let a later stage use the value", subject=subject)
+
+
+class Form:
+    """The check of single instructions.
+
+    Buffers differ in little but their micro-batch, so the verdict on the rest is kept.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self._routes: dict[tuple[object, ...], tuple[int, int]] = {}
+        for edge in program.edges:
+            made, used = self._home(edge.source), self._home(edge.target)
+            self._routes[forward_buffer(edge, 0)[:4]] = made, used
+            if edge.gradient:
+                self._routes[gradient_buffer(edge, 0)[:4]] = used, made
+        for stage, home in enumerate(program.placement):
+            self._routes["saved", "", stage, stage] = home, home
+        self._verdicts: dict[tuple[object, ...], tuple[str, str] | None] = {}
+
+    def faults(self, malformed: set[Place]) -> Iterator[Fault]:
+        """The fault of each malformed instruction, whose place is added to ``malformed``."""
+        for device, list_ in enumerate(self.program.lists):
+            for position, instruction in enumerate(list_):
+                wrong = self._judge(device, instruction)
+                if wrong is not None:
+                    malformed.add(Place(device, position))
+                    yield Fault(*wrong, device, position, print_instruction(instruction))
+
+    def _judge(self, device: int, instruction: Instruction) -> tuple[str, str] | None:
+        """What is wrong with an instruction on a device, and the cure."""
+        match instruction:
+            case Forward(stage, i) | Backward(stage, i):
+                return self._stage(device, stage) or self._microbatch(i)
+            case Update(stage):
+                return self._stage(device, stage)
+            case Barrier() | Pause():
+                return None
+        buffer = instruction.buffer
+        key = device, type(instruction), *buffer[:4]
+        if key not in self._verdicts:
+            self._verdicts[key] = self._move(device, instruction, buffer)
+        return self._verdicts[key] or self._microbatch(buffer.microbatch)
+
+    def _stage(self, device: int, stage: int) -> tuple[str, str] | None:
+        if not 0 <= stage < self.program.stages:
+            return f"there is no stage {stage}", f"name one of the {self.program.stages} stages"
+        if self.program.placement[stage] != device:
+            return (
+                f"stage {stage} is on device {self.program.placement[stage]}",
+                "move the instruction there",
+            )
+        return None
+
+    def _microbatch(self, microbatch: int) -> tuple[str, str] | None:
+        count = self.program.microbatches
+        if 0 <= microbatch < count:
+            return None
+        return f"there is no micro-batch {microbatch}", f"name one of the {count}, from 0"
+
+    def _move(
+        self,
+        device: int,
+        instruction: Load | Output | Send | Receive | Stash | Pop | Free,
+        buffer: Buffer,
+    ) -> tuple[str, str] | None:
+        """What is wrong with a move or a free, the micro-batch apart."""
+        route = self._routes.get(buffer[:4])
+        if route is None:
+            return "no edge carries this value", "name a buffer of one of the program's edges"
+        made, used = route
+        skips = buffer.kind == "skip"
+        match instruction:
+            case Free():
+                right = device in route
+                cure = "free it on a device that holds it"
+            case Load():
+                right = made == HOST and used == device
+                cure = "load what the caller gives, on the device that uses it"
+            case Output():
+                right = used == HOST and made == device
+                cure = "hand over what goes to the caller, on the device that makes it"
+            case Send() | Stash():
+                right = made == device != used and used != HOST
+                right = right and skips == isinstance(instruction, Stash)
+                cure = (
+                    "send what another device uses, on the device that makes it; what skips "
+                    "stages is stashed, all else is sent"
+                )
+            case Receive() | Pop():
+                right = used == device != made and made != HOST
+                right = right and skips == isinstance(instruction, Pop)
+                cure = (
+                    "receive what another device makes, on the device that uses it; what was "
+                    "stashed is popped, all else is received"
+                )
+        if right:
+            return None
+        return f"the value goes from {_device_name(made)} to {_device_name(used)}", cure
+
+    def _home(self, stage: int) -> int:
+        return HOST if stage == HOST else self.program.placement[stage]
+
+
+def _device_name(device: int) -> str:
+    return "the caller" if device == HOST else f"device {device}"
