@@ -26,19 +26,22 @@ class TaskKind:
         per_microbatch: False for a task that comes once a step and stage.
         follows: letters of the tasks of the same stage and micro-batch that must come before it;
             a task that is absent from the schedule does not count.
+        flow: 1 where it comes after the same task of the stage before, -1 where after that of
+            the stage behind, 0 where stages are independent.
     """
 
     letter: str
     name: str
     per_microbatch: bool
     follows: str
+    flow: int = 0
 
 
 KINDS: dict[str, TaskKind] = {
     kind.letter: kind
     for kind in (
-        TaskKind("F", "forward", True, ""),
-        TaskKind("B", "backward", True, "F"),
+        TaskKind("F", "forward", True, "", flow=1),
+        TaskKind("B", "backward", True, "F", flow=-1),
         TaskKind("U", "update", False, "FB"),
     )
 }
@@ -63,7 +66,9 @@ class Task:
     def __str__(self) -> str:
         index = "" if self.microbatch is None else str(self.microbatch)
         at = "" if self.stage is None else f"@{self.stage}"
-        return f"{self.kind}{index}{chr(39) * -self.batch}{at}"
+        # A later batch than this step's is always wrong, and has no text that can be parsed.
+        batch = "'" * -self.batch + "+" * self.batch
+        return f"{self.kind}{index}{batch}{at}"
 
 
 def F(microbatch: int, stage: int | None = None, *, batch: int = 0) -> Task:
@@ -172,9 +177,7 @@ class Recipe:
         for word, count in (("devices", devices), ("microbatches", microbatches)):
             if count < 1:
                 raise InputError(f"{word} is {count}; a schedule needs at least 1")
-        rows = tuple(
-            tuple(self._row(device, devices, microbatches)) for device in range(devices)
-        )
+        rows = tuple(tuple(self._row(device, devices, microbatches)) for device in range(devices))
         return Schedule(self.name, microbatches, tuple(range(devices)), rows, self.delay)
 
     def _row(self, device: int, devices: int, microbatches: int) -> Iterator[Task]:

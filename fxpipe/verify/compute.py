@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 from fxpipe.errors import Fault
 from fxpipe.program import Backward, Barrier, Forward, Pause, Update
-from fxpipe.verify.facts import Facts, microbatches
+from fxpipe.verify.facts import Facts
+from fxpipe.verify.spans import microbatches
 
 
 def complete(facts: Facts) -> Iterator[Fault]:

@@ -16,7 +16,8 @@ from fxpipe.program import (
     gradient_buffer,
 )
 from fxpipe.text.instruction import print_instruction
-from fxpipe.verify.facts import Facts, Move, microbatches
+from fxpipe.verify.facts import Facts, Move
+from fxpipe.verify.spans import microbatches
 from fxpipe.verify.waits import Place, Wait, deadlock_faults
 
 
