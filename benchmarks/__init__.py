@@ -1,0 +1,1 @@
+"""Measurements, side by side in one run; each writes a file under ``benchmarks/results``."""

@@ -1,0 +1,98 @@
+"""What the library itself costs: time a task, on a model so small that little else is left.
+
+Run it with ``python -m benchmarks.overhead`` on a machine with nothing else to do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from statistics import median
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+import fxpipe
+from benchmarks.machine import describe
+from benchmarks.report import Figure, Report, timed
+from examples import plain
+from examples.unet import UNet
+
+LAYERS = 4
+WIDTH = 8
+MICROBATCHES = 64
+WARM_UP = 5
+
+
+def tiny() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+
+
+def pipelined(devices: int, x: Tensor, y: Tensor, rounds: int) -> float:
+    """Median seconds of a step over so many devices."""
+    with fxpipe.compile(
+        tiny(),
+        ["cpu"] * devices,
+        microbatches=MICROBATCHES,
+        loss=mse_loss,
+        optimizer=torch.optim.SGD,
+    ) as pipe:
+        seconds = [timed(lambda: pipe.step(x, target=y))[1] for _ in range(WARM_UP + rounds)]
+    return median(seconds[WARM_UP:])
+
+
+def alone(x: Tensor, y: Tensor, rounds: int) -> float:
+    """Median seconds of the same step as a plain loop on one thread."""
+    model = tiny()
+    optimizer = torch.optim.SGD(model.parameters())
+    with plain.one_thread():
+        seconds = [
+            timed(lambda: plain.step(model, mse_loss, optimizer, x, y, MICROBATCHES))[1]
+            for _ in range(WARM_UP + rounds)
+        ]
+    return median(seconds[WARM_UP:])
+
+
+def compiling() -> float:
+    """Seconds from a U-Net to the end of its first step, over two devices."""
+    batch = torch.rand(32, 3, 64, 64)
+
+    def run() -> None:
+        with fxpipe.compile(UNet(), ["cpu", "cpu"], microbatches=8, loss=mse_loss) as pipe:
+            pipe.step(batch, target=batch)
+
+    return timed(run)[1]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Time what the library itself costs.")
+    parser.add_argument("--rounds", type=int, default=50)
+    rounds = parser.parse_args().rounds
+    machine = describe()
+
+    torch.set_num_threads(2)  # one for each device
+    x, y = torch.rand(MICROBATCHES * WIDTH, WIDTH), torch.rand(MICROBATCHES * WIDTH, WIDTH)
+    single, one, two = alone(x, y, rounds), pipelined(1, x, y, rounds), pipelined(2, x, y, rounds)
+    tasks = 2 * MICROBATCHES  # a forward and a backward each, on every device
+    figures = [
+        Figure("plain loop, one thread, a forward or backward", 1e3 * single / tasks, "ms"),
+        Figure("one device, a task", 1e3 * one / tasks, "ms"),
+        Figure("one device, a task above the plain loop", 1e3 * (one - single) / tasks, "ms"),
+        Figure("two devices, a task of either", 1e3 * two / tasks, "ms"),
+        Figure("compile time of the U-Net, with the first step", compiling(), "s"),
+    ]
+    settings = {
+        "model": f"{LAYERS} × Linear({WIDTH}, {WIDTH}), SGD, mean squared error",
+        "micro-batches": f"{MICROBATCHES} of {WIDTH} rows",
+        "schedule": "1f1b",
+        "rounds": rounds,
+        "U-Net": "examples.unet.UNet(channels=3, base=16, depth=4), batch 32×3×64×64 in 8",
+    }
+    Report("overhead", "Overhead a task", settings, figures, machine).publish()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,88 @@
+"""Write what a benchmark found, for people and for programs, and print it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median, quantiles
+from time import perf_counter
+from typing import TypeVar
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.machine import Machine
+
+RESULTS = Path(__file__).parent / "results"
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One number that was measured, or that a measured one is to be held against."""
+
+    name: str
+    value: float
+    unit: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.value:.4g} {self.unit}".rstrip()
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one benchmark found.
+
+    Attributes:
+        name: of its files.
+        title: a line for people.
+        settings: what was run, in words and numbers.
+        figures: what came out.
+        machine: where.
+    """
+
+    name: str
+    title: str
+    settings: Mapping[str, str | int]
+    figures: Sequence[Figure]
+    machine: Machine
+
+    def markdown(self) -> str:
+        rows = [f"| {figure.name} | {figure} |" for figure in self.figures]
+        settings = [f"- {name}: {value}" for name, value in self.settings.items()]
+        machine = [f"- {name}: {value}" for name, value in asdict(self.machine).items()]
+        lines = [f"# {self.title}", "", "| | |", "|---|---|", *rows]
+        lines += ["", "What ran:", "", *settings, "", "On:", "", *machine]
+        return "\n".join(lines) + "\n"
+
+    def publish(self, folder: Path = RESULTS) -> None:
+        """Print it, and write it as Markdown and as JSON."""
+        table = Table("", "", title=self.title, show_header=False)
+        for figure in self.figures:
+            table.add_row(figure.name, str(figure))
+        Console().print(table)
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"{self.name}-{self.machine.date}.md"
+        path.write_text(self.markdown())
+        path.with_suffix(".json").write_text(json.dumps(asdict(self), indent=2) + "\n")
+        Console().print(f"Written to {path} and {path.with_suffix('.json').name}", soft_wrap=True)
+
+
+def timed(function: Callable[[], Result]) -> tuple[Result, float]:
+    """What it returns, and the seconds that it took."""
+    start = perf_counter()
+    result = function()
+    return result, perf_counter() - start
+
+
+def spread(name: str, seconds: Sequence[float]) -> list[Figure]:
+    """Median, and first and last decile, in milliseconds."""
+    deciles = quantiles(seconds, n=10, method="inclusive")
+    return [
+        Figure(f"{name}, median", 1e3 * median(seconds), "ms"),
+        Figure(f"{name}, first decile", 1e3 * deciles[0], "ms"),
+        Figure(f"{name}, last decile", 1e3 * deciles[-1], "ms"),
+    ]

@@ -1,0 +1,1 @@
+"""Models and training loops that the demo, the tests and the benchmarks share."""
