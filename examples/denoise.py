@@ -65,6 +65,8 @@ def main() -> int:
     arguments = parser.parse_args()
     console = Console()
 
+    torch.manual_seed(0)
+    torch.set_num_threads(len(DEVICES))  # one for each device
     model, single = UNet(), UNet()
     single.load_state_dict(model.state_dict())
     with fxpipe.compile(
@@ -100,7 +102,8 @@ def train(
         return pipe.step(batch.image, target=batch.noise)
 
     def single_step(batch: Noisy) -> Tensor:
-        return plain.step(single, mse_loss, optimizer, batch.image, batch.noise, MICROBATCHES)
+        with plain.one_thread():
+            return plain.step(single, mse_loss, optimizer, batch.image, batch.noise, MICROBATCHES)
 
     generator = torch.Generator().manual_seed(0)
     pictures = photographs.training()

@@ -1,0 +1,82 @@
+"""The model, the photographs and the plain loop that the demo and the benchmarks stand on."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+from benchmarks.machine import Machine
+from benchmarks.report import Figure, Report, spread
+from examples import plain
+from examples.unet import UNet
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_a_unet_gives_an_image_of_the_same_size(depth: int) -> None:
+    image = torch.rand(2, 3, 16, 24)
+    assert UNet(base=4, depth=depth)(image).shape == image.shape
+
+
+def test_a_unet_uses_every_parameter() -> None:
+    model = UNet(base=2, depth=2)
+    model(torch.rand(2, 3, 8, 8)).sum().backward()
+    assert [name for name, parameter in model.named_parameters() if parameter.grad is None] == []
+
+
+def test_a_plain_step_over_uneven_microbatches_follows_the_gradient_of_the_batch() -> None:
+    torch.manual_seed(0)
+    x, y = torch.rand(7, 3), torch.rand(7, 2)
+    split, whole = nn.Linear(3, 2), nn.Linear(3, 2)
+    whole.load_state_dict(split.state_dict())
+    loss = plain.step(split, mse_loss, torch.optim.SGD(split.parameters(), lr=0.5), x, y, 3)
+    expected = plain.step(whole, mse_loss, torch.optim.SGD(whole.parameters(), lr=0.5), x, y, 1)
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(split.state_dict(), whole.state_dict())
+
+
+def test_crops_are_drawn_again_from_the_same_seed() -> None:
+    photographs = pytest.importorskip("examples.photographs")
+    pictures = photographs.training()
+
+    def draw() -> torch.Tensor:
+        generator = torch.Generator().manual_seed(3)
+        crops = photographs.crops(pictures, 5, 32, generator)
+        noisy = photographs.add_noise(crops, generator)
+        torch.testing.assert_close(noisy.clean, crops)
+        image: torch.Tensor = noisy.image
+        return image
+
+    assert draw().shape == (5, 3, 32, 32)
+    assert torch.equal(draw(), draw())
+
+
+def test_a_report_is_written_for_people_and_for_programs(tmp_path: Path) -> None:
+    machine = Machine("2026-01-31", "a processor", 2, 0.5, "Linux 6", "3.11.0", "2.13.0")
+    figures = [*spread("a step", [0.010, 0.012, 0.020]), Figure("ratio", 1.5)]
+    Report("short", "A benchmark", {"rounds": 3}, figures, machine).publish(tmp_path)
+    markdown = (tmp_path / "short-2026-01-31.md").read_text()
+    assert "| a step, median | 12 ms |\n" in markdown
+    assert "- cpu: a processor\n" in markdown
+    assert '"value": 1.5' in (tmp_path / "short-2026-01-31.json").read_text()
+
+
+def test_the_demo_trains_equal_to_one_device_and_draws(tmp_path: Path) -> None:
+    pytest.importorskip("skimage")
+    done = subprocess.run(
+        [sys.executable, "-m", "examples.denoise", "--steps", "2", "--output", str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Equal bit for bit" in done.stdout
+    drawn = {f"{name}.{end}" for name in ("plan", "schedule", "program") for end in ("svg", "png")}
+    assert {path.name for path in tmp_path.iterdir()} == drawn | {"denoised.png"}
