@@ -1,0 +1,42 @@
+"""The colours of all pictures: told apart by people with any kind of colour vision.
+
+The palette is that of Okabe and Ito, "Color Universal Design" (2008),
+https://jfly.uni-koeln.de/color/. No picture tells anything by colour alone: a letter, a line
+style or a border says it too.
+"""
+
+from __future__ import annotations
+
+FORWARD = "#56B4E9"
+"""Sky blue."""
+
+BACKWARD = "#E69F00"
+"""Orange."""
+
+UPDATE = "#009E73"
+"""Bluish green."""
+
+INPUT = "#F0E442"
+"""Yellow: what comes from the caller or goes to it."""
+
+PARAMETER = "#CC79A7"
+"""Reddish purple."""
+
+SKIP = "#0072B2"
+"""Blue: a value that skips stages."""
+
+GRADIENT = "#D55E00"
+"""Vermilion: a gradient on its way back."""
+
+FAULT = "#CC0000"
+"""A pure red, outside the palette; always with a thick border."""
+
+IDLE = "#F0F0F0"
+INK = "#222222"
+FAINT = "#8A8A8A"
+PAPER = "#FFFFFF"
+OTHER = "#CFCFCF"
+"""A kind of task that this library does not know."""
+
+TASKS: dict[str, str] = {"F": FORWARD, "B": BACKWARD, "U": UPDATE}
+"""Letter of a task's kind → its colour."""
