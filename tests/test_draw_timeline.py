@@ -1,0 +1,139 @@
+"""When tasks run on paper: the papers' formulas, and schedules that never end."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fxpipe.draw.timeline import Timeline, walk
+from fxpipe.draw.walk import NOWHERE, start_times
+from fxpipe.errors import InputError
+from fxpipe.schedule import B, F, Recipe, Schedule, Task, U
+from fxpipe.schedules import gpipe, inference, one_f_one_b
+
+TIME = st.floats(0.125, 8)
+COUNT = st.integers(1, 9)
+
+
+def order(timeline: Timeline, device: int) -> tuple[Task, ...]:
+    return tuple(span.task for span in timeline.spans if span.device == device)
+
+
+@pytest.mark.parametrize("recipe", [gpipe, one_f_one_b])
+@given(p=COUNT, m=COUNT, forward=TIME, backward=TIME)
+def test_makespan_and_bubble_are_the_papers(
+    recipe: Recipe, p: int, m: int, forward: float, backward: float
+) -> None:
+    timeline = walk(recipe(p, m), {"F": forward, "B": backward, "U": 0})
+    assert timeline.makespan == pytest.approx((m + p - 1) * (forward + backward))
+    assert timeline.bubble == pytest.approx((p - 1) / (m + p - 1))
+
+
+@given(p=COUNT, m=COUNT, forward=TIME)
+def test_inference_fills_and_drains(p: int, m: int, forward: float) -> None:
+    timeline = walk(inference(p, m), {"F": forward})
+    assert timeline.makespan == pytest.approx((m + p - 1) * forward)
+    assert timeline.bubble == pytest.approx((p - 1) / (m + p - 1))
+
+
+@pytest.mark.parametrize("recipe", [gpipe, one_f_one_b])
+@given(p=COUNT, m=COUNT, update=TIME)
+def test_the_update_lengthens_the_step_but_not_the_bubble(
+    recipe: Recipe, p: int, m: int, update: float
+) -> None:
+    timeline = walk(recipe(p, m), {"U": update})
+    assert timeline.makespan == pytest.approx((m + p - 1) * 3 + update)
+    assert timeline.bubble == pytest.approx((p - 1) / (m + p - 1))
+
+
+@given(st.sampled_from([gpipe, one_f_one_b, inference]), COUNT, COUNT)
+def test_every_row_runs_in_order_and_one_task_at_a_time(recipe: Recipe, p: int, m: int) -> None:
+    schedule = recipe(p, m)
+    timeline = walk(schedule)
+    assert not timeline.stuck
+    assert timeline.unrun == 0
+    for device, row in enumerate(schedule.rows):
+        assert order(timeline, device) == row
+        spans = [span for span in timeline.spans if span.device == device]
+        assert all(a.end <= b.start for a, b in pairwise(spans))
+
+
+def test_times_of_a_small_schedule() -> None:
+    spans = walk(one_f_one_b(2, 2)).spans
+    assert [(str(s.task), s.start, s.end) for s in spans] == [
+        ("F0@0", 0, 1),
+        ("F1@0", 1, 2),
+        ("B0@0", 4, 6),
+        ("B1@0", 7, 9),
+        ("U@0", 9, 9.5),
+        ("F0@1", 1, 2),
+        ("B0@1", 2, 4),
+        ("F1@1", 4, 5),
+        ("B1@1", 5, 7),
+        ("U@1", 9, 9.5),
+    ]
+
+
+def test_with_a_delay_an_update_waits_for_its_own_stage_alone() -> None:
+    flushed = one_f_one_b(2, 2)
+    delayed = Schedule("delayed", 2, flushed.placement, flushed.rows, delay=1)
+    assert [s.start for s in walk(delayed).spans if s.task.kind == "U"] == [9, 7]
+
+
+def test_a_cycle_is_stuck_and_ends() -> None:
+    rows = ((F(0, 0), B(0, 0), F(1, 0), B(1, 0)), (F(1, 1), F(0, 1), B(1, 1), B(0, 1)))
+    timeline = walk(Schedule("cycle", 2, (0, 1), rows))
+    assert [str(span.task) for span in timeline.spans] == ["F0@0"]
+    assert [(s.device, s.start, str(s.task)) for s in timeline.stuck] == [
+        (0, 1, "B0@0"),
+        (1, 0, "F1@1"),
+    ]
+    assert timeline.unrun == 7
+
+
+def test_what_no_device_computes_is_waited_for_for_ever() -> None:
+    timeline = walk(Schedule("gap", 1, (0, 1), ((), (F(0, 1), B(0, 1)))))
+    assert [str(span.task) for span in timeline.stuck] == ["F0@1"]
+
+
+def test_what_an_earlier_window_held_has_run_already() -> None:
+    rows = ((B(0, 0, batch=-1), F(0, 0)), (B(0, 1, batch=-1), F(0, 1)))
+    timeline = walk(Schedule("window", 1, (0, 1), rows, delay=1))
+    assert [(str(s.task), s.start) for s in timeline.spans] == [
+        ("B0'@0", 2),
+        ("F0@0", 4),
+        ("B0'@1", 0),
+        ("F0@1", 5),
+    ]
+
+
+@pytest.mark.parametrize("task", [F(0), F(0, 99), Task("?", 0, 0), Task("?", None, 0), U()])
+def test_strange_tasks_do_not_break_the_walk(task: Task) -> None:
+    timeline = walk(Schedule("strange", 1, (0,), ((F(0, 0), task, task),)))
+    assert len(timeline.spans) + timeline.unrun == 3
+
+
+@pytest.mark.parametrize(
+    ("costs", "message"),
+    [
+        ({"Q": 1}, "no kind of task 'Q'"),
+        ({"F": -1}, r"costs\['F'\] is -1"),
+        ({"B": float("nan")}, "costs\\['B'\\] is nan"),
+    ],
+)
+def test_costs_that_make_no_sense_are_refused(costs: dict[str, float], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        walk(gpipe(2, 2), costs)
+
+
+def test_an_empty_schedule_takes_no_time() -> None:
+    timeline = walk(Schedule("empty", 1, (0,), ((),)))
+    assert (timeline.makespan, timeline.bubble) == (0, 0)
+
+
+def test_rows_start_as_soon_as_what_they_need_is_done() -> None:
+    assert start_times([[2, 1], [1, 1]], [[[], [(1, 1)]], [[], [(0, 0)]]]) == [[0, 3], [0, 2]]
+    assert start_times([[1, 1], [1]], [[[], [NOWHERE]], [[(0, 1)]]]) == [[0], []]
