@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import assert_never, cast
 
 from fxpipe.edge import HOST
@@ -26,6 +27,7 @@ from fxpipe.program import (
     Update,
     saved,
 )
+from fxpipe.text.edge import is_name
 from fxpipe.text.scan import Scanner
 
 _WORDS: dict[type[Instruction], str] = {made: word for word, made in OPCODES.items()}
@@ -34,7 +36,15 @@ _WORD = re.compile(r"\w+")
 _KEEP = re.compile(r"keep\b")
 _HOST = re.compile(r"host\b")
 _KIND = re.compile(r"(in|act|skip|out|grad|saved):")
-_VALUE = re.compile(r"[^\W\d]\w*(?:\.\w+)*")
+_MOVES: dict[str, Callable[[Buffer], Instruction]] = {
+    "load": Load,
+    "output": Output,
+    "send": Send,
+    "recv": Receive,
+    "stash": Stash,
+    "pop": Pop,
+    "free": Free,
+}
 
 
 def print_instruction(instruction: Instruction) -> str:
@@ -71,32 +81,44 @@ def parse_instruction(scan: Scanner) -> Instruction:
     word = scan.need(_WORD, "an instruction such as 'forward s0[0] v0 keep'")
     if word not in OPCODES:
         raise scan.error(f"there is no instruction {word!r}: {near(word, OPCODES)}", start)
-    instruction = _parse(OPCODES[word], scan)
+    instruction = _parse(word, scan)
     scan.end()
     return instruction
 
 
-def _parse(made: type[Instruction], scan: Scanner) -> Instruction:
-    if made is Barrier:
-        return Barrier()
-    if made is Pause:
-        return Pause()
-    if made is Update:
-        stage = _numbered(scan, "s", "a stage such as s0")
-        reads = _numbered(scan, "v", "a version such as v0")
-        scan.gap("'->'")
-        scan.literal("->")
-        return Update(stage, reads, _numbered(scan, "v", "a version such as v1"))
-    if made is Forward or made is Backward:
-        stage = _numbered(scan, "s", "a stage and a micro-batch such as s0[0]")
-        i = _index(scan)
-        version = _numbered(scan, "v", "a version such as v0")
-        if made is Backward:
-            return Backward(stage, i, version)
-        keeps = not scan.ended() and scan.text[scan.at - 1].isspace()
-        return Forward(stage, i, version, keeps and scan.need(_KEEP, "'keep'") == "keep")
+def _parse(word: str, scan: Scanner) -> Instruction:
+    match word:
+        case "barrier":
+            return Barrier()
+        case "pause":
+            return Pause()
+        case "update":
+            stage = _numbered(scan, "s", "a stage such as s0")
+            reads = _numbered(scan, "v", "a version such as v0")
+            scan.gap("'->'")
+            scan.literal("->")
+            return Update(stage, reads, _numbered(scan, "v", "a version such as v1"))
+        case "forward":
+            return Forward(*_task(scan), keeps=_keeps(scan))
+        case "backward":
+            return Backward(*_task(scan))
     scan.gap("a buffer such as act:x:0->1[0]")
-    return made(parse_buffer(scan))  # type: ignore[call-arg, arg-type]
+    return _MOVES[word](parse_buffer(scan))
+
+
+def _task(scan: Scanner) -> tuple[int, int, int]:
+    """Stage, micro-batch and version: ``s1[2] v0``."""
+    stage = _numbered(scan, "s", "a stage and a micro-batch such as s0[0]")
+    return stage, _index(scan), _numbered(scan, "v", "a version such as v0")
+
+
+def _keeps(scan: Scanner) -> bool:
+    if scan.ended():
+        return False
+    if not scan.text[scan.at - 1].isspace():
+        raise scan.error("expected a blank or the end of the line")
+    scan.need(_KEEP, "'keep' or the end of the line")
+    return True
 
 
 def parse_buffer(scan: Scanner) -> Buffer:
@@ -104,22 +126,14 @@ def parse_buffer(scan: Scanner) -> Buffer:
     kind = scan.need(_KIND, "a buffer such as act:x:0->1[0] or saved:0[0]")[:-1]
     if kind == "saved":
         return saved(scan.number("a stage"), _index(scan))
-    value = parse_value(scan)
+    start = scan.at
+    value = scan.need(_WORD, "the name of a value")
+    if not is_name(value):
+        raise scan.error(f"{value!r} is no name of a value", start)
     scan.literal(":")
-    source, target = parse_ends(scan)
-    return Buffer(cast(BufferKind, kind), value, source, target, _index(scan))
-
-
-def parse_value(scan: Scanner) -> str:
-    """Read the name of a value: Python identifiers joined by dots. Raises ParseError."""
-    return scan.need(_VALUE, "a value's name such as relu_1")
-
-
-def parse_ends(scan: Scanner) -> tuple[int, int]:
-    """Read ``0->1`` or ``host->0``: source and target. Raises ParseError."""
     source = _stage(scan)
     scan.literal("->")
-    return source, _stage(scan)
+    return Buffer(cast(BufferKind, kind), value, source, _stage(scan), _index(scan))
 
 
 def _stage(scan: Scanner) -> int:

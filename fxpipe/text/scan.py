@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 
 from fxpipe.errors import ParseError
 
@@ -80,6 +79,14 @@ class Scanner:
                 f"{word} is not a quoted name: {error}; escape as JSON does", start
             ) from error
 
+    def starts(self, word: str) -> bool:
+        """Whether this word stands right here."""
+        return re.compile(rf"{word}\b").match(self.text, self.at) is not None
+
+    def tail(self) -> str:
+        """All that is left, without blanks at its end and a comment."""
+        return self.text[self.at :].partition("#")[0].rstrip(" \t\r")
+
     def blanks(self) -> None:
         """Skip blanks, if any."""
         self.take(_BLANKS)
@@ -102,12 +109,15 @@ class Scanner:
             raise self.error(f"unexpected {self.need(_TOKEN, 'text')!r}; remove it")
 
 
-def scan_lines(text: str) -> Iterator[Scanner]:
-    """The lines of a text, without comments (``# …``) and blank ones; each starts at a word."""
-    for number, line in enumerate(text.split("\n"), start=1):
-        scan = Scanner(line, number)
-        if not scan.ended():
-            yield scan
+def scan_lines(text: str) -> tuple[list[Scanner], Scanner]:
+    """The lines of a text, each at its first word, and its end, for what is missing there.
+
+    Comments (``# …``) and blank lines are left out.
+    """
+    lines = [Scanner(line, number) for number, line in enumerate(text.split("\n"), start=1)]
+    end = Scanner(lines[-1].text, len(lines))
+    end.at = len(end.text)
+    return [scan for scan in lines if not scan.ended()], end
 
 
 def print_title(name: str) -> str:

@@ -25,6 +25,7 @@ from fxpipe.program import (
     forward_buffer,
     gradient_buffer,
 )
+from fxpipe.text.edge import is_name
 from fxpipe.text.instruction import print_instruction
 from fxpipe.verify.waits import Place
 
@@ -62,6 +63,10 @@ def frame_faults(program: Program) -> Iterator[Fault]:
 
 def _edge_faults(edge: Edge, stages: int) -> Iterator[Fault]:
     subject = f"edge {edge}"
+    if not is_name(edge.value):
+        yield Fault(
+            f"{edge.value!r} is no name of a value", "give it an identifier", subject=subject
+        )
     for end in (edge.source, edge.target):
         if end != HOST and not 0 <= end < stages:
             yield Fault(
