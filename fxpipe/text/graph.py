@@ -1,0 +1,275 @@
+"""An fx graph as text, one node a line, and back.
+
+Each line is a Python expression, so that it reads like code and Python's own parser reads it; the
+text is never run::
+
+    x = placeholder()                                 # what the graph takes; these come first
+    p_weight = placeholder()
+    relu_3 = pop('relu_3')                            # a value from a stage further back
+    conv2d = torch.ops.aten.conv2d.default(x, p_weight, None, [1, 1], [1, 1])
+    h = self.encoder[0].block(conv2d)                 # a leaf module
+    w = self.encoder[0].weight                        # an attribute of the root
+    y = h.view(2, 3)                                  # a method of a value
+    stash_y = stash('y', y)
+    return (y, w)
+
+What has no meaning for the graph's result is left out: metadata, type annotations, the name of
+the output node, and whether a sequence is one of fx's own immutable kinds.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import keyword
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from torch import fx, nn
+
+from fxpipe.errors import InputError, ParseError, near
+from fxpipe.text.edge import is_name
+from fxpipe.text.line import Line, lines_of
+from fxpipe.text.path import ROOTS, Path, print_path, read_path
+from fxpipe.text.target import CALL_FORM, print_function, read_function
+from fxpipe.text.value import ValueReader, print_value
+
+_PLACEHOLDER = re.compile(r"\*{0,2}[A-Za-z_][A-Za-z0-9_]*")
+_FORM = "write 'name = function(arguments)', or 'return (values)' at the end"
+_METHOD_FORM = "method"
+
+
+def print_graph(graph: fx.Graph) -> str:
+    """The graph as text that ``parse_graph`` reads back, without an end of line at its end.
+
+    Raises:
+        InputError: an argument of a node has no text. Names the node.
+    """
+    order = sorted(graph.nodes, key=lambda node: node.op != "placeholder")
+    return "\n".join(_print_node(node) for node in order)
+
+
+def _print_node(node: fx.Node) -> str:
+    try:
+        if node.op == "output":
+            return f"return {print_value(node.args[0])}"
+        if not is_name(node.name):
+            raise InputError("its name is no identifier")
+        return f"{node.name} = {_print_expression(node)}"
+    except InputError as error:
+        raise InputError(f"node {node.name!r}: {error}") from None
+
+
+def _print_expression(node: fx.Node) -> str:
+    args, kwargs = [print_value(arg) for arg in node.args], dict(node.kwargs)
+    target = node.target
+    if node.op == "placeholder":
+        named = [] if target == node.name else [repr(target)]
+        default = [f"default={arg}" for arg in args]
+        return f"placeholder({', '.join(named + default)})"
+    if node.op == "get_attr":
+        return print_path("self", str(target))
+    if node.op == "call_module":
+        function = print_path("self", str(target))
+    elif node.op == "call_method":
+        receiver = node.args[0] if node.args else None
+        if isinstance(receiver, fx.Node) and receiver.name not in ROOTS:
+            function, args = f"{args[0]}.{target}", args[1:]
+        else:
+            function, args = _METHOD_FORM, [repr(target), *args]
+    else:
+        assert not isinstance(target, str)
+        function = print_function(target)
+    for name in kwargs:
+        if not name.isidentifier() or keyword.iskeyword(name):
+            raise InputError(f"its argument {name!r} is no identifier")
+    named = [f"{name}={print_value(value)}" for name, value in kwargs.items()]
+    return f"{function}({', '.join(args + named)})"
+
+
+def parse_graph(text: str, root: nn.Module | None, *, first_line: int = 1) -> fx.GraphModule:
+    """Read a graph. Nothing that the text names is run, and nothing is imported.
+
+    Args:
+        text: what ``print_graph`` gave; blank lines, comments and indentation mean nothing.
+        root: the module that holds the leaf modules and attributes which the graph names.
+        first_line: the number of the text's first line, for errors.
+
+    Raises:
+        ParseError: with line and column of the first thing that is wrong.
+    """
+    return _GraphReader(root).read(lines_of(text, first_line))
+
+
+class _GraphReader:
+    """Reads the lines of one graph in order.
+
+    Attributes:
+        root: where leaf modules and attributes are looked up.
+        graph: the graph so far.
+        nodes: its nodes by name.
+        takes: the arguments that it takes.
+    """
+
+    def __init__(self, root: nn.Module | None) -> None:
+        self.root = root
+        self.graph = fx.Graph()
+        self.nodes: dict[str, fx.Node] = {}
+        self.takes: set[str] = set()
+
+    def read(self, lines: list[Line]) -> fx.GraphModule:
+        rest = iter([line for line in lines if not line.is_blank])
+        for line in rest:
+            if self._read_line(line):
+                break
+        else:
+            last = lines[-1]
+            message = "the graph has no end: write 'return (values)' on its last line"
+            raise ParseError(message, last.number, len(last.text) + 1)
+        for line in rest:
+            raise line.error("nothing may follow the graph's 'return'", 0)
+        return self._compile(lines[0])
+
+    def _compile(self, first: Line) -> fx.GraphModule:
+        """Make the module. fx writes its ``forward``, which this does not call."""
+        try:
+            return fx.GraphModule(self.root if self.root is not None else nn.Module(), self.graph)
+        except Exception as error:
+            raise first.error(f"fx cannot make code of this graph: {error}", 0) from error
+
+    def _read_line(self, line: Line) -> bool:
+        """Add the line's node. True for the last one."""
+        statement = line.statement()
+        values = ValueReader(line, self.nodes)
+        match statement:
+            case ast.Return(value=ast.expr() as value):
+                self.graph.output(values.read(value))
+                return True
+            case ast.Assign(targets=[ast.Name(id=name) as target], value=value):
+                if name in self.nodes:
+                    raise line.error(f"an earlier line already makes a node {name!r}", target)
+                if not is_name(name):
+                    raise line.error(f"{name!r} is no name of a node", target)
+                op, function, args, kwargs = self._expression(line, values, name, value)
+                node = self.graph.create_node(op, function, args, kwargs, name=name)
+                # fx renames what would hide a builtin, but keeps names that are set afterwards.
+                if node.name != name:
+                    node.name = name
+                self.nodes[name] = node
+                return False
+        raise line.error(_FORM, statement)
+
+    def _expression(
+        self, line: Line, values: ValueReader, name: str, node: ast.expr
+    ) -> tuple[str, Any, tuple[Any, ...], dict[str, Any]]:
+        """Opcode, target and arguments of the node that an expression stands for."""
+        if not isinstance(node, ast.Call):
+            path = read_path(line, node)
+            if path is None or path.start != "self" or not path.steps:
+                raise line.error(_FORM, node)
+            self._find(path, module=False)
+            return "get_attr", ".".join(path.steps), (), {}
+        path = read_path(line, node.func)
+        if path is None:
+            raise line.error(_call_message(node.func), node.func)
+        if path.steps and path.start not in ROOTS:
+            return self._method(path, values, node)
+        if path.start == "placeholder" and not path.steps:
+            return self._placeholder(line, values, name, node)
+        if path.start == _METHOD_FORM and not path.steps:
+            return self._spelt_method(line, values, node)
+        if path.start == "self" and path.steps:
+            self._find(path, module=True)
+            return "call_module", ".".join(path.steps), *values.arguments(node)
+        function = read_function(path)
+        args, kwargs = values.arguments(node)
+        if path.start == "operator":
+            # fx writes these as operators, whose operands it takes for granted.
+            try:
+                inspect.signature(function).bind(*args, **kwargs)
+            except TypeError as error:
+                raise line.error(f"wrong arguments: {error}", node) from None
+        return "call_function", function, args, kwargs
+
+    def _method(
+        self, path: Path, values: ValueReader, node: ast.Call
+    ) -> tuple[str, str, tuple[Any, ...], dict[str, Any]]:
+        receiver = values.node(node, path.start)
+        if len(path.steps) != 1 or not is_name(path.steps[0]):
+            raise path.line.error("write a method of a node as 'node.method(arguments)'", node)
+        args, kwargs = values.arguments(node)
+        return "call_method", path.steps[0], (receiver, *args), kwargs
+
+    def _spelt_method(
+        self, line: Line, values: ValueReader, node: ast.Call
+    ) -> tuple[str, str, tuple[Any, ...], dict[str, Any]]:
+        """``method('name', receiver)``: the receiver is no node, or has the name of a root."""
+        match node.args:
+            case [ast.Constant(value=str(name)), _, *_] if is_name(name):
+                args, kwargs = values.arguments(node)
+                return "call_method", name, args[1:], kwargs
+        raise line.error("write method('name', receiver, arguments)", node)
+
+    def _placeholder(
+        self, line: Line, values: ValueReader, name: str, node: ast.Call
+    ) -> tuple[str, str, tuple[Any, ...], dict[str, Any]]:
+        if self.nodes and next(reversed(self.nodes.values())).op != "placeholder":
+            raise line.error("placeholders come before all other nodes", node)
+        target = name
+        default: tuple[Any, ...] = ()
+        match node.args:
+            case []:
+                pass
+            case [ast.Constant(value=str(target))] if _PLACEHOLDER.fullmatch(target):
+                pass
+            case [first, *_]:
+                raise line.error("write placeholder() or placeholder('argument')", first)
+        match node.keywords:
+            case []:
+                pass
+            case [ast.keyword(arg="default", value=value)]:
+                default = (values.constant(value),)
+            case [first_keyword, *_]:
+                raise line.error("a placeholder takes 'default' alone", first_keyword)
+        argument = target.lstrip("*")
+        if argument in self.takes or keyword.iskeyword(argument) or argument == "self":
+            raise line.error(f"the graph cannot take an argument {argument!r} here", node)
+        self.takes.add(argument)
+        return "placeholder", target, default, {}
+
+    def _find(self, path: Path, *, module: bool) -> None:
+        """Check that the root holds what a path names, without running any of its code."""
+        if self.root is None:
+            whole = print_path("self", ".".join(path.steps))
+            raise path.line.error(
+                f"{whole} needs a root: pass the module that holds it", path.whole
+            )
+        holder: object = self.root
+        for step, name in enumerate(path.steps):
+            found = dict(_held(holder))
+            last = step == len(path.steps) - 1
+            if name not in found:
+                raise path.at(
+                    step, f"the root has nothing named {name!r} here: {near(name, found)}"
+                )
+            holder = found[name]
+            if not isinstance(holder, nn.Module) and (module or not last):
+                raise path.at(step, f"{name!r} is no module")
+
+
+def _held(holder: object) -> Iterator[tuple[str, object]]:
+    """The modules, tensors and own attributes of a module, as they are stored."""
+    if isinstance(holder, nn.Module):
+        own = vars(holder)
+        for kind in ("_modules", "_parameters", "_buffers"):
+            yield from own.get(kind, {}).items()
+        yield from own.items()
+
+
+def _call_message(function: ast.expr) -> str:
+    match function:
+        case ast.Call(func=ast.Name(id=name)) if name == CALL_FORM:
+            roots = ", ".join(root for root in ROOTS if root != "self")
+            return f"a text can name functions of {roots} and some builtins alone"
+    return _FORM

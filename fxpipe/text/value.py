@@ -1,0 +1,193 @@
+"""The arguments of a graph's nodes as Python expressions, and back, without evaluating any."""
+
+from __future__ import annotations
+
+import ast
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+from torch._ops import OpOverload, OpOverloadPacket
+
+from fxpipe.errors import InputError, near
+from fxpipe.text.line import Line
+from fxpipe.text.path import ROOTS, read_path
+from fxpipe.text.target import print_function, read_function
+
+_NAMED = (torch.dtype, torch.layout, torch.memory_format)
+
+
+def print_value(value: Any) -> str:
+    """An argument as an expression that ``ValueReader`` reads back to an equal one.
+
+    Raises:
+        InputError: its type has no text.
+    """
+    match value:
+        case fx.Node():
+            return value.name
+        case None | bool() | str() if type(value) in (type(None), bool, str):
+            return repr(value)
+        case int() | float() if type(value) in (int, float):
+            return _print_number(value)
+        case complex() if type(value) is complex:
+            return f"complex({_print_number(value.real)}, {_print_number(value.imag)})"
+        case tuple() if not hasattr(value, "_fields"):
+            items = [print_value(item) for item in value]
+            return f"({items[0]},)" if len(items) == 1 else f"({', '.join(items)})"
+        case list():
+            return f"[{', '.join(print_value(item) for item in value)}]"
+        case dict():
+            pairs = (f"{print_value(key)}: {print_value(item)}" for key, item in value.items())
+            return f"{{{', '.join(pairs)}}}"
+        case slice() | range():
+            ends = (print_value(end) for end in (value.start, value.stop, value.step))
+            return f"{type(value).__name__}({', '.join(ends)})"
+        case torch.device():
+            return f"torch.device({str(value)!r})"
+        case torch.dtype() | torch.layout() | torch.memory_format():
+            return str(value)
+        case OpOverload() | OpOverloadPacket():
+            return print_function(value)
+    if value is Ellipsis:
+        return "..."
+    raise InputError(f"an argument of type {type(value).__name__} has no text: {value!r}")
+
+
+def _print_number(value: float) -> str:
+    if isinstance(value, float) and not math.isfinite(value):
+        name = "math.nan" if math.isnan(value) else "math.inf"
+        return f"-{name}" if value < 0 else name
+    return repr(value)
+
+
+class ValueReader:
+    """Reads the arguments on one line.
+
+    Attributes:
+        line: the line.
+        nodes: the nodes that the line may name.
+    """
+
+    def __init__(self, line: Line, nodes: Mapping[str, fx.Node]) -> None:
+        self.line = line
+        self.nodes = nodes
+
+    def read(self, node: ast.expr) -> Any:
+        """The value of an expression. Raises ParseError if ``print_value`` makes none like it."""
+        match node:
+            case ast.Name(id=name):
+                return self.node(node, name)
+            case ast.Constant(value=value) if not isinstance(value, (bytes, complex)):
+                return value
+            case ast.UnaryOp(op=ast.USub(), operand=operand):
+                return -self._number(operand)
+            case ast.Tuple(elts=items):
+                return tuple(self.read(item) for item in items)
+            case ast.List(elts=items):
+                return [self.read(item) for item in items]
+            case ast.Dict():
+                return self._dict(node)
+            case ast.Call():
+                return self._call(node)
+            case ast.Attribute() | ast.Subscript():
+                return self._path(node)
+        raise self.line.error("not an argument that a graph can have", node)
+
+    def node(self, at: ast.AST, name: str) -> fx.Node:
+        """The node of that name, which an earlier line has made."""
+        if name not in self.nodes:
+            hint = near(name, self.nodes)
+            raise self.line.error(f"no line above makes a node {name!r}: {hint}", at)
+        return self.nodes[name]
+
+    def constant(self, node: ast.expr) -> Any:
+        """The value of an expression that holds no node."""
+        return ValueReader(self.line, {}).read(node)
+
+    def arguments(self, call: ast.Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a call, by position and by name."""
+        args = tuple(self.read(item) for item in call.args)
+        kwargs: dict[str, Any] = {}
+        for item in call.keywords:
+            if item.arg is None:
+                raise self.line.error("write each argument by its name, not as '**'", item)
+            if item.arg in kwargs:
+                raise self.line.error(f"argument {item.arg!r} is given twice", item)
+            kwargs[item.arg] = self.read(item.value)
+        return args, kwargs
+
+    def _number(self, node: ast.expr) -> int | float:
+        value = self.constant(node) if not isinstance(node, ast.UnaryOp) else None
+        if type(value) not in (int, float):
+            raise self.line.error("only a number can be negative", node)
+        assert isinstance(value, (int, float))
+        return value
+
+    def _dict(self, node: ast.Dict) -> dict[Any, Any]:
+        found: dict[Any, Any] = {}
+        for key_node, value_node in zip(node.keys, node.values, strict=True):
+            if key_node is None:
+                raise self.line.error("write each item of a dict, not '**'", value_node)
+            key = self.constant(key_node)
+            try:
+                repeated = key in found
+            except TypeError:
+                raise self.line.error("a key of a dict must be hashable", key_node) from None
+            if repeated:
+                raise self.line.error("this key is given twice", key_node)
+            found[key] = self.read(value_node)
+        return found
+
+    def _call(self, node: ast.Call) -> Any:
+        path = read_path(self.line, node.func)
+        words = (path.start, *path.steps) if path else ()
+        match words:
+            case ("slice",):
+                return self._build(node, slice, self.read, 3)
+            case ("range",):
+                return self._build(node, range, self.constant, 3)
+            case ("complex",):
+                return self._build(node, complex, self.constant, 2)
+            case ("torch", "device"):
+                return self._build(node, torch.device, self._string, 1)
+        message = "an argument can call slice, range, complex or torch.device alone"
+        raise self.line.error(message, node)
+
+    def _build(
+        self, node: ast.Call, make: Callable[..., Any], read: Callable[[ast.expr], Any], count: int
+    ) -> Any:
+        if len(node.args) != count or node.keywords:
+            raise self.line.error(f"{make.__name__} takes {count} arguments by position", node)
+        try:
+            return make(*(read(item) for item in node.args))
+        except (TypeError, ValueError, RuntimeError) as error:
+            message = str(error).partition("\n")[0]
+            raise self.line.error(f"this {make.__name__} cannot be: {message}", node) from None
+
+    def _string(self, node: ast.expr) -> str:
+        value = self.constant(node)
+        if not isinstance(value, str):
+            raise self.line.error("write a string here", node)
+        return value
+
+    def _path(self, node: ast.expr) -> Any:
+        path = read_path(self.line, node)
+        if path is None or path.start not in ROOTS:
+            raise self.line.error("an argument is a node or a constant, not a part of one", node)
+        match (path.start, *path.steps):
+            case ("math", "inf"):
+                return math.inf
+            case ("math", "nan"):
+                return math.nan
+            case ("torch", "ops", *_):
+                return read_function(path)
+            case ("torch", name):
+                constant = vars(torch).get(name)
+                if isinstance(constant, _NAMED):
+                    return constant
+                known = [key for key, value in vars(torch).items() if isinstance(value, _NAMED)]
+                raise path.at(0, f"torch.{name} is no constant: {near(name, known)}")
+        raise self.line.error("this is no constant that a graph can have", node)
