@@ -1,0 +1,198 @@
+"""A Plan as text, and back: its edges, then each stage with what it reads, writes and computes::
+
+    plan stages=2
+    edge in x host->0
+    edge act relu 0->1 gradient
+    edge out linear 1->host gradient
+    stage 0
+      parameter p_conv_weight = conv.weight
+      buffer b_bn_running_mean = bn.running_mean
+      write bn.running_mean = getitem_3
+      graph
+        p_conv_weight = placeholder()
+        …
+        return (relu, getitem_3)
+    stage 1 leaves
+      …
+
+A name of the model that is more than letters, digits, ``_`` and ``.`` stands in quotes. Shapes,
+costs and kernels are no part of a plan's identity, nor of its text.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from torch import nn
+
+from fxpipe.edge import Edge
+from fxpipe.errors import ParseError
+from fxpipe.plan import Argument, Plan, Stage, Write
+from fxpipe.text.edge import is_name, parse_edge
+from fxpipe.text.graph import parse_graph
+from fxpipe.text.line import Line, lines_of
+
+_END = r"[ \t]*(?:#.*)?"
+_COUNT = r"(0|[1-9][0-9]{0,8})"
+_HEADER = re.compile(rf"plan[ \t]+stages={_COUNT}{_END}")
+_STAGE = re.compile(rf"stage[ \t]+{_COUNT}([ \t]+leaves)?{_END}")
+_EDGE = re.compile(r"edge(?=[ \t])([^#]*)(?:#.*)?")
+_GRAPH = re.compile(rf"graph{_END}")
+_PLAIN = re.compile(r"[A-Za-z0-9_.]+")
+_TARGET = r"""([A-Za-z0-9_.]+|'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")"""
+_NAME = r"([A-Za-z_][A-Za-z0-9_]*)"
+_ARGUMENT = re.compile(rf"(parameter|buffer)[ \t]+{_NAME}[ \t]*=[ \t]*{_TARGET}{_END}")
+_WRITE = re.compile(rf"write[ \t]+{_TARGET}[ \t]*=[ \t]*{_NAME}{_END}")
+
+_ITEMS = "'parameter name = target', 'buffer name = target', 'write target = name' and then 'graph'"
+
+
+def print_plan(plan: Plan) -> str:
+    """The plan as text that ``parse_plan`` reads back to an equal value."""
+    return "\n".join(_lines(plan)) + "\n"
+
+
+def _lines(plan: Plan) -> Iterator[str]:
+    yield f"plan stages={len(plan.stages)}"
+    for edge in plan.edges:
+        yield f"edge {edge}"
+    for stage in plan.stages:
+        yield f"stage {stage.index}" + (" leaves" if stage.leaves else "")
+        for word, arguments in (("parameter", stage.parameters), ("buffer", stage.buffers)):
+            for argument in arguments:
+                yield f"  {word} {argument.name} = {_print_target(argument.target)}"
+        for write in stage.writes:
+            yield f"  write {_print_target(write.target)} = {write.value}"
+        yield "  graph"
+        for line in stage.text.split("\n"):
+            yield f"    {line}"
+
+
+def _print_target(target: str) -> str:
+    return target if _PLAIN.fullmatch(target) else repr(target)
+
+
+def parse_plan(text: str, root: nn.Module | None = None) -> Plan:
+    """Read a plan. Nothing that the text names is run.
+
+    Args:
+        text: what ``print_plan`` gave; blank lines and comments mean nothing.
+        root: the module that holds the leaf modules which the graphs call, if they call any.
+
+    Raises:
+        ParseError: with line and column of the first thing that is wrong.
+    """
+    return _PlanReader(text, root).read()
+
+
+class _PlanReader:
+    """Reads the lines of a plan in order.
+
+    Attributes:
+        root: where the graphs' leaf modules are looked up.
+        lines: all lines.
+        position: the index of the next one.
+    """
+
+    def __init__(self, text: str, root: nn.Module | None) -> None:
+        self.root = root
+        self.lines = lines_of(text)
+        self.position = 0
+
+    def read(self) -> Plan:
+        header = self._next("a plan starts with 'plan stages=<number>'")
+        match = _HEADER.fullmatch(header.code)
+        if match is None or header.indent:
+            raise header.error("a plan starts with 'plan stages=<number>'", 0)
+        edges: list[Edge] = []
+        stages: list[Stage] = []
+        while (line := self._peek()) is not None:
+            self.position += 1
+            if line.indent:
+                raise line.error("only a stage has indented lines", 0)
+            if not stages and (edge := _EDGE.fullmatch(line.code)):
+                edges.append(parse_edge(edge[1], line.number, edge.start(1) + 1))
+            elif stage := _STAGE.fullmatch(line.code):
+                stages.append(self._stage(int(stage[1]), stage[2] is not None))
+            else:
+                expected = "'stage <number>'" if stages else "'edge …' or 'stage <number>'"
+                raise line.error(f"expected {expected}", 0)
+        if len(stages) != int(match[1]):
+            message = f"the plan has {match[1]} stages by this line, but {len(stages)} follow"
+            raise header.error(message, match.start(1))
+        return Plan(tuple(stages), tuple(edges))
+
+    def _stage(self, index: int, leaves: bool) -> Stage:
+        arguments: dict[str, list[Argument]] = {"parameter": [], "buffer": []}
+        writes: list[Write] = []
+        while True:
+            line = self._next(f"stage {index} has no graph")
+            if not line.indent:
+                raise line.error(f"stage {index} has no graph above; a stage has {_ITEMS}", 0)
+            if _GRAPH.fullmatch(line.code):
+                break
+            if found := _ARGUMENT.fullmatch(line.code):
+                name = _read_name(line, found, 2)
+                arguments[found[1]].append(Argument(name, _read_target(line, found, 3)))
+            elif found := _WRITE.fullmatch(line.code):
+                writes.append(Write(_read_target(line, found, 1), _read_name(line, found, 2)))
+            else:
+                raise line.error(f"a stage has {_ITEMS}", 0)
+        start = self.position
+        while self.position < len(self.lines) and self._is_inside(self.lines[self.position]):
+            self.position += 1
+        body = self.lines[start : self.position]
+        if all(inner.is_blank for inner in body):
+            raise line.error(f"the graph of stage {index} has no lines", len(line.code))
+        graph = parse_graph(
+            "\n".join(inner.text for inner in body), self.root, first_line=body[0].number
+        )
+        return Stage(
+            index,
+            tuple(arguments["parameter"]),
+            tuple(arguments["buffer"]),
+            tuple(writes),
+            graph,
+            leaves,
+        )
+
+    def _is_inside(self, line: Line) -> bool:
+        """Whether a line belongs to the stage above: it is indented, or says nothing."""
+        return line.is_blank or line.indent > 0
+
+    def _peek(self) -> Line | None:
+        """The next line that says something."""
+        while self.position < len(self.lines):
+            if not self.lines[self.position].is_blank:
+                return self.lines[self.position]
+            self.position += 1
+        return None
+
+    def _next(self, missing: str) -> Line:
+        """Take the next line that says something; ``missing`` is the error if there is none."""
+        line = self._peek()
+        if line is None:
+            last = self.lines[-1]
+            raise ParseError(missing, last.number, len(last.text) + 1)
+        self.position += 1
+        return line
+
+
+def _read_name(line: Line, match: re.Match[str], group: int) -> str:
+    name = match[group]
+    if not is_name(name):
+        raise line.error(f"{name!r} is no name of a value", match.start(group))
+    return name
+
+
+def _read_target(line: Line, match: re.Match[str], group: int) -> str:
+    """A name of the model, with or without quotes."""
+    text = match[group]
+    if _PLAIN.fullmatch(text):
+        return text
+    try:
+        return str(ast.literal_eval(text))
+    except (SyntaxError, ValueError):
+        raise line.error(f"{text} cannot be read as a string", match.start(group)) from None
