@@ -1,0 +1,209 @@
+"""The verifier of one stage of a Plan: its graph, and the graph against the stage's edges."""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+
+from fxpipe.edge import Edge
+from fxpipe.errors import Fault
+from fxpipe.plan import Stage, outputs_of, pop, stash
+from fxpipe.text.target import print_function
+
+_WRITING = frozenset(
+    (
+        *(operator.setitem, operator.delitem, operator.iadd, operator.isub, operator.imul),
+        *(operator.itruediv, operator.ifloordiv, operator.imod, operator.ipow, operator.imatmul),
+        *(operator.iand, operator.ior, operator.ixor, operator.ilshift, operator.irshift),
+    )
+)
+
+
+def verify_graph(
+    stage: Stage, position: int, into: Sequence[Edge], out_of: Sequence[Edge]
+) -> list[Fault]:
+    """Every fault of a stage's graph.
+
+    Args:
+        stage: the stage.
+        position: its place in the plan, which its edges name.
+        into: the edges that it reads, in the plan's order.
+        out_of: the edges that it writes, in the plan's order.
+    """
+    return list(_Graph(stage, position, into, out_of).faults())
+
+
+class _Graph:
+    """One stage's graph with its edges at hand."""
+
+    def __init__(
+        self, stage: Stage, position: int, into: Sequence[Edge], out_of: Sequence[Edge]
+    ) -> None:
+        self.stage = stage
+        self.subject = f"stage {position}"
+        self.into = into
+        self.out_of = out_of
+        self.graph = stage.graph.graph
+        self.nodes = {node.name: node for node in self.graph.nodes}
+
+    def faults(self) -> Iterator[Fault]:
+        yield from self._lint()
+        yield from self._functional()
+        yield from self._placeholders()
+        yield from self._pops()
+        yield from self._stashes()
+        yield from self._returns()
+        yield from self._crossing()
+
+    def _fault(self, what: str, cure: str, node: str = "") -> Fault:
+        return Fault(what, cure, subject=self.subject + (f", node {node}" if node else ""))
+
+    def _lint(self) -> Iterator[Fault]:
+        try:
+            self.graph.lint()
+        except (RuntimeError, ValueError) as error:
+            what = str(error).partition("\n")[0]
+            yield self._fault(f"its graph is malformed: {what}", "repair the pass that made it")
+
+    def _functional(self) -> Iterator[Fault]:
+        """Nothing is written in place and no module is called, unless autograd runs the stage."""
+        if self.stage.leaves:
+            return
+        for node in self.graph.nodes:
+            if _writes_in_place(node):
+                yield self._fault(
+                    f"{_name(node)} writes in place",
+                    "make the graph functional before it is cut",
+                    node.name,
+                )
+            elif node.op == "call_module":
+                yield self._fault(
+                    f"calls the module {node.target}",
+                    "set the stage's 'leaves', so that it runs under autograd",
+                    node.name,
+                )
+
+    def _placeholders(self) -> Iterator[Fault]:
+        held = [argument.name for argument in (*self.stage.parameters, *self.stage.buffers)]
+        arriving = [edge.value for edge in self.into if edge.kind != "skip"]
+        found = [node.name for node in self.graph.nodes if node.op == "placeholder"]
+        yield from self._same(
+            "placeholder",
+            found,
+            held + arriving,
+            "take exactly the stage's parameters, buffers and the values of its in and act edges",
+        )
+
+    def _pops(self) -> Iterator[Fault]:
+        found = []
+        for node in self.graph.nodes:
+            if node.op == "call_function" and node.target is pop:
+                if len(node.args) != 1 or not isinstance(node.args[0], str) or node.kwargs:
+                    yield self._fault("is no pop('value')", "pop one value by its name", node.name)
+                else:
+                    found.append(node.args[0])
+        arriving = [edge.value for edge in self.into if edge.kind == "skip"]
+        yield from self._same(
+            "pop", found, arriving, "pop exactly the values of the skip edges into the stage, once"
+        )
+
+    def _stashes(self) -> Iterator[Fault]:
+        found = []
+        for node in self.graph.nodes:
+            if node.op == "call_function" and node.target is stash:
+                match node.args:
+                    case (str(name), fx.Node(name=value)) if name == value and not node.kwargs:
+                        found.append(name)
+                    case _:
+                        yield self._fault(
+                            "is no stash('value', value)",
+                            "stash a node under its own name",
+                            node.name,
+                        )
+        leaving = [edge.value for edge in self.out_of if edge.kind == "skip"]
+        yield from self._same(
+            "stash",
+            found,
+            list(dict.fromkeys(leaving)),
+            "stash exactly the values of the skip edges from the stage, each once",
+        )
+
+    def _same(
+        self, word: str, found: Sequence[str], wanted: Sequence[str], cure: str
+    ) -> Iterator[Fault]:
+        """The graph has one of these nodes for each wanted name, and no other."""
+        has, needs = Counter(found), Counter(wanted)
+        for name in dict.fromkeys((*wanted, *found)):
+            if needs[name] > 1:
+                yield self._fault(f"reads {needs[name]} things named {name!r}", "rename them")
+            elif has[name] < needs[name]:
+                yield self._fault(f"its graph has no {word} for {name!r}", cure)
+            elif has[name] > needs[name]:
+                times = "more than one" if needs[name] else "a superfluous"
+                yield self._fault(f"its graph has {times} {word} for {name!r}", cure)
+
+    def _returns(self) -> Iterator[Fault]:
+        ends = [node for node in self.graph.nodes if node.op == "output"]
+        if len(ends) != 1 or next(reversed(self.graph.nodes)) is not ends[0]:
+            yield self._fault(
+                "its graph does not end with its one return", "end it with one output node"
+            )
+            return
+        leaving = tuple(edge for edge in self.out_of if edge.kind != "skip")
+        wanted = (*outputs_of(leaving), *(write.value for write in self.stage.writes))
+        value = ends[0].args[0]
+        cure = "return one tuple: the values of its act and out edges, each once, then its writes"
+        if not isinstance(value, tuple) or not all(isinstance(item, fx.Node) for item in value):
+            yield self._fault("its graph returns no tuple of values", cure)
+            return
+        found = tuple(item.name for item in value if isinstance(item, fx.Node))
+        if found != wanted:
+            yield self._fault(
+                f"its graph returns ({', '.join(found)}), but its edges and writes are "
+                f"({', '.join(wanted)})",
+                cure,
+            )
+
+    def _crossing(self) -> Iterator[Fault]:
+        """What leaves the stage is one value that its graph makes."""
+        for name in outputs_of(tuple(self.out_of)):
+            node = self.nodes.get(name)
+            if node is None:
+                yield self._fault(
+                    f"an edge takes {name!r}, which no node makes", "name the node that makes it"
+                )
+            elif not self._is_single(node):
+                yield self._fault(
+                    "crosses, but is no single value",
+                    "send the items of it that are used, each by its own edge",
+                    name,
+                )
+
+    def _is_single(self, node: fx.Node) -> bool:
+        """Whether a node gives one value, as far as can be known."""
+        if isinstance(node.meta.get("val"), (tuple, list)):
+            return False
+        if isinstance(node.target, OpOverload):
+            returns = node.target._schema.returns
+            return len(returns) == 1 and not isinstance(returns[0].type, torch.ListType)
+        # In a functional graph, items are taken of tuples alone.
+        return self.stage.leaves or all(user.target is not operator.getitem for user in node.users)
+
+
+def _writes_in_place(node: fx.Node) -> bool:
+    if node.op == "call_method":
+        name = str(node.target)
+        return name.endswith("_") and not name.endswith("__")
+    if isinstance(node.target, OpOverload):
+        return bool(node.target._schema.is_mutable)
+    return node.op == "call_function" and node.target in _WRITING
+
+
+def _name(node: fx.Node) -> str:
+    """What a node calls."""
+    return node.target if isinstance(node.target, str) else print_function(node.target)
