@@ -6,12 +6,13 @@ the ``dot`` program and other Graphviz viewers put everything at the same spots.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from fxpipe.draw.colours import FAINT, INK
+from fxpipe.draw.colours import FAINT, INK, PAPER
 from fxpipe.draw.layout import PLACED
 from fxpipe.draw.picture import BOLD_FONT, Picture, blank, plain
 
@@ -19,6 +20,9 @@ Point = tuple[float, float]
 Align = Literal["left", "centre", "right"]
 
 _POINTS_PER_INCH = 72
+_PARTED = 3.0
+_HEAD = 4.5
+_HEAD_OF_SIZE_1 = 10
 _JUSTIFY: dict[Align, str] = {"left": r"\l", "centre": "", "right": r"\r"}
 
 _NARROW = frozenset(" .,:;'|()[]ijlIft·")
@@ -67,11 +71,12 @@ class Stroke:
 class Canvas:
     """A picture that is filled by hand; ``picture`` is the result.
 
-    What is drawn later lies over what was drawn before, and arrows lie over everything.
+    Bands lie under arrows, and arrows under boxes and texts, so that what they cross stays
+    legible. Among boxes, the later lie over the earlier.
     """
 
     def __init__(self, name: str) -> None:
-        self.picture: Picture = blank(name, layout=PLACED, outputorder="nodesfirst")
+        self.picture: Picture = blank(name, layout=PLACED, outputorder="edgesfirst")
         self.picture.node_attr.update(fixedsize="true", penwidth="0", label="")
         self._unnamed = 0
 
@@ -87,12 +92,16 @@ class Canvas:
         tooltip: str = "",
         name: str = "",
     ) -> str:
-        """A rectangle with its upper left corner given; returns its node's name."""
+        """A rectangle with its upper left corner given; returns its node's name.
+
+        An outline in the paper's colour only parts neighbours, and would hide narrow boxes, which
+        therefore have none.
+        """
         node = name or self._fresh()
         attributes = _place(corner, width, height)
         if look.fill:
             attributes["fillcolor"] = look.fill
-        if look.border:
+        if look.border and (look.border != PAPER or width >= _PARTED):
             attributes |= {"color": look.border, "penwidth": f"{look.penwidth:g}"}
         style = ",".join(filter(None, ["filled" if look.fill else "", look.style]))
         if style:
@@ -122,6 +131,16 @@ class Canvas:
         attributes |= {"label": plain(text) + _JUSTIFY[align], "fontsize": f"{size:.3g}"}
         self.picture.node(self._fresh(), **attributes)
 
+    def band(self, corner: Point, width: float, height: float, colour: str) -> None:
+        """A filled rectangle under everything. Draw all bands before the first box."""
+        (x, y), middle = corner, corner[1] + height / 2
+        ends = [self.box((at, y), 0, height, Look()) for at in (x, x + width)]
+        # Only an edge can lie under the other edges, so it is one as thick as the band is high.
+        path = [(at, middle) for at in (x, x + width / 3, x + width * 2 / 3, x + width)]
+        self.picture.edge(
+            *ends, pos=_spline(path), color=colour, penwidth=f"{height:.5g}", arrowhead="none"
+        )
+
     def rule(self, corner: Point, width: float, height: float, colour: str = FAINT) -> None:
         """A straight line, as a thin filled rectangle."""
         self.box(corner, width, height, Look(colour))
@@ -130,10 +149,14 @@ class Canvas:
         self, tail: str, head: str, path: Sequence[Point], stroke: Stroke, *, tooltip: str = ""
     ) -> None:
         """An arrow between two boxes along a Bézier curve of 3n + 1 points."""
-        points = [f"{x:.6g},{-y:.6g}" for x, y in path]
+        *curve, before, tip = path
+        reach = math.hypot(tip[0] - before[0], tip[1] - before[1]) or 1.0
+        part = min(_HEAD / reach, 1.0)
+        base = (tip[0] - part * (tip[0] - before[0]), tip[1] - part * (tip[1] - before[1]))
         attributes = {
-            # Graphviz wants the tip of the arrow first, then the curve that ends at its base.
-            "pos": " ".join([f"e,{points[-1]}", *points]),
+            # Graphviz wants the tip of the arrow's head first, then the curve up to its base.
+            "pos": f"e,{_spline([tip])} {_spline([*curve, before, base])}",
+            "arrowsize": f"{_HEAD / _HEAD_OF_SIZE_1:g}",
             "color": stroke.colour,
             "style": stroke.style,
             "penwidth": f"{stroke.penwidth:g}",
@@ -145,6 +168,10 @@ class Canvas:
     def _fresh(self) -> str:
         self._unnamed += 1
         return f"_{self._unnamed}"
+
+
+def _spline(path: Sequence[Point]) -> str:
+    return " ".join(f"{x:.6g},{-y:.6g}" for x, y in path)
 
 
 def _place(corner: Point, width: float, height: float) -> dict[str, str]:

@@ -10,7 +10,7 @@ from fxpipe.draw.canvas import Canvas, Look, Stroke, text_width
 from fxpipe.draw.colours import IDLE
 
 _TITLE, _ROW, _SMALL = 12.0, 9.0, 8.0
-_SAMPLE = 20.0
+_SAMPLE, _LONG_SAMPLE = 20.0, 30.0
 _SLACK = 2.0
 _LEGEND_WIDTH = 520.0
 _LEGEND_PITCH = 14.0
@@ -36,7 +36,14 @@ class Chart:
     """
 
     def __init__(
-        self, name: str, title: str, labels: Sequence[str], end: float, scale: float
+        self,
+        name: str,
+        title: str,
+        labels: Sequence[str],
+        end: float,
+        scale: float,
+        *,
+        gap: float = 0.2,
     ) -> None:
         """Draw the frame.
 
@@ -46,22 +53,25 @@ class Chart:
             labels: the rows' labels, device by device.
             end: the time at the right end.
             scale: points per unit of time.
+            gap: room between rows, over their height.
         """
         self.canvas = Canvas(name)
         self.row_height = row_height(len(labels))
-        self._pitch = self.row_height * 1.2
+        self._pitch = self.row_height * (1 + gap)
         self._rows = len(labels)
         self._end = end
         self._scale = scale
         size = min(_ROW, self.row_height * 0.75)
         self._left = max((text_width(label, size) for label in labels), default=0.0) + 10
         self._top = 30.0
-        wide = text_width(title, _TITLE, bold=True) + _SLACK
-        self.canvas.text((0, 0), wide, 22, title, size=_TITLE, bold=True)
+        for device in range(len(labels)):
+            y = self.y(device)
+            self.canvas.band((self._left, y), max(end * scale, 1), self.row_height, IDLE)
         for device, label in enumerate(labels):
             y = self.y(device)
             self.canvas.text((0, y), self._left - 8, self.row_height, label, size=size)
-            self.canvas.box((self._left, y), max(end * scale, 1), self.row_height, Look(IDLE))
+        wide = text_width(title, _TITLE, bold=True) + _SLACK
+        self.canvas.text((0, 0), wide, 22, title, size=_TITLE, bold=True)
 
     def x(self, time: float) -> float:
         """Where a time is."""
@@ -94,7 +104,8 @@ class Chart:
         """Draw the legend's entries in lines, from y on, no wider than the rows or a page."""
         x, right = self._left, max(self.x(self._end), _LEGEND_WIDTH)
         for entry in entries:
-            indent = _SAMPLE + 4 if entry.sample else 0
+            sample = _LONG_SAMPLE if isinstance(entry.sample, Stroke) else _SAMPLE
+            indent = sample + 4 if entry.sample else 0
             wide = text_width(entry.text, _SMALL) + _SLACK
             if x > self._left and x + indent + wide > right:
                 x, y = self._left, y + _LEGEND_PITCH
@@ -107,8 +118,8 @@ class Chart:
             case Look() as look:
                 self.canvas.box((x, y + 1), _SAMPLE, 10, look, label=entry.label, size=6.5)
             case Stroke() as stroke:
-                ends = [self.canvas.box((x + dx, y + 6), 0.1, 0.1, Look()) for dx in (0, _SAMPLE)]
-                path = [(x + dx, y + 6) for dx in (0, 5, 10, _SAMPLE - 4)]
+                path = [(x + part * _LONG_SAMPLE, y + 6) for part in (0, 0.3, 0.6, 1)]
+                ends = [self.canvas.box(at, 0, 0, Look()) for at in (path[0], path[-1])]
                 self.canvas.arrow(ends[0], ends[1], path, stroke)
             case None:
                 pass

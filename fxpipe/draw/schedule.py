@@ -9,14 +9,12 @@ from fxpipe.draw.chart import Chart, Entry, row_height
 from fxpipe.draw.colours import FAINT, FAULT, IDLE, INK, OTHER, PAPER, TASKS
 from fxpipe.draw.fit import fit
 from fxpipe.draw.picture import Picture
-from fxpipe.draw.timeline import Span, Timeline, task_times, walk
+from fxpipe.draw.timeline import Timeline, task_times, walk
+from fxpipe.draw.walk import Span
 from fxpipe.schedule import KINDS, Schedule, Task
 
 STUCK = Look(PAPER, FAULT, 2.0)
 """A task that its device never comes to: it waits for ever."""
-
-_OUTLINED = 3.0
-"""Boxes narrower than this have no outline, which would hide them."""
 
 _STAGES_SHOWN = 6
 
@@ -54,7 +52,7 @@ def draw_schedule(schedule: Schedule, *, costs: Mapping[str, float] | None = Non
             (chart.x(span.start), chart.y(span.device)),
             time * fitted.scale,
             chart.row_height,
-            STUCK if span in stuck else task_look(span.task, time * fitted.scale),
+            STUCK if span in stuck else _look(span.task),
             label=shown,
             size=fitted.size,
             name=f"task{number}",
@@ -67,14 +65,6 @@ def draw_schedule(schedule: Schedule, *, costs: Mapping[str, float] | None = Non
     return chart.canvas.picture
 
 
-def task_look(task: Task, width: float) -> Look:
-    """The look of a task's box that is so many points wide."""
-    fill = TASKS.get(task.kind, OTHER)
-    if task.batch:
-        return Look(fill, INK, 0.8, "dashed")
-    return Look(fill, PAPER if width >= _OUTLINED else "")
-
-
 def row_label(placement: Sequence[int], device: int) -> str:
     """``device 0``, with its stages where they are not simply stage 0."""
     held = [stage for stage, home in enumerate(placement) if home == device]
@@ -84,6 +74,11 @@ def row_label(placement: Sequence[int], device: int) -> str:
         return f"device {device} (no stage)"
     shown = ", ".join(map(str, held[:_STAGES_SHOWN])) + (", …" if held[_STAGES_SHOWN:] else "")
     return f"device {device} ({'stage' if len(held) == 1 else 'stages'} {shown})"
+
+
+def _look(task: Task) -> Look:
+    fill = TASKS.get(task.kind, OTHER)
+    return Look(fill, INK, 0.8, "dashed") if task.batch else Look(fill, PAPER)
 
 
 def _label(schedule: Schedule, task: Task) -> str:
@@ -105,7 +100,7 @@ def _title(schedule: Schedule, timeline: Timeline) -> str:
 
 
 def _legend(
-    letters: Sequence[str], drawn: Sequence[Span], stuck: bool, thinned: bool
+    letters: Sequence[str], drawn: Sequence[Span[Task]], stuck: bool, thinned: bool
 ) -> list[Entry]:
     entries = [
         Entry(KINDS[letter].name, Look(TASKS.get(letter, OTHER), FAINT), letter)

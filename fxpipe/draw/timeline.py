@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cached_property
 
-from fxpipe.draw.walk import NOWHERE, Place, start_times
+from fxpipe.draw.walk import NOWHERE, Place, Walked, walk_rows
 from fxpipe.errors import InputError, near
 from fxpipe.schedule import KINDS, Schedule, Task
 
@@ -16,31 +15,8 @@ TIMES: dict[str, float] = {"F": 1.0, "B": 2.0, "U": 0.5}
 _UNKNOWN_TIME = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """A task on a device from its start to its end."""
-
-    device: int
-    start: float
-    end: float
-    task: Task
-
-
-@dataclass(frozen=True)
-class Timeline:
-    """All that ran, and where the devices are stuck.
-
-    Attributes:
-        devices: how many there are.
-        spans: what ran, device by device in its order.
-        stuck: the task at which each stuck device waits for ever, from when it waits.
-        unrun: how many tasks never ran, with those at which a device is stuck.
-    """
-
-    devices: int
-    spans: tuple[Span, ...]
-    stuck: tuple[Span, ...]
-    unrun: int
+class Timeline(Walked[Task]):
+    """A schedule that has been walked."""
 
     @cached_property
     def makespan(self) -> float:
@@ -83,21 +59,10 @@ def walk(schedule: Schedule, costs: Mapping[str, float] | None = None) -> Timeli
     the schedule does not hold has run already.
     """
     times = task_times(costs)
-    rows = [[times.get(task.kind, _UNKNOWN_TIME) for task in row] for row in schedule.rows]
-    starts = start_times(rows, _needs(schedule))
-    spans = tuple(
-        Span(device, start, start + rows[device][position], schedule.rows[device][position])
-        for device, row in enumerate(starts)
-        for position, start in enumerate(row)
+    walked = walk_rows(
+        schedule.rows, lambda task: times.get(task.kind, _UNKNOWN_TIME), _needs(schedule)
     )
-    stuck = []
-    for device, row in enumerate(schedule.rows):
-        position = len(starts[device])
-        if position < len(row):
-            free = starts[device][-1] + rows[device][position - 1] if position else 0.0
-            stuck.append(Span(device, free, free + rows[device][position], row[position]))
-    unrun = sum(map(len, schedule.rows)) - len(spans)
-    return Timeline(schedule.devices, spans, tuple(stuck), unrun)
+    return Timeline(walked.devices, walked.spans, walked.stuck, walked.unrun)
 
 
 def _needs(schedule: Schedule) -> list[list[list[Place]]]:
