@@ -1,0 +1,236 @@
+"""A program as a picture: devices as rows, time to the right, transfers as arrows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from fxpipe.draw.canvas import Look, Point, text_width
+from fxpipe.draw.chart import Chart, Entry, row_height
+from fxpipe.draw.colours import FAINT, IDLE
+from fxpipe.draw.fit import Fit, fit
+from fxpipe.draw.glyph import (
+    ACT_ARROW,
+    GRADIENT_ARROW,
+    MARK_HEIGHT,
+    SKIP_ARROW,
+    Glyph,
+    arrow,
+    glyph,
+)
+from fxpipe.draw.picture import Picture
+from fxpipe.draw.program_timeline import walk_program
+from fxpipe.draw.schedule import STUCK, row_label
+from fxpipe.draw.walk import Span, Walked
+from fxpipe.program import OPCODES, Buffer, Forward, Instruction, Pop, Program, Receive, Send, Stash
+from fxpipe.text.instruction import print_instruction
+
+DETAILED = 600
+"""Up to so many instructions, each is drawn; in a larger program only compute and transfers."""
+
+WITH_ARROWS = 6000
+"""Up to so many instructions, transfers are drawn."""
+
+_UNIT, _MARK, _MARK_BOX = 28.0, 8.5, 7.5
+"""Points that a unit of time, a mark and its box take at least, where marks are drawn."""
+
+_LABEL, _MARK_LABEL = 9.0, 6.5
+_AIR = 3.0
+
+_TRANSFERS = (Send, Receive, Stash, Pop)
+
+_ASIDE = 2.0
+"""Where there are no marks, gradients leave and arrive a little later than values do."""
+
+
+@dataclass(frozen=True)
+class _Scale:
+    """What is drawn of a program, and how large.
+
+    Attributes:
+        fit: the scale of time and labels.
+        marks: whether instructions that compute nothing have boxes.
+        arrows: whether transfers have arrows.
+    """
+
+    fit: Fit
+    marks: bool
+    arrows: bool
+
+
+def draw_program(program: Program) -> Picture:
+    """Draw in which order everything happens, if transfers take no time.
+
+    A small program shows every instruction, and so is not to scale; a large one shows compute, to
+    scale, and transfers. An invalid program is drawn up to where it is stuck; the instructions at
+    which devices wait for ever have a red border.
+    """
+    count = sum(map(len, program.lists))
+    unit = _unit(program)
+    walked = walk_program(program, _MARK / unit if count <= DETAILED else 0.0)
+    spans = (*walked.spans, *walked.stuck)
+    glyphs = [glyph(span.task, program) for span in spans]
+    end = max((span.end for span in spans), default=0.0) or 1.0
+    if count <= DETAILED:
+        scale = _Scale(Fit(unit, _LABEL, legible=True), marks=True, arrows=True)
+    else:
+        boxes = {
+            (drawn.label, span.end - span.start)
+            for span, drawn in zip(spans, glyphs, strict=True)
+            if not drawn.mark
+        }
+        fitted = fit(boxes, end, row_height(program.devices))
+        scale = _Scale(fitted, marks=False, arrows=count <= WITH_ARROWS)
+    rows = [row_label(program.placement, device) for device in range(program.devices)]
+    gap = 0.9 if scale.arrows else 0.2
+    chart = Chart("program", _title(program, walked), rows, end, scale.fit.scale, gap=gap)
+
+    nodes: dict[Instruction, tuple[Span[Instruction], str]] = {}
+    stuck = set(walked.stuck)
+    for span, drawn in zip(spans, glyphs, strict=True):
+        node = _draw(chart, span, drawn, scale, span in stuck)
+        if node and span not in stuck:
+            nodes.setdefault(span.task, (span, node))
+    _draw_transfers(chart, nodes, scale)
+    entries = [*_marks(program, scale), *_arrows(program, scale)]
+    if stuck:
+        entries.append(Entry("stuck: waits for ever", STUCK))
+    chart.legend(chart.bottom + 10, entries)
+    return chart.canvas.picture
+
+
+def _unit(program: Program) -> float:
+    """Points of a forward where marks are drawn: its label fits well."""
+    labels = {
+        glyph(instruction, program).label
+        for instructions in program.lists
+        for instruction in instructions
+        if isinstance(instruction, Forward)
+    }
+    return max([_UNIT, *(text_width(label, _LABEL) + _AIR for label in labels)])
+
+
+def _draw(
+    chart: Chart, span: Span[Instruction], drawn: Glyph, scale: _Scale, stuck: bool
+) -> str | None:
+    """Draw an instruction; returns its node, invisible for a transfer without a mark."""
+    corner = (chart.x(span.start), chart.y(span.device))
+    label, size, width = drawn.label, _MARK_LABEL, _MARK_BOX
+    if not drawn.mark:
+        width = (span.end - span.start) * scale.fit.scale
+        size = scale.fit.size
+        if scale.marks:
+            size = min(size, (width - 1) / text_width(label, 1))
+        else:
+            label = scale.fit.label(label, span.end - span.start)
+    elif not scale.marks and not stuck:
+        moves = isinstance(span.task, _TRANSFERS)
+        return chart.canvas.box(corner, 0, 0, Look()) if moves and scale.arrows else None
+    height = drawn.height * chart.row_height
+    aside = (_MARK - _MARK_BOX) / 2 if drawn.mark else 0.0
+    return chart.canvas.box(
+        (corner[0] + aside, corner[1] + (chart.row_height - height) / 2),
+        width,
+        height,
+        STUCK if stuck else drawn.look,
+        label=label,
+        size=size,
+        tooltip=print_instruction(span.task) if scale.marks or stuck else "",
+    )
+
+
+def _draw_transfers(
+    chart: Chart, nodes: dict[Instruction, tuple[Span[Instruction], str]], scale: _Scale
+) -> None:
+    """An arrow from each send or stash to the receive or pop of the same buffer."""
+    for instruction, (span, tail) in nodes.items():
+        match instruction:
+            case Send(buffer):
+                arrival: Instruction = Receive(buffer)
+            case Stash(buffer):
+                arrival = Pop(buffer)
+            case _:
+                continue
+        if arrival in nodes:
+            target, head = nodes[arrival]
+            path = _path(chart, span, target, scale, buffer)
+            chart.canvas.arrow(tail, head, path, arrow(buffer.kind), tooltip=str(buffer))
+
+
+def _path(
+    chart: Chart,
+    source: Span[Instruction],
+    target: Span[Instruction],
+    scale: _Scale,
+    buffer: Buffer,
+) -> list[Point]:
+    """From mark to mark, or without marks from the edge of one row to that of the other."""
+    if scale.marks:
+        shift, inset = _MARK / 2, chart.row_height * (1 - MARK_HEIGHT) / 2
+    else:
+        shift, inset = _ASIDE if buffer.kind == "grad" else -_ASIDE, 0.0
+    x1, x2 = chart.x(source.start) + shift, chart.x(target.start) + shift
+    upper, lower = inset, chart.row_height - inset
+    if source.device == target.device:
+        y = chart.y(source.device) + upper
+        bend = y - chart.row_height * 0.7
+        return [(x1, y), (x1, bend), (x2, bend), (x2, y)]
+    down = target.device > source.device
+    y1 = chart.y(source.device) + (lower if down else upper)
+    y2 = chart.y(target.device) + (upper if down else lower)
+    middle = (y1 + y2) / 2
+    return [(x1, y1), (x1, middle), (x2, middle), (x2, y2)]
+
+
+def _title(program: Program, walked: Walked[Instruction]) -> str:
+    count = sum(map(len, program.lists))
+    parts = [
+        f"program of {program.name}",
+        f"p = {program.devices}",
+        f"m = {program.microbatches}",
+        f"{count} instruction{'' if count == 1 else 's'}",
+    ]
+    if walked.stuck:
+        parts.append(f"STUCK: {walked.unrun} never run")
+    return " · ".join(parts)
+
+
+def _marks(program: Program, scale: _Scale) -> list[Entry]:
+    """The legend of the boxes: each opcode that the program has, and those left out."""
+    examples: dict[type[Instruction], Instruction] = {}
+    for instructions in program.lists:
+        for instruction in instructions:
+            examples.setdefault(type(instruction), instruction)
+    entries: list[Entry] = []
+    left_out: list[str] = []
+    for word, kind in OPCODES.items():
+        if kind not in examples:
+            continue
+        drawn = glyph(examples[kind], program)
+        if not drawn.mark:
+            entries.append(Entry(word, replace(drawn.look, border=FAINT), drawn.label[0]))
+        elif scale.marks:
+            entries.append(Entry(word, drawn.look, drawn.label))
+        elif not (scale.arrows and kind in _TRANSFERS):
+            left_out.append(word)
+    entries.append(Entry("idle", Look(IDLE, FAINT)))
+    if left_out:
+        entries.append(Entry(f"(too many to be shown: {', '.join(left_out)})"))
+    return entries
+
+
+def _arrows(program: Program, scale: _Scale) -> list[Entry]:
+    """The legend of the arrows."""
+    strokes = {
+        arrow(instruction.buffer.kind)
+        for instructions in program.lists
+        for instruction in instructions
+        if isinstance(instruction, Send | Stash)
+    }
+    meanings = {
+        ACT_ARROW: "value to the next stage",
+        SKIP_ARROW: "value that skips stages",
+        GRADIENT_ARROW: "gradient",
+    }
+    if not scale.arrows:
+        return []
+    return [Entry(text, stroke) for stroke, text in meanings.items() if stroke in strokes]
