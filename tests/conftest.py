@@ -1,0 +1,34 @@
+"""Golden texts: a test compares with a file in tests/golden, ``--update-golden`` writes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+GOLDEN = Path(__file__).parent / "golden"
+
+Golden = Callable[[str, str], None]
+"""``golden(name, text)``: the text equals that of the file ``name``."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--update-golden", action="store_true", help="write the golden files instead of comparing"
+    )
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Golden:
+    update = bool(request.config.getoption("--update-golden"))
+
+    def check(name: str, text: str) -> None:
+        path = GOLDEN / name
+        if update:
+            path.write_text(text)
+        elif not path.exists():
+            pytest.fail(f"there is no golden file {name}; run pytest --update-golden and read it")
+        assert text == path.read_text()
+
+    return check

@@ -1,0 +1,122 @@
+"""Single edits of schedules and programs: the raw material of the tests of their verifiers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TypeVar
+
+from fxpipe.program import (
+    Backward,
+    Barrier,
+    Forward,
+    Instruction,
+    Pause,
+    Program,
+    Update,
+)
+from fxpipe.schedule import Schedule, Task
+
+Item = TypeVar("Item")
+Lists = tuple[tuple[Item, ...], ...]
+
+DISTANCES = (-7, -4, -3, -2, 2, 3, 4, 7)
+"""How far an item is moved in its list; a swap is a move by one."""
+
+
+def edits(lists: Lists[Item]) -> Iterator[tuple[str, Item, Lists[Item]]]:
+    """Each item dropped, duplicated, swapped with the one before, moved, given to another."""
+    for device, own in enumerate(lists):
+        for at, item in enumerate(own):
+            rest = (*own[:at], *own[at + 1 :])
+            changed = {
+                "drop": [rest],
+                "duplicate": [(*own[:at], item, *own[at:]), (*own, item)],
+                "swap": [(*rest[: at - 1], item, *rest[at - 1 :])] if at > 0 else [],
+                "move": [
+                    (*rest[: at + by], item, *rest[at + by :])
+                    for by in DISTANCES
+                    if 0 <= at + by <= len(rest)
+                ],
+            }
+            for edit, results in changed.items():
+                for result in results:
+                    yield edit, item, (*lists[:device], result, *lists[device + 1 :])
+            for other, theirs in enumerate(lists):
+                if other != device:
+                    moved = list(lists)
+                    moved[device], moved[other] = rest, (*theirs[:at], item, *theirs[at:])
+                    yield "give away", item, tuple(moved)
+
+
+def schedule_mutants(schedule: Schedule) -> Iterator[tuple[str, str, Schedule]]:
+    """The edit, the letter of the task and the edited schedule."""
+    for edit, task, rows in edits(schedule.rows):
+        yield edit, task.kind, replace(schedule, rows=rows)
+    for device, row in enumerate(schedule.rows):
+        for at, task in enumerate(row):
+            for edit, other in _other_tasks(schedule, task):
+                changed = (*row[:at], other, *row[at + 1 :])
+                rows = (*schedule.rows[:device], changed, *schedule.rows[device + 1 :])
+                yield edit, task.kind, replace(schedule, rows=rows)
+
+
+def _other_tasks(schedule: Schedule, task: Task) -> Iterator[tuple[str, Task]]:
+    for stage in range(-1, schedule.stages + 1):
+        if stage != task.stage:
+            yield "change stage", replace(task, stage=stage)
+    yield "change stage", replace(task, stage=None)
+    for i in (None, *range(-1, schedule.microbatches + 1)):
+        if i != task.microbatch:
+            yield "change micro-batch", replace(task, microbatch=i)
+    for kind in "FBUX":
+        if kind != task.kind:
+            yield "change kind", replace(task, kind=kind)
+
+
+def program_mutants(program: Program) -> Iterator[tuple[str, str, Program]]:
+    """The edit, the name of the instruction's class and the edited program."""
+    for edit, instruction, lists in edits(program.lists):
+        yield edit, type(instruction).__name__, replace(program, lists=lists)
+    for device, own in enumerate(program.lists):
+        for at, instruction in enumerate(own):
+            for edit, other in _other_instructions(program, instruction):
+                changed = (*own[:at], other, *own[at + 1 :])
+                lists = (*program.lists[:device], changed, *program.lists[device + 1 :])
+                yield edit, type(instruction).__name__, replace(program, lists=lists)
+
+
+def _other_instructions(
+    program: Program, instruction: Instruction
+) -> Iterator[tuple[str, Instruction]]:
+    match instruction:
+        case Barrier() | Pause():
+            return
+        case Update():
+            for stage in range(-1, program.stages + 1):
+                if stage != instruction.stage:
+                    yield "change stage", replace(instruction, stage=stage)
+            yield "change version", replace(instruction, reads=1)
+            yield "change version", replace(instruction, writes=0)
+        case Forward() | Backward():
+            for stage in range(-1, program.stages + 1):
+                if stage != instruction.stage:
+                    yield "change stage", replace(instruction, stage=stage)
+            for i in range(-1, program.microbatches + 1):
+                if i != instruction.microbatch:
+                    yield "change micro-batch", replace(instruction, microbatch=i)
+            yield "change version", replace(instruction, version=1)
+            if isinstance(instruction, Forward):
+                yield "change keep", replace(instruction, keeps=not instruction.keeps)
+        case _:
+            buffer = instruction.buffer
+            for i in range(-1, program.microbatches + 1):
+                if i != buffer.microbatch:
+                    other = buffer._replace(microbatch=i)
+                    yield "change micro-batch", type(instruction)(other)
+            for edge in program.edges:
+                if (edge.value, edge.source, edge.target) != buffer[1:4]:
+                    other = buffer._replace(
+                        kind=edge.kind, value=edge.value, source=edge.source, target=edge.target
+                    )
+                    yield "change value", type(instruction)(other)
