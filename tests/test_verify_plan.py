@@ -226,6 +226,16 @@ def test_a_mutant_of_a_valid_plan_is_refused(old: str, new: str, fault: str) -> 
     assert any(fault in found for found in faults), faults
 
 
+def test_a_value_is_stashed_once_however_many_stages_pop_it() -> None:
+    text = "plan stages=4\nedge in x host->0\nedge skip y 0->2\nedge skip y 0->3\n" + (
+        "stage 0\n  graph\n    x = placeholder()\n    y = torch.ops.aten.relu.default(x)\n"
+        "    stash_y = stash('y', y)\n    return ()\n"
+        "stage 1\n  graph\n    return ()\n"
+    )
+    popped = "".join(f"stage {k}\n  graph\n    y = pop('y')\n    return ()\n" for k in (2, 3))
+    verify_plan(parse_plan(text + popped))
+
+
 def test_a_plan_without_stages_is_refused() -> None:
     assert faults_of(Plan((), ())) == ["there is no stage; give the plan at least one"]
 
