@@ -94,7 +94,7 @@ HEAD = "schedule mine stages=2 microbatches=4 delay=0\n"
         ("schedule mine stages=-1", 1, 22, "expected a count after 'stages='"),
         ("schedule mine stages=9999999999", 1, 22, "has 10 digits; at most 9 are read"),
         ("schedule mine stages=2 delay=0", 1, 24, "'microbatches=' and a count"),
-        (HEAD.strip() + " x", 1, 48, "unexpected 'x'; remove it"),
+        (HEAD.strip() + " x", 1, 47, "unexpected 'x'; remove it"),
         (HEAD, 2, 1, "expected 'place'"),
         (HEAD + "0: F0", 2, 1, "expected 'place'"),
         (HEAD + "place 0 | 2", 2, 11, "there is no stage 2; the header says stages=2"),

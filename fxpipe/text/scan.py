@@ -106,7 +106,8 @@ class Scanner:
     def end(self) -> None:
         """Nothing but blanks or a comment is left."""
         if not self.ended():
-            raise self.error(f"unexpected {self.need(_TOKEN, 'text')!r}; remove it")
+            start = self.at
+            raise self.error(f"unexpected {self.take(_TOKEN)!r}; remove it", start)
 
 
 def scan_lines(text: str) -> tuple[list[Scanner], Scanner]:
