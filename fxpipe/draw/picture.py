@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from html import escape
 from pathlib import Path
 
 import graphviz  # type: ignore[import-untyped]
@@ -124,5 +125,15 @@ def blank(name: str, **graph: str) -> Picture:
 
 def plain(text: str) -> str:
     """A label that shows exactly ``text``: no escape, entity or markup is read in it."""
-    escaped: str = graphviz.escape(text.replace("&", "&amp;"))
+    escaped: str = graphviz.escape(_printable(text).replace("&", "&amp;"))
     return escaped
+
+
+def markup(text: str) -> str:
+    """The same for a text inside an HTML-like label."""
+    # Graphviz reads escapes such as \N there too, and knows no way to write a backslash itself.
+    return escape(_printable(text)).replace("\\", "\\\N{ZERO WIDTH SPACE}")
+
+
+def _printable(text: str) -> str:
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)

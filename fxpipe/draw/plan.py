@@ -1,0 +1,167 @@
+"""A plan as a picture: stages as boxes, edges with their bytes, what skips stages dashed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import Any
+
+from torch import fx
+
+from fxpipe.draw.colours import FAINT, FORWARD, IDLE, INPUT, PAPER, PARAMETER, SKIP
+from fxpipe.draw.picture import Picture, blank, markup
+from fxpipe.draw.words import bytes_text, count_text, lines, plural, runs, shape_text, time_text
+from fxpipe.edge import HOST, Edge
+from fxpipe.plan import Argument, Plan, Stage
+
+_LINE, _MODULE_LINES = 44, 4
+_NAME, _VALUES = 28, 6
+_TINT = "50"
+"""Alpha of colours behind text."""
+
+
+def draw_plan(plan: Plan) -> Picture:
+    """Draw the stages in their order, and what crosses between them and from and to the caller.
+
+    Values that go the same way share an arrow. A ring at its tail says that a gradient comes back.
+    """
+    picture = blank("plan", rankdir="TB", nodesep="0.4", ranksep="0.35", labelloc="b")
+    for stage in plan.stages:
+        picture.node(f"stage{stage.index}", label=_stage(stage), shape="plain")
+    for before, after in pairwise(plan.stages):
+        # Keeps the stages below each other even where nothing goes from one to the next.
+        picture.edge(f"stage{before.index}", f"stage{after.index}", style="invis", weight="20")
+    ways: dict[tuple[str, str, bool], list[Edge]] = {}
+    numbers = {value: n for n, value in enumerate(dict.fromkeys(e.value for e in plan.edges))}
+    for edge in plan.edges:
+        tail, head = f"stage{edge.source}", f"stage{edge.target}"
+        if edge.source == HOST:
+            tail = f"input{numbers[edge.value]}"
+            _draw_value(picture, plan, tail, "input", edge)
+        if edge.target == HOST:
+            head = f"output{numbers[edge.value]}"
+            _draw_value(picture, plan, head, "output", edge)
+        ways.setdefault((tail, head, edge.gradient), []).append(edge)
+    for (tail, head, gradient), edges in ways.items():
+        _draw_way(picture, plan, tail, head, gradient, edges)
+    picture.graph_attr["label"] = _caption(plan)
+    return picture
+
+
+def _stage(stage: Stage) -> str:
+    """A stage's box: its number, costs, modules and counts."""
+    costs = ""
+    if stage.costs is not None:
+        forward, backward = time_text(stage.costs.forward), time_text(stage.costs.backward)
+        costs = f"forward {forward} · backward {backward}"
+    modules = lines(runs(stage.modules), _LINE, _MODULE_LINES)
+    state = [_arguments(stage, stage.parameters, "parameter")]
+    if stage.buffers:
+        state.append(_arguments(stage, stage.buffers, "buffer"))
+    work = [plural(sum(n.op.startswith("call") for n in stage.graph.graph.nodes), "operation")]
+    if stage.leaves:
+        work.append("leaf modules, under autograd")
+    rows = [
+        f'<TR><TD BGCOLOR="{FORWARD}" ALIGN="LEFT"><B>stage {stage.index}</B></TD>'
+        f'<TD BGCOLOR="{FORWARD}" ALIGN="RIGHT">{_small(costs)}</TD></TR>',
+        _wide("".join(f'{markup(line)}<BR ALIGN="LEFT"/>' for line in modules if line)),
+        _wide(_small(" · ".join(state)), PARAMETER + _TINT),
+        _wide(_small(" · ".join(work)), IDLE),
+    ]
+    return _table(rows, padding=3, border=1, fill=PAPER)
+
+
+def _arguments(stage: Stage, arguments: Sequence[Argument], word: str) -> str:
+    """``12 parameters (1.2 M elements)``; without the elements where a shape is not known."""
+    known = {node.name: _elements(node) for node in stage.graph.graph.nodes}
+    counts = [known.get(argument.name) for argument in arguments]
+    text = plural(len(arguments), word)
+    total = sum(count for count in counts if count is not None)
+    return text if None in counts or not counts else f"{text} ({count_text(total)} elements)"
+
+
+def _elements(node: fx.Node) -> int | None:
+    shape: Any = getattr(node.meta.get("val"), "shape", None)
+    if node.op != "placeholder" or shape is None:
+        return None
+    count = 1
+    for size in shape:
+        if not isinstance(size, int):
+            return None
+        count *= size
+    return count
+
+
+def _draw_value(picture: Picture, plan: Plan, node: str, word: str, edge: Edge) -> None:
+    """What the caller gives or gets."""
+    label = _table([f"<TR><TD>&#160;{word}</TD>{_cells(plan, edge)}</TR>"], padding=1)
+    picture.node(
+        node, label=label, style="filled,rounded", fillcolor=INPUT, color=FAINT, height="0.3"
+    )
+
+
+def _draw_way(
+    picture: Picture, plan: Plan, tail: str, head: str, gradient: bool, edges: Sequence[Edge]
+) -> None:
+    """One arrow for all values that go the same way."""
+    attributes: dict[str, str] = {"weight": "10"}
+    rows = [f"<TR>{_cells(plan, edge)}</TR>" for edge in edges[:_VALUES]]
+    if rest := edges[_VALUES:]:
+        sizes = [plan.bytes_of(edge) for edge in rest]
+        known = [size for size in sizes if size is not None]
+        total = f", {bytes_text(sum(known))}" if len(known) == len(sizes) else ""
+        rows.append(_wide(_small(f"&#160;… and {len(rest)} more{total}"), span=3))
+    if edges[0].kind == "skip":
+        rows.insert(0, _wide(f'<FONT COLOR="{SKIP}">&#160;stash → pop</FONT>', span=3))
+        attributes = {"style": "dashed", "color": SKIP, "weight": "1"}
+    if HOST not in (edges[0].source, edges[0].target):
+        attributes["label"] = _table(rows, padding=1)
+    if gradient:
+        attributes |= {"dir": "both", "arrowtail": "odot"}
+    picture.edge(tail, head, **attributes)
+
+
+def _cells(plan: Plan, edge: Edge) -> str:
+    """Name, shape and bytes of a value."""
+    spec = plan.specs.get(edge.value)
+    name = lines([edge.value], _NAME, 1)[0]
+    texts = [markup(name)]
+    if spec is not None:
+        texts += [shape_text(spec.shape, spec.dtype), bytes_text(spec.bytes)]
+    return "".join(f'<TD ALIGN="LEFT">&#160;{_small(text)}&#160;</TD>' for text in texts)
+
+
+def _caption(plan: Plan) -> str:
+    """What the picture is, and what its arrows mean."""
+    parameters = sum(len(stage.parameters) for stage in plan.stages)
+    rows = [
+        _wide(f"<B>{plural(len(plan.stages), 'stage')} · {plural(parameters, 'parameter')}</B>")
+    ]
+    meanings = []
+    if any(edge.kind == "skip" for edge in plan.edges):
+        meanings.append("dashed: stashed and popped, past the stages between")
+    if any(edge.gradient for edge in plan.edges):
+        meanings.append("ring: a gradient comes back")
+    if plan.specs:
+        meanings.append("sizes: of one micro-batch")
+    if meanings:
+        rows.append(_wide(_small(" · ".join(meanings))))
+    return _table(rows, padding=1)
+
+
+def _wide(html: str, fill: str = "", span: int = 2) -> str:
+    """A row of a table that is one cell."""
+    background = f' BGCOLOR="{fill}"' if fill else ""
+    return f'<TR><TD COLSPAN="{span}" ALIGN="LEFT"{background}>{html}</TD></TR>' if html else ""
+
+
+def _small(html: str) -> str:
+    return f'<FONT POINT-SIZE="8">{html}</FONT>' if html else ""
+
+
+def _table(rows: Iterable[str], *, padding: int, border: int = 0, fill: str = "") -> str:
+    background = f' BGCOLOR="{fill}"' if fill else ""
+    return (
+        f'<<TABLE BORDER="{border}" CELLBORDER="0" CELLSPACING="0" '
+        f'CELLPADDING="{padding}"{background}>{"".join(rows)}</TABLE>>'
+    )
