@@ -31,7 +31,6 @@ def picture() -> Picture:
 @pytest.mark.parametrize("format", MAGIC)
 def test_every_common_format_comes_out_without_dot(picture: Picture, format: str) -> None:
     data = picture.pipe(format)
-    assert isinstance(data, bytes)
     assert data.startswith(MAGIC[format])
 
 
@@ -109,7 +108,6 @@ def test_a_plain_label_shows_exactly_its_text(text: str) -> None:
     canvas = Canvas("odd")
     canvas.box((0, 0), 200, 20, Look(), label=text, tooltip=text, name=text)
     svg = canvas.picture.pipe("svg", encoding="utf-8")
-    assert isinstance(svg, str)
     assert f">{escape(text, quote=True)}</text>" in svg
 
 

@@ -20,7 +20,7 @@ from tests.plans import chain, plan_of, skipping
 
 
 def svg(picture: Picture) -> str:
-    return picture.pipe("svg", encoding="utf-8")  # type: ignore[return-value]
+    return picture.pipe("svg", encoding="utf-8")
 
 
 def texts(picture: Picture) -> list[str]:

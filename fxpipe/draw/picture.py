@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from html import escape
 from pathlib import Path
+from typing import overload
 
 import graphviz  # type: ignore[import-untyped]
 
@@ -23,32 +24,43 @@ class Picture(graphviz.Digraph):  # type: ignore[misc]
     writes them to a file, and Jupyter shows it as SVG.
     """
 
+    @overload
     def pipe(
         self,
         format: str | None = None,
-        renderer: str | None = None,
-        formatter: str | None = None,
-        neato_no_op: bool | int | None = None,
+        *,
+        engine: str | None = None,
+        encoding: None = None,
         quiet: bool = False,
+    ) -> bytes: ...
+    @overload
+    def pipe(
+        self,
+        format: str | None = None,
+        *,
+        engine: str | None = None,
+        encoding: str,
+        quiet: bool = False,
+    ) -> str: ...
+    def pipe(
+        self,
+        format: str | None = None,
         *,
         engine: str | None = None,
         encoding: str | None = None,
+        quiet: bool = False,
     ) -> bytes | str:
         """The drawn picture.
 
         Args:
             format: ``svg``, ``png``, ``pdf``, …; the picture's own ``format`` where not given.
-            renderer: part of graphviz's signature; Graphviz chooses.
-            formatter: likewise.
-            neato_no_op: likewise; a picture knows whether it is placed.
-            quiet: likewise.
             engine: a layout engine; the picture's own where not given.
             encoding: gives text in this encoding instead of bytes.
+            quiet: part of graphviz's signature; there is no program to silence.
 
         Raises:
             InputError: the format is unknown.
         """
-        del renderer, formatter, neato_no_op, quiet
         data = self._drawn(format or self.format, engine)
         return data if encoding is None else data.decode(encoding)
 
@@ -84,7 +96,6 @@ class Picture(graphviz.Digraph):  # type: ignore[misc]
         Raises:
             InputError: the format is unknown.
         """
-        del cleanup, quiet
         path = Path(directory or "", outfile or filename or self.name or "picture")
         ending = path.suffix.removeprefix(".")
         wanted = check_format(format or ending or self.format)

@@ -37,7 +37,7 @@ class Timeline(Walked[Task]):
 
 
 def task_times(costs: Mapping[str, float] | None = None) -> dict[str, float]:
-    """Letter → time: ``costs``, and TIMES for the kinds that it leaves out.
+    """Letter → time, for every kind: ``costs``, and TIMES where it leaves one out.
 
     Raises:
         InputError: a letter is unknown or a time is negative.
@@ -47,7 +47,7 @@ def task_times(costs: Mapping[str, float] | None = None) -> dict[str, float]:
             raise InputError(f"costs has no kind of task {letter!r}: {near(letter, KINDS)}")
         if not 0 <= time < float("inf"):
             raise InputError(f"costs[{letter!r}] is {time}; a task takes a time of at least 0")
-    return {**TIMES, **(costs or {})}
+    return {**dict.fromkeys(KINDS, _UNKNOWN_TIME), **TIMES, **(costs or {})}
 
 
 def walk(schedule: Schedule, costs: Mapping[str, float] | None = None) -> Timeline:
