@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -46,3 +47,18 @@ class Edge:
 def stage_name(stage: int) -> str:
     """``host`` for the caller, else the stage's number."""
     return "host" if stage == HOST else str(stage)
+
+
+def gradient_groups(edges: Iterable[Edge]) -> tuple[tuple[Edge, ...], ...]:
+    """For each value that gets a gradient, its edges in the order in which the parts are added.
+
+    The caller's first, then from the last stage on: autograd's own order on an uncut graph.
+    """
+    groups: dict[str, list[Edge]] = {}
+    for edge in edges:
+        if edge.gradient:
+            groups.setdefault(edge.value, []).append(edge)
+    return tuple(
+        tuple(sorted(group, key=lambda edge: (edge.target != HOST, -edge.target)))
+        for group in groups.values()
+    )

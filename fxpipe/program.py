@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from fxpipe.edge import HOST, Edge, stage_name
+from fxpipe.edge import HOST, Edge, gradient_groups, stage_name
 
 if TYPE_CHECKING:
     from fxpipe.draw.picture import Picture
@@ -223,6 +223,11 @@ class Program:
             if stage != HOST:
                 groups[stage].append(edge)
         return tuple(map(tuple, groups))
+
+    @cached_property
+    def gradients_of(self) -> tuple[tuple[tuple[Edge, ...], ...], ...]:
+        """Stage → for each value that gets a gradient, its edges in the order of the sum."""
+        return tuple(gradient_groups(edges) for edges in self.edges_from)
 
     def reads(self, instruction: Instruction) -> tuple[Buffer, ...]:
         """The buffers that an instruction needs on its device."""

@@ -1,0 +1,103 @@
+"""A differentiable call: autograd sees the whole pipeline as one function.
+
+Forward fills the pipeline and pauses the program; backward gives it the gradients of the outputs
+and lets it drain.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fxpipe.batch import Batch
+from fxpipe.compiler import Compiled
+from fxpipe.errors import InputError
+from fxpipe.execution import Execution
+from fxpipe.host import BatchHost
+from fxpipe.traced import Value
+
+
+def differentiable_call(
+    compiled: Compiled, host: BatchHost, execution: Execution, batch: Batch
+) -> list[Any]:
+    """Run the forwards and return the flat outputs, joined and with their history."""
+    call = _Call(compiled, host, execution)
+    inputs = {
+        name: leaf
+        for name, leaf in zip(compiled.traced.inputs, batch.leaves, strict=True)
+        if name is not None and isinstance(leaf, Tensor) and leaf.requires_grad
+    }
+    call.inputs = list(inputs)
+    parameters = execution.parameters
+    call.parameters = list(parameters)
+    outputs = _Pipe.apply(call, *inputs.values(), *parameters.values())
+    return [*outputs] if isinstance(outputs, tuple) else [outputs]
+
+
+class _Call:
+    """What forward leaves for backward."""
+
+    def __init__(self, compiled: Compiled, host: BatchHost, execution: Execution) -> None:
+        self.compiled = compiled
+        self.host = host
+        self.execution: Execution | None = execution
+        self.inputs: list[str] = []
+        self.parameters: list[str] = []
+        self.versions: list[int] = []
+
+    @property
+    def differentiable(self) -> list[str]:
+        """The outputs whose gradients the program loads."""
+        back = {edge.value for edge in self.compiled.plan.edges if edge.gradient}
+        names = (out.name for out in self.compiled.traced.outputs if isinstance(out, Value))
+        return [name for name in dict.fromkeys(names) if name in back]
+
+
+class _Pipe(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: _Call, *tensors: Tensor) -> Any:
+        assert call.execution is not None
+        call.execution.advance()
+        call.execution.commit_buffers()
+        call.versions = [tensor._version for tensor in tensors]
+        ctx.call = call
+        ctx.tensors = tensors
+        ctx.set_materialize_grads(False)
+        outputs = call.host.flat_output()
+        wanted = set(call.differentiable)
+        plain = [
+            out
+            for out, spec in zip(outputs, call.compiled.traced.outputs, strict=True)
+            if isinstance(out, Tensor) and not (isinstance(spec, Value) and spec.name in wanted)
+        ]
+        ctx.mark_non_differentiable(*plain)
+        return tuple(outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        call: _Call = ctx.call
+        execution = call.execution
+        if execution is None:
+            raise InputError(
+                "backward ran a second time through one call of the pipe, whose activations are "
+                "freed; call the pipe again"
+            )
+        if [tensor._version for tensor in ctx.tensors] != call.versions:
+            raise InputError(
+                "a parameter or input of the pipe was changed in place between its call and "
+                "backward; run backward before the optimizer's step"
+            )
+        call.execution = None
+        totals: dict[str, Tensor | None] = dict.fromkeys(call.differentiable)
+        for spec, gradient in zip(call.compiled.traced.outputs, gradients, strict=True):
+            if isinstance(spec, Value) and spec.name in totals and gradient is not None:
+                before = totals[spec.name]
+                totals[spec.name] = gradient if before is None else before + gradient
+        call.host.set_output_gradients(list(totals), list(totals.values()))
+        execution.advance()
+        found = {**call.host.gradients_of_inputs(), **execution.take_gradients()}
+        return (None, *(found.get(name) for name in (*call.inputs, *call.parameters)))

@@ -1,0 +1,330 @@
+"""From a model and a call to what runs: plans with kernels, schedules and programs, all kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from fxpipe.batch import Batch
+from fxpipe.errors import InputError
+from fxpipe.kernel import Kernel
+from fxpipe.passes import runner
+from fxpipe.passes.attach_loss import LossModule, attach_loss, own_loss, with_loss
+from fxpipe.passes.check import check
+from fxpipe.passes.communicate import communicate
+from fxpipe.passes.cut import cut
+from fxpipe.passes.differentiate import Differentiate, Wanted
+from fxpipe.passes.free import free
+from fxpipe.passes.functionalise import functionalise
+from fxpipe.passes.lower import Lower
+from fxpipe.passes.measure import NodeCost, measure
+from fxpipe.passes.partition import (
+    Assignment,
+    balance,
+    compute_nodes,
+    cut_at,
+    owners,
+    place_like,
+)
+from fxpipe.passes.randomness import seed_randomness
+from fxpipe.passes.sizes import localise_sizes
+from fxpipe.passes.symbolic import trace_symbolically
+from fxpipe.passes.trace import accepts, trace
+from fxpipe.plan import Costs, Plan
+from fxpipe.program import Program
+from fxpipe.schedule import Schedule
+from fxpipe.traced import SEED, Traced, Value
+from fxpipe.untouched import intra_op_threads, untouched
+
+Purpose = Literal["step", "call", "infer"]
+"""A training step with its loss, a differentiable call, or a call without gradients."""
+
+Loss = Callable[..., Any]
+Tracer = Literal["export", "symbolic"]
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A traced graph with its place in the pipeline."""
+
+    traced: Traced
+    assignment: Assignment
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What a call of one shape runs.
+
+    Attributes:
+        traced: the graph of the whole model, and its loss where there is one.
+        plan: the plan for the first micro-batch's size.
+        kernels: micro-batch → stage → kernel.
+        schedule: the schedule.
+        program: the program.
+    """
+
+    traced: Traced
+    plan: Plan
+    kernels: Sequence[Sequence[Kernel]]
+    schedule: Schedule
+    program: Program
+
+
+class Compiler:
+    """Runs the passes when a call needs them, and keeps what they make."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        devices: int,
+        *,
+        loss: Loss | None,
+        partition: str | Sequence[str],
+        tracer: Tracer,
+        threads: int,
+    ) -> None:
+        """Nothing is traced yet.
+
+        Args:
+            model: the model, whose state is left alone.
+            devices: how many; as many stages are cut.
+            loss: ``loss(output, *targets)``, or None where the model returns it.
+            partition: "auto", or the names of the submodules at which stages begin.
+            tracer: "export" or "symbolic".
+            threads: intra-op threads of a device, for the measurement of costs.
+        """
+        self.model = model
+        self.devices = devices
+        self.loss = loss
+        self.partition = partition
+        self.tracer = tracer
+        self.threads = threads
+        self._graphs: dict[Any, Graph] = {}
+        self._plans: dict[Any, Plan] = {}
+        self._programs: dict[Any, tuple[Schedule, Program]] = {}
+        self._reference: Graph | None = None
+        self._owners: Mapping[str, int] = {}
+        self._costs: Mapping[int, Costs] = {}
+        self._checked: set[int] = set()
+
+    def compile(
+        self,
+        batch: Batch,
+        microbatches: int,
+        recipe: Callable[[int, int], Schedule],
+        purpose: Purpose,
+        *,
+        updates: bool = False,
+        input_gradients: bool = False,
+    ) -> Compiled:
+        """Everything that a call needs; what an earlier call of its kind made is used again.
+
+        Args:
+            batch: the call's inputs, and its targets for a step.
+            microbatches: into how many it is split.
+            recipe: devices, micro-batches → schedule.
+            purpose: what the call is for.
+            updates: whether the step updates the weights.
+            input_gradients: whether inputs that require gradients get them.
+        """
+        parts = batch.split(microbatches)
+        sizes = batch.sizes(microbatches)
+        first = {size: parts[sizes.index(size)] for size in sizes}
+        wants = tuple(
+            input_gradients and isinstance(leaf, Tensor) and leaf.requires_grad
+            for leaf in batch.leaves
+        )
+        plans = {
+            size: self._plan(batch, leaves, size, purpose, wants) for size, leaves in first.items()
+        }
+        traced, plan = plans[sizes[0]]
+        for _, other in plans.values():
+            if other.edges != plan.edges:
+                raise InputError(
+                    f"micro-batches of {sizes[0]} and {sizes[-1]} samples take different ways "
+                    f"through the model; give a batch size that {microbatches} divides"
+                )
+        schedule, program = self._program(plan, microbatches, recipe, purpose, updates)
+        kernels = [
+            [stage.kernel for stage in plans[size][1].stages if stage.kernel is not None]
+            for size in sizes
+        ]
+        return Compiled(traced, plan, kernels, schedule, program)
+
+    def state(self, traced: Traced) -> dict[str, Tensor]:
+        """Name in the model → parameter, buffer or lifted constant."""
+        found: dict[str, Tensor] = dict(self.model.named_parameters(remove_duplicate=False))
+        found.update(self.model.named_buffers(remove_duplicate=False))
+        found.update(traced.constants)
+        return found
+
+    # plans
+
+    def _plan(
+        self, batch: Batch, leaves: list[Any], size: int, purpose: Purpose, wants: tuple[bool, ...]
+    ) -> tuple[Traced, Plan]:
+        mode = self._mode(batch)
+        graph_key = (mode, batch.key, purpose == "step")
+        key = (graph_key, size, purpose, wants)
+        graph = self._graph(graph_key, batch, leaves, size, purpose)
+        if key in self._plans:
+            return graph.traced, self._plans[key]
+        traced = graph.traced
+        values = {
+            name: leaf.detach().requires_grad_() if wanted else leaf
+            for name, leaf, wanted in zip(traced.inputs, leaves, wants, strict=False)
+            if name is not None
+        }
+        if traced.seeded:
+            values[SEED] = torch.zeros((), dtype=torch.int64)
+        state = self.state(traced)
+        plan = cut(traced, graph.assignment, self._owners)
+        wanted = _wanted(traced, purpose)
+        with untouched(self.model), intra_op_threads(self.threads):
+            plan = runner.run(plan, Differentiate(values, state, wanted))
+            if id(traced) not in self._checked:
+                check(
+                    traced,
+                    plan,
+                    values,
+                    state,
+                    lambda: self._call(batch, leaves, purpose == "step"),
+                    purpose != "infer",
+                )
+                self._checked.add(id(traced))
+        plan = replace(
+            plan,
+            stages=tuple(replace(s, costs=self._costs.get(s.index)) for s in plan.stages),
+        )
+        self._plans[key] = plan
+        return traced, plan
+
+    def _mode(self, batch: Batch) -> tuple[Any, ...]:
+        flags = tuple(module.training for module in self.model.modules())
+        return flags, tuple(p.requires_grad for p in self.model.parameters())
+
+    def _graph(
+        self, key: Any, batch: Batch, leaves: list[Any], size: int, purpose: Purpose
+    ) -> Graph:
+        kept = self._graphs.get((key, size)) or next(
+            (g for k, g in self._graphs.items() if k[0] == key and g.traced.accepts(size)), None
+        )
+        if kept is not None:
+            return kept
+        traced = self._traced(batch, leaves, size, purpose == "step")
+        assignment = self._assignment(traced, leaves)
+        graph = Graph(*localise_sizes(traced, assignment))
+        if self._reference is None:
+            self._reference = Graph(traced, assignment)
+            self._owners = owners(traced, assignment)
+        self._graphs[key, size] = graph
+        return graph
+
+    def _traced(self, batch: Batch, leaves: list[Any], size: int, with_loss_: bool) -> Traced:
+        args, kwargs, targets = batch.unflatten(leaves)
+        with untouched(self.model), intra_op_threads(self.threads):
+            traced = self._front_end(self.model, args, kwargs, size)
+            if not with_loss_:
+                return traced
+            if self.loss is None:
+                name = own_loss(traced)
+                if name is None:
+                    raise InputError(
+                        "there is no loss: the model returns neither one tensor nor something "
+                        "with .loss; give compile(..., loss=function)"
+                    )
+                return with_loss(traced, name)
+            module = LossModule(self.loss)
+            with torch.no_grad():
+                output = self.model(*args, **kwargs)
+            loss = self._front_end(module, (output, *targets), {}, size)
+        return attach_loss(traced, loss, dict(module.named_buffers()))
+
+    def _front_end(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], size: int
+    ) -> Traced:
+        if self.tracer == "symbolic":
+            return trace_symbolically(model, args, kwargs, size)
+        program = trace(model, args, kwargs, size)
+        return seed_randomness(functionalise(program, accepts(program, args, kwargs, size)))
+
+    def _call(
+        self, batch: Batch, leaves: list[Any], with_loss_: bool
+    ) -> tuple[Any, Tensor | None]:
+        """The model itself, and its loss, on one micro-batch."""
+        args, kwargs, targets = batch.unflatten(leaves)
+        output = self.model(*args, **kwargs)
+        if not with_loss_:
+            return output, None
+        if self.loss is not None:
+            return output, self.loss(output, *targets)
+        found = output.get("loss", output) if isinstance(output, dict) else output
+        return output, getattr(found, "loss", found)
+
+    # placement
+
+    def _assignment(self, traced: Traced, leaves: list[Any]) -> Assignment:
+        if self._reference is not None:
+            return place_like(traced, self._reference.traced, self._reference.assignment)
+        state = self.state(traced)
+        values: dict[str, Any] = {a.name: state[a.target] for a in traced.parameters}
+        values.update({a.name: state[a.target] for a in traced.buffers})
+        values.update(
+            {n: x for n, x in zip(traced.inputs, leaves, strict=True) if n is not None}
+        )
+        values[SEED] = torch.zeros((), dtype=torch.int64)
+        with untouched(self.model), intra_op_threads(self.threads):
+            costs = measure(traced, values)
+        if isinstance(self.partition, str):
+            assignment = balance(traced, self.devices, costs)
+        else:
+            assignment = cut_at(traced, self.devices, self.partition, self.model)
+        self._costs = _stage_costs(traced, assignment, costs)
+        return assignment
+
+    # programs
+
+    def _program(
+        self,
+        plan: Plan,
+        microbatches: int,
+        recipe: Callable[[int, int], Schedule],
+        purpose: Purpose,
+        updates: bool,
+    ) -> tuple[Schedule, Program]:
+        key = (plan.edges, microbatches, recipe, purpose, updates)
+        if key not in self._programs:
+            schedule = recipe(self.devices, microbatches)
+            lower = Lower(plan, updates=updates, pause=purpose == "call")
+            self._programs[key] = schedule, runner.run(schedule, lower, communicate, free)
+        return self._programs[key]
+
+
+def _wanted(traced: Traced, purpose: Purpose) -> Wanted:
+    match purpose:
+        case "step":
+            assert traced.loss is not None
+            return Wanted(frozenset((traced.loss,)))
+        case "call":
+            names = (out.name for out in traced.outputs if isinstance(out, Value))
+            return Wanted(frozenset(names), inputs=True)
+        case "infer":
+            return Wanted()
+
+
+def _stage_costs(
+    traced: Traced, assignment: Assignment, costs: Mapping[str, NodeCost]
+) -> dict[int, Costs]:
+    totals = [[0.0, 0.0] for _ in range(assignment.stages)]
+    for node in compute_nodes(traced.graph):
+        cost = costs[node.name]
+        totals[assignment.nodes[node.name]][0] += cost.forward
+        totals[assignment.nodes[node.name]][1] += cost.backward
+    return {stage: Costs(*seconds) for stage, seconds in enumerate(totals)}
+
+
+__all__ = ["Compiled", "Compiler", "Loss", "Purpose", "Tracer"]

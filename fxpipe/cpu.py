@@ -1,0 +1,98 @@
+"""CPU devices: a worker thread each, kept between runs, and the wires between them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+
+from fxpipe.interpreter import Stopped
+from fxpipe.program import Buffer
+
+Job = Callable[[], None]
+
+
+class Worker:
+    """A thread that runs jobs one after another. A job must not raise."""
+
+    def __init__(self, name: str, threads: int) -> None:
+        """Start the thread.
+
+        Args:
+            name: for debuggers.
+            threads: intra-op threads of its operations.
+        """
+        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
+        ready = threading.Event()
+        thread = threading.Thread(
+            target=_work, args=(self._jobs, threads, ready), name=name, daemon=True
+        )
+        thread.start()
+        ready.wait()
+        # the thread's count became the default of threads to come: put the caller's back
+        torch.set_num_threads(torch.get_num_threads())
+
+    def submit(self, job: Job) -> None:
+        """Run a job after those before it."""
+        self._jobs.put(job)
+
+    def close(self) -> None:
+        """End the thread after the jobs that it has."""
+        self._jobs.put(None)
+
+
+def _work(jobs: SimpleQueue[Job | None], threads: int, ready: threading.Event) -> None:
+    torch.get_num_threads()  # a thread takes the default at its first use: let that be now
+    torch.set_num_threads(threads)
+    ready.set()
+    with torch.no_grad():
+        while True:
+            job = jobs.get()
+            if job is None:
+                return
+            job()
+            del job  # or the last run's tensors would live until the next
+
+
+class CpuWires:
+    """The way between the CPU devices of one run: a queue into each, tensors by reference."""
+
+    def __init__(self, devices: int) -> None:
+        self.stopping = False
+        self._inboxes: list[SimpleQueue[tuple[Buffer, Any] | None]] = [
+            SimpleQueue() for _ in range(devices)
+        ]
+        self._arrived: list[dict[Buffer, Any]] = [{} for _ in range(devices)]
+        self._barrier = threading.Barrier(devices)
+
+    def put(self, device: int, buffer: Buffer, value: Any) -> None:
+        """See Wires.put."""
+        self._inboxes[device].put((buffer, value))
+
+    def get(self, device: int, buffer: Buffer) -> Any:
+        """See Wires.get."""
+        arrived, inbox = self._arrived[device], self._inboxes[device]
+        while buffer not in arrived:
+            message = inbox.get()
+            if message is None:
+                raise Stopped
+            arrived[message[0]] = message[1]
+            del message
+        return arrived.pop(buffer)
+
+    def meet(self) -> None:
+        """See Wires.meet."""
+        try:
+            self._barrier.wait()
+        except threading.BrokenBarrierError:
+            raise Stopped from None
+
+    def stop(self) -> None:
+        """Wake every device that waits; each leaves its list at its next instruction."""
+        self.stopping = True
+        self._barrier.abort()
+        for inbox in self._inboxes:
+            inbox.put(None)

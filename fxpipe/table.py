@@ -1,0 +1,88 @@
+"""The table of stages that ``print(pipe)`` shows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from fxpipe.compiler import Compiled
+from fxpipe.plan import Stage
+
+_MODULES = 4
+
+
+def stage_table(
+    model: nn.Module, compiled: Compiled | None, devices: Sequence[torch.device]
+) -> str:
+    """Stage, device, modules, parameters, measured work and what it receives, as text."""
+    title = f"fxpipe.Pipeline of {type(model).__name__} over {len(devices)} devices"
+    if compiled is None:
+        return f"{title}: not compiled yet; the first call traces it"
+    plan, schedule = compiled.plan, compiled.schedule
+    table = Table(
+        title=f"{title}, {schedule.name}, {schedule.microbatches} micro-batches",
+        title_justify="left",
+    )
+    for heading in ("stage", "device"):
+        table.add_column(heading)
+    table.add_column("modules", overflow="fold")
+    for heading in ("parameters", "forward", "backward", "share of work", "receives", "stash"):
+        table.add_column(heading, justify="right")
+    counts = {name: p.numel() for name, p in model.named_parameters(remove_duplicate=False)}
+    seconds = [0.0 if s.costs is None else s.costs.forward + s.costs.backward for s in plan.stages]
+    for stage, work in zip(plan.stages, seconds, strict=True):
+        device = schedule.placement[stage.index]
+        table.add_row(
+            str(stage.index),
+            f"{device} ({devices[device]})",
+            _modules(stage),
+            f"{sum(counts[argument.target] for argument in stage.parameters):,}",
+            _milliseconds(stage, "forward"),
+            _milliseconds(stage, "backward"),
+            f"{100 * work / sum(seconds):.0f} %" if sum(seconds) else "",
+            _bytes(sum(plan.bytes_of(e) or 0 for e in plan.edges_into(stage.index))),
+            _bytes(
+                sum(
+                    plan.bytes_of(e) or 0
+                    for e in plan.edges_from(stage.index)
+                    if e.kind == "skip"
+                )
+            ),
+        )
+    console = Console(width=120, color_system=None, file=None, record=True, quiet=False)
+    with console.capture() as capture:
+        console.print(table)
+    text = "\n".join(line.rstrip() for line in capture.get().rstrip().splitlines())
+    return f"{text}\nper micro-batch; {_balance(seconds)}"
+
+
+def _modules(stage: Stage) -> str:
+    shown = ", ".join(stage.modules[:_MODULES])
+    more = len(stage.modules) - _MODULES
+    return shown + (f" and {more} more" if more > 0 else "")
+
+
+def _milliseconds(stage: Stage, which: str) -> str:
+    return "" if stage.costs is None else f"{1e3 * getattr(stage.costs, which):.2f} ms"
+
+
+def _balance(seconds: Sequence[float]) -> str:
+    if not sum(seconds):
+        return "nothing was measured"
+    ratio = max(seconds) * len(seconds) / sum(seconds)
+    return f"the slowest stage takes {ratio:.2f} times the mean"
+
+
+def _bytes(count: int) -> str:
+    size = float(count)
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"
+
+

@@ -1,0 +1,79 @@
+"""The whole model as one functional graph: what the front end gives to the partition."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import TreeSpec
+
+from fxpipe.plan import Argument, Write
+
+SEED = "seed"
+"""The placeholder that carries a micro-batch's random seed, in graphs with random operations."""
+
+
+@dataclass(frozen=True)
+class Value:
+    """An output of the model that the graph computes.
+
+    Attributes:
+        name: its node.
+        batched: whether its dimension 0 is the batch; None where the graph does not tell.
+    """
+
+    name: str
+    batched: bool | None = None
+
+
+@dataclass(frozen=True)
+class Literal:
+    """An output of the model that does not depend on its inputs, such as None or a number."""
+
+    value: Any
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A model's computation on one micro-batch, as a graph without side effects.
+
+    The graph's placeholders are parameters, buffers, the inputs and, where the graph draws random
+    numbers, SEED. It returns the tuple of its ``writes`` and then its ``outputs`` that are values.
+
+    Attributes:
+        module: the graph.
+        parameters: its parameter placeholders.
+        buffers: its buffer placeholders, lifted constants among them.
+        constants: target → tensor, of the buffers that are not the model's but lifted constants.
+        inputs: for each flat input of the call the placeholder's name, or None if it is no value.
+        writes: the buffers that it writes.
+        outputs: the flat outputs.
+        out_spec: how the outputs nest.
+        leaves: whether it calls leaf modules.
+        accepts: whether the graph holds for a micro-batch of that many samples.
+        loss: the name of the loss value, where a loss is part of the graph.
+    """
+
+    module: fx.GraphModule
+    parameters: tuple[Argument, ...]
+    buffers: tuple[Argument, ...]
+    constants: Mapping[str, torch.Tensor]
+    inputs: tuple[str | None, ...]
+    writes: tuple[Write, ...]
+    outputs: tuple[Value | Literal, ...]
+    out_spec: TreeSpec
+    leaves: bool = False
+    accepts: Callable[[int], bool] = lambda size: True
+    loss: str | None = None
+
+    @property
+    def graph(self) -> fx.Graph:
+        return self.module.graph
+
+    @property
+    def seeded(self) -> bool:
+        """Whether the graph draws random numbers, and so takes SEED."""
+        return any(node.op == "placeholder" and node.name == SEED for node in self.graph.nodes)

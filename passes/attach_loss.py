@@ -1,0 +1,159 @@
+"""Append the loss to the model's graph, so that it is a part of the last stage.
+
+before:  model: (x) → conv;  loss: (output, target) → mse
+after:   (x, target) → conv, mse, with the loss value mse
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from fxpipe.errors import InputError, TraceError
+from fxpipe.plan import Argument
+from fxpipe.traced import Traced, Value
+
+
+class LossModule(nn.Module):
+    """A loss function as a module: ``forward(output, *targets)`` → scalar."""
+
+    def __init__(self, loss: Callable[..., Any]) -> None:
+        super().__init__()
+        self.loss = loss
+
+    def forward(self, output: Any, *targets: Any) -> Any:
+        return self.loss(output, *targets)
+
+
+def attach_loss(model: Traced, loss: Traced, tensors: dict[str, torch.Tensor]) -> Traced:
+    """One graph that computes the model's outputs and its loss.
+
+    Args:
+        model: the model's graph.
+        loss: the graph of a LossModule, traced on the model's outputs and the targets.
+        tensors: the buffers of the loss, by name.
+
+    Raises:
+        TraceError: the loss writes a buffer.
+        InputError: the loss has parameters, or is not a scalar.
+    """
+    if loss.parameters:
+        names = ", ".join(argument.target for argument in loss.parameters)
+        raise InputError(
+            f"the loss has parameters of its own ({names}), which no stage would train; move them "
+            "into the model, return the loss from it, and leave out loss="
+        )
+    if loss.writes:
+        raise TraceError(
+            f"the loss writes its buffer {loss.writes[0].target!r}; let it only read its buffers"
+        )
+    if len(loss.outputs) != 1 or not isinstance(loss.outputs[0], Value):
+        raise InputError("the loss must return one tensor; return a scalar such as its mean")
+    graph = fx.Graph()
+    copies: dict[fx.Node, Any] = {}
+    _copy_placeholders(model.graph, graph, copies)
+    given = _flat_inputs(model, loss)
+    loss_inputs: list[str | None] = []
+    buffers: list[Argument] = []
+    constants = dict(model.constants)
+    names = {argument.name: argument.target for argument in loss.buffers}
+    later: list[tuple[fx.Node, str]] = []
+    for node in loss.graph.nodes:
+        if node.op != "placeholder":
+            continue
+        if node.name in given and given[node.name] is not None:
+            later.append((node, str(given[node.name])))
+            continue
+        copy = graph.placeholder(f"loss_{node.name}" if node.name in names else node.name)
+        copy.meta.update(node.meta)
+        copies[node] = copy
+        if node.name in names:
+            target = names[node.name]
+            constant = loss.constants[target] if target in loss.constants else tensors[target]
+            buffers.append(Argument(copy.name, f"loss:{target}"))
+            constants[f"loss:{target}"] = constant
+    _copy_nodes(model.graph, graph, copies)
+    by_name = {node.name: copies[node] for node in model.graph.nodes if node in copies}
+    for node, name in later:
+        copies[node] = by_name[name]
+    _copy_nodes(loss.graph, graph, copies)
+    for index, name in enumerate(loss.inputs):
+        if index >= len(model.outputs):
+            loss_inputs.append(None if name is None else _copied_name(loss.graph, copies, name))
+    value = _copied_name(loss.graph, copies, loss.outputs[0].name)
+    by_name = {node.name: node for node in graph.nodes}
+    result = [by_name[_copied_name(model.graph, copies, w.value)] for w in model.writes]
+    result += [
+        by_name[_copied_name(model.graph, copies, out.name)]
+        for out in model.outputs
+        if isinstance(out, Value)
+    ]
+    graph.output((*result, by_name[value]))
+    graph.lint()
+    return with_loss(
+        replace(
+            model,
+            module=fx.GraphModule(model.module, graph),
+            buffers=(*model.buffers, *buffers),
+            constants=constants,
+            inputs=(*model.inputs, *loss_inputs),
+            accepts=lambda size: model.accepts(size) and loss.accepts(size),
+        ),
+        value,
+    )
+
+
+def with_loss(traced: Traced, name: str) -> Traced:
+    """The graph with one of its values declared the loss.
+
+    Raises:
+        InputError: that value is not a scalar.
+    """
+    node = next(node for node in traced.graph.nodes if node.name == name)
+    value = node.meta.get("val")
+    shape = tuple(value.shape) if isinstance(value, torch.Tensor) else None
+    if shape:
+        raise InputError(f"the loss has shape {shape}; reduce it to a scalar, as with .mean()")
+    return replace(traced, loss=name)
+
+
+def own_loss(traced: Traced) -> str | None:
+    """The name of the loss that the model itself returns: its only output, or ``.loss``."""
+    output = pytree.tree_unflatten(list(traced.outputs), traced.out_spec)
+    if isinstance(output, dict):
+        output = output.get("loss", output)
+    output = getattr(output, "loss", output)
+    return output.name if isinstance(output, Value) else None
+
+
+def _flat_inputs(model: Traced, loss: Traced) -> dict[str, str | None]:
+    """Placeholder of the loss → the model's value that it receives, or None for a target."""
+    given: dict[str, str | None] = {}
+    for index, name in enumerate(loss.inputs):
+        if name is None:
+            continue
+        out = model.outputs[index] if index < len(model.outputs) else None
+        given[name] = out.name if isinstance(out, Value) else None
+    return given
+
+
+def _copy_placeholders(old: fx.Graph, new: fx.Graph, copies: dict[fx.Node, Any]) -> None:
+    for node in old.nodes:
+        if node.op == "placeholder":
+            copies[node] = new.node_copy(node, lambda n: copies[n])
+
+
+def _copy_nodes(old: fx.Graph, new: fx.Graph, copies: dict[fx.Node, Any]) -> None:
+    for node in old.nodes:
+        if node.op not in ("placeholder", "output"):
+            copies[node] = new.node_copy(node, lambda n: copies[n])
+
+
+def _copied_name(old: fx.Graph, copies: dict[fx.Node, Any], name: str) -> str:
+    return next(str(copies[node].name) for node in old.nodes if node.name == name)
+

@@ -1,0 +1,158 @@
+"""Make an exported graph functional: no in-place operation, buffer writes as outputs.
+
+before:  add_ = aten.add_.Tensor(b_count, 1);  relu_ = aten.relu_.default(bn)
+after:   add = aten.add.Tensor(b_count, 1);  relu = aten.relu.default(bn);  return (add, relu)
+         with the write count = add
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+from torch.export import ExportedProgram
+from torch.export.graph_signature import (
+    ConstantArgument,
+    InputKind,
+    OutputKind,
+    SymIntArgument,
+    TensorArgument,
+)
+
+from fxpipe.errors import TraceError
+from fxpipe.plan import Argument, Write
+from fxpipe.traced import Literal, Traced, Value
+
+_ASSERTIONS = frozenset(
+    (
+        torch.ops.aten._assert_tensor_metadata.default,
+        torch.ops.aten._assert_scalar.default,
+        torch.ops.aten._assert_async.msg,
+        torch.ops.aten.sym_constrain_range_for_size.default,
+        torch.ops.aten.sym_constrain_range.default,
+    )
+)
+
+
+def functionalise(program: ExportedProgram, accepts: Callable[[int], bool]) -> Traced:
+    """The exported program as one functional graph.
+
+    Args:
+        program: what the tracer gave; it is changed.
+        accepts: the batch sizes for which it holds.
+
+    Raises:
+        TraceError: the model writes into one of its inputs, or keeps something that a graph
+            cannot hold.
+    """
+    _detach_without_grad(program.graph_module)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        program = program.run_decompositions({})
+    signature = program.graph_signature
+    module = program.graph_module
+    parameters: list[Argument] = []
+    buffers: list[Argument] = []
+    constants: dict[str, torch.Tensor] = {}
+    inputs: list[str | None] = []
+    used = {node.name for node in module.graph.nodes if node.users}
+    for spec in signature.input_specs:
+        name = getattr(spec.arg, "name", "")
+        match spec.kind:
+            case InputKind.PARAMETER if name in used:
+                parameters.append(Argument(name, str(spec.target)))
+            case InputKind.BUFFER if name in used:
+                buffers.append(Argument(name, str(spec.target)))
+            case InputKind.CONSTANT_TENSOR if name in used:
+                target = f"constant.{spec.target}"
+                buffers.append(Argument(name, target))
+                constant = program.constants[str(spec.target)]
+                assert isinstance(constant, torch.Tensor)
+                constants[target] = constant.detach()
+            case InputKind.USER_INPUT:
+                is_value = isinstance(spec.arg, TensorArgument) and name in used
+                inputs.append(name if is_value else None)
+            case InputKind.CUSTOM_OBJ | InputKind.TOKEN:
+                raise TraceError(f"the model keeps {spec.target!r}, which a graph cannot hold")
+            case _:
+                pass
+    writes: list[Write] = []
+    outputs: list[Value | Literal] = []
+    for out in signature.output_specs:
+        match out.kind:
+            case OutputKind.BUFFER_MUTATION:
+                writes.append(Write(str(out.target), str(getattr(out.arg, "name", ""))))
+            case OutputKind.USER_OUTPUT:
+                outputs.append(_output(out.arg, module.graph))
+            case OutputKind.USER_INPUT_MUTATION:
+                raise TraceError(
+                    f"the model writes into its input {out.target!r}; let it work on a copy "
+                    "(x = x.clone())"
+                )
+            case kind:
+                raise TraceError(f"the model has an output of kind {kind.name}; return tensors")
+    _tidy(
+        module, {argument.name for argument in (*parameters, *buffers)} | set(filter(None, inputs))
+    )
+    out_spec = program.call_spec.out_spec
+    assert out_spec is not None
+    return Traced(
+        module=module,
+        parameters=tuple(parameters),
+        buffers=tuple(buffers),
+        constants=constants,
+        inputs=tuple(inputs),
+        writes=tuple(writes),
+        outputs=tuple(outputs),
+        out_spec=out_spec,
+        accepts=accepts,
+    )
+
+
+def _output(argument: Any, graph: fx.Graph) -> Value | Literal:
+    if isinstance(argument, TensorArgument):
+        shapes = {n.name: n.meta["val"].shape for n in graph.nodes if hasattr(n.meta.get("val"), "shape")}
+        dynamic = any(isinstance(size, torch.SymInt) for shape in shapes.values() for size in shape)
+        shape = shapes.get(argument.name, ())
+        batched = bool(len(shape)) and isinstance(shape[0], torch.SymInt)
+        return Value(argument.name, batched if dynamic else None)
+    if isinstance(argument, SymIntArgument):
+        return Value(argument.name)
+    if isinstance(argument, ConstantArgument):
+        return Literal(argument.value)
+    raise TraceError(f"the model returns {argument!r}, which a graph cannot hold; return tensors")
+
+
+def _detach_without_grad(module: fx.GraphModule) -> None:
+    """Cut the gradient of what a ``torch.no_grad()`` region computes.
+
+    The exporter keeps such a region as a subgraph, but inlines it when it decomposes, and the
+    gradient would then flow through.
+    """
+    region = torch.ops.higher_order.wrap_with_set_grad_enabled
+    for node in list(module.graph.nodes):
+        if node.op != "call_function" or node.target is not region or node.args[0]:
+            continue
+        for item in list(node.users):
+            with module.graph.inserting_after(item):
+                cut = module.graph.call_function(torch.ops.aten.detach.default, (item,))
+            cut.meta.update(item.meta)
+            item.replace_all_uses_with(cut, delete_user_cb=lambda user, cut=cut: user is not cut)
+    module.recompile()
+
+
+def _tidy(module: fx.GraphModule, placeholders: set[str]) -> None:
+    """Drop the exporter's assertions, dead nodes and the placeholders that nothing reads."""
+    graph = module.graph
+    for node in reversed(list(graph.nodes)):
+        if node.op == "call_function" and node.target in _ASSERTIONS and not node.users:
+            graph.erase_node(node)
+    graph.eliminate_dead_code()
+    for node in list(graph.nodes):
+        if node.op == "placeholder" and node.name not in placeholders and not node.users:
+            graph.erase_node(node)
+    graph.lint()
+    module.recompile()

@@ -1,0 +1,138 @@
+"""Trace a model with ``torch.export``: the front end's first pass, and the default tracer.
+
+before:  class Net(nn.Module): forward(x) = relu_(bn(conv(x)))
+after:   ExportedProgram of ATen operations over the very same Parameter objects
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export import Dim, ExportedProgram
+from torch.utils import _pytree as pytree
+
+from fxpipe import source
+from fxpipe.errors import TraceError
+
+_CURES = (
+    ("DataDependent", "it depends on the values of a tensor; compute it with torch.where or masks"),
+    (
+        "data-dependent",
+        "it depends on the values of a tensor; compute it with torch.where or masks",
+    ),
+    ("constraint", "make the model's code independent of that size, or give inputs of one size"),
+)
+
+
+def trace(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], batch: int
+) -> ExportedProgram:
+    """Export the model in its present mode, dynamic in the batch dimension where it can be.
+
+    Args:
+        model: any module; its training flags decide what is traced, its state is left alone.
+        args: positional inputs of one micro-batch.
+        kwargs: keyword inputs of one micro-batch.
+        batch: the size of dimension 0 that counts as the batch. A batch of 1 is traced as it is:
+            its graph need not hold for another size, nor another graph for it.
+
+    Raises:
+        TraceError: the model cannot be traced; names its source line and the cure.
+    """
+    failure: Exception | None = None
+    if batch > 1:
+        try:
+            return _export(model, args, kwargs, _dynamic_batch(model, args, kwargs, batch))
+        except Exception as error:
+            failure = error
+    try:
+        return _export(model, args, kwargs, None)
+    except Exception as error:
+        raise _explained(model, error) from (failure or error)
+
+
+def accepts(
+    program: ExportedProgram, args: tuple[Any, ...], kwargs: Mapping[str, Any], batch: int
+) -> Callable[[int], bool]:
+    """A test whether an exported program holds for another batch size.
+
+    Args:
+        program: what ``trace`` gave for the other arguments.
+    """
+    placeholders = {n.name: n for n in program.graph.nodes if n.op == "placeholder"}
+    symbolic = any(
+        isinstance(size, torch.SymInt)
+        for node in placeholders.values()
+        if isinstance(node.meta.get("val"), torch.Tensor)
+        for size in node.meta["val"].shape
+    )
+    if not symbolic:
+        return lambda size: size == batch
+    leaves = pytree.tree_leaves((args, dict(kwargs)))
+    guards: list[nn.Module | None] = []
+
+    def holds(size: int) -> bool:
+        if size < 2:
+            return False  # sizes of 1 broadcast: the dynamic graph assumes at least 2
+        if not guards:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                guards.append(getattr(program.module(), "_guards_fn", None))
+        if guards[0] is None:
+            return True
+        try:
+            guards[0](*(_resized(leaf, batch, size) for leaf in leaves))
+        except Exception:
+            return False
+        return True
+
+    return holds
+
+
+def _resized(leaf: Any, batch: int, size: int) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    shape = (size, *leaf.shape[1:]) if leaf.dim() and leaf.shape[0] == batch else leaf.shape
+    return torch.empty(shape, dtype=leaf.dtype, device="meta")
+
+
+def _export(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    dynamic: dict[str, Any] | None,
+) -> ExportedProgram:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # notes on attributes that the model itself assigns
+        return torch.export.export(model, args, dict(kwargs), dynamic_shapes=dynamic, strict=False)
+
+
+def _dynamic_batch(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], batch: int
+) -> dict[str, Any]:
+    def spec(leaf: Any) -> dict[int, Any] | None:
+        if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == batch:
+            return {0: Dim.AUTO}
+        return None
+
+    bound = inspect.signature(model.forward).bind(*args, **kwargs).arguments
+    return {name: pytree.tree_map(spec, value) for name, value in bound.items()}
+
+
+def _explained(model: nn.Module, error: Exception) -> TraceError:
+    where = source.of_exception(error) or type(model).__name__
+    reason = str(error).strip().splitlines()
+    summary = f"{type(error).__name__}: {reason[0]}" if reason else type(error).__name__
+    cure = next(
+        (text for word, text in _CURES if word in type(error).__name__ or word in str(error)),
+        'rewrite that line, or trace around it with tracer="symbolic", which calls modules as '
+        "they are",
+    )
+    return TraceError(
+        f"{type(model).__name__} cannot be traced at {where} ({summary[:300]}); {cure}"
+    )
