@@ -47,13 +47,14 @@ class Model:
         weights: (stage, version) → weights.
         gradients: stage → what its backwards added, in order.
         statistics: stage → what its forwards wrote, in order.
-        given: (value, whether it is a gradient, micro-batch) → what the caller got.
+        given: (value, the stage it comes from, whether it is a gradient, micro-batch) → what the
+            caller got; each stage that reads an input gives a gradient of its own.
     """
 
     weights: dict[tuple[int, int], int] = field(default_factory=dict)
     gradients: dict[int, list[int]] = field(default_factory=dict)
     statistics: dict[int, list[int]] = field(default_factory=dict)
-    given: dict[tuple[str, bool, int], int] = field(default_factory=dict)
+    given: dict[tuple[str, int, bool, int], int] = field(default_factory=dict)
 
     @staticmethod
     def fresh(stages: int) -> Model:
@@ -92,7 +93,9 @@ def plain_loop(
             inputs = [values[e.value] for e in edges if e.target == stage]
             kept[stage] = model.forward(stage, 0, inputs)
             values |= {e.value: tensor(kept[stage], e.value) for e in edges if e.source == stage}
-        model.given |= {(e.value, False, i): values[e.value] for e in edges if e.target == HOST}
+        model.given |= {
+            (e.value, e.source, False, i): values[e.value] for e in edges if e.target == HOST
+        }
         if not trains:
             continue
         back = {e: tensor("gradient", e.value, i) for e in edges if e.target == HOST}
@@ -101,7 +104,7 @@ def plain_loop(
             added = model.backward(stage, 0, kept[stage], arriving)
             back |= {e: tensor(added, e.value) for e in edges if e.target == stage}
         model.given |= {
-            (e.value, True, i): back[e] for e in edges if e.source == HOST and e.gradient
+            (e.value, e.target, True, i): back[e] for e in edges if e.source == HOST and e.gradient
         }
     if updates:
         for stage in range(stages):
@@ -161,7 +164,7 @@ class _Run:
                 origin = "gradient" if gradient else "caller"
                 self._write(device, buffer, tensor(origin, buffer.value, buffer.microbatch))
             case Output(buffer):
-                key = buffer.value, buffer.kind == "grad", buffer.microbatch
+                key = buffer.value, buffer.source, buffer.kind == "grad", buffer.microbatch
                 if key in self.model.given:
                     raise WrongError("handed over twice")
                 self.model.given[key] = self._read(device, buffer)
@@ -233,7 +236,9 @@ class _Run:
                 if e.target == HOST
                 for i in range(self.program.microbatches)
             }
-            if expected - {(value, i) for value, gradient, i in self.model.given if not gradient}:
+            if expected - {
+                (value, i) for value, _, gradient, i in self.model.given if not gradient
+            }:
                 raise WrongError("the caller has not got all outputs at the pause")
             self.resumed = True
         return True
