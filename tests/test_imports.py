@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 LAYERS = {
-    "ground": ("fxpipe.errors", "fxpipe.source", "fxpipe.random"),
+    "ground": ("fxpipe.errors", "fxpipe.random", "fxpipe.source", "fxpipe.untouched"),
     "representations": (
         "fxpipe.edge",
         "fxpipe.schedule",
@@ -31,7 +31,15 @@ LAYERS = {
     "passes": ("fxpipe.passes",),
     "simulator": ("fxpipe.simulator",),
     "draw": ("fxpipe.draw",),
-    "runtime": ("fxpipe.interpreter", "fxpipe.store", "fxpipe.backends"),
+    "runtime": (
+        "fxpipe.batch",
+        "fxpipe.cpu",
+        "fxpipe.execution",
+        "fxpipe.interpreter",
+        "fxpipe.serial",
+        "fxpipe.store",
+        "fxpipe.weights",
+    ),
     "face": ("fxpipe", "fxpipe.compile", "fxpipe.pipeline"),
 }
 """Layer → its modules; a package stands for all that is in it, save for ``fxpipe`` itself."""
