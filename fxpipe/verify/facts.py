@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from typing import NamedTuple
 
@@ -25,16 +26,6 @@ from fxpipe.text.instruction import print_instruction
 from fxpipe.verify.waits import Place
 
 
-class Step(NamedTuple):
-    """A well-formed instruction and the buffers that it touches."""
-
-    position: int
-    instruction: Instruction
-    reads: tuple[Buffer, ...]
-    writes: tuple[Buffer, ...]
-    ends: tuple[Buffer, ...]
-
-
 class Move(NamedTuple):
     """A value that leaves a device, or arrives at one."""
 
@@ -46,34 +37,35 @@ Moves = dict[tuple[int, int], list[Move]]
 """(from, to) → what moves, in the order of the list of the device that sends, or receives."""
 
 
+Compute = Forward | Backward | Update | Barrier | Pause
+
+
 class Facts:
     """A program and what follows from it.
 
     Attributes:
         program: the program.
-        steps: device → its well-formed instructions in order; the others are left out.
         trains: whether anything runs backward.
     """
 
     def __init__(self, program: Program, malformed: set[Place]) -> None:
         self.program = program
-        self.steps = [
-            [
-                Step(
-                    position,
-                    instruction,
-                    program.reads(instruction),
-                    program.writes(instruction),
-                    program.ends(instruction),
-                )
-                for position, instruction in enumerate(list_)
-                if not malformed or (device, position) not in malformed
-            ]
-            for device, list_ in enumerate(program.lists)
-        ]
         self.trains = any(
-            type(instruction) is Backward for list_ in program.lists for instruction in list_
+            isinstance(instruction, Backward)
+            for instructions in program.lists
+            for instruction in instructions
         )
+        self._malformed = malformed
+
+    @property
+    def lists(self) -> Iterator[tuple[int, Iterable[tuple[int, Instruction]]]]:
+        """Each device, and the positions and instructions of its list that are well-formed."""
+        for device, instructions in enumerate(self.program.lists):
+            steps = enumerate(instructions)
+            if self._malformed:
+                yield device, [step for step in steps if (device, step[0]) not in self._malformed]
+            else:
+                yield device, steps
 
     def fault(self, device: int, position: int, what: str, cure: str) -> Fault:
         """A fault of the instruction at a place."""
@@ -81,15 +73,11 @@ class Facts:
         return Fault(what, cure, device, position, text)
 
     @cached_property
-    def compute(self) -> list[list[tuple[int, Forward | Backward | Update | Barrier | Pause]]]:
+    def compute(self) -> list[list[tuple[int, Compute]]]:
         """Device → position and instruction of all but the moves and frees, in order."""
         return [
-            [
-                (step.position, step.instruction)
-                for step in steps
-                if isinstance(step.instruction, Forward | Backward | Update | Barrier | Pause)
-            ]
-            for steps in self.steps
+            [(position, x) for position, x in steps if isinstance(x, Compute)]
+            for _, steps in self.lists
         ]
 
     @cached_property
@@ -103,19 +91,19 @@ class Facts:
     @cached_property
     def first_made(self) -> list[dict[Buffer, int]]:
         """Device → buffer → the first position at which it is made there."""
-        made: list[dict[Buffer, int]] = [{} for _ in self.steps]
-        for device, steps in enumerate(self.steps):
-            for step in steps:
-                for buffer in step.writes:
-                    made[device].setdefault(buffer, step.position)
+        made: list[dict[Buffer, int]] = [{} for _ in self.program.lists]
+        for device, steps in self.lists:
+            for position, instruction in steps:
+                for buffer in self.program.writes(instruction):
+                    made[device].setdefault(buffer, position)
         return made
 
     @cached_property
     def sent(self) -> Moves:
         """What leaves, by pair of devices."""
         moves: Moves = defaultdict(list)
-        for device, steps in enumerate(self.steps):
-            for position, instruction, *_ in steps:
+        for device, steps in self.lists:
+            for position, instruction in steps:
                 if isinstance(instruction, Send | Stash):
                     pair = device, self.program.destination(instruction)
                     moves[pair].append(Move(position, instruction.buffer))
@@ -125,8 +113,8 @@ class Facts:
     def received(self) -> Moves:
         """What arrives, by pair of devices."""
         moves: Moves = defaultdict(list)
-        for device, steps in enumerate(self.steps):
-            for position, instruction, *_ in steps:
+        for device, steps in self.lists:
+            for position, instruction in steps:
                 if isinstance(instruction, Receive | Pop):
                     pair = self.program.origin(instruction), device
                     moves[pair].append(Move(position, instruction.buffer))

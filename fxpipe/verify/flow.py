@@ -23,17 +23,19 @@ from fxpipe.verify.waits import Place, Wait, deadlock_faults
 
 def lives(facts: Facts) -> Iterator[Fault]:
     """On each device a buffer is made once, then read, then ended at most once."""
-    for device, steps in enumerate(facts.steps):
+    program = facts.program
+    for device, steps in facts.lists:
         alive: dict[Buffer, bool] = {}
-        for position, _, reads, writes, ends in steps:
+        for position, instruction in steps:
+            reads = program.reads(instruction)
             for buffer in reads:
                 if not alive.get(buffer):
                     yield facts.fault(device, position, *_absent(facts, device, buffer, alive))
-            for buffer in writes:
+            for buffer in program.writes(instruction):
                 if buffer in alive:
                     yield facts.fault(device, position, f"{buffer} was made before", "make it once")
                 alive[buffer] = True
-            for buffer in ends:
+            for buffer in program.ends(instruction):
                 if not alive.get(buffer) and buffer not in reads:
                     yield facts.fault(device, position, *_absent(facts, device, buffer, alive))
                 if buffer in alive:
@@ -54,17 +56,21 @@ def _absent(
 
 def leaks(facts: Facts) -> Iterator[Fault]:
     """Nothing is left on a device at the end of a step."""
-    for device, steps in enumerate(facts.steps):
-        ended = {buffer for step in steps for buffer in step.ends}
-        for position, _, _, writes, _ in steps:
-            for buffer in writes:
-                if buffer not in ended:
-                    yield facts.fault(
-                        device,
-                        position,
-                        f"{buffer} is still there at the end of the step",
-                        "free it after its last use",
-                    )
+    program = facts.program
+    for device, steps in facts.lists:
+        left: dict[Buffer, int] = {}
+        for position, instruction in steps:
+            for buffer in program.writes(instruction):
+                left[buffer] = position
+            for buffer in program.ends(instruction):
+                left.pop(buffer, None)
+        for buffer, position in left.items():
+            yield facts.fault(
+                device,
+                position,
+                f"{buffer} is still there at the end of the step",
+                "free it after its last use",
+            )
 
 
 def paired(facts: Facts) -> Iterator[Fault]:
@@ -111,8 +117,8 @@ def delivered(facts: Facts) -> Iterator[Fault]:
     """The caller gets every output, and the gradient of every input that carries one, once."""
     program = facts.program
     seen: set[Buffer] = set()
-    for device, steps in enumerate(facts.steps):
-        for position, instruction, *_ in steps:
+    for device, steps in facts.lists:
+        for position, instruction in steps:
             if isinstance(instruction, Output):
                 if instruction.buffer in seen:
                     yield facts.fault(device, position, "the caller has it already", "keep one")
@@ -139,9 +145,9 @@ def paused(facts: Facts) -> Iterator[Fault]:
     """Where the caller gets control back: it has all outputs, and gives gradients after it."""
     if not any(isinstance(x, Pause) for own in facts.meetings for _, x in own):
         return
-    for device, steps in enumerate(facts.steps):
+    for device, steps in facts.lists:
         resumed = False
-        for position, instruction, *_ in steps:
+        for position, instruction in steps:
             match instruction:
                 case Pause() if resumed:
                     yield facts.fault(device, position, "there is a pause before it", "keep one")
@@ -164,7 +170,7 @@ def unstuck(facts: Facts) -> Iterator[Fault]:
         for pair, moves in facts.sent.items()
         for move in reversed(moves)
     }
-    waits: list[list[Wait]] = [[] for _ in facts.steps]
+    waits: list[list[Wait]] = [[] for _ in facts.program.lists]
     for (_, device), moves in facts.received.items():
         for position, buffer in moves:
             if buffer in sent:
