@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -32,6 +32,7 @@ MICROBATCHES = 8
 BATCH = 16
 SIDE = 64
 RATE = 3e-3
+BETAS = (0.9, 0.95)
 
 
 @dataclass
@@ -60,7 +61,7 @@ class Run:
 def main() -> int:
     """Returns the exit status: 1 where pipeline and plain loop differ."""
     parser = argparse.ArgumentParser(description="Train a U-Net over two CPU devices.")
-    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--output", type=Path, default=Path("demo-output"))
     arguments = parser.parse_args()
     console = Console()
@@ -75,12 +76,12 @@ def main() -> int:
         schedule="1f1b",
         microbatches=MICROBATCHES,
         loss=mse_loss,
-        optimizer=lambda parameters: torch.optim.Adam(parameters, lr=RATE),
+        optimizer=adam,
     ) as pipe:
         pipelined, alone = train(pipe, single, arguments.steps, console)
         weights = pipe.state_dict()
         same = pipelined.losses == alone.losses and equal(weights, single.state_dict())
-        console.print(pipe)
+        print(pipe)
         console.print(comparison(pipelined, alone))
         draw(pipe, arguments.output)
     console.print(denoise(weights, arguments.output / "denoised.png"))
@@ -96,10 +97,11 @@ def train(
     pipe: fxpipe.Pipeline, single: nn.Module, steps: int, console: Console
 ) -> tuple[Run, Run]:
     """Train both, a step of each in turn on the same batches."""
-    optimizer = torch.optim.Adam(single.parameters(), lr=RATE)
+    optimizer = adam(single.parameters())
 
     def pipe_step(batch: Noisy) -> Tensor:
-        return pipe.step(batch.image, target=batch.noise)
+        loss: Tensor = pipe.step(batch.image, target=batch.noise)
+        return loss
 
     def single_step(batch: Noisy) -> Tensor:
         with plain.one_thread():
@@ -118,6 +120,10 @@ def train(
             alone.step(single_step, batch)
             progress.update(bar, advance=1, description=f"loss {pipelined.losses[-1]:.5f}")
     return pipelined, alone
+
+
+def adam(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=RATE, betas=BETAS)
 
 
 def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:

@@ -27,6 +27,7 @@ LAYERS = {
     ),
     "text": ("fxpipe.text",),
     "verify": ("fxpipe.verify",),
+    "reference": ("fxpipe.serial",),
     "schedules": ("fxpipe.schedules",),
     "passes": ("fxpipe.passes",),
     "simulator": ("fxpipe.simulator",),
@@ -35,12 +36,19 @@ LAYERS = {
         "fxpipe.batch",
         "fxpipe.cpu",
         "fxpipe.execution",
+        "fxpipe.host",
         "fxpipe.interpreter",
-        "fxpipe.serial",
         "fxpipe.store",
         "fxpipe.weights",
     ),
-    "face": ("fxpipe", "fxpipe.compile", "fxpipe.pipeline"),
+    "face": (
+        "fxpipe",
+        "fxpipe.call",
+        "fxpipe.compile",
+        "fxpipe.compiler",
+        "fxpipe.pipeline",
+        "fxpipe.table",
+    ),
 }
 """Layer → its modules; a package stands for all that is in it, save for ``fxpipe`` itself."""
 
@@ -50,8 +58,9 @@ MAY_IMPORT = {
     "representations": ("ground",),
     "text": BASE,
     "verify": (*BASE, "text"),
+    "reference": BASE,
     "schedules": ("representations",),
-    "passes": (*BASE, "text", "verify"),
+    "passes": (*BASE, "text", "verify", "reference"),
     "simulator": (*BASE, "text", "verify"),
     "draw": (*BASE, "text", "verify", "simulator"),
     "runtime": (*BASE, "text", "verify"),
@@ -93,8 +102,8 @@ def imported(node: ast.AST) -> Iterator[str]:
         case ast.FunctionDef() | ast.AsyncFunctionDef():
             pass
         case ast.If(test=ast.Name(id="TYPE_CHECKING"), orelse=orelse):
-            for child in orelse:
-                yield from imported(child)
+            for statement in orelse:
+                yield from imported(statement)
         case _:
             for child in ast.iter_child_nodes(node):
                 yield from imported(child)
