@@ -24,21 +24,23 @@ from fxpipe.program import (
 def communicate(program: Program) -> Program:
     """Program → Program: every value reaches the device that reads it.
 
-    Before, ``y`` going from stage 0 to 1 and ``h`` from stage 0 to 2, a stage a device::
+    Before, with edges ``act z 1->2``, ``skip h 0->2`` and ``out loss 2->host``::
 
-        device 1
-          forward   s1[0] v0 keep
-          backward  s1[0] v0
+        device 2
+          forward   s2[0] v0 keep
+          backward  s2[0] v0
 
     after::
 
-        device 1
-          recv      act:y:0->1[0]
-          forward   s1[0] v0 keep
-          send      act:z:1->2[0]
-          recv      grad:z:2->1[0]
-          backward  s1[0] v0
-          send      grad:y:1->0[0]
+        device 2
+          pop       skip:h:0->2[0]
+          recv      act:z:1->2[0]
+          forward   s2[0] v0 keep
+          output    out:loss:2->host[0]
+          load      grad:loss:host->2[0]
+          backward  s2[0] v0
+          send      grad:h:2->0[0]
+          send      grad:z:2->1[0]
 
     A value leaves right after it is made and arrives right before its first use; nothing moves
     between two stages of one device. A value that skips stages goes straight from ``stash`` to

@@ -49,13 +49,15 @@ def _freed(program: Program, instructions: tuple[Instruction, ...]) -> Iterator[
 
 
 def _last_uses(program: Program, instructions: tuple[Instruction, ...]) -> list[list[Buffer]]:
-    """Position → the buffers that nothing uses after it and that it does not end itself."""
+    """Position → the buffers that nothing uses after it and that it does not end itself.
+
+    All that is made is read on its device, if only by its send or output.
+    """
     seen: set[Buffer] = set()
     last: list[list[Buffer]] = []
     for instruction in reversed(instructions):
         seen.update(program.ends(instruction))
-        used = (*program.reads(instruction), *program.writes(instruction))
-        last.append([buffer for buffer in dict.fromkeys(used) if buffer not in seen])
+        last.append([buffer for buffer in program.reads(instruction) if buffer not in seen])
         seen.update(last[-1])
     last.reverse()
     return last
