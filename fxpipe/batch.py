@@ -75,8 +75,9 @@ class Batch:
                 f"most {self.size} micro-batches or a larger batch"
             )
         parts = [
-            leaf.detach().tensor_split(microbatches) if self.is_split(leaf) else
-            [leaf.detach() if isinstance(leaf, Tensor) else leaf] * microbatches
+            leaf.detach().tensor_split(microbatches)
+            if self.is_split(leaf)
+            else [leaf.detach() if isinstance(leaf, Tensor) else leaf] * microbatches
             for leaf in self.leaves
         ]
         return [list(microbatch) for microbatch in zip(*parts, strict=True)]
@@ -143,9 +144,7 @@ def _name(model: nn.Module, path: Sequence[Any]) -> str:
     return head + pytree.keystr(tuple(rest))
 
 
-def join(
-    parts: Sequence[Any], sizes: Sequence[int], batched: bool | None, name: str
-) -> Any:
+def join(parts: Sequence[Any], sizes: Sequence[int], batched: bool | None, name: str) -> Any:
     """One output of the whole batch from those of its micro-batches.
 
     Tensors whose dimension 0 is the batch are concatenated, numbers without dimension averaged

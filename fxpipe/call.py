@@ -33,7 +33,8 @@ def differentiable_call(
     call.inputs = list(inputs)
     parameters = execution.parameters
     call.parameters = list(parameters)
-    outputs = _Pipe.apply(call, *inputs.values(), *parameters.values())
+    tensors = (*inputs.values(), *parameters.values())
+    outputs = _Pipe.apply(call, *tensors)  # type: ignore[no-untyped-call]
     return [*outputs] if isinstance(outputs, tuple) else [outputs]
 
 

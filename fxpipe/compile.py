@@ -15,9 +15,7 @@ from fxpipe.errors import InputError, near
 from fxpipe.pipeline import OptimizerFactory, Pipeline
 from fxpipe.schedule import Recipe, Schedule, find_recipe
 
-_compiled: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Pipeline]] = (
-    weakref.WeakKeyDictionary()
-)
+_compiled: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Pipeline]] = weakref.WeakKeyDictionary()
 
 Devices = int | Sequence[str | torch.device]
 ScheduleLike = str | Schedule | Recipe | Callable[[int, int, int], Any]
@@ -80,7 +78,9 @@ def compile(
         microbatches = schedule.microbatches
     _check_microbatches(microbatches)
     if tracer not in ("export", "symbolic"):
-        raise InputError(f"there is no tracer {tracer!r}: {near(str(tracer), ('export', 'symbolic'))}")
+        raise InputError(
+            f"there is no tracer {tracer!r}: {near(str(tracer), ('export', 'symbolic'))}"
+        )
     if isinstance(partition, str) and partition != "auto":
         raise InputError(
             f'partition is {partition!r}; give "auto" or a list of submodule names, such as '
@@ -122,9 +122,7 @@ def compile(
 
 def _devices(devices: Devices) -> list[torch.device]:
     if isinstance(devices, bool) or not isinstance(devices, int | Sequence):
-        raise InputError(
-            f'devices is {devices!r}; give a list such as ["cpu", "cpu"], or how many'
-        )
+        raise InputError(f'devices is {devices!r}; give a list such as ["cpu", "cpu"], or how many')
     if isinstance(devices, int):
         if devices < 1:
             raise InputError(f"devices is {devices}; give at least 1")
@@ -152,8 +150,7 @@ def _device(name: str | torch.device) -> torch.device:
         ) from None
     if device.type != "cpu":
         raise InputError(
-            f"stages cannot run on {device} yet; name CPU devices, such as "
-            '["cpu", "cpu"]'
+            f'stages cannot run on {device} yet; name CPU devices, such as ["cpu", "cpu"]'
         )
     return device
 
@@ -175,7 +172,7 @@ def _recipe(schedule: ScheduleLike, devices: int) -> Callable[[int, int], Schedu
     if callable(schedule):
         return Recipe(getattr(schedule, "__name__", "custom"), schedule)
     raise InputError(
-        f"schedule is {schedule!r}; give a name such as \"1f1b\", a Schedule, or a function "
+        f'schedule is {schedule!r}; give a name such as "1f1b", a Schedule, or a function '
         "(device, devices, microbatches) that yields tasks"
     )
 
@@ -207,6 +204,4 @@ def _example(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return example[0], example[1]
     if isinstance(example, tuple):
         return example, {}
-    raise InputError(
-        "example is no tuple; give a tuple of inputs such as (x,), or (args, kwargs)"
-    )
+    raise InputError("example is no tuple; give a tuple of inputs such as (x,), or (args, kwargs)")

@@ -13,7 +13,13 @@ from fxpipe.batch import Batch
 from fxpipe.errors import InputError
 from fxpipe.kernel import Kernel
 from fxpipe.passes import runner
-from fxpipe.passes.attach_loss import LossModule, attach_loss, own_loss, with_loss
+from fxpipe.passes.attach_loss import (
+    LossModule,
+    attach_leaf_loss,
+    attach_loss,
+    own_loss,
+    with_loss,
+)
 from fxpipe.passes.check import check
 from fxpipe.passes.communicate import communicate
 from fxpipe.passes.cut import cut
@@ -241,6 +247,8 @@ class Compiler:
             module = LossModule(self.loss)
             with torch.no_grad():
                 output = self.model(*args, **kwargs)
+            if traced.leaves:
+                return attach_leaf_loss(traced, module, output, targets)
             loss = self._front_end(module, (output, *targets), {}, size)
         return attach_loss(traced, loss, dict(module.named_buffers()))
 
@@ -252,9 +260,7 @@ class Compiler:
         program = trace(model, args, kwargs, size)
         return seed_randomness(functionalise(program, accepts(program, args, kwargs, size)))
 
-    def _call(
-        self, batch: Batch, leaves: list[Any], with_loss_: bool
-    ) -> tuple[Any, Tensor | None]:
+    def _call(self, batch: Batch, leaves: list[Any], with_loss_: bool) -> tuple[Any, Tensor | None]:
         """The model itself, and its loss, on one micro-batch."""
         args, kwargs, targets = batch.unflatten(leaves)
         output = self.model(*args, **kwargs)
@@ -273,9 +279,7 @@ class Compiler:
         state = self.state(traced)
         values: dict[str, Any] = {a.name: state[a.target] for a in traced.parameters}
         values.update({a.name: state[a.target] for a in traced.buffers})
-        values.update(
-            {n: x for n, x in zip(traced.inputs, leaves, strict=True) if n is not None}
-        )
+        values.update({n: x for n, x in zip(traced.inputs, leaves, strict=True) if n is not None})
         values[SEED] = torch.zeros((), dtype=torch.int64)
         with untouched(self.model), intra_op_threads(self.threads):
             costs = measure(traced, values)

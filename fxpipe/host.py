@@ -90,7 +90,9 @@ class BatchHost:
         parts = self.outputs[out.name] if out.name in self.outputs else self.inputs[out.name]
         return join(parts, self.sizes, out.batched, f"output {index}")
 
-    def set_output_gradients(self, names: Sequence[str], gradients: Sequence[Tensor | None]) -> None:
+    def set_output_gradients(
+        self, names: Sequence[str], gradients: Sequence[Tensor | None]
+    ) -> None:
         """Split the gradients of the joined outputs; None stands for zeros."""
         for name, gradient in zip(names, gradients, strict=True):
             parts = self.outputs[name]
@@ -108,9 +110,11 @@ class BatchHost:
                     total = total + piece
                 parts.append(total)
             whole = [part for part in parts if part.dim()]
-            split = all(
-                part.shape[0] == size for part, size in zip(parts, self.sizes, strict=True)
-            ) if len(whole) == len(parts) else False
+            split = (
+                all(part.shape[0] == size for part, size in zip(parts, self.sizes, strict=True))
+                if len(whole) == len(parts)
+                else False
+            )
             found[name] = torch.cat(parts) if split else torch.stack(parts).sum(0)
         return found
 

@@ -146,9 +146,9 @@ def _laid_out(value: Any, strides: tuple[int, ...] | None) -> Any:
     """The value with the strides that its graph was traced for, which decide about views."""
     if strides is None or value.stride() == strides:
         return value
-    return torch.empty_strided(
-        value.shape, strides, dtype=value.dtype, device=value.device
-    ).copy_(value)
+    return torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device).copy_(
+        value
+    )
 
 
 class AutogradKernel:

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from fxpipe.batch import Batch
 from fxpipe.call import differentiable_call
-from fxpipe.compiler import Compiled, Compiler
+from fxpipe.compiler import Compiled, Compiler, Purpose
 from fxpipe.cpu import Worker
 from fxpipe.errors import InputError
 from fxpipe.execution import Execution
@@ -35,7 +35,13 @@ class Pipeline(nn.Module):
 
     It has the model's own parameters, buffers and submodules under their own names, so state
     dicts move both ways. ``step`` trains on one batch; calling it is the model's forward.
+
+    Attributes:
+        devices: where the stages are, in order.
     """
+
+    _model: nn.Module
+    _compiler: Compiler
 
     def __init__(
         self,
@@ -54,9 +60,8 @@ class Pipeline(nn.Module):
         self._modules = model._modules
         self._non_persistent_buffers_set = model._non_persistent_buffers_set
         self.training = model.training
-        hidden = self.__dict__
-        hidden["_model"] = model
-        hidden["_compiler"] = compiler
+        # set past nn.Module, which would register the model as a submodule of itself
+        self.__dict__.update(_model=model, _compiler=compiler)
         self.devices = tuple(devices)
         self._recipe = recipe
         self._microbatches = microbatches
@@ -64,9 +69,7 @@ class Pipeline(nn.Module):
         self._optimizers: tuple[Optimizer | None, ...] | None = None
         self._shown: Compiled | None = None
         self._last: Execution | None = None
-        self._workers = [
-            Worker(f"fxpipe-{index}", threads) for index in range(len(self.devices))
-        ]
+        self._workers = [Worker(f"fxpipe-{index}", threads) for index in range(len(self.devices))]
         self._finalizer = weakref.finalize(self, _close, list(self._workers))
 
     # training and calling
@@ -123,7 +126,7 @@ class Pipeline(nn.Module):
         batch = self._batch(args, kwargs, None)
         differentiable = self.training and torch.is_grad_enabled()
         microbatches = min(self._count(batch, clip=True), batch.size)
-        purpose = "call" if differentiable else "infer"
+        purpose: Purpose = "call" if differentiable else "infer"
         recipe = find_recipe("gpipe" if differentiable else "inference")
         compiled = self._compiler.compile(
             batch, microbatches, recipe, purpose, input_gradients=differentiable
@@ -135,8 +138,7 @@ class Pipeline(nn.Module):
             if isinstance(out, Value) and out.name in edges
         )
         host = BatchHost(compiled.traced, batch, microbatches, names, self._seed(compiled))
-        none = (None,) * len(compiled.plan.stages)
-        execution = self._execution(compiled, host, none)
+        execution = self._execution(compiled, host, [None] * len(compiled.plan.stages))
         if differentiable:
             output = differentiable_call(compiled, host, execution, batch)
         else:
@@ -302,5 +304,3 @@ class Pipeline(nn.Module):
 def _close(workers: list[Worker]) -> None:
     for worker in workers:
         worker.close()
-
-

@@ -37,7 +37,8 @@ class Argument:
     """A parameter or a buffer that a stage reads.
 
     Attributes:
-        name: the placeholder in the stage's graph.
+        name: the placeholder in the stage's graph; the same as ``target`` where a leaf module
+            reads it itself.
         target: the name in the model, as in its state dict.
     """
 
@@ -51,7 +52,8 @@ class Write:
 
     Attributes:
         target: the buffer's name in the model.
-        value: the node whose value becomes the buffer's, after each micro-batch in turn.
+        value: the node whose value becomes the buffer's, after each micro-batch in turn; the
+            same as ``target`` where a leaf module writes it itself.
     """
 
     target: str

@@ -69,7 +69,7 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send to the device of the next stage, or a gradient back. Roughly: peer.put(b, buffers[b])."""
+    """Send to the next stage's device, or a gradient back. Roughly: peer.put(b, buffers[b])."""
 
     buffer: Buffer
 

@@ -61,9 +61,7 @@ def _integers(like: Tensor, low: int, high: int, seed: Tensor, node: int) -> Ten
 
 def _permutation(like: Tensor, seed: Tensor, node: int) -> Tensor:
     generator = _generator(like, seed, node)
-    return torch.randperm(
-        like.numel(), dtype=like.dtype, device=like.device, generator=generator
-    )
+    return torch.randperm(like.numel(), dtype=like.dtype, device=like.device, generator=generator)
 
 
 for _name, _run in (
@@ -95,7 +93,8 @@ def native_dropout(
 def bernoulli(p: Tensor, seed: Tensor, node: int) -> Tensor:
     """Ones with the probabilities in a tensor, as ``aten.bernoulli``."""
     like = p.detach()
-    return (torch.ops.fxpipe.uniform(like, seed, node) < like).to(p.dtype)
+    drawn: Tensor = torch.ops.fxpipe.uniform(like, seed, node)
+    return (drawn < like).to(p.dtype)
 
 
 def bernoulli_p(x: Tensor, p: float, seed: Tensor, node: int) -> Tensor:

@@ -46,11 +46,7 @@ def stage_table(
             f"{100 * work / sum(seconds):.0f} %" if sum(seconds) else "",
             _bytes(sum(plan.bytes_of(e) or 0 for e in plan.edges_into(stage.index))),
             _bytes(
-                sum(
-                    plan.bytes_of(e) or 0
-                    for e in plan.edges_from(stage.index)
-                    if e.kind == "skip"
-                )
+                sum(plan.bytes_of(e) or 0 for e in plan.edges_from(stage.index) if e.kind == "skip")
             ),
         )
     console = Console(width=120, color_system=None, file=None, record=True, quiet=False)
@@ -84,5 +80,3 @@ def _bytes(count: int) -> str:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} GiB"
-
-

@@ -16,7 +16,10 @@ from torch.utils import _pytree as pytree
 
 from fxpipe.errors import InputError, TraceError
 from fxpipe.plan import Argument
-from fxpipe.traced import Traced, Value
+from fxpipe.traced import Literal, Traced, Value
+
+LEAF_LOSS = "fxpipe_loss"
+"""What the loss is called among leaf modules."""
 
 
 class LossModule(nn.Module):
@@ -43,9 +46,9 @@ def attach_loss(model: Traced, loss: Traced, tensors: dict[str, torch.Tensor]) -
         InputError: the loss has parameters, or is not a scalar.
     """
     if loss.parameters:
-        names = ", ".join(argument.target for argument in loss.parameters)
+        trained = ", ".join(argument.target for argument in loss.parameters)
         raise InputError(
-            f"the loss has parameters of its own ({names}), which no stage would train; move them "
+            f"the loss has parameters of its own ({trained}), which no stage would train; move them "
             "into the model, return the loss from it, and leave out loss="
         )
     if loss.writes:
@@ -78,9 +81,9 @@ def attach_loss(model: Traced, loss: Traced, tensors: dict[str, torch.Tensor]) -
             buffers.append(Argument(copy.name, f"loss:{target}"))
             constants[f"loss:{target}"] = constant
     _copy_nodes(model.graph, graph, copies)
-    by_name = {node.name: copies[node] for node in model.graph.nodes if node in copies}
-    for node, name in later:
-        copies[node] = by_name[name]
+    from_model = {node.name: copies[node] for node in model.graph.nodes if node in copies}
+    for node, origin in later:
+        copies[node] = from_model[origin]
     _copy_nodes(loss.graph, graph, copies)
     for index, name in enumerate(loss.inputs):
         if index >= len(model.outputs):
@@ -105,6 +108,59 @@ def attach_loss(model: Traced, loss: Traced, tensors: dict[str, torch.Tensor]) -
             accepts=lambda size: model.accepts(size) and loss.accepts(size),
         ),
         value,
+    )
+
+
+def attach_leaf_loss(
+    model: Traced, loss: LossModule, output: Any, targets: tuple[Any, ...]
+) -> Traced:
+    """The same for a graph with leaf modules: the loss is one more of them, called as it is.
+
+    Args:
+        model: the model's graph.
+        loss: the loss.
+        output: the model's output on the example.
+        targets: the targets of the example.
+
+    Raises:
+        InputError: the loss is not a scalar.
+    """
+    module = fx.GraphModule(model.module, fx.Graph())
+    module.add_submodule(LEAF_LOSS, loss)
+    for name, _ in model.module.named_children():
+        module.add_submodule(name, model.module.get_submodule(name))
+    graph = fx.Graph()
+    copies: dict[fx.Node, Any] = {}
+    _copy_placeholders(model.graph, graph, copies)
+    leaves, spec = pytree.tree_flatten(targets)
+    names = [f"target_{index}" for index in range(len(leaves))]
+    given = [graph.placeholder(name) for name in names]
+    for node in model.graph.nodes:
+        if node.op == "get_attr":
+            _share_attribute(model.module, module, str(node.target))
+    _copy_nodes(model.graph, graph, copies)
+    by_name = {node.name: node for node in graph.nodes}
+    outputs = [
+        out.value if isinstance(out, Literal) else by_name[out.name] for out in model.outputs
+    ]
+    nested = pytree.tree_unflatten(outputs, model.out_spec)
+    value = graph.call_module(LEAF_LOSS, (nested, *pytree.tree_unflatten(given, spec)))
+    with torch.no_grad():
+        value.meta["val"] = loss(output, *targets)
+    written = [node for node in outputs if isinstance(node, fx.Node)]
+    graph.output((*written, value))
+    graph.lint()
+    module.graph = graph
+    held = {f"{LEAF_LOSS}.{name}": buffer for name, buffer in loss.named_buffers()}
+    return with_loss(
+        replace(
+            model,
+            module=module,
+            buffers=(*model.buffers, *(Argument(name, name) for name in held)),
+            constants={**model.constants, **held},
+            inputs=(*model.inputs, *names),
+        ),
+        value.name,
     )
 
 
@@ -154,6 +210,12 @@ def _copy_nodes(old: fx.Graph, new: fx.Graph, copies: dict[fx.Node, Any]) -> Non
             copies[node] = new.node_copy(node, lambda n: copies[n])
 
 
+def _share_attribute(old: nn.Module, new: nn.Module, path: str) -> None:
+    """Let a parameter or buffer of the old module be the new one's too, under the same name."""
+    prefix, _, name = path.rpartition(".")
+    if not prefix:
+        setattr(new, name, getattr(old, name))
+
+
 def _copied_name(old: fx.Graph, copies: dict[fx.Node, Any], name: str) -> str:
     return next(str(copies[node].name) for node in old.nodes if node.name == name)
-

@@ -48,7 +48,8 @@ def check(
     Raises:
         TraceError: they differ; names the output or parameter.
     """
-    with FixedDraws() if traced.seeded or traced.leaves else nullcontext():
+    draws = traced.seeded or traced.leaves
+    with FixedDraws() if draws else nullcontext():  # type: ignore[no-untyped-call]
         with torch.enable_grad() if differentiated else torch.no_grad():
             output, loss = call()
         expected = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
@@ -68,8 +69,11 @@ def check(
         _compare("the loss", made[traced.loss], loss)
     for name, there in theirs.items():
         here = ran.gradients.get(name)
-        _compare(f"the gradient of {name!r}", here if here is not None else torch.zeros_like(there),
-                 there)
+        _compare(
+            f"the gradient of {name!r}",
+            here if here is not None else torch.zeros_like(there),
+            there,
+        )
 
 
 def _gradients(
@@ -83,9 +87,7 @@ def _gradients(
     """The gradients to start from, and the model's own for every parameter."""
     roots = {loss_name: loss} if loss is not None else dict(zip(names, outputs, strict=False))
     back = {edge.value for edge in plan.edges if edge.gradient}
-    started = {
-        name: value for name, value in roots.items() if name in back and value is not None
-    }
+    started = {name: value for name, value in roots.items() if name in back and value is not None}
     seeds = {str(name): _pattern(value).to(value) + 0.5 for name, value in started.items()}
     trained = {
         argument.target: state[argument.target]
@@ -162,7 +164,8 @@ def _given(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], name: st
 
 def _less(numbers: Tensor, func: Any, args: tuple[Any, ...], kwargs: Any) -> Tensor:
     chance = _given(func, args, kwargs, "p")
-    return numbers < (args[0].detach() if chance is None else chance)
+    chances: Tensor | float = args[0].detach() if chance is None else chance
+    return numbers < chances
 
 
 def _between(numbers: Tensor, func: Any, args: tuple[Any, ...], kwargs: Any) -> Tensor:
@@ -179,7 +182,8 @@ def _centred(numbers: Tensor, func: Any, args: tuple[Any, ...], kwargs: Any) -> 
 def _whole(numbers: Tensor, func: Any, args: tuple[Any, ...], kwargs: Any) -> Tensor:
     low = _given(func, args, kwargs, "low") or 0
     high = _given(func, args, kwargs, "high")
-    return (numbers * (high - low)).floor() + low
+    whole: Tensor = (numbers * (high - low)).floor() + low
+    return whole
 
 
 def _reversed(numbers: Tensor, func: Any, args: tuple[Any, ...], kwargs: Any) -> Tensor:

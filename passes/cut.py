@@ -33,9 +33,7 @@ def cut(traced: Traced, assignment: Assignment, owners: Mapping[str, int]) -> Pl
 
 
 class _Cutter:
-    def __init__(
-        self, traced: Traced, assignment: Assignment, owners: Mapping[str, int]
-    ) -> None:
+    def __init__(self, traced: Traced, assignment: Assignment, owners: Mapping[str, int]) -> None:
         self.traced = traced
         self.stages = assignment.stages
         self.stage_of = assignment.nodes
@@ -154,5 +152,3 @@ class _Cutter:
             for path in whole
             if not any(path.startswith(other + ".") for other in whole if other != path)
         )
-
-

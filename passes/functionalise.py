@@ -114,7 +114,9 @@ def functionalise(program: ExportedProgram, accepts: Callable[[int], bool]) -> T
 
 def _output(argument: Any, graph: fx.Graph) -> Value | Literal:
     if isinstance(argument, TensorArgument):
-        shapes = {n.name: n.meta["val"].shape for n in graph.nodes if hasattr(n.meta.get("val"), "shape")}
+        shapes = {
+            n.name: n.meta["val"].shape for n in graph.nodes if hasattr(n.meta.get("val"), "shape")
+        }
         dynamic = any(isinstance(size, torch.SymInt) for shape in shapes.values() for size in shape)
         shape = shapes.get(argument.name, ())
         batched = bool(len(shape)) and isinstance(shape[0], torch.SymInt)

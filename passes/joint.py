@@ -110,6 +110,7 @@ class Joint:
 
     Attributes:
         module: the graph; see the text above for what it takes and returns.
+        names: what its arguments are called in the stage.
         stage: the stage.
         inputs: how many inputs it takes after the parameters and buffers.
         outputs: how many outputs, then ``writes`` buffer writes, it returns first.
@@ -121,6 +122,7 @@ class Joint:
     """
 
     module: fx.GraphModule
+    names: tuple[str, ...]
     stage: Stage
     inputs: int
     outputs: int
@@ -163,9 +165,7 @@ def trace_joint(
             result, origins = sides.run(here_parameters, here_buffers, here_inputs)
             roots = [out for out, wanted in zip(result.outputs, has, strict=True) if wanted]
             wanted = [
-                x
-                for x, needs in zip([*here_inputs, *here_parameters], asked, strict=True)
-                if needs
+                x for x, needs in zip([*here_inputs, *here_parameters], asked, strict=True) if needs
             ]
             with _blamed(origins):
                 grads = (
@@ -181,6 +181,15 @@ def trace_joint(
     count = len(inputs)
     return Joint(
         module=module,
+        names=(
+            *(argument.name for argument in (*sides.stage.parameters, *sides.stage.buffers)),
+            *(edge.value for edge in sides.incoming),
+            *(
+                f"gradient_{name}"
+                for name, wanted in zip(sides.returned, has, strict=True)
+                if wanted
+            ),
+        ),
         stage=sides.stage,
         inputs=count,
         outputs=len(sides.returned),

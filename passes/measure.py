@@ -65,8 +65,9 @@ class _Meter(fx.Interpreter):
         best: tuple[float, float] | None = None
         value = None
         for _ in range(_REPEATS):
-            here_args, here_kwargs = pytree.tree_map(_leaf, (args, kwargs))
             with torch.enable_grad():
+                copy = _copied if n.op == "call_module" else _cut
+                here_args, here_kwargs = pytree.tree_map(copy, (args, kwargs))
                 start = time.perf_counter()
                 value = getattr(self, n.op)(n.target, here_args, here_kwargs)
                 middle = time.perf_counter()
@@ -95,18 +96,17 @@ def _differentiable(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.requires_grad
 
 
-def _leaf(value: Any) -> Any:
-    """A tensor cut from its history; a non-leaf, so that a module may change it in place."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    cut = value.detach().requires_grad_(value.requires_grad)
-    return cut.view_as(cut) if cut.requires_grad else cut
-
-
 def _cut(value: Any) -> Any:
+    """A tensor without its history."""
     if not isinstance(value, torch.Tensor):
         return value
     return value.detach().requires_grad_(value.requires_grad)
+
+
+def _copied(value: Any) -> Any:
+    """A tensor that a module may change in place: a copy, and no leaf of autograd's."""
+    cut = _cut(value)
+    return cut.clone() if isinstance(cut, torch.Tensor) else cut
 
 
 def _bytes(value: Any) -> int:

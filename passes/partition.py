@@ -140,7 +140,9 @@ def place_like(traced: Traced, reference: Traced, assignment: Assignment) -> Ass
 def owners(traced: Traced, assignment: Assignment) -> dict[str, int]:
     """Parameter or buffer (its name in the model) → the first stage that reads it."""
     return {
-        target: min((assignment.nodes[n.name] for n in nodes if n.name in assignment.nodes), default=0)
+        target: min(
+            (assignment.nodes[n.name] for n in nodes if n.name in assignment.nodes), default=0
+        )
         for target, nodes in readers(traced).items()
     }
 
@@ -162,9 +164,7 @@ def compute_nodes(graph: fx.Graph) -> list[fx.Node]:
 
 def within(node: fx.Node, module: str) -> bool:
     """Whether a node belongs to a submodule or to one inside it."""
-    return any(
-        path == module or path.startswith(module + ".") for path in module_paths(node)
-    )
+    return any(path == module or path.startswith(module + ".") for path in module_paths(node))
 
 
 def module_paths(node: fx.Node) -> list[str]:
@@ -317,7 +317,9 @@ def _settle(traced: Traced, placed: dict[str, int]) -> None:
     while moved:
         moved = False
         for node in nodes:
-            floor = max((placed[n.name] for n in node.all_input_nodes if n.name in placed), default=0)
+            floor = max(
+                (placed[n.name] for n in node.all_input_nodes if n.name in placed), default=0
+            )
             if placed[node.name] < floor:
                 placed[node.name], moved = floor, True
         for first, last in runs:

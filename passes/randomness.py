@@ -78,16 +78,10 @@ def _seeded_form(
         return None
     target: Any = node.target
     if target is aten.scaled_dot_product_attention.default:
-        given = dict(zip(("mask", "p", "is_causal"), _ATTENTION_DEFAULTS, strict=True))
-        given.update(zip(given, node.args[3:], strict=False))
-        given.update(
-            {{"attn_mask": "mask", "dropout_p": "p"}.get(k, k): v for k, v in node.kwargs.items()}
-        )
-        if not given["p"]:
+        given = _ATTENTION | dict(zip(_ATTENTION, node.args[3:], strict=False)) | dict(node.kwargs)
+        if not given["dropout_p"]:
             return None
-        rest = (given.get("scale"), given.get("enable_gqa", False))
-        args = (*node.args[:3], given["mask"], given["p"], given["is_causal"], *rest)
-        return random.attention, args, {}
+        return random.attention, (*node.args[:3], *given.values()), {}
     if target in _SEEDED:
         return _SEEDED[target], tuple(node.args), dict(node.kwargs)
     if isinstance(target, torch._ops.OpOverload):

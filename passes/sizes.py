@@ -81,9 +81,7 @@ class _Localiser:
         if source is not None:
             tensor, dimension = source
             with self.graph.inserting_before(first):
-                local = self.graph.call_function(
-                    torch.ops.aten.sym_size.int, (tensor, dimension)
-                )
+                local = self.graph.call_function(torch.ops.aten.sym_size.int, (tensor, dimension))
         else:
             inputs = {node: self._local(node) for node in size.all_input_nodes if _is_size(node)}
             if len(inputs) != len(size.all_input_nodes) or None in inputs.values():

@@ -30,11 +30,10 @@ def split_joint(joint: Joint, index: int) -> GraphKernel:
     graph = joint.module.graph
     _drop_detach(graph)
     graph.eliminate_dead_code()
-    names = _names(joint)
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     count = len(joint.stage.parameters) + len(joint.stage.buffers) + joint.inputs
     arguments, gradients = placeholders[:count], placeholders[count:]
-    for node, name in zip(arguments, names, strict=True):
+    for node, name in zip(placeholders, joint.names, strict=True):
         node.name = name
     returned: Sequence[Any] = next(n for n in graph.nodes if n.op == "output").args[0]
     kept = joint.outputs + joint.writes
@@ -56,9 +55,7 @@ def split_joint(joint: Joint, index: int) -> GraphKernel:
     )
     backward = None
     if found:
-        backward = _module(
-            graph, [*saved, *gradients], late, found, f"Stage{index}Backward"
-        )
+        backward = _module(graph, [*saved, *gradients], late, found, f"Stage{index}Backward")
     return GraphKernel(
         forward,
         backward,
@@ -79,18 +76,6 @@ def _drop_detach(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def _names(joint: Joint) -> list[str]:
-    stage = joint.stage
-    own = [a.name for a in (*stage.parameters, *stage.buffers)]
-    edges = [
-        node.name
-        for node in stage.graph.graph.nodes
-        if node.op == "placeholder" and node.name not in own
-    ]
-    popped = [n.name for n in stage.graph.graph.nodes if getattr(n.target, "__name__", "") == "pop"]
-    return [*own, *edges, *popped]
-
-
 def _ancestors(nodes: Sequence[Any]) -> set[fx.Node]:
     seen: set[fx.Node] = set()
     todo = [node for node in nodes if isinstance(node, fx.Node)]
@@ -102,9 +87,7 @@ def _ancestors(nodes: Sequence[Any]) -> set[fx.Node]:
     return seen
 
 
-def _boundary(
-    late: Sequence[fx.Node], found: Sequence[Any], early: set[fx.Node]
-) -> list[fx.Node]:
+def _boundary(late: Sequence[fx.Node], found: Sequence[Any], early: set[fx.Node]) -> list[fx.Node]:
     """What the forward has and the backward reads, each once."""
     read = [source for node in late for source in node.all_input_nodes]
     read += [node for node in found if isinstance(node, fx.Node)]
@@ -167,6 +150,7 @@ def _module(
     copies: dict[fx.Node, fx.Node] = {}
     for node in inputs:
         copies[node] = new.placeholder(node.name)
+        copies[node].target = copies[node].name  # the argument's name, made unique as the node's
         copies[node].meta.update(node.meta)
     for node in nodes:
         copies[node] = new.node_copy(node, lambda n: copies[n])

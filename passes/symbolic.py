@@ -38,9 +38,13 @@ _OUT_OF_PLACE: dict[Any, Callable[..., Any]] = {
     operator.ixor: operator.xor,
 }
 _VIEWS = frozenset(
-    ("view", "reshape", "t", "transpose", "permute", "squeeze", "unsqueeze", "expand", "flatten")
-    + ("narrow", "select", "chunk", "split", "unbind", "getitem", "detach", "diagonal", "unfold")
+    (
+        *("view", "reshape", "t", "transpose", "permute", "squeeze", "unsqueeze", "expand"),
+        *("flatten", "narrow", "select", "chunk", "split", "unbind", "getitem", "detach"),
+        *("diagonal", "unfold"),
+    )
 )
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def trace_symbolically(
@@ -130,7 +134,7 @@ def _given(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
         nested = not isinstance(value, Tensor) and any(
             isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value)
         )
-        if kind in (None, inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD) or nested:
+        if kind is None or kind in _VARIADIC or nested:
             raise TraceError(
                 f"the symbolic tracer takes each input as a tensor of its own, and {name!r} is "
                 'not; give its tensors one by one, or use tracer="export"'

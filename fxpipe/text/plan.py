@@ -15,6 +15,9 @@
     stage 1 leaves
       …
 
+In a stage with ``leaves`` a line such as ``parameter conv.weight`` or ``write bn.running_mean``,
+with no ``=``, names what a leaf module reads or writes itself.
+
 A name of the model that is more than letters, digits, ``_`` and ``.`` stands in quotes. Shapes,
 costs and kernels are no part of a plan's identity, nor of its text.
 """
@@ -45,6 +48,7 @@ _TARGET = r"""([A-Za-z0-9_.]+|'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")"""
 _NAME = r"([A-Za-z_][A-Za-z0-9_]*)"
 _ARGUMENT = re.compile(rf"(parameter|buffer)[ \t]+{_NAME}[ \t]*=[ \t]*{_TARGET}{_END}")
 _WRITE = re.compile(rf"write[ \t]+{_TARGET}[ \t]*=[ \t]*{_NAME}{_END}")
+_HELD = re.compile(rf"(parameter|buffer|write)[ \t]+{_TARGET}{_END}")
 
 _ITEMS = "'parameter name = target', 'buffer name = target', 'write target = name' and then 'graph'"
 
@@ -62,9 +66,13 @@ def _lines(plan: Plan) -> Iterator[str]:
         yield f"stage {stage.index}" + (" leaves" if stage.leaves else "")
         for word, arguments in (("parameter", stage.parameters), ("buffer", stage.buffers)):
             for argument in arguments:
-                yield f"  {word} {argument.name} = {_print_target(argument.target)}"
+                target = _print_target(argument.target)
+                held = stage.leaves and argument.name == argument.target
+                yield f"  {word} {target}" if held else f"  {word} {argument.name} = {target}"
         for write in stage.writes:
-            yield f"  write {_print_target(write.target)} = {write.value}"
+            target = _print_target(write.target)
+            held = stage.leaves and write.value == write.target
+            yield f"  write {target}" + ("" if held else f" = {write.value}")
         yield "  graph"
         for line in stage.text.split("\n"):
             yield f"    {line}"
@@ -138,6 +146,12 @@ class _PlanReader:
                 arguments[found[1]].append(Argument(name, _read_target(line, found, 3)))
             elif found := _WRITE.fullmatch(line.code):
                 writes.append(Write(_read_target(line, found, 1), _read_name(line, found, 2)))
+            elif leaves and (found := _HELD.fullmatch(line.code)):
+                target = _read_target(line, found, 2)
+                if found[1] == "write":
+                    writes.append(Write(target, target))
+                else:
+                    arguments[found[1]].append(Argument(target, target))
             else:
                 raise line.error(f"a stage has {_ITEMS}", 0)
         start = self.position

@@ -89,7 +89,11 @@ class _Graph:
                 )
 
     def _placeholders(self) -> Iterator[Fault]:
-        held = [argument.name for argument in (*self.stage.parameters, *self.stage.buffers)]
+        held = [
+            argument.name
+            for argument in (*self.stage.parameters, *self.stage.buffers)
+            if not self._held_by_leaf(argument.name, argument.target)
+        ]
         arriving = [edge.value for edge in self.into if edge.kind != "skip"]
         found = [node.name for node in self.graph.nodes if node.op == "placeholder"]
         yield from self._same(
@@ -98,6 +102,10 @@ class _Graph:
             held + arriving,
             "take exactly the stage's parameters, buffers and the values of its in and act edges",
         )
+
+    def _held_by_leaf(self, name: str, target: str) -> bool:
+        """A tensor that a leaf module reads or writes itself goes by its name in the model."""
+        return self.stage.leaves and name == target
 
     def _pops(self) -> Iterator[Fault]:
         found = []
@@ -155,7 +163,8 @@ class _Graph:
             )
             return
         leaving = tuple(edge for edge in self.out_of if edge.kind != "skip")
-        wanted = (*outputs_of(leaving), *(write.value for write in self.stage.writes))
+        writes = [w for w in self.stage.writes if not self._held_by_leaf(w.value, w.target)]
+        wanted = (*outputs_of(leaving), *(write.value for write in writes))
         value = ends[0].args[0]
         cure = "return one tuple: the values of its act and out edges, each once, then its writes"
         if not isinstance(value, tuple) or not all(isinstance(item, fx.Node) for item in value):
