@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -99,14 +100,17 @@ def functionalise(program: ExportedProgram, accepts: Callable[[int], bool]) -> T
     )
     out_spec = program.call_spec.out_spec
     assert out_spec is not None
+    module, new = _with_lasting_names(module)
     return Traced(
         module=module,
-        parameters=tuple(parameters),
-        buffers=tuple(buffers),
+        parameters=tuple(replace(a, name=new[a.name]) for a in parameters),
+        buffers=tuple(replace(a, name=new[a.name]) for a in buffers),
         constants=constants,
-        inputs=tuple(inputs),
-        writes=tuple(writes),
-        outputs=tuple(outputs),
+        inputs=tuple(None if name is None else new[name] for name in inputs),
+        writes=tuple(replace(write, value=new[write.value]) for write in writes),
+        outputs=tuple(
+            replace(out, name=new[out.name]) if isinstance(out, Value) else out for out in outputs
+        ),
         out_spec=out_spec,
         accepts=accepts,
     )
@@ -144,6 +148,18 @@ def _detach_without_grad(module: fx.GraphModule) -> None:
             cut.meta.update(item.meta)
             item.replace_all_uses_with(cut, delete_user_cb=lambda user, cut=cut: user is not cut)
     module.recompile()
+
+
+def _with_lasting_names(module: fx.GraphModule) -> tuple[fx.GraphModule, dict[str, str]]:
+    """The graph with names that a copy of it keeps, and old name → new name.
+
+    The exporter calls a node after its argument, also where fx would not: ``input``, a builtin.
+    """
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    returned = graph.graph_copy(module.graph, copies)
+    graph.output(returned)
+    return fx.GraphModule(module, graph), {old.name: node.name for old, node in copies.items()}
 
 
 def _tidy(module: fx.GraphModule, placeholders: set[str]) -> None:
