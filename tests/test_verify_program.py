@@ -33,7 +33,7 @@ from fxpipe.program import (
     Stash,
     Update,
 )
-from fxpipe.schedule import Schedule
+from fxpipe.schedule import Recipe, Schedule
 from fxpipe.schedules import gpipe, inference, one_f_one_b
 from fxpipe.verify.program import verify_program
 from tests.mutants import program_mutants
@@ -248,6 +248,24 @@ def test_a_backward_on_another_version_than_its_forward_is_refused() -> None:
     )
     (fault,) = faults_of(replace(PROGRAM, lists=lists))
     assert fault.what == "its forward read version 0"
+
+
+def test_micro_batches_of_a_stage_in_another_order_are_refused_though_all_else_is_right() -> None:
+    text = "schedule mine stages=1 microbatches=3 delay=0\nplace 0\n0: F0 F1 F2 B0 B2 B1 U"
+    program = lowered(Schedule.parse(text), chain(1))
+    (fault,) = faults_of(program)
+    assert (fault.subject, fault.what) == ("backward s0[1] v0", "it comes after micro-batch 2")
+
+
+@pytest.mark.parametrize(("recipe", "keeps"), [(gpipe, False), (inference, True)])
+def test_a_forward_keeps_what_a_backward_needs_and_nothing_else(
+    recipe: Recipe, keeps: bool
+) -> None:
+    program = Lower(chain(1))(recipe(1, 1))
+    lists = ((Forward(0, 0, keeps=keeps), *program.lists[0][1:]),)
+    (fault,) = faults_of(replace(program, lists=lists))
+    assert fault.position == 0
+    assert "it keeps" in fault.what
 
 
 def test_an_output_that_the_caller_never_gets_is_named() -> None:
