@@ -305,16 +305,20 @@ def test_a_stashed_value_is_popped_and_not_received() -> None:
 
 
 def test_every_fault_is_reported_at_once() -> None:
+    late, odd = Buffer("in", "x", HOST, 0, 9), Buffer("act", "z", 1, 0, 0)
     lists = (
-        (Forward(7, 0), Update(-1), *PROGRAM.lists[0]),
-        (Forward(0, 0), Backward(1, 9), *PROGRAM.lists[1]),
+        (Forward(7, 0), Update(-1), Load(late), *PROGRAM.lists[0], Free(late)),
+        (Forward(0, 0), Backward(1, 9), Send(odd), *PROGRAM.lists[1]),
     )
     found = [fault.what for fault in faults_of(replace(PROGRAM, lists=lists))]
     assert found == [
         "there is no stage 7",
         "there is no stage -1",
+        "there is no micro-batch 9",
+        "there is no micro-batch 9",
         "stage 0 is on device 0",
         "there is no micro-batch 9",
+        "no edge carries this value",
     ]
 
 
