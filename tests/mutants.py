@@ -20,7 +20,7 @@ from fxpipe.schedule import Schedule, Task
 Item = TypeVar("Item")
 Lists = tuple[tuple[Item, ...], ...]
 
-DISTANCES = (-7, -4, -3, -2, 2, 3, 4, 7)
+DISTANCES = (-5, -3, -2, 2, 3, 5)
 """How far an item is moved in its list; a swap is a move by one."""
 
 

@@ -257,6 +257,14 @@ def test_micro_batches_of_a_stage_in_another_order_are_refused_though_all_else_i
     assert (fault.subject, fault.what) == ("backward s0[1] v0", "it comes after micro-batch 2")
 
 
+@pytest.mark.parametrize("twice", [Forward(0, 0), Backward(0, 0), Update(0)])
+def test_compute_that_is_there_twice_is_named_before_anything_moves(twice: Instruction) -> None:
+    program = Lower(chain(1))(gpipe(1, 1))
+    own = tuple(y for x in program.lists[0] for y in ((x, x) if x == twice else (x,)))
+    faults = faults_of(replace(program, lists=(own,)))
+    assert faults[0].what == "it is there twice"
+
+
 @pytest.mark.parametrize(("recipe", "keeps"), [(gpipe, False), (inference, True)])
 def test_a_forward_keeps_what_a_backward_needs_and_nothing_else(
     recipe: Recipe, keeps: bool
