@@ -16,7 +16,7 @@ from fxpipe.batch import Batch
 from fxpipe.compiler import Compiled
 from fxpipe.errors import InputError
 from fxpipe.execution import Execution
-from fxpipe.host import BatchHost
+from fxpipe.host import BatchHost, draw_seed
 from fxpipe.traced import Value
 
 
@@ -61,13 +61,16 @@ class _Pipe(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: _Call, *tensors: Tensor) -> Any:
         assert call.execution is not None
-        call.execution.advance()
-        call.execution.commit_buffers()
+
+        def result() -> list[Any]:
+            draw_seed(call.compiled.traced)
+            return call.host.flat_output()
+
+        outputs = call.execution.advance(result)
         call.versions = [tensor._version for tensor in tensors]
         ctx.call = call
         ctx.tensors = tensors
         ctx.set_materialize_grads(False)
-        outputs = call.host.flat_output()
         wanted = set(call.differentiable)
         plain = [
             out
@@ -99,6 +102,7 @@ class _Pipe(torch.autograd.Function):
                 before = totals[spec.name]
                 totals[spec.name] = gradient if before is None else before + gradient
         call.host.set_output_gradients(list(totals), list(totals.values()))
-        execution.advance()
-        found = {**call.host.gradients_of_inputs(), **execution.take_gradients()}
+        found = execution.advance(
+            lambda: {**call.host.gradients_of_inputs(), **execution.take_gradients()}
+        )
         return (None, *(found.get(name) for name in (*call.inputs, *call.parameters)))

@@ -62,7 +62,7 @@ def compile(
     if isinstance(model, Pipeline):
         raise InputError("the model is a pipe already; compile the module that it was made of")
     owner = _compiled[model]() if model in _compiled else None
-    if owner is not None and owner._finalizer.alive:
+    if owner is not None and not owner.closed:
         raise InputError(
             "the model is compiled already, and two pipes would share its parameters; use that "
             "pipe, close() it first, or compile copy.deepcopy(model)"

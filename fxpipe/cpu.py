@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
+import weakref
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
 
 import torch
 
+from fxpipe.errors import InputError
 from fxpipe.interpreter import Stopped
 from fxpipe.program import Buffer
 
 Job = Callable[[], None]
+Jobs = SimpleQueue[Job | None]
 
 
 class Worker:
-    """A thread that runs jobs one after another. A job must not raise."""
+    """A thread that runs jobs one after another. A job must not raise.
+
+    The thread ends once the worker is closed, or nobody holds the worker any more.
+    """
 
     def __init__(self, name: str, threads: int) -> None:
         """Start the thread.
@@ -25,26 +32,33 @@ class Worker:
             name: for debuggers.
             threads: intra-op threads of its operations.
         """
-        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
+        self._jobs: Jobs = SimpleQueue()
         ready = threading.Event()
         thread = threading.Thread(
             target=_work, args=(self._jobs, threads, ready), name=name, daemon=True
         )
-        thread.start()
-        ready.wait()
-        # the thread's count became the default of threads to come: put the caller's back
-        torch.set_num_threads(torch.get_num_threads())
+        self._end = weakref.finalize(self, self._jobs.put, None)
+        self._end.atexit = False  # _end_all does it, and waits
+        _running[thread] = self._jobs
+        try:
+            thread.start()
+            ready.wait()
+        finally:
+            # the thread's count became the default of threads to come: put the caller's back
+            torch.set_num_threads(torch.get_num_threads())
 
     def submit(self, job: Job) -> None:
         """Run a job after those before it."""
+        if not self._end.alive:
+            raise InputError("the pipe is closed; compile the model again")
         self._jobs.put(job)
 
     def close(self) -> None:
         """End the thread after the jobs that it has."""
-        self._jobs.put(None)
+        self._end()
 
 
-def _work(jobs: SimpleQueue[Job | None], threads: int, ready: threading.Event) -> None:
+def _work(jobs: Jobs, threads: int, ready: threading.Event) -> None:
     torch.get_num_threads()  # a thread takes the default at its first use: let that be now
     torch.set_num_threads(threads)
     ready.set()
@@ -55,6 +69,19 @@ def _work(jobs: SimpleQueue[Job | None], threads: int, ready: threading.Event) -
                 return
             job()
             del job  # or the last run's tensors would live until the next
+
+
+_running: weakref.WeakKeyDictionary[threading.Thread, Jobs] = weakref.WeakKeyDictionary()
+
+
+@atexit.register
+def _end_all() -> None:
+    """Wait for every worker: a thread that is inside an operation when Python ends may crash."""
+    running = list(_running.items())
+    for _, jobs in running:
+        jobs.put(None)
+    for thread, _ in running:
+        thread.join()
 
 
 class CpuWires:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -17,7 +18,8 @@ from fxpipe.errors import ExecutionError
 from fxpipe.interpreter import Host, Machine, Stopped
 from fxpipe.kernel import Kernel
 from fxpipe.plan import Plan
-from fxpipe.program import Instruction, Program
+from fxpipe.program import Instruction, Load, Pop, Program, Receive
+from fxpipe.signals import HeldSignals
 from fxpipe.text.instruction import print_instruction
 from fxpipe.weights import LiveWeights
 
@@ -25,12 +27,28 @@ GRACE = 0.5
 """Seconds that the devices get to leave their lists before a failure is raised regardless; a
 device that is in the middle of an instruction ends it before it starts anything else."""
 
+_ORDER = threading.Lock()
+"""Held while a run is handed to the workers: two runs reach all workers in the same order, or
+each could wait for a device that the other holds."""
+
+R = TypeVar("R")
+
+
+class Report(NamedTuple):
+    """A device has left its list: at its end, at a pause, or because of an error."""
+
+    device: int
+    error: BaseException | None = None
+
 
 class Execution:
     """A program on its way through the workers.
 
-    ``advance`` runs it to its end or its next pause; ``commit`` then makes its results the
-    model's. Until then nothing outside this object has changed, and after a failure nothing will.
+    ``advance`` runs it to its end or its next pause and makes the results the model's. Until
+    then nothing outside this object has changed, and after a failure nothing will.
+
+    Attributes:
+        committed: whether the last ``advance`` made its results the model's.
     """
 
     def __init__(
@@ -52,6 +70,7 @@ class Execution:
             weights: parameters, buffers and optimizers.
             workers: device → its worker.
         """
+        self.committed = False
         self._workers = workers
         self._weights = weights
         self._wires = CpuWires(program.devices)
@@ -59,7 +78,8 @@ class Execution:
             Machine(program, device, plan.stages, kernels, host, self._wires, weights)
             for device in range(program.devices)
         ]
-        self._reports: SimpleQueue[tuple[int, bool, BaseException | None]] = SimpleQueue()
+        # None wakes the caller
+        self._reports: SimpleQueue[Report | None] = SimpleQueue()
 
     @property
     def peak_kept(self) -> Counter[int]:
@@ -71,124 +91,112 @@ class Execution:
         """Buffers that are alive on all devices."""
         return sum(len(machine.store.values) for machine in self._machines)
 
-    def advance(self) -> bool:
-        """Run every device to the end of its list or its next pause.
-
-        Returns:
-            True at the end, False at a pause.
-
-        Raises:
-            ExecutionError: an instruction raised; all devices have been stopped, and the weights
-                are as before the run.
-            KeyboardInterrupt: as it came; the same holds.
-        """
-        waiting = 0
-        ended = True
-        failure: tuple[int, BaseException] | None = None
-        try:
-            for machine, worker in zip(self._machines, self._workers, strict=True):
-                waiting += 1
-                worker.submit(functools.partial(self._drive, machine))
-            while waiting and failure is None:
-                device, at_end, error = self._reports.get()
-                waiting -= 1
-                ended = ended and at_end
-                if error is not None and not isinstance(error, Stopped):
-                    failure = device, error
-        except BaseException as interrupt:
-            places = "; ".join(map(self._at, range(len(self._machines))))
-            self._abandon(waiting)
-            interrupt.add_note(f"interrupted a step, the weights are as before it: {places}")
-            raise
-        if failure is not None:
-            device, cause = failure
-            error = self._explained(device, cause)
-            self._abandon(waiting)
-            raise error from cause
-        return ended
-
     @property
     def parameters(self) -> dict[str, Tensor]:
         """Name in the model → each parameter that the program reads."""
         return self._weights.by_name
 
-    def commit(self) -> None:
-        """Make buffers and gradients the model's, and let go of everything."""
-        self._whole(self._weights.commit, self._written(), self._gradients())
-        for machine in self._machines:
-            machine.store.clear()
+    def advance(self, result: Callable[[], R]) -> R:
+        """Run every device to the end of its list or its next pause, and commit.
 
-    def commit_buffers(self) -> None:
-        """Make what the forwards wrote the model's, at a pause."""
-        self._whole(self._weights.commit, self._written(), {})
-        for machine in self._machines:
-            machine.store.state.clear()
+        Args:
+            result: makes what the caller wants of it; called before anything is the model's, so
+                that nothing has happened if it raises.
+
+        Raises:
+            ExecutionError: an instruction raised; all devices have been stopped, and the weights
+                are as before.
+            KeyboardInterrupt: or what else a signal's handler raises; its note says where the
+                devices were, and whether the weights are as before or as after.
+        """
+        self.committed = False
+        with HeldSignals(wake=lambda: self._reports.put(None)) as signals:
+            try:
+                self._run(signals)
+                made = result()
+                self._weights.commit(self._written(), self._gradients())
+            except BaseException:
+                self._weights.roll_back()
+                raise
+            self.committed = True
+            if signals.held is not None:
+                signals.held.add_note("interrupted after the step, whose results are kept")
+            self._clear(values=all(map(_at_end, self._machines)))
+        return made
 
     def take_gradients(self) -> dict[str, Tensor]:
-        """Hand over the sums of gradients, by name in the model, and let go of everything."""
+        """Hand over the sums of gradients, by name in the model, instead of to ``.grad``."""
         found = self._weights.named(self._gradients())
         for machine in self._machines:
-            machine.store.clear()
+            machine.store.gradients.clear()
         return found
 
-    def _written(self) -> dict[str, Tensor]:
-        return {name: value for m in self._machines for name, value in m.store.state.items()}
-
-    def _gradients(self) -> dict[int, list[Tensor | None]]:
-        return {s: g for m in self._machines for s, g in m.store.gradients.items()}
-
-    def _whole(self, job: Callable[..., None], *arguments: Any) -> None:
-        """Run a job on a worker and wait for it: Ctrl-C cannot part it there."""
-        done: SimpleQueue[BaseException | None] = SimpleQueue()
-
-        def reported() -> None:
-            try:
-                job(*arguments)
-                done.put(None)
-            except BaseException as error:
-                done.put(error)
-
-        self._workers[0].submit(reported)
-        interrupt: KeyboardInterrupt | None = None
-        while True:
-            try:
-                error = done.get()
-                break
-            except KeyboardInterrupt as caught:
-                interrupt = caught
-        if error is not None:
-            raise error
-        if interrupt is not None:
-            raise interrupt
+    def _run(self, signals: HeldSignals) -> None:
+        """Run the devices. When this raises, none of them will do anything more."""
+        failure: Report | None = None
+        interrupt: BaseException | None = None
+        waiting = 0
+        try:
+            with _ORDER:
+                for machine, worker in zip(self._machines, self._workers, strict=True):
+                    worker.submit(functools.partial(self._drive, machine))
+                    waiting += 1
+            while waiting and failure is None and interrupt is None:
+                report = self._reports.get()
+                if report is None:
+                    interrupt = signals.take()
+                    continue
+                waiting -= 1
+                if report.error is not None and not isinstance(report.error, Stopped):
+                    failure = report
+            if interrupt is not None:
+                places = "; ".join(map(self._at, range(len(self._machines))))
+                interrupt.add_note(f"interrupted a step, the weights are as before it: {places}")
+                raise interrupt
+            if failure is not None:
+                raise self._explained(failure) from failure.error
+        except BaseException:
+            self._stop(waiting)
+            raise
+        finally:
+            interrupt = None  # or the exception and this frame would hold each other
 
     def _drive(self, machine: Machine) -> None:
         """A worker's job: run one device and report."""
         try:
-            self._reports.put((machine.device, machine.run(), None))
+            machine.run()
+            self._reports.put(Report(machine.device))
         except BaseException as error:
             if not isinstance(error, Stopped):
                 self._weights.stop()
                 self._wires.stop()
-            self._reports.put((machine.device, True, error))
+            self._reports.put(Report(machine.device, error))
 
-    def _abandon(self, waiting: int) -> None:
-        """Stop all devices and undo. A running update is awaited, a computation only for GRACE."""
+    def _stop(self, waiting: int) -> None:
+        """Stop all devices. A running update is awaited, a computation only for GRACE."""
         updating = self._weights.stop()
         self._wires.stop()
         deadline = time.monotonic() + GRACE
         while waiting:
             try:
                 timeout = None if updating else max(deadline - time.monotonic(), 0)
-                self._reports.get(timeout=timeout)
-                waiting -= 1
+                waiting -= self._reports.get(timeout=timeout) is not None
             except Empty:
-                break
-            except KeyboardInterrupt:
-                continue
-        self._weights.roll_back()
-        if not waiting:
-            for machine in self._machines:
-                machine.store.clear()
+                return  # it drops its values when its thread comes to it
+        self._clear(values=True)
+
+    def _clear(self, values: bool) -> None:
+        for machine in self._machines:
+            machine.store.state.clear()
+            machine.store.gradients.clear()
+            if values:
+                machine.store.values.clear()
+
+    def _written(self) -> dict[str, Tensor]:
+        return {name: value for m in self._machines for name, value in m.store.state.items()}
+
+    def _gradients(self) -> dict[int, list[Tensor | None]]:
+        return {s: g for m in self._machines for s, g in m.store.gradients.items()}
 
     def _at(self, device: int) -> str:
         machine = self._machines[device]
@@ -198,7 +206,9 @@ class Execution:
         text = print_instruction(instructions[machine.position])
         return f"device {device} was at instruction {machine.position}, {text}"
 
-    def _explained(self, device: int, cause: BaseException) -> ExecutionError:
+    def _explained(self, failure: Report) -> ExecutionError:
+        device, cause = failure
+        assert cause is not None
         machine = self._machines[device]
         instruction = machine.program.lists[device][machine.position]
         text = print_instruction(instruction)
@@ -218,11 +228,15 @@ class Execution:
         )
 
 
+def _at_end(machine: Machine) -> bool:
+    return machine.position == len(machine.program.lists[machine.device])
+
+
 def _place(instruction: Instruction) -> tuple[int | None, int | None]:
     buffer = getattr(instruction, "buffer", None)
     if buffer is not None:
-        stage = buffer.target if type(instruction).__name__ in ("Receive", "Pop", "Load") else None
-        return (buffer.source if stage is None else stage), buffer.microbatch
+        here = isinstance(instruction, Load | Receive | Pop)
+        return (buffer.target if here else buffer.source), buffer.microbatch
     return getattr(instruction, "stage", None), getattr(instruction, "microbatch", None)
 
 

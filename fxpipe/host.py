@@ -129,3 +129,17 @@ def _split_like(
     if sum(part.shape[0] for part in parts) == gradient.shape[0]:
         return list(gradient.split([part.shape[0] for part in parts]))
     return [gradient, *(torch.zeros_like(gradient) for _ in parts[1:])]  # the first was taken
+
+
+def draw_seed(traced: Traced) -> int:
+    """A new seed from torch's generator, if the graph draws random numbers at all."""
+    return int(torch.randint(2**62, (), dtype=torch.int64).item()) if traced.seeded else 0
+
+
+def next_seed(traced: Traced) -> int:
+    """What ``draw_seed`` gives next; a run draws it when it succeeds, and so not in vain."""
+    before = torch.get_rng_state()
+    try:
+        return draw_seed(traced)
+    finally:
+        torch.set_rng_state(before)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
@@ -18,7 +17,7 @@ from fxpipe.compiler import Compiled, Compiler, Purpose
 from fxpipe.cpu import Worker
 from fxpipe.errors import InputError
 from fxpipe.execution import Execution
-from fxpipe.host import BatchHost
+from fxpipe.host import BatchHost, draw_seed, next_seed
 from fxpipe.plan import Plan
 from fxpipe.program import Program
 from fxpipe.schedule import Schedule, find_recipe
@@ -70,7 +69,7 @@ class Pipeline(nn.Module):
         self._shown: Compiled | None = None
         self._last: Execution | None = None
         self._workers = [Worker(f"fxpipe-{index}", threads) for index in range(len(self.devices))]
-        self._finalizer = weakref.finalize(self, _close, list(self._workers))
+        self._closed = False
 
     # training and calling
 
@@ -108,14 +107,20 @@ class Pipeline(nn.Module):
         names = {out.name for out in traced.outputs if isinstance(out, Value)}
         names &= {edge.value for edge in compiled.plan.edges}
         keep = frozenset({traced.loss} | (names if return_output else set()))
-        host = BatchHost(traced, batch, microbatches, keep, self._seed(compiled))
+        host = BatchHost(traced, batch, microbatches, keep, next_seed(traced))
         host.weigh_loss(traced.loss, compiled.plan.specs[traced.loss].dtype)
-        execution = self._execution(compiled, host, self._make_optimizers(compiled.plan))
-        execution.advance()
-        execution.commit()
+        optimizers = self._make_optimizers(compiled.plan)
+        execution = self._execution(compiled, host, optimizers, onto_grad=self._factory is None)
+
+        def result() -> Any:
+            assert traced.loss is not None
+            draw_seed(traced)
+            loss = host.loss(traced.loss)
+            return (loss, host.output()) if return_output else loss
+
+        made = execution.advance(result)
         self._shown, self._last = compiled, execution
-        loss = host.loss(traced.loss)
-        return (loss, host.output()) if return_output else loss
+        return made
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for a batch.
@@ -137,14 +142,18 @@ class Pipeline(nn.Module):
             for out in compiled.traced.outputs
             if isinstance(out, Value) and out.name in edges
         )
-        host = BatchHost(compiled.traced, batch, microbatches, names, self._seed(compiled))
-        execution = self._execution(compiled, host, [None] * len(compiled.plan.stages))
+        host = BatchHost(compiled.traced, batch, microbatches, names, next_seed(compiled.traced))
+        none = [None] * len(compiled.plan.stages)
+        execution = self._execution(compiled, host, none, onto_grad=False)
         if differentiable:
             output = differentiable_call(compiled, host, execution, batch)
         else:
-            execution.advance()
-            execution.commit()
-            output = host.flat_output()
+
+            def result() -> list[Any]:
+                draw_seed(compiled.traced)
+                return host.flat_output()
+
+            output = execution.advance(result)
         self._shown = self._shown or compiled
         return pytree.tree_unflatten(output, compiled.traced.out_spec)
 
@@ -227,7 +236,14 @@ class Pipeline(nn.Module):
 
     def close(self) -> None:
         """End the worker threads and let the model be compiled again; the pipe is done."""
-        self._finalizer()
+        self._closed = True
+        for worker in self._workers:
+            worker.close()
+
+    @property
+    def closed(self) -> bool:
+        """Whether the pipe is done."""
+        return self._closed
 
     def __enter__(self) -> Pipeline:
         return self
@@ -243,7 +259,7 @@ class Pipeline(nn.Module):
     # inside
 
     def _batch(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Batch:
-        if not self._finalizer.alive:
+        if self._closed:
             raise InputError("the pipe is closed; compile the model again")
         targets = () if target is None else target if isinstance(target, tuple) else (target,)
         if targets and self._compiler.loss is None:
@@ -263,9 +279,11 @@ class Pipeline(nn.Module):
         compiled: Compiled,
         host: BatchHost,
         optimizers: Sequence[Optimizer | None],
+        *,
+        onto_grad: bool,
     ) -> Execution:
         state = self._compiler.state(compiled.traced)
-        weights = LiveWeights(compiled.plan.stages, state, optimizers)
+        weights = LiveWeights(compiled.plan.stages, state, optimizers, onto_grad=onto_grad)
         return Execution(
             compiled.program, compiled.plan, compiled.kernels, host, weights, self._workers
         )
@@ -287,20 +305,9 @@ class Pipeline(nn.Module):
             self._optimizers = tuple(made)
         return self._optimizers
 
-    def _seed(self, compiled: Compiled) -> int:
-        """A new seed for each step from torch's generator, if anything random runs at all."""
-        if not compiled.traced.seeded:
-            return 0
-        return int(torch.randint(2**62, (), dtype=torch.int64).item())
-
     def _compiled(self) -> Compiled:
         if self._shown is None:
             raise InputError(
                 "nothing is compiled yet; call step once, or give compile(..., example=inputs)"
             )
         return self._shown
-
-
-def _close(workers: list[Worker]) -> None:
-    for worker in workers:
-        worker.close()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,14 +14,42 @@ from fxpipe.interpreter import Stopped
 from fxpipe.plan import Stage
 
 
-@dataclass(frozen=True)
 class _Before:
-    """A stage's parameters and optimizer as they were before its update."""
+    """A stage's parameters and its optimizer as they are now, to be put back exactly.
 
-    parameters: list[torch.Tensor]
-    values: list[torch.Tensor]
-    optimizer: Optimizer
-    state: dict[str, Any]
+    The optimizer's own ``load_state_dict`` would not do: it casts the state to the types of the
+    parameters.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor], optimizer: Optimizer) -> None:
+        self._parameters = [(parameter, parameter.detach().clone()) for parameter in parameters]
+        self._optimizer = optimizer
+        self._state = {key: _copied(state) for key, state in optimizer.state.items()}
+        self._groups = [
+            (group, _copied({key: value for key, value in group.items() if key != "params"}))
+            for group in optimizer.param_groups
+        ]
+
+    def put_back(self) -> None:
+        """Make it so again."""
+        for parameter, value in self._parameters:
+            parameter.copy_(value)
+        self._optimizer.state.clear()
+        self._optimizer.state.update(self._state)
+        for group, values in self._groups:
+            for key in group.keys() - values.keys() - {"params"}:
+                del group[key]
+            group.update(values)
+
+
+def _copied(values: Any) -> Any:
+    """A copy of the state of one parameter or group, which is a dictionary as a rule."""
+    if not isinstance(values, dict):
+        return copy.deepcopy(values)
+    return {
+        key: value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+        for key, value in values.items()
+    }
 
 
 class LiveWeights:
@@ -38,21 +65,23 @@ class LiveWeights:
         stages: Sequence[Stage],
         state: Mapping[str, torch.Tensor],
         optimizers: Sequence[Optimizer | None],
+        *,
+        onto_grad: bool,
     ) -> None:
         """Bind stages to tensors.
 
         Args:
             stages: the plan's stages.
             state: name in the model → parameter, buffer or constant.
-            optimizers: stage → its optimizer; None for a stage without parameters, or where
-                gradients go to ``.grad``.
+            optimizers: stage → its optimizer; None for a stage that has none.
+            onto_grad: whether the sums of gradients start from ``.grad``, to replace it.
         """
         self._parameters = [[state[a.target] for a in s.parameters] for s in stages]
         self._buffers = [[state[a.target] for a in s.buffers] for s in stages]
         self._state = state
         self._names = [[a.target for a in s.parameters] for s in stages]
         self._optimizers = optimizers
-        self._to_grad = all(optimizer is None for optimizer in optimizers)
+        self._onto_grad = onto_grad
         self._lock = threading.Lock()
         self._stopped = False
         self._updating = 0
@@ -84,7 +113,7 @@ class LiveWeights:
 
     def gradients(self, stage: int) -> Sequence[torch.Tensor | None]:
         """See Weights.gradients: ``.grad`` where the step adds to it, as torch does."""
-        if not self._to_grad:
+        if not self._onto_grad:
             return [None] * len(self._parameters[stage])
         return [parameter.grad for parameter in self._parameters[stage]]
 
@@ -101,9 +130,7 @@ class LiveWeights:
                 raise Stopped
             self._updating += 1
         try:
-            values = [parameter.detach().clone() for parameter in parameters]
-            state = copy.deepcopy(optimizer.state_dict())
-            self._before.append(_Before(list(parameters), values, optimizer, state))
+            self._before.append(_Before(parameters, optimizer))
             own = [parameter.grad for parameter in parameters]
             try:
                 for parameter, gradient in zip(parameters, gradients, strict=True):
@@ -126,9 +153,7 @@ class LiveWeights:
         """Put every stage back that this run has updated."""
         with torch.no_grad():
             for before in self._before:
-                for parameter, value in zip(before.parameters, before.values, strict=True):
-                    parameter.copy_(value)
-                before.optimizer.load_state_dict(before.state)
+                before.put_back()
         self._before.clear()
 
     def commit(
@@ -142,7 +167,6 @@ class LiveWeights:
             state: name in the model → what the last micro-batch wrote to the buffer.
             gradients: stage → sums of gradients, for ``.grad``.
         """
-        self._before.clear()
         with torch.no_grad():
             for name, value in state.items():
                 self._state[name].copy_(value)
@@ -154,3 +178,4 @@ class LiveWeights:
                         parameter.grad = total
                     else:
                         parameter.grad.copy_(total)
+        self._before.clear()

@@ -16,7 +16,13 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 LAYERS = {
-    "ground": ("fxpipe.errors", "fxpipe.random", "fxpipe.source", "fxpipe.untouched"),
+    "ground": (
+        "fxpipe.errors",
+        "fxpipe.random",
+        "fxpipe.signals",
+        "fxpipe.source",
+        "fxpipe.untouched",
+    ),
     "representations": (
         "fxpipe.edge",
         "fxpipe.schedule",
