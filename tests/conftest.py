@@ -1,11 +1,15 @@
-"""Golden texts: a test compares with a file in tests/golden, ``--update-golden`` writes it."""
+"""What tests share.
+
+Golden texts: a test compares with a file in tests/golden, ``--update-golden`` writes it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -32,3 +36,12 @@ def golden(request: pytest.FixtureRequest) -> Golden:
         assert text == path.read_text()
 
     return check
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Each device and the test itself compute with one intra-op thread: sums have one order."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -18,3 +18,6 @@ settings.register_profile(
 )
 settings.register_profile("deep", settings.get_profile("quick"), max_examples=2000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
+
+DEEP = settings.get_current_profile_name() == "deep"
+"""Whether the long run was asked for: tests of a grid then run all of it."""

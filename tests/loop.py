@@ -1,0 +1,124 @@
+"""Training on one device without fxpipe: the plain loop that every pipeline must equal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+
+@dataclass(frozen=True)
+class Looped:
+    """What the loop over the micro-batches gave.
+
+    Attributes:
+        loss: the sum of the micro-batches' losses, each weighted by its share of the batch.
+        outputs: micro-batch → the model's output, detached.
+    """
+
+    loss: Tensor
+    outputs: list[Any]
+
+    @property
+    def output(self) -> Any:
+        """The outputs of the micro-batches one after another, where all are tensors of rows."""
+        return pytree.tree_map(lambda *parts: torch.cat(parts), *self.outputs)
+
+
+def train(
+    model: nn.Module,
+    microbatches: int,
+    *args: Any,
+    loss: Callable[..., Tensor] | None = None,
+    target: Any = None,
+    **kwargs: Any,
+) -> Looped:
+    """Forward and backward of one batch; gradients are added to ``.grad``.
+
+    Args:
+        model: the model.
+        microbatches: into how many parts the batch is split.
+        *args: inputs; tensors with as many rows as the first one has are split.
+        loss: ``loss(output, *targets)``; None where the model returns ``{"loss": …}``.
+        target: a tensor or a tuple of them.
+        **kwargs: keyword inputs.
+    """
+    targets = () if target is None else target if isinstance(target, tuple) else (target,)
+    rows = _rows((args, kwargs))
+    total: Tensor | None = None
+    outputs: list[Any] = []
+    for part_args, part_kwargs, part_targets in split((args, kwargs, targets), rows, microbatches):
+        output = model(*part_args, **part_kwargs)
+        part = output["loss"] if loss is None else loss(output, *part_targets)
+        part = part * (_rows((part_args, part_kwargs)) / rows)
+        part.backward()
+        total = part.detach() if total is None else total + part.detach()
+        outputs.append(pytree.tree_map_only(Tensor, torch.detach, output))
+    assert total is not None
+    return Looped(total, outputs)
+
+
+def split(inputs: Any, rows: int, microbatches: int) -> list[Any]:
+    """The inputs of each micro-batch: tensors of so many rows are split, others repeated."""
+    leaves, spec = pytree.tree_flatten(inputs)
+    columns = [
+        leaf.tensor_split(microbatches)
+        if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == rows
+        else [leaf] * microbatches
+        for leaf in leaves
+    ]
+    return [pytree.tree_unflatten(list(row), spec) for row in zip(*columns, strict=True)]
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor | None]:
+    """Name → a copy of ``.grad``, of every parameter."""
+    return {
+        name: None if parameter.grad is None else parameter.grad.clone()
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+    }
+
+
+def clear(*models: nn.Module) -> None:
+    """Forget all gradients."""
+    for model in models:
+        model.zero_grad(set_to_none=True)
+
+
+def assert_same(
+    ours: Mapping[str, Tensor | None], expected: Mapping[str, Tensor | None], bound: float = 0.0
+) -> None:
+    """Both have the same names, None at the same ones, and the same tensors.
+
+    Args:
+        ours: what fxpipe made.
+        expected: what the loop made.
+        bound: how far entries may differ, relative to the greatest; 0 asks for the same bits.
+    """
+    assert list(ours) == list(expected)
+    wrong = [name for name in ours if not _alike(ours[name], expected[name], bound)]
+    assert not wrong, "; ".join(
+        f"{name}: {_shown(ours[name])}, expected {_shown(expected[name])}" for name in wrong
+    )
+
+
+def _alike(ours: Tensor | None, expected: Tensor | None, bound: float) -> bool:
+    if ours is None or expected is None:
+        return ours is expected
+    if ours.shape != expected.shape or ours.dtype != expected.dtype:
+        return False
+    if not bound or not expected.is_floating_point():
+        return torch.equal(ours, expected)
+    scale = float(expected.abs().max()) if expected.numel() else 0.0
+    return torch.allclose(ours, expected, rtol=0.0, atol=bound * max(scale, 1.0))
+
+
+def _shown(tensor: Tensor | None) -> str:
+    return "None" if tensor is None else f"{tensor.dtype} {tensor.tolist()!r:.300}"
+
+
+def _rows(inputs: Any) -> int:
+    return max(len(x) for x in pytree.tree_leaves(inputs) if isinstance(x, Tensor) and x.dim())
