@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -27,20 +27,13 @@ from fxpipe.passes.differentiate import Differentiate, Wanted
 from fxpipe.passes.free import free
 from fxpipe.passes.functionalise import functionalise
 from fxpipe.passes.lower import Lower
-from fxpipe.passes.measure import NodeCost, measure
-from fxpipe.passes.partition import (
-    Assignment,
-    balance,
-    compute_nodes,
-    cut_at,
-    owners,
-    place_like,
-)
+from fxpipe.passes.partition import Assignment
 from fxpipe.passes.randomness import seed_randomness
 from fxpipe.passes.sizes import localise_sizes
 from fxpipe.passes.symbolic import trace_symbolically
 from fxpipe.passes.trace import accepts, trace
-from fxpipe.plan import Costs, Plan
+from fxpipe.placement import Placement
+from fxpipe.plan import Plan
 from fxpipe.program import Program
 from fxpipe.schedule import Schedule
 from fxpipe.traced import SEED, Traced, Value
@@ -106,15 +99,12 @@ class Compiler:
         self.model = model
         self.devices = devices
         self.loss = loss
-        self.partition = partition
         self.tracer = tracer
         self.threads = threads
+        self._placement = Placement(model, devices, partition, threads)
         self._graphs: dict[Any, Graph] = {}
         self._plans: dict[Any, Plan] = {}
         self._programs: dict[Any, tuple[Schedule, Program]] = {}
-        self._reference: Graph | None = None
-        self._owners: Mapping[str, int] = {}
-        self._costs: Mapping[int, Costs] = {}
         self._checked: set[int] = set()
 
     def compile(
@@ -180,15 +170,9 @@ class Compiler:
         if key in self._plans:
             return graph.traced, self._plans[key]
         traced = graph.traced
-        values = {
-            name: leaf.detach().requires_grad_() if wanted else leaf
-            for name, leaf, wanted in zip(traced.inputs, leaves, wants, strict=False)
-            if name is not None
-        }
-        if traced.seeded:
-            values[SEED] = torch.zeros((), dtype=torch.int64)
+        values = _values(traced, leaves, wants)
         state = self.state(traced)
-        plan = cut(traced, graph.assignment, self._owners)
+        plan = cut(traced, graph.assignment, self._placement.owners)
         wanted = _wanted(traced, purpose)
         with untouched(self.model), intra_op_threads(self.threads):
             plan = runner.run(plan, Differentiate(values, state, wanted))
@@ -204,7 +188,7 @@ class Compiler:
                 self._checked.add(id(traced))
         plan = replace(
             plan,
-            stages=tuple(replace(s, costs=self._costs.get(s.index)) for s in plan.stages),
+            stages=tuple(replace(s, costs=self._placement.costs.get(s.index)) for s in plan.stages),
         )
         self._plans[key] = plan
         return traced, plan
@@ -222,11 +206,10 @@ class Compiler:
         if kept is not None:
             return kept
         traced = self._traced(batch, leaves, size, purpose == "step")
-        assignment = self._assignment(traced, leaves)
+        values = _values(traced, leaves)
+        wanted = _wanted(traced, purpose)
+        assignment = self._placement.place(traced, values, self.state(traced), wanted)
         graph = Graph(*localise_sizes(traced, assignment))
-        if self._reference is None:
-            self._reference = Graph(traced, assignment)
-            self._owners = owners(traced, assignment)
         self._graphs[key, size] = graph
         return graph
 
@@ -271,25 +254,6 @@ class Compiler:
         found = output.get("loss", output) if isinstance(output, dict) else output
         return output, getattr(found, "loss", found)
 
-    # placement
-
-    def _assignment(self, traced: Traced, leaves: list[Any]) -> Assignment:
-        if self._reference is not None:
-            return place_like(traced, self._reference.traced, self._reference.assignment)
-        state = self.state(traced)
-        values: dict[str, Any] = {a.name: state[a.target] for a in traced.parameters}
-        values.update({a.name: state[a.target] for a in traced.buffers})
-        values.update({n: x for n, x in zip(traced.inputs, leaves, strict=True) if n is not None})
-        values[SEED] = torch.zeros((), dtype=torch.int64)
-        with untouched(self.model), intra_op_threads(self.threads):
-            costs = measure(traced, values)
-        if isinstance(self.partition, str):
-            assignment = balance(traced, self.devices, costs)
-        else:
-            assignment = cut_at(traced, self.devices, self.partition, self.model)
-        self._costs = _stage_costs(traced, assignment, costs)
-        return assignment
-
     # programs
 
     def _program(
@@ -308,6 +272,18 @@ class Compiler:
         return self._programs[key]
 
 
+def _values(traced: Traced, leaves: Sequence[Any], wants: Sequence[bool] = ()) -> dict[str, Any]:
+    """Input value → a micro-batch's leaf; those that want a gradient require it."""
+    values: dict[str, Any] = {}
+    for index, (name, leaf) in enumerate(zip(traced.inputs, leaves, strict=True)):
+        if name is not None:
+            wanted = index < len(wants) and wants[index]
+            values[name] = leaf.detach().requires_grad_() if wanted else leaf
+    if traced.seeded:
+        values[SEED] = torch.zeros((), dtype=torch.int64)
+    return values
+
+
 def _wanted(traced: Traced, purpose: Purpose) -> Wanted:
     match purpose:
         case "step":
@@ -318,17 +294,6 @@ def _wanted(traced: Traced, purpose: Purpose) -> Wanted:
             return Wanted(frozenset(names), inputs=True)
         case "infer":
             return Wanted()
-
-
-def _stage_costs(
-    traced: Traced, assignment: Assignment, costs: Mapping[str, NodeCost]
-) -> dict[int, Costs]:
-    totals = [[0.0, 0.0] for _ in range(assignment.stages)]
-    for node in compute_nodes(traced.graph):
-        cost = costs[node.name]
-        totals[assignment.nodes[node.name]][0] += cost.forward
-        totals[assignment.nodes[node.name]][1] += cost.backward
-    return {stage: Costs(*seconds) for stage, seconds in enumerate(totals)}
 
 
 __all__ = ["Compiled", "Compiler", "Loss", "Purpose", "Tracer"]

@@ -86,6 +86,7 @@ class GraphKernel:
         outputs: int,
         writes: int,
         input_strides: Sequence[tuple[int, ...] | None],
+        gradient_outputs: Sequence[int],
         gradient_strides: Sequence[tuple[int, ...]],
         input_gradients: int,
         parameters: Sequence[bool],
@@ -98,14 +99,16 @@ class GraphKernel:
             outputs: how many outputs the forward graph returns.
             writes: how many buffer writes follow them.
             input_strides: the strides that each input was traced with; None for no tensor.
-            gradient_strides: the strides that each output gradient was traced with.
+            gradient_outputs: which of the outputs get a gradient.
+            gradient_strides: the strides that each of these was traced with.
             input_gradients: how many gradients of inputs the backward graph returns.
             parameters: for each parameter whether the backward graph returns its gradient.
         """
         self.forward_graph = forward_graph
         self.backward_graph = backward_graph
-        self._outputs = outputs
-        self._writes = outputs + writes
+        self.outputs = outputs
+        self.writes = writes
+        self.gradient_outputs = tuple(gradient_outputs)
         self._input_strides = tuple(input_strides)
         self._gradient_strides = tuple(gradient_strides)
         self._input_gradients = input_gradients
@@ -123,7 +126,7 @@ class GraphKernel:
         arguments = [*parameters, *buffers, *map(_laid_out, inputs, self._input_strides)]
         inputs.clear()
         flat = self._run_forward(arguments)
-        a, b = self._outputs, self._writes
+        a, b = self.outputs, self.outputs + self.writes
         return Forwarded(list(flat[:a]), list(flat[a:b]), list(flat[b:]))
 
     def backward(self, saved: list[Any], gradients: list[torch.Tensor]) -> Backwarded:

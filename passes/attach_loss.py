@@ -48,8 +48,8 @@ def attach_loss(model: Traced, loss: Traced, tensors: dict[str, torch.Tensor]) -
     if loss.parameters:
         trained = ", ".join(argument.target for argument in loss.parameters)
         raise InputError(
-            f"the loss has parameters of its own ({trained}), which no stage would train; move them "
-            "into the model, return the loss from it, and leave out loss="
+            f"the loss has parameters of its own ({trained}), which no stage would train; move "
+            "them into the model, return the loss from it, and leave out loss="
         )
     if loss.writes:
         raise TraceError(

@@ -20,6 +20,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fxpipe.edge import Edge
 from fxpipe.plan import Stage, pop, stash
 
+ORIGIN = "fxpipe.origin"
+"""Key of a traced node's ``custom`` metadata: the node of the stage's graph that it comes from."""
+
 
 @dataclass(frozen=True)
 class Sides:
@@ -79,6 +82,7 @@ class _StageInterpreter(fx.Interpreter):
         self.origins: dict[torch.autograd.graph.Node, fx.Node] = {}
 
     def run_node(self, n: fx.Node) -> Any:
+        n.meta["custom"] = {**n.meta.get("custom", {}), ORIGIN: n.name}
         if n.op == "call_function" and n.target is pop:
             value = self.given[str(n.args[0])]
         elif n.op == "call_function" and n.target is stash:
@@ -116,7 +120,8 @@ class Joint:
         outputs: how many outputs, then ``writes`` buffer writes, it returns first.
         writes: see ``outputs``.
         input_strides: of each input as traced; None for what is no tensor.
-        gradient_strides: of each output gradient that it takes.
+        gradient_outputs: which outputs get a gradient.
+        gradient_strides: of each of these gradients.
         input_gradients: for each input its gradient, without data, or None.
         parameter_gradients: for each parameter whether it has a gradient.
     """
@@ -128,6 +133,7 @@ class Joint:
     outputs: int
     writes: int
     input_strides: tuple[tuple[int, ...] | None, ...]
+    gradient_outputs: tuple[int, ...]
     gradient_strides: tuple[tuple[int, ...], ...]
     input_gradients: tuple[Tensor | None, ...]
     parameter_gradients: tuple[bool, ...]
@@ -195,6 +201,7 @@ def trace_joint(
         outputs=len(sides.returned),
         writes=len(sides.stage.writes),
         input_strides=tuple(x.stride() if isinstance(x, Tensor) else None for x in inputs),
+        gradient_outputs=tuple(index for index, wanted in enumerate(has) if wanted),
         gradient_strides=tuple(gradient.stride() for gradient in given),
         input_gradients=tuple(found[:count]),
         parameter_gradients=tuple(gradient is not None for gradient in found[count:]),

@@ -1,7 +1,10 @@
-"""Measure what each node of a graph costs, forward and backward, on an example.
+"""Measure what each node of a functional graph costs, in the graphs that will run.
 
 before:  conv2d = aten.conv2d.default(x, weight)
 after:   {"conv2d": NodeCost(forward=1.1e-3, backward=2.3e-3, bytes=262144)}
+
+The whole model is differentiated as a single stage, and every operation of its forward and
+backward graph is timed in its place; what autograd does for a node counts as that node's.
 """
 
 from __future__ import annotations
@@ -12,12 +15,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from fxpipe.kernel import GraphKernel
+from fxpipe.passes.joint import ORIGIN
+from fxpipe.plan import Plan
 from fxpipe.traced import Traced
 
-_REPEATS = 3
+_REPEATS = 5
 
 
 @dataclass(frozen=True)
@@ -39,79 +46,100 @@ class NodeCost:
         return self.forward + self.backward
 
 
-def measure(traced: Traced, values: Mapping[str, Any]) -> dict[str, NodeCost]:
-    """Run the graph node by node and time each, alone.
+def measure(
+    traced: Traced, plan: Plan, values: Mapping[str, Any], state: Mapping[str, Tensor]
+) -> dict[str, NodeCost]:
+    """Time the one stage of a plan, operation by operation.
 
     Args:
-        traced: the graph; it must not change the model's state (see ``untouched``).
-        values: a value for each placeholder, by name.
+        traced: the graph whose nodes are to be known.
+        plan: the same graph as a single stage, differentiated.
+        values: a value for each input, by name.
+        state: name in the model → parameter, buffer or constant.
     """
-    meter = _Meter(traced.module)
-    meter.run(*(values[n.name] for n in traced.graph.nodes if n.op == "placeholder"))
-    return meter.costs
-
-
-class _Meter(fx.Interpreter):
-    def __init__(self, module: fx.GraphModule) -> None:
-        super().__init__(module, garbage_collect_values=True)
-        self.costs: dict[str, NodeCost] = {}
-
-    def run_node(self, n: fx.Node) -> Any:
-        if n.op in ("placeholder", "output", "get_attr"):
-            value = super().run_node(n)
-            self.costs[n.name] = NodeCost(0.0, 0.0, _bytes(value))
-            return value
-        args, kwargs = self.fetch_args_kwargs_from_env(n)
-        best: tuple[float, float] | None = None
-        value = None
+    (stage,) = plan.stages
+    kernel = stage.kernel
+    assert isinstance(kernel, GraphKernel)
+    arguments = [
+        *(state[argument.target] for argument in (*stage.parameters, *stage.buffers)),
+        *(values[edge.value] for edge in plan.edges_into(0)),
+    ]
+    forward, backward = _Timer(kernel.forward_graph), None
+    if kernel.backward_graph is not None:
+        backward = _Timer(kernel.backward_graph)
+    kept = kernel.outputs + kernel.writes
+    with torch.no_grad():
         for _ in range(_REPEATS):
-            with torch.enable_grad():
-                copy = _copied if n.op == "call_module" else _cut
-                here_args, here_kwargs = pytree.tree_map(copy, (args, kwargs))
-                start = time.perf_counter()
-                value = getattr(self, n.op)(n.target, here_args, here_kwargs)
-                middle = time.perf_counter()
-                backward = self._backward(n, value, (here_args, here_kwargs))
-            seconds = (middle - start, backward)
-            best = seconds if best is None else (min(best[0], seconds[0]), min(best[1], backward))
-        assert best is not None
-        self.costs[n.name] = NodeCost(*best, _bytes(value))
-        return pytree.tree_map(_cut, value)
-
-    def _backward(self, n: fx.Node, value: Any, inputs: Any) -> float:
-        """Seconds of the gradient of a node's value with respect to what it read."""
-        outputs = [leaf for leaf in pytree.tree_leaves(value) if _differentiable(leaf)]
-        sources = [leaf for leaf in pytree.tree_leaves(inputs) if _differentiable(leaf)]
-        if n.op == "call_module":
-            sources += [p for p in self.fetch_attr(str(n.target)).parameters() if p.requires_grad]
-        if not outputs or not sources:
-            return 0.0
-        ones = [torch.ones_like(output) for output in outputs]
-        start = time.perf_counter()
-        torch.autograd.grad(outputs, sources, ones, allow_unused=True)
-        return time.perf_counter() - start
+            flat = forward.run(*arguments)
+            if backward is not None:
+                gradients = [torch.ones_like(flat[index]) for index in kernel.gradient_outputs]
+                backward.run(*flat[kept:], *gradients)
+    sizes = _sizes(traced, values, state)
+    ahead = forward.by_origin()
+    back = {} if backward is None else backward.by_origin()
+    return {
+        node.name: NodeCost(
+            ahead.get(node.name, 0.0), back.get(node.name, 0.0), sizes.get(node.name, 0)
+        )
+        for node in traced.graph.nodes
+    }
 
 
-def _differentiable(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.requires_grad
-
-
-def _cut(value: Any) -> Any:
-    """A tensor without its history."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    return value.detach().requires_grad_(value.requires_grad)
-
-
-def _copied(value: Any) -> Any:
-    """A tensor that a module may change in place: a copy, and no leaf of autograd's."""
-    cut = _cut(value)
-    return cut.clone() if isinstance(cut, torch.Tensor) else cut
-
-
-def _bytes(value: Any) -> int:
+def bytes_of(value: Any) -> int:
+    """The bytes of a tensor, or of all tensors in a nest of values."""
     return sum(
         leaf.numel() * leaf.element_size()
         for leaf in pytree.tree_leaves(value)
-        if isinstance(leaf, torch.Tensor)
+        if isinstance(leaf, Tensor)
     )
+
+
+class _Timer(fx.Interpreter):
+    """Keeps the best time of each node over the runs."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module, garbage_collect_values=True)
+        self.best: dict[fx.Node, float] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.op != "call_function":
+            return super().run_node(n)
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        start = time.perf_counter()
+        value = n.target(*args, **kwargs)  # type: ignore[operator]
+        seconds = time.perf_counter() - start
+        self.best[n] = min(seconds, self.best.get(n, seconds))
+        return value
+
+    def by_origin(self) -> dict[str, float]:
+        """Node of the traced graph → seconds of all that was made of it."""
+        total: dict[str, float] = {}
+        for node, seconds in self.best.items():
+            origin = node.meta.get("custom", {}).get(ORIGIN, "")
+            total[origin] = total.get(origin, 0.0) + seconds
+        return total
+
+
+def _sizes(
+    traced: Traced, values: Mapping[str, Any], state: Mapping[str, Tensor]
+) -> dict[str, int]:
+    """Node → bytes of its value, from a run without data."""
+    mode = FakeTensorMode()
+    targets = {a.name: a.target for a in (*traced.parameters, *traced.buffers)}
+    sizes: dict[str, int] = {}
+
+    class Sizes(fx.Interpreter):
+        def run_node(self, n: fx.Node) -> Any:
+            value = super().run_node(n)
+            sizes[n.name] = bytes_of(value)
+            return value
+
+    arguments = [
+        state[targets[node.name]] if node.name in targets else values[node.name]
+        for node in traced.graph.nodes
+        if node.op == "placeholder"
+    ]
+    fake = [mode.from_tensor(a.detach()) if isinstance(a, Tensor) else a for a in arguments]
+    with mode, torch.no_grad():
+        Sizes(traced.module).run(*fake)
+    return sizes

@@ -62,6 +62,7 @@ def split_joint(joint: Joint, index: int) -> GraphKernel:
         outputs=joint.outputs,
         writes=joint.writes,
         input_strides=joint.input_strides,
+        gradient_outputs=joint.gradient_outputs,
         gradient_strides=joint.gradient_strides,
         input_gradients=inputs,
         parameters=joint.parameter_gradients,
