@@ -16,6 +16,7 @@ from torch import fx
 from fxpipe.kernel import GraphKernel
 from fxpipe.passes.joint import Joint
 from fxpipe.passes.partition import is_part
+from fxpipe.passes.reuse import reuse
 
 aten = torch.ops.aten
 
@@ -157,7 +158,7 @@ def _module(
         copies[node] = new.node_copy(node, lambda n: copies[n])
     new.output(tuple(copies[r] if isinstance(r, fx.Node) else r for r in results))
     new.set_codegen(_Boxed())
-    new.lint()
+    reuse(new)
     module = fx.GraphModule(torch.nn.Module(), new, name)
     return module
 
