@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from fxpipe import source
 from fxpipe.batch import Batch
 from fxpipe.errors import InputError
 from fxpipe.kernel import Kernel
@@ -163,8 +164,7 @@ class Compiler:
     def _plan(
         self, batch: Batch, leaves: list[Any], size: int, purpose: Purpose, wants: tuple[bool, ...]
     ) -> tuple[Traced, Plan]:
-        mode = self._mode(batch)
-        graph_key = (mode, batch.key, purpose == "step")
+        graph_key = (self._mode(), batch.key, purpose == "step")
         key = (graph_key, size, purpose, wants)
         graph = self._graph(graph_key, batch, leaves, size, purpose)
         if key in self._plans:
@@ -193,9 +193,12 @@ class Compiler:
         self._plans[key] = plan
         return traced, plan
 
-    def _mode(self, batch: Batch) -> tuple[Any, ...]:
+    def _mode(self) -> tuple[Any, ...]:
+        """All that a trace depends on besides its inputs."""
         flags = tuple(module.training for module in self.model.modules())
-        return flags, tuple(p.requires_grad for p in self.model.parameters())
+        trained = tuple(p.requires_grad for p in self.model.parameters())
+        cast = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu")
+        return flags, trained, cast
 
     def _graph(
         self, key: Any, batch: Batch, leaves: list[Any], size: int, purpose: Purpose
@@ -233,6 +236,7 @@ class Compiler:
             if traced.leaves:
                 return attach_leaf_loss(traced, module, output, targets)
             loss = self._front_end(module, (output, *targets), {}, size)
+            source.credit(loss.graph, self.loss)
         return attach_loss(traced, loss, dict(module.named_buffers()))
 
     def _front_end(

@@ -5,11 +5,13 @@ from __future__ import annotations
 import linecache
 import re
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 _TORCH = str(Path(torch.__file__).parent)
 _OURS = tuple(
@@ -36,6 +38,18 @@ def of_node(node: fx.Node) -> str:
     return _innermost(frames)
 
 
+def credit(graph: fx.Graph, function: Callable[..., Any]) -> None:
+    """Let the nodes of a graph that have no line of the user's own have that of a function."""
+    function = function.forward if isinstance(function, nn.Module) else function
+    code = getattr(function, "__code__", None)
+    if code is None or not is_users(code.co_filename):
+        return
+    frame = f'  File "{code.co_filename}", line {code.co_firstlineno}, in {code.co_name}\n'
+    for node in graph.nodes:
+        if node.op not in ("placeholder", "output") and not of_node(node):
+            node.meta["stack_trace"] = (node.meta.get("stack_trace") or "") + "\n" + frame
+
+
 def of_exception(error: BaseException) -> str:
     """The user's innermost line on the way to an exception, or ""."""
     return of_traceback(error.__traceback__)
@@ -57,15 +71,18 @@ def _innermost(frames: list[tuple[str, int, str]]) -> str:
 
 
 def of_failure(error: BaseException) -> str:
-    """The model's line for an exception that a stage's graph raised, or ""."""
-    users = of_exception(error)
-    if users:
-        return users
-    for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
+    """The model's line for an exception that an instruction raised, or "".
+
+    The line that made the graph's node, not one inside of an operation that it calls; but inside
+    of a module that is called as it is, the line there.
+    """
+    for frame, line in traceback.walk_tb(error.__traceback__):
         module = frame.f_locals.get("self")
-        if isinstance(module, fx.GraphModule) and not is_users(frame.f_code.co_filename):
+        if isinstance(module, fx.GraphModule) and frame.f_code.co_filename.startswith("<"):
             name = linecache.getline(frame.f_code.co_filename, line).split("=")[0].strip()
             node = next((node for node in module.graph.nodes if node.name == name), None)
-            if node is not None:
+            if node is not None and node.op != "call_module":
                 return of_node(node)
-    return ""
+            if node is not None:
+                return of_exception(error) or of_node(node)
+    return of_exception(error)

@@ -1,0 +1,131 @@
+"""A tiny model with a skip and BatchNorm, everything that a step may change, and a watchdog."""
+
+from __future__ import annotations
+
+import _thread
+import copy
+import faulthandler
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import fxpipe
+
+CUTS = {2: ["middle"], 3: ["middle", "last"]}
+"""Devices → the cuts of a Tiny for them."""
+
+
+class Tiny(nn.Module):
+    """What the first layer makes skips the middle one; all of them have BatchNorm or a skip."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU())
+        self.middle = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh())
+        self.last = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        y: Tensor = self.last(self.middle(h) + h)
+        return y
+
+
+def batch(samples: int = 6, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Inputs of a Tiny and classes."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(samples, 4, generator=generator)
+    return x, torch.randint(3, (samples,), generator=generator)
+
+
+@dataclass
+class Snapshot:
+    """Everything that a step may change: state dict, gradients, optimizers, generator."""
+
+    model: dict[str, Tensor]
+    gradients: dict[str, Tensor | None]
+    optimizers: list[Any]
+    generator: Tensor = field(default_factory=torch.get_rng_state)
+
+    @staticmethod
+    def of(pipe: fxpipe.Pipeline) -> Snapshot:
+        made = pipe._optimizers or ()
+        return Snapshot(
+            {name: value.clone() for name, value in pipe.state_dict().items()},
+            {
+                name: None if parameter.grad is None else parameter.grad.clone()
+                for name, parameter in pipe.named_parameters()
+            },
+            [None if one is None else copy.deepcopy(one.state_dict()) for one in made],
+        )
+
+    def restore(self, pipe: fxpipe.Pipeline) -> None:
+        pipe.load_state_dict(self.model)
+        for name, parameter in pipe.named_parameters():
+            gradient = self.gradients[name]
+            parameter.grad = None if gradient is None else gradient.clone()
+        for optimizer, state in zip(pipe._optimizers or (), self.optimizers, strict=True):
+            if optimizer is not None:
+                optimizer.load_state_dict(copy.deepcopy(state))
+        torch.set_rng_state(self.generator)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Snapshot) and not list(self.differences(other))
+
+    def differences(self, other: Snapshot) -> Iterator[str]:
+        """The names of what is not equal to the bit."""
+        yield from _different("model", self.model, other.model)
+        yield from _different("grad", self.gradients, other.gradients)
+        yield from _different("optimizers", self.optimizers, other.optimizers)
+        yield from _different("generator", self.generator, other.generator)
+
+
+def _different(name: str, one: Any, two: Any) -> Iterator[str]:
+    if type(one) is not type(two):
+        yield name
+    elif isinstance(one, Tensor):
+        if one.dtype != two.dtype or not torch.equal(one, two):
+            yield name
+    elif isinstance(one, dict):
+        if one.keys() != two.keys():
+            yield f"{name}: keys"
+        for key in one.keys() & two.keys():
+            yield from _different(f"{name}.{key}", one[key], two[key])
+    elif isinstance(one, list | tuple):
+        if len(one) != len(two):
+            yield f"{name}: length"
+        for index, (a, b) in enumerate(zip(one, two, strict=False)):
+            yield from _different(f"{name}[{index}]", a, b)
+    elif one != two:
+        yield name
+
+
+@contextmanager
+def within(seconds: float) -> Iterator[None]:
+    """Fail if the block takes longer, and end it if it hangs, with the stacks of all threads."""
+    start = time.monotonic()
+    expired = threading.Event()
+
+    def expire() -> None:
+        expired.set()
+        faulthandler.dump_traceback(2, all_threads=True)
+        _thread.interrupt_main()
+
+    timer = threading.Timer(seconds + 10, expire)  # a hang; slowness is measured below
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    except KeyboardInterrupt:
+        if expired.is_set():
+            raise AssertionError(f"hung for more than {seconds + 10} s") from None
+        raise
+    finally:
+        timer.cancel()
+    took = time.monotonic() - start
+    assert took < seconds, f"took {took:.2f} s, not less than {seconds} s"
