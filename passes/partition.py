@@ -45,7 +45,7 @@ def balance(traced: Traced, stages: int, costs: Mapping[str, NodeCost]) -> Assig
     Raises:
         PartitionError: the graph cannot be cut into so many stages.
     """
-    nodes = compute_nodes(traced.graph)
+    nodes = in_order(traced)
     places = _cut_places(traced, nodes)
     if len(places) - 1 < stages:
         raise PartitionError(
@@ -86,7 +86,7 @@ def cut_at(traced: Traced, stages: int, names: Sequence[str], model: nn.Module) 
             f"partition names {len(names)} cuts, which make {len(names) + 1} stages, for "
             f"{stages} devices; name {stages - 1}"
         )
-    nodes = compute_nodes(traced.graph)
+    nodes = in_order(traced)
     places = _cut_places(traced, nodes)
     known = [name for name, _ in model.named_modules() if name]
     cuts: list[int] = []
@@ -160,6 +160,43 @@ def readers(traced: Traced) -> dict[str, list[fx.Node]]:
 def compute_nodes(graph: fx.Graph) -> list[fx.Node]:
     """The nodes that a stage computes: all but placeholders and the output."""
     return [node for node in graph.nodes if node.op not in ("placeholder", "output")]
+
+
+def in_order(traced: Traced) -> list[fx.Node]:
+    """The compute nodes in an order of the program in which cuts cost least.
+
+    What depends on no input of the call, such as a weight's cast to another type, comes right
+    before its first use, so that no cut falls between the two.
+    """
+    waiting: set[fx.Node] = set()
+    constant = _constant(traced)
+    ordered: list[fx.Node] = []
+
+    def place(node: fx.Node) -> None:
+        for source in node.all_input_nodes:
+            if source in waiting:
+                waiting.discard(source)
+                place(source)
+        ordered.append(node)
+
+    for node in compute_nodes(traced.graph):
+        if node in constant:
+            waiting.add(node)
+        else:
+            place(node)
+    ordered += (node for node in compute_nodes(traced.graph) if node in waiting)
+    return ordered
+
+
+def _constant(traced: Traced) -> set[fx.Node]:
+    """The nodes that depend on no input of the call, but on parameters and buffers at most."""
+    held = {argument.name for argument in (*traced.parameters, *traced.buffers)}
+    found: set[fx.Node] = set()
+    for node in compute_nodes(traced.graph):
+        sources = node.all_input_nodes
+        if node.op == "call_function" and all(n in found or n.name in held for n in sources):
+            found.add(node)
+    return found
 
 
 def within(node: fx.Node, module: str) -> bool:
@@ -252,16 +289,19 @@ def _cut_places(traced: Traced, nodes: Sequence[fx.Node]) -> list[int]:
 def _bound_together(traced: Traced, nodes: Sequence[fx.Node]) -> list[tuple[int, int]]:
     """Runs of nodes that must share a stage, each as its first and last index.
 
-    An operation and the parts of its result; all that reads or writes a buffer which is written,
-    for the next micro-batch reads what this one wrote; all calls of leaf modules that share a
-    parameter or buffer.
+    An operation and the parts of its result; what depends on no input and its first use; all that
+    reads or writes a buffer which is written, for the next micro-batch reads what this one wrote;
+    all calls of leaf modules that share a parameter or buffer.
     """
     place = {node: index for index, node in enumerate(nodes)}
+    constant = {n for n in _constant(traced) if any(user in place for user in n.users)}
     runs: list[tuple[int, int]] = []
     for node in nodes:
         parts = [place[user] for user in node.users if is_part(user)]
         if parts:
             runs.append((place[node], max(parts)))
+        elif node in constant:
+            runs.append((place[node], min(place[user] for user in node.users if user in place)))
     by_name = {node.name: node for node in traced.graph.nodes}
     read = readers(traced)
     written = {write.target: write.value for write in traced.writes}
@@ -311,7 +351,7 @@ def _calls(nodes: Sequence[fx.Node]) -> list[tuple[tuple[str, str, int], fx.Node
 
 def _settle(traced: Traced, placed: dict[str, int]) -> None:
     """Move nodes to later stages until every edge runs forward and what is bound is together."""
-    nodes = compute_nodes(traced.graph)
+    nodes = in_order(traced)
     runs = _bound_together(traced, nodes)
     moved = True
     while moved:
