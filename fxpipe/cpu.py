@@ -61,6 +61,7 @@ class Worker:
 def _work(jobs: Jobs, threads: int, ready: threading.Event) -> None:
     torch.get_num_threads()  # a thread takes the default at its first use: let that be now
     torch.set_num_threads(threads)
+    _keep_memory()
     ready.set()
     with torch.no_grad():
         while True:
@@ -69,6 +70,16 @@ def _work(jobs: Jobs, threads: int, ready: threading.Event) -> None:
                 return
             job()
             del job  # or the last run's tensors would live until the next
+
+
+def _keep_memory() -> None:
+    """Let glibc keep the memory of freed activations for the next ones.
+
+    It returns free memory to the system above a threshold, and every step would fault the same
+    pages in anew (a tenth of a small U-Net's step). The threshold rises when a large block that
+    was mapped on its own is freed, to at most 32 MiB a block; see mallopt(3), M_MMAP_THRESHOLD.
+    """
+    torch.empty(31 << 20, dtype=torch.uint8)
 
 
 _running: weakref.WeakKeyDictionary[threading.Thread, Jobs] = weakref.WeakKeyDictionary()

@@ -153,20 +153,32 @@ def _detach_without_grad(module: fx.GraphModule) -> None:
 def _with_lasting_names(module: fx.GraphModule) -> tuple[fx.GraphModule, dict[str, str]]:
     """The graph with names that a copy of it keeps, and old name → new name.
 
-    The exporter calls a node after its argument, also where fx would not: ``input``, a builtin.
+    The exporter calls a node after its argument, also where fx would not (``input``, a builtin),
+    and counts on over sizes, which only a dynamic graph has. Here a node is called after its
+    operation and its place among those of its kind, so that graphs for other sizes agree.
     """
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
-    returned = graph.graph_copy(module.graph, copies)
-    graph.output(returned)
+    for node in module.graph.nodes:
+        if node.op in ("placeholder", "output"):
+            copies[node] = graph.node_copy(node, lambda n: copies[n])
+            continue
+        is_size = isinstance(node.meta.get("val"), torch.SymInt | int)
+        name = "size" if is_size else getattr(node.target, "__name__", "value").split(".")[0]
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: copies[n])
+        copies[node] = graph.create_node(node.op, node.target, args, kwargs, name)
+        copies[node].meta.update(node.meta)
     return fx.GraphModule(module, graph), {old.name: node.name for old, node in copies.items()}
 
 
 def _tidy(module: fx.GraphModule, placeholders: set[str]) -> None:
-    """Drop the exporter's assertions, dead nodes and the placeholders that nothing reads."""
+    """Drop assertions, copies of what nobody changes, dead nodes and placeholders nobody reads."""
     graph = module.graph
     for node in reversed(list(graph.nodes)):
         if node.op == "call_function" and node.target in _ASSERTIONS and not node.users:
+            graph.erase_node(node)
+        elif _is_idle_copy(node):
+            node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
     graph.eliminate_dead_code()
     for node in list(graph.nodes):
@@ -174,3 +186,21 @@ def _tidy(module: fx.GraphModule, placeholders: set[str]) -> None:
             graph.erase_node(node)
     graph.lint()
     module.recompile()
+
+
+def _is_idle_copy(node: fx.Node) -> bool:
+    """Whether a node copies a value of the graph itself as it is, layout included.
+
+    Nothing is changed in place any more, so the copy is not needed: dropout with p = 0 leaves one.
+    """
+    if node.op != "call_function" or node.target is not torch.ops.aten.clone.default:
+        return False
+    source = node.args[0]
+    if not isinstance(source, fx.Node) or source.op != "call_function":
+        return False
+    here, there = node.meta.get("val"), source.meta.get("val")
+    return (
+        isinstance(here, torch.Tensor)
+        and isinstance(there, torch.Tensor)
+        and here.stride() == there.stride()
+    )
