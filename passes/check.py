@@ -49,6 +49,8 @@ def check(
         TraceError: they differ; names the output or parameter.
     """
     draws = traced.seeded or traced.leaves
+    written = {write.target: state[write.target] for stage in plan.stages for write in stage.writes}
+    before = {name: tensor.clone() for name, tensor in written.items()}
     with FixedDraws() if draws else nullcontext():  # type: ignore[no-untyped-call]
         with torch.enable_grad() if differentiated else torch.no_grad():
             output, loss = call()
@@ -59,7 +61,7 @@ def check(
         if differentiated:
             seeds, theirs = _gradients(plan, state, names, expected, traced.loss, loss)
         with torch.no_grad():
-            ran = run_serially(plan, values, state, seeds)
+            ran = run_serially(plan, values, {**state, **before}, seeds)
     made = {**values, **{a.name: state[a.target] for a in traced.parameters}, **ran.values}
     tensors = [made[name] for name in names if isinstance(made.get(name), Tensor)]
     if len(tensors) == len(expected):
@@ -67,6 +69,8 @@ def check(
             _compare(f"output {name!r}", here, there)
     if loss is not None and traced.loss is not None:
         _compare("the loss", made[traced.loss], loss)
+    for name, there in written.items():
+        _compare(f"what is written to the buffer {name!r}", ran.state[name], there)
     for name, there in theirs.items():
         here = ran.gradients.get(name)
         _compare(
