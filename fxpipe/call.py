@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from fxpipe.batch import Batch
 from fxpipe.compiler import Compiled
+from fxpipe.edge import HOST
 from fxpipe.errors import InputError
 from fxpipe.execution import Execution
 from fxpipe.host import BatchHost, draw_seed
@@ -23,7 +24,10 @@ from fxpipe.traced import Value
 def differentiable_call(
     compiled: Compiled, host: BatchHost, execution: Execution, batch: Batch
 ) -> list[Any]:
-    """Run the forwards and return the flat outputs, joined and with their history."""
+    """Run the forwards and return the flat outputs, joined and with their history.
+
+    An input that the model returns is returned as it came.
+    """
     call = _Call(compiled, host, execution)
     inputs = {
         name: leaf
@@ -35,7 +39,10 @@ def differentiable_call(
     call.parameters = list(parameters)
     tensors = (*inputs.values(), *parameters.values())
     outputs = _Pipe.apply(call, *tensors)  # type: ignore[no-untyped-call]
-    return [*outputs] if isinstance(outputs, tuple) else [outputs]
+    return [
+        host.whole[spec.name] if isinstance(spec, Value) and spec.name in host.whole else out
+        for out, spec in zip(outputs, compiled.traced.outputs, strict=True)
+    ]
 
 
 class _Call:
@@ -52,7 +59,8 @@ class _Call:
     @property
     def differentiable(self) -> list[str]:
         """The outputs whose gradients the program loads."""
-        back = {edge.value for edge in self.compiled.plan.edges if edge.gradient}
+        edges = self.compiled.plan.edges
+        back = {edge.value for edge in edges if edge.gradient and edge.target == HOST}
         names = (out.name for out in self.compiled.traced.outputs if isinstance(out, Value))
         return [name for name in dict.fromkeys(names) if name in back]
 

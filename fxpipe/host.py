@@ -33,6 +33,7 @@ class BatchHost:
         """
         self.traced = traced
         self.batch = batch
+        self.whole = dict(zip(traced.inputs, batch.leaves, strict=True))
         self.sizes = batch.sizes(microbatches)
         self.inputs: dict[str, list[Any]] = {}
         columns = list(zip(*batch.split(microbatches), strict=True))
@@ -87,7 +88,10 @@ class BatchHost:
     def _joined(self, index: int, out: Value | Literal) -> Any:
         if isinstance(out, Literal):
             return out.value
-        parts = self.outputs[out.name] if out.name in self.outputs else self.inputs[out.name]
+        if out.name in self.whole:  # an input that the model hands through
+            leaf = self.whole[out.name]
+            return leaf.detach() if isinstance(leaf, Tensor) else leaf
+        parts = self.outputs[out.name]
         return join(parts, self.sizes, out.batched, f"output {index}")
 
     def set_output_gradients(

@@ -105,7 +105,7 @@ class Pipeline(nn.Module):
         traced = compiled.traced
         assert traced.loss is not None
         names = {out.name for out in traced.outputs if isinstance(out, Value)}
-        names &= {edge.value for edge in compiled.plan.edges}
+        names &= compiled.plan.results
         keep = frozenset({traced.loss} | (names if return_output else set()))
         host = BatchHost(traced, batch, microbatches, keep, next_seed(traced))
         host.weigh_loss(traced.loss, compiled.plan.specs[traced.loss].dtype)
@@ -136,11 +136,10 @@ class Pipeline(nn.Module):
         compiled = self._compiler.compile(
             batch, microbatches, recipe, purpose, input_gradients=differentiable
         )
-        edges = {edge.value for edge in compiled.plan.edges}
         names = frozenset(
             out.name
             for out in compiled.traced.outputs
-            if isinstance(out, Value) and out.name in edges
+            if isinstance(out, Value) and out.name in compiled.plan.results
         )
         host = BatchHost(compiled.traced, batch, microbatches, names, next_seed(compiled.traced))
         none = [None] * len(compiled.plan.stages)

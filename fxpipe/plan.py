@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from fxpipe.edge import Edge
+from fxpipe.edge import HOST, Edge
 
 if TYPE_CHECKING:
     from fxpipe.draw.picture import Picture
@@ -186,6 +186,11 @@ class Plan:
     def edges_from(self, stage: int) -> tuple[Edge, ...]:
         """The edges that a stage writes, in the order of ``edges``."""
         return tuple(edge for edge in self.edges if edge.source == stage)
+
+    @property
+    def results(self) -> frozenset[str]:
+        """The values that go to the caller."""
+        return frozenset(edge.value for edge in self.edges if edge.target == HOST)
 
     def bytes_of(self, edge: Edge) -> int | None:
         """Bytes that cross an edge for one micro-batch of the example, where known."""
