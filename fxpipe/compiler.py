@@ -135,16 +135,19 @@ class Compiler:
             input_gradients and isinstance(leaf, Tensor) and leaf.requires_grad
             for leaf in batch.leaves
         )
-        plans = {
-            size: self._plan(batch, leaves, size, purpose, wants) for size, leaves in first.items()
-        }
-        traced, plan = plans[sizes[0]]
-        for _, other in plans.values():
-            if other.edges != plan.edges:
-                raise InputError(
-                    f"micro-batches of {sizes[0]} and {sizes[-1]} samples take different ways "
-                    f"through the model; give a batch size that {microbatches} divides"
-                )
+        for fixed in (False, True):  # a graph for one size has other names than one for several
+            plans = {
+                size: self._plan(batch, leaves, size, purpose, wants, fixed)
+                for size, leaves in first.items()
+            }
+            traced, plan = plans[sizes[0]]
+            if all(_exchangeable(traced, plan, *other) for other in plans.values()):
+                break
+        else:
+            raise InputError(
+                f"micro-batches of {sizes[0]} and {sizes[-1]} samples take different ways "
+                f"through the model; give a batch size that {microbatches} divides"
+            )
         schedule, program = self._program(plan, microbatches, recipe, purpose, updates)
         kernels = [
             [stage.kernel for stage in plans[size][1].stages if stage.kernel is not None]
@@ -162,11 +165,17 @@ class Compiler:
     # plans
 
     def _plan(
-        self, batch: Batch, leaves: list[Any], size: int, purpose: Purpose, wants: tuple[bool, ...]
+        self,
+        batch: Batch,
+        leaves: list[Any],
+        size: int,
+        purpose: Purpose,
+        wants: tuple[bool, ...],
+        fixed: bool,
     ) -> tuple[Traced, Plan]:
-        graph_key = (self._mode(), batch.key, purpose == "step")
+        graph_key = (self._mode(), batch.key, purpose == "step", size if fixed else None)
         key = (graph_key, size, purpose, wants)
-        graph = self._graph(graph_key, batch, leaves, size, purpose)
+        graph = self._graph(graph_key, batch, leaves, size, purpose, fixed)
         if key in self._plans:
             return graph.traced, self._plans[key]
         traced = graph.traced
@@ -201,14 +210,20 @@ class Compiler:
         return flags, trained, cast
 
     def _graph(
-        self, key: Any, batch: Batch, leaves: list[Any], size: int, purpose: Purpose
+        self,
+        key: Any,
+        batch: Batch,
+        leaves: list[Any],
+        size: int,
+        purpose: Purpose,
+        fixed: bool,
     ) -> Graph:
         kept = self._graphs.get((key, size)) or next(
             (g for k, g in self._graphs.items() if k[0] == key and g.traced.accepts(size)), None
         )
         if kept is not None:
             return kept
-        traced = self._traced(batch, leaves, size, purpose == "step")
+        traced = self._traced(batch, leaves, size, purpose == "step", fixed)
         values = _values(traced, leaves)
         wanted = _wanted(traced, purpose)
         assignment = self._placement.place(traced, values, self.state(traced), wanted)
@@ -216,10 +231,12 @@ class Compiler:
         self._graphs[key, size] = graph
         return graph
 
-    def _traced(self, batch: Batch, leaves: list[Any], size: int, with_loss_: bool) -> Traced:
+    def _traced(
+        self, batch: Batch, leaves: list[Any], size: int, with_loss_: bool, fixed: bool
+    ) -> Traced:
         args, kwargs, targets = batch.unflatten(leaves)
         with untouched(self.model), intra_op_threads(self.threads):
-            traced = self._front_end(self.model, args, kwargs, size)
+            traced = self._front_end(self.model, args, kwargs, size, fixed)
             if not with_loss_:
                 return traced
             if self.loss is None:
@@ -235,16 +252,21 @@ class Compiler:
                 output = self.model(*args, **kwargs)
             if traced.leaves:
                 return attach_leaf_loss(traced, module, output, targets)
-            loss = self._front_end(module, (output, *targets), {}, size)
+            loss = self._front_end(module, (output, *targets), {}, size, fixed)
             source.credit(loss.graph, self.loss)
         return attach_loss(traced, loss, dict(module.named_buffers()))
 
     def _front_end(
-        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], size: int
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        size: int,
+        fixed: bool,
     ) -> Traced:
         if self.tracer == "symbolic":
             return trace_symbolically(model, args, kwargs, size)
-        program = trace(model, args, kwargs, size)
+        program = trace(model, args, kwargs, size, fixed)
         return seed_randomness(functionalise(program, accepts(program, args, kwargs, size)))
 
     def _call(self, batch: Batch, leaves: list[Any], with_loss_: bool) -> tuple[Any, Tensor | None]:
@@ -274,6 +296,19 @@ class Compiler:
             lower = Lower(plan, updates=updates, pause=purpose == "call")
             self._programs[key] = schedule, runner.run(schedule, lower, communicate, free)
         return self._programs[key]
+
+
+def _exchangeable(traced: Traced, plan: Plan, other: Traced, other_plan: Plan) -> bool:
+    """Whether one program can run micro-batches of both graphs: the same edges and outputs."""
+
+    def outputs(graph: Traced) -> list[str | None]:
+        return [out.name if isinstance(out, Value) else None for out in graph.outputs]
+
+    return (
+        plan.edges == other_plan.edges
+        and traced.loss == other.loss
+        and outputs(traced) == outputs(other)
+    )
 
 
 def _values(traced: Traced, leaves: Sequence[Any], wants: Sequence[bool] = ()) -> dict[str, Any]:

@@ -30,7 +30,11 @@ _CURES = (
 
 
 def trace(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], batch: int
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    batch: int,
+    fixed: bool = False,
 ) -> ExportedProgram:
     """Export the model in its present mode, dynamic in the batch dimension where it can be.
 
@@ -40,12 +44,13 @@ def trace(
         kwargs: keyword inputs of one micro-batch.
         batch: the size of dimension 0 that counts as the batch. A batch of 1 is traced as it is:
             its graph need not hold for another size, nor another graph for it.
+        fixed: whether any batch is traced so.
 
     Raises:
         TraceError: the model cannot be traced; names its source line and the cure.
     """
     failure: Exception | None = None
-    if batch > 1:
+    if batch > 1 and not fixed:
         try:
             return _export(model, args, kwargs, _dynamic_batch(model, args, kwargs, batch))
         except Exception as error:
