@@ -58,12 +58,12 @@ def _write_over(node: fx.Node, operand: fx.Node) -> bool:
         if variant is not None and torch.Tag.generated not in variant.tags:
             node.target = variant
             return True
-    wanted = [argument.name for argument in target._schema.arguments]
+    wanted = [(argument.name, str(argument.type)) for argument in target._schema.arguments]
     for overload in target.overloadpacket.overloads():
         variant = getattr(target.overloadpacket, overload)
-        names = [a.name for a in variant._schema.arguments if not a.is_out]
+        taken = [(a.name, str(a.type)) for a in variant._schema.arguments if not a.is_out]
         outs = [a.name for a in variant._schema.arguments if a.is_out]
-        if names == wanted and len(outs) == 1 and torch.Tag.generated not in variant.tags:
+        if taken == wanted and len(outs) == 1 and torch.Tag.generated not in variant.tags:
             node.target = variant
             node.kwargs = {**node.kwargs, outs[0]: operand}
             return True
