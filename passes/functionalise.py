@@ -198,6 +198,8 @@ def _is_idle_copy(node: fx.Node) -> bool:
     source = node.args[0]
     if not isinstance(source, fx.Node) or source.op != "call_function":
         return False
+    if any(user.op == "output" for user in node.users):
+        return False  # what the model returns stays a value of its own
     here, there = node.meta.get("val"), source.meta.get("val")
     return (
         isinstance(here, torch.Tensor)

@@ -1,0 +1,168 @@
+"""The passes from a model to a plan with kernels, called one by one; and the model's own answer."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from fxpipe.passes.cut import cut
+from fxpipe.passes.differentiate import Differentiate, Wanted
+from fxpipe.passes.functionalise import functionalise
+from fxpipe.passes.partition import Assignment, compute_nodes, in_order, owners
+from fxpipe.passes.randomness import seed_randomness
+from fxpipe.passes.sizes import localise_sizes
+from fxpipe.passes.trace import accepts, trace
+from fxpipe.plan import Plan
+from fxpipe.serial import Ran, run_serially
+from fxpipe.traced import SEED, Literal, Traced, Value
+
+
+def front_end(model: nn.Module, *args: Any, **kwargs: Any) -> Traced:
+    """The model's functional graph, seeded; the first tensor says the batch size."""
+    batch = _rows((args, kwargs))
+    program = trace(model, args, kwargs, batch)
+    return seed_randomness(functionalise(program, accepts(program, args, kwargs, batch)))
+
+
+def state_of(model: nn.Module, traced: Traced) -> dict[str, Tensor]:
+    """Name in the model → parameter, buffer or constant."""
+    found: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    found.update(model.named_buffers(remove_duplicate=False))
+    return found | dict(traced.constants)
+
+
+def values_of(traced: Traced, *args: Any, seed: int = 0, **kwargs: Any) -> dict[str, Any]:
+    """Placeholder → what the call gives it."""
+    leaves = pytree.tree_leaves((args, kwargs))
+    values = {n: leaf for n, leaf in zip(traced.inputs, leaves, strict=True) if n is not None}
+    if traced.seeded:
+        values[SEED] = torch.tensor(seed)
+    return values
+
+
+def run_graph(
+    model: nn.Module, traced: Traced, *args: Any, seed: int = 0, **kwargs: Any
+) -> tuple[Any, dict[str, Tensor]]:
+    """Interpret the graph: the model's nested output, and what is written to buffers."""
+    targets = {a.name: a.target for a in (*traced.parameters, *traced.buffers)}
+    state, values = state_of(model, traced), values_of(traced, *args, seed=seed, **kwargs)
+    arguments = [
+        state[targets[node.name]] if node.name in targets else values[node.name]
+        for node in traced.graph.nodes
+        if node.op == "placeholder"
+    ]
+    flat = list(fx.Interpreter(traced.module).run(*arguments))
+    writes = {write.target: flat.pop(0) for write in traced.writes}
+    leaves = [out.value if isinstance(out, Literal) else flat.pop(0) for out in traced.outputs]
+    assert not flat
+    return pytree.tree_unflatten(leaves, traced.out_spec), writes
+
+
+def in_stages(traced: Traced, stages: int) -> Assignment:
+    """As many nodes in each stage, in the order of the program; parts with what they are of."""
+    nodes = in_order(traced)
+    return Assignment(stages, {n.name: i * stages // len(nodes) for i, n in enumerate(nodes)})
+
+
+def whole(traced: Traced) -> Assignment:
+    return Assignment(1, {node.name: 0 for node in compute_nodes(traced.graph)})
+
+
+def differentiated(
+    model: nn.Module,
+    traced: Traced,
+    assignment: Assignment,
+    *args: Any,
+    inputs: bool = False,
+    **kwargs: Any,
+) -> Plan:
+    """The plan with kernels; every output gets a gradient."""
+    parts, assignment = localise_sizes(traced, assignment)
+    plan = cut(parts, assignment, owners(parts, assignment)).verify()
+    outputs = frozenset(out.name for out in traced.outputs if isinstance(out, Value))
+    values = values_of(traced, *args, **kwargs)
+    return Differentiate(values, state_of(model, traced), Wanted(outputs, inputs))(plan).verify()
+
+
+class Answer:
+    """What eager PyTorch gives for a call: outputs, buffers, gradients from ones-like seeds."""
+
+    def __init__(self, model: nn.Module, *args: Any, **kwargs: Any) -> None:
+        own = copy.deepcopy(model)
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        leaves = [
+            x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
+            for x in leaves
+        ]
+        args, kwargs = pytree.tree_unflatten(leaves, spec)
+        self.output = own(*args, **kwargs)
+        self.leaves = [x for x in pytree.tree_leaves(self.output) if isinstance(x, Tensor)]
+        self.buffers = dict(own.named_buffers())
+        self.seeds = [seed_like(x) for x in self.leaves]
+        wanted = [(n, p) for n, p in own.named_parameters() if p.requires_grad]
+        inputs = [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
+        roots = [(x, g) for x, g in zip(self.leaves, self.seeds, strict=True) if x.requires_grad]
+        found: Sequence[Tensor | None] = [None] * (len(wanted) + len(inputs))
+        if roots and found:
+            found = torch.autograd.grad(
+                [x for x, _ in roots],
+                [*(p for _, p in wanted), *inputs],
+                [g for _, g in roots],
+                allow_unused=True,
+            )
+        self.gradients = {
+            n: g for (n, _), g in zip(wanted, found[: len(wanted)], strict=True) if g is not None
+        }
+        self.inputs = list(found[len(wanted) :])
+
+
+def seed_like(x: Tensor) -> Tensor:
+    """A gradient for a value: some pattern, the same for values of one shape."""
+    if not (x.is_floating_point() or x.is_complex()):
+        return torch.zeros_like(x)
+    pattern = torch.arange(x.numel(), dtype=torch.float64).mul(0.7).sin().add(1.3)
+    return pattern.reshape(x.shape).to(x.dtype)
+
+
+def run_plan(
+    model: nn.Module, traced: Traced, plan: Plan, *args: Any, seed: int = 0, **kwargs: Any
+) -> Ran:
+    """The plan's kernels one after another, each output's gradient being ``seed_like`` it."""
+    values = values_of(traced, *args, seed=seed, **kwargs)
+    carried = {e.value: plan.specs[e.value] for e in plan.edges if e.gradient and e.target == -1}
+    seeds = {
+        name: seed_like(torch.empty(spec.shape, dtype=spec.dtype)) for name, spec in carried.items()
+    }
+    with torch.no_grad():
+        return run_serially(plan, values, state_of(model, traced), seeds)
+
+
+def assert_equal(ours: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    assert sorted(ours) == sorted(expected)
+    for name, tensor in ours.items():
+        assert tensor.dtype == expected[name].dtype, name
+        assert torch.equal(tensor, expected[name]), name
+
+
+def _rows(inputs: Any) -> int:
+    return next(len(x) for x in pytree.tree_leaves(inputs) if isinstance(x, Tensor) and x.dim())
+
+
+__all__ = [
+    "Answer",
+    "assert_equal",
+    "differentiated",
+    "front_end",
+    "in_stages",
+    "run_graph",
+    "run_plan",
+    "seed_like",
+    "state_of",
+    "values_of",
+    "whole",
+]
