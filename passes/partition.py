@@ -180,7 +180,7 @@ def in_order(traced: Traced) -> list[fx.Node]:
         ordered.append(node)
 
     for node in compute_nodes(traced.graph):
-        if node in constant:
+        if node in constant and any(user.op != "output" for user in node.users):
             waiting.add(node)
         else:
             place(node)
