@@ -37,6 +37,8 @@ def differentiable_call(
     call.inputs = list(inputs)
     parameters = execution.parameters
     call.parameters = list(parameters)
+    leaves = (leaf for leaf in batch.leaves if isinstance(leaf, Tensor))
+    call.watched = [*leaves, *parameters.values(), *execution.constants]
     tensors = (*inputs.values(), *parameters.values())
     outputs = _Pipe.apply(call, *tensors)  # type: ignore[no-untyped-call]
     return [
@@ -54,6 +56,7 @@ class _Call:
         self.execution: Execution | None = execution
         self.inputs: list[str] = []
         self.parameters: list[str] = []
+        self.watched: list[Tensor] = []
         self.versions: list[int] = []
 
     @property
@@ -75,9 +78,8 @@ class _Pipe(torch.autograd.Function):
             return call.host.flat_output()
 
         outputs = call.execution.advance(result)
-        call.versions = [tensor._version for tensor in tensors]
+        call.versions = [tensor._version for tensor in call.watched]
         ctx.call = call
-        ctx.tensors = tensors
         ctx.set_materialize_grads(False)
         wanted = set(call.differentiable)
         plain = [
@@ -98,10 +100,10 @@ class _Pipe(torch.autograd.Function):
                 "backward ran a second time through one call of the pipe, whose activations are "
                 "freed; call the pipe again"
             )
-        if [tensor._version for tensor in ctx.tensors] != call.versions:
+        if [tensor._version for tensor in call.watched] != call.versions:
             raise InputError(
-                "a parameter or input of the pipe was changed in place between its call and "
-                "backward; run backward before the optimizer's step"
+                "a parameter, buffer or input of the pipe was changed in place between its call "
+                "and backward; run backward before the optimizer's step"
             )
         call.execution = None
         totals: dict[str, Tensor | None] = dict.fromkeys(call.differentiable)

@@ -106,7 +106,7 @@ class Compiler:
         self._graphs: dict[Any, Graph] = {}
         self._plans: dict[Any, Plan] = {}
         self._programs: dict[Any, tuple[Schedule, Program]] = {}
-        self._checked: set[int] = set()
+        self._checked: set[tuple[int, bool]] = set()
 
     def compile(
         self,
@@ -185,7 +185,8 @@ class Compiler:
         wanted = _wanted(traced, purpose)
         with untouched(self.model), intra_op_threads(self.threads):
             plan = runner.run(plan, Differentiate(values, state, wanted))
-            if id(traced) not in self._checked:
+            checked = (id(traced), purpose != "infer")
+            if checked not in self._checked:
                 check(
                     traced,
                     plan,
@@ -194,7 +195,7 @@ class Compiler:
                     lambda: self._call(batch, leaves, purpose == "step"),
                     purpose != "infer",
                 )
-                self._checked.add(id(traced))
+                self._checked.add(checked)
         plan = replace(
             plan,
             stages=tuple(replace(s, costs=self._placement.costs.get(s.index)) for s in plan.stages),

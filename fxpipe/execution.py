@@ -27,6 +27,10 @@ GRACE = 0.5
 """Seconds that the devices get to leave their lists before a failure is raised regardless; a
 device that is in the middle of an instruction ends it before it starts anything else."""
 
+POLL = 0.1
+"""Seconds after which the caller looks for signals: one that comes to another thread, or that
+``_thread.interrupt_main`` imitates, does not end a wait."""
+
 _ORDER = threading.Lock()
 """Held while a run is handed to the workers: two runs reach all workers in the same order, or
 each could wait for a device that the other holds."""
@@ -96,6 +100,11 @@ class Execution:
         """Name in the model → each parameter that the program reads."""
         return self._weights.by_name
 
+    @property
+    def constants(self) -> list[Tensor]:
+        """The buffers that the program reads and does not write."""
+        return self._weights.constants
+
     def advance(self, result: Callable[[], R]) -> R:
         """Run every device to the end of its list or its next pause, and commit.
 
@@ -142,7 +151,10 @@ class Execution:
                     worker.submit(functools.partial(self._drive, machine))
                     waiting += 1
             while waiting and failure is None and interrupt is None:
-                report = self._reports.get()
+                try:
+                    report = self._reports.get(timeout=POLL)
+                except Empty:
+                    continue
                 if report is None:
                     interrupt = signals.take()
                     continue

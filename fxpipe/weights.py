@@ -58,6 +58,9 @@ class LiveWeights:
     An update is part of a transaction: until ``commit`` every stage can be put back. The copies
     that this takes live from a stage's update to the commit, when no activation is alive any
     more, so they seldom raise the peak of memory.
+
+    Attributes:
+        constants: the buffers that no stage writes.
     """
 
     def __init__(
@@ -77,7 +80,13 @@ class LiveWeights:
             onto_grad: whether the sums of gradients start from ``.grad``, to replace it.
         """
         self._parameters = [[state[a.target] for a in s.parameters] for s in stages]
-        self._buffers = [[state[a.target] for a in s.buffers] for s in stages]
+        written = {write.target for stage in stages for write in stage.writes}
+        # a backward may read what its forward read: not the buffer itself, which commit changes
+        first = {name: state[name].clone() for name in written}
+        self._buffers = [[first.get(a.target, state[a.target]) for a in s.buffers] for s in stages]
+        self.constants = [
+            state[a.target] for s in stages for a in s.buffers if a.target not in written
+        ]
         self._state = state
         self._names = [[a.target for a in s.parameters] for s in stages]
         self._optimizers = optimizers

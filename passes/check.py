@@ -101,9 +101,16 @@ def _gradients(
     }
     if not started or not trained:
         return seeds, {}
-    found = torch.autograd.grad(
-        list(started.values()), list(trained.values()), list(seeds.values()), allow_unused=True
-    )
+    parameters = list(trained.values())
+    try:
+        found = torch.autograd.grad(
+            list(started.values()), parameters, list(seeds.values()), allow_unused=True
+        )
+    except RuntimeError as error:
+        line = str(error).splitlines()[0]
+        raise TraceError(
+            f"the model's own backward fails without any pipeline ({line}); mend the model first"
+        ) from error
     return seeds, {
         name: torch.zeros_like(parameter) if gradient is None else gradient
         for (name, parameter), gradient in zip(trained.items(), found, strict=True)
