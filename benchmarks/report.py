@@ -22,13 +22,15 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Figure:
-    """One number that was measured, or that a measured one is to be held against."""
+    """A number that was measured, or one to hold it against, or a word on the whole."""
 
     name: str
-    value: float
+    value: float | str
     unit: str = ""
 
     def __str__(self) -> str:
+        if isinstance(self.value, str):
+            return self.value
         return f"{self.value:.4g} {self.unit}".rstrip()
 
 

@@ -16,7 +16,7 @@ NOISE = 0.15
 
 @dataclass(frozen=True)
 class Noisy:
-    """A photograph with noise, and what was added.
+    """Photographs with noise, and what was added.
 
     Attributes:
         image: the sum of both, (batch, 3, height, width).
@@ -25,10 +25,6 @@ class Noisy:
 
     image: Tensor
     noise: Tensor
-
-    @property
-    def clean(self) -> Tensor:
-        return self.image - self.noise
 
 
 def training() -> list[Tensor]:

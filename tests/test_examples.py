@@ -49,9 +49,7 @@ def test_crops_are_drawn_again_from_the_same_seed() -> None:
     def draw() -> torch.Tensor:
         generator = torch.Generator().manual_seed(3)
         crops = photographs.crops(pictures, 5, 32, generator)
-        noisy = photographs.add_noise(crops, generator)
-        torch.testing.assert_close(noisy.clean, crops)
-        image: torch.Tensor = noisy.image
+        image: torch.Tensor = photographs.add_noise(crops, generator).image
         return image
 
     assert draw().shape == (5, 3, 32, 32)

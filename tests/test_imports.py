@@ -36,7 +36,6 @@ LAYERS = {
     "reference": ("fxpipe.serial",),
     "schedules": ("fxpipe.schedules",),
     "passes": ("fxpipe.passes",),
-    "simulator": ("fxpipe.simulator",),
     "draw": ("fxpipe.draw",),
     "runtime": (
         "fxpipe.batch",
@@ -53,6 +52,7 @@ LAYERS = {
         "fxpipe.compile",
         "fxpipe.compiler",
         "fxpipe.pipeline",
+        "fxpipe.placement",
         "fxpipe.table",
     ),
 }
@@ -67,8 +67,7 @@ MAY_IMPORT = {
     "reference": BASE,
     "schedules": ("representations",),
     "passes": (*BASE, "text", "verify", "reference"),
-    "simulator": (*BASE, "text", "verify"),
-    "draw": (*BASE, "text", "verify", "simulator"),
+    "draw": (*BASE, "text", "verify"),
     "runtime": (*BASE, "text", "verify"),
     "face": tuple(LAYERS),
 }
