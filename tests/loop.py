@@ -17,10 +17,12 @@ class Looped:
 
     Attributes:
         loss: the sum of the micro-batches' losses, each weighted by its share of the batch.
+        sizes: micro-batch → its samples.
         outputs: micro-batch → the model's output, detached.
     """
 
     loss: Tensor
+    sizes: list[int]
     outputs: list[Any]
 
     @property
@@ -50,16 +52,18 @@ def train(
     targets = () if target is None else target if isinstance(target, tuple) else (target,)
     rows = _rows((args, kwargs))
     total: Tensor | None = None
+    sizes: list[int] = []
     outputs: list[Any] = []
     for part_args, part_kwargs, part_targets in split((args, kwargs, targets), rows, microbatches):
         output = model(*part_args, **part_kwargs)
         part = output["loss"] if loss is None else loss(output, *part_targets)
-        part = part * (_rows((part_args, part_kwargs)) / rows)
+        sizes.append(_rows((part_args, part_kwargs)))
+        part = part * (sizes[-1] / rows)
         part.backward()
         total = part.detach() if total is None else total + part.detach()
         outputs.append(pytree.tree_map_only(Tensor, torch.detach, output))
     assert total is not None
-    return Looped(total, outputs)
+    return Looped(total, sizes, outputs)
 
 
 def split(inputs: Any, rows: int, microbatches: int) -> list[Any]:
