@@ -1,14 +1,22 @@
-"""Ctrl-C where it can do no harm: what a signal's handler raises is kept until a safe place."""
+"""Ctrl-C where it can do no harm: what a signal's handler raises is held until a safe place."""
 
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
 _SIGNALS = tuple(signal.valid_signals())
+
+_OPERATIONS = frozenset(
+    ("forward", "_call_impl", "__call__", "run_node", "run", "node_copy", "create_node")
+)
+_DELICATE = frozenset(("__enter__", "__exit__", "__del__", "__torch_dispatch__"))
+"""Functions inside of which nothing may be raised: they change what must be changed back, or
+C++ has called them, which passes not every exception on."""
 
 
 class HeldSignals:
@@ -56,7 +64,7 @@ class HeldSignals:
         self._before, self._own = {}, None
         held = self.take()
         try:
-            if held is not None:
+            if held is not None and held is not error:
                 raise held
         finally:
             held = None  # or the exception and this frame would hold each other
@@ -72,3 +80,59 @@ class HeldSignals:
         except BaseException as error:
             self.held = error
             self._wake()
+
+
+class SignalsAtOperations(HeldSignals):
+    """While it is entered, an exception of a signal handler comes where an operation could fail.
+
+    Tracing changes much inside of PyTorch for as long as it runs, and an exception in the middle
+    of such a change leaves all later traces wrong. Once one is held, this watches the functions
+    that are called, and raises it at the first that is an operation of a model or a node of a
+    graph, where errors are expected; never while a context manager is entered or left.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(self._watch)
+        self._base: FrameType | None = None
+        self._profile: Any = None
+        self._watches = False
+
+    def __enter__(self) -> SignalsAtOperations:
+        super().__enter__()
+        self._base = sys._getframe(1)
+        entering = self._base.f_back
+        if entering is not None and entering.f_code.co_name == "__enter__":
+            self._base = entering.f_back  # it is entered inside of a context manager
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._unwatch()
+        self._base = None
+        super().__exit__(kind, error, trace)
+
+    def _watch(self) -> None:
+        if not self._watches:
+            self._watches, self._profile = True, sys.getprofile()
+            sys.setprofile(self._look)
+
+    def _unwatch(self) -> None:
+        if self._watches:
+            self._watches = False
+            sys.setprofile(self._profile)
+
+    def _look(self, frame: FrameType, event: str, argument: Any) -> None:
+        if event not in ("call", "c_call") or frame.f_code.co_name not in _OPERATIONS:
+            return
+        each: FrameType | None = frame
+        while each is not None and each is not self._base:
+            if each.f_code.co_name in _DELICATE:
+                return
+            each = each.f_back
+        if self.held is not None:
+            self._unwatch()
+            raise self.held

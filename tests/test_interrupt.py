@@ -1,0 +1,465 @@
+"""Ctrl-C: raised within a second, with where the devices were; a step is whole or not at all."""
+
+from __future__ import annotations
+
+import _thread
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+import fxpipe
+from fxpipe import interpreter
+from fxpipe.interpreter import Machine
+from fxpipe.signals import HeldSignals, SignalsAtOperations
+from tests.tiny import CUTS, Snapshot, Tiny, batch, within
+
+pytestmark = [
+    pytest.mark.timeout(120, method="thread"),
+    pytest.mark.skipif(os.name != "posix", reason="signals are sent as POSIX does"),
+]
+
+HANDLERS = interpreter.HANDLERS
+
+
+def raise_signal() -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+WAYS: dict[str, Callable[[], None]] = {
+    "raise_signal": raise_signal,
+    "interrupt_main": _thread.interrupt_main,
+    "kill": lambda: os.kill(os.getpid(), signal.SIGINT),
+}
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01)
+
+
+@pytest.fixture(scope="module")
+def pipe() -> Iterator[fxpipe.Pipeline]:
+    torch.manual_seed(0)
+    with fxpipe.compile(
+        Tiny(),
+        ["cpu"] * 2,
+        microbatches=2,
+        loss=functional.cross_entropy,
+        partition=CUTS[2],
+        optimizer=adam,
+    ) as pipe:
+        x, y = batch()
+        pipe.step(x, target=y)
+        yield pipe
+
+
+@contextmanager
+def calling_at(device: int, position: int, call: Callable[[], None]) -> Iterator[None]:
+    """One instruction calls something before it does its work."""
+
+    def wrapped(handler: Callable[[Machine, Any], None]) -> Callable[[Machine, Any], None]:
+        def run(machine: Machine, instruction: Any) -> None:
+            if (machine.device, machine.position) == (device, position):
+                call()
+            handler(machine, instruction)
+
+        return run
+
+    table = {kind: wrapped(handler) for kind, handler in HANDLERS.items()}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter, "HANDLERS", table)
+        yield
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_interrupt_at_any_instruction_leaves_the_step_whole_or_undone(
+    pipe: fxpipe.Pipeline, way: str
+) -> None:
+    x, y = batch()
+    before = Snapshot.of(pipe)
+    loss = pipe.step(x, target=y)
+    after = Snapshot.of(pipe)
+    pipe.step(x, target=y)
+    last = Snapshot.of(pipe)
+    undone = 0
+    for device, instructions in enumerate(pipe.program.lists):
+        for position in range(0, len(instructions), 1 if way == "kill" else 5):
+            before.restore(pipe)
+            with (
+                within(1),
+                calling_at(device, position, WAYS[way]),
+                pytest.raises(KeyboardInterrupt) as raised,
+            ):
+                pipe.step(x, target=y)
+            (note,) = raised.value.__notes__
+            found = Snapshot.of(pipe)
+            if note.startswith("interrupted a step, the weights are as before it: device 0 was"):
+                assert "; device 1 was" in note
+                assert not list(before.differences(found))
+                assert torch.equal(pipe.step(x, target=y), loss)
+                assert not list(after.differences(Snapshot.of(pipe)))
+                undone += 1
+            else:
+                assert note == "interrupted after the step, whose results are kept"
+                assert not list(after.differences(found))
+                pipe.step(x, target=y)
+                assert not list(last.differences(Snapshot.of(pipe)))
+    assert undone
+
+
+def test_the_note_says_where_each_device_was(pipe: fxpipe.Pipeline) -> None:
+    x, y = batch()
+    reached, ended = threading.Event(), threading.Event()
+
+    def interrupt() -> None:
+        reached.set()
+        _thread.interrupt_main()
+        ended.wait(0.3)  # in the middle of the instruction
+
+    position = next(
+        i for i, each in enumerate(pipe.program.lists[1]) if type(each).__name__ == "Backward"
+    )
+    with calling_at(1, position, interrupt), pytest.raises(KeyboardInterrupt) as raised:
+        pipe.step(x, target=y)
+    (note,) = raised.value.__notes__
+    assert f"device 1 was at instruction {position}, backward s1[0] v0" in " ".join(note.split())
+
+
+def test_an_interrupt_does_not_wait_for_a_slow_instruction_and_the_next_step_does(
+    pipe: fxpipe.Pipeline,
+) -> None:
+    x, y = batch()
+    before = Snapshot.of(pipe)
+    loss = pipe.step(x, target=y)
+    after = Snapshot.of(pipe)
+    before.restore(pipe)
+
+    def interrupt() -> None:
+        _thread.interrupt_main()
+        time.sleep(2)
+
+    start = time.monotonic()
+    with within(1), calling_at(0, 1, interrupt), pytest.raises(KeyboardInterrupt):
+        pipe.step(x, target=y)
+    assert not list(before.differences(Snapshot.of(pipe)))
+    assert torch.equal(pipe.step(x, target=y), loss)
+    assert time.monotonic() - start > 2
+    assert not list(after.differences(Snapshot.of(pipe)))
+
+
+def test_further_interrupts_do_not_break_the_first(pipe: fxpipe.Pipeline) -> None:
+    x, y = batch()
+    before = Snapshot.of(pipe)
+
+    def interrupt() -> None:
+        for _ in range(40):
+            _thread.interrupt_main()
+            time.sleep(0.005)
+
+    for position in (1, len(pipe.program.lists[0]) - 1):
+        before.restore(pipe)
+        raised = 0
+        with calling_at(0, position, interrupt), within(2):
+            try:
+                try:
+                    pipe.step(x, target=y)
+                finally:
+                    time.sleep(0.5)  # those that are still to come
+            except KeyboardInterrupt:
+                raised += 1
+        assert raised
+        assert not list(before.differences(Snapshot.of(pipe)))
+
+
+def test_an_interrupt_of_a_backward_leaves_gradients_alone() -> None:
+    x, _ = batch()
+    torch.manual_seed(0)
+    with fxpipe.compile(Tiny(), ["cpu"] * 2, microbatches=2, partition=CUTS[2]) as pipe:
+        pipe(x).sum().backward()
+        before = Snapshot.of(pipe)
+        position = len(pipe.program.lists[0]) - 1
+        output = pipe(x).sum()
+        with (
+            within(1),
+            calling_at(0, position, _thread.interrupt_main),
+            pytest.raises(KeyboardInterrupt),
+        ):
+            output.backward()
+        assert Snapshot.of(pipe).gradients.keys() == before.gradients.keys()
+        for name, gradient in Snapshot.of(pipe).gradients.items():
+            found = before.gradients[name]
+            assert gradient is not None and found is not None and torch.equal(gradient, found)
+
+
+def test_an_interrupt_while_compiling_leaves_no_trace() -> None:
+    x, y = batch()
+    threads = torch.get_num_threads()
+    torch.manual_seed(0)
+    model = Tiny()
+    with fxpipe.compile(
+        model, ["cpu"] * 2, microbatches=2, loss=functional.cross_entropy, partition=CUTS[2]
+    ) as pipe:
+        before = Snapshot.of(pipe)
+        interrupted = 0
+        for delay in (0.01, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0):
+            sent: list[float] = []
+
+            def send(sent: list[float] = sent) -> None:
+                sent.append(time.monotonic())
+                _thread.interrupt_main()
+
+            timer = threading.Timer(delay, send)
+            try:
+                timer.start()
+                pipe.step(x, target=y)
+                timer.cancel()
+                timer.join()
+                break
+            except KeyboardInterrupt:
+                assert time.monotonic() - sent[0] < 1
+                interrupted += 1
+            assert not list(before.differences(Snapshot.of(pipe)))
+            assert torch.get_num_threads() == threads
+        assert interrupted
+        before.restore(pipe)
+        loss = pipe.step(x, target=y)
+        after = Snapshot.of(pipe)
+    torch.manual_seed(0)
+    with fxpipe.compile(
+        Tiny(), ["cpu"] * 2, microbatches=2, loss=functional.cross_entropy, partition=CUTS[2]
+    ) as pipe:
+        assert torch.equal(pipe.step(x, target=y), loss)
+        assert not list(after.differences(Snapshot.of(pipe)))
+
+
+def test_a_handler_that_raises_nothing_does_not_end_the_step(pipe: fxpipe.Pipeline) -> None:
+    x, y = batch()
+    before = Snapshot.of(pipe)
+    loss = pipe.step(x, target=y)
+    before.restore(pipe)
+    asked: list[int] = []
+    previous = signal.signal(signal.SIGINT, lambda number, frame: asked.append(number))
+    try:
+        with calling_at(0, 3, raise_signal):
+            assert torch.equal(pipe.step(x, target=y), loss)
+        assert asked == [signal.SIGINT]
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+def test_what_other_handlers_raise_ends_the_step_as_ctrl_c_does(pipe: fxpipe.Pipeline) -> None:
+    def leave(number: int, frame: Any) -> None:
+        sys.exit(7)
+
+    def terminate() -> None:
+        signal.raise_signal(signal.SIGTERM)
+        time.sleep(0.3)  # in the middle of the instruction
+
+    x, y = batch()
+    before = Snapshot.of(pipe)
+    previous = signal.signal(signal.SIGTERM, leave)
+    try:
+        with (
+            within(1),
+            calling_at(1, 3, terminate),
+            pytest.raises(SystemExit) as raised,
+        ):
+            pipe.step(x, target=y)
+        assert raised.value.code == 7
+        assert not list(before.differences(Snapshot.of(pipe)))
+        assert signal.getsignal(signal.SIGTERM) is leave
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def test_handlers_are_as_before_after_a_step_and_stay_as_they_were_changed() -> None:
+    before = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    with HeldSignals(lambda: None):
+        assert signal.getsignal(signal.SIGINT) is not before[signal.SIGINT]
+    assert {number: signal.getsignal(number) for number in signal.valid_signals()} == before
+    try:
+        with pytest.raises(KeyboardInterrupt), HeldSignals(lambda: None) as signals:
+            raise_signal()
+            assert isinstance(signals.held, KeyboardInterrupt)
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a handler may do
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before[signal.SIGINT])
+
+
+def test_an_interrupt_of_a_trace_comes_at_an_operation_and_never_while_a_context_changes() -> None:
+    came: list[str] = []
+
+    @contextmanager
+    def changing() -> Iterator[None]:
+        raise_signal()
+        operation("while entering")
+        yield
+
+    def operation(word: str) -> None:
+        run_node()
+        came.append(word)
+
+    def run_node() -> None:
+        pass
+
+    with pytest.raises(KeyboardInterrupt), SignalsAtOperations(), changing():
+        came.append("entered")
+        operation("inside")
+    assert came == ["while entering", "entered"]
+    assert sys.getprofile() is None
+
+
+def test_an_interrupt_that_something_swallows_comes_in_the_end() -> None:
+    def run_node() -> None:
+        pass
+
+    with pytest.raises(KeyboardInterrupt), SignalsAtOperations():
+        raise_signal()
+        with suppress(KeyboardInterrupt):
+            run_node()
+            pytest.fail("it was not raised")
+
+
+def test_a_step_in_another_thread_works_and_leaves_signals_alone(pipe: fxpipe.Pipeline) -> None:
+    x, y = batch()
+    losses: list[Any] = []
+    thread = threading.Thread(target=lambda: losses.append(pipe.step(x, target=y)))
+    thread.start()
+    thread.join(30)
+    assert len(losses) == 1
+
+
+# a whole process, interrupted from outside
+
+START = """
+import time
+import torch
+from torch.nn import functional
+import fxpipe
+from fxpipe import interpreter
+from tests.tiny import CUTS, Snapshot, Tiny, batch
+
+def compiled():
+    torch.manual_seed(0)
+    return fxpipe.compile(
+        Tiny(), ["cpu"] * 3, microbatches=3, loss=functional.cross_entropy, partition=CUTS[3],
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
+    )
+
+def snapshot(pipe):
+    pipe.prepare(x, target=y)
+    assert pipe.optimizers
+    return Snapshot.of(pipe)
+
+x, y = batch()
+pipe = compiled()
+"""
+
+TRAINS = """
+states = [snapshot(pipe)]
+while len(states) < STEPS:
+    pipe.step(x, target=y)
+    states.append(snapshot(pipe))
+for turn in range(TURNS):
+    if turn < FRESH:  # has to compile first
+        pipe.close()
+        pipe, done = compiled(), 0
+    caught, error = 0.0, None
+    try:
+        print("armed", flush=True)
+        while True:
+            pipe.step(x, target=y)
+    except KeyboardInterrupt as interrupt:
+        caught, error = time.monotonic(), interrupt
+    found = snapshot(pipe)
+    while done < STEPS - 1 and found != states[done]:
+        done += 1
+    assert done < STEPS - 1, "no state between two steps"
+    done += 1
+    pipe.step(x, target=y)
+    assert snapshot(pipe) == states[done], "the next step is wrong"
+    print(caught, flush=True)
+print("done", flush=True)
+"""
+
+SLOW = """
+def slowly(machine, instruction, run=interpreter.HANDLERS[fxpipe.program.Backward]):
+    if machine.device == 1:
+        print("armed", flush=True)
+        time.sleep(2)
+    run(machine, instruction)
+
+pipe.prepare(x, target=y)
+interpreter.HANDLERS[fxpipe.program.Backward] = slowly
+pipe.step(x, target=y)
+"""
+
+
+@contextmanager
+def running(source: str) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", source],
+        cwd=Path(__file__).parent.parent,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    watchdog = threading.Timer(60, process.kill)
+    watchdog.start()
+    try:
+        yield process
+    finally:
+        watchdog.cancel()
+        process.kill()
+        process.communicate()
+
+
+def test_a_process_that_is_interrupted_at_random_trains_on_as_if_it_had_not_been() -> None:
+    turns, fresh = 14, 4
+    moments = random.Random(0)
+    settings = f"STEPS, TURNS, FRESH = 600, {turns}, {fresh}\n"
+    with running(START + settings + TRAINS) as process:
+        assert process.stdout is not None and process.stderr is not None
+        for turn in range(turns):
+            line = process.stdout.readline()
+            assert line == "armed\n", line + process.stderr.read()
+            time.sleep(moments.uniform(0, 1.5 if turn < fresh else 0.05))
+            sent = time.monotonic()
+            process.send_signal(signal.SIGINT)
+            line = process.stdout.readline()
+            assert line, process.stderr.read()
+            assert 0 < float(line) - sent < 1
+        assert process.stdout.read() == "done\n"
+        assert process.stderr.read() == ""
+        assert process.wait(30) == 0
+
+
+def test_a_process_that_is_interrupted_inside_an_instruction_ends_cleanly() -> None:
+    with running(START + SLOW) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline() == "armed\n"
+        time.sleep(0.2)
+        sent = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        errors = ""
+        while not errors.endswith("KeyboardInterrupt\n"):
+            line = process.stderr.readline()
+            assert line, errors
+            errors += line
+        assert time.monotonic() - sent < 1  # the thread still sleeps
+        note = process.stderr.readline()
+        assert note.startswith("interrupted a step") and "device 1 was at instruction" in note
+        assert process.stdout.read() == process.stderr.read() == ""
+        assert process.wait(30) in (1, -signal.SIGINT)  # of Python's own, not of a crash
