@@ -95,6 +95,8 @@ def functionalise(program: ExportedProgram, accepts: Callable[[int], bool]) -> T
                 )
             case kind:
                 raise TraceError(f"the model has an output of kind {kind.name}; return tensors")
+    _let_copies_have_gradients(module)
+    writes, outputs = _return_values(module, writes, outputs, {a.name for a in buffers})
     _tidy(
         module, {argument.name for argument in (*parameters, *buffers)} | set(filter(None, inputs))
     )
@@ -148,6 +150,65 @@ def _detach_without_grad(module: fx.GraphModule) -> None:
             cut.meta.update(item.meta)
             item.replace_all_uses_with(cut, delete_user_cb=lambda user, cut=cut: user is not cut)
     module.recompile()
+
+
+def _let_copies_have_gradients(module: fx.GraphModule) -> None:
+    """Write ``copy(x, y)``, which autograd does not know, as a scatter into all of ``x``."""
+    aten = torch.ops.aten
+    for node in list(module.graph.nodes):
+        if node.op != "call_function" or node.target is not aten.copy.default:
+            continue
+        target, source = node.args[:2]
+        like, value = target.meta["val"], source.meta["val"]
+        if not like.dim():
+            node.target, node.args, node.kwargs = (
+                aten._to_copy.default,
+                (source,),
+                {"dtype": like.dtype},
+            )
+            continue
+        with module.graph.inserting_before(node):
+            spread = module.graph.call_function(aten.expand_as.default, (source, target))
+        spread.meta.update({**node.meta, "val": value.expand(like.shape)})
+        node.target, node.args = aten.slice_scatter.default, (target, spread)
+    module.recompile()
+
+
+def _return_values(
+    module: fx.GraphModule,
+    writes: list[Write],
+    outputs: list[Value | Literal],
+    buffers: set[str],
+) -> tuple[list[Write], list[Value | Literal]]:
+    """Let the graph return its writes and values, each computed by a node of its own stage.
+
+    An argument that is written to a buffer, and a buffer that is returned, are copied.
+    """
+    end = next(node for node in module.graph.nodes if node.op == "output")
+    returned = end.args[0]
+    assert isinstance(returned, tuple | list)
+
+    def computed(node: Any, held: bool) -> Any:
+        if node.op != "placeholder" or not held:
+            return node
+        with module.graph.inserting_before(end):
+            copy = module.graph.call_function(torch.ops.aten.clone.default, (node,))
+        copy.meta.update(node.meta)
+        return copy
+
+    count = len(writes)
+    written = [computed(node, True) for node in returned[:count]]
+    values = [
+        computed(node, node.name in buffers)
+        for node, out in zip(returned[count:], outputs, strict=True)
+        if isinstance(out, Value) and isinstance(node, fx.Node)
+    ]
+    end.args = ((*written, *values),)
+    rest = iter(values)
+    return (
+        [replace(write, value=node.name) for write, node in zip(writes, written, strict=True)],
+        [replace(o, name=next(rest).name) if isinstance(o, Value) else o for o in outputs],
+    )
 
 
 def _with_lasting_names(module: fx.GraphModule) -> tuple[fx.GraphModule, dict[str, str]]:
