@@ -151,6 +151,7 @@ def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 def comparison(pipelined: Run, alone: Run) -> Table:
     table = Table("", "final loss", "a step (median)", title="Two devices beside one")
+    table.caption = "other work on the machine's cores lowers the ratio"
     table.add_row(
         f"fxpipe, {len(DEVICES)} devices",
         repr(pipelined.losses[-1]),
