@@ -67,7 +67,7 @@ class Pipeline(nn.Module):
         self._factory = optimizer
         self._optimizers: tuple[Optimizer | None, ...] | None = None
         self._shown: Compiled | None = None
-        self._last: Execution | None = None
+        self._stashed: Mapping[int, int] = {}
         self._workers = [Worker(f"fxpipe-{index}", threads) for index in range(len(self.devices))]
         self._closed = False
 
@@ -119,7 +119,7 @@ class Pipeline(nn.Module):
             return (loss, host.output()) if return_output else loss
 
         made = execution.advance(result)
-        self._shown, self._last = compiled, execution
+        self._shown, self._stashed = compiled, execution.peak_kept
         return made
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -172,6 +172,12 @@ class Pipeline(nn.Module):
     def program(self) -> Program:
         """The program of the last training step."""
         return self._compiled().program
+
+    @property
+    def stashed(self) -> Mapping[int, int]:
+        """Stage → the most micro-batches that it kept for backward at once, as counted in the
+        last training step."""
+        return dict(self._stashed)
 
     @property
     def optimizers(self) -> tuple[Optimizer | None, ...]:

@@ -78,7 +78,10 @@ def accepts(
     )
     if not symbolic:
         return lambda size: size == batch
-    leaves = pytree.tree_leaves((args, dict(kwargs)))
+    # the test is kept, the batch must not be: it needs the inputs' shapes alone
+    given = pytree.tree_map_only(torch.Tensor, lambda x: x.to("meta"), (args, dict(kwargs)))
+    program.example_inputs = given
+    leaves = pytree.tree_leaves(given)
     guards: list[nn.Module | None] = []
 
     def holds(size: int) -> bool:
