@@ -38,7 +38,7 @@ from fxpipe.plan import Plan
 from fxpipe.program import Program
 from fxpipe.schedule import Schedule
 from fxpipe.traced import SEED, Traced, Value
-from fxpipe.untouched import intra_op_threads, untouched
+from fxpipe.untouched import assigned_in_place, intra_op_threads, untouched
 
 Purpose = Literal["step", "call", "infer"]
 """A training step with its loss, a differentiable call, or a call without gradients."""
@@ -239,7 +239,7 @@ class Compiler:
         with untouched(self.model), intra_op_threads(self.threads):
             traced = self._front_end(self.model, args, kwargs, size, fixed)
             if not with_loss_:
-                return traced
+                return seed_randomness(traced)
             if self.loss is None:
                 name = own_loss(traced)
                 if name is None:
@@ -247,7 +247,7 @@ class Compiler:
                         "there is no loss: the model returns neither one tensor nor something "
                         "with .loss; give compile(..., loss=function)"
                     )
-                return with_loss(traced, name)
+                return with_loss(seed_randomness(traced), name)
             module = LossModule(self.loss)
             with torch.no_grad():
                 output = self.model(*args, **kwargs)
@@ -255,7 +255,8 @@ class Compiler:
                 return attach_leaf_loss(traced, module, output, targets)
             loss = self._front_end(module, (output, *targets), {}, size, fixed)
             source.credit(loss.graph, self.loss)
-        return attach_loss(traced, loss, dict(module.named_buffers()))
+        # seeded as one graph: no draw of the loss has the number of one of the model's
+        return seed_randomness(attach_loss(traced, loss, dict(module.named_buffers())))
 
     def _front_end(
         self,
@@ -268,12 +269,13 @@ class Compiler:
         if self.tracer == "symbolic":
             return trace_symbolically(model, args, kwargs, size)
         program = trace(model, args, kwargs, size, fixed)
-        return seed_randomness(functionalise(program, accepts(program, args, kwargs, size)))
+        return functionalise(program, accepts(program, args, kwargs, size))
 
     def _call(self, batch: Batch, leaves: list[Any], with_loss_: bool) -> tuple[Any, Tensor | None]:
         """The model itself, and its loss, on one micro-batch."""
         args, kwargs, targets = batch.unflatten(leaves)
-        output = self.model(*args, **kwargs)
+        with assigned_in_place(self.model):
+            output = self.model(*args, **kwargs)
         if not with_loss_:
             return output, None
         if self.loss is not None:

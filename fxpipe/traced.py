@@ -12,7 +12,7 @@ from torch.utils._pytree import TreeSpec
 
 from fxpipe.plan import Argument, Write
 
-SEED = "seed"
+SEED = "fxpipe_seed"
 """The placeholder that carries a micro-batch's random seed, in graphs with random operations."""
 
 

@@ -21,12 +21,33 @@ def untouched(model: nn.Module) -> Iterator[None]:
         buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
         devices = {p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"}
         try:
-            with torch.random.fork_rng(devices=sorted(devices)):
+            with assigned_in_place(model), torch.random.fork_rng(devices=sorted(devices)):
                 yield
         finally:
             with torch.no_grad():
                 for buffer, before in buffers:
                     buffer.copy_(before)
+
+
+@contextmanager
+def assigned_in_place(model: nn.Module) -> Iterator[None]:
+    """A buffer that the model replaces inside, ``self.mean = …``, is the old tensor again after,
+    with the new one's values."""
+    held = [
+        (module, name, buffer)
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    try:
+        yield
+    finally:
+        for module, name, buffer in held:
+            new = module._buffers.get(name)
+            module._buffers[name] = buffer
+            if new is not None and new is not buffer and new.shape == buffer.shape:
+                with torch.no_grad():
+                    buffer.copy_(new)
 
 
 @contextmanager

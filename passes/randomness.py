@@ -1,8 +1,8 @@
 """Make random operations pure functions of (micro-batch seed, node number).
 
 before:  native_dropout = aten.native_dropout.default(relu, 0.1, True)
-after:   native_dropout = fxpipe.random.native_dropout(relu, 0.1, True, seed, 0)
-         with ``seed`` a new input of the graph; this is the model's random operation number 0
+after:   native_dropout = fxpipe.random.native_dropout(relu, 0.1, True, fxpipe_seed, 0)
+         with ``fxpipe_seed`` a new input; this is the graph's random operation number 0
 """
 
 from __future__ import annotations
@@ -95,8 +95,12 @@ def _seeded_form(
 
 
 def _draws(node: fx.Node) -> bool:
-    """Whether a node that could draw random numbers does (attention without dropout does not)."""
-    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
-    given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    """Whether a node that could draw does: not without dropout, and not in eval mode."""
+    arguments = node.target._schema.arguments  # type: ignore[union-attr]
+    names = [argument.name for argument in arguments]
+    given = {a.name: a.default_value for a in arguments if a.has_default_value()}
+    given |= dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    if False in (given.get("train"), given.get("training")):
+        return False
     chances = [given.get(name, 0.0) for name in names if name in ("p", "dropout", "dropout_p")]
     return not chances or any(chances)

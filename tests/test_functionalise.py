@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import fxpipe
 from fxpipe.errors import TraceError
-from fxpipe.traced import Literal, Traced, Value
+from fxpipe.traced import SEED, Literal, Traced, Value
 from tests.fronted import (
     Answer,
     assert_equal,
@@ -161,7 +162,7 @@ def assert_functional(traced: Traced) -> None:
             assert not node.target._schema.is_mutable, node.target
             assert not node.target._schema.name.endswith("_"), node.target
     given = {a.name for a in (*traced.parameters, *traced.buffers)} | set(traced.inputs)
-    assert {n.name for n in traced.graph.nodes if n.op == "placeholder"} <= given | {"seed"}
+    assert {n.name for n in traced.graph.nodes if n.op == "placeholder"} <= given | {SEED}
 
 
 @pytest.mark.parametrize("function", MODELS, ids=lambda f: f.__name__)
@@ -339,3 +340,16 @@ def test_gradients_flow_through_a_copy_into_other_shapes_and_types(
     traced = front_end(model, x)
     ran = run_plan(model, traced, differentiated(model, traced, whole(traced), x), x)
     assert_equal(ran.gradients, expected.gradients)
+
+
+def test_a_buffer_that_the_model_replaces_is_trained_as_one_that_it_writes() -> None:
+    model, x = Model(buffer_replaced), torch.randn(6, 4)
+    alone = copy.deepcopy(model)
+    buffer = model.mean
+    with fxpipe.compile(model, ["cpu"], microbatches=2, loss=lambda y: y.sum()) as pipe:
+        for _ in range(2):
+            pipe.step(x)
+            for part in x.tensor_split(2):
+                alone(part)
+        assert model.mean is buffer
+        assert torch.equal(buffer, alone.mean)

@@ -1,0 +1,377 @@
+"""Random operations are functions of a seed and their number, and have the right distributions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention as attend
+
+import fxpipe
+from fxpipe import random
+from fxpipe.errors import TraceError
+from fxpipe.traced import SEED
+from tests.fronted import (
+    Answer,
+    assert_equal,
+    differentiated,
+    front_end,
+    run_graph,
+    run_plan,
+    whole,
+)
+
+COUNT = 40_000
+
+
+class Draws(nn.Module):
+    """Any function of the input."""
+
+    def __init__(self, function: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(x)
+
+
+def drawn(function: Callable[[Tensor], Any], x: Tensor, seed: int = 0) -> Any:
+    model = Draws(function)
+    return run_graph(model, front_end(model, x), x, seed=seed)[0]
+
+
+OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "dropout": lambda x: nn.functional.dropout(x, 0.3),
+    "dropout1d": lambda x: nn.functional.dropout1d(x[..., None], 0.3),
+    "alpha dropout": lambda x: nn.functional.alpha_dropout(x, 0.3, training=True),
+    "rand": lambda x: torch.rand(x.shape[0], 4),
+    "rand_like": torch.rand_like,
+    "randn": lambda x: torch.randn(x.shape[0], 4),
+    "randn_like": torch.randn_like,
+    "randint": lambda x: torch.randint(3, 9, (x.shape[0], 4)),
+    "randint from 0": lambda x: torch.randint(9, (x.shape[0], 4)),
+    "bernoulli of chances": lambda x: torch.bernoulli(torch.full_like(x, 0.3)),
+    "bernoulli in place": lambda x: torch.empty_like(x).bernoulli_(0.3),
+    "randperm": lambda x: torch.randperm(100),
+}
+
+operations = pytest.mark.parametrize("function", OPERATIONS.values(), ids=OPERATIONS.keys())
+
+
+@operations
+def test_a_draw_is_a_function_of_the_seed(function: Callable[[Tensor], Tensor]) -> None:
+    x = torch.ones(50, 4)
+    model = Draws(function)
+    traced = front_end(model, x)
+    first = run_graph(model, traced, x, seed=5)[0]
+    torch.rand(7)  # whatever else draws
+    run_graph(model, traced, x, seed=6)
+    torch.manual_seed(3)
+    assert torch.equal(run_graph(model, traced, x, seed=5)[0], first)
+    assert not torch.equal(run_graph(model, traced, x, seed=6)[0], first)
+
+
+@operations
+def test_draws_leave_torchs_generator_alone(function: Callable[[Tensor], Tensor]) -> None:
+    x = torch.ones(5, 4)
+    model = Draws(function)
+    traced = front_end(model, x)
+    before = torch.get_rng_state()
+    run_graph(model, traced, x)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@operations
+def test_two_draws_of_one_graph_differ(function: Callable[[Tensor], Tensor]) -> None:
+    one, two = drawn(lambda x: (function(x), function(x)), torch.ones(50, 4))
+    assert not torch.equal(one, two)
+
+
+@operations
+def test_a_draw_does_not_depend_on_what_is_computed_besides(
+    function: Callable[[Tensor], Tensor],
+) -> None:
+    x = torch.ones(5, 4)
+    more = drawn(lambda x: (function(x), x.exp().sum()), x)[0]
+    assert torch.equal(drawn(function, x), more)
+
+
+@operations
+def test_shapes_and_types_are_torchs(function: Callable[[Tensor], Tensor]) -> None:
+    for dtype in (torch.float32, torch.float64):
+        x = torch.ones(5, 4, dtype=dtype)
+        here, there = drawn(function, x), function(x)
+        assert (here.shape, here.dtype, here.stride()) == (there.shape, there.dtype, there.stride())
+
+
+def near(value: Tensor | float, expected: float, deviation: float, count: int = COUNT) -> bool:
+    """Whether a mean of so many draws lies within six standard errors."""
+    return abs(float(value) - expected) < 6 * deviation / math.sqrt(count)
+
+
+def long() -> Tensor:
+    return torch.full((COUNT, 1), 2.0, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+def test_dropout_keeps_the_right_share_scaled(p: float) -> None:
+    y = drawn(lambda x: nn.functional.dropout(x, p), long())
+    assert near((y == 0).double().mean(), p, math.sqrt(p * (1 - p)))
+    kept = y[y != 0]
+    torch.testing.assert_close(kept, torch.full_like(kept, 2 / (1 - p)))
+
+
+@pytest.mark.parametrize("p", [0.0, 1.0])
+def test_dropout_of_all_or_nothing(p: float) -> None:
+    x = torch.randn(5, 4)
+    assert torch.equal(drawn(lambda x: nn.functional.dropout(x, p), x), x * (1 - p))
+
+
+def test_alpha_dropout_keeps_mean_and_variance() -> None:
+    y = drawn(lambda x: nn.functional.alpha_dropout(x, 0.2, training=True), _normal())
+    assert near(y.mean(), 0, 1.5)
+    assert near((y**2).mean(), 1, 3)
+
+
+def _normal() -> Tensor:
+    return torch.randn(COUNT, 1, generator=torch.Generator().manual_seed(0))
+
+
+def test_uniform_numbers_fill_the_unit_interval() -> None:
+    for function in (torch.rand_like, lambda x: torch.rand(x.shape[0], 1)):
+        y = drawn(function, long())
+        assert 0 <= y.min() < 0.01
+        assert 0.99 < y.max() < 1
+        assert near(y.double().mean(), 0.5, math.sqrt(1 / 12))
+        assert near(((y.double() - 0.5) ** 2).mean(), 1 / 12, 0.08)
+
+
+def test_normal_numbers_have_mean_zero_and_variance_one() -> None:
+    for function in (torch.randn_like, lambda x: torch.randn(x.shape[0], 1)):
+        y = drawn(function, long())
+        assert near(y.double().mean(), 0, 1)
+        assert near((y.double() ** 2).mean(), 1, math.sqrt(2))
+        assert near((y.abs() < 1).double().mean(), 0.6827, 0.47)
+
+
+def test_integers_are_even_over_their_range() -> None:
+    for low, function in (
+        (3, lambda x: torch.randint(3, 8, (x.shape[0],))),
+        (0, lambda x: torch.randint(5, (x.shape[0],))),
+    ):
+        y = drawn(function, long())
+        assert y.dtype == torch.int64
+        counts = torch.bincount(y - low, minlength=5)
+        assert len(counts) == 5
+        assert all(near(count / COUNT, 0.2, 0.4) for count in counts)
+
+
+def test_bernoulli_follows_its_chances() -> None:
+    chances = torch.tensor([0.0, 0.2, 0.7, 1.0]).expand(COUNT, 4)
+    y = drawn(torch.bernoulli, chances)
+    assert set(y.unique().tolist()) == {0.0, 1.0}
+    for column, p in enumerate((0.0, 0.2, 0.7, 1.0)):
+        share = y[:, column].double().mean()
+        assert float(share) == p if p in (0, 1) else near(share, p, 0.5)
+
+
+def test_a_permutation_holds_every_number_once() -> None:
+    y = drawn(lambda x: torch.randperm(100) + 0 * x.shape[0], torch.ones(5, 4))
+    assert not torch.equal(y, torch.arange(100))
+    assert torch.equal(y.sort().values, torch.arange(100))
+
+
+def test_seeds_and_numbers_next_to_each_other_give_unrelated_draws() -> None:
+    x = torch.empty(1000, dtype=torch.float64)
+    rows = [
+        torch.ops.fxpipe.uniform(x, torch.tensor(seed), node)
+        for seed in range(8)
+        for node in range(8)
+    ]
+    related = torch.corrcoef(torch.stack(rows)) - torch.eye(64, dtype=torch.float64)
+    assert related.abs().max() < 6 / math.sqrt(1000)
+    assert len({random.mix(a, b) for a in range(100) for b in range(100)}) == 10_000
+
+
+def formula(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, kept: Tensor, scale: float
+) -> Tensor:
+    """Attention in plain loops over batch and heads, with a mask of kept weights."""
+    out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=q.dtype)
+    for at in torch.cartesian_prod(*(torch.arange(n) for n in q.shape[:-1])).tolist():
+        *batch, row = at
+        group = q.shape[-3] // k.shape[-3]
+        held = (*batch[:-1], batch[-1] // group)
+        scores = (k[held] @ q[tuple(at)]) * scale
+        if mask is not None:
+            here = mask.expand(*q.shape[:-1], k.shape[-2])[tuple(at)]
+            scores = (
+                torch.where(here, scores, -math.inf) if here.dtype == torch.bool else scores + here
+            )
+        if causal:
+            scores = torch.where(torch.arange(len(scores)) <= row, scores, -math.inf)
+        out[tuple(at)] = (scores.softmax(0) * kept[tuple(at)]) @ v[held]
+    return out
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"is_causal": True},
+        {"scale": 0.3},
+        {"attn_mask": torch.eye(5).bool().logical_not()},
+        {"attn_mask": torch.linspace(-2, 2, 25, dtype=torch.float64).reshape(5, 5)},
+        {"enable_gqa": True},
+        {"enable_gqa": True, "is_causal": True, "scale": 2.0},
+    ],
+    ids=str,
+)
+def test_attention_with_dropout_is_the_formula(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    heads = 2 if "enable_gqa" in options else 4
+    q = torch.randn(3, 4, 5, 6, dtype=torch.float64)
+    k, v = torch.randn(2, 3, heads, 5, 6, dtype=torch.float64)
+
+    class Attention(nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return attend(q, k, v, dropout_p=0.4, **options)
+
+    model = Attention()
+    traced = front_end(model, q, k, v)
+    assert traced.seeded
+    here = run_graph(model, traced, q, k, v, seed=9)[0]
+    weights = torch.ones(3, 4, 5, 5, dtype=torch.float64)
+    kept, _ = random.native_dropout(weights, 0.4, True, torch.tensor(9), 0)
+    there = formula(
+        q,
+        k,
+        v,
+        options.get("attn_mask"),
+        options.get("is_causal", False),
+        kept,
+        options.get("scale", 1 / math.sqrt(6)),
+    )
+    torch.testing.assert_close(here, there, rtol=1e-12, atol=1e-12)
+
+
+def test_attention_without_dropout_stays_torchs_own() -> None:
+    class Attention(nn.Module):
+        def forward(self, q: Tensor) -> Tensor:
+            return attend(q, q, q, is_causal=True)
+
+    q = torch.randn(3, 4, 5, 6)
+    traced = front_end(Attention(), q)
+    assert not traced.seeded
+    assert torch.equal(run_graph(Attention(), traced, q)[0], attend(q, q, q, is_causal=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "function"),
+    [
+        ("multinomial", lambda x: torch.multinomial(x.exp(), 2)),
+        ("exponential", nn.functional.gumbel_softmax),
+        ("poisson", lambda x: torch.poisson(x.exp())),
+    ],
+)
+def test_an_operation_without_a_seeded_form_is_refused_by_name(
+    name: str, function: Callable[[Tensor], Tensor]
+) -> None:
+    with pytest.raises(TraceError, match=rf"random operation aten\.{name}.*torch\.rand"):
+        front_end(Draws(function), torch.randn(5, 4))
+
+
+def test_a_graph_without_random_operations_is_unchanged() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.0), nn.ReLU())
+    traced = front_end(model, torch.randn(3, 4))
+    assert not traced.seeded
+    assert all(node.name != SEED for node in traced.graph.nodes)
+
+
+def test_evaluation_draws_nothing() -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.4, batch_first=True)
+    model = nn.Sequential(layer, nn.Dropout(0.5), nn.RReLU()).eval()
+    x = torch.randn(3, 5, 8)
+    traced = front_end(model, x)
+    assert not traced.seeded
+    torch.testing.assert_close(run_graph(model, traced, x)[0], model(x))
+
+
+def test_backward_uses_the_masks_of_forward() -> None:
+    model = nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.5), nn.Linear(6, 4, bias=False))
+    x = torch.randn(5, 4)
+    traced = front_end(model, x)
+    plan = differentiated(model, traced, whole(traced), x)
+    ran = run_plan(model, traced, plan, x, seed=4)
+    kept, _ = random.native_dropout(torch.ones(5, 6), 0.5, True, torch.tensor(4), 0)
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = model
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.layers[2](self.layers[0](x) * kept)
+            return y
+
+    expected = {n.removeprefix("layers."): g for n, g in Answer(Masked(), x).gradients.items()}
+    assert sorted(ran.gradients) == sorted(expected)
+    for name, gradient in ran.gradients.items():
+        torch.testing.assert_close(gradient, expected[name])
+
+
+def test_gradients_flow_through_chances_as_in_torch() -> None:
+    def function(x: Tensor) -> Tensor:
+        return torch.bernoulli(x.sigmoid()) * x + torch.rand_like(x) * x.exp()
+
+    model = nn.Sequential(nn.Linear(4, 4), Draws(function))
+    x = torch.randn(5, 4)
+    traced = front_end(model, x)
+    plan = differentiated(model, traced, whole(traced), x)
+    again = [run_plan(model, traced, plan, x, seed=4).gradients for _ in range(2)]
+    assert_equal(*again)
+    assert set(again[0]) == {"0.weight", "0.bias"}
+
+
+def test_a_recurrent_layer_with_dropout_draws_in_training_alone() -> None:
+    class Last(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm = nn.LSTM(3, 4, 2, dropout=0.5, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.lstm(x)[0]
+            return y
+
+    x = torch.randn(3, 5, 3)
+    with pytest.raises(TraceError, match=r"aten\.lstm"):
+        front_end(Last().train(), x)
+    model = Last().eval()
+    assert torch.equal(run_graph(model, front_end(model, x), x)[0], model(x))
+
+
+def test_an_input_may_be_called_seed() -> None:
+    class Seeded(nn.Module):
+        def forward(self, x: Tensor, seed: Tensor) -> Tensor:
+            return nn.functional.dropout(x, 0.5) * seed
+
+    x, seed = torch.ones(50, 4), torch.full((50, 4), 3.0)
+    traced = front_end(Seeded(), x, seed)
+    assert set(run_graph(Seeded(), traced, x, seed)[0].unique().tolist()) == {0.0, 6.0}
+
+
+def test_the_model_and_the_loss_draw_apart() -> None:
+    def loss(y: Tensor) -> Tensor:
+        return (torch.rand_like(y) - y).abs().mean()
+
+    model = nn.Sequential(nn.Linear(4, 4), Draws(lambda x: torch.rand_like(x) + 0 * x))
+    with fxpipe.compile(model, ["cpu"] * 2, microbatches=2, loss=loss, partition=["1"]) as pipe:
+        torch.manual_seed(0)
+        first = pipe.step(torch.ones(40, 4))
+        assert float(first) > 0.1  # one and the same draw would give 0
+        torch.manual_seed(0)
+        assert torch.equal(pipe.step(torch.ones(40, 4)), first)
