@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fxpipe.edge import HOST
 from fxpipe.errors import TraceError
 from fxpipe.plan import Plan
 from fxpipe.serial import run_serially
@@ -90,7 +91,7 @@ def _gradients(
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The gradients to start from, and the model's own for every parameter."""
     roots = {loss_name: loss} if loss is not None else dict(zip(names, outputs, strict=False))
-    back = {edge.value for edge in plan.edges if edge.gradient}
+    back = {edge.value for edge in plan.edges if edge.gradient and edge.target == HOST}
     started = {name: value for name, value in roots.items() if name in back and value is not None}
     seeds = {str(name): _pattern(value).to(value) + 0.5 for name, value in started.items()}
     trained = {
