@@ -183,7 +183,9 @@ def trace_joint(
         found[:] = [next(values) if needs else None for needs in asked]
         return [*result.outputs, *result.writes, *(g for g in found if g is not None)]
 
-    module = make_fx(joint)([*parameters, *buffers, *inputs, *given])
+    arguments = [*parameters, *buffers, *inputs, *given]
+    module = _functional(make_fx(joint)(arguments), arguments)
+    _train_recurrent_layers(module.graph)
     count = len(inputs)
     return Joint(
         module=module,
@@ -206,6 +208,40 @@ def trace_joint(
         input_gradients=tuple(found[:count]),
         parameter_gradients=tuple(gradient is not None for gradient in found[count:]),
     )
+
+
+def _functional(module: fx.GraphModule, arguments: list[Any]) -> fx.GraphModule:
+    """The graph without in-place operations, which some operations and gradients are made of.
+
+    A graph that has them cannot be parted: what is read after a write would move before it.
+    """
+    if not any(_is_mutable(node) for node in module.graph.nodes):
+        return module
+
+    def again(flat: list[Any]) -> Any:
+        with fx_traceback.preserve_node_meta():
+            return fx.Interpreter(module).run(flat)
+
+    with torch.no_grad():
+        return make_fx(torch.func.functionalize(again, remove="mutations"))(arguments)
+
+
+def _is_mutable(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def _train_recurrent_layers(graph: fx.Graph) -> None:
+    """oneDNN's recurrent layer keeps what its backward reads only where gradients are enabled."""
+    for node in graph.nodes:
+        if node.target is torch.ops.aten.mkldnn_rnn_layer.default:
+            node.target = rnn_layer_with_workspace
+
+
+def rnn_layer_with_workspace(*args: Any) -> Any:
+    """``aten.mkldnn_rnn_layer``, ready for its backward."""
+    args = tuple(x.detach() if isinstance(x, Tensor) else x for x in args)
+    with torch.enable_grad():
+        return torch.ops.aten.mkldnn_rnn_layer.default(*args)
 
 
 @contextmanager

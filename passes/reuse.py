@@ -17,6 +17,9 @@ from torch._ops import OpOverload
 
 from fxpipe.passes.partition import is_part
 
+_UNDECLARED = ("_reshape_alias", "_unsafe_view", "unsafe_split", "unsafe_split_with_sizes")
+"""Operations whose results are views, though their schemas do not say so."""
+
 
 def reuse(graph: fx.Graph) -> int:
     """Rewrite a functional graph; its meaning stays. Returns how many operations were changed."""
@@ -93,7 +96,14 @@ def _is_view(node: fx.Node) -> bool:
         return _is_view(node.all_input_nodes[0])
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return True
-    return any(result.alias_info is not None for result in node.target._schema.returns)
+    return may_alias(node.target)
+
+
+def may_alias(target: OpOverload) -> bool:
+    """Whether an operation's result may lie in the memory of what it reads."""
+    return target._schema.name.removeprefix("aten::") in _UNDECLARED or any(
+        result.alias_info is not None for result in target._schema.returns
+    )
 
 
 def _owner(node: fx.Node) -> fx.Node:

@@ -16,7 +16,7 @@ from torch import fx
 from fxpipe.kernel import GraphKernel
 from fxpipe.passes.joint import Joint
 from fxpipe.passes.partition import is_part
-from fxpipe.passes.reuse import reuse
+from fxpipe.passes.reuse import may_alias, reuse
 
 aten = torch.ops.aten
 
@@ -130,9 +130,7 @@ def _may_alias(node: fx.Node) -> bool:
     target: Any = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return True
-    return any(result.alias_info is not None for result in target._schema.returns) or (
-        target is aten._reshape_alias.default or target is aten._unsafe_view.default
-    )
+    return may_alias(target)
 
 
 def _same_storage(node: fx.Node, other: Any) -> bool:

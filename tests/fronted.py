@@ -10,10 +10,12 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from fxpipe.errors import PartitionError
 from fxpipe.passes.cut import cut
 from fxpipe.passes.differentiate import Differentiate, Wanted
 from fxpipe.passes.functionalise import functionalise
-from fxpipe.passes.partition import Assignment, compute_nodes, in_order, owners
+from fxpipe.passes.measure import NodeCost
+from fxpipe.passes.partition import Assignment, balance, compute_nodes, owners
 from fxpipe.passes.randomness import seed_randomness
 from fxpipe.passes.sizes import localise_sizes
 from fxpipe.passes.trace import accepts, trace
@@ -64,9 +66,12 @@ def run_graph(
 
 
 def in_stages(traced: Traced, stages: int) -> Assignment:
-    """As many nodes in each stage, in the order of the program; parts with what they are of."""
-    nodes = in_order(traced)
-    return Assignment(stages, {n.name: i * stages // len(nodes) for i, n in enumerate(nodes)})
+    """About as many nodes in each stage, or as many stages as there can be."""
+    costs = {node.name: NodeCost(1.0, 0.0, 1) for node in traced.graph.nodes}
+    try:
+        return balance(traced, stages, costs)
+    except PartitionError:
+        return in_stages(traced, stages - 1)
 
 
 def whole(traced: Traced) -> Assignment:
