@@ -12,7 +12,8 @@ from torch import nn
 import fxpipe.schedules as _library
 from fxpipe.compiler import Compiler, Loss, Tracer
 from fxpipe.errors import InputError, near
-from fxpipe.pipeline import OptimizerFactory, Pipeline
+from fxpipe.optimizer import OptimizerFactory
+from fxpipe.pipeline import Pipeline
 from fxpipe.schedule import Recipe, Schedule, find_recipe
 
 _compiled: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Pipeline]] = weakref.WeakKeyDictionary()
@@ -81,6 +82,13 @@ def compile(
         raise InputError(
             f"there is no tracer {tracer!r}: {near(str(tracer), ('export', 'symbolic'))}"
         )
+    if not isinstance(partition, str) and not (
+        isinstance(partition, Sequence) and all(isinstance(name, str) for name in partition)
+    ):
+        raise InputError(
+            f'partition is {partition!r}; give "auto" or a list of submodule names, at each of '
+            "which a stage begins"
+        )
     if isinstance(partition, str) and partition != "auto":
         raise InputError(
             f'partition is {partition!r}; give "auto" or a list of submodule names, such as '
@@ -95,8 +103,8 @@ def compile(
         )
     if optimizer is not None and not callable(optimizer):
         raise InputError(
-            f"optimizer is {optimizer!r}; give a function from parameters to a torch optimizer, "
-            "such as lambda parameters: torch.optim.AdamW(parameters)"
+            f"optimizer is {_shown(optimizer)}; give a function from parameters to a torch "
+            "optimizer, such as lambda parameters: torch.optim.AdamW(parameters)"
         )
     for name, parameter in model.named_parameters():
         if parameter.device.type != "cpu":
@@ -104,6 +112,7 @@ def compile(
                 f"parameter {name!r} is on {parameter.device}; move the model to the CPU first "
                 "(model.cpu())"
             )
+    _check_shared(model)
     threads = max(1, torch.get_num_threads() // len(places))
     compiler = Compiler(
         model, len(places), loss=loss, partition=partition, tracer=tracer, threads=threads
@@ -118,6 +127,28 @@ def compile(
             pipe.close()
             raise
     return pipe
+
+
+def _check_shared(model: nn.Module) -> None:
+    """A module of which a part, or of whose parent, a pipe is open already."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for other, pipe in _compiled.items():
+        owner = pipe()
+        if owner is None or owner.closed:
+            continue
+        for parameter in other.parameters():
+            if id(parameter) in names:
+                raise InputError(
+                    f"parameter {names[id(parameter)]!r} is also one of a {type(other).__name__} "
+                    "that is compiled already, and two pipes would share it; close() that pipe "
+                    "first, or compile copy.deepcopy(model)"
+                )
+
+
+def _shown(value: Any) -> str:
+    """A value in a message: short ones as they are, others as what they are."""
+    text = repr(value)
+    return text if len(text) < 60 and "\n" not in text else f"one {type(value).__name__} object"
 
 
 def _devices(devices: Devices) -> list[torch.device]:
@@ -144,10 +175,10 @@ def _devices(devices: Devices) -> list[torch.device]:
 def _device(name: str | torch.device) -> torch.device:
     try:
         device = torch.device(name)
-    except (RuntimeError, TypeError) as error:
-        raise InputError(
-            f'there is no device {name!r} ({str(error).splitlines()[0]}); name one such as "cpu"'
-        ) from None
+        if not isinstance(name, str | torch.device):
+            raise TypeError
+    except (RuntimeError, TypeError):
+        raise InputError(f'there is no device {name!r}; name one such as "cpu"') from None
     if device.type != "cpu":
         raise InputError(
             f'stages cannot run on {device} yet; name CPU devices, such as ["cpu", "cpu"]'

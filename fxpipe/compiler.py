@@ -38,6 +38,7 @@ from fxpipe.plan import Plan
 from fxpipe.program import Program
 from fxpipe.schedule import Schedule
 from fxpipe.traced import SEED, Traced, Value
+from fxpipe.tryout import try_loss, try_model, try_own_loss
 from fxpipe.untouched import assigned_in_place, intra_op_threads, untouched
 
 Purpose = Literal["step", "call", "infer"]
@@ -148,6 +149,13 @@ class Compiler:
                 f"micro-batches of {sizes[0]} and {sizes[-1]} samples take different ways "
                 f"through the model; give a batch size that {microbatches} divides"
             )
+        if purpose == "step" and not any(
+            edge.value == traced.loss and edge.gradient for edge in plan.edges
+        ):
+            raise InputError(
+                "the loss has a gradient to no parameter, so that a step would train nothing; "
+                "let some parameter that it depends on require a gradient"
+            )
         schedule, program = self._program(plan, microbatches, recipe, purpose, updates)
         kernels = [
             [stage.kernel for stage in plans[size][1].stages if stage.kernel is not None]
@@ -237,6 +245,11 @@ class Compiler:
     ) -> Traced:
         args, kwargs, targets = batch.unflatten(leaves)
         with untouched(self.model), intra_op_threads(self.threads):
+            output = try_model(self.model, args, kwargs)
+            if with_loss_ and self.loss is not None:
+                try_loss(self.loss, output, targets)
+            elif with_loss_:
+                try_own_loss(output)
             traced = self._front_end(self.model, args, kwargs, size, fixed)
             if not with_loss_:
                 return seed_randomness(traced)
@@ -249,8 +262,6 @@ class Compiler:
                     )
                 return with_loss(seed_randomness(traced), name)
             module = LossModule(self.loss)
-            with torch.no_grad():
-                output = self.model(*args, **kwargs)
             if traced.leaves:
                 return attach_leaf_loss(traced, module, output, targets)
             loss = self._front_end(module, (output, *targets), {}, size, fixed)
@@ -295,7 +306,12 @@ class Compiler:
     ) -> tuple[Schedule, Program]:
         key = (plan.edges, microbatches, recipe, purpose, updates)
         if key not in self._programs:
-            schedule = recipe(self.devices, microbatches)
+            schedule = recipe(self.devices, microbatches).verify()
+            if purpose == "step" and not schedule.trains:
+                raise InputError(
+                    f"schedule {schedule.name!r} has no backward, and a step needs one; train "
+                    'with another, such as "1f1b", and call the pipe for inference'
+                )
             lower = Lower(plan, updates=updates, pause=purpose == "call")
             self._programs[key] = schedule, runner.run(schedule, lower, communicate, free)
         return self._programs[key]

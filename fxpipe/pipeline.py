@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -18,6 +18,7 @@ from fxpipe.cpu import Worker
 from fxpipe.errors import InputError
 from fxpipe.execution import Execution
 from fxpipe.host import BatchHost, draw_seed, next_seed
+from fxpipe.optimizer import OptimizerFactory, make_optimizer
 from fxpipe.plan import Plan
 from fxpipe.program import Program
 from fxpipe.schedule import Schedule, find_recipe
@@ -25,7 +26,6 @@ from fxpipe.table import stage_table
 from fxpipe.traced import Value
 from fxpipe.weights import LiveWeights
 
-OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
 Recipes = Callable[[int, int], Schedule]
 
 
@@ -272,7 +272,11 @@ class Pipeline(nn.Module):
                 "there is a target but no loss to compare it with; give compile(..., "
                 "loss=function), or leave out target"
             )
-        return Batch.of(self._model, args, kwargs, targets)
+        batch = Batch.of(self._model, args, kwargs, targets)
+        for name, leaf in zip(batch.names, batch.leaves, strict=True):
+            if isinstance(leaf, torch.Tensor) and leaf.device.type != "cpu":
+                raise InputError(f"{name} is on {leaf.device}; move it to the CPU ({name}.cpu())")
+        return batch
 
     def _count(self, batch: Batch, clip: bool = False) -> int:
         if self._microbatches is None:
@@ -301,12 +305,7 @@ class Pipeline(nn.Module):
             made: list[Optimizer | None] = []
             for stage in plan.stages:
                 parameters = [state[argument.target] for argument in stage.parameters]
-                made.append(self._factory(parameters) if parameters else None)
-                if made[-1] is not None and not isinstance(made[-1], Optimizer):
-                    raise InputError(
-                        f"optimizer made {made[-1]!r}; give a function from parameters to a "
-                        "torch.optim.Optimizer, such as lambda p: torch.optim.Adam(p)"
-                    )
+                made.append(make_optimizer(self._factory, parameters) if parameters else None)
             self._optimizers = tuple(made)
         return self._optimizers
 

@@ -5,7 +5,6 @@ Only compute is written here. Communication, stash, frees and versions are deriv
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -182,8 +181,7 @@ class Recipe:
 
     def _row(self, device: int, devices: int, microbatches: int) -> Iterator[Task]:
         bound = _TASKS_PER_STAGE_AND_MICROBATCH * (microbatches + 1)
-        tasks = iter(self.tasks(device, devices, microbatches))
-        for position, task in enumerate(itertools.islice(tasks, bound + 1)):
+        for position, task in enumerate(self._tasks(device, devices, microbatches)):
             where = f"schedule {self.name!r}, device {device}, position {position}"
             if position == bound:
                 raise InputError(
@@ -194,6 +192,17 @@ class Recipe:
                 raise InputError(f"{where}: got {task!r}; yield tasks such as F(0), B(0) or U()")
             stage = device if task.stage is None else task.stage
             yield Task(task.kind, task.microbatch, stage, task.batch)
+
+    def _tasks(self, device: int, devices: int, microbatches: int) -> Iterator[Task]:
+        """What the author's function gives; what it raises is told as its own."""
+        try:
+            yield from self.tasks(device, devices, microbatches)
+        except Exception as error:
+            raise InputError(
+                f"schedule {self.name!r} fails for device {device} of {devices} and "
+                f"{microbatches} micro-batches ({type(error).__name__}: {error}); let the function "
+                "(device, devices, microbatches) yield tasks such as F(0), B(0) or U()"
+            ) from error
 
 
 RECIPES: dict[str, Recipe] = {}

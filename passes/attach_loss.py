@@ -29,6 +29,10 @@ class LossModule(nn.Module):
         super().__init__()
         self.loss = loss
 
+    def _get_name(self) -> str:
+        """What messages call it."""
+        return "the loss"
+
     def forward(self, output: Any, *targets: Any) -> Any:
         return self.loss(output, *targets)
 

@@ -96,7 +96,12 @@ def cut_at(traced: Traced, stages: int, names: Sequence[str], model: nn.Module) 
         place = next((i for i, node in enumerate(nodes) if within(node, name)), None)
         if place is None:
             raise PartitionError(f"submodule {name!r} computes nothing; cut at another one")
-        if cuts and place <= cuts[-1]:
+        if cuts and place == cuts[-1]:
+            raise PartitionError(
+                f"the cuts at {names[len(cuts) - 1]!r} and at {name!r} are one and the same, and "
+                "a stage between them would be empty; name another one"
+            )
+        if cuts and place < cuts[-1]:
             raise PartitionError(
                 f"a cut at {name!r} after the one at {names[len(cuts) - 1]!r} would make an edge "
                 "run backward, for it runs earlier; name the cuts in the order in which they run"

@@ -19,14 +19,19 @@ from torch.utils import _pytree as pytree
 from fxpipe import source
 from fxpipe.errors import TraceError
 
-_CURES = (
-    ("DataDependent", "it depends on the values of a tensor; compute it with torch.where or masks"),
-    (
-        "data-dependent",
-        "it depends on the values of a tensor; compute it with torch.where or masks",
-    ),
-    ("constraint", "make the model's code independent of that size, or give inputs of one size"),
+_ON_VALUES = (
+    "what it computes depends on the values of a tensor",
+    "compute it with torch.where or masks",
 )
+_REASONS = {
+    "DataDependent": _ON_VALUES,
+    "data-dependent": _ON_VALUES,
+    "constraint": (
+        "it holds for one size alone",
+        "make that line independent of the size, or give inputs of one size",
+    ),
+}
+"""A word of PyTorch's error → what is wrong, and the cure."""
 
 
 def trace(
@@ -133,14 +138,16 @@ def _dynamic_batch(
 
 
 def _explained(model: nn.Module, error: Exception) -> TraceError:
-    where = source.of_exception(error) or type(model).__name__
-    reason = str(error).strip().splitlines()
-    summary = f"{type(error).__name__}: {reason[0]}" if reason else type(error).__name__
-    cure = next(
-        (text for word, text in _CURES if word in type(error).__name__ or word in str(error)),
-        'rewrite that line, or trace around it with tracer="symbolic", which calls modules as '
-        "they are",
+    name = model._get_name()
+    where = source.of_exception(error) or name
+    text = str(error).strip().splitlines()
+    summary = f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+    reason, cure = next(
+        (known for word, known in _REASONS.items() if word in f"{type(error).__name__} {error}"),
+        (
+            summary[:300],
+            'rewrite that line, or give compile(..., tracer="symbolic"), which calls modules of '
+            "torch.nn as they are",
+        ),
     )
-    return TraceError(
-        f"{type(model).__name__} cannot be traced at {where} ({summary[:300]}); {cure}"
-    )
+    return TraceError(f"{name} cannot be traced at {where} ({reason}); {cure}")

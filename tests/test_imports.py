@@ -51,9 +51,11 @@ LAYERS = {
         "fxpipe.call",
         "fxpipe.compile",
         "fxpipe.compiler",
+        "fxpipe.optimizer",
         "fxpipe.pipeline",
         "fxpipe.placement",
         "fxpipe.table",
+        "fxpipe.tryout",
     ),
 }
 """Layer → its modules; a package stands for all that is in it, save for ``fxpipe`` itself."""

@@ -1,0 +1,126 @@
+"""The model and its loss, called as they are on the first micro-batch, before they are traced.
+
+What is wrong with the inputs or the loss is told here in its own words; a tracer would tell it in
+those of its insides.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from fxpipe import source
+from fxpipe.errors import InputError
+
+
+def try_model(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The model's output, without gradients.
+
+    Raises:
+        InputError: the model itself raises; names its line.
+    """
+    try:
+        with torch.no_grad():
+            return model(*args, **kwargs)
+    except Exception as error:
+        raise InputError(
+            f"{type(model).__name__} fails on the first micro-batch{_told(error)}; give it inputs "
+            "that it takes, or correct that line"
+        ) from error
+
+
+def try_loss(loss: Callable[..., Any], output: Any, targets: Sequence[Any]) -> None:
+    """See that the loss is one: a scalar with a gradient.
+
+    Raises:
+        InputError: it is not, or it raises; names its line.
+    """
+    _check_signature(loss, targets)
+    output = pytree.tree_map(_differentiable, output)
+    try:
+        with torch.enable_grad():
+            value = loss(output, *targets)
+    except Exception as error:
+        raise InputError(
+            f"the loss fails on the first micro-batch{_told(error)}; give it outputs and targets "
+            "that it takes, or correct that line"
+        ) from error
+    if not isinstance(value, Tensor):
+        raise InputError(
+            f"the loss returns {_a(value)}; return one tensor, a scalar such as the mean"
+        )
+    _check_scalar(value, "the loss")
+    if not value.requires_grad and any(map(_requires_grad, pytree.tree_leaves(output))):
+        raise InputError(
+            "the loss has no gradient to the model's output; compute it with differentiable "
+            "operations, without detach, argmax or item"
+        )
+
+
+def try_own_loss(output: Any) -> None:
+    """See that the model returns a loss: its output, or ``.loss`` of it.
+
+    Raises:
+        InputError: it does not.
+    """
+    found = output.get("loss", output) if isinstance(output, dict) else output
+    value = getattr(found, "loss", found)
+    if value is found and (not isinstance(value, Tensor) or value.dim()):
+        what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else _a(value)
+        raise InputError(
+            f"there is no loss: the model returns {what}, neither a scalar nor something with "
+            ".loss; give compile(..., loss=function)"
+        )
+    _check_scalar(value, "the loss that the model returns")
+
+
+def _check_signature(loss: Callable[..., Any], targets: Sequence[Any]) -> None:
+    function = loss.forward if isinstance(loss, nn.Module) else loss
+    try:
+        inspect.signature(function).bind(None, *targets)
+    except TypeError as error:
+        given = {0: "no target", 1: "1 target"}.get(len(targets), f"{len(targets)} targets")
+        raise InputError(
+            f"the loss does not fit the model's output and {given}: {error}; give step(..., "
+            "target=...) what it takes, or a tuple for several"
+        ) from None
+    except ValueError:
+        return  # it is written in C and does not tell
+
+
+def _check_scalar(value: Any, name: str) -> None:
+    if not isinstance(value, Tensor):
+        raise InputError(f"{name} is {_a(value)}; return one tensor, a scalar such as the mean")
+    if value.dim():
+        raise InputError(
+            f"{name} has shape {tuple(value.shape)}; reduce it to a scalar, as with .mean()"
+        )
+    if not value.is_floating_point():
+        raise InputError(f"{name} is of {value.dtype}; return a floating-point number")
+
+
+def _differentiable(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor) and leaf.is_floating_point():
+        # a value of the graph, not a leaf of it, which the loss could not write to
+        return leaf.detach().requires_grad_() * 1
+    return leaf
+
+
+def _requires_grad(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.requires_grad
+
+
+def _told(error: Exception) -> str:
+    line = source.of_exception(error)
+    text = str(error).strip().splitlines()
+    what = f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+    return (f" at {line}" if line else "") + f" ({what[:300]})"
+
+
+def _a(value: Any) -> str:
+    return "nothing" if value is None else f"a {type(value).__name__}"
