@@ -24,14 +24,23 @@ _UNDECLARED = ("_reshape_alias", "_unsafe_view", "unsafe_split", "unsafe_split_w
 def reuse(graph: fx.Graph) -> int:
     """Rewrite a functional graph; its meaning stays. Returns how many operations were changed."""
     order = {node: place for place, node in enumerate(graph.nodes)}
-    death = _last_uses(graph, order)
+    # of the graph as it is: an operation that was changed looks like a view of its operand
+    owner = {node: _owner(node) for node in graph.nodes}
+    fresh = {node for node in graph.nodes if node.op == "call_function" and not _is_view(node)}
+    death = _last_uses(graph, order, owner)
     changed = 0
     for node in graph.nodes:
         if not _is_elementwise(node):
             continue
         for operand in node.all_input_nodes:
-            dies = death.get(operand) == order[node]
-            if dies and _is_fresh(operand, node) and _write_over(node, operand):
+            others = [owner[other] for other in node.all_input_nodes if other is not operand]
+            dies = death.get(operand) == order[node] and operand not in others
+            if (
+                dies
+                and operand in fresh
+                and _lies_alike(operand, node)
+                and _write_over(node, operand)
+            ):
                 changed += 1
                 break
     graph.lint()
@@ -73,20 +82,15 @@ def _write_over(node: fx.Node, operand: fx.Node) -> bool:
     return False
 
 
-def _is_fresh(operand: fx.Node, node: fx.Node) -> bool:
-    """Whether an operand's memory is its own and lies as the result's will."""
+def _lies_alike(operand: fx.Node, node: fx.Node) -> bool:
+    """Whether an operand lies in memory as the result will."""
     value, result = operand.meta.get("val"), node.meta.get("val")
     return (
         isinstance(value, Tensor)
         and isinstance(result, Tensor)
-        and operand.op == "call_function"
-        and not _is_view(operand)
         and value.dtype == result.dtype
         and value.shape == result.shape
         and value.stride() == result.stride()
-        and all(
-            _owner(other) is not operand for other in node.all_input_nodes if other is not operand
-        )
     )
 
 
@@ -113,11 +117,12 @@ def _owner(node: fx.Node) -> fx.Node:
     return node
 
 
-def _last_uses(graph: fx.Graph, order: dict[fx.Node, int]) -> dict[fx.Node, int]:
+def _last_uses(
+    graph: fx.Graph, order: dict[fx.Node, int], owner: dict[fx.Node, fx.Node]
+) -> dict[fx.Node, int]:
     """Memory, as the node that made it → the place of the last node that reads it or a view."""
     death: dict[fx.Node, int] = {}
     for node in graph.nodes:
         for operand in node.all_input_nodes:
-            owner = _owner(operand)
-            death[owner] = max(death.get(owner, 0), order[node])
+            death[owner[operand]] = max(death.get(owner[operand], 0), order[node])
     return death
