@@ -257,7 +257,7 @@ def recipes(draw: st.DrawFn) -> Recipe:
     steps: list[Step] = []
     for _ in range(draw(st.integers(3, 12))):
         possible = [name for name, one in OPERATIONS.items() if {*one.reads} <= {*kinds}]
-        rare = [name for name in possible if {*OPERATIONS[name].reads} & {SQUARE, HALF, MASK, INTS, SCALAR}]
+        rare = [name for name in possible if {*OPERATIONS[name].reads} - {ROWS, ROW}]
         name = draw(st.sampled_from(possible + rare * 3))
         operation = OPERATIONS[name]
         fresh = name == "change in place"  # of an input it is an error

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
+from torch.optim import Optimizer
 
 import fxpipe
 from examples.unet import UNet
-from fxpipe.pipeline import OptimizerFactory
 from tests import loop
 from tests.profiles import DEEP
 
@@ -65,11 +65,11 @@ def two_unets(dtype: torch.dtype) -> tuple[UNet, UNet]:
     return model, copy.deepcopy(model)
 
 
-def adam(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+def adam(parameters: Iterable[nn.Parameter]) -> Optimizer:
     return torch.optim.Adam(parameters, lr=1e-2)
 
 
-def momentum(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+def momentum(parameters: Iterable[nn.Parameter]) -> Optimizer:
     return torch.optim.SGD(parameters, lr=1e-2, momentum=0.9, weight_decay=1e-3)
 
 
@@ -101,7 +101,7 @@ def test_a_unets_losses_gradients_and_statistics_equal_the_loops(setting: Settin
 @pytest.mark.parametrize("setting", GRID if DEEP else COVERING[1::2], ids=_name)
 @pytest.mark.parametrize("optimizer", [adam, momentum] if DEEP else [adam])
 def test_ten_optimizer_steps_end_at_the_weights_of_the_loop(
-    setting: Setting, optimizer: OptimizerFactory
+    setting: Setting, optimizer: Callable[[Iterable[nn.Parameter]], Optimizer]
 ) -> None:
     stages, m, schedule, dtype = setting
     model, alone = two_unets(dtype)
@@ -148,7 +148,7 @@ def token_loss(scores: Tensor, tokens: Tensor) -> Tensor:
     return cross_entropy(scores, tokens.flatten())
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"] if DEEP else ["1f1b"])
 def test_a_transformer_with_a_tied_embedding_equals_the_loop(schedule: str) -> None:
     torch.manual_seed(1)
     model = Language()
