@@ -55,6 +55,7 @@ def functionalise(program: ExportedProgram, accepts: Callable[[int], bool]) -> T
         program = program.run_decompositions({})
     signature = program.graph_signature
     module = program.graph_module
+    held = _first_names(program)
     parameters: list[Argument] = []
     buffers: list[Argument] = []
     constants: dict[str, torch.Tensor] = {}
@@ -64,9 +65,9 @@ def functionalise(program: ExportedProgram, accepts: Callable[[int], bool]) -> T
         name = getattr(spec.arg, "name", "")
         match spec.kind:
             case InputKind.PARAMETER if name in used:
-                parameters.append(Argument(name, str(spec.target)))
+                parameters.append(Argument(name, held(str(spec.target))))
             case InputKind.BUFFER if name in used:
-                buffers.append(Argument(name, str(spec.target)))
+                buffers.append(Argument(name, held(str(spec.target))))
             case InputKind.CONSTANT_TENSOR if name in used:
                 target = f"constant.{spec.target}"
                 buffers.append(Argument(name, target))
@@ -85,7 +86,7 @@ def functionalise(program: ExportedProgram, accepts: Callable[[int], bool]) -> T
     for out in signature.output_specs:
         match out.kind:
             case OutputKind.BUFFER_MUTATION:
-                writes.append(Write(str(out.target), str(getattr(out.arg, "name", ""))))
+                writes.append(Write(held(str(out.target)), str(getattr(out.arg, "name", ""))))
             case OutputKind.USER_OUTPUT:
                 outputs.append(_output(out.arg, module.graph))
             case OutputKind.USER_INPUT_MUTATION:
@@ -116,6 +117,15 @@ def functionalise(program: ExportedProgram, accepts: Callable[[int], bool]) -> T
         out_spec=out_spec,
         accepts=accepts,
     )
+
+
+def _first_names(program: ExportedProgram) -> Callable[[str], str]:
+    """A parameter or buffer goes by the first of its names, as in ``named_parameters``."""
+    state = program.state_dict
+    first: dict[int, str] = {}
+    for name, tensor in state.items():
+        first.setdefault(id(tensor), name)
+    return lambda name: first[id(state[name])] if name in state else name
 
 
 def _output(argument: Any, graph: fx.Graph) -> Value | Literal:
