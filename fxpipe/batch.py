@@ -53,7 +53,7 @@ class Batch:
             ) from None
         ordered = {name: kwargs[name] for name in sorted(kwargs)}
         with_paths, spec = pytree.tree_flatten_with_path((tuple(args), ordered, tuple(targets)))
-        names = tuple(_name(model, path) for path, _ in with_paths)
+        names = tuple(_name(model, path, len(targets)) for path, _ in with_paths)
         leaves = tuple(leaf for _, leaf in with_paths)
         count = len(pytree.tree_leaves((tuple(args), ordered)))
         return Batch(leaves, spec, names, _batch_size(leaves, names), count)
@@ -124,7 +124,7 @@ def _batch_size(leaves: Sequence[Any], names: Sequence[str]) -> int:
     return sizes.pop() if sizes else 1
 
 
-def _name(model: nn.Module, path: Sequence[Any]) -> str:
+def _name(model: nn.Module, path: Sequence[Any], targets: int) -> str:
     """``x``, ``mask['left']``, ``target[0]``: how a user would write a leaf."""
     part, *rest = path
     which = getattr(part, "idx", 0)
@@ -140,7 +140,7 @@ def _name(model: nn.Module, path: Sequence[Any]) -> str:
     elif which == 1:
         head, rest = str(rest[0].key), rest[1:]
     else:
-        head, rest = "target", rest if len(rest) > 1 else []
+        head, rest = "target", rest if targets > 1 else rest[1:]
     return head + pytree.keystr(tuple(rest))
 
 

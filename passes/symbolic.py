@@ -75,8 +75,8 @@ def trace_symbolically(
             'values of tensors into a submodule of torch.nn, or use tracer="export"'
         ) from error
     module = fx.GraphModule(model, graph)
+    _out_of_place(module)  # before dead code goes: what works in place alone looks dead
     _drop_assertions(graph)
-    _out_of_place(module)
     names = _inputs(graph, given)
     outputs, out_spec = _outputs(graph)
     graph.lint()
@@ -246,11 +246,17 @@ class _Example(fx.Interpreter):
     """Runs the graph once: notes what kind of value each node has, and which buffers it writes."""
 
     def written(self, model: nn.Module, *inputs: Tensor) -> set[str]:
+        """The buffers of every module that writes one; BatchNorm writes some unseen by autograd."""
         buffers = dict(model.named_buffers(remove_duplicate=False))
-        before = {name: buffer._version for name, buffer in buffers.items()}
+        before = {name: (buffer._version, buffer.clone()) for name, buffer in buffers.items()}
         with torch.no_grad():
             self.run(*inputs)
-        return {name for name, buffer in buffers.items() if buffer._version != before[name]}
+        owners = {
+            name.rpartition(".")[0]
+            for name, buffer in buffers.items()
+            if buffer._version != before[name][0] or not torch.equal(buffer, before[name][1])
+        }
+        return {name for name in buffers if name.rpartition(".")[0] in owners}
 
     def run_node(self, n: fx.Node) -> Any:
         value = super().run_node(n)

@@ -1,0 +1,180 @@
+"""The check before first use: a wrong graph is refused, a right one passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional
+
+from fxpipe.errors import TraceError
+from fxpipe.passes.check import check
+from fxpipe.traced import Traced
+from tests.exported import Recurrent
+from tests.fronted import differentiated, front_end, in_stages, state_of, values_of
+from tests.tiny import Tiny
+
+aten = torch.ops.aten
+
+
+class Model(nn.Module):
+    def __init__(self, function: Callable[..., Any] | None = None) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.other = nn.Linear(4, 4)
+        self.register_buffer("calls", torch.zeros(()))
+        self.function = function
+
+    def forward(self, x: Tensor) -> Any:
+        if self.function is not None:
+            return self.function(self, x)
+        self.calls += 1
+        y = self.layer(x)
+        return y * 2 + self.other(y.detach()).exp()
+
+
+def checked(
+    model: nn.Module, x: Tensor, edit: Callable[[fx.Graph], None] | None = None, stages: int = 2
+) -> None:
+    """Compile a model whose graph was edited, and check it as the compiler does."""
+    traced: Traced = front_end(model, x)
+    if edit is not None:
+        edit(traced.graph)
+        traced.graph.lint()
+        traced.module.recompile()
+    plan = differentiated(model, traced, in_stages(traced, stages), x)
+    buffers = [(b, b.clone()) for b in model.buffers()]
+    try:
+        check(
+            traced,
+            plan,
+            values_of(traced, x),
+            state_of(model, traced),
+            lambda: (model(x), None),
+            True,
+        )
+    finally:
+        for buffer, before in buffers:
+            buffer.copy_(before)
+
+
+def only(graph: fx.Graph, target: Any) -> fx.Node:
+    return next(node for node in graph.nodes if node.target is target)
+
+
+def drop_detach(graph: fx.Graph) -> None:
+    node = only(graph, aten.detach.default)
+    node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+    graph.erase_node(node)
+
+
+def change_constant(graph: fx.Graph) -> None:
+    node = only(graph, aten.mul.Tensor)
+    node.args = (node.args[0], 2.01)
+
+
+def change_operation(graph: fx.Graph) -> None:
+    only(graph, aten.exp.default).target = aten.expm1.default
+
+
+def forget_a_layer(graph: fx.Graph) -> None:
+    first, second = (node for node in graph.nodes if node.target is aten.linear.default)
+    second.args = (second.args[0], *first.args[1:])
+
+
+def change_what_is_written(graph: fx.Graph) -> None:
+    node = next(n for n in graph.nodes if n.target is aten.add.Tensor and n.args[1] == 1)
+    node.args = (node.args[0], 3)
+
+
+@pytest.mark.parametrize(
+    ("edit", "what"),
+    [
+        (drop_detach, "the gradient of 'layer."),
+        (change_constant, "output 'add"),
+        (change_operation, "output 'add"),
+        (forget_a_layer, "output 'add"),
+        (change_what_is_written, "written to the buffer 'calls'"),
+    ],
+)
+def test_a_wrong_graph_is_refused_by_what_differs(
+    edit: Callable[[fx.Graph], None], what: str
+) -> None:
+    torch.manual_seed(0)
+    with pytest.raises(TraceError, match="does not compute what the model computes") as caught:
+        checked(Model(), torch.randn(3, 4), edit)
+    assert what in str(caught.value)
+    assert 'tracer="symbolic"' in str(caught.value)
+
+
+def test_the_same_graph_unedited_passes() -> None:
+    checked(Model(), torch.randn(3, 4))
+
+
+class Backwards(torch.autograd.Function):
+    """The identity, with a gradient of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return -gradient
+
+
+def test_an_autograd_function_with_its_own_backward_is_noticed() -> None:
+    def reversed_gradient(model: Model, x: Tensor) -> Any:
+        y: Tensor = Backwards.apply(model.layer(x))
+        return model.other(y)
+
+    with pytest.raises(TraceError, match="gradient of 'layer"):
+        checked(Model(reversed_gradient), torch.randn(3, 4))
+
+
+RIGHT: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
+    "tiny": (Tiny, lambda: torch.randn(3, 4)),
+    "dropout": (
+        lambda: nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3), nn.ReLU(), nn.Dropout(0.9)),
+        lambda: torch.randn(3, 4),
+    ),
+    "attention with dropout": (
+        lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.3, batch_first=True),
+        lambda: torch.randn(3, 5, 8),
+    ),
+    "dropout of channels": (
+        lambda: nn.Sequential(nn.Conv1d(4, 4, 1), nn.Dropout1d(0.4), nn.AlphaDropout(0.2)),
+        lambda: torch.randn(3, 4, 5),
+    ),
+    "recurrent": (lambda: Recurrent().train(), lambda: torch.randn(3, 5, 3)),
+    **{
+        name: (lambda function=function: Model(function), lambda: torch.randn(3, 4))  # type: ignore[misc]
+        for name, function in {
+            "rand": lambda m, x: m.layer(x) * torch.rand(x.shape[0], 1) + torch.rand_like(x),
+            "randn": lambda m, x: m.layer(x) * torch.randn(4) + torch.randn_like(x),
+            "randint": lambda m, x: m.layer(x) * torch.randint(2, 9, (4,)),
+            "bernoulli": lambda m, x: torch.bernoulli(m.layer(x).sigmoid()) * m.other(x),
+            "randperm": lambda m, x: m.layer(x)[:, torch.randperm(4)],
+            "functional": lambda m, x: functional.dropout(m.layer(x), 0.5, inplace=True),
+        }.items()
+    },
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_graph_passes_whatever_it_draws(name: str) -> None:
+    factory, inputs = RIGHT[name]
+    checked(factory(), inputs())
+
+
+def test_a_wrong_chance_of_dropout_is_noticed() -> None:
+    def change(graph: fx.Graph) -> None:
+        node = next(n for n in graph.nodes if "dropout" in n.name)
+        node.args = (node.args[0], 0.4, *node.args[2:])
+
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3), nn.Linear(8, 4))
+    with pytest.raises(TraceError, match="does not compute"):
+        checked(model, torch.randn(3, 4), change)
