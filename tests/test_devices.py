@@ -18,6 +18,7 @@ from torch.nn import functional
 
 import fxpipe
 from fxpipe import InputError
+from fxpipe.cpu import Worker
 from tests.tiny import CUTS, Tiny, batch, within
 
 pytestmark = pytest.mark.timeout(120, method="thread")
@@ -180,28 +181,31 @@ def test_backward_after_the_last_name_of_the_pipe_is_gone_works() -> None:
     assert soon(lambda: not workers() - before)
 
 
-def test_calls_from_several_threads_at_once_do_not_wait_for_each_other_forever() -> None:
-    x, _ = batch()
-    with pipe_of(["cpu"] * 3, partition=CUTS[3]) as pipe:
+def test_steps_from_several_threads_at_once_do_not_wait_for_each_other_forever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def slowly(worker: Worker, job: Callable[[], None]) -> None:
+        submit(worker, job)
+        time.sleep(0.002)  # for another step to come between two devices of this one
+
+    x, y = batch()
+    submit = Worker.submit
+    with pipe_of(["cpu"] * 3, partition=CUTS[3], loss=functional.cross_entropy) as pipe:
         pipe.eval()
-        expected = pipe(x)
+        expected = pipe.step(x, target=y)
+        monkeypatch.setattr(Worker, "submit", slowly)
         found: list[Tensor] = []
 
-        def call() -> None:
-            with torch.no_grad():
-                for _ in range(20):
-                    found.append(pipe(x))
+        def step() -> None:
+            for _ in range(10):
+                found.append(pipe.step(x, target=y))
 
-        pipe(x)
-        with torch.no_grad():
-            pipe(x)
-        threads = [threading.Thread(target=call, daemon=True) for _ in range(4)]
+        threads = [threading.Thread(target=step, daemon=True) for _ in range(4)]
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(30)
-        assert not any(thread.is_alive() for thread in threads)
-        assert len(found) == 80
+            thread.join(10)
+        assert len(found) == 40
         assert all(torch.equal(each, expected) for each in found)
 
 
