@@ -63,8 +63,8 @@ def test_a_batch_of_one_row_is_a_batch_of_one() -> None:
 
 
 def test_nests_come_back_as_they_were() -> None:
-    inner = {"left": torch.randn(4, 1), "right": [torch.randn(4), None]}
-    target = (torch.randn(4), {"weight": torch.randn(4, 2)})
+    inner: dict[str, Any] = {"left": torch.randn(4, 1), "right": [torch.randn(4), None]}
+    target: tuple[Any, ...] = (torch.randn(4), {"weight": torch.randn(4, 2)})
     batch = batch_of(torch.randn(4, 2), inner, scale=(torch.randn(4), 2), targets=target)
     args, kwargs, targets = batch.unflatten(batch.split(2)[1])
     assert torch.equal(args[1]["left"], inner["left"][2:])

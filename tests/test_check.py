@@ -21,6 +21,8 @@ aten = torch.ops.aten
 
 
 class Model(nn.Module):
+    calls: Tensor
+
     def __init__(self, function: Callable[..., Any] | None = None) -> None:
         super().__init__()
         self.layer = nn.Linear(4, 4)
@@ -62,7 +64,8 @@ def checked(
 
 
 def only(graph: fx.Graph, target: Any) -> fx.Node:
-    return next(node for node in graph.nodes if node.target is target)
+    found: fx.Node = next(node for node in graph.nodes if node.target is target)
+    return found
 
 
 def drop_detach(graph: fx.Graph) -> None:
@@ -128,7 +131,7 @@ class Backwards(torch.autograd.Function):
 
 def test_an_autograd_function_with_its_own_backward_is_noticed() -> None:
     def reversed_gradient(model: Model, x: Tensor) -> Any:
-        y: Tensor = Backwards.apply(model.layer(x))
+        y: Tensor = Backwards.apply(model.layer(x))  # type: ignore[no-untyped-call]
         return model.other(y)
 
     with pytest.raises(TraceError, match="gradient of 'layer"):

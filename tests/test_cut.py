@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given
@@ -106,17 +109,20 @@ def test_a_parameter_stays_with_its_owner_though_only_others_read_it() -> None:
     assert carried == {argument.name for argument in traced.parameters}
 
 
-MODELS = {
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "skips": (Skips, lambda: torch.randn(3, 4)),
     "tiny": (Tiny, lambda: torch.randn(3, 4)),
     "slices": (Sliced, lambda: torch.randint(10, (3, 6))),
     "transformer": (Language, lambda: torch.randint(11, (3, 5))),
     "u-net": (lambda: UNet(channels=2, base=2, depth=2), lambda: torch.randn(3, 2, 8, 8)),
 }
-FRONT = {
-    name: (model := factory(), x := inputs(), front_end(model, x))
-    for name, (factory, inputs) in MODELS.items()
-}
+
+
+@functools.cache
+def front(name: str) -> tuple[nn.Module, Tensor, Traced]:
+    factory, inputs = MODELS[name]
+    model, x = factory(), inputs()
+    return model, x, front_end(model, x)
 
 
 def settled(traced: Traced, wishes: list[int], stages: int) -> Assignment:
@@ -149,7 +155,7 @@ def settled(traced: Traced, wishes: list[int], stages: int) -> Assignment:
 def test_any_forward_assignment_makes_a_plan_that_verifies(
     name: str, wishes: list[int], stages: int
 ) -> None:
-    _, _, traced = FRONT[name]
+    _, _, traced = front(name)
     assignment = settled(traced, wishes, stages)
     plan = cut_up(*localise_sizes(traced, assignment))
     made: dict[str, int] = {}
@@ -164,7 +170,7 @@ def test_any_forward_assignment_makes_a_plan_that_verifies(
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("stages", [2, 4])
 def test_a_cut_graph_computes_the_uncut_ones_bits(name: str, stages: int) -> None:
-    model, x, traced = FRONT[name]
+    model, x, traced = front(name)
     expected = Answer(model, x)
     uncut = run_plan(model, traced, differentiated(model, traced, whole(traced), x), x)
     parted = run_plan(model, traced, differentiated(model, traced, in_stages(traced, stages), x), x)
@@ -183,7 +189,7 @@ def test_a_cut_graph_computes_the_uncut_ones_bits(name: str, stages: int) -> Non
 
 @pytest.mark.parametrize("name", ["slices", "transformer"])
 def test_no_size_crosses(name: str) -> None:
-    _, _, traced = FRONT[name]
+    _, _, traced = front(name)
     plan = cut_up(*localise_sizes(traced, in_stages(traced, 4)))
     by_name = {node.name: node for node in traced.graph.nodes}
     for edge in plan.edges:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -157,6 +158,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]]]] 
 cases = pytest.mark.parametrize("name", CASES)
 
 
+@functools.cache
 def made(name: str) -> tuple[nn.Module, tuple[Any, ...], Traced]:
     torch.manual_seed(1)
     factory, arguments = CASES[name]
@@ -183,6 +185,13 @@ def test_graphs_equal_autograd_to_the_bit(name: str, stages: int) -> None:
     # autograd gives None where a graph may give zeros, and no more than that
     assert set(ran.gradients) == set(expected.gradients)
     assert_equal(ran.state, {w.target: expected.buffers[w.target] for w in traced.writes})
+
+
+@functools.cache
+def in_one(name: str) -> Plan:
+    """The case as a single stage, with all gradients."""
+    model, args, traced = made(name)
+    return differentiated(model, traced, whole(traced), *args, inputs=True)
 
 
 def state_by_name(model: nn.Module, traced: Traced) -> dict[str, Tensor]:
@@ -215,7 +224,7 @@ def parts(
 def test_gradients_of_inputs_are_autograds(name: str) -> None:
     model, args, traced = made(name)
     expected = Answer(model, *args).inputs
-    plan = differentiated(model, traced, whole(traced), *args, inputs=True)
+    plan = in_one(name)
     kernel, parameters, buffers, inputs, gradients = parts(model, traced, plan, args)
     result = kernel.forward(parameters, buffers, inputs)
     found = kernel.backward(result.saved, gradients).inputs
@@ -233,7 +242,7 @@ def test_gradients_of_inputs_are_autograds(name: str) -> None:
 @cases
 def test_parameter_gradients_are_memory_of_their_own(name: str) -> None:
     model, args, traced = made(name)
-    plan = differentiated(model, traced, whole(traced), *args, inputs=True)
+    plan = in_one(name)
     kernel, parameters, buffers, inputs, gradients = parts(model, traced, plan, args)
     result = kernel.forward(parameters, buffers, list(inputs))
     back = kernel.backward(list(result.saved), list(gradients))
@@ -256,7 +265,7 @@ def test_parameter_gradients_are_memory_of_their_own(name: str) -> None:
 @cases
 def test_arguments_are_emptied(name: str) -> None:
     model, args, traced = made(name)
-    plan = differentiated(model, traced, whole(traced), *args)
+    plan = in_one(name)
     kernel, parameters, buffers, inputs, gradients = parts(model, traced, plan, args)
     result = kernel.forward(parameters, buffers, inputs)
     assert inputs == []
@@ -268,7 +277,7 @@ def test_arguments_are_emptied(name: str) -> None:
 @cases
 def test_no_copy_of_a_parameter_is_saved(name: str) -> None:
     model, args, traced = made(name)
-    plan = differentiated(model, traced, whole(traced), *args)
+    plan = in_one(name)
     kernel, parameters, buffers, inputs, _ = parts(model, traced, plan, args)
     result = kernel.forward(parameters, buffers, inputs)
     storages = {p.untyped_storage().data_ptr() for p in parameters}
@@ -284,7 +293,7 @@ def test_no_copy_of_a_parameter_is_saved(name: str) -> None:
 @cases
 def test_gradients_that_lie_otherwise_give_the_same(name: str) -> None:
     model, args, traced = made(name)
-    plan = differentiated(model, traced, whole(traced), *args, inputs=True)
+    plan = in_one(name)
     kernel, parameters, buffers, inputs, gradients = parts(model, traced, plan, args)
 
     def run(inputs: list[Any], gradients: list[Tensor]) -> list[Any]:
@@ -312,7 +321,7 @@ def otherwise(x: Any) -> Any:
 @cases
 def test_every_backward_node_knows_where_it_comes_from(name: str) -> None:
     model, args, traced = made(name)
-    plan = differentiated(model, traced, whole(traced), *args)
+    plan = in_one(name)
     (stage,) = plan.stages
     assert stage.backward is not None
     names = {node.name for node in traced.graph.nodes}

@@ -277,9 +277,11 @@ def test_wrong_names_are_refused_with_a_cure(names: Sequence[str], message: str)
 def test_names_out_of_order_are_refused() -> None:
     model = Nested()
     traced = front_end(model, torch.randn(3, 4))
-    for names in (["last", "inner"], ["inner.2", "inner"], ["last", "last"]):
+    for names in (["last", "inner"], ["inner.2", "inner"]):
         with pytest.raises(PartitionError, match=r"run backward.*in the order in which they run"):
             cut_at(traced, 3, names, model)
+    with pytest.raises(PartitionError, match=r"one and the same.*name another"):
+        cut_at(traced, 3, ["last", "last"], model)
 
 
 @pytest.mark.parametrize("name", ["inner", "inner.0", "inner.1", "inner.2", "last"])

@@ -78,7 +78,7 @@ def _branch(module: nn.Module, args: Any, output: Tensor) -> Tensor:
 
 
 def _backwards(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-    result: Tensor = Backwards.apply(output)
+    result: Tensor = Backwards.apply(output)  # type: ignore[no-untyped-call]
     return result
 
 

@@ -139,6 +139,8 @@ def test_sizes_are_tried_on_every_input_in_whatever_order_it_was_given() -> None
 class Keeps(nn.Module):
     """Counts its calls, keeps statistics, draws random numbers."""
 
+    calls: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.BatchNorm1d(4)
