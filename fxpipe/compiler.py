@@ -37,8 +37,8 @@ from fxpipe.placement import Placement
 from fxpipe.plan import Plan
 from fxpipe.program import Program
 from fxpipe.schedule import Schedule
-from fxpipe.traced import SEED, Traced, Value
-from fxpipe.tryout import try_loss, try_model, try_own_loss
+from fxpipe.traced import SEED, Traced, Value, with_batched
+from fxpipe.tryout import batched_outputs, try_loss, try_model, try_own_loss
 from fxpipe.untouched import assigned_in_place, intra_op_threads, untouched
 
 Purpose = Literal["step", "call", "infer"]
@@ -251,6 +251,9 @@ class Compiler:
             elif with_loss_:
                 try_own_loss(output)
             traced = self._front_end(self.model, args, kwargs, size, fixed)
+            if any(isinstance(out, Value) and out.batched is None for out in traced.outputs):
+                told = batched_outputs(self.model, args, kwargs, output, size)
+                traced = traced if told is None else with_batched(traced, told)
             if not with_loss_:
                 return seed_randomness(traced)
             if self.loss is None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -77,3 +77,14 @@ class Traced:
     def seeded(self) -> bool:
         """Whether the graph draws random numbers, and so takes SEED."""
         return any(node.op == "placeholder" and node.name == SEED for node in self.graph.nodes)
+
+
+def with_batched(traced: Traced, batched: Sequence[bool]) -> Traced:
+    """The graph with it known of each flat output whether its dimension 0 is the batch."""
+    if len(batched) != len(traced.outputs):
+        return traced
+    outputs = tuple(
+        replace(out, batched=told) if isinstance(out, Value) else out
+        for out, told in zip(traced.outputs, batched, strict=True)
+    )
+    return replace(traced, outputs=outputs)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from fxpipe import source
@@ -32,6 +33,47 @@ def try_model(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) 
             f"{type(model).__name__} fails on the first micro-batch{_told(error)}; give it inputs "
             "that it takes, or correct that line"
         ) from error
+
+
+def batched_outputs(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any, size: int
+) -> list[bool] | None:
+    """For each flat output whether its dimension 0 is the batch.
+
+    Told by a run without data on twice the batch; None where the model does not take one.
+
+    Args:
+        model: the model.
+        args: positional inputs of one micro-batch.
+        kwargs: keyword inputs of one micro-batch.
+        output: what the model makes of them.
+        size: samples in it.
+    """
+    before = pytree.tree_leaves(output)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def doubled(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        fake = mode.from_tensor(leaf.detach())
+        return torch.cat([fake, fake]) if leaf.dim() and leaf.shape[0] == size else fake
+
+    try:
+        with mode, torch.no_grad():
+            twice_args, twice_kwargs = pytree.tree_map(doubled, (tuple(args), dict(kwargs)))
+            after = pytree.tree_leaves(model(*twice_args, **twice_kwargs))
+    except Exception:
+        return None
+    if len(before) != len(after):
+        return None
+    return [
+        isinstance(a, Tensor)
+        and isinstance(b, Tensor)
+        and a.dim() > 0
+        and a.shape[0] == size
+        and b.shape[0] == 2 * size
+        for a, b in zip(before, after, strict=True)
+    ]
 
 
 def try_loss(loss: Callable[..., Any], output: Any, targets: Sequence[Any]) -> None:

@@ -344,3 +344,24 @@ def test_frozen_parameters_get_no_gradient_also_when_frozen_later(
         gradients = loop.gradients(model)
         assert [name for name, gradient in gradients.items() if gradient is None] == names
         loop.assert_same(gradients, loop.gradients(alone))
+
+
+class _Shared(nn.Module):
+    """Returns something per sample, and something that all samples share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.weight = nn.Parameter(torch.ones(1, 4))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.linear(x * self.weight), self.weight * 2
+
+
+@pytest.mark.parametrize("samples", [6, 3, 2])
+def test_an_output_that_samples_share_is_not_joined_at_any_micro_batch_size(samples: int) -> None:
+    pipe = fxpipe.compile(_Shared(), ["cpu", "cpu"], microbatches=3)
+    with torch.no_grad():
+        per_sample, shared = pipe(torch.rand(samples, 4))
+    assert per_sample.shape == (samples, 4)
+    assert shared.shape == (1, 4)
