@@ -320,7 +320,7 @@ def otherwise(x: Any) -> Any:
 
 @cases
 def test_every_backward_node_knows_where_it_comes_from(name: str) -> None:
-    model, args, traced = made(name)
+    _, _, traced = made(name)
     plan = in_one(name)
     (stage,) = plan.stages
     assert stage.backward is not None
