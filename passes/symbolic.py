@@ -149,7 +149,8 @@ def _drop_assertions(graph: fx.Graph) -> None:
         if node.op == "call_function" and "assert" in getattr(node.target, "__name__", ""):
             node.users.clear()
             graph.erase_node(node)
-    graph.eliminate_dead_code()
+    # a leaf module may be called for what it does to its buffers, or by its hooks
+    graph.eliminate_dead_code(lambda node: node.op == "call_module" or node.is_impure())
 
 
 def _inputs(graph: fx.Graph, given: Mapping[str, Any]) -> dict[str, str | None]:

@@ -275,3 +275,18 @@ def test_constants_of_a_call_are_traced_as_they_are() -> None:
     names = [n.target for n in traced.graph.nodes if n.op == "placeholder"]
     args = [x if name == "x" else None for name in names]
     assert torch.equal(traced.module(*args)[0], model(x, 3.0, twice=True))
+
+
+def test_a_leaf_called_for_its_statistics_alone_is_called() -> None:
+    class Watches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.watch = nn.BatchNorm1d(4)
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.layer(x)
+            self.watch(y)
+            return y
+
+    trained_alike(Watches(), rows, ["watch"], zeros)
