@@ -72,7 +72,8 @@ def trace_symbolically(
         raise TraceError(
             f"{type(model).__name__} cannot be traced at {where} ({type(error).__name__}: "
             f"{str(error).splitlines()[0] if str(error) else ''}); move what depends on the "
-            'values of tensors into a submodule of torch.nn, or use tracer="export"'
+            "values of tensors into a function of its own under torch.fx.wrap, or use "
+            'tracer="export"'
         ) from error
     module = fx.GraphModule(model, graph)
     _out_of_place(module)  # before dead code goes: what works in place alone looks dead

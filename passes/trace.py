@@ -7,6 +7,7 @@ after:   ExportedProgram of ATen operations over the very same Parameter objects
 from __future__ import annotations
 
 import inspect
+import logging
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -18,6 +19,8 @@ from torch.utils import _pytree as pytree
 
 from fxpipe import source
 from fxpipe.errors import TraceError
+
+_TORCH_LOG = logging.getLogger("torch.fx.experimental.symbolic_shapes")
 
 _ON_VALUES = (
     "what it computes depends on the values of a tensor",
@@ -120,9 +123,16 @@ def _export(
     kwargs: Mapping[str, Any],
     dynamic: dict[str, Any] | None,
 ) -> ExportedProgram:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # notes on attributes that the model itself assigns
-        return torch.export.export(model, args, dict(kwargs), dynamic_shapes=dynamic, strict=False)
+    level = _TORCH_LOG.level
+    _TORCH_LOG.setLevel(logging.CRITICAL)  # what fails here is told once, by our own error
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # notes on attributes that the model itself assigns
+            return torch.export.export(
+                model, args, dict(kwargs), dynamic_shapes=dynamic, strict=False
+            )
+    finally:
+        _TORCH_LOG.setLevel(level)
 
 
 def _dynamic_batch(
