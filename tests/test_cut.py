@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+import fxpipe
 from examples.unet import UNet
 from fxpipe.edge import HOST
 from fxpipe.passes.cut import cut
@@ -201,3 +202,29 @@ def test_modules_are_named_where_all_their_work_is() -> None:
     traced = front_end(model, torch.randn(3, 4))
     plan = cut_up(traced, whole(traced))
     assert plan.stages[0].modules == ("first", "middle", "last")
+
+
+class _LateRow(nn.Module):
+    """Makes a row of weights early, and needs the batch size for it late."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.row = nn.Parameter(torch.rand(4))
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        row = self.row.unsqueeze(0)
+        h = self.first(x)
+        out: Tensor = self.second(h) + row.expand(h.shape[0], -1)
+        return out
+
+
+def test_a_stage_takes_its_size_from_a_tensor_that_is_there_when_it_is_needed() -> None:
+    model = _LateRow()
+    pipe = fxpipe.compile(model, ["cpu", "cpu"], microbatches=2, partition=["second"])
+    with torch.no_grad():
+        made = pipe(x := torch.rand(6, 4))
+        expected = torch.cat([model(part) for part in x.tensor_split(2)])
+    assert torch.equal(made, expected)
+    assert [edge.value for edge in pipe.plan.edges if edge.kind == "act"] == ["linear"]
