@@ -7,16 +7,21 @@ READY := $(VENV)/ready
 # Always with the constraints: they keep pip from choosing another, far larger, build of torch.
 INSTALL := $(RUN) -m pip install --constraint constraints.txt
 
+# A test may use two threads of its own, so more processes than cores do not help.
+WORKERS := --numprocesses=logical --maxprocesses=4 --dist=worksteal
+
 # The virtual environment alone decides what is imported.
 unexport PYTHONPATH
 
-.PHONY: help demo test deep check format clean
+.PHONY: help demo test deep check compare docs format clean
 
 help:
 	@echo "make demo   train a U-Net over two devices and compare with one"
 	@echo "make test   run the tests"
 	@echo "make deep   run the tests with many more random examples"
 	@echo "make check  lint, formatting and types"
+	@echo "make compare  time fxpipe beside its peers"
+	@echo "make docs   build the pages into build/docs"
 	@echo "make format reformat"
 	@echo "make clean  remove what these made"
 
@@ -24,15 +29,21 @@ demo: $(READY)
 	$(RUN) -m examples.denoise
 
 test: $(READY)
-	$(RUN) -m pytest
+	$(RUN) -m pytest $(WORKERS)
 
 deep: $(READY)
-	HYPOTHESIS_PROFILE=deep $(RUN) -m pytest
+	HYPOTHESIS_PROFILE=deep $(RUN) -m pytest $(WORKERS)
 
 check: $(READY)
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
+
+compare: $(READY)
+	$(RUN) -m benchmarks.compare
+
+docs: $(VENV)/docs
+	$(RUN) -m sphinx --fail-on-warning --keep-going --fresh-env docs build/docs
 
 format: $(READY)
 	$(RUN) -m ruff check --fix .
@@ -42,6 +53,10 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(INSTALL) setuptools
 	$(INSTALL) --no-build-isolation --editable '.[test,demo]'
+	touch $@
+
+$(VENV)/docs: $(READY)
+	$(INSTALL) --no-build-isolation --editable '.[docs]'
 	touch $@
 
 clean:

@@ -23,6 +23,7 @@ class Machine:
         system: operating system and its release.
         python: version.
         torch: version and build.
+        gpu: the device that a benchmark on one ran on, its memory and the versions of its software.
     """
 
     date: str
@@ -32,6 +33,7 @@ class Machine:
     system: str
     python: str
     torch: str
+    gpu: str = "none"
 
 
 def describe() -> Machine:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median, quantiles
 from time import perf_counter
@@ -35,6 +35,29 @@ class Figure:
 
 
 @dataclass(frozen=True)
+class Grid:
+    """A table of more than names and values.
+
+    Attributes:
+        headings: of the columns.
+        rows: as many cells each.
+    """
+
+    headings: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+    def markdown(self) -> list[str]:
+        lines = [self.headings, ["---"] * len(self.headings), *self.rows]
+        return [f"| {' | '.join(cells)} |" for cells in lines]
+
+    def table(self) -> Table:
+        table = Table(*self.headings)
+        for cells in self.rows:
+            table.add_row(*cells)
+        return table
+
+
+@dataclass(frozen=True)
 class Report:
     """What one benchmark found.
 
@@ -44,6 +67,9 @@ class Report:
         settings: what was run, in words and numbers.
         figures: what came out.
         machine: where.
+        grids: tables that follow the figures.
+        pictures: files beside the report's own.
+        samples: every single measurement, by name, for programs alone.
     """
 
     name: str
@@ -51,12 +77,19 @@ class Report:
     settings: Mapping[str, str | int]
     figures: Sequence[Figure]
     machine: Machine
+    grids: Sequence[Grid] = ()
+    pictures: Sequence[str] = ()
+    samples: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
     def markdown(self) -> str:
         rows = [f"| {figure.name} | {figure} |" for figure in self.figures]
         settings = [f"- {name}: {value}" for name, value in self.settings.items()]
         machine = [f"- {name}: {value}" for name, value in asdict(self.machine).items()]
         lines = [f"# {self.title}", "", "| | |", "|---|---|", *rows]
+        for grid in self.grids:
+            lines += ["", *grid.markdown()]
+        for picture in self.pictures:
+            lines += ["", f"![{self.title}]({picture})"]
         lines += ["", "What ran:", "", *settings, "", "On:", "", *machine]
         return "\n".join(lines) + "\n"
 
@@ -65,7 +98,7 @@ class Report:
         table = Table("", "", title=self.title, show_header=False)
         for figure in self.figures:
             table.add_row(figure.name, str(figure))
-        Console().print(table)
+        Console().print(table, *(grid.table() for grid in self.grids))
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{self.name}-{self.machine.date}.md"
         path.write_text(self.markdown())

@@ -24,7 +24,7 @@ def step(
 ) -> Tensor:
     """One update from the gradients of a batch, each micro-batch weighted by its share of it."""
     optimizer.zero_grad()
-    total = torch.zeros(())
+    total = torch.zeros((), device=inputs.device)
     parts = (whole.tensor_split(microbatches) for whole in (inputs, target))
     for x, y in zip(*parts, strict=True):
         part = loss(model(x), y) * (len(x) / len(inputs))

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from fxpipe.compile import compile
 from fxpipe.errors import (
+    CheckpointError,
+    DeviceError,
+    DeviceMemoryError,
     ExecutionError,
     Fault,
     FxpipeError,
@@ -11,31 +14,53 @@ from fxpipe.errors import (
     ParseError,
     PartitionError,
     PassError,
+    RecomputeError,
     TraceError,
     VerificationError,
 )
+from fxpipe.partition import Partition
 from fxpipe.pipeline import Pipeline
 from fxpipe.plan import Plan
 from fxpipe.program import Program
-from fxpipe.schedule import B, F, Schedule, U, schedule
+from fxpipe.recipe import Recipe, one_each, round_robin, schedule, vee
+from fxpipe.recomputing import is_recomputing
+from fxpipe.schedule import Schedule
+from fxpipe.task import B, C, F, I, R, Task, TaskContext, U, W, define_task
 
 __all__ = [
     "B",
+    "C",
+    "CheckpointError",
+    "DeviceError",
+    "DeviceMemoryError",
     "ExecutionError",
     "F",
     "Fault",
     "FxpipeError",
+    "I",
     "InputError",
     "ParseError",
+    "Partition",
     "PartitionError",
     "PassError",
     "Pipeline",
     "Plan",
     "Program",
+    "R",
+    "Recipe",
+    "RecomputeError",
     "Schedule",
+    "Task",
+    "TaskContext",
     "TraceError",
     "U",
     "VerificationError",
+    "W",
     "compile",
+    "define_task",
+    "is_recomputing",
+    "one_each",
+    "round_robin",
     "schedule",
+    "vee",
 ]

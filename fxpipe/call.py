@@ -10,14 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from fxpipe.batch import Batch
-from fxpipe.compiler import Compiled
+from fxpipe.compiler.compiled import Compiled
 from fxpipe.edge import HOST
 from fxpipe.errors import InputError
-from fxpipe.execution import Execution
-from fxpipe.host import BatchHost, draw_seed
+from fxpipe.runtime.batch import Batch
+from fxpipe.runtime.execution import Execution
+from fxpipe.runtime.host import BatchHost, draw_seed
 from fxpipe.traced import Value
 
 
@@ -91,8 +90,12 @@ class _Pipe(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        if torch.is_grad_enabled():
+            raise InputError(
+                "create_graph=True asks for gradients of gradients, and a pipe's backward has no "
+                "history of its own; compute them on the model itself (close the pipe first)"
+            )
         call: _Call = ctx.call
         execution = call.execution
         if execution is None:

@@ -3,23 +3,46 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-import fxpipe.schedules as _library
-from fxpipe.compiler import Compiler, Loss, Tracer
-from fxpipe.errors import InputError, near
-from fxpipe.optimizer import OptimizerFactory
+from fxpipe.arguments import (
+    Devices,
+    Place,
+    ScheduleLike,
+    check_flag,
+    check_model,
+    check_optimizer,
+    check_overlap,
+    check_tracer,
+    read_batch_dims,
+    read_clipping,
+    read_devices,
+    read_dispatch,
+    read_example,
+    read_leaf_modules,
+    read_objective,
+    read_recompute,
+    read_schedule,
+)
+from fxpipe.compiler.compiler import Compiler
+from fxpipe.compiler.front_end import Tracer
+from fxpipe.compiler.objective import Loss, Reduction, Weight
+from fxpipe.compiler.timetable import RecomputeLike
+from fxpipe.engine import Engine
+from fxpipe.errors import InputError
+from fxpipe.partition import Partition, read_partition
 from fxpipe.pipeline import Pipeline
-from fxpipe.schedule import Recipe, Schedule, find_recipe
+from fxpipe.runtime.backend import Backend, CpuBackend
+from fxpipe.runtime.batch import BatchDims
+from fxpipe.runtime.cuda import CudaBackend, home
+from fxpipe.runtime.launcher import Dispatch
+from fxpipe.runtime.optimizer import OptimizerFactory
 
 _compiled: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Pipeline]] = weakref.WeakKeyDictionary()
-
-Devices = int | Sequence[str | torch.device]
-ScheduleLike = str | Schedule | Recipe | Callable[[int, int, int], Any]
 
 
 def compile(
@@ -28,99 +51,151 @@ def compile(
     *,
     schedule: ScheduleLike = "1f1b",
     microbatches: int | None = None,
+    delay: int | None = None,
+    predict: bool = False,
+    recompute: RecomputeLike = "never",
+    clip_norm: float | None = None,
+    scaler: torch.amp.GradScaler | None = None,
     loss: Loss | None = None,
+    reduction: Reduction = "mean",
+    loss_weight: Weight | None = None,
     optimizer: OptimizerFactory | None = None,
     example: Any = None,
-    partition: str | Sequence[str] = "auto",
+    batch_dims: BatchDims | None = None,
+    deferred_batchnorm: bool = False,
+    partition: str | Sequence[str] | Partition = "auto",
     tracer: Tracer = "export",
+    leaf_modules: Sequence[str | type[nn.Module] | nn.Module] = (),
+    fuse_accumulation: bool = False,
+    recompute_check: bool = False,
+    dispatch: Dispatch = "device",
+    verbose: bool = False,
 ) -> Pipeline:
     """Cut a model into stages over devices and make a pipeline that trains it.
 
     Args:
         model: any module; its parameters are used as they are, never copied.
-        devices: names or torch.devices, one stage each; one may stand several times. Or a number
-            of CUDA devices, or of CPU devices where there is no CUDA.
-        schedule: a name ("1f1b", "gpipe"), a Schedule, or a function that writes one.
-        microbatches: into how many parts a batch is split; by default four a device, at most
-            the batch size.
-        loss: ``loss(output, *targets)`` → scalar. None where the model returns the loss, alone or
-            as ``.loss``.
+        devices: names or torch.devices; one may stand several times, and computes for each on a
+            stream of its own. Or torch.cuda.Streams to compute on, also several of one GPU, such
+            as those of green contexts. Or a number of CUDA devices, or of CPU devices where there
+            is no CUDA. Each holds one stage, or as many as the schedule places there.
+        schedule: a name ("1f1b", "gpipe"), a Schedule, its text, a path to its text, or a
+            function that writes one.
+        microbatches: into how many parts a batch is split; by default four a device. A batch of
+            fewer samples, as the last of an epoch may be, is split into single ones.
+        delay: by how many versions the weights that a batch reads may be behind the newest, for
+            schedules whose batches overlap; by default the schedule's own.
+        predict: let a batch read, instead of weights of ``delay`` versions ago, what the
+            optimizer's momentum says they will be when its update comes: SpecTrain for SGD with
+            momentum, XPipe for Adam and AdamW.
+        clip_norm: the greatest norm that the gradients of a batch may have, over all stages, as
+            ``torch.nn.utils.clip_grad_norm_`` has it; before each update the stages exchange the
+            norms of theirs.
+        scaler: a gradient scaler for half precision: losses are scaled, gradients unscaled before
+            they are clipped, and a batch whose gradients are not finite updates no stage.
+        recompute: "never", "always", or "except_last" (all micro-batches but the last): let a stage
+            keep only its inputs, and run its forward again before its backward. Or a mode for
+            each stage: a list of them, or a mapping from a stage's number to its mode; stages
+            that are left out never recompute.
+        loss: ``loss(output, *targets)`` → a scalar, or one loss per sample. None where the model
+            returns the loss, alone or as ``.loss``.
+        reduction: whether the loss is a "mean" over samples, so that a micro-batch's counts by its
+            share of them, or a "sum" over them.
+        loss_weight: for a mean over something else than samples, ``loss_weight(*targets)`` → how
+            much of it a micro-batch has: with ``cross_entropy(ignore_index=-100)`` it is
+            ``lambda target: (target != -100).sum()``. Where the model returns the loss, it is
+            given the model's inputs.
         optimizer: a function from parameters to a torch optimizer, called once a stage; with it
             ``step`` updates the weights. Without it ``step`` adds to ``.grad``.
         example: a tuple of inputs of a batch, or ``(args, kwargs)`` with what ``step`` takes,
             ``target`` among them; the model is compiled for it at once. Without it the first call
             compiles.
-        partition: "auto", or names of submodules: a new stage begins at each.
+        batch_dims: input → its dimension that is the batch, where that is not 0, or None where
+            every micro-batch gets the whole tensor: ``{"x": 1, "table": None, "target": 1}``. A
+            part of a nested input is called ``"x['left']"``, one of several targets
+            ``"target[0]"``.
+        deferred_batchnorm: whether BatchNorm's running statistics are updated once a step, by the
+            mean and the variance of the whole batch, as without micro-batches. Otherwise each
+            micro-batch updates them, in order. Either way each is normalised by itself.
+        partition: "auto", names of submodules, at each of which a stage begins, or a
+            ``fxpipe.Partition`` with memory limits, device speeds, links, or submodules to keep
+            together.
         tracer: "export" (torch.export), or "symbolic" (torch.fx, submodules of torch.nn are
             called as they are).
+        leaf_modules: submodules, by name, by class or themselves, that are called as they are in
+            every step, with their hooks, their control flow and their autograd functions, by
+            either tracer. Autograd then drives backward in every stage.
+        fuse_accumulation: let matrix products add parameters' gradients to the sums over
+            micro-batches in their own kernels. It saves time in linear layers; gradients then
+            equal the plain loop's to rounding, not to the bit.
+        recompute_check: compare what each recomputation makes with what its forward made, to the
+            bit, and fail where a stage computes something else the second time, with the first
+            such node. It takes time, and on a CUDA device each recomputation is waited for.
+        dispatch: on CUDA devices, who launches: a host thread for each "device", or one "thread"
+            for all of them, in an order in which it never has to wait.
+        verbose: print every pass and its time on standard error, with a line that says what goes
+            on. The logger "fxpipe" has the same as debug records, and one for the whole as info.
+
+    Returns:
+        The pipe: a module with the parameters, buffers and submodules of the model.
 
     Raises:
         InputError: an argument is wrong; it says which and what to do.
         TraceError, PartitionError: with ``example``, see ``Pipeline.step``.
     """
-    if not isinstance(model, nn.Module):
-        raise InputError(f"model is {model!r}; give an nn.Module")
     if isinstance(model, Pipeline):
         raise InputError("the model is a pipe already; compile the module that it was made of")
-    owner = _compiled[model]() if model in _compiled else None
-    if owner is not None and not owner.closed:
-        raise InputError(
-            "the model is compiled already, and two pipes would share its parameters; use that "
-            "pipe, close() it first, or compile copy.deepcopy(model)"
-        )
-    places = _devices(devices)
-    recipe = _recipe(schedule, len(places))
-    if isinstance(schedule, Schedule):
-        if microbatches not in (None, schedule.microbatches):
-            raise InputError(
-                f"microbatches is {microbatches} and the schedule is for "
-                f"{schedule.microbatches}; leave microbatches out"
-            )
-        microbatches = schedule.microbatches
-    _check_microbatches(microbatches)
-    if tracer not in ("export", "symbolic"):
-        raise InputError(
-            f"there is no tracer {tracer!r}: {near(str(tracer), ('export', 'symbolic'))}"
-        )
-    if not isinstance(partition, str) and not (
-        isinstance(partition, Sequence) and all(isinstance(name, str) for name in partition)
-    ):
-        raise InputError(
-            f'partition is {partition!r}; give "auto" or a list of submodule names, at each of '
-            "which a stage begins"
-        )
-    if isinstance(partition, str) and partition != "auto":
-        raise InputError(
-            f'partition is {partition!r}; give "auto" or a list of submodule names, such as '
-            f"[{partition!r}]"
-        )
-    if loss is not None and not callable(loss):
-        raise InputError(f"loss is {loss!r}; give a function loss(output, *targets)")
-    if isinstance(loss, nn.Module) and any(p.requires_grad for p in loss.parameters()):
-        raise InputError(
-            "the loss has parameters of its own, which no stage would train; move them into the "
-            "model, return the loss from it, and leave out loss="
-        )
-    if optimizer is not None and not callable(optimizer):
-        raise InputError(
-            f"optimizer is {_shown(optimizer)}; give a function from parameters to a torch "
-            "optimizer, such as lambda parameters: torch.optim.AdamW(parameters)"
-        )
-    for name, parameter in model.named_parameters():
-        if parameter.device.type != "cpu":
-            raise InputError(
-                f"parameter {name!r} is on {parameter.device}; move the model to the CPU first "
-                "(model.cpu())"
-            )
-    _check_shared(model)
+    places = read_devices(devices)
+    homes = [home(place) for place in places]
+    check_model(model, homes[0])
+    _check_free(model)
+    check_tracer(tracer)
+    check_optimizer(optimizer)
+    check_flag("deferred_batchnorm", deferred_batchnorm)
+    check_flag("verbose", verbose)
+    check_flag("fuse_accumulation", fuse_accumulation)
+    check_flag("recompute_check", recompute_check)
+    dispatch = read_dispatch(dispatch, homes[0])
+    cuts = read_partition(partition)
+    cuts.check(model, len(places))
+    recipe, microbatches = read_schedule(schedule, len(places), microbatches, delay)
+    check_flag("predict", predict)
+    recipe = recipe.predicting() if predict else recipe
+    check_overlap(recipe, optimizer)
+    clipping = read_clipping(clip_norm, scaler, optimizer)
     threads = max(1, torch.get_num_threads() // len(places))
     compiler = Compiler(
-        model, len(places), loss=loss, partition=partition, tracer=tracer, threads=threads
+        model,
+        recipe,
+        [f"device {index} ({place})" for index, place in enumerate(homes)],
+        objective=read_objective(loss, reduction, loss_weight),
+        partition=cuts,
+        optimizer=optimizer,
+        tracer=tracer,
+        threads=threads,
+        microbatches=microbatches,
+        leaf_modules=read_leaf_modules(leaf_modules, model),
+        deferred_batchnorm=deferred_batchnorm,
+        fuse_accumulation=fuse_accumulation,
+        clips=clipping is not None,
+        recompute=read_recompute(recompute, recipe.stages(len(places))),
+        places=homes if homes[0].type == "cuda" else (),
+        verbose=verbose,
     )
-    pipe = Pipeline(model, compiler, places, recipe, microbatches, optimizer, threads)
+    dims = read_batch_dims(batch_dims, model)
+    given = None if example is None else read_example(example)
+    engine = Engine(
+        model,
+        _backend(places, dispatch),
+        threads,
+        optimizer,
+        clipping,
+        recompute_check=recompute_check,
+    )
+    pipe = Pipeline(model, compiler, engine, homes, microbatches, dims)
     _compiled[model] = weakref.ref(pipe)
-    if example is not None:
-        args, kwargs = _example(example)
+    if given is not None:
+        args, kwargs = given
         try:
             pipe.prepare(*args, **kwargs)
         except BaseException:
@@ -129,8 +204,20 @@ def compile(
     return pipe
 
 
-def _check_shared(model: nn.Module) -> None:
-    """A module of which a part, or of whose parent, a pipe is open already."""
+def _backend(places: Sequence[Place], dispatch: Dispatch) -> Backend:
+    if home(places[0]).type == "cuda":
+        return CudaBackend(places, dispatch)
+    return CpuBackend(len(places))
+
+
+def _check_free(model: nn.Module) -> None:
+    """Raises InputError where the model, or a part of it, or one around it, is compiled."""
+    owner = _compiled[model]() if model in _compiled else None
+    if owner is not None and not owner.closed:
+        raise InputError(
+            "the model is compiled already, and two pipes would share its parameters; use that "
+            "pipe, close() it first, or compile copy.deepcopy(model)"
+        )
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for other, pipe in _compiled.items():
         owner = pipe()
@@ -143,96 +230,3 @@ def _check_shared(model: nn.Module) -> None:
                     "that is compiled already, and two pipes would share it; close() that pipe "
                     "first, or compile copy.deepcopy(model)"
                 )
-
-
-def _shown(value: Any) -> str:
-    """A value in a message: short ones as they are, others as what they are."""
-    text = repr(value)
-    return text if len(text) < 60 and "\n" not in text else f"one {type(value).__name__} object"
-
-
-def _devices(devices: Devices) -> list[torch.device]:
-    if isinstance(devices, bool) or not isinstance(devices, int | Sequence):
-        raise InputError(f'devices is {devices!r}; give a list such as ["cpu", "cpu"], or how many')
-    if isinstance(devices, int):
-        if devices < 1:
-            raise InputError(f"devices is {devices}; give at least 1")
-        if not torch.cuda.is_available():
-            return [torch.device("cpu")] * devices
-        if devices > torch.cuda.device_count():
-            raise InputError(
-                f"devices is {devices} and there are {torch.cuda.device_count()} CUDA devices; "
-                "name them one by one, where one may stand several times"
-            )
-        devices = [f"cuda:{index}" for index in range(devices)]
-    if isinstance(devices, str):
-        raise InputError(f"devices is the string {devices!r}; give a list, such as [{devices!r}]")
-    if not devices:
-        raise InputError('devices is empty; give at least one, such as ["cpu", "cpu"]')
-    return [_device(device) for device in devices]
-
-
-def _device(name: str | torch.device) -> torch.device:
-    try:
-        device = torch.device(name)
-        if not isinstance(name, str | torch.device):
-            raise TypeError
-    except (RuntimeError, TypeError):
-        raise InputError(f'there is no device {name!r}; name one such as "cpu"') from None
-    if device.type != "cpu":
-        raise InputError(
-            f'stages cannot run on {device} yet; name CPU devices, such as ["cpu", "cpu"]'
-        )
-    return device
-
-
-def _recipe(schedule: ScheduleLike, devices: int) -> Callable[[int, int], Schedule]:
-    assert _library  # importing it has registered the library's schedules
-    if isinstance(schedule, str):
-        return find_recipe(schedule)
-    if isinstance(schedule, Recipe):
-        return schedule
-    if isinstance(schedule, Schedule):
-        if schedule.devices != devices:
-            raise InputError(
-                f"schedule {schedule.name!r} is for {schedule.devices} devices and there are "
-                f"{devices}; make it for {devices}"
-            )
-        fixed: Schedule = schedule
-        return _Fixed(fixed)
-    if callable(schedule):
-        return Recipe(getattr(schedule, "__name__", "custom"), schedule)
-    raise InputError(
-        f'schedule is {schedule!r}; give a name such as "1f1b", a Schedule, or a function '
-        "(device, devices, microbatches) that yields tasks"
-    )
-
-
-class _Fixed:
-    """A recipe that has one schedule."""
-
-    def __init__(self, schedule: Schedule) -> None:
-        self.schedule = schedule
-
-    def __call__(self, devices: int, microbatches: int) -> Schedule:
-        return self.schedule
-
-
-def _check_microbatches(microbatches: int | None) -> None:
-    if microbatches is None:
-        return
-    if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
-        raise InputError(f"microbatches is {microbatches!r}; give a whole number of at least 1")
-
-
-def _example(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if (
-        isinstance(example, tuple)
-        and len(example) == 2
-        and isinstance(example[0], tuple)
-        and isinstance(example[1], dict)
-    ):
-        return example[0], example[1]
-    if isinstance(example, tuple):
-        return example, {}
-    raise InputError("example is no tuple; give a tuple of inputs such as (x,), or (args, kwargs)")

@@ -5,6 +5,10 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fxpipe.draw.picture import Picture
 
 
 class FxpipeError(Exception):
@@ -15,8 +19,29 @@ class InputError(FxpipeError):
     """An argument of a call is wrong: devices, micro-batches, batch sizes, loss, optimizer."""
 
 
+class CheckpointError(FxpipeError):
+    """A checkpoint cannot be written, is not whole, or is of another model or optimizer."""
+
+
 class TraceError(FxpipeError):
     """The model (or the loss) cannot be traced, or the traced graph does not compute the same."""
+
+
+def way_out(submodule: str) -> str:
+    """What to do with a part of a model that cannot be traced: call it as it is.
+
+    Args:
+        submodule: its name in the model, or "" where it is no submodule's.
+    """
+    if submodule:
+        return (
+            f"mark {submodule!r} as a leaf that is called as it is: compile(..., "
+            f"leaf_modules=[{submodule!r}])"
+        )
+    return (
+        "move it into a submodule of its own and mark that as a leaf that is called as it is: "
+        "compile(..., leaf_modules=[its name])"
+    )
 
 
 class PartitionError(FxpipeError):
@@ -70,17 +95,33 @@ class VerificationError(FxpipeError):
 
     Attributes:
         faults: all faults, in the order of the text.
+        value: the plan, schedule or program, for a picture that marks them.
     """
 
-    def __init__(self, subject: str, faults: Sequence[Fault]) -> None:
+    def __init__(self, subject: str, faults: Sequence[Fault], value: object = None) -> None:
         count = "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
         lines = "".join(f"\n  {fault}" for fault in faults)
         super().__init__(f"{subject} has {count}:{lines}")
         self.faults = tuple(faults)
+        self.value = value
+
+    def draw(self) -> Picture:
+        """The plan, schedule or program as a picture, with its faults in red."""
+        from fxpipe.draw.faults import draw_faults
+
+        return draw_faults(self)
 
 
 class PassError(FxpipeError):
     """A pass was given, or made, something that its verifier refuses. Names the pass."""
+
+
+class RecomputeError(FxpipeError):
+    """A stage that is recomputed makes something else the second time. Names stage and node."""
+
+
+class FormulaError(FxpipeError):
+    """No closed form of the kinds that are looked for holds. Says for what, and what to try."""
 
 
 class ExecutionError(FxpipeError):
@@ -110,6 +151,37 @@ class ExecutionError(FxpipeError):
         self.stage = stage
         self.microbatch = microbatch
         self.source = source
+
+
+class DeviceMemoryError(ExecutionError):
+    """A device has no memory left for an instruction. Says how much was predicted.
+
+    Attributes:
+        predicted: the most bytes that the device's stages were predicted to hold, or None where
+            that is not known.
+        capacity: the bytes of the device's memory, or None where that is not known.
+    """
+
+    def __init__(
+        self, message: str, *, predicted: int | None, capacity: int | None, **place: Any
+    ) -> None:
+        super().__init__(message, **place)
+        self.predicted = predicted
+        self.capacity = capacity
+
+
+class DeviceError(ExecutionError):
+    """A device reports late that something failed that it was given earlier, and not what.
+
+    Its ``device``, ``instruction``, ``stage`` and ``microbatch`` are those of the first suspect.
+
+    Attributes:
+        suspects: the instructions, as text, of which one failed, as far as is known.
+    """
+
+    def __init__(self, message: str, *, suspects: tuple[str, ...], **place: Any) -> None:
+        super().__init__(message, **place)
+        self.suspects = suspects
 
 
 def near(name: str, names: Iterable[str]) -> str:

@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
 
-from fxpipe.batch import Batch
-from fxpipe.call import differentiable_call
-from fxpipe.compiler import Compiled, Compiler, Purpose
-from fxpipe.cpu import Worker
+from fxpipe.apart import together
+from fxpipe.compiler.compiled import Compiled
+from fxpipe.compiler.compiler import Compiler
+from fxpipe.compiler.timetable import Purpose
+from fxpipe.engine import Engine
 from fxpipe.errors import InputError
-from fxpipe.execution import Execution
-from fxpipe.host import BatchHost, draw_seed, next_seed
-from fxpipe.optimizer import OptimizerFactory, make_optimizer
+from fxpipe.figures import predict, split_target
+from fxpipe.html import preformatted
 from fxpipe.plan import Plan
 from fxpipe.program import Program
-from fxpipe.schedule import Schedule, find_recipe
+from fxpipe.runtime import checkpoint
+from fxpipe.runtime.batch import Batch, BatchDims
+from fxpipe.schedule import Schedule
+from fxpipe.simulator import Simulation
+from fxpipe.simulator.costs import Costs, Links
+from fxpipe.simulator.measured import measured_run
+from fxpipe.sizes import Sizes
 from fxpipe.table import stage_table
-from fxpipe.traced import Value
-from fxpipe.weights import LiveWeights
-
-Recipes = Callable[[int, int], Schedule]
 
 
 class Pipeline(nn.Module):
@@ -46,11 +48,10 @@ class Pipeline(nn.Module):
         self,
         model: nn.Module,
         compiler: Compiler,
+        engine: Engine,
         devices: Sequence[torch.device],
-        recipe: Recipes,
         microbatches: int | None,
-        optimizer: OptimizerFactory | None,
-        threads: int,
+        batch_dims: BatchDims | None = None,
     ) -> None:
         super().__init__()
         # the very dictionaries of the model: one module under two names, with the same keys
@@ -62,14 +63,10 @@ class Pipeline(nn.Module):
         # set past nn.Module, which would register the model as a submodule of itself
         self.__dict__.update(_model=model, _compiler=compiler)
         self.devices = tuple(devices)
-        self._recipe = recipe
         self._microbatches = microbatches
-        self._factory = optimizer
-        self._optimizers: tuple[Optimizer | None, ...] | None = None
+        self._batch_dims = batch_dims
+        self._engine = engine
         self._shown: Compiled | None = None
-        self._stashed: Mapping[int, int] = {}
-        self._workers = [Worker(f"fxpipe-{index}", threads) for index in range(len(self.devices))]
-        self._closed = False
 
     # training and calling
 
@@ -83,84 +80,82 @@ class Pipeline(nn.Module):
         """Train on one batch: forward, backward and, with an optimizer, the update.
 
         Args:
-            *args: the model's positional inputs; tensors with dimension 0 = batch.
+            *args: the model's positional inputs. Tensors are split along dimension 0, or what
+                ``batch_dims`` says; one without dimensions, or with a single row, is for all.
             target: what the loss compares with: a tensor, or a tuple of them.
             return_output: also return the model's output for the whole batch.
             **kwargs: the model's keyword inputs.
 
         Returns:
-            The loss of the batch, a detached scalar: the mean over micro-batches, each weighted
-            by its samples. With ``return_output`` the pair (loss, detached output).
+            The loss of the batch, a detached scalar: by default the mean over micro-batches, each
+            weighted by its samples; see ``compile``. Where batches overlap it may still be on its
+            way, as a tensor on a CUDA device may be: whatever reads it waits for it. With
+            ``return_output`` the pair (loss, detached output), where tensors are joined as the
+            inputs were split, floating-point numbers averaged by samples, and all else must be the
+            same in every micro-batch.
 
         Raises:
             InputError: inputs, target or loss do not fit.
             TraceError: the first call of its kind: the model or the loss cannot be traced.
+            PartitionError: the first call: the model cannot be cut as asked.
             ExecutionError: something raised while it ran; the weights are as before the step.
         """
         batch = self._batch(args, kwargs, target)
-        microbatches = self._count(batch)
-        compiled = self._compiler.compile(
-            batch, microbatches, self._recipe, "step", updates=self._factory is not None
-        )
-        traced = compiled.traced
-        assert traced.loss is not None
-        names = {out.name for out in traced.outputs if isinstance(out, Value)}
-        names &= compiled.plan.results
-        keep = frozenset({traced.loss} | (names if return_output else set()))
-        host = BatchHost(traced, batch, microbatches, keep, next_seed(traced))
-        host.weigh_loss(traced.loss, compiled.plan.specs[traced.loss].dtype)
-        optimizers = self._make_optimizers(compiled.plan)
-        execution = self._execution(compiled, host, optimizers, onto_grad=self._factory is None)
-
-        def result() -> Any:
-            assert traced.loss is not None
-            draw_seed(traced)
-            loss = host.loss(traced.loss)
-            return (loss, host.output()) if return_output else loss
-
-        made = execution.advance(result)
-        self._shown, self._stashed = compiled, execution.peak_kept
+        parts = batch.split(self._count(batch))
+        weights = self._compiler.objective.weights(batch, parts)
+        compiled = self._compiler.compile(batch, parts, "step", updates=self._engine.updates)
+        compiled = compiled.weighted(weights)
+        made = self._engine.step(compiled, batch, parts, weights, with_output=return_output)
+        self._shown = compiled
         return made
+
+    def flush(self) -> None:
+        """Run the batches in flight to their end, where the schedule lets them overlap.
+
+        ``state_dict``, ``train``, ``eval``, calling the pipe and leaving a ``with`` block do it
+        too. It changes no result: the next batch reads the version that it would have read.
+
+        Raises:
+            ExecutionError: something raised while they ran; it says which batches count.
+        """
+        self._engine.flush()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for a batch.
 
         In eval mode or without gradients, inference. In training mode the output is
         differentiable: calling ``backward`` on something computed from it drains the pipeline.
+        Batches in flight are run to their end first.
+
+        Args:
+            *args: the model's positional inputs, split as in ``step``.
+            **kwargs: its keyword inputs.
+
+        Returns:
+            The model's output for the whole batch, joined as in ``step``.
+
+        Raises:
+            InputError, TraceError, ExecutionError: as in ``step``.
         """
         batch = self._batch(args, kwargs, None)
+        self.flush()
         differentiable = self.training and torch.is_grad_enabled()
-        microbatches = min(self._count(batch, clip=True), batch.size)
+        parts = batch.split(min(self._count(batch, clip=True), batch.size))
         purpose: Purpose = "call" if differentiable else "infer"
-        recipe = find_recipe("gpipe" if differentiable else "inference")
-        compiled = self._compiler.compile(
-            batch, microbatches, recipe, purpose, input_gradients=differentiable
-        )
-        names = frozenset(
-            out.name
-            for out in compiled.traced.outputs
-            if isinstance(out, Value) and out.name in compiled.plan.results
-        )
-        host = BatchHost(compiled.traced, batch, microbatches, names, next_seed(compiled.traced))
-        none = [None] * len(compiled.plan.stages)
-        execution = self._execution(compiled, host, none, onto_grad=False)
-        if differentiable:
-            output = differentiable_call(compiled, host, execution, batch)
-        else:
-
-            def result() -> list[Any]:
-                draw_seed(compiled.traced)
-                return host.flat_output()
-
-            output = execution.advance(result)
+        compiled = self._compiler.compile(batch, parts, purpose, input_gradients=differentiable)
+        run = self._engine.call if differentiable else self._engine.infer
+        output = run(compiled, batch, parts)
         self._shown = self._shown or compiled
-        return pytree.tree_unflatten(output, compiled.traced.out_spec)
+        return together(output, compiled.traced.out_spec)
 
     # what can be looked at
 
     @property
     def plan(self) -> Plan:
-        """The stages and edges of the last training step, or of what was compiled first."""
+        """The stages and edges of the last training step, or of what was compiled first.
+
+        It, ``schedule`` and ``program`` raise InputError as long as nothing is compiled.
+        """
         return self._compiled().plan
 
     @property
@@ -174,53 +169,202 @@ class Pipeline(nn.Module):
         return self._compiled().program
 
     @property
+    def sizes(self) -> Sizes:
+        """FLOPs and bytes of the stages as sympy expressions in the samples of a micro-batch, and
+        the largest micro-batch that fits the memory limits."""
+        return self._compiler.sizes(self._compiled())
+
+    @property
     def stashed(self) -> Mapping[int, int]:
         """Stage → the most micro-batches that it kept for backward at once, as counted in the
         last training step."""
-        return dict(self._stashed)
+        return dict(self._engine.stashed)
+
+    @property
+    def grad_norm(self) -> float | None:
+        """The norm of all gradients, before clipping, of the latest batch whose update was
+        decided; None without ``clip_norm`` and ``scaler``."""
+        return self._engine.grad_norm
+
+    @property
+    def batches(self) -> int:
+        """How many batches ``step`` has trained on; a checkpoint keeps the number."""
+        return self._engine.batches
+
+    @property
+    def weight_versions(self) -> list[int]:
+        """Stage → how many versions of its weights live; empty before the first step of a
+        schedule whose batches overlap, as all others have one."""
+        return self._engine.progress.weight_versions
+
+    @property
+    def weight_bytes(self) -> list[int]:
+        """Stage → the bytes of all live versions of its weights; empty as ``weight_versions``."""
+        return self._engine.progress.weight_bytes
 
     @property
     def optimizers(self) -> tuple[Optimizer | None, ...]:
-        """Stage → its optimizer, once the first step or ``example`` has made them; for learning
-        rate schedulers. None for a stage without parameters."""
-        if self._factory is None:
+        """Stage → its optimizer, for learning-rate schedulers; None for a stage without
+        parameters. The first step or ``example`` makes them.
+
+        Raises:
+            InputError: the pipe has no optimizer, or nothing is compiled yet.
+        """
+        if not self._engine.updates:
             raise InputError("the pipe has no optimizer; give compile(..., optimizer=...)")
-        return self._make_optimizers(self._compiled().plan)
+        return self._engine.progress.optimizers_of(self._compiled().plan)
 
     def prepare(self, *args: Any, target: Any = None, **kwargs: Any) -> None:
-        """Trace and compile for inputs like these, without running a step."""
+        """Trace and compile for inputs like these, without running a step.
+
+        Args:
+            *args: the model's positional inputs, as ``step`` takes them.
+            target: what the loss compares with; without it the model's call is compiled.
+            **kwargs: its keyword inputs.
+
+        Raises:
+            InputError, TraceError, PartitionError: what the first ``step`` would raise.
+        """
         batch = self._batch(args, kwargs, target)
-        can_step = target is not None or self._compiler.loss is None
-        microbatches = self._count(batch)
+        can_step = target is not None or self._compiler.objective.loss is None
+        parts = batch.split(self._count(batch))
         if can_step and self.training:
             try:
                 self._shown = self._compiler.compile(
-                    batch, microbatches, self._recipe, "step", updates=self._factory is not None
+                    batch, parts, "step", updates=self._engine.updates
                 )
                 return
             except InputError:
-                if self._compiler.loss is not None:
+                if self._compiler.objective.loss is not None:
                     raise
-        self._shown = self._compiler.compile(
-            batch, microbatches, find_recipe("gpipe"), "call", input_gradients=True
-        )
+        self._shown = self._compiler.compile(batch, parts, "call", input_gradients=True)
 
     def __repr__(self) -> str:
         """The table of stages."""
-        return stage_table(self._model, self._shown, self.devices)
+        table = stage_table(self._model, self._shown, self.devices, self._compiler.verdict)
+        if self._shown is None or self._shown.traced.leaves or not self._compiler.limited:
+            return table
+        return "\n".join([table, *self.sizes.verdict()])
+
+    def _repr_html_(self) -> str:
+        """The same for notebooks."""
+        return preformatted(repr(self))
+
+    def simulate(
+        self,
+        costs: Costs | None = None,
+        *,
+        links: Links | None = None,
+        overlap: bool = True,
+        steps: int | None = None,
+    ) -> Simulation:
+        """What a training step takes and holds, predicted.
+
+        The costs are what the stages were measured to take alone, in seconds, and what is given
+        here; the sizes are those of the plan. See ``fxpipe.simulator.simulate``.
+
+        ``memory`` has the peak of each device in bytes and its parts, as the table does: what is
+        there always, by storage, and what the nodes of the running graph hold. Operations' own
+        scratch memory is not counted, nor what stages with leaf modules save. Gradients that
+        ``.grad`` holds now count besides the step's own.
+
+        Raises:
+            InputError: nothing is compiled or measured yet, or an argument does not fit.
+        """
+        compiled = self._compiled()
+        return predict(
+            compiled.plan,
+            compiled.program,
+            self._engine.held(compiled),
+            costs,
+            links=links,
+            overlap=overlap,
+            steps=steps,
+        )
+
+    def profile(self, *args: Any, target: Any = None, steps: int = 1, **kwargs: Any) -> Simulation:
+        """The same, measured: train on a batch as ``step`` does, and take the time.
+
+        Args:
+            *args: the model's inputs; the target may be the last of them.
+            target: what the loss compares with.
+            steps: how many steps to run, and to measure.
+            **kwargs: the model's keyword inputs.
+
+        Returns:
+            The times of all instructions in seconds. Its ``costs`` are those of the stages as
+            they ran beside each other, and ``simulate`` takes them.
+
+        Raises:
+            InputError: as ``step``, or ``steps`` is below 1.
+        """
+        if steps < 1:
+            raise InputError(f"steps is {steps}; a profile needs at least 1")
+        if target is None and self._compiler.objective.loss is not None:
+            args, target = split_target(self._model, args, kwargs)
+        with self._engine.timed(len(self.devices)) as times:
+            for _ in range(steps):
+                self.step(*args, target=target, **kwargs)
+        return measured_run(self.program, steps, times, self._engine.held(self._compiled()))
 
     # the model's state
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own: its keys, its shapes."""
+        """The model's own: its keys, its shapes. Flushes first: it is the newest version."""
+        self.flush()
         return self._model.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Into the model, as its own."""
+        """Into the model, as its own. Flushes first; the next batch reads what was loaded."""
+        self.flush()
         return self._model.load_state_dict(state_dict, *args, **kwargs)
 
+    def checkpoint(self, path: str | os.PathLike[str], *, extra: Any = None) -> None:
+        """Write to a file all that a run needs to go on as if it had not stopped. Flushes first.
+
+        That is the weights, in all the versions that batches to come read, buffers, what the
+        optimizers keep, the states of torch's generators, for the CPU and the pipe's devices, and
+        the number of batches; without an optimizer, ``.grad`` too. All stands under its name in
+        the model, so any partition can go on from it. The file is one of safetensors, which holds
+        no code.
+
+        Args:
+            path: of the file.
+            extra: what else the run has, for ``restore`` to return: the state of a learning-rate
+                scheduler or of ``random``, an epoch. Tensors, numbers, strings, and lists, tuples
+                and dicts of them.
+
+        Raises:
+            CheckpointError: the file cannot be written; one that it would replace is left.
+        """
+        self.flush()
+        checkpoint.write(self._engine.progress.checkpoint(extra), path)
+
+    def restore(self, path: str | os.PathLike[str]) -> Any:
+        """Go on from a checkpoint, at any time, on any number of devices.
+
+        Before the first step the optimizer function is called once more than once a stage, to see
+        whether it makes what the checkpoint was made with. A learning-rate scheduler changes its
+        optimizer when it is made: ``prepare`` the pipe, make the schedulers over its
+        ``optimizers``, restore, and give each the state that it had in ``extra``.
+
+        Returns:
+            What ``checkpoint`` was given as ``extra``.
+
+        Raises:
+            CheckpointError: the file is no checkpoint, damaged, or of another model or optimizer.
+                The pipe is as it was.
+        """
+        if self.closed:
+            raise InputError("the pipe is closed; compile the model again")
+        self.flush()
+        saved = checkpoint.read(path)
+        self._engine.progress.restore(saved)
+        return saved.extra
+
     def train(self, mode: bool = True) -> Pipeline:
-        """Switch the model's mode; each mode has graphs of its own."""
+        """Switch the model's mode; each mode has graphs of its own. Flushes first."""
+        self.flush()
         self._model.train(mode)
         self.training = mode
         return self
@@ -240,15 +384,13 @@ class Pipeline(nn.Module):
     # its life
 
     def close(self) -> None:
-        """End the worker threads and let the model be compiled again; the pipe is done."""
-        self._closed = True
-        for worker in self._workers:
-            worker.close()
+        """Flush, end the worker threads and let the model be compiled again; the pipe is done."""
+        self._engine.close()
 
     @property
     def closed(self) -> bool:
         """Whether the pipe is done."""
-        return self._closed
+        return self._engine.closed
 
     def __enter__(self) -> Pipeline:
         return self
@@ -259,55 +401,30 @@ class Pipeline(nn.Module):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if error is not None:
+            self._engine.abandon()  # what it has left half done shall not go on
         self.close()
 
     # inside
 
     def _batch(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Batch:
-        if self._closed:
+        if self.closed:
             raise InputError("the pipe is closed; compile the model again")
         targets = () if target is None else target if isinstance(target, tuple) else (target,)
-        if targets and self._compiler.loss is None:
+        if targets and self._compiler.objective.loss is None:
             raise InputError(
                 "there is a target but no loss to compare it with; give compile(..., "
                 "loss=function), or leave out target"
             )
-        batch = Batch.of(self._model, args, kwargs, targets)
-        for name, leaf in zip(batch.names, batch.leaves, strict=True):
-            if isinstance(leaf, torch.Tensor) and leaf.device.type != "cpu":
-                raise InputError(f"{name} is on {leaf.device}; move it to the CPU ({name}.cpu())")
+        batch = Batch.of(self._model, args, kwargs, targets, self._batch_dims)
+        batch.check_devices("cpu", self.devices[0].type)
         return batch
 
     def _count(self, batch: Batch, clip: bool = False) -> int:
-        if self._microbatches is None:
-            return min(4 * len(self.devices), batch.size)
-        return min(self._microbatches, batch.size) if clip else self._microbatches
-
-    def _execution(
-        self,
-        compiled: Compiled,
-        host: BatchHost,
-        optimizers: Sequence[Optimizer | None],
-        *,
-        onto_grad: bool,
-    ) -> Execution:
-        state = self._compiler.state(compiled.traced)
-        weights = LiveWeights(compiled.plan.stages, state, optimizers, onto_grad=onto_grad)
-        return Execution(
-            compiled.program, compiled.plan, compiled.kernels, host, weights, self._workers
-        )
-
-    def _make_optimizers(self, plan: Plan) -> tuple[Optimizer | None, ...]:
-        if self._factory is None:
-            return (None,) * len(plan.stages)
-        if self._optimizers is None:
-            state = dict(self._model.named_parameters(remove_duplicate=False))
-            made: list[Optimizer | None] = []
-            for stage in plan.stages:
-                parameters = [state[argument.target] for argument in stage.parameters]
-                made.append(make_optimizer(self._factory, parameters) if parameters else None)
-            self._optimizers = tuple(made)
-        return self._optimizers
+        """Into how many micro-batches: a step's schedule may know one number alone."""
+        count = self._microbatches or 4 * len(self.devices)
+        fixed = self._compiler.timetable.recipe.microbatches is not None
+        return count if fixed and not clip else min(count, batch.size)
 
     def _compiled(self) -> Compiled:
         if self._shown is None:

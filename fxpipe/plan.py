@@ -12,7 +12,7 @@ from fxpipe.edge import HOST, Edge
 
 if TYPE_CHECKING:
     from fxpipe.draw.picture import Picture
-    from fxpipe.kernel import Kernel
+    from fxpipe.kernels.kernel import Kernel
 
 
 def stash(name: str, value: Any) -> Any:
@@ -88,10 +88,14 @@ class Costs:
     Attributes:
         forward: seconds.
         backward: seconds.
+        input_grad: seconds of the first half of backward, or None if it is not known.
+        weight_grad: seconds of the second half, or None if it is not known.
     """
 
     forward: float
     backward: float
+    input_grad: float | None = None
+    weight_grad: float | None = None
 
 
 @dataclass(frozen=True)
@@ -144,6 +148,19 @@ class Stage:
         None for a stage that runs under autograd, or that nothing needs a gradient of.
         """
         return None if self.kernel is None else self.kernel.backward_graph
+
+    @property
+    def input_grad(self) -> fx.GraphModule | None:
+        """One half of ``backward``: saved, output gradients → input gradients, deferred.
+
+        None also before ``part_backward``.
+        """
+        return None if self.kernel is None else self.kernel.input_grad_graph
+
+    @property
+    def weight_grad(self) -> fx.GraphModule | None:
+        """The other half: deferred → parameter gradients. None also where there are none."""
+        return None if self.kernel is None else self.kernel.weight_grad_graph
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Stage):

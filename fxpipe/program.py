@@ -7,176 +7,95 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from fxpipe.edge import HOST, Edge, gradient_groups, stage_name
+from fxpipe.buffer import (
+    KEPT,
+    Buffer,
+    BufferKind,
+    batch_mark,
+    deferred,
+    forward_buffer,
+    gradient_buffer,
+    norm_buffer,
+    saved,
+    state,
+)
+from fxpipe.edge import HOST, Edge, gradient_groups
+from fxpipe.instruction import (
+    OPCODES,
+    Backward,
+    Barrier,
+    Clip,
+    Compute,
+    Forward,
+    Free,
+    InputGrad,
+    Instruction,
+    Load,
+    Move,
+    Norm,
+    Output,
+    Pause,
+    Pop,
+    Receive,
+    Recompute,
+    Run,
+    Send,
+    Stash,
+    Update,
+    WeightGrad,
+    batch_of,
+)
 
 if TYPE_CHECKING:
     from fxpipe.draw.picture import Picture
+    from fxpipe.simulator import Simulation, Sizes
+    from fxpipe.simulator.costs import Costs, Links
 
-BufferKind = Literal["in", "act", "skip", "out", "grad", "saved"]
-
-
-class Buffer(NamedTuple):
-    """A place for one value of one micro-batch on one device.
-
-    ``in``, ``act``, ``skip`` and ``out`` hold a value on its way along an edge, ``grad`` the
-    gradient that comes back along it (so its source is the edge's target), ``saved`` what a
-    stage keeps between forward and backward.
-    """
-
-    kind: BufferKind
-    value: str
-    source: int
-    target: int
-    microbatch: int
-
-    def __str__(self) -> str:
-        if self.kind == "saved":
-            return f"saved:{self.source}[{self.microbatch}]"
-        ends = f"{stage_name(self.source)}->{stage_name(self.target)}"
-        return f"{self.kind}:{self.value}:{ends}[{self.microbatch}]"
+COMPUTE = "compute"
+"""The stream on which a device computes, and which all its memory belongs to."""
 
 
-def saved(stage: int, microbatch: int) -> Buffer:
-    """What a stage keeps of a micro-batch for its backward."""
-    return Buffer("saved", "", stage, stage, microbatch)
+def arrivals(source: int) -> str:
+    """The stream on which values arrive from a device: ``in0``; ``in`` for the caller's."""
+    return "in" if source == HOST else f"in{source}"
 
 
-def forward_buffer(edge: Edge, microbatch: int) -> Buffer:
-    """The buffer of a value along an edge."""
-    return Buffer(edge.kind, edge.value, edge.source, edge.target, microbatch)
-
-
-def gradient_buffer(edge: Edge, microbatch: int) -> Buffer:
-    """The buffer of the gradient that comes back along an edge."""
-    return Buffer("grad", edge.value, edge.target, edge.source, microbatch)
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """Take a value of this micro-batch from the caller. Roughly: buffers[b] = host.give(b)."""
-
-    buffer: Buffer
-
-
-@dataclass(frozen=True, slots=True)
-class Output:
-    """Hand a value to the caller. Roughly: host.take(b, buffers[b])."""
-
-    buffer: Buffer
-
-
-@dataclass(frozen=True, slots=True)
-class Send:
-    """Send to the next stage's device, or a gradient back. Roughly: peer.put(b, buffers[b])."""
-
-    buffer: Buffer
-
-
-@dataclass(frozen=True, slots=True)
-class Receive:
-    """Wait for what a peer sends. Roughly: buffers[b] = self.get(b)."""
-
-    buffer: Buffer
-
-
-@dataclass(frozen=True, slots=True)
-class Stash:
-    """Send a value over the stages between, straight to its consumer."""
-
-    buffer: Buffer
-
-
-@dataclass(frozen=True, slots=True)
-class Pop:
-    """Wait for a value that was stashed for this stage."""
-
-    buffer: Buffer
-
-
-@dataclass(frozen=True, slots=True)
-class Forward:
-    """Run a stage's forward graph. Roughly: outputs, saved = forward(weights[version], inputs).
+class Event(NamedTuple):
+    """A point in the work of a stream: the end of the instruction that records it.
 
     Attributes:
-        keeps: whether it keeps what its backward needs.
+        number: one instruction records it, once a step.
+        batch: the step in which it does: 0 for this one, −1 for the one before. Before the first
+            step there was nothing to wait for.
     """
 
-    stage: int
-    microbatch: int
-    version: int = 0
-    keeps: bool = True
+    number: int
+    batch: int = 0
+
+    def __str__(self) -> str:
+        return f"e{self.number}{batch_mark(self.batch)}"
 
 
 @dataclass(frozen=True, slots=True)
-class Backward:
-    """Run a stage's backward graph, which uses up ``saved``, and add to its gradients.
+class Launch:
+    """How an instruction is handed to a device that works by itself.
 
-    Roughly: input_gradients, g = backward(saved, output_gradients); gradients[stage] += g.
+    A stream does its instructions in the order in which they are launched, streams side by side.
+    Launching waits for nothing but this: an event that is waited for has been recorded, a value
+    that arrives has been sent. Where an instruction is left out, because its batch does not exist
+    in the first steps or in the flush, it still waits and records.
+
+    Attributes:
+        stream: the stream of its device that does it.
+        waits: the events that it starts after, of any device.
+        record: the event at its end, if somebody waits for it.
     """
 
-    stage: int
-    microbatch: int
-    version: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Free:
-    """Drop a buffer. Roughly: del buffers[b]."""
-
-    buffer: Buffer
-
-
-@dataclass(frozen=True, slots=True)
-class Barrier:
-    """Wait until every device is here, so that no weight changes before all gradients exist."""
-
-
-@dataclass(frozen=True, slots=True)
-class Pause:
-    """Give control back to the caller until it resumes the program with more to load."""
-
-
-@dataclass(frozen=True, slots=True)
-class Update:
-    """Step a stage's optimizer. Roughly: weights[writes] = optimizer(weights[reads], gradients)."""
-
-    stage: int
-    reads: int = 0
-    writes: int = 1
-
-
-Instruction = (
-    Load
-    | Output
-    | Send
-    | Receive
-    | Stash
-    | Pop
-    | Forward
-    | Backward
-    | Free
-    | Barrier
-    | Pause
-    | Update
-)
-
-OPCODES: dict[str, type[Instruction]] = {
-    "load": Load,
-    "output": Output,
-    "send": Send,
-    "recv": Receive,
-    "stash": Stash,
-    "pop": Pop,
-    "forward": Forward,
-    "backward": Backward,
-    "free": Free,
-    "barrier": Barrier,
-    "pause": Pause,
-    "update": Update,
-}
-"""Every opcode by its word in the text."""
+    stream: str = COMPUTE
+    waits: tuple[Event, ...] = ()
+    record: Event | None = None
 
 
 @dataclass(frozen=True)
@@ -190,6 +109,8 @@ class Program:
         edges: what goes between stages, and from and to the caller.
         lists: device → its instructions in order.
         passes: the lowering passes that are done; the verifier holds the rules of each.
+        launches: device → how each of its instructions is launched; empty for devices that do one
+            instruction after another.
     """
 
     name: str
@@ -198,6 +119,7 @@ class Program:
     edges: tuple[Edge, ...]
     lists: tuple[tuple[Instruction, ...], ...]
     passes: tuple[str, ...] = ()
+    launches: tuple[tuple[Launch, ...], ...] = ()
 
     @property
     def stages(self) -> int:
@@ -206,6 +128,11 @@ class Program:
     @property
     def devices(self) -> int:
         return len(self.lists)
+
+    @cached_property
+    def depth(self) -> int:
+        """How many batches back its instructions reach: 0 where every step ends with a flush."""
+        return max((-batch_of(x) for list_ in self.lists for x in list_), default=0)
 
     @cached_property
     def edges_into(self) -> tuple[tuple[Edge, ...], ...]:
@@ -231,35 +158,67 @@ class Program:
 
     def reads(self, instruction: Instruction) -> tuple[Buffer, ...]:
         """The buffers that an instruction needs on its device."""
-        match instruction:
-            case Forward(stage, i):
-                return tuple([forward_buffer(edge, i) for edge in self.edges_into[stage]])
-            case Backward(stage, i):
-                returned = [gradient_buffer(e, i) for e in self.edges_from[stage] if e.gradient]
-                return (saved(stage, i), *returned)
-            case Output(buffer) | Send(buffer) | Stash(buffer):
+        match instruction:  # the frequent ones first
+            case Free() | Receive() | Load() | Pop():
+                return ()
+            case Send(buffer) | Output(buffer) | Stash(buffer):
                 return (buffer,)
+            case Forward(stage, i, batch=b):
+                return tuple([forward_buffer(edge, i, b) for edge in self.edges_into[stage]])
+            case Recompute(stage, i, batch=b):
+                inputs = [forward_buffer(edge, i, b) for edge in self.edges_into[stage]]
+                return (state(stage, i, b), *inputs)
+            case Backward(stage, i, batch=b) | InputGrad(stage, i, batch=b):
+                edges = self.edges_from[stage]
+                returned = [gradient_buffer(edge, i, b) for edge in edges if edge.gradient]
+                return (saved(stage, i, b), *returned)
+            case WeightGrad(stage, i, batch=b):
+                return (deferred(stage, i, b),)
+            case Clip(stage, b):
+                return tuple([norm_buffer(other, stage, b) for other in range(self.stages)])
         return ()
 
     def writes(self, instruction: Instruction) -> tuple[Buffer, ...]:
         """The buffers that an instruction makes on its device."""
         match instruction:
-            case Forward(stage, i, keeps=keeps):
-                made = [forward_buffer(edge, i) for edge in self.edges_from[stage]]
-                return (*made, saved(stage, i)) if keeps else tuple(made)
-            case Backward(stage, i):
-                return tuple([gradient_buffer(e, i) for e in self.edges_into[stage] if e.gradient])
-            case Load(buffer) | Receive(buffer) | Pop(buffer):
+            case Free() | Send() | Output() | Stash():
+                return ()
+            case Receive(buffer) | Load(buffer) | Pop(buffer):
                 return (buffer,)
+            case Forward(stage, i, keeps=keeps, again=again, batch=b):
+                made = [forward_buffer(edge, i, b) for edge in self.edges_from[stage]]
+                if keeps:
+                    made.append(saved(stage, i, b))
+                if again:
+                    made.append(state(stage, i, b))
+                return tuple(made)
+            case Recompute(stage, i, batch=b):
+                return (saved(stage, i, b),)
+            case Backward(stage, i, batch=b):
+                return self._input_gradients(stage, i, b)
+            case InputGrad(stage, i, batch=b):
+                return (deferred(stage, i, b), *self._input_gradients(stage, i, b))
+            case Norm(stage, b):
+                return tuple([norm_buffer(stage, other, b) for other in range(self.stages)])
         return ()
+
+    def _input_gradients(self, stage: int, i: int, batch: int) -> tuple[Buffer, ...]:
+        edges = self.edges_into[stage]
+        return tuple([gradient_buffer(edge, i, batch) for edge in edges if edge.gradient])
 
     def ends(self, instruction: Instruction) -> tuple[Buffer, ...]:
         """The buffers whose life on the device ends with an instruction."""
         match instruction:
             case Free(buffer):
                 return (buffer,)
-            case Backward(stage, i):
-                return (saved(stage, i),)
+            case Receive() | Send() | Load() | Output() | Pop() | Stash():
+                return ()
+            case Backward(stage, i, batch=b) | InputGrad(stage, i, batch=b):
+                return (saved(stage, i, b),)
+            case WeightGrad(stage, i, batch=b):
+                return (deferred(stage, i, b),)
+            case Recompute(stage, i, batch=b):
+                return (state(stage, i, b),)
         return ()
 
     def destination(self, instruction: Send | Stash) -> int:
@@ -283,11 +242,30 @@ class Program:
 
         return parse_program(text)
 
-    def verify(self) -> Program:
-        """Return self, or raise VerificationError with every fault."""
+    def verify(self, *, channel: int | None = None) -> Program:
+        """Return self, or raise VerificationError with every fault.
+
+        Args:
+            channel: how many values may be on their way from one device to another, before a
+                send waits for room; 0 where it waits for its receive, None for any number.
+        """
         from fxpipe.verify.program import verify_program
 
-        return verify_program(self)
+        return verify_program(self, channel)
+
+    def simulate(
+        self,
+        costs: Costs | None = None,
+        *,
+        links: Links | None = None,
+        overlap: bool = True,
+        sizes: Sizes | None = None,
+        steps: int | None = None,
+    ) -> Simulation:
+        """Run it on paper. See ``fxpipe.simulator.simulate``."""
+        from fxpipe.simulator import simulate
+
+        return simulate(self, costs, links=links, overlap=overlap, sizes=sizes, steps=steps)
 
     def draw(self) -> Picture:
         """The program as a picture: devices as rows, time to the right, transfers as arrows."""
@@ -297,24 +275,40 @@ class Program:
 
 
 __all__ = [
+    "COMPUTE",
     "HOST",
+    "KEPT",
     "OPCODES",
     "Backward",
     "Barrier",
     "Buffer",
+    "BufferKind",
+    "Clip",
+    "Compute",
     "Forward",
     "Free",
+    "InputGrad",
     "Instruction",
     "Load",
+    "Move",
+    "Norm",
     "Output",
     "Pause",
     "Pop",
     "Program",
     "Receive",
+    "Recompute",
+    "Run",
     "Send",
     "Stash",
     "Update",
+    "WeightGrad",
+    "batch_mark",
+    "batch_of",
+    "deferred",
     "forward_buffer",
     "gradient_buffer",
+    "norm_buffer",
     "saved",
+    "state",
 ]

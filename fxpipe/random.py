@@ -1,83 +1,18 @@
 """Random operations as pure functions of a seed and a node number.
 
-PyTorch draws from one generator a device, so what an operation gets depends on what ran before
-it. Here each draw has a generator of its own, seeded with (micro-batch seed, node): the numbers
-are the same for any number of devices, any cuts, any schedule and any recomputation.
-
-The functions take ``seed``, an int64 tensor without dimensions on the CPU, and ``node``, the
-number of the operation in the model's graph.
+They draw with the operators of ``fxpipe.generators``, whose ``seed`` and ``node`` they take.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-_LIBRARY = torch.library.Library("fxpipe", "DEF")
-_LIBRARY.define("bernoulli(Tensor like, float p, Tensor seed, int node) -> Tensor")
-_LIBRARY.define("uniform(Tensor like, Tensor seed, int node) -> Tensor")
-_LIBRARY.define("normal(Tensor like, Tensor seed, int node) -> Tensor")
-_LIBRARY.define("integers(Tensor like, int low, int high, Tensor seed, int node) -> Tensor")
-_LIBRARY.define("permutation(Tensor like, Tensor seed, int node) -> Tensor")
-
-_MASK = (1 << 64) - 1
-
-
-def mix(*numbers: int) -> int:
-    """A well-spread 63-bit number from some numbers (the finaliser of splitmix64, chained)."""
-    state = 0
-    for number in numbers:
-        state = (state + number + 0x9E3779B97F4A7C15) & _MASK
-        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
-        state ^= state >> 31
-    return state >> 1
-
-
-def _generator(like: Tensor, seed: Tensor, node: int) -> torch.Generator:
-    return torch.Generator(like.device).manual_seed(mix(int(seed.item()), node))
-
-
-def _bernoulli(like: Tensor, p: float, seed: Tensor, node: int) -> Tensor:
-    out = torch.empty_like(like, dtype=torch.bool)
-    return out.bernoulli_(p, generator=_generator(like, seed, node))
-
-
-def _uniform(like: Tensor, seed: Tensor, node: int) -> Tensor:
-    return torch.empty_like(like).uniform_(generator=_generator(like, seed, node))
-
-
-def _normal(like: Tensor, seed: Tensor, node: int) -> Tensor:
-    return torch.empty_like(like).normal_(generator=_generator(like, seed, node))
-
-
-def _integers(like: Tensor, low: int, high: int, seed: Tensor, node: int) -> Tensor:
-    return torch.empty_like(like).random_(low, high, generator=_generator(like, seed, node))
-
-
-def _permutation(like: Tensor, seed: Tensor, node: int) -> Tensor:
-    generator = _generator(like, seed, node)
-    return torch.randperm(like.numel(), dtype=like.dtype, device=like.device, generator=generator)
-
-
-for _name, _run in (
-    ("bernoulli", _bernoulli),
-    ("uniform", _uniform),
-    ("normal", _normal),
-    ("integers", _integers),
-    ("permutation", _permutation),
-):
-    for _key in ("CPU", "CUDA"):
-        _LIBRARY.impl(_name, _run, _key)
-_LIBRARY.impl("bernoulli", lambda like, p, s, n: torch.empty_like(like, dtype=torch.bool), "Meta")
-_LIBRARY.impl("uniform", lambda like, s, n: torch.empty_like(like), "Meta")
-_LIBRARY.impl("normal", lambda like, s, n: torch.empty_like(like), "Meta")
-_LIBRARY.impl("integers", lambda like, low, high, s, n: torch.empty_like(like), "Meta")
-_LIBRARY.impl("permutation", lambda like, s, n: torch.empty_like(like), "Meta")
+from fxpipe.generators import OPERATORS
 
 
 def native_dropout(
@@ -86,42 +21,48 @@ def native_dropout(
     """Dropout and its mask of what is kept, as ``aten.native_dropout``."""
     if train is False or p == 0:
         return x.clone(), torch.ones_like(x, dtype=torch.bool)
-    mask = torch.ops.fxpipe.bernoulli(x.detach(), 1 - p, seed, node)
+    mask = OPERATORS.bernoulli(x.detach(), 1 - p, seed, node)
     return x * mask * (0.0 if p == 1 else 1 / (1 - p)), mask
 
 
 def bernoulli(p: Tensor, seed: Tensor, node: int) -> Tensor:
     """Ones with the probabilities in a tensor, as ``aten.bernoulli``."""
     like = p.detach()
-    drawn: Tensor = torch.ops.fxpipe.uniform(like, seed, node)
+    drawn: Tensor = OPERATORS.uniform(like, seed, node)
     return (drawn < like).to(p.dtype)
 
 
 def bernoulli_p(x: Tensor, p: float, seed: Tensor, node: int) -> Tensor:
     """Ones with one probability, in the shape and type of ``x``, as ``aten.bernoulli.p``."""
-    mask: Tensor = torch.ops.fxpipe.bernoulli(x.detach(), p, seed, node)
+    mask: Tensor = OPERATORS.bernoulli(x.detach(), p, seed, node)
     return mask.to(x.dtype)
+
+
+def bernoulli_like(x: Tensor, p: Tensor, seed: Tensor, node: int) -> Tensor:
+    """Ones with the probabilities in ``p``, in the shape of ``x``, as ``Tensor.bernoulli_``."""
+    drawn: Tensor = OPERATORS.uniform(torch.empty_like(x, dtype=p.dtype), seed, node)
+    return (drawn < p.detach()).to(x.dtype)
 
 
 def rand_like(x: Tensor, seed: Tensor, node: int, **options: Any) -> Tensor:
     """Uniform numbers in [0, 1) in the shape of ``x``."""
-    return _as(torch.ops.fxpipe.uniform, x, seed, node, options)
+    return _as(OPERATORS.uniform, x, seed, node, options)
 
 
 def randn_like(x: Tensor, seed: Tensor, node: int, **options: Any) -> Tensor:
     """Standard normal numbers in the shape of ``x``."""
-    return _as(torch.ops.fxpipe.normal, x, seed, node, options)
+    return _as(OPERATORS.normal, x, seed, node, options)
 
 
 def rand(size: Sequence[int], seed: Tensor, node: int, **options: Any) -> Tensor:
     """Uniform numbers in [0, 1)."""
-    out: Tensor = torch.ops.fxpipe.uniform(torch.empty(size, **options), seed, node)
+    out: Tensor = OPERATORS.uniform(torch.empty(size, **options), seed, node)
     return out
 
 
 def randn(size: Sequence[int], seed: Tensor, node: int, **options: Any) -> Tensor:
     """Standard normal numbers."""
-    out: Tensor = torch.ops.fxpipe.normal(torch.empty(size, **options), seed, node)
+    out: Tensor = OPERATORS.normal(torch.empty(size, **options), seed, node)
     return out
 
 
@@ -135,15 +76,131 @@ def randint_low(
 ) -> Tensor:
     """Integers in [low, high)."""
     like = torch.empty(size, **{"dtype": torch.int64, **options})
-    out: Tensor = torch.ops.fxpipe.integers(like, low, high, seed, node)
+    out: Tensor = OPERATORS.integers(like, low, high, seed, node)
     return out
+
+
+def normal(
+    mean: Tensor | float, std: Tensor | float, seed: Tensor, node: int, **options: Any
+) -> Tensor:
+    """Normal numbers with a mean and a deviation for each, as ``aten.normal``."""
+    given = [x.detach() for x in (mean, std) if isinstance(x, Tensor)]
+    like = torch.empty_like(
+        torch.broadcast_tensors(*given)[0], memory_format=torch.contiguous_format
+    )
+    drawn: Tensor = OPERATORS.normal(like, seed, node)
+    mean, std = (x.detach() if isinstance(x, Tensor) else x for x in (mean, std))
+    return drawn * std + mean
+
+
+def normal_of_size(
+    mean: float, std: float, size: Sequence[int], seed: Tensor, node: int, **options: Any
+) -> Tensor:
+    """Normal numbers with one mean and deviation."""
+    return randn(size, seed, node, **options) * std + mean
+
+
+def normal_like(x: Tensor, mean: float, std: float, seed: Tensor, node: int) -> Tensor:
+    """Normal numbers in the shape of ``x``, as ``Tensor.normal_``."""
+    return randn_like(x, seed, node) * std + mean
+
+
+def uniform_like(x: Tensor, low: float, high: float, seed: Tensor, node: int) -> Tensor:
+    """Uniform numbers in [low, high) in the shape of ``x``, as ``Tensor.uniform_``."""
+    return rand_like(x, seed, node) * (high - low) + low
+
+
+def exponential_like(x: Tensor, rate: float, seed: Tensor, node: int) -> Tensor:
+    """Exponentially distributed numbers in the shape of ``x``, as ``Tensor.exponential_``."""
+    return -torch.log1p(-rand_like(x, seed, node)) / rate
+
+
+def log_normal_like(x: Tensor, mean: float, std: float, seed: Tensor, node: int) -> Tensor:
+    """Numbers whose logarithm is normal, in the shape of ``x``, as ``Tensor.log_normal_``."""
+    return normal_like(x, mean, std, seed, node).exp()
+
+
+def cauchy_like(x: Tensor, median: float, sigma: float, seed: Tensor, node: int) -> Tensor:
+    """Numbers of Cauchy's distribution in the shape of ``x``, as ``Tensor.cauchy_``."""
+    return ((rand_like(x, seed, node) - 0.5) * math.pi).tan() * sigma + median
+
+
+def geometric_like(x: Tensor, p: float, seed: Tensor, node: int) -> Tensor:
+    """How often one tries until a success, in the shape of ``x``, as ``Tensor.geometric_``."""
+    dtype = x.dtype if x.is_floating_point() else torch.float64
+    tries = torch.log1p(-rand_like(x, seed, node, dtype=dtype)) / math.log1p(-p)
+    return tries.ceil().clamp_min(1).to(x.dtype)
+
+
+def integers_like(x: Tensor, seed: Tensor, node: int) -> Tensor:
+    """Integers of all that the type of ``x`` holds and counts, as ``Tensor.random_``."""
+    out: Tensor = OPERATORS.integers(torch.empty_like(x), 0, None, seed, node)
+    return out
+
+
+def randint_like(x: Tensor, high: int, seed: Tensor, node: int, **options: Any) -> Tensor:
+    """Integers in [0, high) in the shape of ``x``."""
+    return randint_low_like(x, 0, high, seed, node, **options)
+
+
+def randint_low_like(
+    x: Tensor, low: int, high: int, seed: Tensor, node: int, **options: Any
+) -> Tensor:
+    """Integers in [low, high) in the shape of ``x``."""
+    like = torch.empty_like(x.detach(), **options)
+    out: Tensor = OPERATORS.integers(like, low, high, seed, node)
+    return out
+
+
+def randint_below_like(x: Tensor, high: Tensor, seed: Tensor, node: int, **options: Any) -> Tensor:
+    """Integers in [0, high), with ``high`` a tensor of one number, in the shape of ``x``."""
+    out = torch.empty_like(x, **options)
+    return (rand_like(x, seed, node, dtype=torch.float64) * high).floor().to(out.dtype)
 
 
 def randperm(n: int, seed: Tensor, node: int, **options: Any) -> Tensor:
     """A permutation of 0 … n−1."""
     like = torch.empty(n, **{"dtype": torch.int64, **options})
-    out: Tensor = torch.ops.fxpipe.permutation(like, seed, node)
+    out: Tensor = OPERATORS.permutation(like, seed, node)
     return out
+
+
+def multinomial(weights: Tensor, count: int, replacement: bool, seed: Tensor, node: int) -> Tensor:
+    """Indices drawn with the weights of each row, as ``torch.multinomial``."""
+    out: Tensor = OPERATORS.multinomial(weights.detach(), count, replacement, seed, node)
+    return out
+
+
+def poisson(rates: Tensor, seed: Tensor, node: int) -> Tensor:
+    """Counts of Poisson's distribution with the rates in a tensor, as ``torch.poisson``."""
+    out: Tensor = OPERATORS.poisson(rates.detach(), seed, node)
+    return out
+
+
+def standard_gamma(shapes: Tensor, seed: Tensor, node: int) -> Tensor:
+    """Numbers of the gamma distribution, whose gradient is that of ``torch.distributions``."""
+    out: Tensor = OPERATORS.gamma(shapes, seed, node)
+    return out
+
+
+def rrelu(x: Tensor, lower: float, upper: float, training: bool, seed: Tensor, node: int) -> Tensor:
+    """A leaky ReLU whose slopes are uniform in [lower, upper) (Xu et al., 1505.00853)."""
+    if not training:
+        return torch.nn.functional.leaky_relu(x, (lower + upper) / 2)
+    return x * torch.where(x.detach() > 0, 1.0, uniform_like(x, lower, upper, seed, node))
+
+
+def rrelu_with_noise(
+    x: Tensor,
+    noise: Tensor,
+    lower: float,
+    upper: float,
+    training: bool,
+    seed: Tensor,
+    node: int,
+) -> tuple[Tensor, Tensor]:
+    """The same and its slopes, as ``aten.rrelu_with_noise_functional``, whose second is unread."""
+    return rrelu(x, lower, upper, training, seed, node), noise
 
 
 def _as(draw: Any, x: Tensor, seed: Tensor, node: int, options: dict[str, Any]) -> Tensor:
@@ -179,3 +236,75 @@ def attention(
         keep = mask.dtype == torch.bool
         scores = scores.masked_fill(~mask, -math.inf) if keep else scores + mask
     return native_dropout(scores.softmax(-1), p, True, seed, node)[0] @ value
+
+
+aten = torch.ops.aten
+SEEDED: Mapping[Any, Callable[..., Any]] = {
+    aten.native_dropout.default: native_dropout,
+    aten.bernoulli.default: bernoulli,
+    aten.bernoulli.p: bernoulli_p,
+    aten.bernoulli.Tensor: bernoulli_like,
+    aten.rand_like.default: rand_like,
+    aten.randn_like.default: randn_like,
+    aten.rand.default: rand,
+    aten.randn.default: randn,
+    aten.randint.default: randint,
+    aten.randint.low: randint_low,
+    aten.randperm.default: randperm,
+    aten.normal.Tensor_Tensor: normal,
+    aten.normal.Tensor_float: normal,
+    aten.normal.float_Tensor: normal,
+    aten.normal.float_float: normal_of_size,
+    aten.normal_functional.default: normal_like,
+    aten.uniform.default: uniform_like,
+    aten.exponential.default: exponential_like,
+    aten.randint_like.default: randint_like,
+    aten.randint_like.low_dtype: randint_low_like,
+    aten.randint_like.Tensor: randint_below_like,
+    aten.random.default: integers_like,
+    aten.random.to: randint_like,
+    aten.log_normal.default: log_normal_like,
+    aten.cauchy.default: cauchy_like,
+    aten.geometric.default: geometric_like,
+    aten.multinomial.default: multinomial,
+    aten.poisson.default: poisson,
+    aten._standard_gamma.default: standard_gamma,
+    aten.rrelu.default: rrelu,
+    aten.rrelu_with_noise_functional.default: rrelu_with_noise,
+}
+"""Random operation → its form with a seed and a number: after its own arguments, before options."""
+
+UNSEEDED = ("pin_memory", "layout", "generator")
+"""Options of random operations that the seeded forms do not take."""
+
+
+def with_defaults(function: Any, args: Sequence[Any]) -> tuple[Any, ...]:
+    """The positional arguments of an operation, those that were left out among them.
+
+    A generator is left out: a seeded form has its own.
+    """
+    arguments = [a for a in function._schema.arguments if not a.kwarg_only]
+    rest = [a.default_value for a in arguments[len(args) :] if a.has_default_value()]
+    given = zip(arguments, (*args, *rest), strict=False)
+    return tuple(value for a, value in given if a.name != "generator")
+
+
+def draws(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call of a random operation draws: not with dropout 0, and not in eval mode."""
+    given = _given(function, args, kwargs)
+    chances = [given[name] for name in ("p", "dropout", "dropout_p") if name in given]
+    drawn = not chances or any(chance is None or chance for chance in chances)
+    return drawn and in_training(function, args, kwargs)
+
+
+def in_training(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call of a random operation is not told to be one of eval mode."""
+    given = _given(function, args, kwargs)
+    return False not in (given.get("train"), given.get("training"))
+
+
+def _given(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by name, those that were left out among them."""
+    arguments = function._schema.arguments
+    given = {a.name: a.default_value for a in arguments if a.has_default_value()}
+    return given | dict(zip((a.name for a in arguments), args, strict=False)) | dict(kwargs)

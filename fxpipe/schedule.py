@@ -5,103 +5,55 @@ Only compute is written here. Communication, stash, frees and versions are deriv
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
-from fxpipe.errors import InputError, near
+from fxpipe.task import Task
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from os import PathLike
+
+    from sympy.core.relational import Relational
+
     from fxpipe.draw.picture import Picture
-
-
-@dataclass(frozen=True, slots=True)
-class TaskKind:
-    """A kind of compute task.
-
-    Attributes:
-        letter: its letter in text and pictures.
-        name: its name in messages.
-        per_microbatch: False for a task that comes once a step and stage.
-        follows: letters of the tasks of the same stage and micro-batch that must come before it;
-            a task that is absent from the schedule does not count.
-        flow: 1 where it comes after the same task of the stage before, -1 where after that of
-            the stage behind, 0 where stages are independent.
-    """
-
-    letter: str
-    name: str
-    per_microbatch: bool
-    follows: str
-    flow: int = 0
-
-
-KINDS: dict[str, TaskKind] = {
-    kind.letter: kind
-    for kind in (
-        TaskKind("F", "forward", True, "", flow=1),
-        TaskKind("B", "backward", True, "F", flow=-1),
-        TaskKind("U", "update", False, "FB"),
-    )
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Task:
-    """One piece of compute: a kind, a micro-batch and a stage.
-
-    Attributes:
-        kind: a letter of KINDS.
-        microbatch: index in its batch, from 0; None for a task once a step.
-        stage: the stage; None while an author leaves it out, never None in a Schedule.
-        batch: 0 for this step's batch, −1 for the one before it, and so on.
-    """
-
-    kind: str
-    microbatch: int | None = None
-    stage: int | None = None
-    batch: int = 0
-
-    def __str__(self) -> str:
-        index = "" if self.microbatch is None else str(self.microbatch)
-        at = "" if self.stage is None else f"@{self.stage}"
-        # A later batch than this step's is always wrong, and has no text that can be parsed.
-        batch = "'" * -self.batch + "+" * self.batch
-        return f"{self.kind}{index}{batch}{at}"
-
-
-def F(microbatch: int, stage: int | None = None, *, batch: int = 0) -> Task:
-    """Forward of a micro-batch; the stage may be left out where the device holds one."""
-    return Task("F", microbatch, stage, batch)
-
-
-def B(microbatch: int, stage: int | None = None, *, batch: int = 0) -> Task:
-    """Backward of a micro-batch: input and parameter gradients."""
-    return Task("B", microbatch, stage, batch)
-
-
-def U(stage: int | None = None) -> Task:
-    """Update of a stage's parameters from the gradients of the batch."""
-    return Task("U", None, stage)
+    from fxpipe.formulas import Formulas
+    from fxpipe.simulator import Simulation, Sizes
+    from fxpipe.simulator.costs import Costs, Links
+    from fxpipe.verify.stash import Stash
+    from fxpipe.verify.versions import Versions
 
 
 @dataclass(frozen=True)
 class Schedule:
     """What every device computes in one step, in order.
 
+    A step's window may hold tasks of earlier batches. Steps in a row repeat the window; in the
+    first ones the tasks of batches that do not exist are left out, and a flush runs what is left
+    of the last ones.
+
     Attributes:
         name: for people.
         microbatches: micro-batches a step, m.
         placement: stage → device; its length is the number of stages.
         rows: device → its tasks in order, each with its stage.
-        delay: batch t reads weight version max(t − delay, 0).
+        delay: batch t reads weight version max(t − delay, 0); one number, or one for each stage.
+        predict: whether it reads, instead of that version, what the optimizer's momentum says the
+            weights will be ``delay`` updates later (SpecTrain, XPipe).
     """
 
     name: str
     microbatches: int
     placement: tuple[int, ...]
     rows: tuple[tuple[Task, ...], ...]
-    delay: int = 0
+    delay: int | tuple[int, ...] = 0
+    predict: bool = False
+
+    def __post_init__(self) -> None:
+        # One stage's delay has one form, so that equal schedules are equal.
+        if isinstance(self.delay, tuple) and len(self.delay) == self.stages == 1:
+            object.__setattr__(self, "delay", self.delay[0])
 
     @property
     def stages(self) -> int:
@@ -111,10 +63,32 @@ class Schedule:
     def devices(self) -> int:
         return len(self.rows)
 
+    @cached_property
+    def kinds(self) -> frozenset[str]:
+        """The letters of its tasks."""
+        return frozenset(task.kind for row in self.rows for task in row)
+
     @property
     def trains(self) -> bool:
         """False for a schedule of forwards alone."""
-        return any(task.kind != "F" for row in self.rows for task in row)
+        return bool(self.kinds - {"F"})
+
+    @property
+    def delays(self) -> tuple[int, ...]:
+        """Stage → its delay."""
+        if isinstance(self.delay, tuple):
+            return self.delay
+        return (self.delay,) * self.stages
+
+    @cached_property
+    def depth(self) -> int:
+        """How many batches back its tasks reach: 0 where every step ends with a flush."""
+        return max((-task.batch for row in self.rows for task in row), default=0)
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether batches overlap, so that a step ends without a flush."""
+        return self.depth > 0 or any(self.delays)
 
     def held_by(self, device: int) -> tuple[int, ...]:
         """The stages on a device, in order."""
@@ -133,98 +107,101 @@ class Schedule:
 
         return parse_schedule(text)
 
-    def verify(self) -> Schedule:
-        """Return self, or raise VerificationError with every fault."""
-        from fxpipe.verify.schedule import verify_schedule
-
-        return verify_schedule(self)
-
-    def draw(self) -> Picture:
-        """The schedule as a picture: devices as rows, time to the right."""
-        from fxpipe.draw.schedule import draw_schedule
-
-        return draw_schedule(self)
-
-
-Rows = Callable[[int, int, int], Iterable[Task]]
-"""What an author writes: ``(device, devices, microbatches)`` → the device's tasks in order."""
-
-_TASKS_PER_STAGE_AND_MICROBATCH = 16
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """A named way to make a Schedule for any number of devices and micro-batches.
-
-    Attributes:
-        name: the name that ``fxpipe.compile(schedule=...)`` takes.
-        tasks: the author's generator.
-        delay: the version rule of the schedules that it makes.
-    """
-
-    name: str
-    tasks: Rows
-    delay: int = 0
-
-    def __call__(self, devices: int, microbatches: int) -> Schedule:
-        """Make the schedule, one stage a device. It is not verified yet.
+    @staticmethod
+    def from_file(path: str | PathLike[str]) -> Schedule:
+        """Read a schedule's text from a file.
 
         Raises:
-            InputError: a count is below 1, the generator yields something that is not a task, or
-                it does not end.
+            ParseError: with line and column.
+            InputError: the file cannot be read.
         """
-        for word, count in (("devices", devices), ("microbatches", microbatches)):
-            if count < 1:
-                raise InputError(f"{word} is {count}; a schedule needs at least 1")
-        rows = tuple(tuple(self._row(device, devices, microbatches)) for device in range(devices))
-        return Schedule(self.name, microbatches, tuple(range(devices)), rows, self.delay)
+        from fxpipe.text.schedule import read_schedule
 
-    def _row(self, device: int, devices: int, microbatches: int) -> Iterator[Task]:
-        bound = _TASKS_PER_STAGE_AND_MICROBATCH * (microbatches + 1)
-        for position, task in enumerate(self._tasks(device, devices, microbatches)):
-            where = f"schedule {self.name!r}, device {device}, position {position}"
-            if position == bound:
-                raise InputError(
-                    f"{where}: more than {bound} tasks for {microbatches} micro-batches; "
-                    "let the generator end"
-                )
-            if not isinstance(task, Task):
-                raise InputError(f"{where}: got {task!r}; yield tasks such as F(0), B(0) or U()")
-            stage = device if task.stage is None else task.stage
-            yield Task(task.kind, task.microbatch, stage, task.batch)
+        return read_schedule(path)
 
-    def _tasks(self, device: int, devices: int, microbatches: int) -> Iterator[Task]:
-        """What the author's function gives; what it raises is told as its own."""
-        try:
-            yield from self.tasks(device, devices, microbatches)
-        except Exception as error:
-            raise InputError(
-                f"schedule {self.name!r} fails for device {device} of {devices} and "
-                f"{microbatches} micro-batches ({type(error).__name__}: {error}); let the function "
-                "(device, devices, microbatches) yield tasks such as F(0), B(0) or U()"
-            ) from error
+    def verify(self, *, stash_limit: int | Sequence[int] | None = None) -> Schedule:
+        """Return self, or raise VerificationError with every fault.
 
+        Args:
+            stash_limit: the most micro-batches that a device may keep between forward and
+                backward, over all its stages; or one number for each stage.
+        """
+        from fxpipe.verify.schedule import verify_schedule
 
-RECIPES: dict[str, Recipe] = {}
-"""Every registered recipe by name; ``fxpipe.schedules`` fills in the library's own."""
+        return verify_schedule(self, stash_limit)
 
+    def versions(self) -> Versions:
+        """Weight versions: how many live on each stage, how stale, and the smallest delay."""
+        from fxpipe.verify.schedule import schedule_versions
 
-def schedule(name: str, *, delay: int = 0) -> Callable[[Rows], Recipe]:
-    """Decorator: register a generator of tasks as the recipe ``name``.
+        return schedule_versions(self)
 
-    Registering a name again replaces it, so that a notebook cell can be run twice.
-    """
+    def stash(self) -> Stash:
+        """The most micro-batches that stages and devices keep between forward and backward."""
+        from fxpipe.verify.schedule import schedule_stash
 
-    def register(tasks: Rows) -> Recipe:
-        recipe = Recipe(name, tasks, delay)
-        RECIPES[name] = recipe
-        return recipe
+        return schedule_stash(self)
 
-    return register
+    def simulate(
+        self,
+        costs: Costs | None = None,
+        *,
+        links: Links | None = None,
+        overlap: bool = True,
+        sizes: Sizes | None = None,
+        steps: int | None = None,
+    ) -> Simulation:
+        """Run it on paper, of stages that each hand one value to the next.
 
+        See ``fxpipe.simulator.simulate_schedule``.
+        """
+        from fxpipe.simulator import simulate_schedule
 
-def find_recipe(name: str) -> Recipe:
-    """The recipe of that name. Raises InputError with the near names."""
-    if name not in RECIPES:
-        raise InputError(f"there is no schedule {name!r}: {near(name, RECIPES)}")
-    return RECIPES[name]
+        return simulate_schedule(
+            self, costs, links=links, overlap=overlap, sizes=sizes, steps=steps
+        )
+
+    def formulas(self, *, given: Sequence[Relational] = ()) -> Formulas:
+        """Makespan, bubble and stash of one step and its flush, in the times of its tasks.
+
+        ``Recipe.formulas`` has the numbers of devices and micro-batches in them too. See
+        ``fxpipe.formulas.schedule_formulas``.
+        """
+        from fxpipe.formulas import schedule_formulas
+
+        return schedule_formulas(self, given=given)
+
+    def draw(self, *, costs: Costs | None = None, steps: int | None = None) -> Picture:
+        """The schedule as a picture: devices as rows, time to the right, faults in red.
+
+        Args:
+            costs: letter of a kind of task, or letter and stage → its time.
+            steps: how many steps to draw; by default as many as it takes to see what it does.
+
+        Raises:
+            InputError: a letter is unknown, or a number makes no sense.
+        """
+        from fxpipe.draw.schedule import draw_schedule
+
+        return draw_schedule(self, costs=costs, steps=steps)
+
+    def grid(
+        self,
+        *,
+        costs: Costs | None = None,
+        steps: int | None = None,
+        width: int | None = None,
+    ) -> str:
+        """The same as text, for terminals: rows of tasks in time, faults marked.
+
+        Args:
+            costs: letter of a kind of task, or letter and stage → its time.
+            steps: how many steps to show; by default as many as it takes to see what it does.
+            width: characters a line, beyond which the grid goes on below.
+
+        Raises:
+            InputError: a letter is unknown, or a number makes no sense.
+        """
+        from fxpipe.draw.grid import schedule_grid
+
+        return schedule_grid(self, costs=costs, steps=steps, width=width)

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from fxpipe.edge import HOST, gradient_groups
-from fxpipe.kernel import add
+from fxpipe.kernels.kernel import Backwarded, add
 from fxpipe.plan import Plan, outputs_of
 
 
@@ -33,6 +33,8 @@ def run_serially(
     values: Mapping[str, Any],
     state: Mapping[str, Tensor],
     output_gradients: Mapping[str, Tensor],
+    *,
+    halves: bool = False,
 ) -> Ran:
     """One micro-batch through a differentiated plan, forward and, if asked, backward.
 
@@ -41,6 +43,7 @@ def run_serially(
         values: the inputs, by name.
         state: name in the model → parameter, buffer or constant.
         output_gradients: value → its gradient, for each output that carries one back.
+        halves: run the two halves of every backward, not the whole.
     """
     found = dict(values)
     written: dict[str, Tensor] = {}
@@ -66,7 +69,12 @@ def run_serially(
             add([crossing[edge.value, edge.target] for edge in group])
             for group in gradient_groups(plan.edges_from(stage.index))
         ]
-        back = stage.kernel.backward(saved[stage.index], totals)
+        kernel, kept = stage.kernel, saved[stage.index]
+        if halves:
+            inputs, deferred = kernel.input_grad(kept, totals)
+            back = Backwarded(inputs, kernel.weight_grad(deferred))
+        else:
+            back = kernel.backward(kept, totals)
         carried = [edge for edge in plan.edges_into(stage.index) if edge.gradient]
         for edge, gradient in zip(carried, back.inputs, strict=True):
             crossing[edge.value, stage.index] = gradient

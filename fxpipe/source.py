@@ -70,6 +70,11 @@ def _innermost(frames: list[tuple[str, int, str]]) -> str:
     return ""
 
 
+def of_frame(filename: str, line: int, function: str) -> str:
+    """One line of the user's, as the others are told."""
+    return _innermost([(filename, line, function)])
+
+
 def of_failure(error: BaseException) -> str:
     """The model's line for an exception that an instruction raised, or "".
 

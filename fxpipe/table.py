@@ -9,16 +9,28 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from fxpipe.compiler import Compiled
+from fxpipe.compiler.compiled import Compiled
+from fxpipe.passes.partition import Verdict
 from fxpipe.plan import Stage
+from fxpipe.units import bytes_text
 
 _MODULES = 4
 
 
 def stage_table(
-    model: nn.Module, compiled: Compiled | None, devices: Sequence[torch.device]
+    model: nn.Module,
+    compiled: Compiled | None,
+    devices: Sequence[torch.device],
+    verdict: Verdict | None = None,
 ) -> str:
-    """Stage, device, modules, parameters, measured work and what it receives, as text."""
+    """The stages, and how well they are balanced, as text.
+
+    Args:
+        model: the model.
+        compiled: what is shown; None before the first call.
+        devices: where the stages are.
+        verdict: what the partition knows of its balance and memory.
+    """
     title = f"fxpipe.Pipeline of {type(model).__name__} over {len(devices)} devices"
     if compiled is None:
         return f"{title}: not compiled yet; the first call traces it"
@@ -30,7 +42,7 @@ def stage_table(
     for heading in ("stage", "device"):
         table.add_column(heading)
     table.add_column("modules", overflow="fold")
-    for heading in ("parameters", "forward", "backward", "share of work", "receives", "stash"):
+    for heading in ("parameters", "forward", "backward", "share", "receives", "stash", "memory"):
         table.add_column(heading, justify="right")
     counts = {name: p.numel() for name, p in model.named_parameters(remove_duplicate=False)}
     seconds = [0.0 if s.costs is None else s.costs.forward + s.costs.backward for s in plan.stages]
@@ -43,17 +55,18 @@ def stage_table(
             f"{sum(counts[argument.target] for argument in stage.parameters):,}",
             _milliseconds(stage, "forward"),
             _milliseconds(stage, "backward"),
-            f"{100 * work / sum(seconds):.0f} %" if sum(seconds) else "",
-            _bytes(sum(plan.bytes_of(e) or 0 for e in plan.edges_into(stage.index))),
-            _bytes(
+            f"{100 * work / sum(seconds):.1f} %" if sum(seconds) else "",
+            bytes_text(sum(plan.bytes_of(e) or 0 for e in plan.edges_into(stage.index))),
+            bytes_text(
                 sum(plan.bytes_of(e) or 0 for e in plan.edges_from(stage.index) if e.kind == "skip")
             ),
+            "" if verdict is None else bytes_text(verdict.loads[stage.index].memory),
         )
-    console = Console(width=120, color_system=None, file=None, record=True, quiet=False)
+    console = Console(width=130, color_system=None, file=None, record=True, quiet=False)
     with console.capture() as capture:
         console.print(table)
     text = "\n".join(line.rstrip() for line in capture.get().rstrip().splitlines())
-    return f"{text}\nper micro-batch; {_balance(seconds)}"
+    return f"{text}\nper micro-batch; {_balance(seconds, verdict)}"
 
 
 def _modules(stage: Stage) -> str:
@@ -66,17 +79,22 @@ def _milliseconds(stage: Stage, which: str) -> str:
     return "" if stage.costs is None else f"{1e3 * getattr(stage.costs, which):.2f} ms"
 
 
-def _balance(seconds: Sequence[float]) -> str:
+def _balance(seconds: Sequence[float], verdict: Verdict | None) -> str:
+    """What was balanced, and how near to the best it is."""
     if not sum(seconds):
         return "nothing was measured"
-    ratio = max(seconds) * len(seconds) / sum(seconds)
-    return f"the slowest stage takes {ratio:.2f} times the mean"
-
-
-def _bytes(count: int) -> str:
-    size = float(count)
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} GiB"
+    if verdict is None:
+        ratio = max(seconds) * len(seconds) / sum(seconds)
+        return f"the slowest stage takes {ratio:.2f} times the mean"
+    loads = verdict.loads
+    mean = sum(load.seconds for load in loads) / len(loads)
+    what = "compute"
+    if any(load.transfer for load in loads):
+        what = "compute and transfers"
+    proven = f"at most {100 * verdict.gap:.1f} % slower than the best possible cut"
+    if verdict.gap < 5e-4:
+        proven = "the best possible cut"
+    return (
+        f"the slowest stage takes {verdict.slowest / mean:.2f} times the mean ({what}), proven "
+        f"{proven}\nmemory: parameters, gradients, optimizer state, versions and stash, predicted"
+    )

@@ -7,13 +7,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch.utils._pytree import TreeSpec
 
+from fxpipe.moments import DeferredNorm
 from fxpipe.plan import Argument, Write
 
 SEED = "fxpipe_seed"
 """The placeholder that carries a micro-batch's random seed, in graphs with random operations."""
+
+DRAWS = "fxpipe.draws"
+"""Key of a node's metadata in graphs with leaf modules: whether it draws random numbers."""
 
 
 @dataclass(frozen=True)
@@ -22,11 +26,12 @@ class Value:
 
     Attributes:
         name: its node.
-        batched: whether its dimension 0 is the batch; None where the graph does not tell.
+        dims: the dimensions that are the batch, () where it has none; of a number that counts
+            samples (0,). None where the graph does not tell.
     """
 
     name: str
-    batched: bool | None = None
+    dims: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,7 @@ class Traced:
         leaves: whether it calls leaf modules.
         accepts: whether the graph holds for a micro-batch of that many samples.
         loss: the name of the loss value, where a loss is part of the graph.
+        deferred: the calls of BatchNorm whose statistics are updated at the step's end.
     """
 
     module: fx.GraphModule
@@ -68,6 +74,7 @@ class Traced:
     leaves: bool = False
     accepts: Callable[[int], bool] = lambda size: True
     loss: str | None = None
+    deferred: tuple[DeferredNorm, ...] = ()
 
     @property
     def graph(self) -> fx.Graph:
@@ -78,13 +85,20 @@ class Traced:
         """Whether the graph draws random numbers, and so takes SEED."""
         return any(node.op == "placeholder" and node.name == SEED for node in self.graph.nodes)
 
+    def state_of(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """Name in the model → its parameter or buffer, or a lifted constant."""
+        found: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+        found.update(model.named_buffers(remove_duplicate=False))
+        found.update(self.constants)
+        return found
 
-def with_batched(traced: Traced, batched: Sequence[bool]) -> Traced:
-    """The graph with it known of each flat output whether its dimension 0 is the batch."""
-    if len(batched) != len(traced.outputs):
+
+def with_dims(traced: Traced, dims: Sequence[tuple[int, ...]]) -> Traced:
+    """The graph with it known of each flat output which of its dimensions are the batch."""
+    if len(dims) != len(traced.outputs):
         return traced
     outputs = tuple(
-        replace(out, batched=told) if isinstance(out, Value) else out
-        for out, told in zip(traced.outputs, batched, strict=True)
+        replace(out, dims=told) if isinstance(out, Value) else out
+        for out, told in zip(traced.outputs, dims, strict=True)
     )
     return replace(traced, outputs=outputs)

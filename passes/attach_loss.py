@@ -6,7 +6,7 @@ after:   (x, target) → conv, mse, with the loss value mse
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,27 +14,42 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
+from fxpipe.apart import together
 from fxpipe.errors import InputError, TraceError
+from fxpipe.leaf_draws import DrawsWatched
 from fxpipe.plan import Argument
-from fxpipe.traced import Literal, Traced, Value
+from fxpipe.traced import DRAWS, Literal, Traced, Value
 
 LEAF_LOSS = "fxpipe_loss"
 """What the loss is called among leaf modules."""
 
 
 class LossModule(nn.Module):
-    """A loss function as a module: ``forward(output, *targets)`` → scalar."""
+    """A loss as a module: ``forward(*leaves of the output, *targets)`` → scalar.
 
-    def __init__(self, loss: Callable[..., Any]) -> None:
+    The model's output may be an object of any class, which a graph cannot take.
+    """
+
+    def __init__(self, loss: Callable[..., Any], function: Any, output: pytree.TreeSpec) -> None:
+        """Wrap a loss.
+
+        Args:
+            loss: ``loss(output, *targets)`` → scalar.
+            function: what it is made of; a module's buffers are those of the loss.
+            output: how the leaves of the output nest, see ``apart``.
+        """
         super().__init__()
         self.loss = loss
+        self.function = function
+        self._output = output
 
     def _get_name(self) -> str:
         """What messages call it."""
         return "the loss"
 
-    def forward(self, output: Any, *targets: Any) -> Any:
-        return self.loss(output, *targets)
+    def forward(self, *given: Any) -> Any:
+        count = self._output.num_leaves
+        return self.loss(together(given[:count], self._output), *given[count:])
 
 
 def attach_loss(model: Traced, loss: Traced, tensors: dict[str, torch.Tensor]) -> Traced:
@@ -116,14 +131,14 @@ def attach_loss(model: Traced, loss: Traced, tensors: dict[str, torch.Tensor]) -
 
 
 def attach_leaf_loss(
-    model: Traced, loss: LossModule, output: Any, targets: tuple[Any, ...]
+    model: Traced, loss: LossModule, output: Sequence[Any], targets: tuple[Any, ...]
 ) -> Traced:
     """The same for a graph with leaf modules: the loss is one more of them, called as it is.
 
     Args:
         model: the model's graph.
         loss: the loss.
-        output: the model's output on the example.
+        output: the leaves of the model's output on the example.
         targets: the targets of the example.
 
     Raises:
@@ -147,10 +162,10 @@ def attach_leaf_loss(
     outputs = [
         out.value if isinstance(out, Literal) else by_name[out.name] for out in model.outputs
     ]
-    nested = pytree.tree_unflatten(outputs, model.out_spec)
-    value = graph.call_module(LEAF_LOSS, (nested, *pytree.tree_unflatten(given, spec)))
-    with torch.no_grad():
-        value.meta["val"] = loss(output, *targets)
+    value = graph.call_module(LEAF_LOSS, (*outputs, *pytree.tree_unflatten(given, spec)))
+    with torch.no_grad(), DrawsWatched() as watch:
+        value.meta["val"] = loss(*output, *targets)
+    value.meta[DRAWS] = watch.drew
     written = [node for node in outputs if isinstance(node, fx.Node)]
     graph.output((*written, value))
     graph.lint()
@@ -184,7 +199,7 @@ def with_loss(traced: Traced, name: str) -> Traced:
 
 def own_loss(traced: Traced) -> str | None:
     """The name of the loss that the model itself returns: its only output, or ``.loss``."""
-    output = pytree.tree_unflatten(list(traced.outputs), traced.out_spec)
+    output = together(traced.outputs, traced.out_spec)
     if isinstance(output, dict):
         output = output.get("loss", output)
     output = getattr(output, "loss", output)

@@ -14,10 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from fxpipe import moments
+from fxpipe.apart import apart
 from fxpipe.edge import HOST
 from fxpipe.errors import TraceError
+from fxpipe.passes.fixed_draws import FixedDraws, pattern
 from fxpipe.plan import Plan
 from fxpipe.serial import run_serially
 from fxpipe.traced import Traced, Value
@@ -35,7 +37,7 @@ def check(
     call: Callable[[], tuple[Any, Tensor | None]],
     differentiated: bool,
 ) -> None:
-    """Compare a differentiated plan with the model.
+    """Compare a differentiated plan with the model; where its backwards are parted, both ways.
 
     Args:
         traced: the graph that the plan was cut from.
@@ -50,19 +52,31 @@ def check(
         TraceError: they differ; names the output or parameter.
     """
     draws = traced.seeded or traced.leaves
-    written = {write.target: state[write.target] for stage in plan.stages for write in stage.writes}
-    before = {name: tensor.clone() for name, tensor in written.items()}
+    buffers = {write.target for stage in plan.stages for write in stage.writes}
+    for norm in traced.deferred:
+        buffers |= {norm.running_mean, norm.running_var, norm.tracked or norm.running_mean}
+    before = {name: state[name].clone() for name in sorted(buffers)}
     with FixedDraws() if draws else nullcontext():  # type: ignore[no-untyped-call]
         with torch.enable_grad() if differentiated else torch.no_grad():
             output, loss = call()
-        expected = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
-        names = [out.name for out in traced.outputs if isinstance(out, Value)]
+        # now: a checkpoint inside of the model writes once more when its backward recomputes
+        after = {name: state[name].clone() for name in before}
+        pairs = [
+            (out.name, leaf)
+            for out, leaf in zip(traced.outputs, pytree.tree_leaves(apart(output)), strict=False)
+            if isinstance(out, Value) and isinstance(leaf, Tensor)
+        ]
+        names, expected = [name for name, _ in pairs], [leaf for _, leaf in pairs]
         seeds: dict[str, Tensor] = {}
         theirs: dict[str, Tensor] = {}
         if differentiated:
             seeds, theirs = _gradients(plan, state, names, expected, traced.loss, loss)
+        parted = any(stage.input_grad is not None for stage in plan.stages)
         with torch.no_grad():
-            ran = run_serially(plan, values, {**state, **before}, seeds)
+            ran, *others = (
+                run_serially(plan, values, {**state, **before}, seeds, halves=halves)
+                for halves in ([False, True] if parted else [False])
+            )
     made = {**values, **{a.name: state[a.target] for a in traced.parameters}, **ran.values}
     tensors = [made[name] for name in names if isinstance(made.get(name), Tensor)]
     if len(tensors) == len(expected):
@@ -70,15 +84,16 @@ def check(
             _compare(f"output {name!r}", here, there)
     if loss is not None and traced.loss is not None:
         _compare("the loss", made[traced.loss], loss)
-    for name, there in written.items():
-        _compare(f"what is written to the buffer {name!r}", ran.state[name], there)
+    for name, here in moments.commit(traced.deferred, before, ran.state).items():
+        _compare(f"what is written to the buffer {name!r}", here, after[name])
     for name, there in theirs.items():
-        here = ran.gradients.get(name)
-        _compare(
-            f"the gradient of {name!r}",
-            here if here is not None else torch.zeros_like(there),
-            there,
-        )
+        for found in (ran, *others):
+            gradient = found.gradients.get(name)
+            _compare(
+                f"the gradient of {name!r}",
+                gradient if gradient is not None else torch.zeros_like(there),
+                there,
+            )
 
 
 def _gradients(
@@ -93,7 +108,7 @@ def _gradients(
     roots = {loss_name: loss} if loss is not None else dict(zip(names, outputs, strict=False))
     back = {edge.value for edge in plan.edges if edge.gradient and edge.target == HOST}
     started = {name: value for name, value in roots.items() if name in back and value is not None}
-    seeds = {str(name): _pattern(value).to(value) + 0.5 for name, value in started.items()}
+    seeds = {str(name): pattern(value).to(value) + 0.5 for name, value in started.items()}
     trained = {
         argument.target: state[argument.target]
         for stage in plan.stages
@@ -137,82 +152,3 @@ def _compare(what: str, here: Tensor, there: Tensor) -> None:
         "operation, such as an autograd function of its own, is not seen by the tracer: use "
         'tracer="symbolic", which calls modules as they are'
     )
-
-
-def _pattern(like: Tensor) -> Tensor:
-    """Numbers in [0, 1) that depend on the place alone: the fractions of multiples of φ."""
-    places = torch.arange(like.numel(), dtype=torch.float64, device=like.device)
-    return ((places + 1) * 0.6180339887498949).frac().reshape(like.shape)
-
-
-class FixedDraws(TorchDispatchMode):
-    """Inside, every random operation draws the same fixed pattern, whoever calls it."""
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        name = func._schema.name.partition("::")[2].rstrip("_")
-        if name == "native_dropout" and args[2] is not False and 0 < args[1] < 1:
-            mask = _pattern(args[0]) < 1 - args[1]
-            return args[0] * mask * (1 / (1 - args[1])), mask
-        if torch.Tag.nondeterministic_seeded in func.tags or func.namespace == "fxpipe":
-            draw = _DRAWS.get(name)
-            if draw is not None:
-                out = func(*args, **kwargs)
-                numbers = draw(_pattern(out), func, args, kwargs)
-                return out.copy_(numbers) if not out.requires_grad else numbers.to(out)
-        return func(*args, **kwargs)
-
-
-def _given(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str) -> Any:
-    for place, argument in enumerate(func._schema.arguments):
-        if argument.name == name:
-            if place < len(args):
-                return args[place]
-            return kwargs.get(name, argument.default_value)
-    return None
-
-
-def _less(numbers: Tensor, func: Any, args: tuple[Any, ...], kwargs: Any) -> Tensor:
-    chance = _given(func, args, kwargs, "p")
-    chances: Tensor | float = args[0].detach() if chance is None else chance
-    return numbers < chances
-
-
-def _between(numbers: Tensor, func: Any, args: tuple[Any, ...], kwargs: Any) -> Tensor:
-    low = _given(func, args, kwargs, "from") or 0.0
-    high = _given(func, args, kwargs, "to")
-    return numbers * ((1.0 if high is None else high) - low) + low
-
-
-def _centred(numbers: Tensor, func: Any, args: tuple[Any, ...], kwargs: Any) -> Tensor:
-    mean, std = _given(func, args, kwargs, "mean"), _given(func, args, kwargs, "std")
-    return (numbers * 2 - 1) * (1.0 if std is None else std) + (mean or 0.0)
-
-
-def _whole(numbers: Tensor, func: Any, args: tuple[Any, ...], kwargs: Any) -> Tensor:
-    low = _given(func, args, kwargs, "low") or 0
-    high = _given(func, args, kwargs, "high")
-    whole: Tensor = (numbers * (high - low)).floor() + low
-    return whole
-
-
-def _reversed(numbers: Tensor, func: Any, args: tuple[Any, ...], kwargs: Any) -> Tensor:
-    return torch.arange(numbers.numel() - 1, -1, -1, device=numbers.device)
-
-
-_DRAWS: dict[str, Callable[..., Tensor]] = {
-    "bernoulli": _less,
-    "uniform": _between,
-    "rand": _between,
-    "rand_like": _between,
-    "normal": _centred,
-    "randn": _centred,
-    "randn_like": _centred,
-    "randint": _whole,
-    "randint_like": _whole,
-    "integers": _whole,
-    "randperm": _reversed,
-    "permutation": _reversed,
-}

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from fxpipe.edge import HOST
 from fxpipe.errors import InputError
+from fxpipe.garbage import without_collection
 from fxpipe.program import (
     Buffer,
     Instruction,
@@ -21,6 +22,7 @@ from fxpipe.program import (
 )
 
 
+@without_collection()
 def communicate(program: Program) -> Program:
     """Program → Program: every value reaches the device that reads it.
 
@@ -66,18 +68,21 @@ def communicate(program: Program) -> Program:
 class _Mail:
     """What is on its way between devices.
 
+    Where batches overlap the program is a window that repeats, and so are the queues: a value
+    that left in an earlier window has a place before the start of this window's queue.
+
     Attributes:
         program: the program of compute alone.
-        queues: (from, to) → the values in the order in which they leave.
-        places: value → its index in its queue.
-        taken: (from, to) → how many of the queue have a receive.
+        queues: (from, to) → the values in the order in which they leave, in one window.
+        places: value, without its batch → its index in its queue, and the batch it has there.
+        taken: (from, to) → up to where receives have come, counted from this window's start.
     """
 
     def __init__(self, program: Program) -> None:
         self.program = program
         self.queues: defaultdict[tuple[int, int], list[Buffer]] = defaultdict(list)
-        self.places: dict[Buffer, int] = {}
-        self.taken: defaultdict[tuple[int, int], int] = defaultdict(int)
+        self.places: dict[tuple[object, ...], tuple[int, int]] = {}
+        self.taken: dict[tuple[int, int], int] = {}
 
     def send(self, device: int, instructions: Iterable[Instruction]) -> Iterator[Instruction]:
         """The instructions of a device, each followed by what hands on the values it makes."""
@@ -89,24 +94,59 @@ class _Mail:
                     yield Output(buffer)
                 elif (home := placement[buffer.target]) != device:
                     queue = self.queues[device, home]
-                    self.places[buffer] = len(queue)
+                    self.places[buffer[:5]] = len(queue), buffer.batch
                     queue.append(buffer)
                     yield Stash(buffer) if buffer.kind == "skip" else Send(buffer)
 
-    def receive(self, device: int, instructions: Iterable[Instruction]) -> Iterator[Instruction]:
+    def receive(self, device: int, instructions: Sequence[Instruction]) -> Iterator[Instruction]:
         """The instructions of a device, each after what brings the values it reads."""
         placement = self.program.placement
+        loaded: dict[object, int] = {}
+        if self.program.depth:
+            self._start(device, instructions, loaded)
         for instruction in instructions:
             for buffer in self.program.reads(instruction):
                 if buffer.source == HOST:
-                    yield Load(buffer)
+                    if loaded.setdefault(buffer[:5], buffer.batch) == buffer.batch:
+                        loaded[buffer[:5]] = 1  # a recompute finds it there
+                        yield Load(buffer)
                 elif (home := placement[buffer.source]) != device:
                     yield from self._take((home, device), buffer)
             yield instruction
 
+    def _start(
+        self, device: int, instructions: Iterable[Instruction], loaded: dict[object, int]
+    ) -> None:
+        """What a window finds done by the one before.
+
+        Its receives begin right after the last one there, and what the caller gives is loaded
+        where its batch is met first.
+        """
+        placement = self.program.placement
+        for instruction in instructions:
+            for buffer in self.program.reads(instruction):
+                if buffer.source == HOST:
+                    loaded[buffer[:5]] = max(loaded.get(buffer[:5], buffer.batch), buffer.batch)
+                elif (home := placement[buffer.source]) != device:
+                    pair = home, device
+                    end = self._place(pair, buffer) + 1 - len(self.queues[pair])
+                    self.taken[pair] = max(self.taken.get(pair, end), end)
+
+    def _place(self, pair: tuple[int, int], buffer: Buffer) -> int:
+        """Where a value stands in its queue, counted from this window's start; −1 if nowhere."""
+        if buffer[:5] not in self.places:
+            return -1
+        index, batch = self.places[buffer[:5]]
+        return index - (batch - buffer.batch) * len(self.queues[pair])
+
     def _take(self, pair: tuple[int, int], buffer: Buffer) -> Iterator[Instruction]:
         """Arrivals up to a value; none if it has been taken, or if nothing ever sends it."""
-        first, end = self.taken[pair], self.places.get(buffer, -1) + 1
-        for arrival in self.queues[pair][first:end]:
+        first, end = self.taken.get(pair, 0), self._place(pair, buffer) + 1
+        queue = self.queues[pair]
+        for place in range(first, end):
+            windows, index = divmod(place, len(queue))
+            arrival = queue[index]
+            if windows:
+                arrival = arrival._replace(batch=arrival.batch + windows)
             yield Pop(arrival) if arrival.kind == "skip" else Receive(arrival)
         self.taken[pair] = max(first, end)

@@ -92,7 +92,9 @@ class _Cutter:
         parameters = [a for a in self.traced.parameters if self.home[a.name] == index]
         buffers = [a for a in self.traced.buffers if index in self._reading_stages(a.target)]
         arriving = [e.value for e in into if e.kind != "skip"]
-        held = [a.name for a in (*parameters, *buffers) if a.name in by_name]
+        # a leaf graph gets its own with a node, which is a value like any other
+        taken = {name for name, node in by_name.items() if node.op == "placeholder"}
+        held = [a.name for a in (*parameters, *buffers) if a.name in taken]
         for name in (*held, *arriving):
             copy = graph.placeholder(name)
             copy.name = name  # fx would rename one that is called like a builtin
@@ -106,7 +108,7 @@ class _Cutter:
                 copies[by_name[edge.value]] = copy
         skipping = {edge.value for edge in away if edge.kind == "skip"}
         for argument in parameters:
-            if argument.name in skipping:  # it is an edge's value, so a node of the graph
+            if argument.name in skipping & taken:  # it is an edge's value, so a node of the graph
                 self._stash(graph, copies[by_name[argument.name]])
         for node in nodes:
             copies[node] = graph.node_copy(node, lambda n: copies[n])

@@ -21,7 +21,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fxpipe.edge import HOST, Edge, gradient_groups
-from fxpipe.kernel import AutogradKernel, Kernel, add
+from fxpipe.kernels.autograd import AutogradKernel
+from fxpipe.kernels.kernel import Kernel, add
 from fxpipe.passes.joint import StageSides, callable_graph, trace_joint
 from fxpipe.passes.split_joint import split_joint
 from fxpipe.plan import Plan, Stage, ValueSpec, outputs_of

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from fxpipe.errors import InputError
-from fxpipe.program import Buffer, Free, Instruction, Program
+from fxpipe.garbage import without_collection
+from fxpipe.program import Buffer, Free, Instruction, Program, batch_of
 
 
+@without_collection()
 def free(program: Program) -> Program:
     """Program → Program: a ``free`` right after the last use of each buffer on each device.
 
@@ -42,22 +44,42 @@ def free(program: Program) -> Program:
 
 def _freed(program: Program, instructions: tuple[Instruction, ...]) -> Iterator[Instruction]:
     ends = _last_uses(program, instructions)
-    for instruction, last in zip(instructions, ends, strict=True):
+    for position, instruction in enumerate(instructions):
         yield instruction
-        for buffer in last:
-            yield Free(buffer)
+        if position in ends:
+            for buffer in ends[position]:
+                yield Free(buffer)
 
 
-def _last_uses(program: Program, instructions: tuple[Instruction, ...]) -> list[list[Buffer]]:
+def _last_uses(program: Program, instructions: tuple[Instruction, ...]) -> dict[int, list[Buffer]]:
     """Position → the buffers that nothing uses after it and that it does not end itself.
 
     All that is made is read on its device, if only by its send or output.
     """
-    seen: set[Buffer] = set()
-    last: list[list[Buffer]] = []
-    for instruction in reversed(instructions):
-        seen.update(program.ends(instruction))
-        last.append([buffer for buffer in program.reads(instruction) if buffer not in seen])
-        seen.update(last[-1])
-    last.reverse()
+    last: dict[int, list[Buffer]] = {}
+    seen: set[object] = set()
+    for position in _backwards(program, instructions):
+        instruction = instructions[position]
+        seen.update([_value(buffer) for buffer in program.ends(instruction)])
+        for buffer in program.reads(instruction):
+            if (value := _value(buffer)) not in seen:
+                last.setdefault(position, []).append(buffer)
+                seen.add(value)
     return last
+
+
+def _backwards(program: Program, instructions: tuple[Instruction, ...]) -> Iterable[int]:
+    """Positions from the last to the first that a batch meets.
+
+    Where batches overlap a batch meets several windows: first as this step's, then as the one
+    before.
+    """
+    positions = range(len(instructions) - 1, -1, -1)
+    if not program.depth:
+        return positions
+    return sorted(positions, key=lambda position: batch_of(instructions[position]))
+
+
+def _value(buffer: Buffer) -> object:
+    """A buffer whatever window it is seen from."""
+    return buffer[:5]

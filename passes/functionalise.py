@@ -24,6 +24,9 @@ from torch.export.graph_signature import (
 )
 
 from fxpipe.errors import TraceError
+from fxpipe.own_backward import functions_kept
+from fxpipe.passes.part_recurrent import part_recurrent
+from fxpipe.passes.rewrite import rewrite
 from fxpipe.plan import Argument, Write
 from fxpipe.traced import Literal, Traced, Value
 
@@ -50,12 +53,15 @@ def functionalise(program: ExportedProgram, accepts: Callable[[int], bool]) -> T
             cannot hold.
     """
     _detach_without_grad(program.graph_module)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        program = program.run_decompositions({})
-    signature = program.graph_signature
-    module = program.graph_module
     held = _first_names(program)
+    ruled = rewrite(program)
+    if ruled is None:
+        _part_names(program)
+        with warnings.catch_warnings(), functions_kept():
+            warnings.simplefilter("ignore")
+            program = program.run_decompositions({})
+    signature = program.graph_signature
+    module, written = (program.graph_module, []) if ruled is None else ruled
     parameters: list[Argument] = []
     buffers: list[Argument] = []
     constants: dict[str, torch.Tensor] = {}
@@ -81,14 +87,16 @@ def functionalise(program: ExportedProgram, accepts: Callable[[int], bool]) -> T
                 raise TraceError(f"the model keeps {spec.target!r}, which a graph cannot hold")
             case _:
                 pass
-    writes: list[Write] = []
+    writes = [Write(held(target), "") for target in written]
     outputs: list[Value | Literal] = []
-    for out in signature.output_specs:
+    returned = next(node for node in module.graph.nodes if node.op == "output").args[0]
+    for out, node in zip(signature.output_specs, returned[len(written) :], strict=True):
         match out.kind:
             case OutputKind.BUFFER_MUTATION:
                 writes.append(Write(held(str(out.target)), str(getattr(out.arg, "name", ""))))
             case OutputKind.USER_OUTPUT:
-                outputs.append(_output(out.arg, module.graph))
+                name = node.name if isinstance(node, fx.Node) else ""
+                outputs.append(_output(out.arg, name, module.graph))
             case OutputKind.USER_INPUT_MUTATION:
                 raise TraceError(
                     f"the model writes into its input {out.target!r}; let it work on a copy "
@@ -97,6 +105,8 @@ def functionalise(program: ExportedProgram, accepts: Callable[[int], bool]) -> T
             case kind:
                 raise TraceError(f"the model has an output of kind {kind.name}; return tensors")
     _let_copies_have_gradients(module)
+    _let_strides_vary(module)
+    part_recurrent(module)
     writes, outputs = _return_values(module, writes, outputs, {a.name for a in buffers})
     _tidy(
         module, {argument.name for argument in (*parameters, *buffers)} | set(filter(None, inputs))
@@ -121,27 +131,49 @@ def functionalise(program: ExportedProgram, accepts: Callable[[int], bool]) -> T
 
 def _first_names(program: ExportedProgram) -> Callable[[str], str]:
     """A parameter or buffer goes by the first of its names, as in ``named_parameters``."""
-    state = program.state_dict
     first: dict[int, str] = {}
-    for name, tensor in state.items():
-        first.setdefault(id(tensor), name)
-    return lambda name: first[id(state[name])] if name in state else name
+    names: dict[str, str] = {}
+    for name, tensor in program.state_dict.items():
+        names[name] = first.setdefault(id(tensor), name)
+    return lambda name: names.get(name, name)
 
 
-def _output(argument: Any, graph: fx.Graph) -> Value | Literal:
+def _part_names(program: ExportedProgram) -> None:
+    """Let a buffer with several names be a tensor of its own under those that the graph reads not.
+
+    The graph reads a shared buffer under one name. To write one that has another name as well is
+    more than the decomposition takes.
+    """
+    unread = {node.name for node in program.graph.nodes if not node.users}
+    for spec in program.graph_signature.input_specs:
+        if spec.kind is InputKind.BUFFER and getattr(spec.arg, "name", "") in unread:
+            for held in (program.state_dict, program.constants):
+                tensor = held.get(str(spec.target))
+                if isinstance(tensor, torch.Tensor):
+                    held[str(spec.target)] = tensor.detach().clone()
+
+
+def _output(argument: Any, name: str, graph: fx.Graph) -> Value | Literal:
+    """What the node of that name returns."""
     if isinstance(argument, TensorArgument):
         shapes = {
             n.name: n.meta["val"].shape for n in graph.nodes if hasattr(n.meta.get("val"), "shape")
         }
-        dynamic = any(isinstance(size, torch.SymInt) for shape in shapes.values() for size in shape)
-        shape = shapes.get(argument.name, ())
-        batched = bool(len(shape)) and isinstance(shape[0], torch.SymInt)
-        return Value(argument.name, batched if dynamic else None)
+        if not any(isinstance(size, torch.SymInt) for shape in shapes.values() for size in shape):
+            return Value(name)
+        shape = shapes.get(name, ())
+        return Value(name, tuple(d for d, size in enumerate(shape) if _counts(size)))
     if isinstance(argument, SymIntArgument):
-        return Value(argument.name)
+        value = next(n.meta.get("val") for n in graph.nodes if n.name == name)
+        return Value(name, (0,) if _counts(value) else None)
     if isinstance(argument, ConstantArgument):
         return Literal(argument.value)
     raise TraceError(f"the model returns {argument!r}, which a graph cannot hold; return tensors")
+
+
+def _counts(size: Any) -> bool:
+    """Whether a size is the number of samples itself, not a number made of it."""
+    return isinstance(size, torch.SymInt) and bool(size.node.expr.is_Symbol)
 
 
 def _detach_without_grad(module: fx.GraphModule) -> None:
@@ -163,13 +195,17 @@ def _detach_without_grad(module: fx.GraphModule) -> None:
 
 
 def _let_copies_have_gradients(module: fx.GraphModule) -> None:
-    """Write ``copy(x, y)``, which autograd does not know, as a scatter into all of ``x``."""
+    """Write ``copy(x, y)``, which autograd does not know, as a copy of ``y`` where it is laid out
+    like ``x``, else as a scatter into all of ``x``."""
     aten = torch.ops.aten
     for node in list(module.graph.nodes):
         if node.op != "call_function" or node.target is not aten.copy.default:
             continue
         target, source = node.args[:2]
         like, value = target.meta["val"], source.meta["val"]
+        if _layout(like) == _layout(value):
+            node.target, node.args, node.kwargs = aten.clone.default, (source,), {}
+            continue
         if not like.dim():
             node.target, node.args, node.kwargs = (
                 aten._to_copy.default,
@@ -181,6 +217,19 @@ def _let_copies_have_gradients(module: fx.GraphModule) -> None:
             spread = module.graph.call_function(aten.expand_as.default, (source, target))
         spread.meta.update({**node.meta, "val": value.expand(like.shape)})
         node.target, node.args = aten.slice_scatter.default, (target, spread)
+    module.recompile()
+
+
+def _layout(value: torch.Tensor) -> tuple[Any, ...]:
+    return value.dtype, value.shape, value.stride()
+
+
+def _let_strides_vary(module: fx.GraphModule) -> None:
+    """Write ``view`` as ``reshape``: where a kernel is chosen by what needs a gradient, as that of
+    attention is, strides are not always those of the trace."""
+    for node in module.graph.nodes:
+        if node.target is torch.ops.aten.view.default:
+            node.target = torch.ops.aten.reshape.default
     module.recompile()
 
 

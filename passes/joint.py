@@ -18,6 +18,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxpipe.edge import Edge
+from fxpipe.passes.record import NotRecorded, Recorder, record, told
 from fxpipe.plan import Stage, pop, stash
 
 ORIGIN = "fxpipe.origin"
@@ -53,16 +54,22 @@ class StageSides:
         return self.run(parameters, buffers, inputs)[0]
 
     def run(
-        self, parameters: Sequence[Tensor], buffers: Sequence[Tensor], inputs: Sequence[Any]
+        self,
+        parameters: Sequence[Tensor],
+        buffers: Sequence[Tensor],
+        inputs: Sequence[Any],
+        recorder: Recorder | None = None,
     ) -> tuple[Sides, dict[torch.autograd.graph.Node, fx.Node]]:
         """The same, and which autograd node comes from which node of the graph."""
         given: dict[str, Any] = {}
         given.update(zip((a.name for a in self.stage.parameters), parameters, strict=True))
         given.update(zip((a.name for a in self.stage.buffers), buffers, strict=True))
         given.update(zip((edge.value for edge in self.incoming), inputs, strict=True))
-        interpreter = _StageInterpreter(self.stage.graph, given)
+        interpreter = _StageInterpreter(self.stage.graph, given, recorder)
         order = [n.name for n in self.stage.graph.graph.nodes if n.op == "placeholder"]
         returned = interpreter.run(*(given[name] for name in order))
+        if recorder is not None:
+            recorder.meta = {}
         arriving = {id(tensor) for tensor in given.values()}
         outputs = [interpreter.found[name] for name in self.returned]
         outputs = [
@@ -75,14 +82,19 @@ class StageSides:
 
 
 class _StageInterpreter(fx.Interpreter):
-    def __init__(self, module: fx.GraphModule, given: dict[str, Any]) -> None:
+    def __init__(
+        self, module: fx.GraphModule, given: dict[str, Any], recorder: Recorder | None
+    ) -> None:
         super().__init__(module, garbage_collect_values=False)
         self.given = given
+        self.recorder = recorder
         self.found: dict[str, Any] = {}
         self.origins: dict[torch.autograd.graph.Node, fx.Node] = {}
 
     def run_node(self, n: fx.Node) -> Any:
         n.meta["custom"] = {**n.meta.get("custom", {}), ORIGIN: n.name}
+        if self.recorder is not None:
+            self.recorder.meta = told(n)
         if n.op == "call_function" and n.target is pop:
             value = self.given[str(n.args[0])]
         elif n.op == "call_function" and n.target is stash:
@@ -113,7 +125,7 @@ class Joint:
     """A traced stage, forward and backward in one graph.
 
     Attributes:
-        module: the graph; see the text above for what it takes and returns.
+        graph: see the text above for what it takes and returns.
         names: what its arguments are called in the stage.
         stage: the stage.
         inputs: how many inputs it takes after the parameters and buffers.
@@ -126,7 +138,7 @@ class Joint:
         parameter_gradients: for each parameter whether it has a gradient.
     """
 
-    module: fx.GraphModule
+    graph: fx.Graph
     names: tuple[str, ...]
     stage: Stage
     inputs: int
@@ -161,19 +173,19 @@ def trace_joint(
     asked = [isinstance(x, Tensor) and x.requires_grad for x in sources]
     found: list[Tensor | None] = []
 
-    def joint(flat: list[Any]) -> list[Any]:
+    def joint(flat: list[Any], recorder: Recorder | None = None) -> list[Any]:
         rest = iter(flat)
         here_parameters = [next(rest) for _ in parameters]
         here_buffers = [next(rest) for _ in buffers]
         here_inputs = [next(rest) for _ in inputs]
         here_gradients = list(rest)
         with torch.enable_grad(), fx_traceback.preserve_node_meta():
-            result, origins = sides.run(here_parameters, here_buffers, here_inputs)
+            result, origins = sides.run(here_parameters, here_buffers, here_inputs, recorder)
             roots = [out for out, wanted in zip(result.outputs, has, strict=True) if wanted]
             wanted = [
                 x for x, needs in zip([*here_inputs, *here_parameters], asked, strict=True) if needs
             ]
-            with _blamed(origins):
+            with _blamed(origins, recorder):
                 grads = (
                     torch.autograd.grad(roots, wanted, here_gradients, allow_unused=True)
                     if roots and wanted
@@ -184,11 +196,14 @@ def trace_joint(
         return [*result.outputs, *result.writes, *(g for g in found if g is not None)]
 
     arguments = [*parameters, *buffers, *inputs, *given]
-    module = _functional(make_fx(joint)(arguments), arguments)
-    _train_recurrent_layers(module.graph)
+    try:
+        graph = record(lambda recorder, flat: joint(flat, recorder), arguments)
+    except NotRecorded:
+        graph = _functional(make_fx(lambda flat: joint(flat))(arguments), arguments).graph
+    _train_recurrent_layers(graph)
     count = len(inputs)
     return Joint(
-        module=module,
+        graph=graph,
         names=(
             *(argument.name for argument in (*sides.stage.parameters, *sides.stage.buffers)),
             *(edge.value for edge in sides.incoming),
@@ -245,12 +260,17 @@ def rnn_layer_with_workspace(*args: Any) -> Any:
 
 
 @contextmanager
-def _blamed(origins: dict[torch.autograd.graph.Node, fx.Node]) -> Iterator[None]:
+def _blamed(
+    origins: dict[torch.autograd.graph.Node, fx.Node], recorder: Recorder | None
+) -> Iterator[None]:
     """While autograd runs, what it does for a node is recorded as that node's, with its line."""
     with ExitStack() as hooks, ExitStack() as current:
 
         def enter(node: fx.Node) -> Any:
             def hook(_: Any) -> None:
+                if recorder is not None:
+                    recorder.meta = told(node)
+                    return
                 current.close()
                 current.enter_context(fx_traceback.set_current_meta(node))
 

@@ -3,13 +3,13 @@
 before:  conv2d = aten.conv2d.default(x, weight)
 after:   {"conv2d": NodeCost(forward=1.1e-3, backward=2.3e-3, bytes=262144)}
 
-The whole model is differentiated as a single stage, and every operation of its forward and
-backward graph is timed in its place; what autograd does for a node counts as that node's.
+The whole model is differentiated as a single stage, and every operation of its graphs, forward,
+backward and the halves of backward, is timed in its place; what autograd does for a node counts
+as that node's.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,9 +19,10 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from fxpipe.kernel import GraphKernel
+from fxpipe.kernels.graph import GraphKernel
 from fxpipe.passes.joint import ORIGIN
 from fxpipe.plan import Plan
+from fxpipe.stopwatch import Stopwatch, stopwatch_for
 from fxpipe.traced import Traced
 
 _REPEATS = 5
@@ -35,11 +36,15 @@ class NodeCost:
         forward: seconds, the best of some runs.
         backward: seconds; 0 where nothing needs a gradient.
         bytes: of its value, 0 where that is no tensor.
+        input_grad: seconds in the first half of backward.
+        weight_grad: seconds in the second half.
     """
 
     forward: float
     backward: float
     bytes: int
+    input_grad: float = 0.0
+    weight_grad: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -47,15 +52,20 @@ class NodeCost:
 
 
 def measure(
-    traced: Traced, plan: Plan, values: Mapping[str, Any], state: Mapping[str, Tensor]
+    traced: Traced,
+    plan: Plan,
+    values: Mapping[str, Any],
+    state: Mapping[str, Tensor],
+    watch: Stopwatch | None = None,
 ) -> dict[str, NodeCost]:
     """Time the one stage of a plan, operation by operation.
 
     Args:
         traced: the graph whose nodes are to be known.
-        plan: the same graph as a single stage, differentiated.
+        plan: the same graph as a single stage, differentiated and its backward parted.
         values: a value for each input, by name.
         state: name in the model → parameter, buffer or constant.
+        watch: takes the time; by default the one for where the values are.
     """
     (stage,) = plan.stages
     kernel = stage.kernel
@@ -64,22 +74,37 @@ def measure(
         *(state[argument.target] for argument in (*stage.parameters, *stage.buffers)),
         *(values[edge.value] for edge in plan.edges_into(0)),
     ]
-    forward, backward = _Timer(kernel.forward_graph), None
-    if kernel.backward_graph is not None:
-        backward = _Timer(kernel.backward_graph)
+    watch = watch or stopwatch_for(arguments)
+    forward = _Timer(kernel.forward_graph, watch)
+    backward, input_grad, weight_grad = (
+        None if graph is None else _Timer(graph, watch)
+        for graph in (stage.backward, stage.input_grad, stage.weight_grad)
+    )
     kept = kernel.outputs + kernel.writes
+    trained = zip(stage.parameters, kernel.parameter_gradients, strict=True)
+    totals = [torch.zeros_like(state[argument.target]) for argument, has in trained if has]
     with torch.no_grad():
         for _ in range(_REPEATS):
             flat = forward.run(*arguments)
             if backward is not None:
                 gradients = [torch.ones_like(flat[index]) for index in kernel.gradient_outputs]
-                backward.run(*flat[kept:], *gradients)
+                backward.run(*flat[kept:], *gradients, *totals)
+                if input_grad is not None:
+                    found = input_grad.run(*flat[kept:], *gradients)
+                    if weight_grad is not None:
+                        weight_grad.run(*found[kernel.input_gradients :], *totals)
     sizes = _sizes(traced, values, state)
-    ahead = forward.by_origin()
-    back = {} if backward is None else backward.by_origin()
+    ahead, back, first, then = (
+        {} if timer is None else timer.by_origin()
+        for timer in (forward, backward, input_grad, weight_grad)
+    )
     return {
         node.name: NodeCost(
-            ahead.get(node.name, 0.0), back.get(node.name, 0.0), sizes.get(node.name, 0)
+            ahead.get(node.name, 0.0),
+            back.get(node.name, 0.0),
+            sizes.get(node.name, 0),
+            first.get(node.name, 0.0),
+            then.get(node.name, 0.0),
         )
         for node in traced.graph.nodes
     }
@@ -97,18 +122,27 @@ def bytes_of(value: Any) -> int:
 class _Timer(fx.Interpreter):
     """Keeps the best time of each node over the runs."""
 
-    def __init__(self, module: fx.GraphModule) -> None:
+    def __init__(self, module: fx.GraphModule, watch: Stopwatch) -> None:
         super().__init__(module, garbage_collect_values=True)
         self.best: dict[fx.Node, float] = {}
+        self._watch = watch
+        self._spans: dict[fx.Node, tuple[Any, Any]] = {}
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        value = super().run(*args, **kwargs)
+        spans, self._spans = self._spans, {}
+        found = self._watch.seconds(list(spans.values()))
+        for node, seconds in zip(spans, found, strict=True):
+            self.best[node] = min(seconds, self.best.get(node, seconds))
+        return value
 
     def run_node(self, n: fx.Node) -> Any:
         if n.op != "call_function":
             return super().run_node(n)
         args, kwargs = self.fetch_args_kwargs_from_env(n)
-        start = time.perf_counter()
+        start = self._watch.mark()
         value = n.target(*args, **kwargs)  # type: ignore[operator]
-        seconds = time.perf_counter() - start
-        self.best[n] = min(seconds, self.best.get(n, seconds))
+        self._spans[n] = start, self._watch.mark()
         return value
 
     def by_origin(self) -> dict[str, float]:

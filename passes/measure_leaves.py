@@ -6,7 +6,6 @@ after:   {"conv": NodeCost(forward=1.1e-3, backward=2.3e-3, bytes=262144)}
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,26 +14,32 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from fxpipe.passes.measure import NodeCost, bytes_of
+from fxpipe.stopwatch import Stopwatch, stopwatch_for
 from fxpipe.traced import Traced
 
 _REPEATS = 3
 
 
-def measure_leaves(traced: Traced, values: Mapping[str, Any]) -> dict[str, NodeCost]:
+def measure_leaves(
+    traced: Traced, values: Mapping[str, Any], watch: Stopwatch | None = None
+) -> dict[str, NodeCost]:
     """Run the graph node by node and time each, alone.
 
     Args:
         traced: the graph; it must not change the model's state (see ``untouched``).
         values: a value for each input, by name.
+        watch: takes the time; by default the one for where the values are.
     """
-    meter = _Meter(traced.module)
+    held = (*values.values(), *traced.module.parameters())
+    meter = _Meter(traced.module, watch or stopwatch_for(held))
     meter.run(*(values[n.name] for n in traced.graph.nodes if n.op == "placeholder"))
     return meter.costs
 
 
 class _Meter(fx.Interpreter):
-    def __init__(self, module: fx.GraphModule) -> None:
+    def __init__(self, module: fx.GraphModule, watch: Stopwatch) -> None:
         super().__init__(module, garbage_collect_values=True)
+        self._watch = watch
         self.costs: dict[str, NodeCost] = {}
 
     def run_node(self, n: fx.Node) -> Any:
@@ -49,14 +54,16 @@ class _Meter(fx.Interpreter):
             with torch.enable_grad():
                 copy = _copied if n.op == "call_module" else _cut
                 here_args, here_kwargs = pytree.tree_map(copy, (args, kwargs))
-                start = time.perf_counter()
+                start = self._watch.mark()
                 value = getattr(self, n.op)(n.target, here_args, here_kwargs)
-                middle = time.perf_counter()
+                middle = self._watch.mark()
                 backward = self._backward(n, value, (here_args, here_kwargs))
-            seconds = (middle - start, backward)
-            best = seconds if best is None else (min(best[0], seconds[0]), min(best[1], backward))
+            (forward,) = self._watch.seconds([(start, middle)])
+            now = forward, backward
+            best = now if best is None else (min(best[0], forward), min(best[1], backward))
         assert best is not None
-        self.costs[n.name] = NodeCost(*best, bytes_of(value))
+        # autograd finds all gradients in the first half
+        self.costs[n.name] = NodeCost(*best, bytes_of(value), input_grad=best[1])
         return pytree.tree_map(_cut, value)
 
     def _backward(self, n: fx.Node, value: Any, inputs: Any) -> float:
@@ -68,9 +75,10 @@ class _Meter(fx.Interpreter):
         if not outputs or not sources:
             return 0.0
         ones = [torch.ones_like(output) for output in outputs]
-        start = time.perf_counter()
+        start = self._watch.mark()
         torch.autograd.grad(outputs, sources, ones, allow_unused=True)
-        return time.perf_counter() - start
+        (seconds,) = self._watch.seconds([(start, self._watch.mark())])
+        return seconds
 
 
 def _differentiable(leaf: Any) -> bool:

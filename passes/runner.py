@@ -10,6 +10,7 @@ from fxpipe.errors import PassError, VerificationError
 from fxpipe.plan import Plan
 from fxpipe.program import Program
 from fxpipe.schedule import Schedule
+from fxpipe.telling import telling
 from fxpipe.verify.plan import verify_plan
 from fxpipe.verify.program import verify_program
 from fxpipe.verify.schedule import verify_schedule
@@ -66,7 +67,8 @@ def run(value: Any, /, *passes: Callable[[Any], Any], on_pass: OnPass | None = N
         if index == 0:
             _verify(value, f"pass {name!r} was handed")
         start = time.perf_counter()
-        value = each(value)
+        with telling(name):
+            value = each(value)
         if on_pass is not None:
             on_pass(name, time.perf_counter() - start)
         _verify(value, f"pass {name!r} made")
@@ -85,6 +87,7 @@ def _verify(value: object, what: str) -> None:
         raise PassError(f"{what} {value!r}, which is not a plan, a schedule or a program")
     word, verify = entry
     try:
-        verify(value)
+        with telling(f"verify {word}"):
+            verify(value)
     except VerificationError as error:
         raise PassError(f"{what} an invalid {word}: {error}") from error

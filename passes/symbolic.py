@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -21,8 +21,11 @@ from torch.utils import _pytree as pytree
 
 from fxpipe import source
 from fxpipe.errors import TraceError
+from fxpipe.leaf_draws import DrawsWatched
+from fxpipe.own_backward import functions_kept
+from fxpipe.passes.explain import explained
 from fxpipe.plan import Argument, Write
-from fxpipe.traced import Literal, Traced, Value
+from fxpipe.traced import DRAWS, Literal, Traced, Value
 
 _OUT_OF_PLACE: dict[Any, Callable[..., Any]] = {
     operator.iadd: operator.add,
@@ -48,7 +51,10 @@ _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def trace_symbolically(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], batch: int
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    leaves: Collection[nn.Module] = (),
 ) -> Traced:
     """The model's graph with its leaf modules; it holds for every batch size.
 
@@ -56,25 +62,20 @@ def trace_symbolically(
         model: the model, in its present mode.
         args: positional inputs of one micro-batch.
         kwargs: keyword inputs of one micro-batch.
-        batch: samples in it; not needed, for nothing is specialised.
+        leaves: modules that are called as they are, besides those of torch.nn.
 
     Raises:
         TraceError: the model cannot be traced; names its source line and the cure.
     """
     given = _given(model, args, kwargs)
     constants = {name: value for name, value in given.items() if not isinstance(value, Tensor)}
-    tracer = fx.Tracer()
+    tracer = _Tracer(leaves)
     tracer.record_stack_traces = True
     try:
-        graph = tracer.trace(model, concrete_args=constants)
+        with functions_kept():
+            graph = tracer.trace(model, concrete_args=constants)
     except Exception as error:
-        where = source.of_exception(error) or type(model).__name__
-        raise TraceError(
-            f"{type(model).__name__} cannot be traced at {where} ({type(error).__name__}: "
-            f"{str(error).splitlines()[0] if str(error) else ''}); move what depends on the "
-            "values of tensors into a function of its own under torch.fx.wrap, or use "
-            'tracer="export"'
-        ) from error
+        raise explained(model, error, "symbolic") from error
     module = fx.GraphModule(model, graph)
     _out_of_place(module)  # before dead code goes: what works in place alone looks dead
     _drop_assertions(graph)
@@ -83,7 +84,7 @@ def trace_symbolically(
     graph.lint()
     module.recompile()
     tensors = [given[name] for name, node in names.items() if node is not None]
-    written = _Example(module).written(model, *tensors)
+    written = Example(module).written(model, *tensors)
     held = leaf_tensors(module)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     return Traced(
@@ -97,6 +98,12 @@ def trace_symbolically(
         out_spec=out_spec,
         leaves=True,
     )
+
+
+def reserve_names(graph: fx.Graph, model: nn.Module, others: Iterable[str] = ()) -> None:
+    """Let no node made from now on be called as a tensor of the model itself, or as others."""
+    for name in (*model._parameters, *model._buffers, *others):
+        graph._graph_namespace.create_name(name, None)
 
 
 def leaf_tensors(module: fx.GraphModule) -> dict[str, list[fx.Node]]:
@@ -198,7 +205,7 @@ def _out_of_place(module: fx.GraphModule) -> None:
         target = _in_place_target(module, node)
         if target is None:
             continue
-        if not isinstance(target, fx.Node) or _is_view(target) or any(map(_is_view, target.users)):
+        if not isinstance(target, fx.Node) or is_view(target) or any(map(is_view, target.users)):
             raise TraceError(
                 f"{node.name} at {source.of_node(node) or 'an unknown line'} writes into a part of "
                 'a tensor; make a new tensor there, or use tracer="export", which can turn it '
@@ -239,12 +246,34 @@ def _in_place_target(module: fx.GraphModule, node: fx.Node) -> Any:
     return None
 
 
-def _is_view(node: fx.Node) -> bool:
+def is_view(node: fx.Node) -> bool:
+    """Whether a node's value shows a part or another shape of its first argument's memory."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        aliases = (value.alias_info for value in node.target._schema.returns)
+        return any(alias is not None and not alias.is_write for alias in aliases)
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     return node.op in ("call_function", "call_method") and name in _VIEWS
 
 
-class _Example(fx.Interpreter):
+class _Tracer(fx.Tracer):
+    """Calls some modules as they are."""
+
+    graph: fx.Graph
+
+    def __init__(self, leaves: Collection[nn.Module]) -> None:
+        super().__init__()
+        self.leaves = {id(module) for module in leaves}
+
+    def create_node(self, kind: str, *args: Any, **kwargs: Any) -> fx.Node:
+        if not len(self.graph.nodes):
+            reserve_names(self.graph, self.root)
+        return super().create_node(kind, *args, **kwargs)
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return id(m) in self.leaves or super().is_leaf_module(m, module_qualified_name)
+
+
+class Example(fx.Interpreter):
     """Runs the graph once: notes what kind of value each node has, and which buffers it writes."""
 
     def written(self, model: nn.Module, *inputs: Tensor) -> set[str]:
@@ -261,6 +290,8 @@ class _Example(fx.Interpreter):
         return {name for name in buffers if name.rpartition(".")[0] in owners}
 
     def run_node(self, n: fx.Node) -> Any:
-        value = super().run_node(n)
+        with DrawsWatched() as watch:
+            value = super().run_node(n)
+        n.meta[DRAWS] = watch.drew and bool(n.all_input_nodes)
         n.meta["val"] = value.to("meta") if isinstance(value, Tensor) else value
         return value

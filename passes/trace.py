@@ -9,32 +9,25 @@ from __future__ import annotations
 import inspect
 import logging
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributions import Distribution
 from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
-from fxpipe import source
-from fxpipe.errors import TraceError
+from fxpipe.apart import returning_parts
+from fxpipe.own_backward import functions_kept
+from fxpipe.passes.average_batchnorm import averages_traced
+from fxpipe.passes.explain import explained
+
+Dims = Sequence[tuple[int, ...]]
+"""Flat input → its dimensions that are the batch."""
 
 _TORCH_LOG = logging.getLogger("torch.fx.experimental.symbolic_shapes")
-
-_ON_VALUES = (
-    "what it computes depends on the values of a tensor",
-    "compute it with torch.where or masks",
-)
-_REASONS = {
-    "DataDependent": _ON_VALUES,
-    "data-dependent": _ON_VALUES,
-    "constraint": (
-        "it holds for one size alone",
-        "make that line independent of the size, or give inputs of one size",
-    ),
-}
-"""A word of PyTorch's error → what is wrong, and the cure."""
 
 
 def trace(
@@ -43,6 +36,7 @@ def trace(
     kwargs: Mapping[str, Any],
     batch: int,
     fixed: bool = False,
+    dims: Dims | None = None,
 ) -> ExportedProgram:
     """Export the model in its present mode, dynamic in the batch dimension where it can be.
 
@@ -50,33 +44,42 @@ def trace(
         model: any module; its training flags decide what is traced, its state is left alone.
         args: positional inputs of one micro-batch.
         kwargs: keyword inputs of one micro-batch.
-        batch: the size of dimension 0 that counts as the batch. A batch of 1 is traced as it is:
-            its graph need not hold for another size, nor another graph for it.
+        batch: how many samples. A batch of 1 is traced as it is: its graph need not hold for
+            another size, nor another graph for it.
         fixed: whether any batch is traced so.
+        dims: for each flat input its dimensions that are the batch; by default 0 where its size
+            is that of the batch.
 
     Raises:
         TraceError: the model cannot be traced; names its source line and the cure.
     """
-    failure: Exception | None = None
+    args, kwargs = pytree.tree_map_only(torch.Tensor, _no_view, (args, dict(kwargs)))
+    shapes: list[dict[str, Any] | None] = [None]
     if batch > 1 and not fixed:
-        try:
-            return _export(model, args, kwargs, _dynamic_batch(model, args, kwargs, batch))
-        except Exception as error:
-            failure = error
-    try:
-        return _export(model, args, kwargs, None)
-    except Exception as error:
-        raise _explained(model, error) from (failure or error)
+        shapes.insert(0, _dynamic(model, args, kwargs, batch, dims))
+    errors: list[Exception] = []
+    for dynamic in shapes:
+        for as_export in (False, True):
+            try:
+                return _export(model, args, kwargs, dynamic, as_export)
+            except Exception as error:
+                errors.append(error)
+    raise explained(model, errors[-1], "export") from errors[0]
 
 
 def accepts(
-    program: ExportedProgram, args: tuple[Any, ...], kwargs: Mapping[str, Any], batch: int
+    program: ExportedProgram,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    batch: int,
+    dims: Dims | None = None,
 ) -> Callable[[int], bool]:
     """A test whether an exported program holds for another batch size.
 
     Args:
         program: what ``trace`` gave for the other arguments.
     """
+    dims = dims or _usual_dims(args, kwargs, batch)
     placeholders = {n.name: n for n in program.graph.nodes if n.op == "placeholder"}
     symbolic = any(
         isinstance(size, torch.SymInt)
@@ -102,7 +105,7 @@ def accepts(
         if guards[0] is None:
             return True
         try:
-            guards[0](*(_resized(leaf, batch, size) for leaf in leaves))
+            guards[0](*(_resized(*one, size) for one in zip(leaves, dims, strict=True)))
         except Exception:
             return False
         return True
@@ -110,11 +113,17 @@ def accepts(
     return holds
 
 
-def _resized(leaf: Any, batch: int, size: int) -> Any:
+def _resized(leaf: Any, dims: tuple[int, ...], size: int) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return leaf
-    shape = (size, *leaf.shape[1:]) if leaf.dim() and leaf.shape[0] == batch else leaf.shape
+    shape = [size if dim in dims else old for dim, old in enumerate(leaf.shape)]
     return torch.empty(shape, dtype=leaf.dtype, device="meta")
+
+
+def _no_view(x: torch.Tensor) -> torch.Tensor:
+    """The same tensor as no view of another: of one that is, export guards the strides of both,
+    and cannot read its own guard (``'NoneType' object has no attribute 'stride'``)."""
+    return x.detach().requires_grad_(x.requires_grad)
 
 
 def _export(
@@ -122,11 +131,29 @@ def _export(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     dynamic: dict[str, Any] | None,
+    as_export: bool,
 ) -> ExportedProgram:
+    """Export a model, which computes what it would under ``torch.compile``.
+
+    Args:
+        model: the model.
+        args: positional inputs.
+        kwargs: keyword inputs.
+        dynamic: the dynamic dimensions, if any.
+        as_export: let it compute what it would under ``torch.export``: some models then take
+            another way than in eager mode, equal but for rounding, so that no value decides.
+    """
     level = _TORCH_LOG.level
     _TORCH_LOG.setLevel(logging.CRITICAL)  # what fails here is told once, by our own error
     try:
-        with warnings.catch_warnings():
+        with (
+            warnings.catch_warnings(),
+            functions_kept(),
+            returning_parts(model),
+            _announced(model, as_export),
+            _distributions_unchecked(),
+            averages_traced(model),
+        ):
             warnings.simplefilter("ignore")  # notes on attributes that the model itself assigns
             return torch.export.export(
                 model, args, dict(kwargs), dynamic_shapes=dynamic, strict=False
@@ -135,29 +162,52 @@ def _export(
         _TORCH_LOG.setLevel(level)
 
 
-def _dynamic_batch(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], batch: int
+@contextmanager
+def _announced(model: nn.Module, as_export: bool) -> Iterator[None]:
+    """Inside, ``torch.compiler.is_exporting()`` tells the model that it is exported, or not."""
+
+    def announce(module: nn.Module, args: Any) -> None:
+        # export itself sets it before, and puts it back after the model has run
+        torch.compiler._is_exporting_flag = as_export
+
+    hook = model.register_forward_pre_hook(announce)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+@contextmanager
+def _distributions_unchecked() -> Iterator[None]:
+    """Inside, ``torch.distributions`` take their arguments as they are: whether to make an error
+    of them depends on their values, which a trace does not have."""
+    checked = Distribution._validate_args
+    Distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        Distribution.set_default_validate_args(checked)
+
+
+def _usual_dims(args: tuple[Any, ...], kwargs: Mapping[str, Any], batch: int) -> Dims:
+    return [
+        (0,) if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == batch else ()
+        for leaf in pytree.tree_leaves((args, dict(kwargs)))
+    ]
+
+
+def _dynamic(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    batch: int,
+    dims: Dims | None,
 ) -> dict[str, Any]:
-    def spec(leaf: Any) -> dict[int, Any] | None:
-        if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == batch:
-            return {0: Dim.AUTO}
-        return None
-
-    bound = inspect.signature(model.forward).bind(*args, **kwargs).arguments
-    return {name: pytree.tree_map(spec, value) for name, value in bound.items()}
-
-
-def _explained(model: nn.Module, error: Exception) -> TraceError:
-    name = model._get_name()
-    where = source.of_exception(error) or name
-    text = str(error).strip().splitlines()
-    summary = f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
-    reason, cure = next(
-        (known for word, known in _REASONS.items() if word in f"{type(error).__name__} {error}"),
-        (
-            summary[:300],
-            'rewrite that line, or give compile(..., tracer="symbolic"), which calls modules of '
-            "torch.nn as they are",
-        ),
-    )
-    return TraceError(f"{name} cannot be traced at {where} ({reason}); {cure}")
+    """Which dimensions of what are dynamic, as the exporter wants it: by parameter's name."""
+    flat = [
+        dict.fromkeys(of_leaf, Dim.AUTO) or None
+        for of_leaf in dims or _usual_dims(args, kwargs, batch)
+    ]
+    _, spec = pytree.tree_flatten((args, dict(kwargs)))
+    like_args, like_kwargs = pytree.tree_unflatten(flat, spec)
+    return dict(inspect.signature(model.forward).bind(*like_args, **like_kwargs).arguments)

@@ -5,8 +5,38 @@ from __future__ import annotations
 if __name__ != "fxpipe.schedules":
     raise ImportError(f"import this package as fxpipe.schedules, not as {__name__}")
 
+from fxpipe.schedules.dualpipe_v import dualpipe_v
 from fxpipe.schedules.gpipe import gpipe
 from fxpipe.schedules.inference import inference
+from fxpipe.schedules.interleaved_one_f_one_b import interleaved_one_f_one_b
+from fxpipe.schedules.looped_bfs import looped_bfs
+from fxpipe.schedules.naive import naive
 from fxpipe.schedules.one_f_one_b import one_f_one_b
+from fxpipe.schedules.one_f_one_b_async import one_f_one_b_async
+from fxpipe.schedules.pipedream import pipedream
+from fxpipe.schedules.pipedream_vertical import pipedream_vertical
+from fxpipe.schedules.two_bw import two_bw
+from fxpipe.schedules.v_half import v_half
+from fxpipe.schedules.v_min import v_min
+from fxpipe.schedules.zb_h1 import zb_h1
+from fxpipe.schedules.zb_h2 import zb_h2
+from fxpipe.schedules.zb_v import zb_v
 
-__all__ = ["gpipe", "inference", "one_f_one_b"]
+__all__ = [
+    "dualpipe_v",
+    "gpipe",
+    "inference",
+    "interleaved_one_f_one_b",
+    "looped_bfs",
+    "naive",
+    "one_f_one_b",
+    "one_f_one_b_async",
+    "pipedream",
+    "pipedream_vertical",
+    "two_bw",
+    "v_half",
+    "v_min",
+    "zb_h1",
+    "zb_h2",
+    "zb_v",
+]

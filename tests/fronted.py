@@ -11,11 +11,12 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from fxpipe.errors import PartitionError
+from fxpipe.passes.balance import balance
 from fxpipe.passes.cut import cut
 from fxpipe.passes.differentiate import Differentiate, Wanted
 from fxpipe.passes.functionalise import functionalise
 from fxpipe.passes.measure import NodeCost
-from fxpipe.passes.partition import Assignment, balance, compute_nodes, owners
+from fxpipe.passes.partition import Assignment, compute_nodes, owners
 from fxpipe.passes.randomness import seed_randomness
 from fxpipe.passes.sizes import localise_sizes
 from fxpipe.passes.trace import accepts, trace
@@ -29,13 +30,6 @@ def front_end(model: nn.Module, *args: Any, **kwargs: Any) -> Traced:
     batch = _rows((args, kwargs))
     program = trace(model, args, kwargs, batch)
     return seed_randomness(functionalise(program, accepts(program, args, kwargs, batch)))
-
-
-def state_of(model: nn.Module, traced: Traced) -> dict[str, Tensor]:
-    """Name in the model → parameter, buffer or constant."""
-    found: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
-    found.update(model.named_buffers(remove_duplicate=False))
-    return found | dict(traced.constants)
 
 
 def values_of(traced: Traced, *args: Any, seed: int = 0, **kwargs: Any) -> dict[str, Any]:
@@ -52,7 +46,7 @@ def run_graph(
 ) -> tuple[Any, dict[str, Tensor]]:
     """Interpret the graph: the model's nested output, and what is written to buffers."""
     targets = {a.name: a.target for a in (*traced.parameters, *traced.buffers)}
-    state, values = state_of(model, traced), values_of(traced, *args, seed=seed, **kwargs)
+    state, values = traced.state_of(model), values_of(traced, *args, seed=seed, **kwargs)
     arguments = [
         state[targets[node.name]] if node.name in targets else values[node.name]
         for node in traced.graph.nodes
@@ -91,7 +85,7 @@ def differentiated(
     plan = cut(parts, assignment, owners(parts, assignment)).verify()
     outputs = frozenset(out.name for out in traced.outputs if isinstance(out, Value))
     values = values_of(traced, *args, **kwargs)
-    return Differentiate(values, state_of(model, traced), Wanted(outputs, inputs))(plan).verify()
+    return Differentiate(values, traced.state_of(model), Wanted(outputs, inputs))(plan).verify()
 
 
 class Answer:
@@ -135,7 +129,13 @@ def seed_like(x: Tensor) -> Tensor:
 
 
 def run_plan(
-    model: nn.Module, traced: Traced, plan: Plan, *args: Any, seed: int = 0, **kwargs: Any
+    model: nn.Module,
+    traced: Traced,
+    plan: Plan,
+    *args: Any,
+    seed: int = 0,
+    halves: bool = False,
+    **kwargs: Any,
 ) -> Ran:
     """The plan's kernels one after another, each output's gradient being ``seed_like`` it."""
     values = values_of(traced, *args, seed=seed, **kwargs)
@@ -144,7 +144,7 @@ def run_plan(
         name: seed_like(torch.empty(spec.shape, dtype=spec.dtype)) for name, spec in carried.items()
     }
     with torch.no_grad():
-        return run_serially(plan, values, state_of(model, traced), seeds)
+        return run_serially(plan, values, traced.state_of(model), seeds, halves=halves)
 
 
 def assert_equal(ours: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
@@ -167,7 +167,6 @@ __all__ = [
     "run_graph",
     "run_plan",
     "seed_like",
-    "state_of",
     "values_of",
     "whole",
 ]

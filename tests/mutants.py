@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import random
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TypeVar
 
 from fxpipe.program import (
     Backward,
     Barrier,
+    Clip,
     Forward,
+    Free,
+    InputGrad,
     Instruction,
+    Load,
+    Move,
+    Norm,
+    Output,
     Pause,
+    Pop,
     Program,
+    Receive,
+    Recompute,
+    Run,
+    Send,
+    Stash,
     Update,
+    WeightGrad,
 )
-from fxpipe.schedule import Schedule, Task
+from fxpipe.schedule import Schedule
+from fxpipe.task import Task
 
 Item = TypeVar("Item")
 Lists = tuple[tuple[Item, ...], ...]
@@ -49,6 +65,24 @@ def edits(lists: Lists[Item]) -> Iterator[tuple[str, Item, Lists[Item]]]:
                     yield "give away", item, tuple(moved)
 
 
+Mutant = TypeVar("Mutant", Schedule, Program)
+
+
+def sampled(
+    mutants: Iterable[tuple[str, str, Mutant]], each: int | None
+) -> list[tuple[str, str, Mutant]]:
+    """At most so many of each edit of each kind, spread over all of them; all where None."""
+    classes: dict[tuple[str, str], list[tuple[str, str, Mutant]]] = {}
+    for mutant in mutants:
+        classes.setdefault(mutant[:2], []).append(mutant)
+    if each is None:
+        return [mutant for found in classes.values() for mutant in found]
+    draw = random.Random(0)
+    return [
+        mutant for found in classes.values() for mutant in draw.sample(found, min(each, len(found)))
+    ]
+
+
 def schedule_mutants(schedule: Schedule) -> Iterator[tuple[str, str, Schedule]]:
     """The edit, the letter of the task and the edited schedule."""
     for edit, task, rows in edits(schedule.rows):
@@ -59,6 +93,15 @@ def schedule_mutants(schedule: Schedule) -> Iterator[tuple[str, str, Schedule]]:
                 changed = (*row[:at], other, *row[at + 1 :])
                 rows = (*schedule.rows[:device], changed, *schedule.rows[device + 1 :])
                 yield edit, task.kind, replace(schedule, rows=rows)
+    for stage, home in enumerate(schedule.placement):
+        for device in range(-1, schedule.devices + 1):
+            if device != home:
+                moved = (*schedule.placement[:stage], device, *schedule.placement[stage + 1 :])
+                yield "change placement", "-", replace(schedule, placement=moved)
+        for delay in range(-1, max(schedule.delays) + 2):
+            delays = (*schedule.delays[:stage], delay, *schedule.delays[stage + 1 :])
+            if delay != schedule.delays[stage]:
+                yield "change delay", "-", replace(schedule, delay=delays)
 
 
 def _other_tasks(schedule: Schedule, task: Task) -> Iterator[tuple[str, Task]]:
@@ -69,7 +112,10 @@ def _other_tasks(schedule: Schedule, task: Task) -> Iterator[tuple[str, Task]]:
     for i in (None, *range(-1, schedule.microbatches + 1)):
         if i != task.microbatch:
             yield "change micro-batch", replace(task, microbatch=i)
-    for kind in "FBUX":
+    for batch in range(task.batch - 1, 2):
+        if batch != task.batch:
+            yield "change batch", replace(task, batch=batch)
+    for kind in "FBIWRUX":
         if kind != task.kind:
             yield "change kind", replace(task, kind=kind)
 
@@ -92,31 +138,45 @@ def _other_instructions(
     match instruction:
         case Barrier() | Pause():
             return
+        case Norm() | Clip():
+            pass
         case Update():
-            for stage in range(-1, program.stages + 1):
-                if stage != instruction.stage:
-                    yield "change stage", replace(instruction, stage=stage)
-            yield "change version", replace(instruction, reads=1)
-            yield "change version", replace(instruction, writes=0)
-        case Forward() | Backward():
-            for stage in range(-1, program.stages + 1):
-                if stage != instruction.stage:
-                    yield "change stage", replace(instruction, stage=stage)
-            for i in range(-1, program.microbatches + 1):
-                if i != instruction.microbatch:
-                    yield "change micro-batch", replace(instruction, microbatch=i)
-            yield "change version", replace(instruction, version=1)
-            if isinstance(instruction, Forward):
-                yield "change keep", replace(instruction, keeps=not instruction.keeps)
+            yield "change version", replace(instruction, reads=instruction.reads + 1)
+            yield "change version", replace(instruction, writes=instruction.writes - 1)
+        case Forward() | Recompute() | Backward() | InputGrad() | WeightGrad() | Run():
+            if instruction.microbatch is not None:
+                for i in range(-1, program.microbatches + 1):
+                    if i != instruction.microbatch:
+                        yield "change micro-batch", replace(instruction, microbatch=i)
+            yield "change version", replace(instruction, version=instruction.version + 1)
+            yield "change version", replace(instruction, version=instruction.version - 1)
         case _:
-            buffer = instruction.buffer
-            for i in range(-1, program.microbatches + 1):
-                if i != buffer.microbatch:
-                    other = buffer._replace(microbatch=i)
-                    yield "change micro-batch", type(instruction)(other)
-            for edge in program.edges:
-                if (edge.value, edge.source, edge.target) != buffer[1:4]:
-                    other = buffer._replace(
-                        kind=edge.kind, value=edge.value, source=edge.source, target=edge.target
-                    )
-                    yield "change value", type(instruction)(other)
+            yield from _other_moves(program, instruction)
+            return
+    if isinstance(instruction, Forward):
+        yield "change keep", replace(instruction, keeps=not instruction.keeps)
+        yield "change keep", replace(instruction, again=not instruction.again)
+    for stage in range(-1, program.stages + 1):
+        if stage != instruction.stage:
+            yield "change stage", replace(instruction, stage=stage)
+    for batch in (instruction.batch - 1, instruction.batch + 1):
+        yield "change batch", replace(instruction, batch=batch)
+
+
+def _other_moves(program: Program, instruction: Move) -> Iterator[tuple[str, Instruction]]:
+    buffer = instruction.buffer
+    make = type(instruction)
+    for i in range(-1, program.microbatches + 1):
+        if i != buffer.microbatch:
+            yield "change micro-batch", make(buffer._replace(microbatch=i))
+    for batch in (buffer.batch - 1, buffer.batch + 1):
+        yield "change batch", make(buffer._replace(batch=batch))
+    for edge in program.edges:
+        if (edge.value, edge.source, edge.target) != buffer[1:4]:
+            other = buffer._replace(
+                kind=edge.kind, value=edge.value, source=edge.source, target=edge.target
+            )
+            yield "change value", make(other)
+    for kind in (Load, Output, Send, Receive, Stash, Pop, Free):
+        if kind is not make:
+            yield "change opcode", kind(buffer)

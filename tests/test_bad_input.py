@@ -18,6 +18,7 @@ from fxpipe import (
     InputError,
     PartitionError,
 )
+from fxpipe.schedules import one_f_one_b
 from tests.refusals import SGD, X, Y, compiled, refused, stepped
 from tests.tiny import Snapshot, Tiny
 
@@ -39,7 +40,8 @@ pytestmark = pytest.mark.timeout(120)
         ("cpu", "devices is the string 'cpu'; give a list, such as ['cpu']"),
         (["cpu", "cpux"], "there is no device 'cpux'; name one such as \"cpu\""),
         (["cpu", None], "there is no device None; name one"),
-        (["meta"], "stages cannot run on meta yet; name CPU devices"),
+        (["cuda:0"] if not torch.cuda.is_available() else ["cuda:99"], "there is no cuda:"),
+        (["meta"], "stages cannot run on meta; name CPU or CUDA devices"),
     ],
     ids=repr,
 )
@@ -76,8 +78,8 @@ def test_micro_batches_below_one_or_no_number_are_refused(count: Any) -> None:
     [
         ({"tracer": "symbolc"}, "there is no tracer 'symbolc': did you mean 'symbolic'?"),
         ({"partition": "middle"}, "or a list of submodule names, such as ['middle']"),
-        ({"partition": 3}, 'partition is 3; give "auto" or a list of submodule names'),
-        ({"partition": [3]}, 'partition is [3]; give "auto" or a list of submodule names'),
+        ({"partition": 3}, 'partition is 3; give "auto", a list of submodule names'),
+        ({"partition": [3]}, 'partition is [3]; give "auto", a list of submodule names'),
         ({"loss": "mse"}, "loss is 'mse'; give a function loss(output, *targets)"),
         ({"loss": nn.Linear(3, 1)}, "the loss has parameters of its own"),
         ({"optimizer": "adam"}, "optimizer is 'adam'; give a function from parameters"),
@@ -177,7 +179,6 @@ def pipe() -> Iterator[fxpipe.Pipeline]:
     [
         ((X,), Y[:5], ["(dimension 0): x has 6, target has 5; give tensors of one batch size"]),
         ((X[:4],), Y, ["x has 4, target has 6"]),
-        ((X[:2],), Y[:2], ["microbatches is 3 and the batch has 2 samples; give at most 2"]),
         ((X[:0],), Y[:0], ["x has no samples (dimension 0 is 0); give a batch that has some"]),
         ((torch.tensor(1.0),), None, ["no input is a tensor with a batch dimension; give"]),
         ((X, X), Y, ["the inputs do not fit Tiny.forward: too many positional arguments"]),
@@ -203,6 +204,27 @@ def test_inputs_that_do_not_fit_are_refused_and_change_nothing(
         assert part in text
     assert not list(before.differences(Snapshot.of(pipe)))
     pipe.step(X, target=Y)
+
+
+def test_fewer_samples_than_micro_batches_are_single_ones() -> None:
+    model, x = nn.Linear(4, 4), torch.randn(6, 4)
+    with fxpipe.compile(
+        model, 1, loss=functional.mse_loss, microbatches=3, tracer="symbolic"
+    ) as pipe:
+        pipe.step(x, target=x)
+        assert pipe.schedule.microbatches == 3
+        loss = pipe.step(x[:2], target=x[:2])
+        assert pipe.schedule.microbatches == 2
+        torch.testing.assert_close(loss, functional.mse_loss(model(x[:2]), x[:2]))
+
+
+def test_fewer_samples_than_a_fixed_schedule_has_micro_batches_are_refused() -> None:
+    schedule = one_f_one_b(2, 3)
+    with (
+        compiled(loss=functional.cross_entropy, schedule=schedule) as pipe,
+        pytest.raises(InputError, match="microbatches is 3 and the batch has 2 samples; give at m"),
+    ):
+        pipe.step(X[:2], target=Y[:2])
 
 
 def test_an_unknown_keyword_is_refused(pipe: fxpipe.Pipeline) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fxpipe.batch import Batch, join
 from fxpipe.errors import InputError
-from fxpipe.host import BatchHost, draw_seed, next_seed
-from fxpipe.random import mix
+from fxpipe.generators import mix
+from fxpipe.runtime.batch import Batch, join
+from fxpipe.runtime.host import BatchHost, draw_seed, next_seed
 from fxpipe.traced import SEED
 from tests.fronted import front_end
 
@@ -140,18 +141,20 @@ SIZES = [3, 2]
 
 def test_rows_are_concatenated() -> None:
     whole = torch.randn(5, 2)
-    for batched in (True, None):
-        assert torch.equal(join(list(whole.split(SIZES)), SIZES, batched, "y"), whole)
+    for dims in ((0,), None):
+        assert torch.equal(join(list(whole.split(SIZES)), SIZES, dims, "y"), whole)
 
 
 def test_numbers_are_averaged_by_samples() -> None:
     whole = torch.randn(5, dtype=torch.float64)
     parts = [part.mean() for part in whole.split(SIZES)]
-    torch.testing.assert_close(join(parts, SIZES, False, "y"), whole.mean())
+    torch.testing.assert_close(join(parts, SIZES, (), "y"), whole.mean())
 
 
 @pytest.mark.parametrize(
-    "same", [3, "text", None, torch.tensor(4), torch.randn(3, 3), torch.tensor(True)], ids=str
+    "same",
+    [3, "text", None, torch.tensor(4), torch.eye(3), torch.tensor(True)],
+    ids=["int", "str", "None", "scalar", "matrix", "bool"],
 )
 def test_what_is_the_same_everywhere_is_handed_over_once(same: Any) -> None:
     joined = join([same, same], SIZES, None, "y")
@@ -160,7 +163,7 @@ def test_what_is_the_same_everywhere_is_handed_over_once(same: Any) -> None:
 
 def test_what_is_not_batched_is_not_concatenated_though_its_size_is_the_samples() -> None:
     table = torch.randn(2, 4)
-    assert torch.equal(join([table, table], [2, 2], False, "y"), table)
+    assert torch.equal(join([table, table], [2, 2], (), "y"), table)
 
 
 @pytest.mark.parametrize(
@@ -191,7 +194,8 @@ def host(batch: int = 5, microbatches: int = 2, seed: int = 3) -> BatchHost:
     x = torch.randn(batch, 4)
     traced = front_end(Dropped(), x)
     names = frozenset(out.name for out in traced.outputs if hasattr(out, "name"))
-    return BatchHost(traced, Batch.of(Dropped(), (x,), {}), microbatches, names, seed)
+    batched = Batch.of(Dropped(), (x,), {})
+    return BatchHost(traced, batched, batched.split(microbatches), names, seed)
 
 
 def test_each_micro_batch_has_a_seed_of_its_own() -> None:
@@ -203,10 +207,11 @@ def test_each_micro_batch_has_a_seed_of_its_own() -> None:
 def test_a_micro_batchs_loss_weighs_its_share() -> None:
     here = host()
     assert here.shares == [3 / 5, 2 / 5]
-    here.weigh_loss("loss", torch.float64)
+    here.traced = replace(here.traced, loss="loss")
+    here.weigh_loss(here.shares, torch.float64)
     assert [float(g) for g in here.gradients["loss"]] == here.shares
     here.outputs["loss"] = [torch.tensor(1.0), torch.tensor(2.0)]
-    torch.testing.assert_close(here.loss("loss"), torch.tensor(1.4))
+    torch.testing.assert_close(here.loss(), torch.tensor(1.4))
 
 
 def test_a_seed_looked_at_is_the_one_drawn_next() -> None:

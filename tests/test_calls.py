@@ -133,6 +133,16 @@ def test_a_second_backward_through_one_call_is_refused(
     loop.assert_same(loop.gradients(pair[1]), before)
 
 
+def test_a_gradient_of_a_gradient_is_refused_before_anything_runs(pair: Pair) -> None:
+    pipe = pair[0]
+    x = rows(6).requires_grad_()
+    loss = pipe(x)["late"].sum()
+    with pytest.raises(InputError, match="create_graph=True asks for gradients of gradients"):
+        torch.autograd.grad(loss, x, create_graph=True)
+    loss.backward()  # the call is still good
+    assert x.grad is not None
+
+
 def test_backward_after_a_parameter_changed_in_place_is_refused(
     pair: Pair,
 ) -> None:

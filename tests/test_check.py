@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,9 +14,11 @@ from torch.nn import functional
 
 from fxpipe.errors import TraceError
 from fxpipe.passes.check import check
+from fxpipe.passes.part_backward import part_backward
+from fxpipe.plan import Plan
 from fxpipe.traced import Traced
 from tests.exported import Recurrent
-from tests.fronted import differentiated, front_end, in_stages, state_of, values_of
+from tests.fronted import differentiated, front_end, in_stages, values_of
 from tests.tiny import Tiny
 
 aten = torch.ops.aten
@@ -39,7 +43,11 @@ class Model(nn.Module):
 
 
 def checked(
-    model: nn.Module, x: Tensor, edit: Callable[[fx.Graph], None] | None = None, stages: int = 2
+    model: nn.Module,
+    x: Tensor,
+    edit: Callable[[fx.Graph], None] | None = None,
+    stages: int = 2,
+    finish: Callable[[Plan], Plan] = lambda plan: plan,
 ) -> None:
     """Compile a model whose graph was edited, and check it as the compiler does."""
     traced: Traced = front_end(model, x)
@@ -47,14 +55,14 @@ def checked(
         edit(traced.graph)
         traced.graph.lint()
         traced.module.recompile()
-    plan = differentiated(model, traced, in_stages(traced, stages), x)
+    plan = finish(differentiated(model, traced, in_stages(traced, stages), x))
     buffers = [(b, b.clone()) for b in model.buffers()]
     try:
         check(
             traced,
             plan,
             values_of(traced, x),
-            state_of(model, traced),
+            traced.state_of(model),
             lambda: (model(x), None),
             True,
         )
@@ -117,6 +125,30 @@ def test_the_same_graph_unedited_passes() -> None:
     checked(Model(), torch.randn(3, 4))
 
 
+def test_halves_of_a_backward_pass() -> None:
+    checked(Model(), torch.randn(3, 4), finish=part_backward)
+
+
+@pytest.mark.parametrize("half", ["input_grad", "weight_grad"])
+def test_a_wrong_half_of_a_backward_is_refused(half: str) -> None:
+    def spoiled(plan: Plan) -> Plan:
+        plan = part_backward(plan)
+        module = getattr(plan.stages[-1], half)
+        node = only(module.graph, aten.mm.default)
+        with module.graph.inserting_after(node):
+            double = module.graph.call_function(aten.mul.Tensor, (node, 2))
+        node.replace_all_uses_with(double, lambda user: user is not double)
+        module.recompile()
+        return plan
+
+    with pytest.raises(TraceError, match="the gradient of '"):
+        checked(
+            nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)),
+            torch.randn(3, 4),
+            finish=spoiled,
+        )
+
+
 class Backwards(torch.autograd.Function):
     """The identity, with a gradient of its own."""
 
@@ -129,12 +161,14 @@ class Backwards(torch.autograd.Function):
         return -gradient
 
 
-def test_an_autograd_function_with_its_own_backward_is_noticed() -> None:
+def test_an_autograd_function_whose_backward_is_lost_is_noticed() -> None:
     def reversed_gradient(model: Model, x: Tensor) -> Any:
         y: Tensor = Backwards.apply(model.layer(x))  # type: ignore[no-untyped-call]
         return model.other(y)
 
-    with pytest.raises(TraceError, match="gradient of 'layer"):
+    checked(Model(reversed_gradient), torch.randn(3, 4))
+    lost = patch("fxpipe.passes.trace.functions_kept", nullcontext)
+    with lost, pytest.raises(TraceError, match="gradient of 'layer"):
         checked(Model(reversed_gradient), torch.randn(3, 4))
 
 

@@ -15,13 +15,13 @@ import fxpipe
 from examples.unet import UNet
 from fxpipe.edge import HOST
 from fxpipe.passes.cut import cut
+from fxpipe.passes.follow import place_like
 from fxpipe.passes.partition import (
     Assignment,
     compute_nodes,
     in_order,
     is_part,
     owners,
-    place_like,
 )
 from fxpipe.passes.sizes import localise_sizes
 from fxpipe.plan import Plan, pop, stash

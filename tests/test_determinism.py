@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributions import Dirichlet
 from torch.nn.functional import mse_loss
 
 import fxpipe
+from fxpipe.compiler.front_end import Tracer
 from tests import loop
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -30,12 +32,12 @@ class Noisy(nn.Module):
         x = self.drop(self.layers[0](x)).tanh()
         x = x + 0.1 * torch.randn_like(x)
         x = nn.functional.dropout(self.layers[1](x), RATE, self.training)
-        x = self.layers[2](x) * torch.rand(x.shape[0], 1)
+        x = self.layers[2](x) * torch.rand_like(x[:, :1])
         y: Tensor = self.drop(self.layers[3](x).tanh())
         return y
 
 
-def train(stages: int, schedule: str, steps: int = 2) -> Trained:
+def train(stages: int, schedule: str, steps: int = 2, tracer: Tracer = "export") -> Trained:
     """Losses, and at the end the gradients; seeded as a user does it, before the steps."""
     torch.manual_seed(0)
     model, x, y = Noisy(), torch.randn(7, 6), torch.randn(7, 6)
@@ -46,6 +48,7 @@ def train(stages: int, schedule: str, steps: int = 2) -> Trained:
         microbatches=3,
         loss=mse_loss,
         partition=[f"layers.{index}" for index in range(1, stages)],
+        tracer=tracer,
     ) as pipe:
         torch.manual_seed(5)
         losses = [pipe.step(x, target=y) for _ in range(steps)]
@@ -66,13 +69,61 @@ def alone() -> Trained:
     return found
 
 
-@pytest.mark.parametrize(("stages", "schedule"), [(2, "1f1b"), (3, "gpipe"), (4, "1f1b")])
+@pytest.mark.parametrize(("stages", "schedule"), [(2, "1f1b"), (3, "zb-h1"), (4, "gpipe")])
 def test_masks_are_the_same_for_any_cut_and_schedule(
     stages: int, schedule: str, alone: Trained
 ) -> None:
     losses, gradients = train(stages, schedule)
     assert losses == alone[0]
     loop.assert_same(gradients, alone[1])
+
+
+def test_modules_that_are_called_as_they_are_draw_the_same_too() -> None:
+    losses, gradients = train(1, "gpipe", tracer="symbolic")
+    for stages, schedule in ((2, "1f1b"), (3, "zb-h1"), (4, "gpipe")):
+        made, found = train(stages, schedule, tracer="symbolic")
+        assert made == losses, schedule
+        loop.assert_same(found, gradients)
+
+
+class Sampler(nn.Module):
+    """Draws in ways that a graph may not have, and some that PyTorch draws inside of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.GRU(6, 6, num_layers=2, dropout=RATE)
+        self.relu = nn.RReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.relu(self.layers(x)[0])
+        chances = y.detach().sigmoid()
+        counts = torch.binomial(torch.full_like(chances, 5.0), chances) + torch.poisson(chances)
+        shares = Dirichlet(chances + 0.1).sample()
+        places = torch.multinomial(chances, 2, replacement=True).sum(1, keepdim=True)
+        return y * (counts + shares + places) + torch.empty_like(y).random_(3)
+
+
+def test_leaf_modules_draw_the_same_on_any_stage() -> None:
+    found: list[tuple[list[Tensor], dict[str, Tensor | None]]] = []
+    for stages, schedule in ((1, "gpipe"), (2, "1f1b"), (3, "zb-h1")):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 6), Sampler(), Sampler(), nn.Linear(6, 6))
+        x, y = torch.randn(7, 6), torch.randn(7, 6)
+        with fxpipe.compile(
+            model,
+            ["cpu"] * stages,
+            schedule=schedule,
+            microbatches=3,
+            loss=mse_loss,
+            leaf_modules=[Sampler],
+        ) as pipe:
+            torch.manual_seed(5)
+            found.append(([pipe.step(x, target=y) for _ in range(2)], loop.gradients(model)))
+    for losses, gradients in found[1:]:
+        assert losses == found[0][0]
+        loop.assert_same(gradients, found[0][1])
+    first, second = found[0][0]
+    assert first != second
 
 
 def test_two_steps_draw_different_masks(
@@ -100,9 +151,12 @@ class Masks(nn.Module):
         return self.first(x * self.gain), self.second(x * self.gain)
 
 
-def test_dropout_drops_at_its_rate_and_each_place_and_microbatch_drops_others() -> None:
+@pytest.mark.parametrize("tracer", ["export", "symbolic"])
+def test_dropout_drops_at_its_rate_and_each_place_and_microbatch_drops_others(
+    tracer: Tracer,
+) -> None:
     torch.manual_seed(0)
-    with fxpipe.compile(Masks(), ["cpu"] * 2, microbatches=4) as pipe:
+    with fxpipe.compile(Masks(), ["cpu"] * 2, microbatches=4, tracer=tracer) as pipe:
         first, second = pipe(torch.ones(8, 5000))
         again, _ = pipe(torch.ones(8, 5000))
     for mask in (first, second, again):

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 import fxpipe
 from fxpipe import InputError
-from fxpipe.cpu import Worker
+from fxpipe.runtime.cpu import Worker
 from tests.tiny import CUTS, Tiny, batch, within
 
 pytestmark = pytest.mark.timeout(120, method="thread")
@@ -132,7 +132,7 @@ def test_threads_share_the_intra_op_threads_and_others_keep_theirs(
             pipe.step(x, target=y)
             assert torch.get_num_threads() == 4
             assert in_new_thread(torch.get_num_threads) == 4
-            table = dict(fxpipe.interpreter.HANDLERS)
+            table = dict(fxpipe.runtime.interpreter.HANDLERS)
 
             def wrapped(handler: Any) -> Any:
                 def run(machine: Any, instruction: Any) -> None:
@@ -142,7 +142,7 @@ def test_threads_share_the_intra_op_threads_and_others_keep_theirs(
                 return run
 
             monkeypatch.setattr(
-                fxpipe.interpreter, "HANDLERS", {k: wrapped(h) for k, h in table.items()}
+                fxpipe.runtime.interpreter, "HANDLERS", {k: wrapped(h) for k, h in table.items()}
             )
             pipe.step(x, target=y)
         assert counts == {"fxpipe-0": 2, "fxpipe-1": 2}

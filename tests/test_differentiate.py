@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from examples.unet import UNet
 from fxpipe import source
 from fxpipe.edge import HOST
-from fxpipe.kernel import GraphKernel
+from fxpipe.kernels.graph import GraphKernel
 from fxpipe.passes.cut import cut
 from fxpipe.passes.differentiate import Differentiate, Wanted
 from fxpipe.passes.joint import ORIGIN
@@ -30,7 +30,6 @@ from tests.fronted import (
     in_stages,
     run_plan,
     seed_like,
-    state_of,
     values_of,
     whole,
 )
@@ -195,7 +194,7 @@ def in_one(name: str) -> Plan:
 
 
 def state_by_name(model: nn.Module, traced: Traced) -> dict[str, Tensor]:
-    state = state_of(model, traced)
+    state = traced.state_of(model)
     return {a.name: state[a.target] for a in (*traced.parameters, *traced.buffers)}
 
 
@@ -205,7 +204,7 @@ def parts(
     """A single stage's kernel, with parameters, buffers, inputs and gradients to call it with."""
     (stage,) = plan.stages
     assert isinstance(stage.kernel, GraphKernel)
-    state, values = state_of(model, traced), values_of(traced, *args)
+    state, values = traced.state_of(model), values_of(traced, *args)
     gradients = [
         seed_like(torch.empty(plan.specs[e.value].shape, dtype=plan.specs[e.value].dtype))
         for e in plan.edges_from(0)
@@ -365,7 +364,7 @@ def test_without_wanted_gradients_nothing_is_saved() -> None:
     x = torch.randn(3, 4)
     traced = front_end(model, x)
     plan = cut(traced, in_stages(traced, 2), {})
-    plan = Differentiate(values_of(traced, x), state_of(model, traced), Wanted())(plan)
+    plan = Differentiate(values_of(traced, x), traced.state_of(model), Wanted())(plan)
     for stage in plan.stages:
         assert stage.backward is None
         assert isinstance(stage.kernel, GraphKernel)

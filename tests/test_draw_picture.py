@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from html import escape
 from pathlib import Path
 
@@ -45,6 +46,13 @@ def test_jupyter_shows_svg(picture: Picture) -> None:
     assert picture._repr_mimebundle_() == {"image/svg+xml": svg}
     bundle = picture._repr_mimebundle_(include=["image/png"])
     assert bundle["image/png"].startswith(b"\x89PNG")
+
+
+def test_a_page_shows_a_wide_picture_smaller(picture: Picture) -> None:
+    width = re.search(r'<svg width="([0-9.]+)pt"', picture.pipe("svg", encoding="utf-8"))
+    assert width
+    style = f'style="max-width: max(100%, calc(0.6 * {width[1]}pt)); height: auto"'
+    assert f'<svg width="{width[1]}pt" {style}' in picture._repr_svg_()
 
 
 def test_an_encoding_gives_text(picture: Picture) -> None:

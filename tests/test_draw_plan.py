@@ -10,12 +10,14 @@ import pytest
 import torch
 from torch import fx
 
-from fxpipe.draw.colours import SKIP
+from fxpipe.draw.colours import FAULT, SKIP
 from fxpipe.draw.picture import Picture
 from fxpipe.draw.plan import draw_plan
-from fxpipe.draw.words import bytes_text, count_text, lines, runs, time_text
+from fxpipe.draw.words import count_text, lines, runs
 from fxpipe.edge import HOST, Edge
+from fxpipe.errors import Fault, VerificationError
 from fxpipe.plan import Argument, Costs, Plan, Stage, ValueSpec
+from fxpipe.units import bytes_text, time_text
 from tests.plans import chain, plan_of, skipping
 
 
@@ -104,6 +106,16 @@ def test_a_stage_tells_its_modules_costs_parameters_and_operations() -> None:
     assert "2 operations" in shown
 
 
+def test_how_well_the_stages_are_balanced_is_told() -> None:
+    plan = chain(2)
+    costs = Costs(1e-3, 2e-3), Costs(2e-3, 4e-3)
+    stages = tuple(replace(s, costs=c) for s, c in zip(plan.stages, costs, strict=True))
+    shown = texts(draw_plan(replace(plan, stages=stages)))
+    assert {"33 % of the work", "67 % of the work"} <= set(shown)
+    assert any("slowest stage: 1.33 times the mean" in text for text in shown)
+    assert not any("% of the work" in text for text in texts(draw_plan(plan)))
+
+
 def test_elements_are_not_guessed() -> None:
     shown = texts(draw_plan(Plan((stage_of({"w": (3,), "b": None}),), ())))
     assert "2 parameters" in shown
@@ -150,7 +162,7 @@ def test_any_plan_can_be_drawn(plan: Plan) -> None:
 
 def test_a_long_list_of_modules_is_elided() -> None:
     names = tuple(f"part{n}.{'inner' * 12}.layer" for n in range(30))
-    shown = texts(draw_plan(Plan((stage_of({}, modules=names),), ())))
+    shown = texts(draw_plan(Plan((stage_of({}, modules=names),), ()), faults=()))
     assert "… and 26 more" in shown
     assert max(map(len, shown)) <= 60
 
@@ -185,3 +197,23 @@ def test_quantities_are_short() -> None:
         "7.0 G",
     ]
     assert [time_text(t) for t in (0.0001234, 0.0123, 1.5)] == ["0.123 ms", "12.3 ms", "1500 ms"]
+
+
+def test_stages_and_edges_at_fault_are_red_and_the_faults_listed() -> None:
+    plan = plan_of(3, Edge(0, 1, "a"), Edge(2, 1, "back"))
+    with pytest.raises(VerificationError) as caught:
+        plan.verify()
+    drawn = svg(caught.value.draw())
+    shown = texts(plan.draw())
+    for number, fault in enumerate(caught.value.faults, start=1):
+        assert f"{number}. {fault}" in shown
+    assert any(fault.subject == "edge skip back 2->1" for fault in caught.value.faults)
+    strokes = re.findall(r'<path fill="none" stroke="([^"]+)"', drawn)
+    assert sorted(stroke == FAULT.lower() for stroke in strokes) == [False, True]
+
+
+def test_a_fault_of_a_node_marks_its_stage() -> None:
+    fault = Fault("odd", "mend it", subject="stage 1, node x")
+    first, second = draw_plan(chain(2), faults=[fault]).body[:2]
+    assert FAULT not in first
+    assert FAULT in second

@@ -10,31 +10,40 @@ import pytest
 
 from fxpipe.draw.colours import BACKWARD, FAULT, FORWARD, GRADIENT, SKIP, UPDATE
 from fxpipe.draw.glyph import glyph
+from fxpipe.draw.lanes import lanes_of, walk_lanes
 from fxpipe.draw.picture import Picture
 from fxpipe.draw.program import DETAILED, WITH_ARROWS, draw_program
-from fxpipe.draw.program_timeline import walk_program
+from fxpipe.draw.walk import Walked
 from fxpipe.edge import HOST
+from fxpipe.errors import Fault
 from fxpipe.passes.communicate import communicate
 from fxpipe.passes.free import free
 from fxpipe.passes.lower import Lower
+from fxpipe.passes.streams import Streams
 from fxpipe.plan import Plan
 from fxpipe.program import (
     OPCODES,
     Backward,
     Barrier,
     Buffer,
+    Clip,
     Forward,
     Free,
+    InputGrad,
     Instruction,
     Load,
+    Norm,
     Output,
     Pause,
     Pop,
     Program,
     Receive,
+    Recompute,
+    Run,
     Send,
     Stash,
     Update,
+    WeightGrad,
 )
 from fxpipe.schedule import Schedule
 from fxpipe.schedules import gpipe, inference, one_f_one_b
@@ -53,7 +62,13 @@ EVERY: dict[str, Instruction] = {
     "stash": Stash(H),
     "pop": Pop(H),
     "forward": Forward(0, 0),
+    "recompute": Recompute(0, 0),
     "backward": Backward(0, 0),
+    "input_grad": InputGrad(0, 0),
+    "weight_grad": WeightGrad(0, 0),
+    "run": Run("N", 0, 0),
+    "norm": Norm(0),
+    "clip": Clip(0),
     "free": Free(X),
     "barrier": Barrier(),
     "pause": Pause(),
@@ -63,6 +78,10 @@ EVERY: dict[str, Instruction] = {
 
 def lowered(plan: Plan, schedule: Schedule, *, pause: bool = False) -> Program:
     return free(communicate(Lower(plan, pause=pause)(schedule)))
+
+
+def walk_program(program: Program) -> Walked[Instruction]:
+    return walk_lanes(program, lanes_of(program), 0.0)
 
 
 def by_hand(*lists: tuple[Instruction, ...]) -> Program:
@@ -174,19 +193,25 @@ def test_receives_wait_for_sends_and_barriers_for_all() -> None:
     ],
 )
 def test_a_program_that_never_ends_is_marked(rows: tuple[tuple[Instruction, ...], ...]) -> None:
-    picture = draw_program(by_hand(*rows))
+    picture = draw_program(by_hand(*rows), faults=())
     borders = [node.get("color") for node in drawn(picture)["objects"]]
     assert borders.count(FAULT) == 2  # the instruction and the legend
     assert "STUCK" in picture.source
+    boxes = [node["tooltip"] for node in drawn(picture)["objects"] if "tooltip" in node]
+    assert len(boxes) == sum(map(len, rows))
 
 
 def test_a_stuck_instruction_is_marked_in_a_large_program_too() -> None:
     program = lowered(chain(4), one_f_one_b(4, 32))
     first = tuple(i for i in program.lists[0] if not isinstance(i, Send))
     picture = draw_program(replace(program, lists=(first, *program.lists[1:])))
-    borders = [node.get("color") for node in drawn(picture)["objects"]]
-    assert borders.count(FAULT) == 5
+    nodes = drawn(picture)["objects"]
+    red = [node["tooltip"] for node in nodes if node.get("color") == FAULT and "tooltip" in node]
+    # Device 1 lacks all that device 0 sends; the others wait.
+    assert sum(text.startswith("recv act:y0:0->1[") for text in red) == 32
+    assert len(red) == 35
     assert "STUCK" in picture.source
+    assert "1. device 1, position 0, recv act:y0:0->1[0]: device 0 never sends it" in picture.source
 
 
 def test_devices_with_several_stages_name_them() -> None:
@@ -197,3 +222,57 @@ def test_devices_with_several_stages_name_them() -> None:
 def test_an_empty_program_can_be_drawn() -> None:
     assert draw_program(by_hand(())).pipe("svg")
     assert draw_program(by_hand()).pipe("svg")
+
+
+def test_streams_are_rows_and_events_arrows() -> None:
+    program = Streams()(lowered(chain(2), one_f_one_b(2, 2)))
+    picture = draw_program(program)
+    assert "STUCK" not in picture.source
+    assert {
+        "device 0 · compute",
+        "device 0 · in",
+        "device 0 · in1",
+        "device 1 · compute",
+        "device 1 · in",
+        "device 1 · in0",
+        "waits for an event",
+    } <= legend(picture)
+    boxes = [node["tooltip"] for node in drawn(picture)["objects"] if "tooltip" in node]
+    assert len(boxes) == sum(map(len, program.lists))
+    dotted = [edge for edge in drawn(picture)["edges"] if edge.get("style") == "dotted"]
+    recorded = {
+        launch.record: (device, launch.stream)
+        for device, launches in enumerate(program.launches)
+        for launch in launches
+    }
+    waits = [
+        event
+        for device, launches in enumerate(program.launches)
+        for launch in launches
+        for event in launch.waits
+        if recorded[event] != (device, launch.stream)
+    ]
+    assert len(dotted) == len(waits) + 1  # and the legend's
+
+
+def test_what_waits_for_an_event_starts_after_it() -> None:
+    program = Streams()(lowered(chain(3), one_f_one_b(3, 4)))
+    lanes = lanes_of(program)
+    spans = {(s.device, s.position): s for s in walk_lanes(program, lanes, 0.25).spans}
+    assert len(spans) == sum(map(len, program.lists))
+    for place, sources in lanes.waits.items():
+        assert all(spans[source].end <= spans[place].start for source in sources)
+    forward = next(s for s in spans.values() if s.task == Forward(2, 0))
+    assert forward.start >= 2  # two stages came before
+
+
+def test_faults_of_a_program_with_streams_stand_at_its_rows() -> None:
+    program = Streams()(lowered(chain(2), one_f_one_b(2, 2)))
+    position = next(at for at, launch in enumerate(program.launches[1]) if launch.stream == "in0")
+    picture = draw_program(program, faults=[Fault("late", "hurry", 1, position)])
+    red = [
+        node["tooltip"]
+        for node in drawn(picture)["objects"]
+        if node.get("color") == FAULT and "tooltip" in node
+    ]
+    assert red == ["recv act:y0:0->1[0]"]

@@ -16,9 +16,12 @@ from hypothesis import strategies as st
 from fxpipe.draw.chart import nice_step
 from fxpipe.draw.colours import BACKWARD, FAULT, FORWARD, TASKS, UPDATE
 from fxpipe.draw.picture import Picture
-from fxpipe.draw.schedule import draw_schedule
-from fxpipe.schedule import KINDS, B, F, Recipe, Schedule, Task, U
+from fxpipe.draw.schedule import default_steps, draw_schedule
+from fxpipe.errors import Fault, InputError, VerificationError
+from fxpipe.recipe import Recipe
+from fxpipe.schedule import Schedule
 from fxpipe.schedules import gpipe, inference, one_f_one_b
+from fxpipe.task import KINDS, B, F, Task, U
 
 
 class Box(NamedTuple):
@@ -111,10 +114,13 @@ def test_a_large_schedule_has_no_labels_in_its_boxes_and_is_quick() -> None:
 
 def test_a_device_with_several_stages_names_them() -> None:
     rows = ((F(0, 0), F(0, 2), B(0, 2), B(0, 0)), (F(0, 1), B(0, 1)))
-    picture = draw_schedule(Schedule("looped", 1, (0, 1, 0), rows))
+    picture = draw_schedule(Schedule("looped", 1, (0, 1, 0), rows), faults=())
     first, second = boxes(picture).values()
-    assert [box.label for box in first] == ["F0@0", "F0@2", "B0@2", "B0@0"]
-    assert [box.label for box in second] == ["F0@1", "B0@1"]
+    assert [box.label for box in first] == [r"F0\n@0", r"F0\n@2", r"B0\n@2", r"B0\n@0"]
+    assert [box.label for box in second] == [r"F0\n@1", r"B0\n@1"]
+    # The later stage of a device is lighter.
+    assert first[0].fill == FORWARD < first[1].fill
+    assert first[3].fill == BACKWARD < first[2].fill
     assert {r"device 0 (stages 0, 2)\l", r"device 1\l"} <= set(texts(picture))
 
 
@@ -126,18 +132,99 @@ def test_a_stuck_schedule_shows_where_it_is_stuck() -> None:
     rows = ((F(0, 0), B(0, 0), U(0)), (B(0, 1), F(0, 1), U(1)))
     schedule = Schedule("stuck", 1, (0, 1), (rows[0], (F(1, 1), *rows[1])))
     picture = draw_schedule(schedule)
-    marked = [b.label for row in boxes(picture).values() for b in row if b.border == FAULT]
-    assert marked == ["B0", "F1"]
+    first, second = boxes(picture).values()
+    # The device at fault has solid red, the one that waits for it dashed red.
+    assert [(b.label, b.border == FAULT, "dashed" in b.style) for b in first] == [
+        ("F0", False, False),
+        ("B0", True, True),
+        ("U", False, False),
+    ]
+    assert [b.label for b in second] == ["F1", "B0", "F0", "U"]
     assert any("STUCK: 6 tasks never run" in text for text in texts(picture))
-    assert any("waits for ever" in text for text in texts(picture))
+    assert {r"waits for ever\l", r"never runs\l", r"at fault\l"} <= set(texts(picture))
 
 
-def test_tasks_of_an_earlier_batch_have_a_dashed_border() -> None:
-    row = (B(0, 0, batch=-1), F(0, 0))
-    picture = draw_schedule(Schedule("window", 1, (0,), (row,), delay=1))
-    (drawn,) = boxes(picture).values()
-    assert [(box.label, "dashed" in box.style) for box in drawn] == [("B0'", True), ("F0", False)]
-    assert r"an earlier batch\l" in texts(picture)
+def broken() -> Schedule:
+    """Without a deadlock: a task twice, one on the wrong device, and an update that is missing."""
+    rows = ((F(0, 0), F(0, 0), B(0, 0), U(0)), (F(0, 1), B(0, 1), U(0)))
+    return Schedule("broken", 1, (0, 1), rows)
+
+
+def test_every_fault_is_marked_in_red_and_listed_below() -> None:
+    with pytest.raises(VerificationError) as caught:
+        broken().verify()
+    faults = caught.value.faults
+    picture = broken().draw()
+    assert "STUCK" not in picture.source
+    shown = {text.removesuffix(r"\l") for text in texts(picture)}
+    assert {f"{number}. {fault}" for number, fault in enumerate(faults, start=1)} <= shown
+    # No box of a picture with so few tasks is left out, so positions count its boxes.
+    red = {
+        (device, position)
+        for device, row in enumerate(boxes(picture).values())
+        for position, box in enumerate(row)
+        if box.border == FAULT
+    }
+    placed = {(f.device, f.position) for f in faults if f.position is not None}
+    assert red == placed == {(0, 1), (1, 2)}
+    assert {"device 1 [3]", "broken · p = 2 · m = 1 · 3 faults"} <= shown
+
+
+def test_faults_beyond_a_page_are_counted() -> None:
+    rows = tuple(row[:-1] for row in one_f_one_b(24, 1).rows)
+    picture = draw_schedule(Schedule("many", 1, tuple(range(24)), rows))
+    assert r"… and 8 more\l" in texts(picture)
+
+
+def test_faults_can_be_given() -> None:
+    fault = Fault("too slow", "hurry", 1, 0)
+    picture = draw_schedule(one_f_one_b(2, 2), faults=[fault])
+    first, second = boxes(picture).values()
+    assert [box.border == FAULT for box in (*first, *second)] == [i == 5 for i in range(10)]
+    assert second[0].fill == FORWARD
+
+
+def window() -> Schedule:
+    row = (F(0, 0), B(1, 0, batch=-1), U(0, batch=-1), F(1, 0), B(0, 0))
+    return Schedule("window", 2, (0,), (row,), delay=1)
+
+
+def test_one_window_marks_tasks_of_the_batch_before() -> None:
+    picture = draw_schedule(window(), faults=[Fault("here", "there")])
+    (row,) = boxes(picture).values()
+    assert [b.label for b in row] == ["F0", "B1'", "U'", "F1", "B0"]
+    assert ["dashed" in b.style for b in row] == [False, True, True, False, False]
+    assert r"the batch before\l" in texts(picture)
+
+
+def test_steps_in_a_row_tell_batches_and_weight_versions() -> None:
+    picture = draw_schedule(window(), steps=3, costs={"U": 2}, faults=())
+    (row,) = boxes(picture).values()
+    assert [box.label.split(r"\n") for box in row] == [
+        [name, tags]
+        for line in (
+            "F0:b0 v0, F1:b0 v0, B0:b0 v0",
+            "F0:b1 v0, B1:b0 v0, U:b0 →v1, F1:b1 v0, B0:b1 v0",
+            "F0:b2 v1, B1:b1 v0, U:b1 →v2, F1:b2 v1, B0:b2 v1",
+            "B1:b2 v1, U:b2 →v3",
+        )
+        for name, tags in (item.split(":") for item in line.split(", "))
+    ]
+    looks = {box.label[-5:-3]: (box.border, box.style) for box in row if box.label[0] != "U"}
+    assert len(looks) == len(set(looks.values())) == 3
+    assert {r"batch 2\l", r"weights v0, v3\l", r"weights v1\l"} <= set(texts(picture))
+    assert r"window · p = 1 · m = 2 · delay = 1 · 3 steps and flush · bubble 0.0%\l" in texts(
+        picture
+    )
+
+
+def test_the_default_shows_a_step_between_others() -> None:
+    assert [default_steps(s) for s in (one_f_one_b(2, 2), window())] == [0, 4]
+
+
+def test_a_count_of_steps_that_makes_no_sense_is_refused() -> None:
+    with pytest.raises(InputError, match="steps is 0"):
+        one_f_one_b(2, 2).draw(steps=0)
 
 
 def test_a_name_with_odd_characters_is_shown_as_it_is() -> None:

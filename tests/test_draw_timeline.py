@@ -5,14 +5,18 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from fxpipe.draw.timeline import Timeline, walk
 from fxpipe.draw.walk import NOWHERE, start_times
-from fxpipe.errors import InputError
-from fxpipe.schedule import B, F, Recipe, Schedule, Task, U
+from fxpipe.errors import FxpipeError, InputError
+from fxpipe.recipe import RECIPES, Recipe
+from fxpipe.schedule import Schedule
 from fxpipe.schedules import gpipe, inference, one_f_one_b
+from fxpipe.simulator import simulate_schedule
+from fxpipe.simulator.costs import Costs
+from fxpipe.task import B, F, Task, U
 
 TIME = st.floats(0.125, 8)
 COUNT = st.integers(1, 9)
@@ -54,7 +58,7 @@ def test_every_row_runs_in_order_and_one_task_at_a_time(recipe: Recipe, p: int, 
     schedule = recipe(p, m)
     timeline = walk(schedule)
     assert not timeline.stuck
-    assert timeline.unrun == 0
+    assert not timeline.unrun
     for device, row in enumerate(schedule.rows):
         assert order(timeline, device) == row
         spans = [span for span in timeline.spans if span.device == device]
@@ -91,7 +95,7 @@ def test_a_cycle_is_stuck_and_ends() -> None:
         (0, 1, "B0@0"),
         (1, 0, "F1@1"),
     ]
-    assert timeline.unrun == 7
+    assert len(timeline.unrun) == 7
 
 
 def test_what_no_device_computes_is_waited_for_for_ever() -> None:
@@ -113,7 +117,7 @@ def test_what_an_earlier_window_held_has_run_already() -> None:
 @pytest.mark.parametrize("task", [F(0), F(0, 99), Task("?", 0, 0), Task("?", None, 0), U()])
 def test_strange_tasks_do_not_break_the_walk(task: Task) -> None:
     timeline = walk(Schedule("strange", 1, (0,), ((F(0, 0), task, task),)))
-    assert len(timeline.spans) + timeline.unrun == 3
+    assert len(timeline.spans) + len(timeline.unrun) == 3
 
 
 @pytest.mark.parametrize(
@@ -124,7 +128,7 @@ def test_strange_tasks_do_not_break_the_walk(task: Task) -> None:
         ({"B": float("nan")}, "costs\\['B'\\] is nan"),
     ],
 )
-def test_costs_that_make_no_sense_are_refused(costs: dict[str, float], message: str) -> None:
+def test_costs_that_make_no_sense_are_refused(costs: Costs, message: str) -> None:
     with pytest.raises(InputError, match=message):
         walk(gpipe(2, 2), costs)
 
@@ -137,3 +141,28 @@ def test_an_empty_schedule_takes_no_time() -> None:
 def test_rows_start_as_soon_as_what_they_need_is_done() -> None:
     assert start_times([[2, 1], [1, 1]], [[[], [(1, 1)]], [[], [(0, 0)]]]) == [[0, 3], [0, 2]]
     assert start_times([[1, 1], [1]], [[[], [NOWHERE]], [[(0, 1)]]]) == [[0], []]
+
+
+@given(
+    st.sampled_from(sorted(RECIPES)),
+    st.integers(1, 5),
+    st.integers(1, 8),
+    st.dictionaries(st.tuples(st.sampled_from("FBIW"), st.integers(0, 4)), TIME),
+    st.integers(1, 4),
+)
+def test_a_valid_schedule_runs_as_the_simulator_runs_it(
+    name: str, p: int, m: int, costs: dict[str | tuple[str, int], float], steps: int
+) -> None:
+    try:
+        schedule = RECIPES[name](p, m).verify()
+    except FxpipeError:
+        assume(False)
+    costs = {key: time for key, time in costs.items() if key[1] in range(schedule.stages)}
+    timeline = walk(schedule, costs, steps=steps)
+    simulation = simulate_schedule(schedule, costs, steps=steps)
+    for device in range(p):
+        drawn = [time for s in timeline.spans if s.device == device for time in (s.start, s.end)]
+        found = [time for s in simulation.spans if s.device == device for time in (s.start, s.end)]
+        assert drawn == pytest.approx(found)
+    assert timeline.bubble == pytest.approx(simulation.bubble)
+    assert timeline.makespan == pytest.approx(simulation.makespan)

@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.nn import functional
 
 import fxpipe
-from fxpipe import ExecutionError, interpreter
-from fxpipe.interpreter import Machine
+from fxpipe import ExecutionError
 from fxpipe.program import Instruction, Pause
+from fxpipe.runtime import interpreter
+from fxpipe.runtime.interpreter import Machine
 from fxpipe.text.instruction import print_instruction
 from tests.tiny import CUTS, Snapshot, Tiny, batch, within
 

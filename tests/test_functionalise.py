@@ -286,8 +286,8 @@ def test_whether_an_output_is_batched_is_known() -> None:
         return y, y.sum(), y.t(), y.repeat(2, 1), model.layer.weight * 2
 
     traced = front_end(Model(function), torch.randn(5, 4))
-    batched = [out.batched for out in traced.outputs if isinstance(out, Value)]
-    assert batched == [True, False, False, True, False]
+    dims = [out.dims for out in traced.outputs if isinstance(out, Value)]
+    assert dims == [(0,), (), (1,), (), ()]
 
 
 def test_a_copy_that_the_model_returns_is_its_own() -> None:

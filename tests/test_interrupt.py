@@ -17,8 +17,8 @@ import torch
 from torch.nn import functional
 
 import fxpipe
-from fxpipe import interpreter
-from fxpipe.interpreter import Machine
+from fxpipe.runtime import interpreter
+from fxpipe.runtime.interpreter import Machine
 from fxpipe.signals import HeldSignals, SignalsAtOperations
 from tests.tiny import CUTS, Snapshot, Tiny, batch, within
 

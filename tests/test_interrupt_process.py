@@ -25,7 +25,7 @@ import time
 import torch
 from torch.nn import functional
 import fxpipe
-from fxpipe import interpreter
+from fxpipe.runtime import interpreter
 from tests.tiny import CUTS, Snapshot, Tiny, batch
 
 def compiled():
@@ -106,13 +106,13 @@ def running(source: str) -> Iterator[subprocess.Popen[str]]:
 def test_a_process_that_is_interrupted_at_random_trains_on_as_if_it_had_not_been() -> None:
     turns, fresh = 14, 4
     moments = random.Random(0)
-    settings = f"STEPS, TURNS, FRESH = 600, {turns}, {fresh}\n"
+    settings = f"STEPS, TURNS, FRESH = 1500, {turns}, {fresh}\n"
     with running(START + settings + TRAINS) as process:
         assert process.stdout is not None and process.stderr is not None
         for turn in range(turns):
             line = process.stdout.readline()
             assert line == "armed\n", line + process.stderr.read()
-            time.sleep(moments.uniform(0, 1.5 if turn < fresh else 0.05))
+            time.sleep(moments.uniform(0, 1 if turn < fresh else 0.05))
             sent = time.monotonic()
             process.send_signal(signal.SIGINT)
             line = process.stdout.readline()

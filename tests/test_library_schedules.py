@@ -1,237 +1,174 @@
-"""The library's schedules against drawn grids, and against their papers' figures.
-
-The simulator here is a few lines of its own: it knows the tasks and their dependencies alone.
-"""
+"""The library of schedules: what holds for all of them, and how recipes refuse bad input."""
 
 from __future__ import annotations
 
-import re
-from fractions import Fraction
+import ast
+import inspect
+import textwrap
 from itertools import count
-from typing import NamedTuple
 
 import pytest
 
 from fxpipe.errors import InputError
-from fxpipe.schedule import F, Recipe, Schedule, find_recipe
-from fxpipe.schedules import gpipe, inference, one_f_one_b
+from fxpipe.program import Update
+from fxpipe.recipe import RECIPES, Recipe, find_recipe, round_robin
+from fxpipe.schedule import Schedule
+from fxpipe.schedules import (
+    dualpipe_v,
+    gpipe,
+    inference,
+    interleaved_one_f_one_b,
+    looped_bfs,
+    naive,
+    one_f_one_b,
+    one_f_one_b_async,
+    pipedream,
+    pipedream_vertical,
+    two_bw,
+    v_half,
+    v_min,
+    zb_h1,
+    zb_h2,
+    zb_v,
+)
+from fxpipe.task import F
+from tests.timelines import (
+    AS_LONG,
+    HALVES,
+    device_stash,
+    drawn_in,
+    grid,
+    peak_stash,
+    run_of,
+    simulate,
+    times,
+)
 
-GRIDS = {
-    ("gpipe", 2, 1): """
-F0  .  . B0
- . F0 B0  .
-""",
-    ("gpipe", 2, 2): """
-F0 F1  .  . B0 B1
- . F0 F1 B0 B1  .
-""",
-    ("gpipe", 2, 4): """
-F0 F1 F2 F3  .  . B0 B1 B2 B3
- . F0 F1 F2 F3 B0 B1 B2 B3  .
-""",
-    ("gpipe", 3, 2): """
-F0 F1  .  .  .  . B0 B1
- . F0 F1  .  . B0 B1  .
- .  . F0 F1 B0 B1  .  .
-""",
-    ("gpipe", 3, 3): """
-F0 F1 F2  .  .  .  . B0 B1 B2
- . F0 F1 F2  .  . B0 B1 B2  .
- .  . F0 F1 F2 B0 B1 B2  .  .
-""",
-    ("gpipe", 3, 5): """
-F0 F1 F2 F3 F4  .  .  .  . B0 B1 B2 B3 B4
- . F0 F1 F2 F3 F4  .  . B0 B1 B2 B3 B4  .
- .  . F0 F1 F2 F3 F4 B0 B1 B2 B3 B4  .  .
-""",
-    ("gpipe", 4, 1): """
-F0  .  .  .  .  .  . B0
- . F0  .  .  .  . B0  .
- .  . F0  .  . B0  .  .
- .  .  . F0 B0  .  .  .
-""",
-    ("gpipe", 4, 4): """
-F0 F1 F2 F3  .  .  .  .  .  . B0 B1 B2 B3
- . F0 F1 F2 F3  .  .  .  . B0 B1 B2 B3  .
- .  . F0 F1 F2 F3  .  . B0 B1 B2 B3  .  .
- .  .  . F0 F1 F2 F3 B0 B1 B2 B3  .  .  .
-""",
-    ("gpipe", 4, 6): """
-F0 F1 F2 F3 F4 F5  .  .  .  .  .  . B0 B1 B2 B3 B4 B5
- . F0 F1 F2 F3 F4 F5  .  .  .  . B0 B1 B2 B3 B4 B5  .
- .  . F0 F1 F2 F3 F4 F5  .  . B0 B1 B2 B3 B4 B5  .  .
- .  .  . F0 F1 F2 F3 F4 F5 B0 B1 B2 B3 B4 B5  .  .  .
-""",
-    ("1f1b", 2, 1): """
-F0  .  . B0
- . F0 B0  .
-""",
-    ("1f1b", 2, 2): """
-F0 F1  . B0  . B1
- . F0 B0 F1 B1  .
-""",
-    ("1f1b", 2, 4): """
-F0 F1  . B0 F2 B1 F3 B2  . B3
- . F0 B0 F1 B1 F2 B2 F3 B3  .
-""",
-    ("1f1b", 3, 2): """
-F0 F1  .  .  . B0  . B1
- . F0 F1  . B0  . B1  .
- .  . F0 B0 F1 B1  .  .
-""",
-    ("1f1b", 3, 3): """
-F0 F1 F2  .  . B0  . B1  . B2
- . F0 F1  . B0 F2 B1  . B2  .
- .  . F0 B0 F1 B1 F2 B2  .  .
-""",
-    ("1f1b", 3, 5): """
-F0 F1 F2  .  . B0 F3 B1 F4 B2  . B3  . B4
- . F0 F1  . B0 F2 B1 F3 B2 F4 B3  . B4  .
- .  . F0 B0 F1 B1 F2 B2 F3 B3 F4 B4  .  .
-""",
-    ("1f1b", 4, 1): """
-F0  .  .  .  .  .  . B0
- . F0  .  .  .  . B0  .
- .  . F0  .  . B0  .  .
- .  .  . F0 B0  .  .  .
-""",
-    ("1f1b", 4, 4): """
-F0 F1 F2 F3  .  .  . B0  . B1  . B2  . B3
- . F0 F1 F2  .  . B0 F3 B1  . B2  . B3  .
- .  . F0 F1  . B0 F2 B1 F3 B2  . B3  .  .
- .  .  . F0 B0 F1 B1 F2 B2 F3 B3  .  .  .
-""",
-    ("1f1b", 4, 6): """
-F0 F1 F2 F3  .  .  . B0 F4 B1 F5 B2  . B3  . B4  . B5
- . F0 F1 F2  .  . B0 F3 B1 F4 B2 F5 B3  . B4  . B5  .
- .  . F0 F1  . B0 F2 B1 F3 B2 F4 B3 F5 B4  . B5  .  .
- .  .  . F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5  .  .  .
-""",
-    ("inference", 2, 3): """
-F0 F1 F2  .
- . F0 F1 F2
-""",
-    ("inference", 4, 4): """
-F0 F1 F2 F3  .  .  .
- . F0 F1 F2 F3  .  .
- .  . F0 F1 F2 F3  .
- .  .  . F0 F1 F2 F3
-""",
+LIBRARY = {
+    "naive": naive,
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "interleaved-1f1b": interleaved_one_f_one_b,
+    "looped-bfs": looped_bfs,
+    "zb-h1": zb_h1,
+    "zb-h2": zb_h2,
+    "zb-v": zb_v,
+    "v-half": v_half,
+    "v-min": v_min,
+    "dualpipe-v": dualpipe_v,
+    "2bw": two_bw,
+    "pipedream": pipedream,
+    "pipedream-vertical": pipedream_vertical,
+    "1f1b-async": one_f_one_b_async,
+    "inference": inference,
 }
-"""(name, devices, micro-batches) → a row a device; a backward is drawn as long as a forward."""
-SIZES = [(p, m) for p in range(1, 7) for m in (1, 2, 3, 5, 8, 13)]
+BOX = [(p, m) for p in range(1, 7) for m in range(1, 14)]
+
+DRAWN = [
+    (naive, 3, 2, AS_LONG, 1),
+    (gpipe, 3, 3, AS_LONG, 1),
+    (one_f_one_b, 3, 4, AS_LONG, 1),
+    (inference, 2, 3, AS_LONG, 1),
+    (interleaved_one_f_one_b, 2, 4, AS_LONG, 1),
+    (looped_bfs, 2, 3, AS_LONG, 1),
+    (zb_h1, 3, 5, HALVES, 1),
+    (zb_h2, 3, 6, HALVES, 1),
+    (zb_v, 2, 4, HALVES, 1),
+    (v_half, 3, 3, HALVES, 1),
+    (v_min, 3, 3, HALVES, 1),
+    (dualpipe_v, 2, 4, HALVES, 1),
+    (one_f_one_b_async, 3, 2, AS_LONG, 3),
+    (two_bw, 3, 3, AS_LONG, 2),
+    (pipedream, 3, 1, AS_LONG, 6),
+    (pipedream_vertical, 3, 1, AS_LONG, 6),
+]
+"""What each docstring draws: recipe, p, m, how long its tasks are, steps."""
+
+by_name = pytest.mark.parametrize("recipe", LIBRARY.values(), ids=list(LIBRARY))
 
 
-class Ran(NamedTuple):
-    """A task and when it ran."""
-
-    task: str
-    start: int
-    end: int
+def made(recipe: Recipe, devices: int, microbatches: int) -> Schedule:
+    """The schedule; 2BW's delay of one step asks for p − 1 micro-batches."""
+    return recipe(devices, max(microbatches, devices - 1) if recipe is two_bw else microbatches)
 
 
-def simulate(schedule: Schedule, forward: int, backward: int) -> list[list[Ran]]:
-    """Device → its tasks and their times; each starts as soon as its device and inputs allow."""
-    ends: dict[tuple[str, int | None, int | None], int] = {}
-    free = [0] * schedule.devices
-    timeline: list[list[Ran]] = [[] for _ in schedule.rows]
-    rows = [list(row) for row in schedule.rows]
-    while any(rows):
-        for device, row in enumerate(rows):
-            if not row:
-                continue
-            kind, i, s = row[0].kind, row[0].microbatch, row[0].stage
-            assert s is not None
-            last = s == schedule.stages - 1
-            needs = {
-                "F": [("F", i, s - 1)] if s else [],
-                "B": [("F", i, s)] + ([] if last else [("B", i, s + 1)]),
-                "U": [],
-            }[kind]
-            if all(need in ends for need in needs):
-                start = max([free[device], *(ends[need] for need in needs)])
-                end = start + {"F": forward, "B": backward, "U": 0}[kind]
-                ends[kind, i, s] = free[device] = end
-                timeline[device].append(Ran(f"{kind}{'' if i is None else i}", start, end))
-                row.pop(0)
-    return timeline
+def test_the_library_is_there_by_name() -> None:
+    assert {name: RECIPES[name] for name in LIBRARY} == LIBRARY
+    assert {name: recipe.name for name, recipe in LIBRARY.items()} == {n: n for n in LIBRARY}
 
 
-def makespan(timeline: list[list[Ran]]) -> int:
-    return max(ran.end for own in timeline for ran in own)
+@by_name
+def test_every_schedule_is_valid(recipe: Recipe) -> None:
+    for p, m in BOX:
+        made(recipe, p, m).verify()
 
 
-def grid(schedule: Schedule) -> str:
-    """A row a device, a column a unit of time, a backward as long as a forward."""
-    timeline = simulate(schedule, 1, 1)
-    rows = []
-    for own in timeline:
-        cells = ["."] * makespan(timeline)
-        for ran in own:
-            if ran.end > ran.start:
-                cells[ran.start] = ran.task
-        rows.append(" ".join(f"{cell:>2}" for cell in cells))
-    return "\n".join(rows)
+@pytest.mark.parametrize("recipe", [naive, gpipe, looped_bfs, interleaved_one_f_one_b])
+@pytest.mark.parametrize("chunks", [1, 3, 4])
+def test_schedules_over_more_stages_a_device_are_valid(recipe: Recipe, chunks: int) -> None:
+    for p, m in BOX:
+        recipe.placed(round_robin(chunks))(p, m).verify()
 
 
-def peak_stash(schedule: Schedule, stage: int) -> int:
-    """Micro-batches that a stage keeps at once, at most."""
-    kept = peak = 0
-    for task in schedule.rows[schedule.placement[stage]]:
-        if task.stage == stage:
-            kept += {"F": 1, "B": -1, "U": 0}[task.kind]
-            peak = max(peak, kept)
-    return peak
+@by_name
+@pytest.mark.parametrize("takes", [AS_LONG, HALVES, times(3, 2, 4)])
+def test_the_simulator_runs_a_schedule_as_the_few_lines_of_the_tests_do(
+    recipe: Recipe, takes: dict[str, int]
+) -> None:
+    for p, m in [(1, 1), (1, 4), (2, 3), (3, 2), (3, 7), (4, 1), (4, 9), (6, 5)]:
+        schedule = made(recipe, p, m)
+        steps = 3 if schedule.depth else 1
+        timeline = simulate(run_of(schedule, steps), takes)
+        simulated: list[list[tuple[float, float]]] = [[] for _ in range(p)]
+        for span in schedule.simulate({k: takes[k] for k in takes}, steps=steps).spans:
+            if not isinstance(span.instruction, Update):
+                simulated[span.device].append((span.start, span.end))
+        assert simulated == [
+            [(ran.start, ran.end) for ran in own if ran.task.kind != "U"] for own in timeline
+        ]
 
 
-@pytest.mark.parametrize(("name", "devices", "microbatches"), GRIDS)
-def test_a_schedule_runs_as_drawn(name: str, devices: int, microbatches: int) -> None:
-    schedule = find_recipe(name)(devices, microbatches)
-    assert grid(schedule) == GRIDS[name, devices, microbatches].strip("\n")
+@by_name
+def test_the_verifier_counts_the_stash_as_the_few_lines_of_the_tests_do(recipe: Recipe) -> None:
+    for p, m in BOX:
+        schedule = recipe(p, m)
+        if schedule.trains:
+            run = run_of(schedule, 3 * p)
+            stages = tuple(peak_stash(run, stage) for stage in range(run.stages))
+            devices = tuple(device_stash(run, device) for device in range(p))
+            found = schedule.stash()
+            assert (found.stages, found.devices) == (stages, devices)
+
+
+@by_name
+def test_every_schedule_is_its_own_text(recipe: Recipe) -> None:
+    for p, m in BOX:
+        schedule = recipe(p, m)
+        assert Schedule.parse(str(schedule)) == schedule
+
+
+@by_name
+def test_a_generator_is_as_short_as_its_figure(recipe: Recipe) -> None:
+    function = ast.parse(textwrap.dedent(inspect.getsource(recipe.tasks))).body[0]
+    assert isinstance(function, ast.FunctionDef)
+    body = function.body[1:]
+    assert body[-1].end_lineno is not None
+    assert body[-1].end_lineno - body[0].lineno < 25
 
 
 @pytest.mark.parametrize(
-    ("recipe", "devices", "microbatches"), [(gpipe, 3, 3), (one_f_one_b, 3, 4), (inference, 2, 3)]
+    ("recipe", "devices", "microbatches", "takes", "steps"),
+    DRAWN,
+    ids=[drawn[0].name for drawn in DRAWN],
 )
-def test_the_grid_in_a_docstring_is_right(recipe: Recipe, devices: int, microbatches: int) -> None:
-    lines = (recipe.tasks.__doc__ or "").splitlines()
-    rows = [line.partition(": ")[2] for line in lines if re.match(r"\s+\d: ", line)]
-    drawn = [row.removesuffix(" U") for row in rows]
-    assert "\n".join(drawn) == grid(recipe(devices, microbatches))
+def test_the_grid_in_a_docstring_is_right(
+    recipe: Recipe, devices: int, microbatches: int, takes: dict[str, int], steps: int
+) -> None:
+    assert drawn_in(recipe) == grid(run_of(recipe(devices, microbatches), steps), takes)
 
 
-def test_one_f_one_b_of_four_devices_is_the_text_in_the_papers_figure() -> None:
-    assert str(one_f_one_b(4, 4)) == (
-        "schedule 1f1b stages=4 microbatches=4 delay=0\n"
-        "place 0 | 1 | 2 | 3\n"
-        "0: F0 F1 F2 F3 B0 B1 B2 B3 U\n"
-        "1: F0 F1 F2 B0 F3 B1 B2 B3 U\n"
-        "2: F0 F1 B0 F2 B1 F3 B2 B3 U\n"
-        "3: F0 B0 F1 B1 F2 B2 F3 B3 U\n"
-    )
-
-
-@pytest.mark.parametrize("recipe", [gpipe, one_f_one_b], ids=lambda recipe: recipe.name)
-@pytest.mark.parametrize(("forward", "backward"), [(1, 1), (1, 2), (3, 4)])
-def test_a_step_takes_the_time_of_its_formula(recipe: Recipe, forward: int, backward: int) -> None:
-    for p, m in SIZES:
-        timeline = simulate(recipe(p, m), forward, backward)
-        took = makespan(timeline)
-        assert took == (m + p - 1) * (forward + backward)
-        busy = sum(ran.end - ran.start for own in timeline for ran in own)
-        assert 1 - Fraction(busy, p * took) == Fraction(p - 1, m + p - 1)
-
-
-def test_inference_takes_the_time_of_its_formula() -> None:
-    for p, m in SIZES:
-        assert makespan(simulate(inference(p, m), 3, 4)) == 3 * (m + p - 1)
-
-
-def test_gpipe_keeps_every_micro_batch_and_one_f_one_b_only_those_ahead() -> None:
-    for p, m in SIZES:
-        for stage in range(p):
-            assert peak_stash(gpipe(p, m), stage) == m
-            assert peak_stash(one_f_one_b(p, m), stage) == min(p - stage, m)
+def test_every_docstring_is_checked() -> None:
+    assert {drawn[0].name for drawn in DRAWN} == LIBRARY.keys()
 
 
 def test_an_unknown_name_is_answered_with_the_near_ones() -> None:

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import copy
 import time
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.fx import Interpreter, Node
+from torch.nn.functional import mse_loss
 
+import fxpipe
 from examples.unet import UNet
+from fxpipe.kernels.graph import GraphKernel
 from fxpipe.passes.measure import NodeCost, bytes_of, measure
 from fxpipe.passes.measure_leaves import measure_leaves
+from fxpipe.passes.part_backward import part_backward
 from fxpipe.passes.partition import compute_nodes
 from fxpipe.passes.symbolic import trace_symbolically
 from fxpipe.untouched import untouched
@@ -22,7 +27,6 @@ from tests.fronted import (
     differentiated,
     front_end,
     run_graph,
-    state_of,
     values_of,
     whole,
 )
@@ -44,8 +48,8 @@ class Uneven(nn.Module):
 
 def measured(model: nn.Module, *args: Any) -> dict[str, NodeCost]:
     traced = front_end(model, *args)
-    plan = differentiated(model, traced, whole(traced), *args)
-    costs = measure(traced, plan, values_of(traced, *args), state_of(model, traced))
+    plan = part_backward(differentiated(model, traced, whole(traced), *args))
+    costs = measure(traced, plan, values_of(traced, *args), traced.state_of(model))
     assert set(costs) == {node.name for node in traced.graph.nodes}
     return costs
 
@@ -70,6 +74,24 @@ def test_what_has_no_gradient_costs_nothing_backward() -> None:
     assert costs["argmax"].backward == 0
     frozen = measured(Uneven().requires_grad_(False), torch.randn(64, 8))
     assert all(cost.backward == 0 for cost in frozen.values())
+    assert all(cost.input_grad == cost.weight_grad == 0 for cost in frozen.values())
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_the_halves_of_a_backward_are_timed_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "perf_counter", time.thread_time)
+    model = nn.Sequential(nn.Conv2d(4, 16, 3), nn.SiLU(), nn.Conv2d(16, 16, 3))
+    costs = measured(model, torch.randn(4, 4, 32, 32))
+    first, last = (costs[name] for name in costs if name.startswith("conv2d"))
+    (silu,) = (costs[name] for name in costs if name.startswith("silu"))
+    assert first.input_grad == 0  # the model's input wants no gradient
+    assert first.weight_grad > 0
+    assert last.input_grad > 0
+    assert last.weight_grad > 0
+    assert silu.input_grad > 0
+    assert silu.weight_grad == 0
+    for cost in (first, last, silu):
+        assert 0.3 < (cost.input_grad + cost.weight_grad) / cost.backward < 3
 
 
 def test_bytes_are_those_of_the_values() -> None:
@@ -86,7 +108,7 @@ def test_bytes_are_those_of_the_values() -> None:
                 assert costs[n.name].bytes == sum(v.nbytes for v in value)
             return value
 
-    state, values = state_of(model, traced), values_of(traced, x)
+    state, values = traced.state_of(model), values_of(traced, x)
     targets = {a.name: a.target for a in (*traced.parameters, *traced.buffers)}
     arguments = [
         state[targets[n.name]] if n.name in targets else values[n.name]
@@ -113,11 +135,18 @@ def test_random_models_are_measured_without_drawing_from_torch() -> None:
     run_graph(model, front_end(model, x), x)
 
 
-def test_leaves_are_timed_alone_with_their_hooks() -> None:
+def test_leaves_are_timed_alone_with_their_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept = 0.0
+
+    def sleep(*_: Any) -> None:
+        nonlocal slept
+        slept += 0.1
+
+    monkeypatch.setattr(time, "perf_counter", lambda: time.thread_time() + slept)
     model = nn.Sequential(nn.Linear(4, 4), nn.Identity(), nn.BatchNorm1d(4), nn.ReLU(inplace=True))
-    model[1].register_forward_hook(lambda *_: time.sleep(0.1))
+    model[1].register_forward_hook(sleep)
     x = torch.randn(3, 4)
-    traced = trace_symbolically(model, (x,), {}, 3)
+    traced = trace_symbolically(model, (x,), {})
     before = copy.deepcopy(model.state_dict())
     with untouched(model):
         costs = measure_leaves(traced, {str(traced.inputs[0]): x})
@@ -132,6 +161,25 @@ def test_leaves_are_timed_alone_with_their_hooks() -> None:
     )
     (linear,) = (n.name for n in traced.graph.nodes if n.target == "0")
     assert costs[linear].backward > 0
+    assert all(cost.input_grad == cost.backward for cost in costs.values())
+    assert all(cost.weight_grad == 0 for cost in costs.values())
+
+
+@pytest.mark.parametrize("tracer", ["export", "symbolic"])
+def test_a_stages_costs_are_those_of_its_nodes(tracer: Literal["export", "symbolic"]) -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), torch.randn(4, 4)
+    example = (x,), {"target": x}
+    with fxpipe.compile(
+        model, ["cpu"] * 2, microbatches=2, loss=mse_loss, tracer=tracer, example=example
+    ) as pipe:
+        for stage in pipe.plan.stages:
+            costs = stage.costs
+            assert costs is not None
+            assert costs.input_grad is not None
+            assert costs.weight_grad is not None
+            assert costs.input_grad > 0
+            assert (costs.weight_grad > 0) == (tracer == "export")
+            assert (costs.input_grad == costs.backward) == (tracer == "symbolic")
 
 
 @pytest.mark.parametrize(
@@ -144,3 +192,41 @@ def test_leaves_are_timed_alone_with_their_hooks() -> None:
 )
 def test_bytes_of_a_nest_are_those_of_its_tensors(value: Any, count: int) -> None:
     assert bytes_of(value) == count
+
+
+class Counting:
+    """A device that has done nothing until it is waited for: a second between any two marks."""
+
+    def __init__(self) -> None:
+        self.marks = 0
+        self.waits = 0
+
+    def mark(self) -> int:
+        self.marks += 1
+        return self.marks
+
+    def seconds(self, spans: Sequence[tuple[int, int]]) -> list[float]:
+        self.waits += 1
+        return [float(end - start) for start, end in spans]
+
+
+def test_a_device_that_is_behind_the_host_is_asked_for_its_own_times() -> None:
+    model, x, watch = Uneven(), torch.randn(64, 8), Counting()
+    traced = front_end(model, x)
+    plan = part_backward(differentiated(model, traced, whole(traced), x))
+    costs = measure(traced, plan, values_of(traced, x), traced.state_of(model), watch)
+    times = [t for c in costs.values() for t in (c.forward, c.backward)]
+    assert all(t == int(t) for t in times)  # whole seconds: how many operations there are
+    kernel = plan.stages[0].kernel
+    assert isinstance(kernel, GraphKernel)
+    ran = [n for n in kernel.forward_graph.graph.nodes if n.op == "call_function"]
+    assert 0 < sum(cost.forward for cost in costs.values()) <= len(ran)
+    assert watch.waits == 5 * 4  # once for each run of each of the four graphs
+
+
+def test_leaves_are_timed_by_the_device_too() -> None:
+    model, x, watch = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.randn(3, 4), Counting()
+    traced = trace_symbolically(model, (x,), {})
+    costs = measure_leaves(traced, {str(traced.inputs[0]): x}, watch)
+    calls = [costs[n.name] for n in traced.graph.nodes if n.op.startswith("call")]
+    assert [(cost.forward, cost.backward) for cost in calls] == [(1, 1), (1, 1)]

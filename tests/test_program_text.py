@@ -14,26 +14,37 @@ from fxpipe.errors import ParseError
 from fxpipe.passes.communicate import communicate
 from fxpipe.passes.free import free
 from fxpipe.passes.lower import Lower
+from fxpipe.passes.streams import Streams
 from fxpipe.program import (
+    KEPT,
     OPCODES,
     Backward,
     Barrier,
     Buffer,
     BufferKind,
+    Clip,
+    Event,
     Forward,
     Free,
+    InputGrad,
     Instruction,
+    Launch,
     Load,
+    Norm,
     Output,
     Pause,
     Pop,
     Program,
     Receive,
+    Recompute,
+    Run,
     Send,
     Stash,
     Update,
+    WeightGrad,
     saved,
 )
+from fxpipe.recipe import RECIPES
 from fxpipe.schedules import gpipe, one_f_one_b
 from fxpipe.text.instruction import print_instruction
 from tests.conftest import Golden
@@ -48,7 +59,13 @@ LINES: dict[str, tuple[Instruction, str]] = {
     "stash": (Stash(SKIP), "stash skip:relu_3:0->2[1]"),
     "pop": (Pop(SKIP), "pop skip:relu_3:0->2[1]"),
     "forward": (Forward(1, 2, 3), "forward s1[2] v3 keep"),
-    "backward": (Backward(1, 2, 3), "backward s1[2] v3"),
+    "recompute": (Recompute(1, 2, 3), "recompute s1[2] v3"),
+    "backward": (Backward(1, 2, 3, batch=-1), "backward s1[2'] v3"),
+    "input_grad": (InputGrad(1, 2, -1), "input_grad s1[2] v-1"),
+    "weight_grad": (WeightGrad(1, 2, -2, -2), "weight_grad s1[2''] v-2"),
+    "run": (Run("N", 1, batch=-1), "run N s1' v0"),
+    "norm": (Norm(2), "norm s2"),
+    "clip": (Clip(2, -1), "clip s2'"),
     "free": (Free(saved(1, 2)), "free saved:1[2]"),
     "barrier": (Barrier(), "barrier"),
     "pause": (Pause(), "pause"),
@@ -77,6 +94,13 @@ def test_a_forward_that_keeps_nothing_is_read_back() -> None:
     assert Program.parse(str(program)) == program
 
 
+def test_a_forward_that_will_be_recomputed_is_read_back() -> None:
+    again = Forward(0, 0, 0, keeps=False, again=True), Forward(0, 0, 0, keeps=True, again=True)
+    program = Program("mine", 4, (0,), (), ((again),))
+    assert "forward      s0[0] v0 again" in str(program)
+    assert Program.parse(str(program)) == program
+
+
 def test_a_lowered_program_reads_as_in_its_golden_text(golden: Golden) -> None:
     program = free(communicate(Lower(chain(2))(one_f_one_b(2, 2))))
     golden("program_1f1b_2x2.txt", str(program))
@@ -85,6 +109,28 @@ def test_a_lowered_program_reads_as_in_its_golden_text(golden: Golden) -> None:
 def test_skips_and_a_pause_read_as_in_their_golden_text(golden: Golden) -> None:
     program = free(communicate(Lower(skipping(3), updates=False, pause=True)(gpipe(3, 1))))
     golden("program_gpipe_skips_pause_3x1.txt", str(program))
+
+
+def test_streams_and_events_read_as_in_their_golden_text(golden: Golden) -> None:
+    program = free(communicate(Lower(chain(2))(one_f_one_b(2, 2))))
+    golden("program_1f1b_streams_2x2.txt", str(Streams()(program)))
+
+
+def test_an_instruction_is_read_back_with_its_stream_and_events() -> None:
+    launch = Launch("in0", (Event(3), Event(7, -1)), Event(8))
+    program = Program("mine", 4, (0,), (), ((Pop(SKIP), Pause()),), (), ((launch, Launch()),))
+    assert "pop skip:relu_3:0->2[1] stream=in0 wait=e3,e7' record=e8" in " ".join(
+        str(program).split()
+    )
+    assert Program.parse(str(program)) == program
+
+
+@pytest.mark.parametrize("name", sorted(RECIPES))
+def test_the_program_of_every_library_schedule_is_read_back(name: str) -> None:
+    for devices, microbatches in ((1, 1), (2, 3), (3, 2), (4, 8)):
+        schedule = RECIPES[name](devices, microbatches)
+        program = free(communicate(Lower(chain(schedule.stages))(schedule)))
+        assert Program.parse(str(program)) == program
 
 
 def test_comments_blank_lines_and_spacing_do_not_matter() -> None:
@@ -98,22 +144,40 @@ def test_comments_blank_lines_and_spacing_do_not_matter() -> None:
 NAMES = st.sampled_from(["x", "relu_3", "_0", "Loss"])
 SMALL = st.integers(0, 12)
 ENDS = st.integers(HOST, 3)
+BATCHES = st.integers(-2, 1)
+VERSIONS = st.integers(-3, 9)
 
 
 @st.composite
 def buffers(draw: st.DrawFn) -> Buffer:
     kind = draw(st.sampled_from(get_args(BufferKind)))
-    if kind == "saved":
-        return saved(draw(SMALL), draw(SMALL))
-    return Buffer(cast(BufferKind, kind), draw(NAMES), draw(ENDS), draw(ENDS), draw(SMALL))
+    microbatch, batch = draw(SMALL), draw(BATCHES)
+    if kind in KEPT:
+        stage = draw(SMALL)
+        return Buffer(cast(BufferKind, kind), "", stage, stage, microbatch, batch)
+    ends = draw(ENDS), draw(ENDS)
+    return Buffer(cast(BufferKind, kind), draw(NAMES), *ends, microbatch, batch)
 
 
 INSTRUCTIONS = st.one_of(
     *(st.builds(made, buffers()) for made in (Load, Output, Send, Receive, Stash, Pop, Free)),
-    st.builds(Forward, SMALL, SMALL, SMALL, st.booleans()),
-    st.builds(Backward, SMALL, SMALL, SMALL),
-    st.builds(Update, SMALL, SMALL, SMALL),
+    st.builds(Forward, SMALL, SMALL, VERSIONS, st.booleans(), st.booleans(), BATCHES),
+    *(
+        st.builds(made, SMALL, SMALL, VERSIONS, BATCHES)
+        for made in (Recompute, Backward, InputGrad, WeightGrad)
+    ),
+    st.builds(Run, st.sampled_from("NC"), SMALL, st.none() | SMALL, VERSIONS, BATCHES),
+    st.builds(Norm, SMALL, BATCHES),
+    st.builds(Clip, SMALL, BATCHES),
+    st.builds(Update, SMALL, VERSIONS, VERSIONS, BATCHES),
     st.sampled_from([Barrier(), Pause()]),
+)
+EVENTS = st.builds(Event, SMALL, BATCHES)
+LAUNCHES = st.builds(
+    Launch,
+    st.sampled_from(["compute", "in", "in0", "in12"]),
+    st.lists(EVENTS, max_size=3).map(tuple),
+    st.none() | EVENTS,
 )
 
 
@@ -121,13 +185,17 @@ INSTRUCTIONS = st.one_of(
 def programs(draw: st.DrawFn) -> Program:
     stages, devices = draw(st.integers(0, 4)), draw(st.integers(1, 3))
     homes = st.integers(0, devices - 1)
+    lists = tuple(tuple(draw(st.lists(INSTRUCTIONS, max_size=5))) for _ in range(devices))
+    launches = tuple(tuple([draw(LAUNCHES) for _ in own]) for own in lists)
+    launched = draw(st.booleans()) and {x for own in launches for x in own} - {Launch()}
     return Program(
         draw(st.text(max_size=8)),
         draw(SMALL),
         tuple(draw(st.lists(homes, min_size=stages, max_size=stages))),
         tuple(draw(st.lists(st.builds(Edge, ENDS, ENDS, NAMES, st.booleans()), max_size=4))),
-        tuple(tuple(draw(st.lists(INSTRUCTIONS, max_size=5))) for _ in range(devices)),
+        lists,
         tuple(draw(st.lists(st.text(max_size=6), max_size=3))),
+        launches if launched else (),
     )
 
 
@@ -180,6 +248,11 @@ def in_list(line: str) -> str:
         (in_list("  update s0 v0 v1"), 5, 16, "expected '->'"),
         (in_list("  update s0 v0 -> v"), 5, 20, "expected a version"),
         (in_list("  barrier now"), 5, 11, "unexpected 'now'"),
+        (in_list("  forward s0[0] v0 stream="), 5, 27, "expected a stream such as in0"),
+        (in_list("  barrier wait=7"), 5, 16, "expected an event such as e3, got '7'"),
+        (in_list("  barrier wait=e7,"), 5, 19, "expected an event such as e3"),
+        (in_list("  barrier record=e7,e8"), 5, 20, "unexpected ',e8'"),
+        (in_list("  barrier record=e7 wait=e6"), 5, 21, "unexpected 'wait=e6'"),
     ],
 )
 def test_what_is_wrong_is_named_with_line_and_column(

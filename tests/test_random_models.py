@@ -18,13 +18,21 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fxpipe import B, F, PartitionError, U
-from fxpipe.batch import Batch
-from fxpipe.compiler import Compiler
+from fxpipe.compiler.compiler import Compiler
+from fxpipe.compiler.front_end import FrontEnd
+from fxpipe.compiler.objective import Objective
+from fxpipe.compiler.timetable import Timetable
+from fxpipe.engine import Engine
+from fxpipe.partition import read_partition
+from fxpipe.passes.follow import place_like
 from fxpipe.passes.measure import NodeCost
-from fxpipe.passes.partition import Assignment, compute_nodes, place_like
+from fxpipe.passes.partition import Assignment, compute_nodes
 from fxpipe.pipeline import Pipeline
-from fxpipe.schedule import Recipe as Schedules
-from fxpipe.schedule import Task, find_recipe
+from fxpipe.recipe import Recipe as Schedules
+from fxpipe.recipe import find_recipe
+from fxpipe.runtime.backend import CpuBackend
+from fxpipe.runtime.batch import Batch
+from fxpipe.task import Task
 from fxpipe.traced import Traced
 from tests import loop
 from tests.profiles import DEEP
@@ -104,7 +112,9 @@ class Cut:
         chosen = sorted(random.Random(self.seed).sample(range(len(names)), self.stages - 1))
         return [names[place] for place in chosen]
 
-    def assign(self, traced: Traced, stages: int, costs: Mapping[str, NodeCost]) -> Assignment:
+    def assign(
+        self, traced: Traced, stages: int, costs: Mapping[str, NodeCost], **options: Any
+    ) -> Assignment:
         """Stages grow along the graph, with jumps; what must be together is put together."""
         draw = random.Random(self.seed)
         nodes = compute_nodes(traced.graph)
@@ -118,7 +128,9 @@ class Cut:
     def applied(self) -> AbstractContextManager[object]:
         """While it is entered, the compiler assigns nodes as this says."""
         return (
-            patch("fxpipe.placement.balance", self.assign) if self.how == "nodes" else nullcontext()
+            patch("fxpipe.compiler.placement.balance", self.assign)
+            if self.how == "nodes"
+            else nullcontext()
         )
 
 
@@ -130,18 +142,21 @@ cuts = st.builds(
 )
 
 
-class Remembering(Compiler):
+class Remembering(FrontEnd):
     """Traces a model once for several cuts: a graph does not depend on where it is cut."""
 
-    memory: dict[Any, Traced]
+    def __init__(self, model: RandomModel) -> None:
+        super().__init__(model, Objective(), "export", 1, {})
+        self.memory: dict[Any, Traced] = {}
 
-    def _traced(self, batch: Batch, leaves: list[Any], size: int, *rest: Any) -> Traced:
-        key = self._mode(), batch.key, size, rest
+    def trace(self, batch: Batch, leaves: list[Any], size: int, *rest: Any) -> Traced:
+        key = batch.key, size, rest
         if key not in self.memory:
-            self.memory[key] = super()._traced(batch, leaves, size, *rest)
+            self.memory[key] = super().trace(batch, leaves, size, *rest)
         return self.memory[key]
 
 
+@pytest.mark.timeout(0 if DEEP else 300)
 @settings(
     max_examples=100 if DEEP else 20,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
@@ -160,17 +175,18 @@ def test_a_random_model_equals_the_loop(
     most = [most_gradients_in_a_sum(alone, recipe, step) for step in steps]
     for feature in sorted(set(recipe.features())):
         event(feature)
-    memory: dict[Any, Traced] = {}
+    front_end = Remembering(model)
     for cut in several:
-        compiler = Remembering(
+        compiler = Compiler(
             model,
-            cut.stages,
-            loss=None,
-            partition=cut.partition(recipe),
+            SCHEDULES[steps[0].schedule],
+            [f"device {index}" for index in range(cut.stages)],
+            objective=Objective(),
+            partition=read_partition(cut.partition(recipe)),
             tracer="export",
             threads=1,
         )
-        compiler.memory = memory
+        compiler.plans.front_end = front_end
         with cut.applied():
             for step, count in zip(steps, most, strict=True):
                 event("bit for bit" if count < 3 else "within rounding")
@@ -178,7 +194,7 @@ def test_a_random_model_equals_the_loop(
                 try:
                     for name in SCHEDULES if DEEP else (step.schedule,):
                         run = replace(step, schedule=name)
-                        compare(model, alone, compiler, recipe, run, bound)
+                        compare(model, alone, compiler, cut.stages, recipe, run, bound)
                 except PartitionError:
                     event("a cut that is refused")
                     break
@@ -188,6 +204,7 @@ def compare(
     model: RandomModel,
     alone: RandomModel,
     compiler: Compiler,
+    stages: int,
     recipe: Recipe,
     step: Run,
     bound: float,
@@ -196,9 +213,11 @@ def compare(
     batch = step.batch(recipe)
     inputs = recipe.inputs(batch, step.seed)
     loop.clear(model, alone)
-    devices = [torch.device("cpu")] * compiler.devices
-    schedule = SCHEDULES[step.schedule]
-    pipe = Pipeline(model, compiler, devices, schedule, step.microbatches, None, 1)
+    compiler.timetable = Timetable(SCHEDULES[step.schedule], stages, recompute="never")
+    compiler._programs.clear()
+    devices = [torch.device("cpu")] * stages
+    backend = CpuBackend(stages)
+    pipe = Pipeline(model, compiler, Engine(model, backend, 1), devices, step.microbatches)
     try:
         loss, output = pipe.step(*inputs, return_output=True)
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -9,12 +10,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributions import Categorical, Gamma, Normal
 from torch.nn.functional import scaled_dot_product_attention as attend
 
 import fxpipe
 from fxpipe import random
 from fxpipe.errors import TraceError
-from fxpipe.traced import SEED
+from fxpipe.generators import mix
+from fxpipe.traced import SEED, Traced
 from tests.fronted import (
     Answer,
     assert_equal,
@@ -22,6 +25,7 @@ from tests.fronted import (
     front_end,
     run_graph,
     run_plan,
+    seed_like,
     whole,
 )
 
@@ -37,6 +41,12 @@ class Draws(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         return self.function(x)
+
+
+@functools.cache
+def ones(function: Callable[[Tensor], Any]) -> Traced:
+    """The function's graph for ones; it is traced once for all tests."""
+    return front_end(Draws(function), torch.ones(50, 4))
 
 
 def drawn(function: Callable[[Tensor], Any], x: Tensor, seed: int = 0) -> Any:
@@ -57,6 +67,34 @@ OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "bernoulli of chances": lambda x: torch.bernoulli(torch.full_like(x, 0.3)),
     "bernoulli in place": lambda x: torch.empty_like(x).bernoulli_(0.3),
     "randperm": lambda x: torch.randperm(100),
+    "normal of means": lambda x: torch.normal(x, 2.0),
+    "normal of deviations": lambda x: torch.normal(1.0, x),
+    "normal of both": lambda x: torch.normal(x, x),
+    "normal of a size": lambda x: torch.normal(1.0, 2.0, (x.shape[0], 4)),
+    "normal in place": lambda x: torch.empty_like(x).normal_(1.0, 2.0),
+    "uniform in place": lambda x: torch.empty_like(x).uniform_(1.0, 2.0),
+    "exponential in place": lambda x: torch.empty_like(x).exponential_(),
+    "gumbel softmax": nn.functional.gumbel_softmax,
+    "randint_like": lambda x: torch.randint_like(x, 9),
+    "randint_like from 3": lambda x: torch.randint_like(x, 3, 9),
+    "randint_like of a tensor": lambda x: torch.randint_like(x, torch.tensor(9)),
+    "integers in place": lambda x: torch.empty_like(x, dtype=torch.int64).random_(),
+    "numbers that count, in place": lambda x: torch.empty_like(x).random_(),
+    "integers below 9 in place": lambda x: torch.empty_like(x).random_(9),
+    "bernoulli of chances in place": lambda x: torch.empty_like(x).bernoulli_(x * 0.3),
+    "bernoulli of a row of chances in place": lambda x: torch.empty_like(x).bernoulli_(
+        torch.full((4,), 0.3)
+    ),
+    "log normal in place": lambda x: torch.empty_like(x).log_normal_(),
+    "cauchy in place": lambda x: torch.empty_like(x).cauchy_(),
+    "geometric in place": lambda x: torch.empty_like(x).geometric_(0.2),
+    "geometric integers in place": lambda x: torch.empty_like(x, dtype=torch.int64).geometric_(0.2),
+    "multinomial": lambda x: torch.multinomial(x, 2),
+    "multinomial of a row": lambda x: torch.multinomial(torch.ones(50), 9, replacement=True),
+    "poisson": lambda x: torch.poisson(x * 5),
+    "gamma": lambda x: torch._standard_gamma(x * 5),
+    "rrelu": lambda x: nn.functional.rrelu(-x, training=True),
+    "rrelu in place": lambda x: nn.functional.rrelu_(-x, training=True),
 }
 
 operations = pytest.mark.parametrize("function", OPERATIONS.values(), ids=OPERATIONS.keys())
@@ -65,8 +103,7 @@ operations = pytest.mark.parametrize("function", OPERATIONS.values(), ids=OPERAT
 @operations
 def test_a_draw_is_a_function_of_the_seed(function: Callable[[Tensor], Tensor]) -> None:
     x = torch.ones(50, 4)
-    model = Draws(function)
-    traced = front_end(model, x)
+    model, traced = Draws(function), ones(function)
     first = run_graph(model, traced, x, seed=5)[0]
     torch.rand(7)  # whatever else draws
     run_graph(model, traced, x, seed=6)
@@ -77,11 +114,9 @@ def test_a_draw_is_a_function_of_the_seed(function: Callable[[Tensor], Tensor]) 
 
 @operations
 def test_draws_leave_torchs_generator_alone(function: Callable[[Tensor], Tensor]) -> None:
-    x = torch.ones(5, 4)
-    model = Draws(function)
-    traced = front_end(model, x)
+    x = torch.ones(50, 4)
     before = torch.get_rng_state()
-    run_graph(model, traced, x)
+    run_graph(Draws(function), ones(function), x)
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -95,16 +130,16 @@ def test_two_draws_of_one_graph_differ(function: Callable[[Tensor], Tensor]) -> 
 def test_a_draw_does_not_depend_on_what_is_computed_besides(
     function: Callable[[Tensor], Tensor],
 ) -> None:
-    x = torch.ones(5, 4)
+    x = torch.ones(50, 4)
     more = drawn(lambda x: (function(x), x.exp().sum()), x)[0]
-    assert torch.equal(drawn(function, x), more)
+    assert torch.equal(run_graph(Draws(function), ones(function), x)[0], more)
 
 
 @operations
 def test_shapes_and_types_are_torchs(function: Callable[[Tensor], Tensor]) -> None:
-    for dtype in (torch.float32, torch.float64):
-        x = torch.ones(5, 4, dtype=dtype)
-        here, there = drawn(function, x), function(x)
+    x = torch.ones(50, 4)
+    double = drawn(function, x.double()), function(x.double())
+    for here, there in (double, (run_graph(Draws(function), ones(function), x)[0], function(x))):
         assert (here.shape, here.dtype, here.stride()) == (there.shape, there.dtype, there.stride())
 
 
@@ -115,6 +150,33 @@ def near(value: Tensor | float, expected: float, deviation: float, count: int = 
 
 def long() -> Tensor:
     return torch.full((COUNT, 1), 2.0, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("function", "mean", "deviation"),
+    [
+        (lambda x: torch.normal(x, x * 3), 2.0, 6.0),
+        (lambda x: torch.normal(1.0, 2.0, x.shape, dtype=x.dtype), 1.0, 2.0),
+        (lambda x: torch.empty_like(x).normal_(1.0, 2.0), 1.0, 2.0),
+        (lambda x: torch.empty_like(x).uniform_(1.0, 3.0), 2.0, 2 / math.sqrt(12)),
+        (lambda x: torch.empty_like(x).exponential_(4.0), 0.25, 0.25),
+        (lambda x: torch.randint_like(x, 2, 5), 3.0, math.sqrt(2 / 3)),
+        (lambda x: torch.randint_like(x, torch.tensor(5)), 2.0, math.sqrt(2)),
+        (lambda x: torch.empty_like(x).random_(5), 2.0, math.sqrt(2)),
+        (lambda x: torch.empty_like(x).bernoulli_(x / 8), 0.25, math.sqrt(3 / 16)),
+        (lambda x: torch.empty_like(x).log_normal_(1.0, 0.5).log(), 1.0, 0.5),
+        (lambda x: torch.empty_like(x).geometric_(0.2), 5.0, math.sqrt(0.8) / 0.2),
+        (lambda x: torch.poisson(x * 2), 4.0, 2.0),
+        (lambda x: torch._standard_gamma(x * 2), 4.0, 2.0),
+        (lambda x: nn.functional.rrelu(-x, 0.2, 0.3, True), -0.5, 0.2 / math.sqrt(12)),
+    ],
+)
+def test_draws_have_their_mean_and_deviation(
+    function: Callable[[Tensor], Tensor], mean: float, deviation: float
+) -> None:
+    y = drawn(function, long())
+    assert near(y.mean(), mean, deviation)
+    assert abs(float(y.std()) / deviation - 1) < 0.03
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
@@ -194,7 +256,7 @@ def test_seeds_and_numbers_next_to_each_other_give_unrelated_draws() -> None:
     ]
     related = torch.corrcoef(torch.stack(rows)) - torch.eye(64, dtype=torch.float64)
     assert related.abs().max() < 6 / math.sqrt(1000)
-    assert len({random.mix(a, b) for a in range(100) for b in range(100)}) == 10_000
+    assert len({mix(a, b) for a in range(100) for b in range(100)}) == 10_000
 
 
 def formula(
@@ -270,19 +332,88 @@ def test_attention_without_dropout_stays_torchs_own() -> None:
     assert torch.equal(run_graph(Attention(), traced, q)[0], attend(q, q, q, is_causal=True))
 
 
+def test_cauchys_numbers_have_their_quartiles() -> None:
+    y = drawn(lambda x: torch.empty_like(x).cauchy_(2.0, 3.0), long())
+    for below, share in ((-1.0, 0.25), (2.0, 0.5), (5.0, 0.75)):
+        assert near((y < below).double().mean(), share, 0.5)
+
+
+def test_a_multinomial_follows_its_weights() -> None:
+    weights = torch.tensor([1.0, 0.0, 3.0]).expand(COUNT, 3)
+    y = drawn(lambda x: torch.multinomial(x, 2, replacement=True), weights)
+    assert y.shape == (COUNT, 2)
+    assert near((y == 2).double().mean(), 0.75, 0.5, 2 * COUNT)
+    assert not (y == 1).any()
+    without = drawn(lambda x: torch.multinomial(x, 2), weights)
+    assert torch.equal(without.sort(1).values, torch.tensor([0, 2]).expand(COUNT, 2))
+
+
 @pytest.mark.parametrize(
-    ("name", "function"),
+    "sample",
     [
-        ("multinomial", lambda x: torch.multinomial(x.exp(), 2)),
-        ("exponential", nn.functional.gumbel_softmax),
-        ("poisson", lambda x: torch.poisson(x.exp())),
+        lambda x: Normal(x, x.exp()).rsample(),
+        lambda x: Gamma(x.exp(), x.exp()).rsample(),
+        lambda x: Categorical(logits=x).sample().double() + 0 * x.sum(1),
     ],
+    ids=["normal", "gamma", "categorical"],
 )
-def test_an_operation_without_a_seeded_form_is_refused_by_name(
-    name: str, function: Callable[[Tensor], Tensor]
-) -> None:
-    with pytest.raises(TraceError, match=rf"random operation aten\.{name}.*torch\.rand"):
-        front_end(Draws(function), torch.randn(5, 4))
+def test_torchs_distributions_are_drawn_from(sample: Callable[[Tensor], Tensor]) -> None:
+    x = torch.randn(50, 4)
+    checked = Normal._validate_args
+    y = drawn(sample, x)
+    assert (y.shape, y.dtype) == (sample(x).shape, sample(x).dtype)
+    assert torch.equal(drawn(sample, x), y)
+    assert not torch.equal(drawn(sample, x, seed=1), y)
+    assert Normal._validate_args is checked
+
+
+def test_positive_numbers_pass_a_random_relu_as_they_are() -> None:
+    x = torch.tensor([[2.0, 0.0, -1.0]]).repeat(50, 1)
+    y = drawn(lambda x: nn.functional.rrelu(x, 0.2, 0.3, True), x)
+    assert torch.equal(y[:, :2], x[:, :2])
+    assert y[:, 2].min() >= -0.3
+    assert y[:, 2].max() <= -0.2
+
+
+def test_the_slopes_of_a_random_relu_are_its_gradients() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.RReLU())
+    x = torch.randn(5, 4)
+    traced = front_end(model, x)
+    ran = run_plan(model, traced, differentiated(model, traced, whole(traced), x), x, seed=4)
+    before = model[0](x)
+    slopes = (run_graph(model, traced, x, seed=4)[0] / before).detach()
+    (before * slopes).backward(seed_like(before))
+    for name, parameter in model[0].named_parameters():
+        torch.testing.assert_close(ran.gradients[f"0.{name}"], parameter.grad)
+
+
+def test_gradients_flow_through_the_shapes_of_gammas_as_in_torch() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Draws(lambda x: torch._standard_gamma(x.exp())))
+    x = torch.randn(5, 4)
+    traced = front_end(model, x)
+    ran = run_plan(model, traced, differentiated(model, traced, whole(traced), x), x, seed=4)
+    shapes = model[0](x).exp()
+    made = run_graph(model, traced, x, seed=4)[0].detach()
+    shapes.backward(seed_like(made) * torch._standard_gamma_grad(shapes.detach(), made))
+    for name, parameter in model[0].named_parameters():
+        torch.testing.assert_close(ran.gradients[f"0.{name}"], parameter.grad)
+
+
+@torch.library.custom_op(
+    "fxpipe_tests::noise", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,)
+)
+def noise(x: Tensor) -> Tensor:
+    return torch.rand_like(x)
+
+
+@noise.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def test_an_operation_without_a_seeded_form_is_refused_by_name() -> None:
+    with pytest.raises(TraceError, match=r"random operation fxpipe_tests\.noise.*torch\.rand"):
+        front_end(Draws(noise), torch.randn(5, 4))
 
 
 def test_a_graph_without_random_operations_is_unchanged() -> None:
@@ -337,23 +468,6 @@ def test_gradients_flow_through_chances_as_in_torch() -> None:
     assert set(again[0]) == {"0.weight", "0.bias"}
 
 
-def test_a_recurrent_layer_with_dropout_draws_in_training_alone() -> None:
-    class Last(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lstm = nn.LSTM(3, 4, 2, dropout=0.5, batch_first=True)
-
-        def forward(self, x: Tensor) -> Tensor:
-            y: Tensor = self.lstm(x)[0]
-            return y
-
-    x = torch.randn(3, 5, 3)
-    with pytest.raises(TraceError, match=r"aten\.lstm"):
-        front_end(Last().train(), x)
-    model = Last().eval()
-    assert torch.equal(run_graph(model, front_end(model, x), x)[0], model(x))
-
-
 def test_an_input_may_be_called_seed() -> None:
     class Seeded(nn.Module):
         def forward(self, x: Tensor, seed: Tensor) -> Tensor:
@@ -375,3 +489,17 @@ def test_the_model_and_the_loss_draw_apart() -> None:
         assert float(first) > 0.1  # one and the same draw would give 0
         torch.manual_seed(0)
         assert torch.equal(pipe.step(torch.ones(40, 4)), first)
+
+
+def test_what_is_compiled_is_checked_with_the_same_draws_as_the_models() -> None:
+    def every(x: Tensor) -> Tensor:
+        chances = x.sigmoid()
+        made = [function(chances).to(x.dtype).mean() for function in OPERATIONS.values()]
+        return x * torch.stack(made).sum()
+
+    model = nn.Sequential(nn.Linear(4, 4), Draws(every), nn.RReLU(), nn.Linear(4, 1))
+    with fxpipe.compile(model, ["cpu"] * 2, microbatches=2, loss=lambda y: y.mean()) as pipe:
+        torch.manual_seed(0)
+        first = pipe.step(torch.ones(8, 4))
+        torch.manual_seed(0)
+        assert torch.equal(pipe.step(torch.ones(8, 4)), first)

@@ -7,8 +7,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fxpipe.errors import ParseError
-from fxpipe.schedule import B, F, Schedule, Task, U
+from fxpipe.schedule import Schedule
 from fxpipe.schedules import gpipe, inference, one_f_one_b
+from fxpipe.task import B, F, Task, U
 
 TEXT = """\
 schedule mine stages=3 microbatches=4 delay=1
@@ -54,10 +55,10 @@ def schedules(draw: st.DrawFn) -> Schedule:
     stages = draw(st.integers(1, 5))
     devices = draw(st.integers(1, 4))
     microbatches = draw(st.integers(1, 5))
-    homes = st.integers(0, devices - 1)
+    homes, delays = st.integers(0, devices - 1), st.integers(0, 3)
     task = st.builds(
         lambda kind, i, stage, batch: Task(kind, None if kind == "U" else i, stage, batch),
-        st.sampled_from("FBU"),
+        st.sampled_from("FBIWRU"),
         st.integers(0, microbatches - 1),
         st.integers(0, stages - 1),
         st.integers(-3, 0),
@@ -67,7 +68,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
         microbatches,
         tuple(draw(st.lists(homes, min_size=stages, max_size=stages))),
         tuple(tuple(draw(st.lists(task, max_size=6))) for _ in range(devices)),
-        draw(st.integers(0, 3)),
+        draw(delays if stages == 1 else delays | st.tuples(*[delays] * stages)),
     )
 
 
@@ -95,6 +96,9 @@ HEAD = "schedule mine stages=2 microbatches=4 delay=0\n"
         ("schedule mine stages=9999999999", 1, 22, "has 10 digits; at most 9 are read"),
         ("schedule mine stages=2 delay=0", 1, 24, "'microbatches=' and a count"),
         (HEAD.strip() + " x", 1, 47, "unexpected 'x'; remove it"),
+        (HEAD.strip() + ",", 1, 47, "expected the delay of the next stage"),
+        (HEAD.strip() + ",1,2", 1, 39, "there are 3 delays for 2 stages"),
+        (HEAD.strip() + "-1", 1, 46, "unexpected '-1'; remove it"),
         (HEAD, 2, 1, "expected 'place'"),
         (HEAD + "0: F0", 2, 1, "expected 'place'"),
         (HEAD + "place 0 | 2", 2, 11, "there is no stage 2; the header says stages=2"),
@@ -152,7 +156,7 @@ def parses_or_says_where(text: str) -> None:
         assert Schedule.parse(str(schedule)) == schedule
 
 
-@given(st.text() | st.text("schedule placetgmirob=0123|@'FBU:#\"\\- \n\r\t"))
+@given(st.text() | st.text("schedule placetgmirob=0123|@',FBIWRU:#\"\\- \n\r\t"))
 @example("schedule x stages=999999999 microbatches=1 delay=0\nplace 0")
 @example("schedule x stages=1 microbatches=1 delay=0\nplace " + "9" * 5000)
 @example("schedule x stages=0 microbatches=0 delay=0\nplace -\n0:")

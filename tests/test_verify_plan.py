@@ -349,9 +349,9 @@ def chain(stages: int) -> Plan:
 def seconds(plan: Plan) -> float:
     best = float("inf")
     for _ in range(3):
-        start = time.perf_counter()
+        start = time.thread_time()
         verify_plan(plan)
-        best = min(best, time.perf_counter() - start)
+        best = min(best, time.thread_time() - start)
     return best
 
 

@@ -2,43 +2,34 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 
-from fxpipe.edge import HOST, Edge
 from fxpipe.errors import Fault, VerificationError
+from fxpipe.passes.add_clip import add_clip
 from fxpipe.passes.communicate import communicate
 from fxpipe.passes.free import free
 from fxpipe.passes.lower import Lower
 from fxpipe.plan import Plan
 from fxpipe.program import (
     OPCODES,
-    Backward,
-    Barrier,
-    Buffer,
-    Forward,
-    Free,
-    Instruction,
-    Load,
-    Output,
-    Pause,
-    Pop,
     Program,
-    Receive,
-    Send,
-    Stash,
-    Update,
 )
-from fxpipe.schedule import Recipe, Schedule
-from fxpipe.schedules import gpipe, inference, one_f_one_b
+from fxpipe.recipe import RECIPES
+from fxpipe.schedule import Schedule
+from fxpipe.schedules import gpipe, one_f_one_b, two_bw, zb_h1
+from fxpipe.task import KINDS, define_task
 from fxpipe.verify.program import verify_program
-from tests.mutants import program_mutants
+from tests.mutants import program_mutants, sampled
 from tests.plans import chain, skipping
-from tests.reference import plain_loop, program_is_right
+from tests.profiles import DEEP
+from tests.reference import program_is_right, steps_to_tell
+from tests.reference_loop import Model, plain_loop
 
 V = Schedule.parse(
     "schedule v stages=4 microbatches=2 delay=0\n"
@@ -69,284 +60,191 @@ def accepts(program: Program) -> bool:
     return True
 
 
-CASES = {
-    "gpipe": (gpipe(2, 2), chain(2), True, False),
-    "1f1b": (one_f_one_b(2, 3), chain(2), True, False),
-    "1f1b with skips": (one_f_one_b(3, 2), skipping(3), True, False),
-    "gpipe with a pause": (gpipe(3, 1), skipping(3), False, True),
-    "v": (V, skipping(4), False, False),
-    "inference": (inference(3, 2), skipping(3), False, False),
-    "one device": (gpipe(1, 1), chain(1), True, False),
-}
-
-
-def program_of(case: str) -> Program:
-    schedule, plan, updates, pause = CASES[case]
+def stepped(schedule: Schedule, *, updates: bool = True, pause: bool = False) -> Program:
+    """Lowered over stages with skips, where there are enough for them."""
+    stages = schedule.stages
+    plan = skipping(stages) if stages > 2 else chain(stages)
     return lowered(schedule, plan, updates=updates, pause=pause)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_single_edits_are_refused_when_they_change_what_is_computed(case: str) -> None:
-    program = verify_program(program_of(case))
-    schedule, _, updates, _ = CASES[case]
-    expected = plain_loop(
+def recomputing(schedule: Schedule) -> Schedule:
+    """With a recompute before each backward, but on the last device."""
+    rows = tuple(
+        tuple(
+            each
+            for task in row
+            for each in ((replace(task, kind="R"), task) if task.kind in "BI" else (task,))
+        )
+        for row in schedule.rows[:-1]
+    )
+    return replace(schedule, rows=(*rows, schedule.rows[-1]))
+
+
+def with_own_tasks(schedule: Schedule) -> Schedule:
+    """With a look at the gradients before each update, and one at the weights after it."""
+    rows = tuple(
+        tuple(
+            each
+            for task in row
+            for each in (
+                (replace(task, kind="N"), task, replace(task, kind="L"))
+                if task.kind == "U"
+                else (task,)
+            )
+        )
+        for row in schedule.rows
+    )
+    return replace(schedule, rows=rows)
+
+
+LIBRARY = {
+    f"{name} {devices}x{microbatches}": (RECIPES[name](devices, microbatches), True, False)
+    for name in RECIPES
+    for devices, microbatches in ((2, 2), (3, 2), (2, 3))
+}
+CASES = LIBRARY | {
+    "one device": (gpipe(1, 1), True, False),
+    "gpipe with a pause": (gpipe(3, 1), False, True),
+    "v without updates": (V, False, False),
+    "recompute": (recomputing(one_f_one_b(3, 2)), True, False),
+    "recompute, halves": (recomputing(zb_h1(2, 2)), True, False),
+    "recompute, overlap": (recomputing(two_bw(3, 2)), True, False),
+    "own tasks": (with_own_tasks(one_f_one_b(2, 2)), True, False),
+    "own tasks, overlap": (with_own_tasks(two_bw(2, 2)), True, False),
+    "clip": (add_clip(one_f_one_b(2, 2)), True, False),
+    "clip, several stages": (add_clip(V), True, False),
+    "clip, overlap": (add_clip(two_bw(2, 2)), True, False),
+    "stale, with a flush": (replace(gpipe(2, 2), delay=1), True, False),
+    "no two delays alike": (replace(gpipe(3, 1), delay=(2, 1, 0)), True, False),
+}
+"""Name → schedule, whether it is lowered with updates, and with a pause."""
+
+
+def program_of(case: str) -> Program:
+    schedule, updates, pause = CASES[case]
+    return stepped(schedule, updates=updates, pause=pause)
+
+
+def expected_of(case: str, program: Program, steps: int) -> Model:
+    schedule, updates, _ = CASES[case]
+    own = "N" in schedule.kinds
+    return plain_loop(
         program.stages,
         program.edges,
         program.microbatches,
         trains=schedule.trains,
-        updates=updates,
+        updates=updates and schedule.trains,
+        steps=steps,
+        delays=schedule.delays,
+        before="N" if own else "",
+        after="L" if own else "",
+        clips="C" in schedule.kinds,
     )
-    assert program_is_right(program, expected)
-    for edit, kind, mutant in program_mutants(program):
-        right = program_is_right(mutant, expected)
-        if kind in ("Barrier", "Update") and right:
-            continue  # the barrier is asked for even where waiting for gradients does its work
-        assert accepts(mutant) == right, f"{edit} {kind}:\n{mutant}"
 
 
-def test_the_edits_are_of_every_kind_and_on_every_instruction() -> None:
-    tried = Counter(
-        (edit, kind) for case in CASES for edit, kind, _ in program_mutants(program_of(case))
-    )
+@pytest.fixture(scope="module", autouse=True)
+def own_tasks() -> Iterator[None]:
+    """N looks at the gradients of a batch, L at the weights behind its update."""
+    norm = {"reads": ("gradients",), "follows": "BW", "cost": 1.0}
+    define_task("N", "norm", run=lambda context: None, **norm)  # type: ignore[arg-type]
+    look = {"reads": ("parameters",), "follows": "U", "cost": 1.0}
+    define_task("L", "look", run=lambda context: None, **look)  # type: ignore[arg-type]
+    yield
+    del KINDS["N"], KINDS["L"]
+
+
+@pytest.fixture(scope="module")
+def tried() -> Counter[tuple[str, str]]:
+    """Edit and kind of instruction → how often it was tried."""
+    return Counter()
+
+
+RIGHT_FAULTS = {
+    ("drop", "Send"): "never sends it",
+    ("drop", "Stash"): "never sends it",
+    ("drop", "Receive"): "never receives it",
+    ("drop", "Pop"): "never receives it",
+    ("drop", "Free"): "is still there",
+    ("drop", "Load"): "is never made on this device",
+    ("drop", "Output"): "the caller never gets",
+    ("drop", "Forward"): "has no forward",
+    ("drop", "Backward"): "has no backward|keeps what no backward uses up",
+    ("drop", "InputGrad"): "has no input gradient",
+    ("drop", "WeightGrad"): "has no weight gradient",
+    ("drop", "Barrier"): "no barrier comes before it|barriers and pauses",
+    ("drop", "Update"): "has no update|no update follows",
+    ("duplicate", "Send"): "it is sent twice|is freed already",
+    ("duplicate", "Stash"): "it is sent twice|is freed already",
+    ("duplicate", "Receive"): "was made before",
+    ("duplicate", "Free"): "is freed already",
+    ("duplicate", "Forward"): "it is there twice",
+    ("duplicate", "Backward"): "it is there twice",
+    ("duplicate", "Recompute"): "it is there twice",
+    ("duplicate", "Update"): "it is there twice",
+}
+"""Edit and instruction → what one of the faults is about, where it is refused."""
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_single_edits_are_refused_when_they_change_what_is_computed(
+    case: str, tried: Counter[tuple[str, str]]
+) -> None:
+    program = verify_program(program_of(case))
+    expected: dict[int, Model] = {}
+
+    def is_right(mutant: Program) -> bool:
+        steps = steps_to_tell(mutant)
+        if steps not in expected:
+            expected[steps] = expected_of(case, program, steps)
+        return program_is_right(mutant, expected[steps], steps)
+
+    assert is_right(program)
+    for edit, kind, mutant in sampled(program_mutants(program), None if DEEP else 2):
+        tried[edit, kind] += 1
+        try:
+            verify_program(mutant)
+        except VerificationError as error:
+            # what a failure would leave half done, and versions that happen to be the same
+            if not (
+                kind in ("Barrier", "Update")
+                or edit in ("change version", "change batch", "change opcode")
+            ):
+                assert not is_right(mutant), f"{edit} {kind}: {error}\n{mutant}"
+            if (edit, kind) in RIGHT_FAULTS:
+                assert re.search(RIGHT_FAULTS[edit, kind], str(error)), f"{edit} {kind}: {error}"
+        else:
+            assert is_right(mutant), f"{edit} {kind}:\n{mutant}"
+
+
+def test_no_class_of_edits_was_left_out(tried: Counter[tuple[str, str]]) -> None:
+    if not tried:
+        pytest.skip("the edits are tried in the test before")
     kinds = {made.__name__ for made in OPCODES.values()}
-    edits = "drop", "duplicate", "swap", "move", "give away"
-    moved = kinds - {"Barrier", "Pause", "Update", "Forward", "Backward"}
-    wanted = {(edit, kind) for edit in edits for kind in kinds}
-    wanted |= {(edit, kind) for edit in ("change value", "change micro-batch") for kind in moved}
-    wanted |= {("change stage", kind) for kind in ("Forward", "Backward", "Update")}
-    wanted |= {("change version", kind) for kind in ("Forward", "Backward", "Update")}
-    wanted |= {("change micro-batch", kind) for kind in ("Forward", "Backward")}
+    halves = {"Recompute", "Backward", "InputGrad", "WeightGrad"}
+    compute = halves | {"Forward", "Run"}
+    moved = {"Load", "Output", "Send", "Receive", "Stash", "Pop", "Free"}
+    wanted = {
+        (edit, kind)
+        for edit in ("drop", "duplicate", "swap", "move", "give away")
+        for kind in kinds
+    }
+    wanted |= {("change micro-batch", kind) for kind in moved | halves | {"Forward"}}
+    wanted |= {("change batch", kind) for kind in moved | compute | {"Update", "Norm", "Clip"}}
+    wanted |= {("change stage", kind) for kind in ("Norm", "Clip")}
+    wanted |= {(edit, kind) for edit in ("change value", "change opcode") for kind in moved}
+    wanted |= {
+        (edit, kind) for edit in ("change stage", "change version") for kind in compute | {"Update"}
+    }
+    wanted |= {("change keep", "Forward")}
     assert not {each for each in wanted if tried[each] < 2}
+    assert sum(tried.values()) > 5_000
 
 
 def test_a_valid_program_is_returned_as_it_is() -> None:
-    for schedule, plan, updates, pause in CASES.values():
-        program = Lower(plan, updates=updates, pause=pause)(schedule)
+    for schedule, updates, pause in CASES.values():
+        program = Lower(chain(schedule.stages), updates=updates, pause=pause)(schedule)
         for each in (program, communicate(program), free(communicate(program))):
             assert verify_program(each) is each
-
-
-Choose = Callable[[Instruction], bool]
-
-
-def without(program: Program, choose: Choose) -> Program:
-    """The program without the instructions that are chosen."""
-    lists = tuple(tuple(x for x in own if not choose(x)) for own in program.lists)
-    return replace(program, lists=lists)
-
-
-def first(program: Program, device: int, kind: type[Instruction]) -> Instruction:
-    return next(x for x in program.lists[device] if isinstance(x, kind))
-
-
-def exchanged(program: Program, device: int, one: Instruction, other: Instruction) -> Program:
-    """The program with two instructions of a device in each other's place."""
-    swap = {one: other, other: one}
-    own = tuple(swap.get(x, x) for x in program.lists[device])
-    return replace(program, lists=(*program.lists[:device], own, *program.lists[device + 1 :]))
-
-
-PROGRAM = lowered(one_f_one_b(2, 2), chain(2))
-
-
-def test_a_missing_send_names_the_receive_that_waits_for_it() -> None:
-    send = first(PROGRAM, 0, Send)
-    faults = [str(fault) for fault in faults_of(without(PROGRAM, lambda x: x == send))]
-    assert faults == [
-        "device 1, position 0, recv act:y0:0->1[0]: device 0 never sends it; send it there"
-    ]
-
-
-def test_a_missing_receive_names_the_send_and_the_read() -> None:
-    receive = first(PROGRAM, 1, Receive)
-    faults = [str(fault) for fault in faults_of(without(PROGRAM, lambda x: x == receive))]
-    assert faults == [
-        "device 1, position 0, forward s1[0] v0 keep: act:y0:0->1[0] is never made on this device; "
-        "load, receive or compute it before",
-        "device 1, position 1, free act:y0:0->1[0]: act:y0:0->1[0] is never made on this device; "
-        "load, receive or compute it before",
-        "device 0, position 3, send act:y0:0->1[0]: device 1 never receives it; receive it there",
-    ]
-
-
-def test_receives_in_another_order_than_the_sends_are_refused() -> None:
-    program = lowered(gpipe(2, 2), chain(2))
-    one, other = (x for x in program.lists[1] if isinstance(x, Receive))
-    faults = faults_of(exchanged(program, 1, one, other))
-    assert (
-        "device 1, position 0, recv act:y0:0->1[1]: device 0 sends act:y0:0->1[0] before it, at "
-        "position 3; receive in the order of the sends"
-    ) in map(str, faults)
-
-
-def test_a_deadlock_is_shown_device_by_device() -> None:
-    """Device 0 takes a gradient before it sends what that gradient comes from."""
-    program = communicate(Lower(chain(2))(one_f_one_b(2, 1)))
-    send, receive = first(program, 0, Send), first(program, 0, Receive)
-    assert [str(fault) for fault in faults_of(exchanged(program, 0, send, receive))] == [
-        "device 0, position 2, recv grad:y0:1->0[0]: deadlock: it waits until device 1 is past "
-        "position 5, send grad:y0:1->0[0], and that device is stuck in the same circle; "
-        "send earlier or receive later on one of the devices of the circle",
-        "device 1, position 0, recv act:y0:0->1[0]: deadlock: it waits until device 0 is past "
-        "position 3, send act:y0:0->1[0], and that device is stuck in the same circle; "
-        "send earlier or receive later on one of the devices of the circle",
-    ]
-
-
-def test_a_device_without_its_barrier_is_named() -> None:
-    own = tuple(x for x in PROGRAM.lists[1] if not isinstance(x, Barrier))
-    faults = faults_of(replace(PROGRAM, lists=(PROGRAM.lists[0], own)))
-    assert any(fault.device == 1 and "no barrier" in fault.what for fault in faults)
-    assert any("its barriers and pauses are" in fault.what for fault in faults)
-
-
-def test_no_update_may_stand_without_a_barrier() -> None:
-    faults = faults_of(without(PROGRAM, lambda x: isinstance(x, Barrier)))
-    assert [fault.what for fault in faults] == ["no barrier comes before it"] * 2
-
-
-def test_a_barrier_before_the_last_gradient_deadlocks_or_is_refused() -> None:
-    program = lowered(one_f_one_b(2, 1), chain(2))
-    backward, barrier = first(program, 0, Backward), first(program, 0, Barrier)
-    faults = faults_of(exchanged(program, 0, backward, barrier))
-    assert any(fault.what == "it comes after a barrier" for fault in faults)
-
-
-def test_a_buffer_that_is_never_freed_is_a_leak() -> None:
-    gone = first(PROGRAM, 0, Free)
-    program = without(PROGRAM, lambda x: x == gone)
-    assert [str(fault) for fault in faults_of(program)] == [
-        "device 0, position 0, load in:x:host->0[0]: in:x:host->0[0] is still there at the end of "
-        "the step; free it after its last use"
-    ]
-    verify_program(replace(program, passes=("lower", "communicate")))
-
-
-def test_a_buffer_freed_before_its_last_use_is_named_at_that_use() -> None:
-    program = lowered(gpipe(1, 1), chain(1))
-    faults = faults_of(exchanged(program, 0, first(program, 0, Output), Free(_loss())))
-    assert [(fault.subject, fault.what) for fault in faults] == [
-        ("output out:loss:0->host[0]", "out:loss:0->host[0] is freed already")
-    ]
-
-
-def test_a_buffer_freed_twice_is_named() -> None:
-    program = lowered(gpipe(1, 1), chain(1))
-    lists = ((*program.lists[0], Free(_loss())),)
-    (fault,) = faults_of(replace(program, lists=lists))
-    assert fault.what == "out:loss:0->host[0] is freed already"
-
-
-def _loss() -> Buffer:
-    return next(x.buffer for x in lowered(gpipe(1, 1), chain(1)).lists[0] if isinstance(x, Output))
-
-
-def test_a_backward_on_another_version_than_its_forward_is_refused() -> None:
-    backward = Backward(0, 0)
-    lists = tuple(
-        tuple(replace(x, version=1) if x == backward else x for x in own) for own in PROGRAM.lists
-    )
-    (fault,) = faults_of(replace(PROGRAM, lists=lists))
-    assert fault.what == "its forward read version 0"
-
-
-def test_micro_batches_of_a_stage_in_another_order_are_refused_though_all_else_is_right() -> None:
-    text = "schedule mine stages=1 microbatches=3 delay=0\nplace 0\n0: F0 F1 F2 B0 B2 B1 U"
-    program = lowered(Schedule.parse(text), chain(1))
-    (fault,) = faults_of(program)
-    assert (fault.subject, fault.what) == ("backward s0[1] v0", "it comes after micro-batch 2")
-
-
-@pytest.mark.parametrize("twice", [Forward(0, 0), Backward(0, 0), Update(0)])
-def test_compute_that_is_there_twice_is_named_before_anything_moves(twice: Instruction) -> None:
-    program = Lower(chain(1))(gpipe(1, 1))
-    own = tuple(y for x in program.lists[0] for y in ((x, x) if x == twice else (x,)))
-    faults = faults_of(replace(program, lists=(own,)))
-    assert faults[0].what == "it is there twice"
-
-
-@pytest.mark.parametrize(("recipe", "keeps"), [(gpipe, False), (inference, True)])
-def test_a_forward_keeps_what_a_backward_needs_and_nothing_else(
-    recipe: Recipe, keeps: bool
-) -> None:
-    program = Lower(chain(1))(recipe(1, 1))
-    lists = ((Forward(0, 0, keeps=keeps), *program.lists[0][1:]),)
-    (fault,) = faults_of(replace(program, lists=lists))
-    assert fault.position == 0
-    assert "it keeps" in fault.what
-
-
-def test_an_output_that_the_caller_never_gets_is_named() -> None:
-    program = without(lowered(inference(2, 3), chain(2)), lambda x: isinstance(x, Output))
-    (fault,) = faults_of(program)
-    assert str(fault) == (
-        "device 1, edge out loss 1->host: the caller never gets out loss of micro-batches 0-2; "
-        "add an output after the instruction that makes it"
-    )
-
-
-def test_the_gradient_of_an_input_that_the_caller_never_gets_is_named() -> None:
-    program = lowered(gpipe(3, 2), skipping(3))
-    program = without(program, lambda x: isinstance(x, Output) and x.buffer.kind == "grad")
-    (fault,) = faults_of(program)
-    assert fault.what == "the caller never gets grad x of micro-batches 0-1"
-
-
-def test_a_pause_holds_back_gradients_and_nothing_else() -> None:
-    program = lowered(gpipe(1, 1), chain(1), updates=False, pause=True)
-    load = next(x for x in program.lists[0] if isinstance(x, Load) and x.buffer.kind == "grad")
-    faults = faults_of(exchanged(program, 0, load, Pause()))
-    assert [fault.what for fault in faults] == ["it comes before the pause"]
-    output = first(program, 0, Output)
-    faults = faults_of(exchanged(program, 0, output, Pause()))
-    assert "it comes after the pause" in [fault.what for fault in faults]
-
-
-def test_a_stashed_value_is_popped_and_not_received() -> None:
-    program = lowered(gpipe(3, 1), skipping(3))
-    pop, stash = first(program, 2, Pop), first(program, 0, Stash)
-    assert isinstance(pop, Pop) and isinstance(stash, Stash)
-    changed: dict[Instruction, Instruction] = {pop: Receive(pop.buffer), stash: Send(stash.buffer)}
-    lists = tuple(tuple(changed.get(x, x) for x in own) for own in program.lists)
-    malformed = faults_of(replace(program, lists=lists))[:2]
-    assert all("the value goes from device 0 to device 2" in fault.what for fault in malformed)
-
-
-def test_every_fault_is_reported_at_once() -> None:
-    late, odd = Buffer("in", "x", HOST, 0, 9), Buffer("act", "z", 1, 0, 0)
-    lists = (
-        (Forward(7, 0), Update(-1), Load(late), *PROGRAM.lists[0], Free(late)),
-        (Forward(0, 0), Backward(1, 9), Send(odd), *PROGRAM.lists[1]),
-    )
-    found = [fault.what for fault in faults_of(replace(PROGRAM, lists=lists))]
-    assert found == [
-        "there is no stage 7",
-        "there is no stage -1",
-        "there is no micro-batch 9",
-        "there is no micro-batch 9",
-        "stage 0 is on device 0",
-        "there is no micro-batch 9",
-        "no edge carries this value",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("change", "what"),
-    [
-        ({"microbatches": 0}, "it has 0 micro-batches"),
-        ({"placement": ()}, "it has no stages"),
-        ({"placement": (0, 2)}, "stage 1 is placed on device 2"),
-        ({"edges": (Edge(0, 2, "y"),)}, "there is no stage 2"),
-        ({"edges": (Edge(1, 0, "y"),)}, "an edge runs forward"),
-        ({"edges": (Edge(HOST, HOST, "y"),)}, "it goes from the caller to the caller"),
-        ({"edges": (Edge(0, 1, "y z"),)}, "'y z' is no name of a value"),
-        ({"edges": (Edge(0, 1, "y"), Edge(0, 1, "y", True))}, "there are two such edges"),
-        ({"edges": (Edge(0, 1, "y"), Edge(1, HOST, "y"))}, "y is made by stages 0 and 1"),
-    ],
-)
-def test_counts_placement_and_edges_are_checked_first(change: dict[str, object], what: str) -> None:
-    faults = faults_of(replace(PROGRAM, **change))  # type: ignore[arg-type]
-    assert what in [fault.what for fault in faults]
 
 
 def test_the_time_grows_with_the_number_of_instructions_alone() -> None:
@@ -354,9 +252,9 @@ def test_the_time_grows_with_the_number_of_instructions_alone() -> None:
         program = lowered(one_f_one_b(8, microbatches), chain(8))
         runs = []
         for _ in range(3):
-            start = time.perf_counter()
+            start = time.thread_time()
             verify_program(program)
-            runs.append(time.perf_counter() - start)
+            runs.append(time.thread_time() - start)
         return min(runs)
 
     assert seconds(128) < 20 * seconds(16) + 0.05  # 8 times the instructions

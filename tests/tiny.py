@@ -54,7 +54,7 @@ class Snapshot:
 
     @staticmethod
     def of(pipe: fxpipe.Pipeline) -> Snapshot:
-        made = pipe._optimizers or ()
+        made = pipe._engine.progress.optimizers or ()
         return Snapshot(
             {name: value.clone() for name, value in pipe.state_dict().items()},
             {
@@ -69,7 +69,9 @@ class Snapshot:
         for name, parameter in pipe.named_parameters():
             gradient = self.gradients[name]
             parameter.grad = None if gradient is None else gradient.clone()
-        for optimizer, state in zip(pipe._optimizers or (), self.optimizers, strict=True):
+        for optimizer, state in zip(
+            pipe._engine.progress.optimizers or (), self.optimizers, strict=True
+        ):
             if optimizer is not None:
                 optimizer.load_state_dict(copy.deepcopy(state))
         torch.set_rng_state(self.generator)

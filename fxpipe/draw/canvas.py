@@ -31,8 +31,11 @@ _BOLD = 1.15
 
 
 def text_width(text: str, size: float, *, bold: bool = False) -> float:
-    """Points that a text takes at most, about: those of DejaVu Sans, a wide font."""
-    return _ems(text) * size * (_BOLD if bold else 1)
+    """Points that a text takes at most, about: those of DejaVu Sans, a wide font.
+
+    Of a text of several lines, the widest counts.
+    """
+    return max(map(_ems, text.split("\n"))) * size * (_BOLD if bold else 1)
 
 
 @lru_cache(maxsize=4096)
@@ -94,8 +97,8 @@ class Canvas:
     ) -> str:
         """A rectangle with its upper left corner given; returns its node's name.
 
-        An outline in the paper's colour only parts neighbours, and would hide narrow boxes, which
-        therefore have none.
+        A label may have several lines. An outline in the paper's colour only parts neighbours, and
+        would hide narrow boxes, which therefore have none.
         """
         node = name or self._fresh()
         attributes = _place(corner, width, height)
@@ -123,11 +126,14 @@ class Canvas:
         size: float = 10,
         align: Align = "left",
         bold: bool = False,
+        colour: str = INK,
     ) -> None:
         """A line of text in an invisible rectangle, in the middle of its height."""
         attributes = _place(corner, width, height)
         if bold:
             attributes["fontname"] = BOLD_FONT
+        if colour != INK:
+            attributes["fontcolor"] = colour
         attributes |= {"label": plain(text) + _JUSTIFY[align], "fontsize": f"{size:.3g}"}
         self.picture.node(self._fresh(), **attributes)
 

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from fxpipe.draw.canvas import Canvas, Look, Stroke, text_width
-from fxpipe.draw.colours import IDLE
+from fxpipe.draw.colours import FAULT, IDLE, INK
 
 _TITLE, _ROW, _SMALL = 12.0, 9.0, 8.0
 _SAMPLE, _LONG_SAMPLE = 20.0, 30.0
 _SLACK = 2.0
 _LEGEND_WIDTH = 520.0
 _LEGEND_PITCH = 14.0
-_TICKS = 12
+TICKS = 12
 _STEPS = (1.0, 2.0, 5.0, 10.0)
 
 
@@ -28,34 +28,39 @@ class Entry:
 
 
 class Chart:
-    """A canvas with a title and a labelled row for each device, idle until something is put there.
+    """A title and a labelled row for each device, idle until something is put there.
 
     Attributes:
         canvas: where to draw more.
         row_height: height of each row.
+        top: where it begins.
     """
 
     def __init__(
         self,
-        name: str,
+        canvas: Canvas,
         title: str,
         labels: Sequence[str],
         end: float,
         scale: float,
         *,
+        top: float = 0.0,
         gap: float = 0.2,
+        wrong: Collection[int] = (),
     ) -> None:
         """Draw the frame.
 
         Args:
-            name: the picture's name.
+            canvas: where to draw.
             title: the line above.
             labels: the rows' labels, device by device.
             end: the time at the right end.
             scale: points per unit of time.
+            top: where to begin.
             gap: room between rows, over their height.
+            wrong: devices whose label is in red.
         """
-        self.canvas = Canvas(name)
+        self.canvas = canvas
         self.row_height = row_height(len(labels))
         self._pitch = self.row_height * (1 + gap)
         self._rows = len(labels)
@@ -63,15 +68,19 @@ class Chart:
         self._scale = scale
         size = min(_ROW, self.row_height * 0.75)
         self._left = max((text_width(label, size) for label in labels), default=0.0) + 10
-        self._top = 30.0
+        self.top = top
+        self._top = top + 24 + max(self.row_height * gap, 6.0)
         for device in range(len(labels)):
             y = self.y(device)
             self.canvas.band((self._left, y), max(end * scale, 1), self.row_height, IDLE)
         for device, label in enumerate(labels):
             y = self.y(device)
-            self.canvas.text((0, y), self._left - 8, self.row_height, label, size=size)
+            colour = FAULT if device in wrong else INK
+            self.canvas.text(
+                (0, y), self._left - 8, self.row_height, label, size=size, colour=colour
+            )
         wide = text_width(title, _TITLE, bold=True) + _SLACK
-        self.canvas.text((0, 0), wide, 22, title, size=_TITLE, bold=True)
+        self.canvas.text((0, top), wide, 22, title, size=_TITLE, bold=True)
 
     def x(self, time: float) -> float:
         """Where a time is."""
@@ -100,8 +109,11 @@ class Chart:
         self.canvas.text((self._left, y + 16), wide, 12, caption, size=_SMALL)
         return y + 34
 
-    def legend(self, y: float, entries: Sequence[Entry]) -> None:
-        """Draw the legend's entries in lines, from y on, no wider than the rows or a page."""
+    def legend(self, y: float, entries: Sequence[Entry]) -> float:
+        """Draw the legend's entries in lines, from y on, no wider than the rows or a page.
+
+        Returns where there is room below it.
+        """
         x, right = self._left, max(self.x(self._end), _LEGEND_WIDTH)
         for entry in entries:
             sample = _LONG_SAMPLE if isinstance(entry.sample, Stroke) else _SAMPLE
@@ -112,6 +124,7 @@ class Chart:
             self._sample(x, y, entry)
             self.canvas.text((x + indent, y), wide, 12, entry.text, size=_SMALL)
             x += indent + wide + 10
+        return y + _LEGEND_PITCH + 6
 
     def _sample(self, x: float, y: float, entry: Entry) -> None:
         match entry.sample:
@@ -134,5 +147,5 @@ def nice_step(end: float) -> float:
     """The distance of ticks: 1, 2 or 5 times a power of ten, for a dozen ticks or fewer."""
     if end <= 0:
         return 1.0
-    power = 10.0 ** math.floor(math.log10(end / _TICKS))
-    return next((step * power for step in _STEPS if end / (step * power) <= _TICKS), 10 * power)
+    power = 10.0 ** math.floor(math.log10(end / TICKS))
+    return next((step * power for step in _STEPS if end / (step * power) <= TICKS), 10 * power)

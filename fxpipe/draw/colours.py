@@ -38,5 +38,22 @@ PAPER = "#FFFFFF"
 OTHER = "#CFCFCF"
 """A kind of task that this library does not know."""
 
-TASKS: dict[str, str] = {"F": FORWARD, "B": BACKWARD, "U": UPDATE}
+_LIGHTEST = 0.75
+
+TASKS: dict[str, str] = {
+    "F": FORWARD,
+    "B": BACKWARD,
+    "I": PARAMETER,
+    "W": INPUT,
+    "R": GRADIENT,
+    "C": SKIP,
+    "U": UPDATE,
+}
 """Letter of a task's kind → its colour."""
+
+
+def tint(colour: str, number: int) -> str:
+    """The colour as it is for 0, lighter for 1, and so on, but never as light as the paper."""
+    share = _LIGHTEST * (1 - 0.55**number)
+    parts = [int(colour[at : at + 2], 16) for at in (1, 3, 5)]
+    return "#" + "".join(f"{round(part + (255 - part) * share):02X}" for part in parts)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import assert_never
 
 from fxpipe.draw.canvas import Look, Stroke
+from fxpipe.draw.chart import Entry
 from fxpipe.draw.colours import (
-    BACKWARD,
     FAINT,
-    FORWARD,
     GRADIENT,
     INK,
     INPUT,
@@ -17,25 +17,32 @@ from fxpipe.draw.colours import (
     PAPER,
     PARAMETER,
     SKIP,
-    UPDATE,
+    TASKS,
 )
 from fxpipe.program import (
     Backward,
     Barrier,
     Buffer,
     BufferKind,
+    Clip,
     Forward,
     Free,
+    InputGrad,
     Instruction,
     Load,
+    Norm,
     Output,
     Pause,
     Pop,
     Program,
     Receive,
+    Recompute,
+    Run,
     Send,
     Stash,
     Update,
+    WeightGrad,
+    batch_mark,
 )
 
 ACT_ARROW = Stroke(INK)
@@ -74,12 +81,24 @@ class Glyph:
 def glyph(instruction: Instruction, program: Program) -> Glyph:
     """The glyph of an instruction."""
     match instruction:
-        case Forward(stage, i):
-            return _compute(f"F{i}", stage, FORWARD, program)
-        case Backward(stage, i):
-            return _compute(f"B{i}", stage, BACKWARD, program)
-        case Update(stage):
-            return _compute("U", stage, UPDATE, program)
+        case Forward(stage, i, batch=batch):
+            return _compute(f"F{i}", stage, batch, "F", program)
+        case Recompute(stage, i, batch=batch):
+            return _compute(f"R{i}", stage, batch, "R", program)
+        case Backward(stage, i, batch=batch):
+            return _compute(f"B{i}", stage, batch, "B", program)
+        case InputGrad(stage, i, batch=batch):
+            return _compute(f"I{i}", stage, batch, "I", program)
+        case WeightGrad(stage, i, batch=batch):
+            return _compute(f"W{i}", stage, batch, "W", program)
+        case Run(kind, stage, i, batch=batch):
+            return _compute(f"{kind}{'' if i is None else i}", stage, batch, kind, program)
+        case Clip(stage, batch):
+            return _compute("C", stage, batch, "C", program)
+        case Norm():
+            return Glyph("n", _GRADIENT)
+        case Update(stage, batch=batch):
+            return _compute("U", stage, batch, "U", program)
         case Load():
             return Glyph("L", _HOST)
         case Output():
@@ -109,9 +128,23 @@ def arrow(kind: BufferKind) -> Stroke:
     return SKIP_ARROW if kind == "skip" else ACT_ARROW
 
 
-def _compute(name: str, stage: int, fill: str, program: Program) -> Glyph:
-    label = f"{name}@{stage}" if program.stages > program.devices else name
-    return Glyph(label, Look(fill, PAPER), height=1.0, mark=False)
+def arrow_entries(kinds: Collection[BufferKind]) -> list[Entry]:
+    """The legend of the arrows of such buffers."""
+    strokes = {arrow(kind) for kind in kinds}
+    meanings = {
+        ACT_ARROW: "value to the next stage",
+        SKIP_ARROW: "value that skips stages",
+        GRADIENT_ARROW: "gradient",
+    }
+    return [Entry(text, stroke) for stroke, text in meanings.items() if stroke in strokes]
+
+
+def _compute(name: str, stage: int, batch: int, kind: str, program: Program) -> Glyph:
+    label = name + batch_mark(batch)
+    if program.stages > program.devices:
+        label += f"@{stage}"
+    look = Look(TASKS.get(kind, OTHER), PAPER)
+    return Glyph(label, look, height=1.0, mark=False)
 
 
 def _mail(buffer: Buffer) -> Look:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from html import escape
 from pathlib import Path
 from typing import overload
@@ -15,6 +16,8 @@ from fxpipe.draw.layout import check_format, lay_out
 FONT = "Helvetica"
 """A core font of PDF, which every system replaces by a sans-serif of its own where it lacks it."""
 BOLD_FONT = "Helvetica-Bold"
+
+_WIDTH = re.compile(r'<svg width="([0-9.]+)pt"')
 
 
 class Picture(graphviz.Digraph):  # type: ignore[misc]
@@ -109,8 +112,17 @@ class Picture(graphviz.Digraph):  # type: ignore[misc]
         return str(path)
 
     def _repr_svg_(self) -> str:
-        """What front ends show that do not ask for a mime bundle."""
-        return self._drawn("svg").decode()
+        """The picture as a page shows it: one that is too wide shrinks, down to three fifths of
+        its size; beyond that it scrolls."""
+        return _WIDTH.sub(
+            r'<svg width="\1pt" style="max-width: max(100%, calc(0.6 * \1pt)); height: auto"',
+            self._drawn("svg").decode(),
+            count=1,
+        )
+
+    def _repr_image_svg_xml(self) -> str:
+        """The same, for front ends that ask graphviz for a mime bundle."""
+        return self._repr_svg_()
 
     def _drawn(self, format: str, engine: str | None = None) -> bytes:
         own: str = self.graph_attr.get("layout", self.engine)
@@ -136,8 +148,9 @@ def blank(name: str, **graph: str) -> Picture:
 
 def plain(text: str) -> str:
     """A label that shows exactly ``text``: no escape, entity or markup is read in it."""
-    escaped: str = graphviz.escape(_printable(text).replace("&", "&amp;"))
-    return escaped
+    lines = [graphviz.escape(_printable(line).replace("&", "&amp;")) for line in text.split("\n")]
+    label: str = graphviz.nohtml(r"\n".join(lines))
+    return label
 
 
 def markup(text: str) -> str:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
 from torch import fx
 
-from fxpipe.draw.colours import FAINT, FORWARD, IDLE, INPUT, PAPER, PARAMETER, SKIP
+from fxpipe.draw.colours import FAINT, FAULT, FORWARD, IDLE, INPUT, PAPER, PARAMETER, SKIP
+from fxpipe.draw.marks import faults_of, mark
 from fxpipe.draw.picture import Picture, blank, markup
-from fxpipe.draw.words import bytes_text, count_text, lines, plural, runs, shape_text, time_text
+from fxpipe.draw.words import count_text, lines, plural, runs, shape_text
 from fxpipe.edge import HOST, Edge
+from fxpipe.errors import Fault
 from fxpipe.plan import Argument, Plan, Stage
+from fxpipe.units import bytes_text, time_text
 
 _LINE, _MODULE_LINES = 44, 4
 _NAME, _VALUES = 28, 6
@@ -20,14 +23,22 @@ _TINT = "50"
 """Alpha of colours behind text."""
 
 
-def draw_plan(plan: Plan) -> Picture:
+def draw_plan(plan: Plan, *, faults: Sequence[Fault] | None = None) -> Picture:
     """Draw the stages in their order, and what crosses between them and from and to the caller.
 
     Values that go the same way share an arrow. A ring at its tail says that a gradient comes back.
+    Of an invalid plan, the stages and edges at fault are red, and the faults are listed below.
+
+    Args:
+        plan: what to draw.
+        faults: what to mark; by default what the verifier finds.
     """
+    faults = faults_of(plan) if faults is None else faults
+    wrong = {fault.subject.partition(",")[0] for fault in faults}
     picture = blank("plan", rankdir="TB", nodesep="0.4", ranksep="0.35", labelloc="b")
     for stage in plan.stages:
-        picture.node(f"stage{stage.index}", label=_stage(stage), shape="plain")
+        label = _stage(stage, _share(stage, plan), wrong)
+        picture.node(f"stage{stage.index}", label=label, shape="plain")
     for before, after in pairwise(plan.stages):
         # Keeps the stages below each other even where nothing goes from one to the next.
         picture.edge(f"stage{before.index}", f"stage{after.index}", style="invis", weight="20")
@@ -43,13 +54,29 @@ def draw_plan(plan: Plan) -> Picture:
             _draw_value(picture, plan, head, "output", edge)
         ways.setdefault((tail, head, edge.gradient), []).append(edge)
     for (tail, head, gradient), edges in ways.items():
-        _draw_way(picture, plan, tail, head, gradient, edges)
-    picture.graph_attr["label"] = _caption(plan)
+        _draw_way(picture, plan, tail, head, gradient, edges, wrong)
+    picture.graph_attr["label"] = _caption(plan, faults)
     return picture
 
 
-def _stage(stage: Stage) -> str:
-    """A stage's box: its number, costs, modules and counts."""
+def _seconds(plan: Plan) -> list[float]:
+    """Stage → seconds of a micro-batch; empty where some stage was not measured."""
+    costs = [stage.costs for stage in plan.stages]
+    seconds = [cost.forward + cost.backward for cost in costs if cost is not None]
+    return seconds if len(seconds) == len(costs) and any(seconds) else []
+
+
+def _share(stage: Stage, plan: Plan) -> str:
+    """``53 % of the work``, where there are others to share it with."""
+    seconds = _seconds(plan)
+    if len(seconds) < 2:
+        return ""
+    return f"{100 * seconds[plan.stages.index(stage)] / sum(seconds):.0f} % of the work"
+
+
+def _stage(stage: Stage, share: str, wrong: Collection[str]) -> str:
+    """A stage's box: its number, its share, costs, modules and counts."""
+    name = f"stage {stage.index}"
     costs = ""
     if stage.costs is not None:
         forward, backward = time_text(stage.costs.forward), time_text(stage.costs.backward)
@@ -62,12 +89,15 @@ def _stage(stage: Stage) -> str:
     if stage.leaves:
         work.append("leaf modules, under autograd")
     rows = [
-        f'<TR><TD BGCOLOR="{FORWARD}" ALIGN="LEFT"><B>stage {stage.index}</B></TD>'
+        f'<TR><TD BGCOLOR="{FORWARD}" ALIGN="LEFT"><B>{name}</B>'
+        f"{_small('&#160;' + share if share else '')}</TD>"
         f'<TD BGCOLOR="{FORWARD}" ALIGN="RIGHT">{_small(costs)}</TD></TR>',
         _wide("".join(f'{markup(line)}<BR ALIGN="LEFT"/>' for line in modules if line)),
         _wide(_small(" · ".join(state)), PARAMETER + _TINT),
         _wide(_small(" · ".join(work)), IDLE),
     ]
+    if name in wrong:
+        return _table(rows, padding=3, border=3, fill=PAPER, colour=FAULT)
     return _table(rows, padding=3, border=1, fill=PAPER)
 
 
@@ -101,7 +131,13 @@ def _draw_value(picture: Picture, plan: Plan, node: str, word: str, edge: Edge) 
 
 
 def _draw_way(
-    picture: Picture, plan: Plan, tail: str, head: str, gradient: bool, edges: Sequence[Edge]
+    picture: Picture,
+    plan: Plan,
+    tail: str,
+    head: str,
+    gradient: bool,
+    edges: Sequence[Edge],
+    wrong: Collection[str],
 ) -> None:
     """One arrow for all values that go the same way."""
     attributes: dict[str, str] = {"weight": "10"}
@@ -118,6 +154,8 @@ def _draw_way(
         attributes["label"] = _table(rows, padding=1)
     if gradient:
         attributes |= {"dir": "both", "arrowtail": "odot"}
+    if any(f"edge {edge}" in wrong or f"value {edge.value}" in wrong for edge in edges):
+        attributes |= {"color": FAULT, "penwidth": "2.5"}
     picture.edge(tail, head, **attributes)
 
 
@@ -131,8 +169,8 @@ def _cells(plan: Plan, edge: Edge) -> str:
     return "".join(f'<TD ALIGN="LEFT">&#160;{_small(text)}&#160;</TD>' for text in texts)
 
 
-def _caption(plan: Plan) -> str:
-    """What the picture is, and what its arrows mean."""
+def _caption(plan: Plan, faults: Sequence[Fault]) -> str:
+    """What the picture is, what its arrows mean, and what is wrong."""
     parameters = sum(len(stage.parameters) for stage in plan.stages)
     rows = [
         _wide(f"<B>{plural(len(plan.stages), 'stage')} · {plural(parameters, 'parameter')}</B>")
@@ -144,8 +182,13 @@ def _caption(plan: Plan) -> str:
         meanings.append("ring: a gradient comes back")
     if plan.specs:
         meanings.append("sizes: of one micro-batch")
+    if len(seconds := _seconds(plan)) > 1:
+        ratio = max(seconds) * len(seconds) / sum(seconds)
+        meanings.append(f"slowest stage: {ratio:.2f} times the mean")
     if meanings:
         rows.append(_wide(_small(" · ".join(meanings))))
+    for text in mark(faults).listed:
+        rows.append(_wide(_small(f'<FONT COLOR="{FAULT}">{markup(text)}</FONT>')))
     return _table(rows, padding=1)
 
 
@@ -159,8 +202,11 @@ def _small(html: str) -> str:
     return f'<FONT POINT-SIZE="8">{html}</FONT>' if html else ""
 
 
-def _table(rows: Iterable[str], *, padding: int, border: int = 0, fill: str = "") -> str:
+def _table(
+    rows: Iterable[str], *, padding: int, border: int = 0, fill: str = "", colour: str = ""
+) -> str:
     background = f' BGCOLOR="{fill}"' if fill else ""
+    background += f' COLOR="{colour}"' if colour else ""
     return (
         f'<<TABLE BORDER="{border}" CELLBORDER="0" CELLSPACING="0" '
         f'CELLPADDING="{padding}"{background}>{"".join(rows)}</TABLE>>'

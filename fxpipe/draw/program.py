@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from fxpipe.draw.canvas import Look, Point, text_width
+from fxpipe.draw.canvas import Canvas, Look, Point, Stroke, text_width
 from fxpipe.draw.chart import Chart, Entry, row_height
 from fxpipe.draw.colours import FAINT, IDLE
 from fxpipe.draw.fit import Fit, fit
 from fxpipe.draw.glyph import (
-    ACT_ARROW,
-    GRADIENT_ARROW,
     MARK_HEIGHT,
-    SKIP_ARROW,
     Glyph,
     arrow,
+    arrow_entries,
     glyph,
 )
+from fxpipe.draw.lanes import Lane, Lanes, lanes_of, walk_lanes
+from fxpipe.draw.marks import FAULTY, GAP, NEVER, WAITING, Marks, faults_of, mark
 from fxpipe.draw.picture import Picture
-from fxpipe.draw.program_timeline import walk_program
-from fxpipe.draw.schedule import STUCK, row_label
-from fxpipe.draw.walk import Span, Walked
+from fxpipe.draw.schedule import row_label
+from fxpipe.draw.walk import Place, Span, Walked
+from fxpipe.errors import Fault
 from fxpipe.program import OPCODES, Buffer, Forward, Instruction, Pop, Program, Receive, Send, Stash
 from fxpipe.text.instruction import print_instruction
 
@@ -37,6 +38,8 @@ _LABEL, _MARK_LABEL = 9.0, 6.5
 _AIR = 3.0
 
 _TRANSFERS = (Send, Receive, Stash, Pop)
+
+WAIT_ARROW = Stroke(FAINT, "dotted")
 
 _ASIDE = 2.0
 """Where there are no marks, gradients leave and arrive a little later than values do."""
@@ -57,44 +60,72 @@ class _Scale:
     arrows: bool
 
 
-def draw_program(program: Program) -> Picture:
+def draw_program(program: Program, *, faults: Sequence[Fault] | None = None) -> Picture:
     """Draw in which order everything happens, if transfers take no time.
 
     A small program shows every instruction, and so is not to scale; a large one shows compute, to
-    scale, and transfers. An invalid program is drawn up to where it is stuck; the instructions at
-    which devices wait for ever have a red border.
+    scale, and transfers. An invalid program is drawn with all its faults in red: a number over
+    each instruction at fault, and the list of them below.
+
+    Args:
+        program: what to draw.
+        faults: what to mark; by default what the verifier finds.
     """
+    marks = mark(faults_of(program) if faults is None else faults)
     count = sum(map(len, program.lists))
     unit = _unit(program)
-    walked = walk_program(program, _MARK / unit if count <= DETAILED else 0.0)
-    spans = (*walked.spans, *walked.stuck)
+    lanes = lanes_of(program)
+    walked = walk_lanes(program, lanes, _MARK / unit if count <= DETAILED else 0.0)
+    marks = _in_rows(marks, lanes)
+    spans = (*walked.spans, *walked.unrun)
     glyphs = [glyph(span.task, program) for span in spans]
     end = max((span.end for span in spans), default=0.0) or 1.0
     if count <= DETAILED:
-        scale = _Scale(Fit(unit, _LABEL, legible=True), marks=True, arrows=True)
+        scale = _Scale(Fit(unit, _LABEL, row_height(len(lanes.rows))), marks=True, arrows=True)
     else:
         boxes = {
             (drawn.label, span.end - span.start)
             for span, drawn in zip(spans, glyphs, strict=True)
             if not drawn.mark
         }
-        fitted = fit(boxes, end, row_height(program.devices))
+        fitted = fit(boxes, end, row_height(len(lanes.rows)))
         scale = _Scale(fitted, marks=False, arrows=count <= WITH_ARROWS)
-    rows = [row_label(program.placement, device) for device in range(program.devices)]
-    gap = 0.9 if scale.arrows else 0.2
-    chart = Chart("program", _title(program, walked), rows, end, scale.fit.scale, gap=gap)
+    chart = Chart(
+        Canvas("program"),
+        _title(program, walked, marks),
+        [marks.label(row, _row_label(program, lane)) for row, lane in enumerate(lanes.rows)],
+        end,
+        scale.fit.scale,
+        gap=0.9 if scale.arrows else GAP if marks.faults else 0.2,
+        wrong=marks.rows,
+    )
 
     nodes: dict[Instruction, tuple[Span[Instruction], str]] = {}
-    stuck = set(walked.stuck)
+    drawn_at: dict[Place, tuple[Span[Instruction], str]] = {}
+    unrun, stuck = set(walked.unrun), set(walked.stuck)
     for span, drawn in zip(spans, glyphs, strict=True):
-        node = _draw(chart, span, drawn, scale, span in stuck)
-        if node and span not in stuck:
+        place = (span.device, span.position)
+        if span in unrun:
+            drawn = replace(drawn, look=WAITING if span in stuck else NEVER)
+        if place in marks.at:
+            drawn = replace(drawn, look=replace(FAULTY, fill=drawn.look.fill))
+        node = _draw(chart, span, drawn, scale, span in stuck or place in marks.at)
+        marks.number(chart, place, chart.x(span.start))
+        if node and span not in unrun:
             nodes.setdefault(span.task, (span, node))
+            drawn_at[place] = (span, node)
     _draw_transfers(chart, nodes, scale)
+    waits = _draw_waits(chart, drawn_at, lanes, scale)
     entries = [*_marks(program, scale), *_arrows(program, scale)]
-    if stuck:
-        entries.append(Entry("stuck: waits for ever", STUCK))
-    chart.legend(chart.bottom + 10, entries)
+    if waits:
+        entries.append(Entry("waits for an event", WAIT_ARROW))
+    if marks.faults:
+        entries.append(Entry("at fault", FAULTY, "1"))
+    if unrun:
+        entries.append(Entry("waits for ever", WAITING))
+        entries.append(Entry("never runs", NEVER))
+    below = chart.legend(chart.bottom + 10, entries)
+    marks.list(chart, below)
     return chart.canvas.picture
 
 
@@ -110,9 +141,12 @@ def _unit(program: Program) -> float:
 
 
 def _draw(
-    chart: Chart, span: Span[Instruction], drawn: Glyph, scale: _Scale, stuck: bool
+    chart: Chart, span: Span[Instruction], drawn: Glyph, scale: _Scale, wrong: bool
 ) -> str | None:
-    """Draw an instruction; returns its node, invisible for a transfer without a mark."""
+    """Draw an instruction; returns its node, invisible for a transfer without a mark.
+
+    What is wrong is drawn where the likes of it are left out, too.
+    """
     corner = (chart.x(span.start), chart.y(span.device))
     label, size, width = drawn.label, _MARK_LABEL, _MARK_BOX
     if not drawn.mark:
@@ -122,7 +156,7 @@ def _draw(
             size = min(size, (width - 1) / text_width(label, 1))
         else:
             label = scale.fit.label(label, span.end - span.start)
-    elif not scale.marks and not stuck:
+    elif not scale.marks and not wrong:
         moves = isinstance(span.task, _TRANSFERS)
         return chart.canvas.box(corner, 0, 0, Look()) if moves and scale.arrows else None
     height = drawn.height * chart.row_height
@@ -131,10 +165,10 @@ def _draw(
         (corner[0] + aside, corner[1] + (chart.row_height - height) / 2),
         width,
         height,
-        STUCK if stuck else drawn.look,
+        drawn.look,
         label=label,
         size=size,
-        tooltip=print_instruction(span.task) if scale.marks or stuck else "",
+        tooltip=print_instruction(span.task) if scale.marks or wrong else "",
     )
 
 
@@ -181,7 +215,45 @@ def _path(
     return [(x1, y1), (x1, middle), (x2, middle), (x2, y2)]
 
 
-def _title(program: Program, walked: Walked[Instruction]) -> str:
+def _draw_waits(
+    chart: Chart, drawn: dict[Place, tuple[Span[Instruction], str]], lanes: Lanes, scale: _Scale
+) -> bool:
+    """An arrow from what records an event to what waits for it on another row; whether any."""
+    found = [
+        (drawn[source], drawn[target])
+        for target, sources in lanes.waits.items()
+        for source in sources
+        if scale.marks and source in drawn and target in drawn and source[0] != target[0]
+    ]
+    for (before, tail), (after, head) in found:
+        down = after.device > before.device
+        x1, x2 = chart.x(before.end), chart.x(after.start)
+        y1 = chart.y(before.device) + (chart.row_height if down else 0)
+        y2 = chart.y(after.device) + (0 if down else chart.row_height)
+        middle = (y1 + y2) / 2
+        path = [(x1, y1), (x1, middle), (x2, middle), (x2, y2)]
+        chart.canvas.arrow(tail, head, path, WAIT_ARROW)
+    return bool(found)
+
+
+def _in_rows(marks: Marks, lanes: Lanes) -> Marks:
+    """The same faults where the picture has them: those of a device at its first row."""
+    first: dict[int, int] = {}
+    for row, lane in enumerate(lanes.rows):
+        first.setdefault(lane.device, row)
+    return Marks(
+        marks.faults,
+        {lanes.at.get(place, (-1, -1)): numbers for place, numbers in marks.at.items()},
+        {first[device]: found for device, found in marks.rows.items() if device in first},
+    )
+
+
+def _row_label(program: Program, lane: Lane) -> str:
+    label = row_label(program.placement, lane.device)
+    return f"{label} · {lane.stream}" if lane.stream else label
+
+
+def _title(program: Program, walked: Walked[Instruction], marks: Marks) -> str:
     count = sum(map(len, program.lists))
     parts = [
         f"program of {program.name}",
@@ -190,7 +262,9 @@ def _title(program: Program, walked: Walked[Instruction]) -> str:
         f"{count} instruction{'' if count == 1 else 's'}",
     ]
     if walked.stuck:
-        parts.append(f"STUCK: {walked.unrun} never run")
+        parts.append(f"STUCK: {len(walked.unrun)} never run")
+    if marks.faults:
+        parts.append(marks.count)
     return " · ".join(parts)
 
 
@@ -220,17 +294,13 @@ def _marks(program: Program, scale: _Scale) -> list[Entry]:
 
 def _arrows(program: Program, scale: _Scale) -> list[Entry]:
     """The legend of the arrows."""
-    strokes = {
-        arrow(instruction.buffer.kind)
-        for instructions in program.lists
-        for instruction in instructions
-        if isinstance(instruction, Send | Stash)
-    }
-    meanings = {
-        ACT_ARROW: "value to the next stage",
-        SKIP_ARROW: "value that skips stages",
-        GRADIENT_ARROW: "gradient",
-    }
     if not scale.arrows:
         return []
-    return [Entry(text, stroke) for stroke, text in meanings.items() if stroke in strokes]
+    return arrow_entries(
+        {
+            instruction.buffer.kind
+            for instructions in program.lists
+            for instruction in instructions
+            if isinstance(instruction, Send | Stash)
+        }
+    )

@@ -1,50 +1,57 @@
-"""When the instructions of a program run, if each takes its time and transfers take none."""
+"""What the instructions of a program wait for, and how long they take in its picture."""
 
 from __future__ import annotations
 
 from typing import assert_never
 
-from fxpipe.draw.timeline import TIMES
-from fxpipe.draw.walk import NOWHERE, Place, Walked, walk_rows
+from fxpipe.draw.walk import NOWHERE, Place
 from fxpipe.program import (
     Backward,
     Barrier,
     Buffer,
+    Clip,
     Forward,
     Free,
+    InputGrad,
     Instruction,
     Load,
+    Norm,
     Output,
     Pause,
     Pop,
     Program,
     Receive,
+    Recompute,
+    Run,
     Send,
     Stash,
     Update,
+    WeightGrad,
 )
+from fxpipe.task import KINDS
 
 
-def walk_program(program: Program, mark: float = 0.0) -> Walked[Instruction]:
-    """Run a program on paper, valid or not.
-
-    A receive or a pop waits for its send or stash, a barrier or a pause for all devices.
-
-    Args:
-        program: what to run.
-        mark: the time of an instruction that computes nothing.
-    """
-    return walk_rows(program.lists, lambda instruction: _time(instruction, mark), _needs(program))
-
-
-def _time(instruction: Instruction, mark: float) -> float:
+def instruction_time(instruction: Instruction, mark: float) -> float:
+    """The time of an instruction; ``mark`` of one that computes nothing."""
     match instruction:
         case Forward():
-            return TIMES["F"]
+            return KINDS["F"].cost
+        case Recompute():
+            return KINDS["R"].cost
         case Backward():
-            return TIMES["B"]
+            return KINDS["B"].cost
+        case InputGrad():
+            return KINDS["I"].cost
+        case WeightGrad():
+            return KINDS["W"].cost
         case Update():
-            return TIMES["U"]
+            return KINDS["U"].cost
+        case Clip():
+            return KINDS["C"].cost
+        case Norm():
+            return mark
+        case Run(kind):
+            return KINDS[kind].cost if kind in KINDS else 1.0
         case Load() | Output() | Send() | Receive() | Stash() | Pop() | Free():
             return mark
         case Barrier() | Pause():
@@ -53,8 +60,11 @@ def _time(instruction: Instruction, mark: float) -> float:
             assert_never(instruction)
 
 
-def _needs(program: Program) -> list[list[list[Place]]]:
-    """Device → for each of its instructions, the places of those that it waits for."""
+def needs_of(program: Program) -> list[list[list[Place]]]:
+    """Device → for each of its instructions, the places of those that it waits for.
+
+    A receive or a pop waits for its send or stash, a barrier or a pause for all devices.
+    """
     sent: dict[Buffer, Place] = {}
     meetings: dict[type[Instruction], list[list[Place]]] = {Barrier: [], Pause: []}
     for device, instructions in enumerate(program.lists):

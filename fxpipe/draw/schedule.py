@@ -2,67 +2,148 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 
-from fxpipe.draw.canvas import Look
+from fxpipe.draw.box import VERSIONS, Boxes, boxes_of
+from fxpipe.draw.canvas import Canvas, Look
 from fxpipe.draw.chart import Chart, Entry, row_height
-from fxpipe.draw.colours import FAINT, FAULT, IDLE, INK, OTHER, PAPER, TASKS
-from fxpipe.draw.fit import fit
+from fxpipe.draw.colours import INK, PAPER
+from fxpipe.draw.fit import Fit, fit
+from fxpipe.draw.marks import FAULTY, GAP, NEVER, WAITING, Marks, faults_of, mark
 from fxpipe.draw.picture import Picture
-from fxpipe.draw.timeline import Timeline, task_times, walk
+from fxpipe.draw.timeline import Timeline, walk
 from fxpipe.draw.walk import Span
-from fxpipe.schedule import KINDS, Schedule, Task
-
-STUCK = Look(PAPER, FAULT, 2.0)
-"""A task that its device never comes to: it waits for ever."""
+from fxpipe.errors import Fault, InputError
+from fxpipe.schedule import Schedule
+from fxpipe.simulator.costs import Costs
+from fxpipe.task import KINDS, Task
 
 _STAGES_SHOWN = 6
+_STRIP = 3.0
+_TOLD = 4000
+"""Up to so many tasks, each has a tooltip."""
 
 
-def draw_schedule(schedule: Schedule, *, costs: Mapping[str, float] | None = None) -> Picture:
+def draw_schedule(
+    schedule: Schedule,
+    *,
+    costs: Costs | None = None,
+    steps: int | None = None,
+    faults: Sequence[Fault] | None = None,
+) -> Picture:
     """Draw when each task runs, if communication takes no time.
 
-    An invalid schedule is drawn up to where it is stuck; the tasks at which devices wait for ever
-    have a red border.
+    An invalid schedule is drawn with all its faults in red: a number over each task at fault, and
+    the list of them below. Where it deadlocks, what never runs stands behind the place where its
+    device waits.
 
     Args:
         schedule: what to draw.
-        costs: letter of a kind of task → its time; by default F 1, B 2 and U 0.5.
+        costs: letter of a kind of task, or letter and stage → its time; by default its kind's.
+        steps: how many steps to draw, with the flush behind the last. By default one, or where
+            batches overlap as many as it takes to see a step between others of its like.
+        faults: what to mark; by default what the verifier finds.
 
     Raises:
-        InputError: ``costs`` has an unknown letter, or a time that is negative or not finite.
+        InputError: a letter or stage of ``costs`` is unknown, or a time negative or not finite;
+            ``steps`` is below 1.
     """
-    times = task_times(costs)
-    timeline = walk(schedule, costs)
-    stuck = set(timeline.stuck)
-    drawn = [span for span in (*timeline.spans, *timeline.stuck) if span.end > span.start]
-    end = max((span.end for span in drawn), default=1.0)
-    labels = [_label(schedule, span.task) for span in drawn]
-    boxes = {(label, span.end - span.start) for label, span in zip(labels, drawn, strict=True)}
-    fitted = fit(boxes, end, row_height(schedule.devices))
-    rows = [row_label(schedule.placement, device) for device in range(schedule.devices)]
-    chart = Chart("schedule", _title(schedule, timeline), rows, end, fitted.scale)
+    if steps is not None and steps < 1:
+        raise InputError(f"steps is {steps}; draw at least 1")
+    marks = mark(faults_of(schedule) if faults is None else faults)
+    if marks.faults:
+        steps = 0  # Positions of faults are those of one window.
+    elif steps is None:
+        steps = default_steps(schedule)
+    timeline = walk(schedule, costs, steps=steps)
+    boxes = boxes_of(schedule, steps)
+    fitted = fit_timelines([(timeline, boxes)])
+    chart = Chart(
+        Canvas("schedule"),
+        _title(schedule, timeline, steps, marks),
+        row_labels(schedule.placement, schedule.devices, marks),
+        timeline.end,
+        fitted.scale,
+        gap=GAP if marks.faults else 0.35 if boxes.versions else 0.2,
+        wrong=marks.rows,
+    )
+    whole = draw_tasks(chart, timeline, boxes, fitted, marks)
+    below = chart.axis(_caption(timeline))
+    below = chart.legend(below, _legend(boxes, timeline, marks, whole))
+    marks.list(chart, below)
+    return chart.canvas.picture
 
-    thinned = False
-    for number, (span, label) in enumerate(zip(drawn, labels, strict=True)):
+
+def default_steps(schedule: Schedule) -> int:
+    """How many steps show what a schedule does; 0 for one window, where no batches overlap."""
+    return schedule.depth + 2 + max(schedule.delays, default=0) if _overlaps(schedule) else 0
+
+
+def _overlaps(schedule: Schedule) -> bool:
+    return schedule.depth > 0 or any(schedule.delays)
+
+
+def fit_timelines(drawn: Sequence[tuple[Timeline, Boxes]]) -> Fit:
+    """The one scale at which these timelines are drawn.
+
+    What comes once a step may be too short for its label, and does not widen the rest.
+    """
+    found = {
+        (boxes.label(span.task), span.end - span.start)
+        for timeline, boxes in drawn
+        for span in (*timeline.spans, *timeline.unrun)
+        if span.task.microbatch is not None
+    }
+    devices = max(timeline.devices for timeline, _ in drawn)
+    end = max(timeline.end for timeline, _ in drawn)
+    return fit(found, end or 1.0, row_height(devices))
+
+
+def draw_tasks(chart: Chart, timeline: Timeline, boxes: Boxes, fitted: Fit, marks: Marks) -> bool:
+    """Draw the boxes of all tasks; returns whether all labels are whole."""
+    whole = True
+    stuck = set(timeline.stuck)
+    unrun = set(timeline.unrun)
+    told = len(timeline.spans) <= _TOLD
+    for number, span in enumerate((*timeline.spans, *timeline.unrun)):
         time = span.end - span.start
+        place = (span.device, span.position)
+        if time == 0 and place not in marks.at:
+            continue
+        look = boxes.look(span.task)
+        if span in unrun:
+            look = WAITING if span in stuck else NEVER
+        if place in marks.at:
+            look = replace(FAULTY, fill=look.fill)
+        label = boxes.label(span.task)
         shown = fitted.label(label, time)
-        thinned = thinned or shown != label
+        whole = whole and shown == label
+        corner = (chart.x(span.start), chart.y(span.device))
+        width = time * fitted.scale
+        # Lines of neighbours would lie on each other.
+        inset = 0.0 if look.border == PAPER else min(look.penwidth / 2, width / 4)
         chart.canvas.box(
-            (chart.x(span.start), chart.y(span.device)),
-            time * fitted.scale,
+            (corner[0] + inset, corner[1]),
+            width - 2 * inset,
             chart.row_height,
-            STUCK if span in stuck else _look(span.task),
+            look,
             label=shown,
             size=fitted.size,
-            name=f"task{number}",
+            tooltip=boxes.tell(span.task, span.start, span.end) if told else "",
+            name=f"task{number}" + (f"at{chart.top:g}" if chart.top else ""),
         )
+        version = boxes.version(span.task)
+        if version is not None and time:
+            strip = Look(VERSIONS[version % len(VERSIONS)], INK, 0.3)
+            chart.canvas.box((corner[0], corner[1] + chart.row_height + 0.5), width, _STRIP, strip)
+        marks.number(chart, place, corner[0])
+    return whole
 
-    letters = [letter for letter in KINDS if any(span.task.kind == letter for span in drawn)]
-    caption = "time, with " + ", ".join(f"{letter} = {times[letter]:g}" for letter in letters)
-    below = chart.axis(caption if letters else "time")
-    chart.legend(below, _legend(letters, drawn, bool(stuck), thinned))
-    return chart.canvas.picture
+
+def row_labels(placement: Sequence[int], devices: int, marks: Marks) -> list[str]:
+    """The label of each device's row."""
+    return [marks.label(device, row_label(placement, device)) for device in range(devices)]
 
 
 def row_label(placement: Sequence[int], device: int) -> str:
@@ -76,41 +157,43 @@ def row_label(placement: Sequence[int], device: int) -> str:
     return f"device {device} ({'stage' if len(held) == 1 else 'stages'} {shown})"
 
 
-def _look(task: Task) -> Look:
-    fill = TASKS.get(task.kind, OTHER)
-    return Look(fill, INK, 0.8, "dashed") if task.batch else Look(fill, PAPER)
-
-
-def _label(schedule: Schedule, task: Task) -> str:
-    """``F3``, or ``F3@5`` where devices hold several stages."""
-    if task.stage is not None and schedule.stages <= schedule.devices:
-        task = Task(task.kind, task.microbatch, None, task.batch)
-    return str(task)
-
-
-def _title(schedule: Schedule, timeline: Timeline) -> str:
+def _title(schedule: Schedule, timeline: Timeline, steps: int, marks: Marks) -> str:
     parts = [schedule.name, f"p = {schedule.devices}", f"m = {schedule.microbatches}"]
-    if schedule.delay:
-        parts.append(f"delay = {schedule.delay}")
-    if timeline.stuck:
-        parts.append(f"STUCK: {timeline.unrun} tasks never run")
-    else:
+    if any(schedule.delays):
+        delays = sorted(set(schedule.delays))
+        parts.append(f"delay = {delays[0]}" + (f" to {delays[-1]}" if len(delays) > 1 else ""))
+    if steps:
+        parts.append(f"{steps} step{'' if steps == 1 else 's'} and flush")
+    if timeline.unrun:
+        parts.append(f"STUCK: {len(timeline.unrun)} tasks never run")
+    if marks.faults:
+        parts.append(marks.count)
+    if not timeline.unrun and not marks.faults:
         parts.append(f"bubble {timeline.bubble:.1%}")
     return " · ".join(parts)
 
 
-def _legend(
-    letters: Sequence[str], drawn: Sequence[Span[Task]], stuck: bool, thinned: bool
-) -> list[Entry]:
-    entries = [
-        Entry(KINDS[letter].name, Look(TASKS.get(letter, OTHER), FAINT), letter)
-        for letter in letters
+def _caption(timeline: Timeline) -> str:
+    """``time, with F = 1, B = 2``; where the stages differ, ``F = 1 to 1.5``."""
+    times: dict[str, set[float]] = {letter: set() for letter in KINDS}
+    for span in (*timeline.spans, *timeline.unrun):
+        times.setdefault(span.task.kind, set()).add(round(span.end - span.start, 9))
+    shown = [
+        f"{letter} = " + " to ".join(f"{time:g}" for time in sorted({min(found), max(found)}))
+        for letter, found in times.items()
+        if found
     ]
-    entries.append(Entry("idle", Look(IDLE, FAINT)))
-    if any(span.task.batch for span in drawn):
-        entries.append(Entry("an earlier batch", Look(PAPER, INK, 0.8, "dashed"), "B3'"))
-    if stuck:
-        entries.append(Entry("stuck: waits for ever", STUCK))
-    if thinned:
+    return f"time, with {', '.join(shown)}" if shown else "time"
+
+
+def _legend(boxes: Boxes, timeline: Timeline, marks: Marks, whole: bool) -> list[Entry]:
+    spans: list[Span[Task]] = [*timeline.spans, *timeline.unrun]
+    entries = boxes.legend(span.task for span in spans)
+    if marks.faults:
+        entries.append(Entry("at fault", FAULTY, "1"))
+    if timeline.unrun:
+        entries.append(Entry("waits for ever", WAITING))
+        entries.append(Entry("never runs", NEVER))
+    if not whole:
         entries.append(Entry("(labels that do not fit are left out)"))
     return entries

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 
 from fxpipe.draw.walk import NOWHERE, Place, Walked, walk_rows
-from fxpipe.errors import InputError, near
-from fxpipe.schedule import KINDS, Schedule, Task
-
-TIMES: dict[str, float] = {"F": 1.0, "B": 2.0, "U": 0.5}
-"""Letter of a task's kind → the time that it takes where nothing is known of it."""
+from fxpipe.schedule import Schedule
+from fxpipe.simulator.costs import Costs, Times, times_of
+from fxpipe.task import BUILT_IN, KINDS, Task
+from fxpipe.unroll import unroll_schedule
 
 _UNKNOWN_TIME = 1.0
 
@@ -22,6 +22,11 @@ class Timeline(Walked[Task]):
     def makespan(self) -> float:
         """When the last task ends."""
         return max((span.end for span in self.spans), default=0.0)
+
+    @cached_property
+    def end(self) -> float:
+        """When the last task ends, with those that never run."""
+        return max((span.end for span in (*self.spans, *self.unrun)), default=0.0)
 
     @cached_property
     def bubble(self) -> float:
@@ -36,50 +41,81 @@ class Timeline(Walked[Task]):
         return 1 - busy / (self.devices * through)
 
 
-def task_times(costs: Mapping[str, float] | None = None) -> dict[str, float]:
-    """Letter → time, for every kind: ``costs``, and TIMES where it leaves one out.
-
-    Raises:
-        InputError: a letter is unknown or a time is negative.
-    """
-    for letter, time in (costs or {}).items():
-        if letter not in KINDS:
-            raise InputError(f"costs has no kind of task {letter!r}: {near(letter, KINDS)}")
-        if not 0 <= time < float("inf"):
-            raise InputError(f"costs[{letter!r}] is {time}; a task takes a time of at least 0")
-    return {**dict.fromkeys(KINDS, _UNKNOWN_TIME), **TIMES, **(costs or {})}
-
-
-def walk(schedule: Schedule, costs: Mapping[str, float] | None = None) -> Timeline:
+def walk(schedule: Schedule, costs: Costs | None = None, *, steps: int = 0) -> Timeline:
     """Run a schedule on paper, valid or not.
 
     A forward waits for the forward of the stage before, a backward for the backward of the stage
-    after, every task for those of its own stage that it follows, and an update for the last
-    micro-batch of its stage, or with ``delay=0`` of every device. Within an earlier batch, what
-    the schedule does not hold has run already.
+    after, every task for those of its own stage that it follows, and an update for all that comes
+    before it on its stage, or where no batches overlap on every device. Within an earlier batch,
+    what the schedule does not hold has run already.
+
+    Args:
+        schedule: what to run.
+        costs: letter of a kind of task, or letter and stage → its time; by default its kind's.
+        steps: how many steps to run, and the flush behind them, with batches counted from the
+            first; 0 for one window in the midst of others.
     """
-    times = task_times(costs)
-    walked = walk_rows(
-        schedule.rows, lambda task: times.get(task.kind, _UNKNOWN_TIME), _needs(schedule)
+    times = times_of(schedule.stages, schedule.kinds, costs)
+    flush = not (schedule.depth or any(schedule.delays))
+    orders = [_run_order(row, flush) for row in schedule.rows]
+    moved = replace(
+        schedule,
+        rows=tuple(
+            tuple(row[position] for position in order)
+            for row, order in zip(schedule.rows, orders, strict=True)
+        ),
     )
-    return Timeline(walked.devices, walked.spans, walked.stuck, walked.unrun)
+    run = unroll_schedule(moved, steps) if steps else moved
+    walked = walk_rows(run.rows, lambda task: _time(task, times), _needs(run, flush))
+    if steps:
+        return Timeline(walked.devices, walked.spans, walked.unrun)
+    ran, unrun = (
+        tuple(replace(span, position=orders[span.device][span.position]) for span in spans)
+        for spans in (walked.spans, walked.unrun)
+    )
+    return Timeline(walked.devices, ran, unrun)
 
 
-def _needs(schedule: Schedule) -> list[list[list[Place]]]:
+def _run_order(row: Sequence[Task], flush: bool) -> list[int]:
+    """The positions of a row's tasks in the order in which they run.
+
+    Where every step ends with a flush, updates, and tasks once a step behind one, come last: they
+    wait for all devices.
+    """
+    late: list[int] = []
+    for position, task in enumerate(row):
+        if flush and (task.kind == "U" or (late and task.kind not in BUILT_IN)):
+            late.append(position)
+    behind = set(late)
+    return [position for position in range(len(row)) if position not in behind] + late
+
+
+def _time(task: Task, times: Times) -> float:
+    """Its time; that of its kind alone where its stage does not exist."""
+    key = task.kind, -1 if task.stage is None else task.stage
+    if key in times:
+        return times[key]
+    return KINDS[task.kind].cost if task.kind in KINDS else _UNKNOWN_TIME
+
+
+def _needs(schedule: Schedule, flush: bool) -> list[list[list[Place]]]:
     """Device → for each of its tasks, the places of the tasks that it waits for."""
     places: dict[Task, Place] = {}
-    # Stage (None for any) and batch → device → its last micro-batch's place.
+    # Stage (None for any) and batch → device → the place of its last task before the updates.
     last: dict[tuple[int | None, int], dict[int, Place]] = {}
+    updated: set[tuple[int, int]] = set()
     for device, row in enumerate(schedule.rows):
         for position, task in enumerate(row):
             places.setdefault(task, (device, position))
-            if task.microbatch is not None:
+            if task.kind == "U":
+                updated.add((device, task.batch))
+            if (device, task.batch) not in updated:
                 for stage in (task.stage, None):
                     last.setdefault((stage, task.batch), {})[device] = (device, position)
 
     def needs(task: Task) -> list[Place]:
-        if task.microbatch is None:
-            stage = None if schedule.delay == 0 else task.stage
+        if task.kind == "U":
+            stage = None if flush else task.stage
             return list(last.get((stage, task.batch), {}).values())
         kind = KINDS.get(task.kind)
         before = [
@@ -88,19 +124,23 @@ def _needs(schedule: Schedule) -> list[list[list[Place]]]:
         ]
         waits = [places[other] for other in before if other in places]
         beyond = _across(schedule, task)
-        if beyond is not None:
+        if beyond:
+            found = [places[other] for other in beyond if other in places]
             absent = [] if task.batch < 0 else [NOWHERE]
-            waits += [places[beyond]] if beyond in places else absent
+            waits += found or absent
         return waits
 
     return [[needs(task) for task in row] for row in schedule.rows]
 
 
-def _across(schedule: Schedule, task: Task) -> Task | None:
-    """The task of the neighbouring stage whose result comes in, if there is one."""
-    step = {"F": -1, "B": 1}.get(task.kind)
-    if step is None or task.stage is None:
-        return None
-    stage = task.stage + step
-    inside = 0 <= stage < schedule.stages
-    return Task(task.kind, task.microbatch, stage, task.batch) if inside else None
+def _across(schedule: Schedule, task: Task) -> list[Task]:
+    """The tasks of the neighbouring stages, one of which brings what a task reads."""
+    kind = KINDS.get(task.kind)
+    if kind is None or task.stage is None:
+        return []
+    return [
+        Task(letter, task.microbatch, stage, task.batch)
+        for letters, stage in ((kind.previous, task.stage - 1), (kind.next, task.stage + 1))
+        if 0 <= stage < schedule.stages
+        for letter in letters
+    ]

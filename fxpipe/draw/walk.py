@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -17,9 +18,18 @@ NOWHERE: Place = (-1, -1)
 
 @dataclass(frozen=True, slots=True)
 class Span(Generic[T]):
-    """A task on a device from its start to its end."""
+    """A task on a device from its start to its end.
+
+    Attributes:
+        device: the device.
+        position: the task's index in the device's row.
+        start: when it starts.
+        end: when it ends.
+        task: the task.
+    """
 
     device: int
+    position: int
     start: float
     end: float
     task: T
@@ -32,14 +42,20 @@ class Walked(Generic[T]):
     Attributes:
         devices: how many there are.
         spans: what ran, device by device in its order.
-        stuck: the task at which each stuck device waits for ever, from when it waits.
-        unrun: how many tasks never ran, with those at which a device is stuck.
+        unrun: what never ran, device by device, one behind the other from when the device waits.
     """
 
     devices: int
     spans: tuple[Span[T], ...]
-    stuck: tuple[Span[T], ...]
-    unrun: int
+    unrun: tuple[Span[T], ...]
+
+    @cached_property
+    def stuck(self) -> tuple[Span[T], ...]:
+        """The task at which each stuck device waits for ever."""
+        first: dict[int, Span[T]] = {}
+        for span in self.unrun:
+            first.setdefault(span.device, span)
+        return tuple(first.values())
 
 
 def walk_rows(
@@ -50,18 +66,16 @@ def walk_rows(
     """Run rows of tasks on paper, as ``start_times`` does."""
     costs = [[cost(task) for task in row] for row in rows]
     starts = start_times(costs, needs)
-    spans = tuple(
-        Span(device, start, start + costs[device][position], rows[device][position])
-        for device, row in enumerate(starts)
-        for position, start in enumerate(row)
-    )
-    stuck = []
+    spans: list[Span[T]] = []
+    unrun: list[Span[T]] = []
     for device, row in enumerate(rows):
-        position = len(starts[device])
-        if position < len(row):
-            free = starts[device][-1] + costs[device][position - 1] if position else 0.0
-            stuck.append(Span(device, free, free + costs[device][position], row[position]))
-    return Walked(len(rows), spans, tuple(stuck), sum(map(len, rows)) - len(spans))
+        free = 0.0
+        for position, task in enumerate(row):
+            ran = position < len(starts[device])
+            start = starts[device][position] if ran else free
+            free = start + costs[device][position]
+            (spans if ran else unrun).append(Span(device, position, start, free, task))
+    return Walked(len(rows), tuple(spans), tuple(unrun))
 
 
 def start_times(

@@ -8,28 +8,12 @@ from itertools import groupby
 import torch
 
 
-def bytes_text(count: int) -> str:
-    """``2.0 MiB``."""
-    if count < 1024:
-        return f"{count} B"
-    size, units = count / 1024, ["KiB", "MiB", "GiB", "TiB"]
-    while size >= 1023.95 and len(units) > 1:
-        size, units = size / 1024, units[1:]
-    return f"{size:.1f} {units[0]}"
-
-
 def count_text(count: int) -> str:
     """``1.2 M``; small numbers exactly."""
     for unit, size in (("G", 10**9), ("M", 10**6), ("k", 10**3)):
         if count >= max(size, 10**4):
             return f"{count / size:.1f} {unit}"
     return str(count)
-
-
-def time_text(seconds: float) -> str:
-    """``3.2 ms``, with three digits."""
-    milliseconds = seconds * 1e3
-    return f"{milliseconds:.0f} ms" if milliseconds >= 100 else f"{milliseconds:.3g} ms"
 
 
 def plural(count: int, word: str) -> str:

@@ -4,38 +4,47 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import assert_never, cast
+from typing import assert_never, cast, get_args
 
 from fxpipe.edge import HOST
 from fxpipe.errors import near
 from fxpipe.program import (
+    KEPT,
     OPCODES,
     Backward,
     Barrier,
     Buffer,
     BufferKind,
+    Clip,
     Forward,
     Free,
+    InputGrad,
     Instruction,
     Load,
+    Norm,
     Output,
     Pause,
     Pop,
     Receive,
+    Recompute,
+    Run,
     Send,
     Stash,
     Update,
-    saved,
+    WeightGrad,
+    batch_mark,
 )
 from fxpipe.text.edge import is_name
+from fxpipe.text.launch import STARTS
 from fxpipe.text.scan import Scanner
 
 _WORDS: dict[type[Instruction], str] = {made: word for word, made in OPCODES.items()}
 _WIDTH = max(map(len, OPCODES)) + 2
 _WORD = re.compile(r"\w+")
-_KEEP = re.compile(r"keep\b")
 _HOST = re.compile(r"host\b")
-_KIND = re.compile(r"(in|act|skip|out|grad|saved):")
+_KIND = re.compile(rf"({'|'.join(get_args(BufferKind))}):")
+_BATCH = re.compile(r"'+|\++")
+_MINUS = re.compile(r"-")
 _MOVES: dict[str, Callable[[Buffer], Instruction]] = {
     "load": Load,
     "output": Output,
@@ -44,6 +53,12 @@ _MOVES: dict[str, Callable[[Buffer], Instruction]] = {
     "stash": Stash,
     "pop": Pop,
     "free": Free,
+}
+_HALVES: dict[str, Callable[[int, int, int, int], Instruction]] = {
+    "recompute": Recompute,
+    "backward": Backward,
+    "input_grad": InputGrad,
+    "weight_grad": WeightGrad,
 }
 
 
@@ -63,27 +78,36 @@ def _operands(instruction: Instruction) -> str:
             return str(buffer)
         case Stash(buffer) | Pop(buffer) | Free(buffer):
             return str(buffer)
-        case Forward(stage, i, version, keeps):
-            return f"s{stage}[{i}] v{version}" + (" keep" if keeps else "")
-        case Backward(stage, i, version):
-            return f"s{stage}[{i}] v{version}"
-        case Update(stage, reads, writes):
-            return f"s{stage} v{reads} -> v{writes}"
+        case Forward(keeps=keeps, again=again):
+            return _place(instruction) + (" keep" if keeps else "") + (" again" if again else "")
+        case Recompute() | Backward() | InputGrad() | WeightGrad():
+            return _place(instruction)
+        case Run(kind, stage, None, version, batch):
+            return f"{kind} s{stage}{batch_mark(batch)} v{version}"
+        case Run(kind):
+            return f"{kind} {_place(instruction)}"
+        case Norm(stage, batch) | Clip(stage, batch):
+            return f"s{stage}{batch_mark(batch)}"
+        case Update(stage, reads, writes, batch):
+            return f"s{stage}{batch_mark(batch)} v{reads} -> v{writes}"
         case Barrier() | Pause():
             return ""
         case _:
             assert_never(instruction)
 
 
+def _place(task: Forward | Recompute | Backward | InputGrad | WeightGrad | Run) -> str:
+    """``s1[2] v0``; ``s1[2'] v-1`` for the batch before and the version before."""
+    return f"s{task.stage}[{task.microbatch}{batch_mark(task.batch)}] v{task.version}"
+
+
 def parse_instruction(scan: Scanner) -> Instruction:
-    """Read the rest of a line as one instruction. Raises ParseError."""
+    """Read an instruction; what follows it on the line is left. Raises ParseError."""
     start = scan.at
     word = scan.need(_WORD, "an instruction such as 'forward s0[0] v0 keep'")
     if word not in OPCODES:
         raise scan.error(f"there is no instruction {word!r}: {near(word, OPCODES)}", start)
-    instruction = _parse(word, scan)
-    scan.end()
-    return instruction
+    return _parse(word, scan)
 
 
 def _parse(word: str, scan: Scanner) -> Instruction:
@@ -94,38 +118,71 @@ def _parse(word: str, scan: Scanner) -> Instruction:
             return Pause()
         case "update":
             stage = _numbered(scan, "s", "a stage such as s0")
-            reads = _numbered(scan, "v", "a version such as v0")
+            batch = _batch(scan)
+            reads = _version(scan)
             scan.gap("'->'")
             scan.literal("->")
-            return Update(stage, reads, _numbered(scan, "v", "a version such as v1"))
+            return Update(stage, reads, _version(scan), batch)
         case "forward":
-            return Forward(*_task(scan), keeps=_keeps(scan))
-        case "backward":
-            return Backward(*_task(scan))
+            stage, i, batch, version = _task(scan)
+            keeps, again = _flag(scan, "keep"), _flag(scan, "again")
+            return Forward(stage, i, version, keeps, again, batch)
+        case "run":
+            return _run(scan)
+        case "norm" | "clip":
+            stage = _numbered(scan, "s", "a stage such as s0")
+            return (Norm if word == "norm" else Clip)(stage, _batch(scan))
+    if word in _HALVES:
+        stage, i, batch, version = _task(scan)
+        return _HALVES[word](stage, i, version, batch)
     scan.gap("a buffer such as act:x:0->1[0]")
     return _MOVES[word](parse_buffer(scan))
 
 
-def _task(scan: Scanner) -> tuple[int, int, int]:
-    """Stage, micro-batch and version: ``s1[2] v0``."""
+def _task(scan: Scanner) -> tuple[int, int, int, int]:
+    """Stage, micro-batch, batch and version: ``s1[2] v0``."""
     stage = _numbered(scan, "s", "a stage and a micro-batch such as s0[0]")
-    return stage, _index(scan), _numbered(scan, "v", "a version such as v0")
+    i, batch = _index(scan)
+    return stage, i, batch, _version(scan)
 
 
-def _keeps(scan: Scanner) -> bool:
+def _run(scan: Scanner) -> Run:
+    scan.gap("the letter of a kind of task")
+    kind = scan.need(_WORD, "the letter of a kind of task")
+    stage = _numbered(scan, "s", "a stage such as s0, or with a micro-batch s0[0]")
+    if scan.text.startswith("[", scan.at):
+        i, batch = _index(scan)
+        return Run(kind, stage, i, _version(scan), batch)
+    batch = _batch(scan)
+    return Run(kind, stage, None, _version(scan), batch)
+
+
+def _flag(scan: Scanner, word: str) -> bool:
     if scan.ended():
         return False
     if not scan.text[scan.at - 1].isspace():
         raise scan.error("expected a blank or the end of the line")
-    scan.need(_KEEP, "'keep' or the end of the line")
+    if (word == "keep" and scan.starts("again")) or scan.comes(STARTS):
+        return False
+    scan.need(re.compile(rf"{word}\b"), f"'{word}' or the end of the line")
     return True
+
+
+def _version(scan: Scanner) -> int:
+    """``v0``, or ``v-1`` for the version before."""
+    what = "a version such as v0"
+    scan.gap(what)
+    scan.literal("v", what)
+    sign = -1 if scan.take(_MINUS) else 1
+    return sign * scan.number(what)
 
 
 def parse_buffer(scan: Scanner) -> Buffer:
     """Read ``act:relu:0->1[2]`` or ``saved:1[2]``. Raises ParseError."""
-    kind = scan.need(_KIND, "a buffer such as act:x:0->1[0] or saved:0[0]")[:-1]
-    if kind == "saved":
-        return saved(scan.number("a stage"), _index(scan))
+    kind = cast(BufferKind, scan.need(_KIND, "a buffer such as act:x:0->1[0] or saved:0[0]")[:-1])
+    if kind in KEPT:
+        stage = scan.number("a stage")
+        return Buffer(kind, "", stage, stage, *_index(scan))
     start = scan.at
     value = scan.need(_WORD, "the name of a value")
     if not is_name(value):
@@ -133,18 +190,25 @@ def parse_buffer(scan: Scanner) -> Buffer:
     scan.literal(":")
     source = _stage(scan)
     scan.literal("->")
-    return Buffer(cast(BufferKind, kind), value, source, _stage(scan), _index(scan))
+    return Buffer(kind, value, source, _stage(scan), *_index(scan))
 
 
 def _stage(scan: Scanner) -> int:
     return HOST if scan.take(_HOST) else scan.number("a stage's number or 'host'")
 
 
-def _index(scan: Scanner) -> int:
+def _index(scan: Scanner) -> tuple[int, int]:
+    """Micro-batch and batch: ``[2]``, ``[2']``."""
     scan.literal("[", "a micro-batch such as [0]")
     index = scan.number("a micro-batch")
+    batch = _batch(scan)
     scan.literal("]")
-    return index
+    return index, batch
+
+
+def _batch(scan: Scanner) -> int:
+    marks = scan.take(_BATCH) or ""
+    return len(marks) if marks.startswith("+") else -len(marks)
 
 
 def _numbered(scan: Scanner, letter: str, what: str) -> int:

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fxpipe.edge import Edge
-from fxpipe.program import Instruction, Program
+from fxpipe.program import Instruction, Launch, Program
 from fxpipe.text.edge import parse_edge
 from fxpipe.text.instruction import parse_instruction, print_column
+from fxpipe.text.launch import parse_launch, print_launch
 from fxpipe.text.place import parse_place, placement_of, print_place
 from fxpipe.text.scan import Scanner, print_title, scan_lines
 
 _HEADER = "a header such as: program 1f1b microbatches=4"
+_COLUMN = 35
 _DEVICE = "'device' and its number, such as device 0"
 
 
@@ -27,6 +29,9 @@ def print_program(program: Program) -> str:
       load      in:x:host->0[0]
       forward   s0[0] v0 keep
       send      act:relu:0->1[0]
+
+    On devices with streams a line goes on with how its instruction is launched, such as
+    ``stream=in0 wait=e3,e7 record=e8``. What stands on no other stream is on ``compute``.
     """
     return "\n".join(_lines(program)) + "\n"
 
@@ -39,8 +44,11 @@ def _lines(program: Program) -> Iterator[str]:
         yield f"edge {edge}"
     for device, list_ in enumerate(program.lists):
         yield f"device {device}"
-        for instruction in list_:
-            yield f"  {print_column(instruction)}"
+        if not program.launches:
+            yield from [f"  {print_column(instruction)}" for instruction in list_]
+            continue
+        for instruction, launch in zip(list_, program.launches[device], strict=True):
+            yield f"  {print_column(instruction):<{_COLUMN}} {print_launch(launch)}".rstrip()
 
 
 def parse_program(text: str) -> Program:
@@ -56,18 +64,28 @@ def parse_program(text: str) -> Program:
     passes = tuple(_passes(next(rest, end)))
     edges: list[Edge] = []
     lists: list[list[Instruction]] = []
+    launches: list[list[Launch]] = []
     for scan in rest:
         if scan.starts("edge") and not lists:
             edges.append(_edge(scan))
         elif scan.starts("device") or not lists:
             lists.append([])
+            launches.append([])
             _device(scan, len(lists) - 1, len(held))
         else:
             lists[-1].append(parse_instruction(scan))
+            launches[-1].append(parse_launch(scan))
     if len(lists) < len(held):
         raise end.error(f"device {len(lists)} has no list; add 'device {len(lists)}'")
+    launched = "streams" in passes or any(launch != Launch() for own in launches for launch in own)
     return Program(
-        name, microbatches, placement_of(held), tuple(edges), tuple(map(tuple, lists)), passes
+        name,
+        microbatches,
+        placement_of(held),
+        tuple(edges),
+        tuple(map(tuple, lists)),
+        passes,
+        tuple(map(tuple, launches)) if launched else (),
     )
 
 

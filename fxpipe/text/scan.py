@@ -83,6 +83,10 @@ class Scanner:
         """Whether this word stands right here."""
         return re.compile(rf"{word}\b").match(self.text, self.at) is not None
 
+    def comes(self, pattern: re.Pattern[str]) -> bool:
+        """Whether the pattern matches right here; nothing is read."""
+        return pattern.match(self.text, self.at) is not None
+
     def tail(self) -> str:
         """All that is left, without blanks at its end and a comment."""
         return self.text[self.at :].partition("#")[0].rstrip(" \t\r")

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from os import PathLike
+from pathlib import Path
 
-from fxpipe.errors import near
-from fxpipe.schedule import KINDS, Schedule, Task, TaskKind
+from fxpipe.errors import InputError, near
+from fxpipe.schedule import Schedule
+from fxpipe.task import KINDS, Task, TaskKind
 from fxpipe.text.place import parse_place, placement_of, print_place
 from fxpipe.text.scan import Scanner, print_title, scan_lines
 
@@ -14,6 +17,7 @@ _HEADER = "a header such as: schedule 1f1b stages=4 microbatches=8 delay=0"
 _DIGITS = re.compile(r"[0-9]+")
 _EARLIER = re.compile(r"'+")
 _AT = re.compile(r"@")
+_COMMA = re.compile(r",")
 _REST = re.compile(r"[^ \t\r#]+")
 
 
@@ -29,7 +33,8 @@ def print_schedule(schedule: Schedule) -> str:
     """
     lines = [
         f"schedule {print_title(schedule.name)} stages={schedule.stages} "
-        f"microbatches={schedule.microbatches} delay={schedule.delay}",
+        f"microbatches={schedule.microbatches} delay={_delay_text(schedule.delay)}"
+        + (" predict" if schedule.predict else ""),
         print_place(schedule.placement, schedule.devices),
     ]
     for device, row in enumerate(schedule.rows):
@@ -49,7 +54,7 @@ def parse_schedule(text: str) -> Schedule:
     lines, end = scan_lines(text)
     if not lines:
         raise end.error(f"expected {_HEADER}, got nothing")
-    name, stages, microbatches, delay = _header(lines[0])
+    name, stages, microbatches, delay, predict = _header(lines[0])
     if len(lines) < 2:
         raise end.error("expected 'place' and the stages of each device, got the end of the text")
     held = parse_place(lines[1], stages)
@@ -69,21 +74,47 @@ def parse_schedule(text: str) -> Schedule:
         if device not in rows:
             raise end.error(f"device {device} has no row; add '{device}:' and its tasks")
     ordered = tuple(rows[device] for device in range(len(held)))
-    return Schedule(name, microbatches, placement_of(held), ordered, delay)
+    return Schedule(name, microbatches, placement_of(held), ordered, delay, predict)
 
 
-def _header(scan: Scanner) -> tuple[str, int, int, int]:
+def read_schedule(path: str | PathLike[str]) -> Schedule:
+    """Read a schedule's text from a file. Raises ParseError, or InputError."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(
+            f"the schedule file {str(path)!r} cannot be read: {error}; name a text file"
+        ) from error
+    return parse_schedule(text)
+
+
+def _header(scan: Scanner) -> tuple[str, int, int, int | tuple[int, ...], bool]:
     scan.literal("schedule", _HEADER)
     scan.gap("a name")
     name = scan.title("the schedule's name")
-    counts = []
-    for word in ("stages=", "microbatches=", "delay="):
-        scan.gap(f"{word!r} and a count")
-        scan.literal(word, f"{word!r} and a count")
-        counts.append(scan.number(f"a count after {word!r}"))
+    stages = _count(scan, "stages=")
+    microbatches = _count(scan, "microbatches=")
+    start = scan.at
+    delays = [_count(scan, "delay=")]
+    while scan.take(_COMMA):
+        delays.append(scan.number("the delay of the next stage"))
+    if 1 < len(delays) != stages:
+        raise scan.error(f"there are {len(delays)} delays for {stages} stages", start + 1)
+    predict = not scan.ended() and scan.starts("predict")
+    if predict:
+        scan.literal("predict")
     scan.end()
-    stages, microbatches, delay = counts
-    return name, stages, microbatches, delay
+    return name, stages, microbatches, tuple(delays) if len(delays) > 1 else delays[0], predict
+
+
+def _count(scan: Scanner, word: str) -> int:
+    scan.gap(f"{word!r} and a count")
+    scan.literal(word, f"{word!r} and a count")
+    return scan.number(f"a count after {word!r}")
+
+
+def _delay_text(delay: int | tuple[int, ...]) -> str:
+    return ",".join(map(str, delay)) if isinstance(delay, tuple) else str(delay)
 
 
 def _tasks(scan: Scanner, held: Sequence[int], stages: int, microbatches: int) -> Iterator[Task]:
@@ -137,6 +168,8 @@ def _microbatch(scan: Scanner, kind: TaskKind, microbatches: int) -> int | None:
     index = scan.number("a micro-batch")
     if index >= microbatches:
         raise scan.error(
-            f"there is no micro-batch {index}; the header says microbatches={microbatches}", start
+            f"there is no micro-batch {index}; the header says microbatches={microbatches}, and "
+            "they count from 0",
+            start,
         )
     return index

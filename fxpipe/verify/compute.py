@@ -1,4 +1,4 @@
-"""Rules for a program's compute: every task once, in order, on the right version of the weights."""
+"""Rules for a program's compute: every task once, in order, with all gradients of its batch."""
 
 from __future__ import annotations
 
@@ -6,125 +6,237 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from fxpipe.errors import Fault
-from fxpipe.program import Backward, Barrier, Forward, Pause, Update
+from fxpipe.program import (
+    Backward,
+    Barrier,
+    Clip,
+    Forward,
+    InputGrad,
+    Norm,
+    Pause,
+    Recompute,
+    Run,
+    Update,
+    WeightGrad,
+)
+from fxpipe.task import KINDS
 from fxpipe.verify.facts import Facts
 from fxpipe.verify.spans import microbatches
 
 
 def complete(facts: Facts) -> Iterator[Fault]:
-    """Every forward once; every backward once or none at all; so with the updates."""
+    """Every forward once; a backward for all of them or none, whole or in halves; the updates."""
     seen: set[tuple[object, ...]] = set()
     for device, compute in enumerate(facts.compute):
         for position, instruction in compute:
             match instruction:
-                case Forward(stage, i) | Backward(stage, i):
-                    key: tuple[object, ...] = type(instruction), stage, i
-                case Update(stage):
-                    key = Update, stage
-                case _:
+                case Barrier() | Pause():
                     continue
+                case Update(stage):
+                    key: tuple[object, ...] = Update, stage
+                case Run(kind, stage, i):
+                    key = kind, stage, i
+                case Norm(stage) | Clip(stage):
+                    key = type(instruction), stage
+                case _:
+                    key = type(instruction), instruction.stage, instruction.microbatch
             if key in seen:
                 yield facts.fault(device, position, "it is there twice", "keep one")
             seen.add(key)
-    updates = any(key[0] is Update for key in seen)
+    clips = any(key[0] in (Norm, Clip) for key in seen)
     for stage, device in enumerate(facts.program.placement):
-        for kind, name in ((Forward, "forward"), (Backward, "backward")):
-            if kind is Backward and not facts.trains:
-                continue
-            missing = [i for i in range(facts.program.microbatches) if (kind, stage, i) not in seen]
-            if missing:
+        lacks: dict[str, list[int]] = defaultdict(list)
+        for i in range(facts.program.microbatches):
+            if (Forward, stage, i) not in seen:
+                lacks["forward"].append(i)
+            has = [kind for kind in (Backward, InputGrad, WeightGrad) if (kind, stage, i) in seen]
+            if facts.trains and not has:
+                lacks["backward"].append(i)
+            elif has == [InputGrad]:
+                lacks["weight gradient"].append(i)
+            elif has == [WeightGrad]:
+                lacks["input gradient"].append(i)
+            elif Backward in has and len(has) > 1:
                 yield Fault(
-                    f"stage {stage} has no {name} of {microbatches(missing)}", "add it", device
+                    f"stage {stage} has a whole backward of micro-batch {i} and a half of it",
+                    "keep backward, or input_grad and weight_grad",
+                    device,
                 )
-        if updates and (Update, stage) not in seen:
+        for name, indices in lacks.items():
+            yield Fault(f"stage {stage} has no {name} of {microbatches(indices)}", "add it", device)
+        for part, name in ((Norm, "norm"), (Clip, "clip")):
+            if clips and (part, stage) not in seen:
+                yield Fault(f"stage {stage} has no {name}", "clip every stage or none", device)
+        if facts.updates and stage not in facts.updates:
             yield Fault(f"stage {stage} has no update", "update every stage or none", device)
 
 
 def ascending(facts: Facts) -> Iterator[Fault]:
-    """Forwards and backwards of a stage take the micro-batches in order.
+    """A stage's forwards take the micro-batches in order, and so does what adds to its gradients.
 
-    Gradients are added, and buffers such as BatchNorm's statistics written, in that order.
+    Buffers such as BatchNorm's statistics are written, and gradients are added, in that order.
+    Forwards take whole batches in order, too; each batch has gradients of its own.
     """
-    latest: dict[tuple[type, int], int] = {}
     for device, compute in enumerate(facts.compute):
-        for position, instruction in compute:
-            if isinstance(instruction, Forward | Backward):
-                key = type(instruction), instruction.stage
-                before = latest.get(key, -1)
-                if instruction.microbatch < before:
+        forwards: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        gradients: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        for position, x in compute:
+            if isinstance(x, Forward):
+                forwards[x.stage].append((x.microbatch, position))
+            elif isinstance(x, Backward | WeightGrad):
+                gradients[x.stage].append((x.microbatch, position))
+        for run in (*forwards.values(), *gradients.values()):
+            latest = -1
+            for i, position in run:
+                if i < latest:
                     yield facts.fault(
                         device,
                         position,
-                        f"it comes after micro-batch {before}",
+                        f"it comes after micro-batch {latest}",
                         "let a stage take the micro-batches in ascending order",
                     )
-                latest[key] = max(before, instruction.microbatch)
+                latest = max(latest, i)
+        for run in forwards.values():
+            first, last = run[0][1], run[-1][1]
+            steps, position = facts.moment(device, first)
+            if facts.moment(device, last) >= (steps + 1, position):
+                yield facts.fault(
+                    device,
+                    last,
+                    f"it comes after position {first} of the next batch",
+                    "finish a batch's forwards on a stage before those of the next begin",
+                )
 
 
 def kept(facts: Facts) -> Iterator[Fault]:
-    """A forward keeps what its backward needs, and keeps nothing where there is none."""
+    """A forward keeps what comes after it needs, and no more."""
     for device, compute in enumerate(facts.compute):
         for position, instruction in compute:
-            if isinstance(instruction, Forward) and instruction.keeps != facts.trains:
+            if not isinstance(instruction, Forward):
+                continue
+            again = (instruction.stage, instruction.microbatch) in facts.recomputed
+            if instruction.again != again:
                 what, cure = (
-                    ("it keeps nothing for its backward", "write 'keep'")
-                    if facts.trains
-                    else ("it keeps what no backward uses up", "remove 'keep'")
+                    ("it keeps no buffers for its recompute", "write 'again'")
+                    if again
+                    else ("it keeps buffers and is never recomputed", "remove 'again'")
+                )
+                yield facts.fault(device, position, what, cure)
+            if instruction.keeps != (facts.trains and not again):
+                what, cure = (
+                    ("it keeps what no backward uses up", "remove 'keep'")
+                    if instruction.keeps
+                    else ("it keeps nothing for its backward", "write 'keep'")
                 )
                 yield facts.fault(device, position, what, cure)
 
 
-def versions(facts: Facts) -> Iterator[Fault]:
-    """A micro-batch reads one version of a stage, which exists; an update makes a new one."""
-    exists: dict[int, set[int]] = defaultdict(lambda: {0})
-    forward: dict[tuple[int, int], int] = {}
+def updated(facts: Facts) -> Iterator[Fault]:
+    """An update uses up all gradients of its batch: no more come, and nobody looks at them."""
     for device, compute in enumerate(facts.compute):
-        for position, instruction in compute:
-            match instruction:
-                case Forward(stage, i, version):
-                    wrong = _unknown(version, exists[stage])
-                    forward.setdefault((stage, i), version)
-                case Backward(stage, i, version):
-                    wrong = _unknown(version, exists[stage])
-                    read = forward.get((stage, i), version)
-                    if read != version:
-                        wrong = f"its forward read version {read}", f"write v{read}"
-                case Update(stage, reads, writes):
-                    wrong = _unknown(reads, exists[stage])
-                    if writes in exists[stage]:
-                        wrong = f"version {writes} exists already", "write the next version"
-                    exists[stage].add(writes)
-                case _:
-                    continue
-            if wrong is not None:
-                yield facts.fault(device, position, *wrong)
+        done: set[int] = set()
+        summed: set[int] = set()
+        for position, x in compute:
+            match x:
+                case Update(stage):
+                    done.add(stage)
+                case Norm(stage) | Clip(stage) if stage in done:
+                    yield facts.fault(
+                        device,
+                        position,
+                        "it needs gradients that the update has used up",
+                        "move it before that",
+                    )
+                case Backward(stage) | WeightGrad(stage) if stage in summed:
+                    yield facts.fault(
+                        device,
+                        position,
+                        "it adds to gradients whose norm is taken",
+                        "move it before the norm",
+                    )
+                case Norm(stage):
+                    summed.add(stage)
+                case Backward(stage) | WeightGrad(stage) if stage in done:
+                    yield facts.fault(
+                        device, position, "it comes after the update", "move it before that"
+                    )
+                case Run(kind, stage) if stage in done and _uses_gradients(kind):
+                    yield facts.fault(
+                        device,
+                        position,
+                        "it needs gradients that the update has used up",
+                        "move it before that",
+                    )
 
 
-def _unknown(version: int, exists: set[int]) -> tuple[str, str] | None:
-    if version in exists:
-        return None
-    return f"version {version} does not exist here", f"read version {max(exists)}"
+def _uses_gradients(kind: str) -> bool:
+    return "gradients" in (*KINDS[kind].reads, *KINDS[kind].writes)
+
+
+_LETTERS: dict[type, str] = {
+    Forward: "F",
+    Recompute: "R",
+    Backward: "B",
+    InputGrad: "I",
+    WeightGrad: "W",
+    Clip: "C",
+    Update: "U",
+}
+
+
+def followed(facts: Facts) -> Iterator[Fault]:
+    """A user's own task comes after all that it follows."""
+    for device, compute in enumerate(facts.compute):
+        if not any(isinstance(x, Run) for _, x in compute):
+            continue
+        last: dict[tuple[str, int, int | None], int] = {}  # of one micro-batch, and of all
+        for k, (_, x) in enumerate(compute):
+            if not isinstance(x, Barrier | Pause | Norm):
+                letter = x.kind if isinstance(x, Run) else _LETTERS[type(x)]
+                i = None if isinstance(x, Update | Clip) else x.microbatch
+                last[letter, x.stage, i] = last[letter, x.stage, None] = k
+        for k, (position, x) in enumerate(compute):
+            if not isinstance(x, Run):
+                continue
+            for letter in KINDS[x.kind].follows:
+                i = x.microbatch if KINDS[letter].per_microbatch else None
+                if (late := last.get((letter, x.stage, i), k)) > k:
+                    yield facts.fault(
+                        device,
+                        position,
+                        f"it comes before position {compute[late][0]}, which it follows",
+                        "move it behind that",
+                    )
 
 
 def barriers(facts: Facts) -> Iterator[Fault]:
     """A barrier parts all gradients from all updates, and stands there for nothing else.
 
-    So a failure anywhere in the step leaves every weight as it was.
+    So a failure anywhere in the step leaves every weight as it was. Where batches overlap, or
+    read older versions, there is none: the versions do its work.
     """
-    updates = any(isinstance(x, Update) for compute in facts.compute for _, x in compute)
+    delayed = any(
+        isinstance(x, Forward) and x.version < 0 for compute in facts.compute for _, x in compute
+    )
+    if not any(facts.meetings) and (facts.program.depth or delayed):
+        return
     for device, compute in enumerate(facts.compute):
         passed = False
         for position, instruction in compute:
             match instruction:
-                case Barrier() if not updates:
+                case Barrier() | Pause() if facts.program.depth:
+                    yield facts.fault(
+                        device, position, "batches overlap, and none may wait here", "remove it"
+                    )
+                case Barrier() if not facts.updates:
                     yield facts.fault(device, position, "no update follows", "remove it")
                 case Barrier():
                     passed = True
-                case Update() if not passed:
+                case Update() if not passed and not facts.program.depth:
                     yield facts.fault(
                         device, position, "no barrier comes before it", "put one on every device"
                     )
-                case Backward() | Forward() if passed:
+                case Forward() | Recompute() | Backward() | InputGrad() | WeightGrad() if passed:
                     yield facts.fault(
                         device, position, "it comes after a barrier", "move the barrier behind it"
                     )

@@ -2,29 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from fxpipe.edge import HOST, Edge, stage_name
 from fxpipe.errors import Fault
 from fxpipe.program import (
+    KEPT,
     Backward,
     Barrier,
     Buffer,
+    Clip,
     Forward,
     Free,
+    InputGrad,
     Instruction,
     Load,
+    Move,
+    Norm,
     Output,
     Pause,
     Pop,
     Program,
     Receive,
+    Recompute,
+    Run,
     Send,
     Stash,
     Update,
+    WeightGrad,
     forward_buffer,
     gradient_buffer,
+    norm_buffer,
 )
+from fxpipe.task import KINDS
 from fxpipe.text.edge import is_name
 from fxpipe.text.instruction import print_instruction
 from fxpipe.verify.waits import Place
@@ -45,6 +55,14 @@ def frame_faults(program: Program) -> Iterator[Fault]:
                 f"stage {stage} is placed on device {device}",
                 f"place it on one of the {program.devices} devices, numbered from 0",
             )
+    if program.launches and list(map(len, program.launches)) != list(map(len, program.lists)):
+        yield Fault(
+            f"its devices have {_counts(program.launches)} launches for "
+            f"{_counts(program.lists)} instructions",
+            "give each instruction its launch, or none of them",
+        )
+    elif "streams" in program.passes and not program.launches and any(program.lists):
+        yield Fault("its instructions have streams and no launches", "run the pass streams again")
     sources: dict[str, int] = {}
     known: set[tuple[str, int, int]] = set()
     for edge in program.edges:
@@ -59,6 +77,10 @@ def frame_faults(program: Program) -> Iterator[Fault]:
         if (edge.value, edge.source, edge.target) in known:
             yield Fault("there are two such edges", "keep one", subject=f"edge {edge}")
         known.add((edge.value, edge.source, edge.target))
+
+
+def _counts(lists: Sequence[Sequence[object]]) -> str:
+    return ", ".join(str(len(own)) for own in lists) or "no"
 
 
 def _edge_faults(edge: Edge, stages: int) -> Iterator[Fault]:
@@ -93,7 +115,10 @@ class Form:
             if edge.gradient:
                 self._routes[gradient_buffer(edge, 0)[:4]] = used, made
         for stage, home in enumerate(program.placement):
-            self._routes["saved", "", stage, stage] = home, home
+            for other, there in enumerate(program.placement):
+                self._routes[norm_buffer(stage, other)[:4]] = home, there
+            for kind in KEPT:
+                self._routes[kind, "", stage, stage] = home, home
         self._verdicts: dict[tuple[object, ...], tuple[str, str] | None] = {}
 
     def faults(self, malformed: set[Place]) -> Iterator[Fault]:
@@ -108,17 +133,36 @@ class Form:
     def _judge(self, device: int, instruction: Instruction) -> tuple[str, str] | None:
         """What is wrong with an instruction on a device, and the cure."""
         match instruction:
-            case Forward(stage, i) | Backward(stage, i):
-                return self._stage(device, stage) or self._microbatch(i)
-            case Update(stage):
-                return self._stage(device, stage)
             case Barrier() | Pause():
                 return None
+            case Update(stage, batch=batch):
+                return self._stage(device, stage) or self._microbatch(0, batch)
+            case Norm(stage, batch) | Clip(stage, batch):
+                return self._stage(device, stage) or self._microbatch(0, batch)
+            case Run(kind, stage, i, batch=batch):
+                return (
+                    self._kind(kind, i)
+                    or self._stage(device, stage)
+                    or self._microbatch(0 if i is None else i, batch)
+                )
+            case Forward() | Recompute() | Backward() | InputGrad() | WeightGrad():
+                stage, i, batch = instruction.stage, instruction.microbatch, instruction.batch
+                return self._stage(device, stage) or self._microbatch(i, batch)
         buffer = instruction.buffer
         key = device, type(instruction), *buffer[:4]
         if key not in self._verdicts:
             self._verdicts[key] = self._move(device, instruction, buffer)
-        return self._verdicts[key] or self._microbatch(buffer.microbatch)
+        return self._verdicts[key] or self._microbatch(buffer.microbatch, buffer.batch)
+
+    def _kind(self, letter: str, microbatch: int | None) -> tuple[str, str] | None:
+        kind = KINDS.get(letter)
+        if kind is None or kind.run is None:
+            return f"there is no task of your own {letter!r}", "define it with define_task"
+        if kind.per_microbatch == (microbatch is None):
+            if kind.per_microbatch:
+                return "it names no micro-batch", "name one"
+            return "it comes once a step, not for a micro-batch", "leave the micro-batch out"
+        return None
 
     def _stage(self, device: int, stage: int) -> tuple[str, str] | None:
         if not 0 <= stage < self.program.stages:
@@ -130,8 +174,13 @@ class Form:
             )
         return None
 
-    def _microbatch(self, microbatch: int) -> tuple[str, str] | None:
+    def _microbatch(self, microbatch: int, batch: int) -> tuple[str, str] | None:
         count = self.program.microbatches
+        if batch > 0:
+            return (
+                "it belongs to a later step's batch",
+                "let it belong to this step's or an earlier one's",
+            )
         if 0 <= microbatch < count:
             return None
         return f"there is no micro-batch {microbatch}", f"name one of the {count}, from 0"
@@ -139,7 +188,7 @@ class Form:
     def _move(
         self,
         device: int,
-        instruction: Load | Output | Send | Receive | Stash | Pop | Free,
+        instruction: Move,
         buffer: Buffer,
     ) -> tuple[str, str] | None:
         """What is wrong with a move or a free, the micro-batch apart."""

@@ -30,7 +30,7 @@ def verify_plan(plan: Plan) -> Plan:
     for position, stage in enumerate(plan.stages):
         faults += verify_graph(stage, position, into[position], out_of[position])
     if faults:
-        raise VerificationError("the plan", faults)
+        raise VerificationError("the plan", faults, plan)
     return plan
 
 

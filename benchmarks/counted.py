@@ -1,0 +1,97 @@
+"""What CPU devices hold while a pipe runs, counted by storage.
+
+Each device counts as one with memory of its own: what arrives is copied, as it would be there,
+and a value that is on its way belongs to nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+import fxpipe
+from fxpipe.counting import Counting
+from fxpipe.program import Forward, Load, Pop, Receive, Send, Stash
+from fxpipe.runtime import interpreter
+from fxpipe.runtime.interpreter import Machine
+
+Handler = Callable[[Machine, Any], None]
+
+
+class Counted:
+    """What one device holds.
+
+    Attributes:
+        levels: for each instruction that ran since ``clear``, in order, the most bytes while it
+            ran.
+    """
+
+    def __init__(self) -> None:
+        self.counting = Counting()
+        self.levels: list[int] = []
+
+    @property
+    def peak(self) -> int:
+        """The most bytes at once since ``clear``."""
+        return max(self.levels, default=self.counting.alive)
+
+    def clear(self) -> None:
+        """Forget the levels."""
+        self.levels.clear()
+
+    def handle(self, handler: Handler, machine: Machine, instruction: Any) -> None:
+        """Run an instruction, and count."""
+        if machine.position == 0:
+            homes = enumerate(machine.program.placement)
+            for stage in (stage for stage, home in homes if home == machine.device):
+                # where a stage writes buffers, its steps read copies of them
+                self.counting.adopt(machine.weights.buffers(stage))
+        if isinstance(instruction, Forward):  # what it reads was perhaps made between two steps
+            version = machine.step + instruction.version
+            self.counting.adopt(machine.weights.parameters(instruction.stage, version))
+        self.counting.peak = self.counting.alive
+        values = machine.store.values
+        if isinstance(instruction, Send | Stash):
+            home, name = machine.program.destination(instruction), machine.named(instruction.buffer)
+            machine.wires.put(home, name, _copied(values[instruction.buffer]))
+        else:
+            with self.counting:
+                handler(machine, instruction)
+        if isinstance(instruction, Load | Receive | Pop):
+            values[instruction.buffer] = _copied(values[instruction.buffer])
+            self.counting.adopt(values[instruction.buffer])
+        self.levels.append(self.counting.peak)
+
+
+@contextmanager
+def counted(pipe: fxpipe.Pipeline) -> Iterator[list[Counted]]:
+    """While it is open, device → what it holds; no other pipe may run.
+
+    Args:
+        pipe: a pipe that is prepared, so that it is known where its parameters are.
+    """
+    found = [Counted() for _ in pipe.devices]
+    state = {**dict(pipe.named_parameters()), **dict(pipe.named_buffers())}
+    for stage, home in zip(pipe.plan.stages, pipe.schedule.placement, strict=True):
+        own = [state[a.target] for a in (*stage.parameters, *stage.buffers) if a.target in state]
+        found[home].counting.adopt([own, [tensor.grad for tensor in own]])
+
+    def counting(handler: Handler) -> Handler:
+        def handle(machine: Machine, instruction: Any) -> None:
+            found[machine.device].handle(handler, machine, instruction)
+
+        return handle
+
+    handlers = {kind: counting(handler) for kind, handler in interpreter.HANDLERS.items()}
+    with patch.object(interpreter, "HANDLERS", handlers):
+        yield found
+
+
+def _copied(value: Any) -> Any:
+    return pytree.tree_map_only(Tensor, lambda x: torch.empty_like(x).copy_(x), value)

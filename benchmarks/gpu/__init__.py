@@ -1,0 +1,1 @@
+"""Measurements on a GPU, each with ``--dry-run`` for machines without one; see its README."""

@@ -1,0 +1,158 @@
+"""Predicted memory beside measured: GPipe, 1F1B and 2BW, with each mode of recomputation.
+
+All stages share one GPU, so what is compared is the most that all hold together: the sum of the
+devices' predicted memory over the simulated time, and the peak of torch's allocator in a step.
+The batch stays on the host; each micro-batch is copied when it is loaded, as the prediction has it.
+Run it with ``python -m benchmarks.gpu.memory``; see the README beside it.
+"""
+
+from __future__ import annotations
+
+import heapq
+import sys
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+import fxpipe
+from benchmarks.gpu.setting import Setting, arguments, out_of_memory, read
+from benchmarks.gpu.workloads import NAMES, Workload, workload
+from benchmarks.report import Figure, Grid
+from fxpipe.simulator import Simulation
+
+SCHEDULES = ("gpipe", "1f1b", "2bw")
+MODES = ("never", "except_last", "always")
+STEADY = 3
+"""Steps before the measured one: what is allocated once is there, and batches overlap."""
+
+Adam = partial(torch.optim.Adam, lr=1e-4)
+
+
+class Row(NamedTuple):
+    """Bytes: the sum over time at its peak, the sum of the devices' peaks, and the allocator's."""
+
+    predicted: int
+    peaks: int
+    measured: int
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 1 where a row is missing."""
+    parser = arguments(str(__doc__).partition("\n")[0])
+    parser.add_argument("--models", nargs="+", choices=NAMES, default=["unet", "gpt2"])
+    parser.add_argument("--schedules", nargs="+", default=SCHEDULES)
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
+    parser.add_argument("--stages", type=int, help="by default 4, in a dry run 2")
+    parser.add_argument("--microbatches", type=int, help="by default 8, in a dry run 4")
+    parser.add_argument("--batch", type=int, help="samples of a step; each model has its own")
+    setting, own = read(parser, given)
+    stages = own.stages or (2 if setting.dry_run else 4)
+    parts = own.microbatches or (4 if setting.dry_run else 8)
+    figures: list[Figure] = []
+    cells: list[tuple[str, ...]] = []
+    missing = 0
+    for name in own.models:
+        work = workload(name, setting, own.batch)
+        for schedule in own.schedules:
+            for mode in own.modes:
+                what = f"{work.name}, {schedule}, recompute {mode}"
+                row = None
+                if not setting.over:
+                    row = attempt(work, schedule, mode, stages, parts, setting)
+                missing += row is None
+                if row is None:
+                    cells.append((what, "–", "–", "–", "–"))
+                    continue
+                error = row.predicted / row.measured - 1 if row.measured else None
+                if error is not None:
+                    figures.append(Figure(f"{what}: predicted above measured", 100 * error, "%"))
+                cells.append((what, *map(_mebibytes, row), _percent(error)))
+    settings: dict[str, str | int] = {
+        "batches": ", ".join(str(workload(n, setting, own.batch).batch) for n in own.models),
+        "stages": f"{stages}, all on one device",
+        "micro-batches": parts,
+        "optimizer": "Adam",
+        "measured": "the allocator's peak in a step, less what was there before the model",
+        "predicted": "of all devices together, at the worst moment of the simulated step",
+    }
+    heads = ("model, schedule", "predicted", "sum of the devices' peaks", "measured", "error")
+    name = "-".join(["memory", *own.models])
+    title = "Memory, predicted and measured"
+    setting.publish(name, title, settings, figures, [Grid(heads, cells)])
+    return 1 if missing else 0
+
+
+def attempt(
+    work: Workload, schedule: str, mode: str, stages: int, parts: int, setting: Setting
+) -> Row | None:
+    """One row, or None where the device has too little memory for it."""
+    try:
+        return measure(work, schedule, mode, stages, parts, setting)
+    except (RuntimeError, fxpipe.ExecutionError) as error:
+        if not out_of_memory(error):
+            raise
+        return None
+    finally:
+        setting.tidy()
+
+
+def measure(
+    work: Workload, schedule: str, mode: Any, stages: int, parts: int, setting: Setting
+) -> Row:
+    torch.manual_seed(0)
+    before = setting.held()
+    x, y = work.draw(work.batch)
+    with fxpipe.compile(
+        work.model().to(setting.device),
+        setting.devices(stages),
+        schedule=schedule,
+        microbatches=parts,
+        loss=work.loss,
+        optimizer=Adam,
+        recompute=mode,
+    ) as pipe:
+        for _ in range(STEADY):
+            pipe.step(x, target=y)
+        setting.tidy()
+        measured = setting.peak(lambda: pipe.step(x, target=y)) - before
+        simulation = pipe.simulate()
+        peaks = sum(memory.peak for memory in simulation.memory)
+        return Row(together(simulation), peaks, measured)
+
+
+def together(simulation: Simulation) -> int:
+    """The most bytes that all devices hold at one time.
+
+    Where a device runs several instructions at the same time, the last of them counts: what one
+    holds for no time at all cannot be there together with what another device holds then.
+    """
+
+    def changes(device: int) -> Iterator[tuple[float, int, int]]:
+        starts = simulation.events.starts[device]
+        levels = simulation.memory[device].levels
+        for index, (time, level) in enumerate(zip(starts, levels, strict=True)):
+            if index + 1 == len(starts) or starts[index + 1] > time:
+                yield time, device, level
+
+    now = [memory.resting for memory in simulation.memory]
+    most = sum(now)
+    merged = list(heapq.merge(*map(changes, range(simulation.devices))))
+    for index, (time, device, level) in enumerate(merged):
+        now[device] = level
+        if index + 1 == len(merged) or merged[index + 1][0] > time:
+            most = max(most, sum(now))
+    return most
+
+
+def _mebibytes(size: int) -> str:
+    return f"{size / 2**20:.1f} MiB" if size else "–"
+
+
+def _percent(error: float | None) -> str:
+    return "–" if error is None else f"{100 * error:+.2f} %"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,163 @@
+"""One GPU as 1, 2, 4 and 8 devices of equal speed: the speed-up tables of torchgpipe and GPipe.
+
+The GPU is split once into as many groups of multiprocessors as the largest pipeline has devices;
+a smaller pipeline leaves the others idle. The batch is the same in every cell.
+Run it with ``python -m benchmarks.gpu.scaling``; see the README beside it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fxpipe
+from benchmarks.gpu.groups import Groups, GroupsError, split
+from benchmarks.gpu.setting import HOW, Setting, add_dispatch, arguments, out_of_memory, read
+from benchmarks.gpu.workloads import NAMES, Workload, workload
+from benchmarks.report import Figure, Grid
+
+DEVICES = (1, 2, 4, 8)
+MICROBATCHES = (1, 4, 32)
+SECONDS = 8.0
+"""Time for the steps of a cell."""
+
+SGD = partial(torch.optim.SGD, lr=1e-4)
+Cells = dict[tuple[int, int], float | None]
+"""Micro-batches and devices → samples a second; None where no memory or no time was left."""
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 1 where a cell is missing, 2 where the GPU cannot be split."""
+    parser = arguments(str(__doc__).partition("\n")[0])
+    parser.add_argument("--models", nargs="+", choices=NAMES, default=["unet", "amoebanet"])
+    parser.add_argument("--devices", nargs="+", type=int, help=f"by default {DEVICES}")
+    parser.add_argument("--microbatches", nargs="+", type=int, help=f"by default {MICROBATCHES}")
+    parser.add_argument("--batch", type=int, help="samples of a step; each model has its own")
+    parser.add_argument("--schedule", default="gpipe")
+    parser.add_argument("--recompute", choices=("never", "except_last", "always"), default="never")
+    add_dispatch(parser)
+    setting, own = read(parser, given)
+    counts = sorted(own.devices or ((1, 2) if setting.dry_run else DEVICES))
+    parts = sorted(own.microbatches or ((1, 4) if setting.dry_run else MICROBATCHES))
+    try:
+        groups = split(setting, counts[-1])
+    except GroupsError as error:
+        print(error, file=sys.stderr)
+        return 2
+    figures: list[Figure] = []
+    grids: list[Grid] = []
+    missing = 0
+    for name in own.models:
+        work = workload(name, setting, own.batch)
+        cells = fill(work, counts, parts, groups, setting, own)
+        missing += sum(rate is None for rate in cells.values())
+        grids += tables(work, cells, counts, parts)
+        most, last = parts[-1], counts[-1]
+        found, one = cells[most, last], cells.get((most, counts[0]))
+        if found and one:
+            told = f"{work.name}: n={last}, m={most} over n={counts[0]}, m={most}"
+            figures += [
+                Figure(told, found / one),
+                Figure(f"{told}, ideal", ideal(last, most) / ideal(counts[0], most)),
+            ]
+    settings: dict[str, str | int] = {
+        "batches": ", ".join(str(workload(n, setting, own.batch).batch) for n in own.models),
+        "groups": f"{counts[-1]} of {groups.multiprocessors} multiprocessors, {groups.how}",
+        "schedule": own.schedule,
+        "launched by": HOW[own.dispatch],
+        "recomputation": own.recompute,
+        "balance": "fxpipe's own",
+        "cells": "–: no memory or no time was left",
+    }
+    name = "-".join(["scaling", *own.models])
+    setting.publish(name, "One GPU split into virtual devices", settings, figures, grids)
+    return 1 if missing else 0
+
+
+def fill(
+    work: Workload,
+    counts: Sequence[int],
+    parts: Sequence[int],
+    groups: Groups,
+    setting: Setting,
+    own: Any,
+) -> Cells:
+    """Measure every cell, those with the most micro-batches first: the targets are among them."""
+    x, y = (value.to(setting.device) for value in work.draw(work.batch))
+    cells: Cells = {}
+    for microbatches in reversed(parts):
+        for count in (counts[0], *reversed(counts[1:])):
+            cell = microbatches, count
+            cells[cell] = None
+            if setting.over:
+                continue
+            try:
+                cells[cell] = rate(work, groups.devices[:count], microbatches, x, y, setting, own)
+            except (RuntimeError, fxpipe.ExecutionError) as error:
+                if not out_of_memory(error):
+                    raise
+            finally:
+                setting.tidy()
+    return cells
+
+
+def rate(
+    work: Workload,
+    devices: Sequence[Any],
+    microbatches: int,
+    x: Tensor,
+    y: Tensor,
+    setting: Setting,
+    own: Any,
+) -> float:
+    """Samples a second."""
+    with fxpipe.compile(
+        work.model().to(setting.device),
+        devices,
+        schedule=own.schedule,
+        dispatch=own.dispatch,
+        microbatches=microbatches,
+        loss=work.loss,
+        optimizer=SGD,
+        recompute=own.recompute,
+    ) as pipe:
+        took = setting.seconds({"step": lambda: pipe.step(x, target=y)}, SECONDS)
+    return work.batch / took["step"]
+
+
+def tables(work: Workload, cells: Cells, counts: Sequence[int], parts: Sequence[int]) -> list[Grid]:
+    """Samples a second, and these over the first column and over the first cell of the papers'
+    tables, which is two devices with one micro-batch."""
+    heads = [f"n={count}" for count in counts]
+
+    def table(what: str, over: Any) -> Grid:
+        rows = [(f"m={m}", *(_ratio(cells[m, n], over(m, n)) for n in counts)) for m in parts]
+        return Grid((f"{work.name}: {what}", *heads), rows)
+
+    found = [
+        table("samples a second", lambda m, n: 1.0),
+        table("over one device", lambda m, n: cells[m, counts[0]]),
+    ]
+    first = (parts[0], 2)
+    if first in cells:
+        found.append(table(f"over n=2, m={parts[0]}", lambda m, n: cells[first]))
+    rows = [(f"m={m}", *(f"{ideal(n, m):.3f}" for n in counts)) for m in parts]
+    return [*found, Grid(("ideal: m n / (m + n − 1)", *heads), rows)]
+
+
+def ideal(devices: int, microbatches: int) -> float:
+    """How often as fast as one device so many equal ones are, with free communication."""
+    return microbatches * devices / (microbatches + devices - 1)
+
+
+def _ratio(rate: float | None, over: float | None) -> str:
+    return "–" if rate is None or over is None else f"{rate / over:.4g}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

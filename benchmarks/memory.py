@@ -1,0 +1,175 @@
+"""Predicted memory beside counted, device by device: schedules and modes of recomputation.
+
+CPU devices count by storage what is alive while steps run, each as one with memory of its own.
+Run it with ``python -m benchmarks.memory``; ``benchmarks.gpu.memory`` asks torch's allocator.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+import fxpipe
+from benchmarks.counted import counted
+from benchmarks.machine import describe
+from benchmarks.models.gpt2 import GPT2, next_words
+from benchmarks.models.unet import UNet
+from benchmarks.report import RESULTS, Figure, Grid, Report
+from examples.plain import one_thread
+from fxpipe.units import bytes_text
+
+SCHEDULES = ("gpipe", "1f1b", "zb-h1", "2bw")
+MODES = ("never", "except_last", "always")
+STEPS = 3
+"""Counted steps in a row, after as many that are not: where batches overlap they do."""
+
+Adam = partial(torch.optim.Adam, lr=1e-4)
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+class Work(NamedTuple):
+    """A model to train.
+
+    Attributes:
+        name: with its size.
+        model: makes it.
+        inputs: a batch.
+        target: what the loss compares its output with.
+        loss: ``loss(output, target)``.
+    """
+
+    name: str
+    model: Callable[[], nn.Module]
+    inputs: Tensor
+    target: Tensor
+    loss: Loss
+
+
+class Row(NamedTuple):
+    """A device of one run, in bytes.
+
+    Attributes:
+        predicted: its peak.
+        counted: the most that it held.
+        parts: what the predicted peak is made of.
+    """
+
+    predicted: int
+    counted: int
+    parts: dict[str, int]
+
+    @property
+    def error(self) -> float:
+        """The prediction above the count, in per cent of the count."""
+        return 100 * (self.predicted / self.counted - 1)
+
+
+def works(tiny: bool) -> list[Work]:
+    """The models, as small as possible for a trial."""
+    torch.manual_seed(0)
+    side, length = (16, 8) if tiny else (64, 128)
+    images, maps = torch.randn(16, 3, side, side), torch.randn(16, 1, side, side)
+    tokens = torch.randint(1000, (16, length + 1))
+    channels, width, layers = (4, 16, 2) if tiny else (16, 128, 6)
+    return [
+        Work(f"U-Net (2, {channels})", lambda: UNet(2, channels, depth=3), images, maps, mse_loss),
+        Work(
+            f"GPT-2 ({layers} blocks of {width})",
+            lambda: GPT2(1000, length, layers, width, 4),
+            tokens[:, :-1].contiguous(),
+            tokens[:, 1:].contiguous(),
+            next_words,
+        ),
+    ]
+
+
+def measure(work: Work, schedule: str, mode: Any, devices: int, microbatches: int) -> list[Row]:
+    """Device → predicted and counted."""
+    torch.manual_seed(0)
+    with fxpipe.compile(
+        work.model(),
+        ["cpu"] * devices,
+        schedule=schedule,
+        microbatches=microbatches,
+        loss=work.loss,
+        optimizer=Adam,
+        recompute=mode,
+    ) as pipe:
+        pipe.prepare(work.inputs, target=work.target)
+        with counted(pipe) as found:
+            for step in range(2 * STEPS):
+                if step == STEPS:
+                    for device in found:
+                        device.clear()
+                pipe.step(work.inputs, target=work.target)
+            pipe.flush()
+        return [
+            Row(memory.peak, device.peak, dict(memory.parts))
+            for memory, device in zip(pipe.simulate().memory, found, strict=True)
+        ]
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
+    parser.add_argument("--schedules", nargs="+", default=SCHEDULES)
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
+    parser.add_argument("--devices", type=int, default=3)
+    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--tiny", action="store_true", help="small models, for a trial")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the result file")
+    own = parser.parse_args(given)
+    machine = describe()
+    found: list[tuple[str, int, Row]] = []
+    with one_thread():
+        for work in works(own.tiny):
+            for schedule in own.schedules:
+                for mode in own.modes:
+                    what = f"{work.name}, {schedule}, recompute {mode}"
+                    rows = measure(work, schedule, mode, own.devices, own.microbatches)
+                    found += [(what, device, row) for device, row in enumerate(rows)]
+    errors = [row.error for _, _, row in found]
+    largest = max(found, key=lambda each: abs(each[2].error))
+    figures = [
+        Figure("the largest error", max(map(abs, errors)), "%"),
+        Figure("of", f"{largest[0]}, device {largest[1]}"),
+        Figure("the mean error, signs left out", sum(map(abs, errors)) / len(errors), "%"),
+        Figure("devices with an error of at most 3 %", sum(abs(e) <= 3 for e in errors)),
+        Figure("devices", len(errors)),
+    ]
+    parts = [part for part in found[0][2].parts if any(row.parts[part] for _, _, row in found)]
+    heads = ("model, schedule", "device", "predicted", "counted", "error", *parts)
+    cells = [
+        (
+            what,
+            str(device),
+            bytes_text(row.predicted),
+            bytes_text(row.counted),
+            f"{row.error:+.2f} %",
+            *(bytes_text(row.parts[part]) for part in parts),
+        )
+        for what, device, row in found
+    ]
+    settings: dict[str, str | int] = {
+        "devices": f"{own.devices} CPU devices of one thread",
+        "batch": 16,
+        "micro-batches": own.microbatches,
+        "optimizer": "Adam",
+        "counted": f"the most bytes of storages alive at once in {STEPS} steps, after as many",
+        "predicted": "the peak of pipe.simulate(), and what it is made of",
+    }
+    title = "Memory of every device, predicted and counted"
+    grids = [Grid(heads, cells)]
+    Report("memory", title, settings, figures, machine, grids).publish(own.output)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,115 @@
+"""Train every model under every schedule and number of stages beside a plain loop.
+
+Run it with ``python -m benchmarks.models``; it takes some minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import warnings
+from collections.abc import Sequence
+from itertools import product
+from statistics import median
+from time import perf_counter
+
+import torch
+from rich.progress import track
+
+import fxpipe.schedules
+from benchmarks.machine import describe
+from benchmarks.models import others, own
+from benchmarks.models.cases import Case
+from benchmarks.models.exact import MICROBATCHES, ROWS, STEPS, Run, run, split
+from benchmarks.report import Figure, Grid, Report
+from examples.plain import one_thread
+from fxpipe.recipe import RECIPES
+
+STAGES = (2, 3, 4)
+WANTED = ("gpipe", "1f1b", "zb-h1")
+REPEATS = 3
+
+
+def main() -> int:
+    """Returns the exit status: 1 where a pipeline and the loop differ."""
+    assert fxpipe.schedules  # importing it has registered the library's schedules
+    parser = argparse.ArgumentParser(description="Train many models beside a plain loop.")
+    known = [name for name in WANTED if name in RECIPES]
+    parser.add_argument("--schedules", nargs="+", default=known)
+    parser.add_argument("--stages", nargs="+", type=int, default=list(STAGES))
+    parser.add_argument("--models", nargs="+", help="parts of their names; all by default")
+    arguments = parser.parse_args()
+    machine = describe()
+    cases = [
+        case
+        for case in (*others.CASES, *own.CASES)
+        if not arguments.models or any(part in case.name for part in arguments.models)
+    ]
+    torch.set_num_threads(1)
+    settings = list(product(arguments.schedules, arguments.stages))
+    runs: list[list[Run]] = []
+    exporting: list[float] = []
+    for case in track(cases, "models"):
+        exporting.append(median(export_seconds(case) for _ in range(REPEATS)))
+        runs.append([run(case, schedule, stages) for schedule, stages in settings])
+    faults = [name for row in runs for each in row for name in each.differing]
+    compiling = [median(each.compiling for each in row) for row in runs]
+    ratios = [a / b for a, b in zip(compiling, exporting, strict=True)]
+    figures = [
+        Figure("models", len(cases)),
+        Figure("gradients, losses and buffers", "differ" if faults else "equal bit for bit"),
+        Figure("compile time over torch.export's own, median", median(ratios)),
+        Figure("the same, greatest", max(ratios)),
+    ]
+    headings = [f"{schedule}, {stages}" for schedule, stages in settings]
+    grids = [
+        Grid(
+            ("schedule, stages", *headings),
+            [(case.name, *map(_shown, row)) for case, row in zip(cases, runs, strict=True)],
+        ),
+        Grid(
+            ("compile time", "fxpipe", "torch.export", "ratio"),
+            [
+                (case.name, f"{a:.2f} s", f"{b:.2f} s", f"{a / b:.1f}")
+                for case, a, b in zip(cases, compiling, exporting, strict=True)
+            ],
+        ),
+    ]
+    told = {
+        "batch": f"{ROWS} in {MICROBATCHES} micro-batches, {STEPS} steps",
+        "compile time": "until the pipe is ready for its first step, one thread, median",
+        "torch.export": "torch.export.export of the model alone, on one micro-batch",
+    }
+    Report("models", "Models beside a plain loop", told, figures, machine, grids).publish()
+    return 1 if faults else 0
+
+
+def export_seconds(case: Case) -> float:
+    """What PyTorch alone takes to trace the model on one micro-batch."""
+    torch.manual_seed(0)
+    model, batch = case.model(), split(case.batch(ROWS))[0]
+    # objects in a model's output are more than torch.export takes
+    hook = model.register_forward_hook(lambda module, args, output: _tensors(output))
+    start = perf_counter()
+    with one_thread(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.export.export(model, batch.args, dict(batch.kwargs), strict=False)
+    hook.remove()
+    return perf_counter() - start
+
+
+def _tensors(output: object) -> object:
+    values: Sequence[object] = [output]
+    if isinstance(output, dict):
+        values = list(output.values())
+    elif isinstance(output, tuple):
+        values = output
+    return [value for value in values if isinstance(value, torch.Tensor)]
+
+
+def _shown(run: Run) -> str:
+    return f"{len(run.differing)} differ" if run.differing else "equal"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,40 @@
+"""fxpipe itself."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+import fxpipe
+from benchmarks.peers.case import DEVICES, Case
+from benchmarks.peers.contender import Contender
+
+
+class Pipe(Contender):
+    """It is told nothing of the model but the model."""
+
+    def __init__(self, case: Case, schedule: str, fused: bool) -> None:
+        torch.set_num_threads(DEVICES)  # one for each device
+        model, self.x, self.y = case.make()
+        self.pipe = fxpipe.compile(
+            model,
+            ["cpu"] * DEVICES,
+            schedule=schedule,
+            microbatches=case.microbatches,
+            loss=case.loss,
+            optimizer=case.optimizer,
+            fuse_accumulation=fused,
+        )
+
+    def step(self) -> Tensor:
+        """See Contender.step."""
+        loss: Tensor = self.pipe.step(self.x, target=self.y)
+        return loss
+
+    def settle(self) -> None:
+        """See Contender.settle."""
+        self.pipe.flush()
+
+    def close(self) -> None:
+        """See Contender.close."""
+        self.pipe.close()

@@ -1,0 +1,55 @@
+"""torch.distributed.pipelining: processes of one thread that talk through gloo."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, SplitPoint, pipeline
+from torch.distributed.pipelining.stage import _PipelineStageBase
+
+from benchmarks.peers.case import DEVICES, Case
+from benchmarks.peers.contender import Contender, index_of
+
+
+class Pipelining(Contender):
+    """One rank of its 1F1B. A sequence is cut by hand, anything else by its tracer."""
+
+    def __init__(self, case: Case, rank: int, meeting: str) -> None:
+        torch.set_num_threads(1)
+        distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=DEVICES)
+        model, x, y = case.make()
+        stage = stage_of(model, case, rank, x)
+        self.rank, self.x, self.y = rank, x, y
+        self.schedule = Schedule1F1B(stage, case.microbatches, loss_fn=case.loss)
+        self.optimizer = case.optimizer(stage.submod.parameters())
+
+    def meet(self) -> None:
+        """See Contender.meet."""
+        distributed.barrier()
+
+    def step(self) -> Tensor | None:
+        """See Contender.step."""
+        self.optimizer.zero_grad()
+        losses: list[Tensor] = []
+        if self.rank == 0:
+            self.schedule.step(self.x)
+        else:
+            self.schedule.step(target=self.y, losses=losses)
+        self.optimizer.step()
+        return torch.stack(losses).mean() if losses else None
+
+    def close(self) -> None:
+        """See Contender.close."""
+        distributed.destroy_process_group()
+
+
+def stage_of(model: nn.Module, case: Case, rank: int, x: Tensor) -> _PipelineStageBase:
+    """The half of a model that a rank trains."""
+    device = torch.device("cpu")
+    if isinstance(model, nn.Sequential):
+        first = index_of(model, case.half)
+        own = model[:first] if rank == 0 else model[first:]
+        return PipelineStage(own, rank, DEVICES, device)
+    part = x.tensor_split(case.microbatches)[0]
+    split = {case.half: SplitPoint.BEGINNING}
+    return pipeline(model, (part,), split_spec=split).build_stage(rank, device)

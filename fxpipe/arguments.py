@@ -1,0 +1,395 @@
+"""The arguments of ``compile``: each is checked by itself, and refused with what to give."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from torch import nn
+
+import fxpipe.schedules as _library
+from fxpipe.compiler.front_end import Tracer
+from fxpipe.compiler.objective import Objective, Reduction
+from fxpipe.compiler.timetable import RecomputeLike
+from fxpipe.errors import InputError, near
+from fxpipe.passes.add_recompute import Recompute
+from fxpipe.recipe import RECIPES, Recipe, find_recipe, fixed
+from fxpipe.runtime.batch import BatchDims
+from fxpipe.runtime.clipping import Clipping
+from fxpipe.runtime.cuda import home
+from fxpipe.runtime.launcher import Dispatch
+from fxpipe.schedule import Schedule
+
+Devices = int | Sequence[str | torch.device | torch.cuda.Stream]
+Place = torch.device | torch.cuda.Stream
+"""Where a device of a pipe is: one of torch's, or a stream of one."""
+ScheduleLike = str | PathLike[str] | Schedule | Recipe | Callable[..., Any]
+
+
+def read_devices(devices: Devices) -> list[Place]:
+    """Where the devices are; CUDA devices have their index.
+
+    Raises:
+        InputError: there are none, or no such ones.
+    """
+    if isinstance(devices, bool) or not isinstance(devices, int | Sequence):
+        raise InputError(f'devices is {devices!r}; give a list such as ["cpu", "cpu"], or how many')
+    if isinstance(devices, int):
+        if devices < 1:
+            raise InputError(f"devices is {devices}; give at least 1")
+        if not torch.cuda.is_available():
+            return [torch.device("cpu")] * devices
+        if devices > torch.cuda.device_count():
+            raise InputError(
+                f"devices is {devices} and there are {torch.cuda.device_count()} CUDA devices; "
+                "name them one by one, where one may stand several times"
+            )
+        devices = [f"cuda:{index}" for index in range(devices)]
+    if isinstance(devices, str):
+        raise InputError(f"devices is the string {devices!r}; give a list, such as [{devices!r}]")
+    if not devices:
+        raise InputError('devices is empty; give at least one, such as ["cpu", "cpu"]')
+    found = [_place(device) for device in devices]
+    if len({home(place).type for place in found}) > 1:
+        raise InputError(
+            f"devices are {', '.join(map(str, found))}; name CPU devices or CUDA devices, not both"
+        )
+    streams = [place for place in found if isinstance(place, torch.cuda.Stream)]
+    for index, stream in enumerate(streams):
+        if stream in streams[:index]:
+            raise InputError(
+                f"{stream} stands twice in devices, which would compute one after the other; give "
+                f'each a stream of its own, or name "{stream.device}" twice'
+            )
+    return found
+
+
+def _place(name: str | Place) -> Place:
+    if isinstance(name, torch.cuda.Stream):
+        return name
+    try:
+        device = torch.device(name)
+        if not isinstance(name, str | torch.device):
+            raise TypeError
+    except (RuntimeError, TypeError):
+        raise InputError(f'there is no device {name!r}; name one such as "cpu"') from None
+    if device.type not in ("cpu", "cuda"):
+        raise InputError(
+            f'stages cannot run on {device}; name CPU or CUDA devices, such as ["cpu", "cpu"]'
+        )
+    if device.type == "cuda":
+        return _cuda_device(device)
+    return device
+
+
+def _cuda_device(device: torch.device) -> torch.device:
+    """The device with its index."""
+    if not torch.cuda.is_available():
+        raise InputError(f'there is no {device} here; name CPU devices, such as ["cpu", "cpu"]')
+    count = torch.cuda.device_count()
+    index = torch.cuda.current_device() if device.index is None else device.index
+    if index >= count:
+        raise InputError(f"there is no {device}; the CUDA devices are cuda:0 to cuda:{count - 1}")
+    return torch.device("cuda", index)
+
+
+def read_dispatch(dispatch: Any, place: torch.device) -> Dispatch:
+    """Who launches instructions.
+
+    Raises:
+        InputError: nobody known, or one thread for CPU devices.
+    """
+    known: tuple[Dispatch, ...] = get_args(Dispatch)
+    for each in known:
+        if dispatch == each == "thread" and place.type == "cpu":
+            raise InputError(
+                'dispatch is "thread", and CPU devices compute in the threads that launch; leave '
+                "dispatch out"
+            )
+        if dispatch == each:
+            return each
+    raise InputError(f"there is no dispatch {dispatch!r}: {near(str(dispatch), known)}")
+
+
+def read_schedule(
+    schedule: ScheduleLike, devices: int, microbatches: int | None, delay: int | None = None
+) -> tuple[Recipe, int | None]:
+    """The recipe of a schedule, and the number of micro-batches where one is given.
+
+    Raises:
+        InputError: it is no schedule, or for other numbers of devices or micro-batches.
+    """
+    recipe = _recipe(schedule, devices)
+    if recipe.microbatches is not None:
+        if microbatches not in (None, recipe.microbatches):
+            raise InputError(
+                f"microbatches is {microbatches} and the schedule is for "
+                f"{recipe.microbatches}; leave microbatches out"
+            )
+        microbatches = recipe.microbatches
+    _check_microbatches(microbatches)
+    if delay is not None:
+        if isinstance(delay, bool) or not isinstance(delay, int) or delay < 0:
+            raise InputError(f"delay is {delay!r}; give a whole number of at least 0")
+        recipe = recipe.delayed(delay)
+    return recipe, microbatches
+
+
+def _recipe(schedule: ScheduleLike, devices: int) -> Recipe:
+    assert _library  # importing it has registered the library's schedules
+    if isinstance(schedule, str) and "\n" in schedule:
+        schedule = Schedule.parse(schedule)
+    elif isinstance(schedule, PathLike) or (
+        isinstance(schedule, str) and schedule not in RECIPES and Path(schedule).is_file()
+    ):
+        schedule = Schedule.from_file(schedule)
+    if isinstance(schedule, str):
+        return find_recipe(schedule)
+    if isinstance(schedule, Recipe):
+        return schedule
+    if isinstance(schedule, Schedule):
+        if schedule.devices != devices:
+            raise InputError(
+                f"schedule {schedule.name!r} is for {schedule.devices} devices and there are "
+                f"{devices}; make it for {devices}"
+            )
+        return fixed(schedule)
+    if callable(schedule):
+        return Recipe(getattr(schedule, "__name__", "custom"), schedule)
+    raise InputError(
+        f'schedule is {schedule!r}; give a name such as "1f1b", a Schedule, its text or a path to '
+        "it, or a function (device, devices, microbatches) that yields tasks"
+    )
+
+
+def _check_microbatches(microbatches: int | None) -> None:
+    if microbatches is None:
+        return
+    if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
+        raise InputError(f"microbatches is {microbatches!r}; give a whole number of at least 1")
+
+
+def check_overlap(recipe: Recipe, optimizer: Any) -> None:
+    """Raises InputError for a schedule that updates in flight, and no optimizer that could."""
+    if recipe.delay and optimizer is None:
+        raise InputError(
+            f"schedule {recipe.name!r} updates the weights while batches are in flight, and there "
+            "is no optimizer; give optimizer=, such as lambda parameters: "
+            "torch.optim.AdamW(parameters)"
+        )
+
+
+def read_objective(loss: Any, reduction: Any, loss_weight: Any) -> Objective:
+    """The loss of a batch.
+
+    Raises:
+        InputError: it is no function, has parameters, or is reduced in no known way.
+    """
+    if loss is not None and not callable(loss):
+        raise InputError(f"loss is {loss!r}; give a function loss(output, *targets)")
+    if isinstance(loss, nn.Module) and any(p.requires_grad for p in loss.parameters()):
+        raise InputError(
+            "the loss has parameters of its own, which no stage would train; move them into the "
+            "model, return the loss from it, and leave out loss="
+        )
+    known = get_args(Reduction)
+    if reduction not in known:
+        raise InputError(f"there is no reduction {reduction!r}: {near(str(reduction), known)}")
+    if loss_weight is not None and not callable(loss_weight):
+        raise InputError(
+            f"loss_weight is {loss_weight!r}; give a function from the targets to a number, such "
+            "as lambda y: (y != -100).sum()"
+        )
+    if loss_weight is not None and reduction == "sum":
+        raise InputError(
+            'reduction is "sum" and there is a loss_weight, which says how losses are averaged; '
+            "leave one of them out"
+        )
+    return Objective(loss, reduction, loss_weight)
+
+
+def read_batch_dims(batch_dims: Any, model: nn.Module) -> BatchDims:
+    """Input → its dimension that is the batch, or None.
+
+    Raises:
+        InputError: it is no such mapping, or names no input of the model.
+    """
+    if batch_dims is None:
+        return {}
+    shape = "give a dict from names of inputs to a dimension or None, such as {'x': 1}"
+    if not isinstance(batch_dims, Mapping):
+        raise InputError(f"batch_dims is {batch_dims!r}; {shape}")
+    parameters = inspect.signature(model.forward).parameters.values()
+    known = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    free = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    for name, dim in batch_dims.items():
+        if not isinstance(name, str) or isinstance(dim, bool) or not isinstance(dim, int | None):
+            raise InputError(f"batch_dims has {name!r}: {dim!r}; {shape}")
+        head = name.partition("[")[0].partition(".")[0]
+        if not free and head not in known and head != "target" and not head.startswith("argument"):
+            raise InputError(
+                f"batch_dims names {name!r}, which is no input of {type(model).__name__}.forward: "
+                f"{near(head, [*known, 'target'])}"
+            )
+    return dict(batch_dims)
+
+
+def read_example(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword inputs of an example.
+
+    Raises:
+        InputError: it is no tuple.
+    """
+    if (
+        isinstance(example, tuple)
+        and len(example) == 2
+        and isinstance(example[0], tuple)
+        and isinstance(example[1], dict)
+    ):
+        return example[0], example[1]
+    if isinstance(example, tuple):
+        return example, {}
+    raise InputError("example is no tuple; give a tuple of inputs such as (x,), or (args, kwargs)")
+
+
+def check_tracer(tracer: Any) -> None:
+    """Raises InputError where there is no such tracer."""
+    known = get_args(Tracer)
+    if tracer not in known:
+        raise InputError(f"there is no tracer {tracer!r}: {near(str(tracer), known)}")
+
+
+def read_leaf_modules(leaf_modules: Any, model: nn.Module) -> dict[str, nn.Module]:
+    """Name in the model → module, of each that is called as it is.
+
+    Raises:
+        InputError: one is no submodule, or a class that none is of.
+    """
+    if isinstance(leaf_modules, str | type | nn.Module) or not isinstance(leaf_modules, Sequence):
+        raise InputError(
+            f"leaf_modules is one {type(leaf_modules).__name__}; give a list of submodules, of "
+            "their names or of their classes"
+        )
+    known = {name: module for name, module in model.named_modules() if name}
+    found: dict[str, nn.Module] = {}
+    for wanted in leaf_modules:
+        if isinstance(wanted, str) and wanted not in known:
+            raise InputError(f"leaf_modules names no submodule {wanted!r}: {near(wanted, known)}")
+        names = [
+            name
+            for name, module in known.items()
+            if wanted is module
+            or (isinstance(wanted, str) and wanted == name)
+            or (isinstance(wanted, type) and isinstance(module, wanted))
+        ]
+        if not names:
+            word = getattr(wanted, "__name__", None) or f"a {type(wanted).__name__}"
+            raise InputError(
+                f"leaf_modules has {word}, and no submodule is that or of that class; give "
+                "submodules of the model, below itself, or their names or classes"
+            )
+        found |= {name: known[name] for name in names}
+    return found
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """Raises InputError where it is no function."""
+    if optimizer is not None and not callable(optimizer):
+        text = repr(optimizer)
+        if len(text) >= 60 or "\n" in text:
+            text = f"one {type(optimizer).__name__} object"
+        raise InputError(
+            f"optimizer is {text}; give a function from parameters to a torch optimizer, such as "
+            "lambda parameters: torch.optim.AdamW(parameters)"
+        )
+
+
+def read_recompute(recompute: Any, stages: int) -> RecomputeLike:
+    """Which stages recompute.
+
+    Raises:
+        InputError: a mode or a stage is unknown, or there are not as many modes as stages.
+    """
+    known = get_args(Recompute)
+    if isinstance(recompute, str):
+        modes = [recompute]
+    elif isinstance(recompute, Mapping):
+        for stage in recompute:
+            if stage not in range(stages):
+                raise InputError(
+                    f"recompute names stage {stage!r}; the stages are 0 to {stages - 1}"
+                )
+        modes = list(recompute.values())
+    elif isinstance(recompute, Sequence):
+        modes = list(recompute)
+        if len(modes) != stages:
+            raise InputError(
+                f"recompute has {len(modes)} modes for {stages} stages; give one for each, or one "
+                "for all"
+            )
+    else:
+        modes = [recompute]
+    for mode in modes:
+        if mode not in known:
+            raise InputError(f"there is no mode {mode!r} of recompute: {near(str(mode), known)}")
+    given: RecomputeLike = recompute
+    return given
+
+
+def read_clipping(clip_norm: Any, scaler: Any, optimizer: Any) -> Clipping | None:
+    """How gradients are clipped, or None.
+
+    Raises:
+        InputError: the limit is no positive number, the scaler no GradScaler, or nobody updates.
+    """
+    if clip_norm is None and scaler is None:
+        return None
+    number = isinstance(clip_norm, int | float) and not isinstance(clip_norm, bool)
+    if clip_norm is not None and not (number and 0 < clip_norm < float("inf")):
+        raise InputError(f"clip_norm is {clip_norm!r}; give a number above 0, such as 1.0")
+    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+        raise InputError(
+            f'scaler is {scaler!r}; give a gradient scaler, such as torch.amp.GradScaler("cpu")'
+        )
+    if optimizer is None:
+        word = "scaler" if clip_norm is None else "clip_norm"
+        raise InputError(
+            f"{word} is given and no optimizer, whose update it is for; give optimizer=, or leave "
+            f"{word} out and treat .grad yourself"
+        )
+    return Clipping(clip_norm, scaler)
+
+
+def check_model(model: Any, place: torch.device) -> None:
+    """Raises InputError where it is no module, on another device, or normalises over processes.
+
+    Args:
+        model: what was given.
+        place: the first device of the pipe.
+    """
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model is {model!r}; give an nn.Module")
+    for name, parameter in model.named_parameters():
+        if parameter.device.type not in ("cpu", place.type):
+            raise InputError(
+                f"parameter {name!r} is on {parameter.device}; move the model to the CPU first "
+                "(model.cpu())"
+            )
+    for name, module in model.named_modules():
+        if isinstance(module, nn.SyncBatchNorm):
+            raise InputError(
+                f"{name or 'the model'} is a SyncBatchNorm, which normalises over processes that "
+                "each hold the whole model, and here a layer sees one micro-batch at a time; use "
+                "nn.BatchNorm with compile(..., deferred_batchnorm=True), whose statistics are "
+                "those of the whole batch, or a norm that needs no batch, such as nn.GroupNorm"
+            )
+
+
+def check_flag(name: str, value: Any) -> None:
+    """Raises InputError where it is neither True nor False."""
+    if not isinstance(value, bool):
+        raise InputError(f"{name} is {value!r}; give True or False")

@@ -1,0 +1,59 @@
+"""The closed forms that ``fxpipe schedule`` prints, for the times that it was given."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from sympy import Eq, Rational
+from sympy.core.relational import Relational
+
+from fxpipe.errors import FxpipeError, VerificationError
+from fxpipe.formulas import Formulas, time
+from fxpipe.recipe import Recipe
+from fxpipe.schedule import Schedule
+from fxpipe.task import KINDS
+
+
+def formulas_text(
+    schedule: Schedule, recipe: Recipe | None, costs: Mapping[str | tuple[str, int], float] | None
+) -> str:
+    """Makespan, bubble and stash as formulas in the time of a forward, or why there are none.
+
+    Args:
+        schedule: the schedule.
+        recipe: what makes it for any numbers of devices and micro-batches, which the formulas
+            then have in them.
+        costs: the times of tasks; the formulas take their ratios to be known.
+    """
+    own = {key: cost for key, cost in (costs or {}).items() if isinstance(key, str)}
+    if len(own) < len(costs or {}):
+        return "formulas are for stages that take equal times"
+    try:
+        return str(_formulas(schedule, recipe, _ratios(schedule, own)))
+    except FxpipeError as error:
+        return f"no formulas: {' '.join(str(error).split())}"
+
+
+def _formulas(schedule: Schedule, recipe: Recipe | None, given: tuple[Relational, ...]) -> Formulas:
+    if recipe is None:
+        return schedule.formulas(given=given)
+    try:
+        return recipe.formulas(given=given)
+    except VerificationError:
+        # Made for at least as many micro-batches as devices.
+        return recipe.formulas(
+            given=given, microbatches=lambda p: (p, p + 1, 2 * p - 1, 2 * p, 2 * p + 1, 3 * p)
+        )
+
+
+def _ratios(schedule: Schedule, costs: Mapping[str, float]) -> tuple[Relational, ...]:
+    """How long each kind of task of a micro-batch takes, in forwards."""
+    times = {letter: kind.cost for letter, kind in KINDS.items() if kind.per_microbatch} | dict(
+        costs
+    )
+    forward = Rational(str(times["F"]))
+    return tuple(
+        Eq(time(letter), Rational(str(times[letter])) / forward * time("F"))
+        for letter in KINDS
+        if letter in schedule.kinds - {"F"} and KINDS[letter].per_microbatch and forward
+    )

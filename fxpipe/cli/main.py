@@ -1,0 +1,41 @@
+"""``fxpipe``: which command runs, and what its end tells the shell."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from fxpipe.cli.parser import make_parser
+from fxpipe.errors import FxpipeError
+
+DONE, FAULTY, WRONG = 0, 1, 2
+"""All is well; what was looked at has faults; the command cannot be carried out."""
+
+_INTERRUPTED = 130
+_CLOSED = 141
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; returns its exit status.
+
+    Args:
+        arguments: those after the program's name; by default the process's own.
+    """
+    try:
+        given = make_parser().parse_args(arguments)
+        sound = given.run(given)
+        sys.stdout.flush()
+    except FxpipeError as error:
+        print(f"fxpipe: {' '.join(str(error).split())}", file=sys.stderr)
+        return WRONG
+    except OSError as error:
+        if isinstance(error, BrokenPipeError):
+            # Who read this, such as ``head``, has had enough; the flush at exit must not fail.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return _CLOSED
+        print(f"fxpipe: {error.filename}: {error.strerror}", file=sys.stderr)
+        return WRONG
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    return DONE if sound else FAULTY

@@ -1,0 +1,1 @@
+"""From a model to what runs: tracing, placement, and the passes in their order."""

@@ -1,0 +1,60 @@
+"""What a call of one shape runs: all that compiling makes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from fxpipe.kernels.discarding import Discarding
+from fxpipe.kernels.kernel import Kernel
+from fxpipe.kernels.rechecked import Rechecked
+from fxpipe.plan import Plan
+from fxpipe.program import Program, Recompute
+from fxpipe.schedule import Schedule
+from fxpipe.traced import Traced, Value
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What a call of one shape runs.
+
+    Attributes:
+        traced: the graph of the whole model, and its loss where there is one.
+        plan: the plan for the first micro-batch's size.
+        kernels: micro-batch → stage → kernel.
+        schedule: the schedule.
+        program: the program.
+    """
+
+    traced: Traced
+    plan: Plan
+    kernels: Sequence[Sequence[Kernel]]
+    schedule: Schedule
+    program: Program
+
+    @property
+    def results(self) -> frozenset[str]:
+        """The model's outputs that the program hands over."""
+        values = {out.name for out in self.traced.outputs if isinstance(out, Value)}
+        return self.plan.results & values
+
+    def weighted(self, weights: Sequence[float]) -> Compiled:
+        """Where the losses of some micro-batches count for nothing, so do their gradients."""
+        if all(weights):
+            return self
+        kernels = [
+            kernels if weight else [Discarding(kernel) for kernel in kernels]
+            for kernels, weight in zip(self.kernels, weights, strict=True)
+        ]
+        return replace(self, kernels=kernels)
+
+    def rechecked(self) -> Sequence[Sequence[Kernel]]:
+        """The kernels for one step, in which recomputations are compared with their forwards."""
+        again = {x.stage for own in self.program.lists for x in own if isinstance(x, Recompute)}
+        return [
+            [
+                Rechecked(kernel, stage, i) if stage in again else kernel
+                for stage, kernel in enumerate(own)
+            ]
+            for i, own in enumerate(self.kernels)
+        ]

@@ -1,0 +1,231 @@
+"""From a model and a call to what runs: a plan with kernels, a schedule and a program."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxpipe.compiler.compiled import Compiled
+from fxpipe.compiler.front_end import FrontEnd, Tracer
+from fxpipe.compiler.objective import Objective
+from fxpipe.compiler.placement import Placement
+from fxpipe.compiler.plans import Call, Plans
+from fxpipe.compiler.timetable import Purpose, RecomputeLike, Timetable
+from fxpipe.compiler.verbose import told
+from fxpipe.errors import InputError
+from fxpipe.garbage import without_collection
+from fxpipe.partition import Partition
+from fxpipe.passes import runner
+from fxpipe.passes.communicate import communicate
+from fxpipe.passes.extents import extents
+from fxpipe.passes.free import free
+from fxpipe.passes.lower import Lower
+from fxpipe.passes.partition import Verdict
+from fxpipe.passes.streams import Streams
+from fxpipe.plan import Plan
+from fxpipe.program import Program
+from fxpipe.recipe import Recipe
+from fxpipe.runtime.batch import Batch
+from fxpipe.runtime.optimizer import OptimizerFactory
+from fxpipe.schedule import Schedule
+from fxpipe.sizes import Sizes
+from fxpipe.traced import Traced, Value
+from fxpipe.untouched import untouched
+
+
+class Compiler:
+    """Runs the passes when a call needs them, and keeps what they make.
+
+    Attributes:
+        model: the model.
+        objective: its loss.
+        timetable: the schedules.
+        plans: the plans.
+        verbose: whether passes are printed as they run.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        recipe: Recipe,
+        devices: Sequence[str],
+        *,
+        objective: Objective,
+        partition: Partition,
+        optimizer: OptimizerFactory | None = None,
+        tracer: Tracer,
+        threads: int,
+        microbatches: int | None = None,
+        leaf_modules: Mapping[str, nn.Module] | None = None,
+        deferred_batchnorm: bool = False,
+        fuse_accumulation: bool = False,
+        clips: bool = False,
+        recompute: RecomputeLike = "never",
+        places: Sequence[torch.device] = (),
+        verbose: bool = False,
+    ) -> None:
+        """Nothing is traced yet.
+
+        Args:
+            model: the model, whose state is left alone.
+            recipe: the schedule of training steps, which places the stages.
+            devices: what messages call them.
+            objective: the loss.
+            partition: how the model is to be cut.
+            optimizer: for the size of its state, where memory is limited.
+            tracer: "export" or "symbolic".
+            threads: intra-op threads of a device, for the measurement of costs.
+            microbatches: into how many a whole batch is split; None where nobody has said.
+            leaf_modules: name → submodule that is called as it is.
+            deferred_batchnorm: whether BatchNorm's statistics are updated once a step.
+            fuse_accumulation: whether products add gradients to sums in their own kernels.
+            clips: whether every stage clips before it updates.
+            recompute: which stages run their forwards again instead of keeping what their
+                backwards need.
+            places: device → where it is, for devices with streams; none for CPU devices.
+            verbose: whether passes are printed as they run.
+        """
+        self.model = model
+        self.objective = objective
+        self.verbose = verbose
+        self.timetable = Timetable(
+            recipe, len(devices), microbatches=microbatches, clips=clips, recompute=recompute
+        )
+        self._placement = Placement(model, partition, recipe, devices, optimizer, threads)
+        self.plans = Plans(
+            model,
+            FrontEnd(model, objective, tracer, threads, leaf_modules or {}),
+            self._placement,
+            threads=threads,
+            deferred_batchnorm=deferred_batchnorm,
+            fuse_accumulation=fuse_accumulation,
+            places=places,
+        )
+        self._programs: dict[Any, Program] = {}
+
+    def compile(
+        self,
+        batch: Batch,
+        parts: Sequence[list[Any]],
+        purpose: Purpose,
+        *,
+        updates: bool = False,
+        input_gradients: bool = False,
+    ) -> Compiled:
+        """Everything that a call needs; what an earlier call of its kind made is used again.
+
+        Args:
+            batch: the call's inputs, and its targets for a step.
+            parts: the leaves of each micro-batch.
+            purpose: what the call is for.
+            updates: whether the step updates the weights.
+            input_gradients: whether inputs that require gradients get them.
+        """
+        what = f"{type(self.model).__name__} for a {purpose} of {batch.size} samples"
+        with told(what, self.verbose), without_collection():
+            return self._compile(batch, parts, purpose, updates, input_gradients)
+
+    def _compile(
+        self,
+        batch: Batch,
+        parts: Sequence[list[Any]],
+        purpose: Purpose,
+        updates: bool,
+        input_gradients: bool,
+    ) -> Compiled:
+        microbatches = len(parts)
+        sizes = batch.sizes(microbatches)
+        first = {size: parts[sizes.index(size)] for size in sizes}
+        wants = tuple(
+            input_gradients and isinstance(leaf, Tensor) and leaf.requires_grad
+            for leaf in batch.leaves
+        )
+        schedule = self.timetable.schedule(microbatches, purpose)
+        for fixed in (False, True):  # a graph for one size has other names than one for several
+            plans = {
+                size: self.plans.plan(Call(batch, leaves, size, purpose, wants, schedule, fixed))
+                for size, leaves in first.items()
+            }
+            traced, plan = plans[sizes[0]]
+            if all(_exchangeable(traced, plan, *other) for other in plans.values()):
+                break
+        else:
+            raise InputError(
+                f"micro-batches of {sizes[0]} and {sizes[-1]} samples take different ways "
+                f"through the model; give a batch size that {microbatches} divides"
+            )
+        if purpose == "step" and not any(
+            edge.value == traced.loss and edge.gradient for edge in plan.edges
+        ):
+            raise InputError(
+                "the loss has a gradient to no parameter, so that a step would train nothing; "
+                "let some parameter that it depends on require a gradient"
+            )
+        program = self._program(plan, schedule, purpose, updates)
+        by_size = {
+            size: [stage.kernel for stage in plan.stages if stage.kernel is not None]
+            for size, (_, plan) in plans.items()
+        }
+        return Compiled(traced, plan, [by_size[size] for size in sizes], schedule, program)
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """How well the stages are balanced, once there are any."""
+        return self._placement.verdict
+
+    @property
+    def limited(self) -> bool:
+        """Whether a device has a memory limit."""
+        return self._placement.machine is not None and self._placement.machine.limited
+
+    def sizes(self, compiled: Compiled) -> Sizes:
+        """What the stages compute and hold, in the samples of a micro-batch.
+
+        Raises:
+            InputError: the stages run leaf modules, whose sizes no graph tells.
+        """
+        if compiled.traced.leaves:
+            raise InputError(
+                'sizes are read from the graphs of tracer="export", and this pipe calls leaf '
+                "modules; compile with that tracer"
+            )
+        plan, machine = compiled.plan, self._placement.machine
+        assert machine is not None
+        state = compiled.traced.state_of(self.model)
+        inputs = (plan.specs[name].shape for name in compiled.traced.inputs if name in plan.specs)
+        batch = next((shape[0] for shape in inputs if shape), 1)
+        with untouched(self.model):
+            found = extents(plan, state, batch)
+        memory = []
+        for stage, extent in zip(plan.stages, found, strict=True):
+            held = sum(state[a.target].nbytes for a in (*stage.parameters, *stage.buffers))
+            trained = [state[a.target] for a in stage.parameters]
+            more = sum(p.nbytes for p in trained if p.requires_grad) * (self._placement.copies - 1)
+            memory.append(held + int(more) + machine.peaks[stage.index] * extent.saved)
+        limits = machine.limits or (math.inf,) * machine.stages
+        return Sizes(found, tuple(memory), machine.names, limits)
+
+    def _program(self, plan: Plan, schedule: Schedule, purpose: Purpose, updates: bool) -> Program:
+        key = (plan.edges, schedule.microbatches, purpose, updates)
+        if key not in self._programs:
+            lower = Lower(plan, updates=updates, pause=purpose == "call")
+            program = runner.run(schedule, lower, communicate, free)
+            self._programs[key] = runner.run(program, Streams()) if self.plans.places else program
+        return self._programs[key]
+
+
+def _exchangeable(traced: Traced, plan: Plan, other: Traced, other_plan: Plan) -> bool:
+    """Whether one program can run micro-batches of both graphs: the same edges and outputs."""
+
+    def outputs(graph: Traced) -> list[str | None]:
+        return [out.name if isinstance(out, Value) else None for out in graph.outputs]
+
+    return (
+        plan.edges == other_plan.edges
+        and traced.loss == other.loss
+        and outputs(traced) == outputs(other)
+    )

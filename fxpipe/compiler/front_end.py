@@ -1,0 +1,194 @@
+"""The front end: from a model and one micro-batch to a traced graph, with its loss."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from fxpipe import source
+from fxpipe.apart import apart
+from fxpipe.compiler.objective import Objective
+from fxpipe.compiler.pythonic import refuse_changes
+from fxpipe.compiler.tryout import output_dims, try_loss, try_model, try_own_loss
+from fxpipe.errors import InputError, TraceError, way_out
+from fxpipe.own_backward import checkpoints_opened
+from fxpipe.passes.attach_loss import (
+    LossModule,
+    attach_leaf_loss,
+    attach_loss,
+    own_loss,
+    with_loss,
+)
+from fxpipe.passes.explain import differing_line, refuse_values
+from fxpipe.passes.functionalise import functionalise
+from fxpipe.passes.leaf_calls import LeafCalls, call_leaves
+from fxpipe.passes.randomness import seed_randomness
+from fxpipe.passes.symbolic import trace_symbolically
+from fxpipe.passes.trace import accepts, trace
+from fxpipe.runtime.batch import Batch
+from fxpipe.telling import telling
+from fxpipe.traced import Traced, Value, with_dims
+from fxpipe.untouched import assigned_in_place, intra_op_threads, untouched
+
+Tracer = Literal["export", "symbolic"]
+
+Dims = Sequence[tuple[int, ...]]
+"""Flat input → its dimensions that are the batch."""
+
+
+class FrontEnd:
+    """Traces a model, its loss, and the two as one graph. The model's state is left alone."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        objective: Objective,
+        tracer: Tracer,
+        threads: int,
+        leaf_modules: Mapping[str, nn.Module],
+    ) -> None:
+        """Nothing is traced yet.
+
+        Args:
+            model: the model.
+            objective: the loss.
+            tracer: "export" or "symbolic".
+            threads: intra-op threads while the model is tried.
+            leaf_modules: name → submodule that is called as it is.
+        """
+        self.model = model
+        self.objective = objective
+        self.tracer = tracer
+        self._threads = threads
+        self._leaves = dict(leaf_modules)
+
+    def trace(
+        self, batch: Batch, leaves: list[Any], size: int, with_loss_: bool, fixed: bool
+    ) -> Traced:
+        """The graph of the model, and of its loss, for micro-batches like this one.
+
+        Args:
+            batch: the call.
+            leaves: the flat inputs and targets of one micro-batch.
+            size: its samples.
+            with_loss_: whether the loss belongs to it.
+            fixed: whether it need hold for this size alone.
+        """
+        args, kwargs, targets = batch.unflatten(leaves)
+        every: Dims = [() if dim is None else (dim,) for dim in batch.dims]
+        dims, target_dims = every[: batch.inputs], every[batch.inputs :]
+        with untouched(self.model), intra_op_threads(self._threads):
+            output = refuse_changes(
+                self.model, self._leaves, lambda: try_model(self.model, args, kwargs)
+            )
+            if with_loss_ and self.objective.loss is not None:
+                try_loss(self.objective, output, targets, size)
+            elif with_loss_:
+                try_own_loss(output)
+            traced = self._front_end(self.model, args, kwargs, dims, size, fixed)
+            if any(isinstance(out, Value) and out.dims is None for out in traced.outputs):
+                told = output_dims(self.model, args, kwargs, dims, output, size)
+                traced = traced if told is None else with_dims(traced, told)
+            if not with_loss_:
+                return seed_randomness(traced)
+            if self.objective.loss is None:
+                name = own_loss(traced)
+                if name is None:
+                    raise InputError(
+                        "there is no loss: the model returns neither one tensor nor something "
+                        "with .loss; give compile(..., loss=function)"
+                    )
+                return with_loss(seed_randomness(traced), name)
+            flat, spec = pytree.tree_flatten(apart(output))
+            module = LossModule(self.objective, self.objective.loss, spec)
+            if traced.leaves:
+                return seed_randomness(attach_leaf_loss(traced, module, flat, targets))
+            dims = [*_output_dims(traced, size), *target_dims]
+            loss = self._front_end(module, (*flat, *targets), {}, dims, size, fixed)
+            source.credit(loss.graph, self.objective.loss)
+        # seeded as one graph: no draw of the loss has the number of one of the model's
+        return seed_randomness(attach_loss(traced, loss, dict(module.named_buffers())))
+
+    def refuse_two_traces(
+        self, batch: Batch, leaves: list[Any], size: int, with_loss_: bool, error: TraceError
+    ) -> None:
+        """After a graph was found to be wrong: a reason is that no two traces are the same.
+
+        Raises:
+            TraceError: so it is; names the line.
+        """
+        graphs = [self.trace(batch, leaves, size, with_loss_, True) for _ in range(2)]
+        line = differing_line(*(traced.graph for traced in graphs))
+        if line:
+            raise TraceError(
+                f"{type(self.model).__name__} cannot be traced at {line} (tracing is not "
+                "deterministic: two traces differ there); let it depend on the inputs and the "
+                f"model's parameters and buffers alone, or {way_out('')}"
+            ) from error
+
+    def _front_end(
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        dims: Dims,
+        size: int,
+        fixed: bool,
+    ) -> Traced:
+        if self.tracer == "symbolic":
+            with telling(f"trace {type(model).__name__}"):
+                return trace_symbolically(model, args, kwargs, self._leaves.values())
+        if self._leaves and model is self.model:
+            return self._with_leaves(args, kwargs, size)
+        with telling(f"trace {type(model).__name__}"):
+            program = trace(model, args, kwargs, size, fixed, dims)
+        with telling("functionalise"):
+            traced = functionalise(program, accepts(program, args, kwargs, size, dims))
+        refuse_values(model, traced)
+        return traced
+
+    def _with_leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any], size: int) -> Traced:
+        """The exported model's graph with its leaf modules; it holds for this size alone."""
+        calls = LeafCalls(self._leaves)
+        with calls.recorded(), torch.no_grad():
+            self.model(*args, **kwargs)
+        try:
+            with calls.opaque(), telling(f"trace {type(self.model).__name__}"):
+                program = trace(self.model, args, kwargs, size, fixed=True)
+            with telling("functionalise"):
+                traced = functionalise(program, accepts(program, args, kwargs, size))
+            refuse_values(self.model, traced)
+        finally:
+            calls.forget()
+        values = zip(traced.inputs, pytree.tree_leaves((args, kwargs)), strict=True)
+        given = {name: value for name, value in values if name is not None}
+        return call_leaves(traced, self.model, calls, given)
+
+    def call(self, batch: Batch, leaves: list[Any], with_loss_: bool) -> tuple[Any, Tensor | None]:
+        """The model itself, and its loss, on one micro-batch."""
+        args, kwargs, targets = batch.unflatten(leaves)
+        with assigned_in_place(self.model), checkpoints_opened():
+            output = self.model(*args, **kwargs)
+        if not with_loss_:
+            return output, None
+        if self.objective.loss is not None:
+            return output, self.objective(output, *targets)
+        found = output.get("loss", output) if isinstance(output, dict) else output
+        return output, getattr(found, "loss", found)
+
+
+def _output_dims(traced: Traced, size: int) -> Dims:
+    """The dimensions of each flat output that are the batch; guessed where nothing tells."""
+    values = {node.name: node.meta.get("val") for node in traced.graph.nodes}
+
+    def dims(out: Any) -> tuple[int, ...]:
+        if isinstance(out, Value) and isinstance(value := values[out.name], Tensor):
+            guess = (0,) if value.dim() and value.shape[0] == size else ()
+            return guess if out.dims is None else out.dims
+        return ()
+
+    return [dims(out) for out in traced.outputs]

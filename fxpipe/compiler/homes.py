@@ -1,0 +1,61 @@
+"""Where a model's parameters and buffers lie: on the device of the stage that reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxpipe.plan import Plan
+
+
+def settle(plan: Plan, state: Mapping[str, Tensor], homes: tuple[torch.device, ...]) -> None:
+    """Move what each stage reads to its device. Tensors stay the same objects.
+
+    Args:
+        plan: the stages, each of which alone reads its parameters and buffers.
+        state: name in the model → parameter, buffer or constant.
+        homes: stage → its device.
+    """
+    for stage in plan.stages:
+        for argument in (*stage.parameters, *stage.buffers):
+            move(state[argument.target], homes[stage.index])
+
+
+def move(tensor: Tensor, device: torch.device) -> None:
+    """Move a tensor, and its gradient, to a device: the same object with other memory."""
+    if tensor.device == device:
+        return
+    with torch.no_grad():
+        gradient = tensor.grad
+        tensor.grad = None
+        tensor.data = tensor.data.to(device)
+        if gradient is not None:
+            tensor.grad = gradient.to(device)
+
+
+@contextmanager
+def gathered(model: nn.Module, others: Iterable[Tensor], device: torch.device) -> Iterator[None]:
+    """Within it all of a model lies on one device, where it can be called and traced."""
+    tensors = [*model.parameters(), *model.buffers(), *others]
+    before = [tensor.device for tensor in tensors]
+    try:
+        for tensor in tensors:
+            move(tensor, device)
+        yield
+    finally:
+        for tensor, home in zip(tensors, before, strict=True):
+            move(tensor, home)
+
+
+def brought(leaves: Iterable[Any], device: torch.device) -> list[Any]:
+    """Inputs on a device; tensors that require gradients do so there."""
+    return [
+        leaf.detach().to(device).requires_grad_(leaf.requires_grad)
+        if isinstance(leaf, Tensor)
+        else leaf
+        for leaf in leaves
+    ]

@@ -1,0 +1,158 @@
+"""Where the nodes of a model's graphs go: decided once, then kept for every further graph."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from fxpipe.partition import Partition
+from fxpipe.passes.balance import balance, judge
+from fxpipe.passes.cut import cut
+from fxpipe.passes.differentiate import Differentiate, Wanted
+from fxpipe.passes.follow import place_like
+from fxpipe.passes.footprint import footprint_of
+from fxpipe.passes.measure import NodeCost, measure
+from fxpipe.passes.measure_leaves import measure_leaves
+from fxpipe.passes.named_cuts import cut_at
+from fxpipe.passes.part_backward import part_backward
+from fxpipe.passes.partition import Assignment, Verdict, compute_nodes, owners
+from fxpipe.passes.work import Machine
+from fxpipe.plan import Costs, Plan
+from fxpipe.recipe import Recipe
+from fxpipe.runtime.optimizer import OptimizerFactory, state_size
+from fxpipe.telling import telling
+from fxpipe.traced import Traced
+from fxpipe.untouched import intra_op_threads, untouched
+
+
+class Placement:
+    """Assigns the nodes of each graph of a model to stages.
+
+    The first graph is measured and cut; graphs of other modes and sizes follow it, so that a
+    parameter never changes its stage.
+
+    Attributes:
+        owners: parameter or buffer, by its name in the model → the first stage that reads it.
+        costs: stage → what it costs, as measured on the first graph.
+        verdict: how well the stages are balanced, once there are any.
+        machine: the devices as the stages meet them, once there are any.
+        copies: how often a parameter that is trained stands in memory: its versions, its
+            gradient and its optimizer state.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        partition: Partition,
+        recipe: Recipe,
+        devices: Sequence[str],
+        optimizer: OptimizerFactory | None,
+        threads: int,
+    ) -> None:
+        """Nothing is placed yet.
+
+        Args:
+            model: the model, for the names of its submodules.
+            partition: what to mind.
+            recipe: the schedule of training steps, which places the stages.
+            devices: what messages call them.
+            optimizer: for the size of its state, where memory is limited.
+            threads: intra-op threads of a device, for the measurement.
+        """
+        self.owners: Mapping[str, int] = {}
+        self.costs: Mapping[int, Costs] = {}
+        self.verdict: Verdict | None = None
+        self.machine: Machine | None = None
+        self.copies = 1.0
+        self._model = model
+        self._partition = partition
+        self._recipe = recipe
+        self._devices = devices
+        self._optimizer = optimizer
+        self._threads = threads
+        self._reference: tuple[Traced, Assignment] | None = None
+
+    def place(
+        self,
+        traced: Traced,
+        values: Mapping[str, Any],
+        state: Mapping[str, Tensor],
+        wanted: Wanted,
+        microbatches: int,
+    ) -> Assignment:
+        """The stage of every node of a graph.
+
+        Args:
+            traced: the graph.
+            values: an example of each input, by name.
+            state: name in the model → parameter, buffer or constant.
+            wanted: the gradients that will be made.
+            microbatches: into how many a batch is split.
+
+        Raises:
+            PartitionError: the model cannot be cut as asked.
+        """
+        if self._reference is not None:
+            return place_like(traced, *self._reference)
+        schedule = self._recipe(len(self._devices), self._recipe.microbatches or microbatches)
+        machine = self._partition.machine(schedule, self._devices)
+        with untouched(self._model), intra_op_threads(self._threads), telling("measure"):
+            plan = None if traced.leaves else _single(traced, values, state, wanted)
+            costs = _measured(traced, plan, values, state)
+        self.machine = machine
+        limited = self._optimizer if machine.limited else None
+        self.copies = max(schedule.delays) + 2 + state_size(limited)
+        footprint = footprint_of(traced, plan, costs, state, self.copies)
+        together = self._partition.keep_together
+        with telling("partition"):
+            if self._partition.at is None:
+                assignment = balance(
+                    traced,
+                    schedule.stages,
+                    costs,
+                    machine=machine,
+                    footprint=footprint,
+                    together=together,
+                )
+            else:
+                names = self._partition.at
+                assignment = cut_at(traced, schedule.stages, names, self._model, together)
+                assignment = judge(traced, assignment, costs, machine, footprint)
+        self._reference = traced, assignment
+        self.verdict = assignment.verdict
+        self.owners = owners(traced, assignment)
+        self.costs = _by_stage(traced, assignment, costs)
+        return assignment
+
+
+def _single(
+    traced: Traced, values: Mapping[str, Any], state: Mapping[str, Tensor], wanted: Wanted
+) -> Plan:
+    """The whole model as one stage, differentiated."""
+    whole = Assignment(1, {node.name: 0 for node in compute_nodes(traced.graph)})
+    return part_backward(Differentiate(values, state, wanted)(cut(traced, whole, {})))
+
+
+def _measured(
+    traced: Traced, plan: Plan | None, values: Mapping[str, Any], state: Mapping[str, Tensor]
+) -> dict[str, NodeCost]:
+    return measure_leaves(traced, values) if plan is None else measure(traced, plan, values, state)
+
+
+def _by_stage(
+    traced: Traced, assignment: Assignment, costs: Mapping[str, NodeCost]
+) -> dict[int, Costs]:
+    found: list[list[NodeCost]] = [[] for _ in range(assignment.stages)]
+    for node in compute_nodes(traced.graph):
+        found[assignment.nodes[node.name]].append(costs[node.name])
+    return {
+        stage: Costs(
+            forward=sum(cost.forward for cost in nodes),
+            backward=sum(cost.backward for cost in nodes),
+            input_grad=sum(cost.input_grad for cost in nodes),
+            weight_grad=sum(cost.weight_grad for cost in nodes),
+        )
+        for stage, nodes in enumerate(found)
+    }

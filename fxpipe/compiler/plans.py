@@ -1,0 +1,254 @@
+"""From one call to its plan: traced, placed, cut, differentiated and checked, each kept."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxpipe.compiler.front_end import FrontEnd
+from fxpipe.compiler.homes import brought, gathered, settle
+from fxpipe.compiler.placement import Placement
+from fxpipe.compiler.timetable import Purpose
+from fxpipe.errors import TraceError
+from fxpipe.passes import runner
+from fxpipe.passes.check import check
+from fxpipe.passes.cut import cut
+from fxpipe.passes.defer_batchnorm import defer_batchnorm
+from fxpipe.passes.differentiate import Differentiate, Wanted
+from fxpipe.passes.fuse_accumulation import fuse_accumulation as fuse_accumulation_
+from fxpipe.passes.part_backward import part_backward
+from fxpipe.passes.partition import Assignment
+from fxpipe.passes.place_devices import PlaceDevices
+from fxpipe.passes.relay import relay
+from fxpipe.passes.sizes import localise_sizes
+from fxpipe.plan import Plan
+from fxpipe.runtime.batch import Batch
+from fxpipe.schedule import Schedule
+from fxpipe.telling import telling
+from fxpipe.traced import SEED, Traced, Value
+from fxpipe.untouched import intra_op_threads, untouched
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a plan is for: the micro-batches of one size of a call.
+
+    Attributes:
+        batch: the call's inputs, and its targets for a step.
+        leaves: those of one micro-batch.
+        size: its samples.
+        purpose: what the call is for.
+        wants: for each leaf whether the call hands its gradient back.
+        schedule: of the call.
+        fixed: whether the graph shall be for this size alone.
+    """
+
+    batch: Batch
+    leaves: list[Any]
+    size: int
+    purpose: Purpose
+    wants: tuple[bool, ...]
+    schedule: Schedule
+    fixed: bool = False
+
+    @property
+    def with_loss(self) -> bool:
+        """Whether the loss is a part of the graph."""
+        return self.purpose == "step"
+
+    @property
+    def parted(self) -> bool:
+        """Whether backwards are in halves."""
+        return "I" in self.schedule.kinds
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A traced graph with its place in the pipeline."""
+
+    traced: Traced
+    assignment: Assignment
+
+
+class Plans:
+    """The plans of a model, a plan for each kind of call and size of micro-batch.
+
+    Attributes:
+        front_end: traces the model.
+        graphs: what it has traced so far.
+        places: device → where it is, for devices with streams; none for CPU devices.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        front_end: FrontEnd,
+        placement: Placement,
+        *,
+        threads: int,
+        deferred_batchnorm: bool,
+        fuse_accumulation: bool,
+        places: Sequence[torch.device],
+    ) -> None:
+        """Nothing is traced yet.
+
+        Args:
+            model: the model.
+            front_end: traces it.
+            placement: assigns the nodes of its graphs to stages.
+            threads: intra-op threads of a device, with which plans are checked.
+            deferred_batchnorm: whether BatchNorm's statistics are updated once a step.
+            fuse_accumulation: whether products add gradients to sums in their own kernels.
+            places: device → where it is, for devices with streams; none for CPU devices.
+        """
+        self.front_end = front_end
+        self.graphs: dict[Any, Graph] = {}
+        self.places = tuple(places)
+        self._model = model
+        self._placement = placement
+        self._threads = threads
+        self._deferred_batchnorm = deferred_batchnorm
+        self._fused = [fuse_accumulation_] if fuse_accumulation else []
+        self._plans: dict[Any, Plan] = {}
+        self._homed: dict[Any, tuple[Traced, Plan]] = {}
+        self._checked: set[tuple[int, bool, bool]] = set()
+
+    def plan(self, call: Call) -> tuple[Traced, Plan]:
+        """The whole model's graph and its plan, whose stages are on their devices.
+
+        It is traced, measured and checked with the whole model on the first of them.
+
+        Raises:
+            TraceError: the model cannot be traced, or its trace computes something else.
+            PartitionError: the graph cannot be cut as asked.
+        """
+        if not self.places:
+            return self._plan(call)
+        placement = call.schedule.placement
+        key = (self._plan_key(call), placement)
+        homes = tuple(self.places[device] for device in placement)
+        if key not in self._homed:
+            first = self.places[0]
+            constants = [c for g in self.graphs.values() for c in g.traced.constants.values()]
+            with gathered(self._model, constants, first):
+                traced, plan = self._plan(replace(call, leaves=brought(call.leaves, first)))
+            self._homed[key] = traced, runner.run(plan, PlaceDevices(first, homes))
+        traced, plan = self._homed[key]
+        settle(plan, traced.state_of(self._model), homes)
+        return traced, plan
+
+    def _plan(self, call: Call) -> tuple[Traced, Plan]:
+        graph = self._graph(call)
+        traced = graph.traced
+        key = self._plan_key(call)
+        if key not in self._plans:
+            values = _values(traced, call.leaves, call.wants)
+            with telling("cut"):
+                plan = cut(traced, graph.assignment, self._placement.owners)
+            state = traced.state_of(self._model)
+            halves = [part_backward] if call.parted else []
+            with untouched(self._model), intra_op_threads(self._threads):
+                differentiate = Differentiate(values, state, _wanted(traced, call.purpose))
+                plan = runner.run(plan, differentiate, *halves, *self._fused)
+                self._check(call, traced, plan, values, state)
+            costs = self._placement.costs
+            stages = tuple(replace(s, costs=costs.get(s.index)) for s in plan.stages)
+            self._plans[key] = replace(plan, stages=stages)
+        return traced, self._plans[key]
+
+    def _check(
+        self,
+        call: Call,
+        traced: Traced,
+        plan: Plan,
+        values: Mapping[str, Any],
+        state: Mapping[str, Tensor],
+    ) -> None:
+        """Compare a plan with the model, where none like it was."""
+        gradients = call.purpose != "infer"
+        like = (id(traced), gradients, call.parted)
+        if like in self._checked:
+            return
+        batch, leaves = call.batch, call.leaves
+        try:
+            with telling("check against the model"):
+                check(
+                    traced,
+                    plan,
+                    values,
+                    state,
+                    lambda: self.front_end.call(batch, leaves, call.with_loss),
+                    gradients,
+                )
+        except TraceError as error:
+            self.front_end.refuse_two_traces(batch, leaves, call.size, call.with_loss, error)
+            raise
+        self._checked.add(like)
+
+    def _graph(self, call: Call) -> Graph:
+        key = self._graph_key(call)
+        kept = self.graphs.get((key, call.size)) or next(
+            (g for k, g in self.graphs.items() if k[0] == key and g.traced.accepts(call.size)),
+            None,
+        )
+        if kept is not None:
+            return kept
+        traced = self.front_end.trace(
+            call.batch, call.leaves, call.size, call.with_loss, call.fixed
+        )
+        if self._deferred_batchnorm:
+            with telling("defer_batchnorm"):
+                traced = defer_batchnorm(traced, self._model)
+        values, state = _values(traced, call.leaves), traced.state_of(self._model)
+        wanted = _wanted(traced, call.purpose)
+        assignment = self._placement.place(
+            traced, values, state, wanted, call.schedule.microbatches
+        )
+        # a call without gradients has the graph of one with them
+        wanted = _wanted(traced, "step" if call.with_loss else "call")
+        trained = {a.name for a in traced.parameters if state[a.target].requires_grad}
+        trained |= {name for name in traced.inputs if name is not None and wanted.inputs}
+        relayed = relay(traced, assignment, trained, wanted.outputs)
+        graph = Graph(*localise_sizes(*relayed))
+        self.graphs[key, call.size] = graph
+        return graph
+
+    def _plan_key(self, call: Call) -> tuple[Any, ...]:
+        return self._graph_key(call), call.size, call.purpose, call.wants, call.parted
+
+    def _graph_key(self, call: Call) -> tuple[Any, ...]:
+        """All that a trace depends on."""
+        flags = tuple(module.training for module in self._model.modules())
+        trained = tuple(p.requires_grad for p in self._model.parameters())
+        kind = self.places[0].type if self.places else "cpu"
+        cast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+        size = call.size if call.fixed else None
+        return flags, trained, cast, call.batch.key, call.with_loss, size
+
+
+def _values(traced: Traced, leaves: Sequence[Any], wants: Sequence[bool] = ()) -> dict[str, Any]:
+    """Input value → a micro-batch's leaf; those that want a gradient require it."""
+    values: dict[str, Any] = {}
+    for index, (name, leaf) in enumerate(zip(traced.inputs, leaves, strict=True)):
+        if name is not None:
+            wanted = index < len(wants) and wants[index]
+            values[name] = leaf.detach().requires_grad_() if wanted else leaf
+    if traced.seeded:
+        values[SEED] = torch.zeros((), dtype=torch.int64)
+    return values
+
+
+def _wanted(traced: Traced, purpose: Purpose) -> Wanted:
+    match purpose:
+        case "step":
+            assert traced.loss is not None
+            return Wanted(frozenset((traced.loss,)))
+        case "call":
+            names = (out.name for out in traced.outputs if isinstance(out, Value))
+            return Wanted(frozenset(names), inputs=True)
+        case "infer":
+            return Wanted()

@@ -1,0 +1,200 @@
+"""What a model changes besides tensors while it runs: attributes of its modules, random generators.
+
+A graph computes tensors from tensors. Were a counter or a list traced, it would stay for ever what
+it was when the model was traced, and nobody would notice.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+from torch import nn
+
+from fxpipe import source
+from fxpipe.errors import TraceError, way_out
+
+_OWN = frozenset(vars(nn.Module()))
+"""The attributes that every module has."""
+
+
+def refuse_changes(
+    model: nn.Module, leaves: Mapping[str, nn.Module], run: Callable[[], Any]
+) -> Any:
+    """Run a model, and see that it changes nothing that a graph cannot hold.
+
+    What the first run sets and the second finds set, such as a table that is made when it is
+    needed, is no change.
+
+    Args:
+        model: the model.
+        leaves: its submodules that are called as they are, which may do what they like.
+        run: runs it.
+
+    Returns:
+        What ``run`` gives.
+
+    Raises:
+        TraceError: it changes an attribute, or draws from Python's or NumPy's random generator;
+            names the line.
+    """
+    own = [
+        (name, module)
+        for name, module in model.named_modules()
+        if not any(name == leaf or name.startswith(f"{leaf}.") for leaf in leaves)
+    ]
+    watched: list[_Attribute | _Generator] = [*_attributes(own), *_generators()]
+    before = [each.look() for each in watched]
+    names = {(each.module, each.name) for each in watched}
+    output = run()
+    late = [each for each in _attributes(own) if (each.module, each.name) not in names]
+    pairs = zip(watched, before, strict=True)
+    changed = [*(each for each, old in pairs if not _same(each.look(), old)), *late]
+    if not changed:
+        return output
+    between = [each.look() for each in changed]
+    run()
+    for each, old in zip(changed, between, strict=True):
+        if not _same(each.look(), old):
+            where = _line_that_changes(each, run)
+            for other, value in zip(watched, before, strict=True):
+                other.put_back(value)
+            raise TraceError(
+                f"{type(model).__name__} cannot be traced at {where or each.owner} "
+                f"({each.construct}); {each.cure}, or {way_out(each.module)}"
+            )
+    return output
+
+
+@dataclass(frozen=True)
+class _Attribute:
+    """An attribute of a module that is no parameter, buffer or submodule."""
+
+    module: str
+    owner: str
+    values: dict[str, Any]
+    name: str
+
+    @property
+    def construct(self) -> str:
+        return (
+            f"a mutation of Python state: every call changes {self.owner}.{self.name}, which in a "
+            "graph would stay as it is"
+        )
+
+    @property
+    def cure(self) -> str:
+        return f"keep {self.name} in a buffer (register_buffer) that is written in place"
+
+    def look(self) -> Any:
+        value = self.values.get(self.name, _Missing)
+        if isinstance(value, list | set):
+            return (value, type(value)(value))
+        if isinstance(value, dict):
+            return (value, dict(value))
+        return (value, value)
+
+    def put_back(self, old: Any) -> None:
+        value, content = old
+        if isinstance(value, list):
+            value[:] = content
+        elif isinstance(value, set | dict):
+            value.clear()
+            value.update(content)
+        self.values[self.name] = value
+
+
+class _Missing:
+    """Stands for an attribute that is not there."""
+
+
+@dataclass(frozen=True)
+class _Generator:
+    """A random generator that is not PyTorch's."""
+
+    name: str
+    get: Callable[[], Any]
+    set: Callable[[Any], None]
+    module: str = ""
+    owner: str = "the model"
+    cure: str = "draw with torch.rand, and choose with torch.where"
+
+    @property
+    def construct(self) -> str:
+        return f"the trace would not be deterministic: it draws from {self.name}"
+
+    def look(self) -> Any:
+        return repr(self.get()), self.get()
+
+    def put_back(self, old: Any) -> None:
+        self.set(old[1])
+
+
+def _attributes(modules: list[tuple[str, nn.Module]]) -> list[_Attribute]:
+    return [
+        _Attribute(path, type(module).__name__, vars(module), name)
+        for path, module in modules
+        if not type(module).__module__.startswith("torch.nn.")
+        for name in vars(module)
+        if name not in _OWN
+    ]
+
+
+def _generators() -> Iterator[_Generator]:
+    yield _Generator("Python's random", random.getstate, random.setstate)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        yield _Generator("numpy.random", numpy.random.get_state, numpy.random.set_state)
+
+
+def _same(new: Any, old: Any) -> bool:
+    """Whether an attribute is as it was; tensors and objects by what they are."""
+    (value, content), (before, content_before) = new, old
+    if isinstance(value, dict):
+        content, content_before = tuple(content.items()), tuple(content_before.items())
+    elif isinstance(value, list):
+        content, content_before = tuple(content), tuple(content_before)
+    elif isinstance(value, set):
+        return value is before and bool(content == content_before)
+    else:
+        return _equal(value, before)
+    return value is before and _equal(content, content_before)
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if a is b:
+        return True
+    if isinstance(a, tuple) and isinstance(b, tuple):
+        return len(a) == len(b) and all(map(_equal, a, b))
+    plain = isinstance(a, int | float | complex | str | bytes)
+    return plain and type(a) is type(b) and bool(a == b)
+
+
+def _line_that_changes(watched: _Attribute | _Generator, run: Callable[[], Any]) -> str:
+    """The user's line after which something is not as it was, from one more run."""
+    before = watched.look()
+    last: list[tuple[str, int, str]] = []
+    found: list[tuple[str, int, str]] = []
+
+    def trace(frame: FrameType, event: str, arg: Any) -> Any:
+        if not found and last and not _same(watched.look(), before):
+            found.append(last[0])
+        if found or not source.is_users(frame.f_code.co_filename):
+            return None
+        if event == "line":
+            last[:] = [(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)]
+        return trace
+
+    previous = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        run()
+    finally:
+        sys.settrace(previous)
+    if not found and not _same(watched.look(), before):
+        found = last
+    return source.of_frame(*found[0]) if found else ""

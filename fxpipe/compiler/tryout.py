@@ -1,0 +1,193 @@
+"""The model and its loss, called as they are on the first micro-batch, before they are traced.
+
+What is wrong with the inputs or the loss is told here in its own words; a tracer would tell it in
+those of its insides.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from fxpipe import source
+from fxpipe.apart import apart
+from fxpipe.compiler.objective import Objective
+from fxpipe.errors import InputError
+
+
+def try_model(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The model's output, without gradients.
+
+    Raises:
+        InputError: the model itself raises; names its line.
+    """
+    try:
+        with torch.no_grad(), warnings.catch_warnings():
+            # of torch.utils.checkpoint, and only without gradients true
+            warnings.filterwarnings("ignore", "None of the inputs have requires_grad=True")
+            return model(*args, **kwargs)
+    except Exception as error:
+        raise InputError(
+            f"{type(model).__name__} fails on the first micro-batch{_told(error)}; give it inputs "
+            "that it takes, or correct that line"
+        ) from error
+
+
+def output_dims(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    dims: Sequence[tuple[int, ...]],
+    output: Any,
+    size: int,
+) -> list[tuple[int, ...]] | None:
+    """For each flat output the dimensions that are the batch; (0,) for a number that counts it.
+
+    Told by a run without data on twice the batch; None where the model does not take one.
+
+    Args:
+        model: the model.
+        args: positional inputs of one micro-batch.
+        kwargs: keyword inputs of one micro-batch.
+        dims: the dimensions of each flat input that are the batch.
+        output: what the model makes of them.
+        size: samples in it.
+    """
+    before = pytree.tree_leaves(apart(output))
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def doubled(leaf: Any, dims: tuple[int, ...]) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        fake: Tensor = mode.from_tensor(leaf.detach())
+        for dim in dims:
+            fake = torch.cat([fake, fake], dim)
+        return fake
+
+    try:
+        with mode, torch.no_grad():
+            leaves, spec = pytree.tree_flatten((args, kwargs))
+            twice = [doubled(*one) for one in zip(leaves, dims, strict=True)]
+            twice_args, twice_kwargs = pytree.tree_unflatten(twice, spec)
+            after = pytree.tree_leaves(apart(model(*twice_args, **twice_kwargs)))
+    except Exception:
+        return None
+    if len(before) != len(after):
+        return None
+    return [_growing(a, b, size) for a, b in zip(before, after, strict=True)]
+
+
+def _growing(once: Any, twice: Any, size: int) -> tuple[int, ...]:
+    """The dimensions of an output whose size is that of the batch, and doubles with it."""
+    if isinstance(once, Tensor) and isinstance(twice, Tensor) and once.dim() == twice.dim():
+        sizes = enumerate(zip(once.shape, twice.shape, strict=True))
+        return tuple(dim for dim, pair in sizes if pair == (size, 2 * size))
+    counts = type(once) is int and (once, twice) == (size, 2 * size)
+    return (0,) if counts else ()
+
+
+def try_loss(objective: Objective, output: Any, targets: Sequence[Any], size: int) -> None:
+    """See that the loss is one: a scalar, or a loss per sample, with a gradient.
+
+    Args:
+        objective: the loss.
+        output: of the model for one micro-batch.
+        targets: of the same.
+        size: samples in it.
+
+    Raises:
+        InputError: it is not, or it raises; names its line.
+    """
+    loss = objective.loss
+    assert loss is not None
+    _check_signature(loss, targets)
+    output = pytree.tree_map(_differentiable, output)
+    try:
+        with torch.enable_grad():
+            value = loss(output, *targets)
+    except Exception as error:
+        raise InputError(
+            f"the loss fails on the first micro-batch{_told(error)}; give it outputs and targets "
+            "that it takes, or correct that line"
+        ) from error
+    if not isinstance(value, Tensor):
+        raise InputError(
+            f"the loss returns {_a(value)}; return one tensor, a scalar such as the mean"
+        )
+    _check_scalar(value[0] if value.dim() == 1 and len(value) == size else value, "the loss")
+    if not value.requires_grad and any(map(_requires_grad, pytree.tree_leaves(output))):
+        raise InputError(
+            "the loss has no gradient to the model's output; compute it with differentiable "
+            "operations, without detach, argmax or item"
+        )
+
+
+def try_own_loss(output: Any) -> None:
+    """See that the model returns a loss: its output, or ``.loss`` of it.
+
+    Raises:
+        InputError: it does not.
+    """
+    found = output.get("loss", output) if isinstance(output, dict) else output
+    value = getattr(found, "loss", found)
+    if value is found and (not isinstance(value, Tensor) or value.dim()):
+        what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else _a(value)
+        raise InputError(
+            f"there is no loss: the model returns {what}, neither a scalar nor something with "
+            ".loss; give compile(..., loss=function)"
+        )
+    _check_scalar(value, "the loss that the model returns")
+
+
+def _check_signature(loss: Callable[..., Any], targets: Sequence[Any]) -> None:
+    function = loss.forward if isinstance(loss, nn.Module) else loss
+    try:
+        inspect.signature(function).bind(None, *targets)
+    except TypeError as error:
+        given = {0: "no target", 1: "1 target"}.get(len(targets), f"{len(targets)} targets")
+        raise InputError(
+            f"the loss does not fit the model's output and {given}: {error}; give step(..., "
+            "target=...) what it takes, or a tuple for several"
+        ) from None
+    except ValueError:
+        return  # it is written in C and does not tell
+
+
+def _check_scalar(value: Any, name: str) -> None:
+    if not isinstance(value, Tensor):
+        raise InputError(f"{name} is {_a(value)}; return one tensor, a scalar such as the mean")
+    if value.dim():
+        raise InputError(
+            f"{name} has shape {tuple(value.shape)}; reduce it to a scalar, as with .mean()"
+        )
+    if not value.is_floating_point():
+        raise InputError(f"{name} is of {value.dtype}; return a floating-point number")
+
+
+def _differentiable(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor) and leaf.is_floating_point():
+        # a value of the graph, not a leaf of it, which the loss could not write to
+        return leaf.detach().requires_grad_() * 1
+    return leaf
+
+
+def _requires_grad(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.requires_grad
+
+
+def _told(error: Exception) -> str:
+    line = source.of_exception(error)
+    text = str(error).strip().splitlines()
+    what = f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+    return (f" at {line}" if line else "") + f" ({what[:300]})"
+
+
+def _a(value: Any) -> str:
+    return "nothing" if value is None else f"a {type(value).__name__}"

@@ -1,0 +1,139 @@
+"""How the tasks of a schedule look: colour for kind, tint for stage, border for batch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+from fxpipe.draw.canvas import Look
+from fxpipe.draw.chart import Entry
+from fxpipe.draw.colours import FAINT, IDLE, INK, OTHER, PAPER, SKIP, TASKS, tint
+from fxpipe.schedule import Schedule
+from fxpipe.task import KINDS, Task
+
+BORDERS = ((PAPER, 0.6, ""), (INK, 0.8, "dashed"), (INK, 1.0, ""))
+"""Colour, width and style of the outline; batches take turns."""
+
+VERSIONS = (INK, "#FFFFFF", SKIP)
+"""Colours of the strips under the tasks; versions take turns."""
+
+
+@dataclass(frozen=True)
+class Boxes:
+    """The looks and labels of the tasks of one timeline.
+
+    Attributes:
+        placement: stage → device.
+        devices: how many there are.
+        steps: how many steps are drawn with batches counted from the first; 0 for one window.
+        versions: task → the weight version that it reads, or that an update makes; None where
+            all agree with the batch.
+    """
+
+    placement: tuple[int, ...]
+    devices: int
+    steps: int = 0
+    versions: Callable[[Task], int | None] | None = None
+
+    @property
+    def tags_stages(self) -> bool:
+        """Whether labels name the stage: where a device holds several."""
+        return len(self.placement) > self.devices
+
+    def look(self, task: Task) -> Look:
+        """The look of a task that runs."""
+        chunk = self._chunks.get(task.stage, 0)
+        border, width, style = BORDERS[abs(task.batch) % len(BORDERS)]
+        return Look(tint(TASKS.get(task.kind, OTHER), chunk), border, width, style)
+
+    def label(self, task: Task) -> str:
+        """``F3``, and in a second line the stage, the batch and the version, as far as they tell.
+
+        In one window a batch is marked as in text, ``B3'``.
+        """
+        name = str(Task(task.kind, task.microbatch, None, 0 if self.steps else task.batch))
+        tags = []
+        if self.tags_stages and task.stage is not None:
+            tags.append(f"@{task.stage}")
+        if self.steps > 1:
+            tags.append(f"b{task.batch}")
+        version = self.version(task)
+        if version is not None:
+            tags.append(f"{'→' if task.kind == 'U' else ''}v{version}")
+        return f"{name}\n{' '.join(tags)}" if tags else name
+
+    def version(self, task: Task) -> int | None:
+        """The weight version to be shown of a task."""
+        return None if self.versions is None else self.versions(task)
+
+    def tell(self, task: Task, start: float, end: float) -> str:
+        """All that is known of a task, for a tooltip."""
+        parts = [KINDS[task.kind].name if task.kind in KINDS else task.kind]
+        if task.microbatch is not None:
+            parts.append(f"micro-batch {task.microbatch}")
+        parts.append(f"stage {task.stage}")
+        if self.steps or task.batch:
+            parts.append(f"batch {task.batch}")
+        version = self.version(task)
+        if version is not None:
+            parts.append(f"{'writes' if task.kind == 'U' else 'reads'} version {version}")
+        return f"{', '.join(parts)}: {start:g} to {end:g}"
+
+    def legend(self, tasks: Iterable[Task]) -> list[Entry]:
+        """What the looks of these tasks mean."""
+        tasks = list(tasks)
+        letters = {task.kind for task in tasks}
+        entries = [
+            Entry(KINDS[letter].name, Look(TASKS.get(letter, OTHER), FAINT), letter)
+            for letter in KINDS
+            if letter in letters
+        ]
+        entries.append(Entry("idle", Look(IDLE, FAINT)))
+        if self.tags_stages:
+            entries.append(Entry("lighter, @: later stages of a device"))
+        for batch in sorted({task.batch for task in tasks}, reverse=not self.steps):
+            if batch or self.steps > 1:
+                entries.append(self._batch(batch))
+        if self.versions is not None:
+            shown = sorted({v for task in tasks if (v := self.version(task)) is not None})
+            for turn, colour in enumerate(VERSIONS):
+                same = [f"v{version}" for version in shown if version % len(VERSIONS) == turn]
+                if same:
+                    entries.append(Entry(f"weights {', '.join(same)}", Look(colour, INK)))
+        return entries
+
+    def _batch(self, batch: int) -> Entry:
+        border, width, style = BORDERS[abs(batch) % len(BORDERS)]
+        look = Look(PAPER, FAINT if border == PAPER else border, width, style)
+        if self.steps:
+            return Entry(f"batch {batch}", look, f"b{batch}")
+        before = "the batch before" if batch == -1 else f"the batch {-batch} before"
+        return Entry(before, look, str(Task("B", 3, None, batch)))
+
+    @cached_property
+    def _chunks(self) -> dict[int | None, int]:
+        """Stage → how many stages its device holds before it."""
+        before: Counter[int] = Counter()
+        chunks: dict[int | None, int] = {}
+        for stage, device in enumerate(self.placement):
+            chunks[stage] = before[device]
+            before[device] += 1
+        return chunks
+
+
+def boxes_of(schedule: Schedule, steps: int) -> Boxes:
+    """The boxes of so many steps of a schedule, or of one window."""
+    delays = schedule.delays
+
+    def version(task: Task) -> int | None:
+        if task.kind == "U":
+            return task.batch + 1
+        if task.stage is None or not 0 <= task.stage < schedule.stages:
+            return None
+        return max(task.batch - delays[task.stage], 0)
+
+    return Boxes(
+        schedule.placement, schedule.devices, steps, version if steps and any(delays) else None
+    )

@@ -1,0 +1,159 @@
+"""A schedule as text in time: a row a device, for terminals."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from statistics import median
+
+from fxpipe.draw.chart import TICKS, nice_step
+from fxpipe.draw.marks import Marks, faults_of, mark
+from fxpipe.draw.schedule import default_steps
+from fxpipe.draw.timeline import Timeline, walk
+from fxpipe.draw.walk import Span
+from fxpipe.errors import Fault, InputError
+from fxpipe.schedule import Schedule
+from fxpipe.simulator.costs import Costs
+from fxpipe.task import Task
+
+_SHORT = 0.25
+"""Tasks that take less than this share of the median do not widen the grid."""
+
+_NARROWEST = 20
+
+_APART = 6
+"""Characters from one time of the ruler to the next, at least."""
+
+
+def schedule_grid(
+    schedule: Schedule,
+    *,
+    costs: Costs | None = None,
+    steps: int | None = None,
+    width: int | None = None,
+    faults: Sequence[Fault] | None = None,
+) -> str:
+    """When each task runs, to scale, if communication takes no time.
+
+    A task goes from its name to the last dash; a dot is idle time, as long as the shortest task::
+
+           0     2     4     6     8
+        0: F0 F1 .  .  B0--- .  B1--- U
+        1: .  F0 B0--- F1 B1--- .  .  U
+
+    What is at fault has a ``!``, what never runs a ``?``, and the faults stand below. In several
+    steps, ``F0b1`` is of the second batch.
+
+    Args:
+        schedule: what to show.
+        costs: letter of a kind of task, or letter and stage → its time; by default its kind's.
+        steps: as for a picture.
+        width: characters a line, beyond which the grid goes on below; by default it never does.
+        faults: what to mark; by default what the verifier finds.
+
+    Raises:
+        InputError: a letter or stage of ``costs`` is unknown, or a time negative or not finite;
+            ``steps`` is below 1 or ``width`` below 20.
+    """
+    if steps is not None and steps < 1:
+        raise InputError(f"steps is {steps}; show at least 1")
+    if width is not None and width < _NARROWEST:
+        raise InputError(f"width is {width}; a grid needs at least {_NARROWEST} characters")
+    marks = mark(faults_of(schedule) if faults is None else faults)
+    steps = 0 if marks.faults else default_steps(schedule) if steps is None else steps
+    timeline = walk(schedule, costs, steps=steps)
+    grid = _Grid(schedule, timeline, steps, marks)
+    lines = list(grid.bands(width))
+    lines += [f"! {fault}" for fault in marks.faults]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+class _Grid:
+    """A timeline in columns of characters."""
+
+    def __init__(self, schedule: Schedule, timeline: Timeline, steps: int, marks: Marks) -> None:
+        self._tags_stages = schedule.stages > schedule.devices
+        self._steps = steps
+        self._marks = marks
+        self._never = set(timeline.unrun)
+        self._end = timeline.end
+        spans = [s for s in (*timeline.spans, *timeline.unrun) if s.end > s.start]
+        times = [s.end - s.start for s in spans if s.task.microbatch is not None] or [1.0]
+        usual = [
+            (len(self._name(s)) + 1, s.end - s.start)
+            for s in spans
+            if s.task.microbatch is not None and s.end - s.start >= _SHORT * median(times)
+        ]
+        self._scale = max((room / time for room, time in usual), default=1.0)
+        self._unit = min((time for _, time in usual), default=1.0)
+        self._rows = [self._blank() for _ in range(timeline.devices)]
+        for span in spans:
+            self._put(span)
+
+    def bands(self, width: int | None) -> Iterator[str]:
+        """The lines, each no longer than ``width``."""
+        heads = [f"{device}: " for device in range(len(self._rows))]
+        indent = max(map(len, heads), default=0)
+        whole = self._column(self._end)
+        room = whole if width is None else width - indent
+        ruler = self._ruler()
+        start = stop = 0
+        while stop < whole:
+            if start:
+                yield ""
+            stop = self._cut(start, start + room)
+            yield " " * indent + ruler[start:stop]
+            for head, row in zip(heads, self._rows, strict=True):
+                yield head.rjust(indent) + "".join(row[start:stop])
+            start = stop
+
+    def _cut(self, start: int, stop: int) -> int:
+        """Where a line ends that ends before ``stop``: not in the midst of a name."""
+        lines = [self._ruler(), *self._rows]
+        for column in range(stop, (start + stop) // 2, -1):
+            if not any(_named(line, column - 1) and _named(line, column) for line in lines):
+                return column
+        return stop
+
+    def _column(self, time: float) -> int:
+        # Not ``round``: it takes halves to even columns, and tasks would not be of one width.
+        return int(time * self._scale + 0.5 + 1e-9)
+
+    def _blank(self) -> list[str]:
+        """An idle row: a dot for each unit of time."""
+        row = [" "] * self._column(self._end)
+        for tick in range(int(self._end / self._unit + 1e-9)):
+            row[self._column(tick * self._unit)] = "."
+        return row
+
+    def _put(self, span: Span[Task]) -> None:
+        start, stop = self._column(span.start), self._column(span.end)
+        room = stop - start
+        name = self._name(span)
+        if len(name) >= room:  # No blank would be left behind it.
+            name = span.task.kind + "?" * name.count("?") + "!" * name.count("!")
+        self._rows[span.device][start:stop] = name[:room].ljust(room - 1, "-").ljust(room)
+
+    def _name(self, span: Span[Task]) -> str:
+        task = span.task
+        stage = task.stage if self._tags_stages else None
+        name = str(Task(task.kind, task.microbatch, None, 0 if self._steps else task.batch))
+        name += f"b{task.batch}" if self._steps > 1 else ""
+        name += "" if stage is None else f"@{stage}"
+        name += "?" if span in self._never else ""
+        return name + ("!" if (span.device, span.position) in self._marks.at else "")
+
+    def _ruler(self) -> str:
+        """Round times, each where it is."""
+        step = nice_step(TICKS * _APART / self._scale)
+        line = ""
+        for tick in range(int(self._end / step + 1e-9) + 1):
+            at = self._column(tick * step)
+            text = f"{tick * step:g}"
+            if not line or len(line) < at <= self._column(self._end) - len(text):
+                line = line.ljust(at) + text
+        return line
+
+
+def _named(row: Sequence[str], column: int) -> bool:
+    """Whether a letter of a name, or of a number, stands there."""
+    return column < len(row) and row[column] not in " .-"

@@ -1,0 +1,290 @@
+"""What runs a pipe's batches, and what stays from one run to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from fxpipe.call import differentiable_call
+from fxpipe.compiler.compiled import Compiled
+from fxpipe.errors import InputError
+from fxpipe.figures import peaks, plan_sizes
+from fxpipe.kernels.kernel import Kernel
+from fxpipe.runtime.backend import Backend
+from fxpipe.runtime.batch import Batch
+from fxpipe.runtime.clipping import Clipping
+from fxpipe.runtime.clock import Clock
+from fxpipe.runtime.cpu import Worker
+from fxpipe.runtime.execution import Execution
+from fxpipe.runtime.flight import Flight
+from fxpipe.runtime.host import BatchHost, draw_seed, next_seed
+from fxpipe.runtime.optimizer import OptimizerFactory
+from fxpipe.runtime.pending import PendingLoss
+from fxpipe.runtime.progress import Progress
+from fxpipe.runtime.weights import LiveWeights
+from fxpipe.simulator.sizes import Sizes
+
+
+class Engine:
+    """The workers, how far training has come, and the batches in flight.
+
+    Attributes:
+        updates: whether a step updates the weights; else it adds to ``.grad``.
+        progress: optimizers, versions of the weights, and the number of batches.
+        stashed: stage → the most micro-batches that it kept for backward at once, as counted in
+            the last training step.
+        closed: whether the workers have ended.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        backend: Backend,
+        threads: int,
+        optimizer: OptimizerFactory | None = None,
+        clipping: Clipping | None = None,
+        *,
+        recompute_check: bool = False,
+    ) -> None:
+        """Start the workers.
+
+        Args:
+            model: the model.
+            backend: the devices.
+            threads: intra-op threads of each worker.
+            optimizer: from a stage's parameters to its optimizer; without it a step adds to
+                ``.grad``.
+            clipping: how gradients are clipped; None where they are not.
+            recompute_check: whether recomputations are compared with their forwards.
+        """
+        self.progress = Progress(model, optimizer, clipping, backend.generators)
+        self.stashed: Mapping[int, int] = {}
+        self.closed = False
+        self._model = model
+        self.updates = optimizer is not None
+        self._clipping = clipping
+        self._recompute_check = recompute_check
+        self._backend = backend
+        self._workers = [Worker(f"fxpipe-{index}", threads) for index in range(backend.threads)]
+        self._clock: Clock | None = None
+        self._flight: Flight | None = None
+
+    @property
+    def batches(self) -> int:
+        """How many batches ``step`` has trained on."""
+        return self.progress.trained if self._flight is None else self._flight.count
+
+    @property
+    def grad_norm(self) -> float | None:
+        """The norm of the gradients of the latest batch whose update was decided, if any clips."""
+        return None if self._clipping is None else self._clipping.norm
+
+    def step(
+        self,
+        compiled: Compiled,
+        batch: Batch,
+        parts: Sequence[Sequence[Any]],
+        weights: Sequence[float],
+        *,
+        with_output: bool,
+    ) -> Any:
+        """Train on a batch.
+
+        Args:
+            compiled: what runs.
+            batch: the inputs and targets.
+            parts: the leaves of each micro-batch.
+            weights: micro-batch → what its loss counts in that of the batch.
+            with_output: whether the model's output is wanted as well.
+
+        Returns:
+            The loss, or the pair of loss and output. See ``Pipeline.step``, also for errors.
+        """
+        traced = compiled.traced
+        assert traced.loss is not None
+        keep = frozenset({traced.loss}) | (compiled.results if with_output else frozenset())
+        host = BatchHost(traced, batch, parts, keep, next_seed(traced))
+        optimizers = self.progress.optimizers_of(compiled.plan)
+        if compiled.schedule.overlaps:
+            return self._fly(compiled, host, optimizers, weights, with_output)
+
+        def result() -> Any:
+            draw_seed(traced)
+            loss = host.loss()
+            return (loss, host.output()) if with_output else loss
+
+        self._weigh(compiled, host, weights, 0)
+        execution = self._execution(compiled, host, optimizers, onto_grad=not self.updates)
+        try:
+            made = execution.advance(result)
+        finally:
+            if execution.committed:  # an interrupt may come after that
+                self.progress.count()
+        if self._clipping is not None:
+            self._clipping.settle(1)
+        self.stashed = execution.peak_kept
+        return made
+
+    def infer(self, compiled: Compiled, batch: Batch, parts: Sequence[Sequence[Any]]) -> list[Any]:
+        """The flat outputs of the model for a batch, without gradients."""
+        host, execution = self._called(compiled, batch, parts)
+
+        def result() -> list[Any]:
+            draw_seed(compiled.traced)
+            return host.flat_output()
+
+        return execution.advance(result)
+
+    def call(self, compiled: Compiled, batch: Batch, parts: Sequence[Sequence[Any]]) -> list[Any]:
+        """The flat outputs of the model for a batch, whose backward drains the pipeline."""
+        host, execution = self._called(compiled, batch, parts)
+        return differentiable_call(compiled, host, execution, batch)
+
+    @contextmanager
+    def timed(self, devices: int) -> Iterator[list[list[int]]]:
+        """Within it the time of every instruction is taken.
+
+        Yields:
+            What gets, at its end, device → start and end of its instructions, in nanoseconds.
+        """
+        self.flush()
+        clock = self._clock = Clock(devices)
+        times: list[list[int]] = []
+        try:
+            yield times
+            self.flush()
+        finally:
+            self._clock = None
+        times += (self._backend.nanoseconds(d, own) for d, own in enumerate(clock.times))
+
+    def held(self, compiled: Compiled) -> Sizes:
+        """The bytes of what the stages and their optimizers hold."""
+        optimizers = self.progress.optimizers_of(compiled.plan)
+        state = compiled.traced.state_of(self._model)
+        return plan_sizes(compiled.plan, state, optimizers, compiled.schedule)
+
+    def flush(self) -> None:
+        """Run the batches in flight to their end. See ``Pipeline.flush``."""
+        flight, self._flight = self._flight, None
+        if flight is not None and not flight.failed:
+            flight.drain()
+            if self._clipping is not None:
+                self._clipping.settle(flight.count)
+
+    def abandon(self) -> None:
+        """Drop the batches in flight: what an error has left half done shall not go on."""
+        flight, self._flight = self._flight, None
+        if flight is not None:
+            flight.abandon()
+
+    def close(self) -> None:
+        """Flush and end the workers."""
+        try:
+            self.flush()
+        finally:
+            self.closed = True
+            for worker in self._workers:
+                worker.close()
+
+    def _fly(
+        self,
+        compiled: Compiled,
+        host: BatchHost,
+        optimizers: Sequence[Optimizer | None],
+        weights: Sequence[float],
+        with_output: bool,
+    ) -> Any:
+        """Train on a batch that overlaps with others; its loss may come later."""
+        flight = self._airborne(compiled, optimizers)
+        number = flight.count
+        if self._clipping is not None:
+            # of later batches it may not be known yet what becomes of them
+            self._clipping.settle(number - 2 - compiled.schedule.depth)
+        dtype = self._weigh(compiled, host, weights, number)
+        draw_seed(compiled.traced)
+        loss = PendingLoss(dtype, lambda: flight.wait_for(number))
+        flight.step(self._kernels(compiled), host, self._clipping, lambda: loss.come(host.loss()))
+        self.stashed = flight.peak_kept
+        return (loss.read(), host.output()) if with_output else loss
+
+    def _weigh(
+        self, compiled: Compiled, host: BatchHost, weights: Sequence[float], batch: int
+    ) -> torch.dtype:
+        """Let the losses count what they weigh, times the scale of a batch. Returns their type."""
+        assert compiled.traced.loss is not None
+        dtype = compiled.plan.specs[compiled.traced.loss].dtype
+        scale = 1.0 if self._clipping is None else self._clipping.begin(batch)
+        host.weigh_loss([weight * scale for weight in weights], dtype)
+        return dtype
+
+    def _called(
+        self, compiled: Compiled, batch: Batch, parts: Sequence[Sequence[Any]]
+    ) -> tuple[BatchHost, Execution]:
+        traced = compiled.traced
+        host = BatchHost(traced, batch, parts, compiled.results, next_seed(traced))
+        none = [None] * len(compiled.plan.stages)
+        return host, self._execution(compiled, host, none, onto_grad=False)
+
+    def _execution(
+        self,
+        compiled: Compiled,
+        host: BatchHost,
+        optimizers: Sequence[Optimizer | None],
+        *,
+        onto_grad: bool,
+    ) -> Execution:
+        state = compiled.traced.state_of(self._model)
+        weights = LiveWeights(
+            compiled.plan.stages,
+            state,
+            optimizers,
+            onto_grad=onto_grad,
+            deferred=compiled.traced.deferred,
+        )
+        return Execution(
+            compiled.program,
+            compiled.plan,
+            self._kernels(compiled),
+            host,
+            weights,
+            self._workers,
+            clipping=self._clipping,
+            clock=self._clock,
+            backend=self._backend,
+            expected=partial(peaks, compiled, state, optimizers),
+        )
+
+    def _airborne(self, compiled: Compiled, optimizers: Sequence[Optimizer | None]) -> Flight:
+        """The flight of a program; one of another program is flushed before."""
+        if not any(optimizers):
+            raise InputError(
+                f"schedule {compiled.schedule.name!r} updates the weights while batches are in "
+                "flight, and there is no optimizer; give compile(..., optimizer=...)"
+            )
+        if self._flight is not None and self._flight.program is not compiled.program:
+            self.flush()
+        if self._flight is None or self._flight.failed:
+            state = compiled.traced.state_of(self._model)
+            versions = self.progress.versions_of(
+                compiled.plan, compiled.schedule, self._backend.threads
+            )
+            versions.open(compiled.plan.stages, state, compiled.traced.deferred)
+            self._flight = Flight(
+                compiled.program,
+                compiled.plan,
+                versions,
+                self._workers,
+                clock=self._clock,
+                backend=self._backend,
+                expected=partial(peaks, compiled, state, optimizers),
+            )
+        return self._flight
+
+    def _kernels(self, compiled: Compiled) -> Sequence[Sequence[Kernel]]:
+        return compiled.rechecked() if self._recompute_check else compiled.kernels

@@ -1,0 +1,293 @@
+"""Derive closed forms: sample a schedule exactly, fit, and check on all samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from sympy import (
+    And,
+    Eq,
+    Expr,
+    Ge,
+    Integer,
+    Max,
+    Mod,
+    Piecewise,
+    Symbol,
+    cancel,
+    factor,
+    floor,
+    true,
+)
+from sympy.core.relational import Relational
+from sympy.logic.boolalg import Boolean
+
+from fxpipe.errors import InputError
+from fxpipe.formulas.envelope import Envelope
+from fxpipe.formulas.fit import Fitted, Point, fit
+from fxpipe.formulas.formulas import Formula, Formulas
+from fxpipe.formulas.given import Basis
+from fxpipe.formulas.samples import Bases, Sample, sample
+from fxpipe.formulas.symbols import T, m, p, s, time, v
+from fxpipe.program import Program
+from fxpipe.recipe import Recipe, round_robin
+from fxpipe.schedule import Schedule
+from fxpipe.simulator.chain import chain_program
+from fxpipe.task import KINDS
+from fxpipe.unroll import unroll
+
+
+class Region(NamedTuple):
+    """Where a closed form may hold, as a condition and as a test of (p, m)."""
+
+    where: Boolean
+    holds: Callable[[int, int], bool]
+
+
+REGIONS = (
+    Region(true, lambda p, m: True),
+    Region(Ge(p, 2), lambda p, m: p >= 2),
+    Region(Ge(m, p), lambda p, m: m >= p),
+    Region(And(Ge(p, 2), Ge(m, p)), lambda p, m: m >= p >= 2),
+    Region(Ge(m, 2 * p - 1), lambda p, m: m >= 2 * p - 1),
+    Region(Ge(m, 2 * p), lambda p, m: m >= 2 * p),
+    Region(And(Ge(p, 2), Ge(m, 2 * p - 1)), lambda p, m: p >= 2 and m >= 2 * p - 1),
+    Region(And(Ge(p, 2), Ge(m, 2 * p)), lambda p, m: p >= 2 and m >= 2 * p),
+    Region(Eq(Mod(m, p), 0), lambda p, m: m % p == 0),
+    Region(And(Ge(p, 2), Eq(Mod(m, p), 0)), lambda p, m: p >= 2 and m % p == 0),
+)
+"""From the widest on; the first in which a form is right everywhere is taken."""
+
+DEVICES = (1, 2, 3, 4, 5, 6)
+"""Of the samples."""
+
+CHUNKS_DEVICES = (1, 2, 3, 4)
+"""Of the samples, where the number of stages a device varies too."""
+
+FEWEST = 12
+"""Samples that a region must have."""
+
+
+def microbatches_for(devices: int) -> tuple[int, ...]:
+    """Micro-batches of the samples: few, and around the numbers at which schedules change."""
+    counts = {1, 2, 3, 4, 5, 7, *(k * devices + d for k in (1, 2, 3) for d in (-1, 0, 1))}
+    return tuple(sorted(count for count in counts if count > 0))
+
+
+def schedule_formulas(schedule: Schedule, *, given: Sequence[Relational] = ()) -> Formulas:
+    """The forms of one schedule, in the times of its tasks; over one step and its flush.
+
+    Args:
+        schedule: a valid schedule.
+        given: what is known of the times of tasks, such as ``time("W") <= time("F")``.
+
+    Raises:
+        VerificationError: the schedule is not valid.
+        InputError: ``given`` relates something else.
+    """
+    times = Bases.of(schedule.kinds, given)
+    only = sample(_program(schedule, 1), times)
+    found = {}
+    if only.makespan is not None:
+        found["makespan"] = _greatest(_constants(only.makespan), times.all)
+    if only.through is not None:
+        through = _greatest(_constants(only.through), times.tasks)
+        work = times.tasks.form(map(Integer, only.work))
+        found["bubble"] = _share(work, Integer(schedule.devices), through)
+    if only.size is not None:
+        found["bubble_size"] = _greatest(_constants(only.size), times.tasks)
+    cases = [(Integer(count), Eq(s, stage)) for stage, count in enumerate(only.stash)]
+    found["stash"] = Piecewise(*cases) if len(set(only.stash)) > 1 else cases[0][0]
+    found["peak_stash"] = Integer(only.peak)
+    formulas = {name: Formula(form, true, 1) for name, form in found.items()}
+    return Formulas(schedule.name, tuple(given), formulas)
+
+
+def recipe_formulas(
+    recipe: Recipe,
+    *,
+    given: Sequence[Relational] = (),
+    where: Boolean | None = None,
+    devices: Sequence[int] | None = None,
+    microbatches: Callable[[int], Sequence[int]] | None = None,
+    chunks: Sequence[int] | None = None,
+    steps: Sequence[int] | None = None,
+) -> Formulas:
+    """The closed forms of all schedules that a recipe makes, in p and m.
+
+    It simulates the schedules at some points (p, m), at each for all times of the tasks at once.
+    What it finds there it fits with polynomials, which must meet all samples exactly; those that
+    only meet the samples of a region say so.
+
+    Args:
+        recipe: the recipe.
+        given: what is known of the times of tasks, such as ``time("W") <= time("F")``.
+        where: the region of p and m that matters, such as ``m >= p``; the forms may be simpler
+            there.
+        devices: the p of the samples.
+        microbatches: p → the m of the samples.
+        chunks: the numbers of stages a device, dealt round-robin, where the forms are to have v.
+        steps: the numbers of steps in a row, where batches overlap and the forms have T.
+
+    Raises:
+        VerificationError: a schedule is not valid.
+        InputError: ``given`` relates something else, or ``where`` leaves nothing to try.
+    """
+    if devices is None:
+        devices = CHUNKS_DEVICES if chunks else DEVICES
+    region = true if where is None else where
+    overlaps = recipe(2, 2).depth > 0
+    if steps is None:
+        steps = (1, 2, 3, 5) if overlaps else (1,)
+    symbols = [p, m, *([v] if chunks else []), *([T] if overlaps else [])]
+    schedules: dict[Point, Schedule] = {}
+    for a in devices:
+        for b in (microbatches or microbatches_for)(a):
+            if region.subs({p: a, m: b}) == true:
+                for chunk in chunks or (0,):
+                    placed = recipe.placed(round_robin(chunk)) if chunk else recipe
+                    schedules[a, b, *([chunk] if chunks else [])] = placed(a, b)
+    if not schedules:
+        raise InputError(f"where is {region}, and none of the points that are tried lies there")
+    times = Bases.of(frozenset().union(*(x.kinds for x in schedules.values())), given)
+    samples = {
+        (*point, *([count] if overlaps else [])): sample(_program(schedule, count), times)
+        for point, schedule in schedules.items()
+        for count in steps
+    }
+    found = _Fitting(samples, symbols, times).found()
+    return Formulas(
+        recipe.name,
+        tuple(given),
+        {
+            name: replace(formula, where=And(region, formula.where))
+            for name, formula in found.items()
+        },
+    )
+
+
+def _program(schedule: Schedule, steps: int) -> Program:
+    """The lists of so many steps, without what takes no time and moves nothing."""
+    program = chain_program(schedule.verify(), frees=False)
+    return unroll(program, steps)
+
+
+class _Fitting:
+    """Fits each quantity in the widest region in which that can be done."""
+
+    def __init__(
+        self, samples: Mapping[Point, Sample], symbols: Sequence[Symbol], times: Bases
+    ) -> None:
+        self.samples = samples
+        self.symbols = symbols
+        self.times = times
+
+    def found(self) -> dict[str, Formula]:
+        """Quantity → its closed form, where there is one."""
+        fitting: dict[str, Callable[[list[Point]], Expr | None]] = {
+            "makespan": self._makespan,
+            "bubble": self._bubble,
+            "bubble_size": self._size,
+            "stash": self._stash,
+            "peak_stash": self._peak,
+        }
+        found: dict[str, Formula] = {}
+        for name, make in fitting.items():
+            for region in REGIONS:
+                points = [x for x in self.samples if region.holds(x[0], x[1])]
+                if len(points) < FEWEST:
+                    continue
+                expression = make(points)
+                if expression is not None:
+                    found[name] = Formula(expression, region.where, len(points))
+                    break
+        return found
+
+    def _makespan(self, points: list[Point]) -> Expr | None:
+        envelopes = {x: self.samples[x].makespan for x in points}
+        return self._extent(envelopes, self.times.all)
+
+    def _size(self, points: list[Point]) -> Expr | None:
+        envelopes = {x: self.samples[x].size for x in points}
+        return self._extent(envelopes, self.times.tasks)
+
+    def _bubble(self, points: list[Point]) -> Expr | None:
+        envelopes = {x: self.samples[x].through for x in points}
+        through = self._extent(envelopes, self.times.tasks)
+        work = [
+            fit({x: self.samples[x].work[j] for x in points})
+            for j in range(len(self.times.tasks.symbols))
+        ]
+        if through is None or None in work:
+            return None
+        total = self.times.tasks.form(w.expression(self.symbols) for w in work if w is not None)
+        return _share(total, p, through)
+
+    def _stash(self, points: list[Point]) -> Expr | None:
+        stashes = {
+            (*x, stage): count for x in points for stage, count in enumerate(self.samples[x].stash)
+        }
+        fitted = fit(stashes)
+        return None if fitted is None else fitted.expression([*self.symbols, s])
+
+    def _peak(self, points: list[Point]) -> Expr | None:
+        fitted = fit({x: self.samples[x].peak for x in points})
+        return None if fitted is None else fitted.expression(self.symbols)
+
+    def _extent(self, envelopes: Mapping[Point, Envelope | None], basis: Basis) -> Expr | None:
+        known = {x: found for x, found in envelopes.items() if found is not None}
+        if len(known) < len(envelopes):
+            return None
+        forms = _forms(known)
+        if forms is None:
+            return None
+        return _greatest(
+            [[part.expression(self.symbols) for part in form] for form in forms], basis
+        )
+
+
+def _forms(envelopes: Mapping[Point, Envelope]) -> list[tuple[Fitted, ...]] | None:
+    """Linear forms with fitted coefficients, whose greatest is right at all points.
+
+    Where a form is the greatest for one point, a form of its kind is taken to be so for others.
+    """
+    far = sorted(envelopes, key=lambda x: (x[0] * x[1], x))
+    forms: list[tuple[Fitted, ...]] = []
+    for point in (far[-1], far[len(far) // 2], far[-2]):
+        for middle in envelopes[point].middles():
+            chosen = {x: found.form_at(middle) for x, found in envelopes.items()}
+            fitted = [fit({x: form[j] for x, form in chosen.items()}) for j in range(len(middle))]
+            form = tuple(part for part in fitted if part is not None)
+            if len(form) == len(middle) and form not in forms:
+                forms.append(form)
+    for x, found in envelopes.items():
+        here = [tuple(part.at(x) for part in form) for form in forms]
+        if any(value.denominator != 1 for form in here for value in form):
+            return None
+        if not here or not found.equals([tuple(map(int, form)) for form in here]):
+            return None
+    return forms
+
+
+def _constants(found: Envelope) -> list[list[Expr]]:
+    return [list(map(Integer, form)) for form in sorted(found.forms)]
+
+
+def _greatest(forms: Sequence[Sequence[Expr]], basis: Basis) -> Expr:
+    """The greatest of some linear forms in the basic times."""
+    return Max(*(_neat(basis.form(form)) for form in forms))
+
+
+def _neat(form: Expr) -> Expr:
+    """With what all micro-batches' tasks have in common in front."""
+    once = [time(letter) for letter, kind in KINDS.items() if not kind.per_microbatch]
+    rest = form.subs(dict.fromkeys(once, 0))
+    return factor(form - rest) + factor(rest)
+
+
+def _share(work: Expr, devices: Expr, through: Expr) -> Expr:
+    """What is left of the devices' time."""
+    rest = 1 - factor(work) / (devices * through)
+    return rest if through.has(Max, Mod, Piecewise, floor) else factor(cancel(rest))

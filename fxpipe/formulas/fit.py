@@ -1,0 +1,210 @@
+"""Find the polynomial that exact samples lie on, or a few that take turns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import product
+from math import prod
+from typing import Protocol
+
+from sympy import Eq, Expr, Integer, Max, Min, Mod, Piecewise, Rational, Symbol, floor
+
+Point = tuple[int, ...]
+Samples = Mapping[Point, int]
+
+_PERIODS = (2, 3)
+_SPARE = 3
+"""Samples beyond those that decide the coefficients: the polynomial must meet these too."""
+
+_VALUES = 3
+"""Of each variable that varies: two decide what is linear in it, and a third one tells."""
+
+
+class Fitted(Protocol):
+    """What meets all samples."""
+
+    def at(self, point: Point) -> Fraction:
+        """Its value."""
+        ...
+
+    def expression(self, symbols: Sequence[Symbol]) -> Expr:
+        """The same for people."""
+        ...
+
+
+@dataclass(frozen=True)
+class Polynomial:
+    """Of degree at most 1 in each variable.
+
+    Attributes:
+        terms: which variables a product is of, as a 0 or 1 for each → its coefficient, not 0.
+    """
+
+    terms: Mapping[Point, Fraction]
+
+    def at(self, point: Point) -> Fraction:
+        return sum(
+            (
+                c * prod(x for x, e in zip(point, own, strict=True) if e)
+                for own, c in self.terms.items()
+            ),
+            Fraction(0),
+        )
+
+    def expression(self, symbols: Sequence[Symbol]) -> Expr:
+        total: Expr = Integer(0)
+        for own, c in self.terms.items():
+            factors = [symbol for symbol, e in zip(symbols, own, strict=True) if e]
+            total += Rational(c.numerator, c.denominator) * prod(factors, start=Integer(1))
+        return total
+
+
+@dataclass(frozen=True)
+class Periodic:
+    """One polynomial for each remainder of the first variable."""
+
+    parts: tuple[Polynomial, ...]
+
+    def at(self, point: Point) -> Fraction:
+        return self.parts[point[0] % len(self.parts)].at(point)
+
+    def expression(self, symbols: Sequence[Symbol]) -> Expr:
+        first, period = symbols[0], len(self.parts)
+        constant = (0,) * len(symbols)
+        alone = (1, *constant[1:])
+        moving = [{e: c for e, c in part.terms.items() if any(e)} for part in self.parts]
+        constants = [part.terms.get(constant, Fraction(0)) for part in self.parts]
+        if all(terms == moving[0] for terms in moving):
+            slope = moving[0].get(alone, Fraction(0))
+            rest = Polynomial({e: c for e, c in moving[0].items() if e != alone})
+            whole = _as_floor(first, slope, constants)
+            if whole is None and period == 2:
+                line = Polynomial({alone: slope, constant: constants[0]})
+                step = constants[1] - constants[0]
+                remainder = Rational(step.numerator, step.denominator) * Mod(first, 2)
+                whole = line.expression(symbols) + remainder
+            if whole is not None:
+                return rest.expression(symbols) + whole
+        return Piecewise(
+            *(
+                (part.expression(symbols), Eq(Mod(first, period), r))
+                for r, part in enumerate(self.parts)
+            )
+        )
+
+
+@dataclass(frozen=True)
+class Extreme:
+    """The least, or the greatest, of two polynomials."""
+
+    of: tuple[Polynomial, Polynomial]
+    least: bool
+
+    def at(self, point: Point) -> Fraction:
+        return (min if self.least else max)(part.at(point) for part in self.of)
+
+    def expression(self, symbols: Sequence[Symbol]) -> Expr:
+        return (Min if self.least else Max)(*(part.expression(symbols) for part in self.of))
+
+
+def fit(samples: Samples) -> Fitted | None:
+    """The simplest of these families that meets all samples exactly, or None."""
+    found: Fitted | None = polynomial(samples)
+    for period in _PERIODS:
+        if found is None:
+            parts = [
+                polynomial({x: y for x, y in samples.items() if x[0] % period == r})
+                for r in range(period)
+            ]
+            known = tuple(part for part in parts if part is not None)
+            found = Periodic(known) if len(known) == period else None
+    return found or _extreme(samples)
+
+
+def polynomial(samples: Samples) -> Polynomial | None:
+    """The polynomial that meets all samples; None also where they are too few to tell.
+
+    Where a variable hangs on another throughout, such as m = p, it is left out.
+    """
+    size = len(next(iter(samples), ()))
+    values = [len({x[k] for x in samples}) for k in range(size)]
+    if any(1 < count < _VALUES for count in values):
+        return None
+    varied = [count > 1 for count in values]
+    exponents = [
+        e
+        for e in product((0, 1), repeat=size)
+        if sum(e) <= 3 and all(v or not k for v, k in zip(varied, e, strict=True))
+    ]
+    if len(samples) < len(exponents) + _SPARE:
+        return None
+    rows = [
+        [
+            *(Fraction(prod(c for c, k in zip(x, e, strict=True) if k)) for e in exponents),
+            Fraction(y),
+        ]
+        for x, y in samples.items()
+    ]
+    solution = _solve(rows)
+    if solution is None:
+        return None
+    return Polynomial({e: c for e, c in zip(exponents, solution, strict=True) if c})
+
+
+def _extreme(samples: Samples) -> Extreme | None:
+    """One polynomial where the second variable is large, another on what that does not meet."""
+    one = polynomial({x: y for x, y in samples.items() if x[1] >= 2 * x[0]})
+    if one is None:
+        return None
+    other = polynomial({x: y for x, y in samples.items() if one.at(x) != y})
+    if other is None:
+        return None
+    for least in (True, False):
+        found = Extreme((one, other), least)
+        if all(found.at(x) == y for x, y in samples.items()):
+            return found
+    return None
+
+
+def _solve(rows: list[list[Fraction]]) -> list[Fraction] | None:
+    """A solution of linear equations, each with its right side last; None if there is none.
+
+    Unknowns that the equations leave open are 0.
+    """
+    unknowns = len(rows[0]) - 1
+    rows = list(rows)
+    solved: list[int] = []
+    for column in range(unknowns):
+        top = len(solved)
+        pivot = next((k for k in range(top, len(rows)) if rows[k][column]), None)
+        if pivot is None:
+            continue
+        rows[top], rows[pivot] = rows[pivot], rows[top]
+        lead = rows[top][column]
+        rows[top] = [x / lead for x in rows[top]]
+        for k, row in enumerate(rows):
+            if k != top and (factor := row[column]):
+                rows[k] = [x - factor * y for x, y in zip(row, rows[top], strict=True)]
+        solved.append(column)
+    if any(row[-1] for row in rows[len(solved) :]):
+        return None
+    found = dict(zip(solved, (row[-1] for row in rows), strict=False))
+    return [found.get(column, Fraction(0)) for column in range(unknowns)]
+
+
+def _as_floor(first: Symbol, slope: Fraction, constants: Sequence[Fraction]) -> Expr | None:
+    """``n ⌊(a p + c) / q⌋`` where that is the line with these constants by remainder."""
+    period = len(constants)
+    for n in (1, 2, 3):
+        a = slope * period / n
+        if a.denominator != 1 or a % period == 0:
+            continue
+        for c in range(-3 * period, 3 * period + 1):
+            if all(
+                n * ((int(a) * r + c) // period) == slope * r + constant
+                for r, constant in enumerate(constants)
+            ):
+                return n * floor((int(a) * first + c) / Integer(period))
+    return None

@@ -1,0 +1,1 @@
+"""What runs a stage: one interface, and its implementations."""

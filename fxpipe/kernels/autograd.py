@@ -1,0 +1,143 @@
+"""A stage with leaf modules, which are called as they are while autograd drives backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from copy import copy
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpipe.kernels.kernel import Backwarded, Forwarded, InputGraded, Totals, added
+from fxpipe.leaf_draws import SeededDraws, draw_from
+
+
+class AutogradKernel:
+    """A stage with leaf modules: they are called as they are, and autograd drives backward."""
+
+    backward_graph: fx.GraphModule | None = None
+    input_grad_graph: fx.GraphModule | None = None
+    weight_grad_graph: fx.GraphModule | None = None
+
+    def __init__(
+        self,
+        graph: fx.GraphModule,
+        *,
+        parameters: Sequence[str],
+        buffers: Sequence[str],
+        written: Sequence[str],
+        differentiable: Sequence[bool],
+        input_gradients: Sequence[bool],
+        output_gradients: Sequence[bool],
+    ) -> None:
+        """Wrap a graph that calls leaf modules.
+
+        Args:
+            graph: inputs → a tuple of the outputs.
+            parameters: names, in the graph module, of the parameters that it reads.
+            buffers: names of the buffers that it reads.
+            written: names of the buffers that its leaf modules may write.
+            differentiable: for each input whether it needs a gradient.
+            input_gradients: for each input whether its gradient is handed back.
+            output_gradients: for each output whether it gets a gradient.
+        """
+        self.forward_graph = graph
+        self._parameters = tuple(parameters)
+        self._buffers = tuple(buffers)
+        self._written = frozenset(written)
+        self._order = tuple(written)
+        self._differentiable = tuple(differentiable)
+        self._input_gradients = tuple(input_gradients)
+        self._output_gradients = tuple(output_gradients)
+        self._draws = any(node.target is draw_from for node in graph.graph.nodes)
+
+    def mapped(self, change: Callable[[fx.GraphModule], fx.GraphModule]) -> AutogradKernel:
+        """The same kernel with its graph module changed; the modules in it are as they are."""
+        kernel = copy(self)
+        kernel.forward_graph = change(self.forward_graph)
+        return kernel
+
+    def forward(
+        self,
+        parameters: Sequence[torch.Tensor],
+        buffers: Sequence[torch.Tensor],
+        inputs: list[Any],
+    ) -> Forwarded:
+        """See Kernel.forward. ``saved`` holds what autograd keeps."""
+        weights = [p.detach().requires_grad_(p.requires_grad) for p in parameters]
+        # modules write their buffers in place: they get copies, and these are the writes
+        state = {
+            name: buffer.clone() if name in self._written else buffer
+            for name, buffer in zip(self._buffers, buffers, strict=True)
+        }
+        sources = [
+            value.detach().requires_grad_(True) if needs else value
+            for value, needs in zip(inputs, self._differentiable, strict=True)
+        ]
+        inputs.clear()
+        tensors = dict(zip(self._parameters, weights, strict=True)) | state
+        with torch.enable_grad(), SeededDraws() if self._draws else nullcontext():
+            outputs = torch.func.functional_call(self.forward_graph, tensors, tuple(sources))
+        keeps = any(self._output_gradients)
+        saved = [list(outputs), sources, weights] if keeps else []
+        return Forwarded(
+            [out.detach() if isinstance(out, torch.Tensor) else out for out in outputs],
+            [tensors[name] for name in self._order],
+            saved,
+        )
+
+    def backward(
+        self, saved: list[Any], gradients: list[torch.Tensor], totals: Totals = ()
+    ) -> Backwarded:
+        """See Kernel.backward."""
+        if not saved:
+            return Backwarded([], added(totals, [None] * len(self._parameters)))
+        outputs, sources, weights = saved
+        saved.clear()
+        roots = [out for out, has in zip(outputs, self._output_gradients, strict=True) if has]
+        del outputs
+        wanted = [x for x, has in zip(sources, self._input_gradients, strict=True) if has]
+        count = len(wanted)
+        trained = [weight for weight in weights if weight.requires_grad]
+        found: list[torch.Tensor | None] = list(
+            torch.autograd.grad(roots, [*wanted, *trained], gradients, allow_unused=True)
+            if wanted or trained
+            else ()
+        )
+        gradients.clear()
+        del roots
+        seen: set[int] = set()
+        for index in range(count):
+            if found[index] is None:
+                found[index] = torch.zeros_like(wanted[index])
+            seen.add(_storage(found[index]))
+        rest = iter(found[count:])
+        fresh: list[torch.Tensor | None] = []
+        for weight in weights:
+            gradient = next(rest) if weight.requires_grad else None
+            if gradient is not None and (gradient._base is not None or _storage(gradient) in seen):
+                gradient = gradient.clone()
+            if gradient is not None:
+                seen.add(_storage(gradient))
+            fresh.append(gradient)
+        return Backwarded([g for g in found[:count] if g is not None], added(totals, fresh))
+
+    def input_grad(self, saved: list[Any], gradients: list[torch.Tensor]) -> InputGraded:
+        """See Kernel.input_grad.
+
+        Autograd runs once, for all gradients, and the finished ones of the parameters are
+        deferred: to run it for each half would compute the chain between the layers twice.
+        """
+        return InputGraded(*self.backward(saved, gradients))
+
+    def weight_grad(self, deferred: list[Any], totals: Totals = ()) -> list[torch.Tensor | None]:
+        """See Kernel.weight_grad. It adds up what ``input_grad`` has found."""
+        found = list(deferred)
+        deferred.clear()
+        return added(totals, found)
+
+
+def _storage(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.untyped_storage().data_ptr()

@@ -1,0 +1,166 @@
+"""A stage whose forward and backward are explicit graphs: no autograd runs inside a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from copy import copy
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpipe.errors import PassError
+from fxpipe.kernels.kernel import Backwarded, Forwarded, InputGraded, Totals
+
+
+class GraphKernel:
+    """A stage whose forward and backward are two explicit graphs, made for one size."""
+
+    def __init__(
+        self,
+        forward_graph: fx.GraphModule,
+        backward_graph: fx.GraphModule | None,
+        *,
+        functional_backward: fx.Graph | None,
+        outputs: int,
+        writes: int,
+        input_strides: Sequence[tuple[int, ...] | None],
+        gradient_outputs: Sequence[int],
+        gradient_strides: Sequence[tuple[int, ...]],
+        input_gradients: int,
+        parameter_gradients: Sequence[bool],
+    ) -> None:
+        """Wrap two graphs with the boxed calling convention.
+
+        Args:
+            forward_graph: ``[parameters, buffers, inputs]`` → outputs, writes, saved.
+            backward_graph: ``[saved, gradients, totals]`` → input gradients, new totals.
+            functional_backward: ``[saved, gradients]`` → input gradients, parameter gradients;
+                no operation in it writes over an operand.
+            outputs: how many outputs the forward graph returns.
+            writes: how many buffer writes follow them.
+            input_strides: the strides that each input was traced with; None for no tensor.
+            gradient_outputs: which of the outputs get a gradient.
+            gradient_strides: the strides that each of these was traced with.
+            input_gradients: how many gradients of inputs the backward graph returns.
+            parameter_gradients: for each parameter whether the backward graph returns its gradient.
+        """
+        self.forward_graph = forward_graph
+        self.backward_graph = backward_graph
+        self.functional_backward = functional_backward
+        self.input_grad_graph: fx.GraphModule | None = None
+        self.weight_grad_graph: fx.GraphModule | None = None
+        self.outputs = outputs
+        self.writes = writes
+        self.gradient_outputs = tuple(gradient_outputs)
+        self.input_strides = tuple(input_strides)
+        self.gradient_strides = tuple(gradient_strides)
+        self.input_gradients = input_gradients
+        self.parameter_gradients = tuple(parameter_gradients)
+        self._run_forward = forward_graph.forward
+        self._run_backward = None if backward_graph is None else backward_graph.forward
+
+    def forward(
+        self,
+        parameters: Sequence[torch.Tensor],
+        buffers: Sequence[torch.Tensor],
+        inputs: list[Any],
+    ) -> Forwarded:
+        """See Kernel.forward."""
+        arguments = [*parameters, *buffers, *map(_laid_out, inputs, self.input_strides)]
+        inputs.clear()
+        flat = self._run_forward(arguments)
+        a, b = self.outputs, self.outputs + self.writes
+        return Forwarded(list(flat[:a]), list(flat[a:b]), list(flat[b:]))
+
+    def backward(
+        self, saved: list[Any], gradients: list[torch.Tensor], totals: Totals = ()
+    ) -> Backwarded:
+        """See Kernel.backward."""
+        if self._run_backward is None:
+            saved.clear()
+            return Backwarded([], self._totals([], totals))
+        arguments = self._backward_arguments(saved, gradients)
+        arguments += self._added_to(totals)
+        flat = self._run_backward(arguments)
+        count = self.input_gradients
+        return Backwarded(list(flat[:count]), self._totals(flat[count:], totals))
+
+    def parted(
+        self, input_grad_graph: fx.GraphModule, weight_grad_graph: fx.GraphModule | None
+    ) -> GraphKernel:
+        """The same kernel with the halves of its backward.
+
+        Args:
+            input_grad_graph: ``[saved, gradients]`` → input gradients, deferred.
+            weight_grad_graph: ``[deferred, totals]`` → new totals; None if there are none.
+        """
+        kernel = copy(self)
+        kernel.input_grad_graph = input_grad_graph
+        kernel.weight_grad_graph = weight_grad_graph
+        return kernel
+
+    def mapped(self, change: Callable[[fx.GraphModule], fx.GraphModule]) -> GraphKernel:
+        """The same kernel with all of its graph modules changed."""
+        kernel = copy(self)
+        kernel.forward_graph = change(self.forward_graph)
+        kernel.backward_graph = self.backward_graph and change(self.backward_graph)
+        kernel.input_grad_graph = self.input_grad_graph and change(self.input_grad_graph)
+        kernel.weight_grad_graph = self.weight_grad_graph and change(self.weight_grad_graph)
+        kernel._run_forward = kernel.forward_graph.forward
+        if kernel.backward_graph is not None:
+            kernel._run_backward = kernel.backward_graph.forward
+        return kernel
+
+    def input_grad(self, saved: list[Any], gradients: list[torch.Tensor]) -> InputGraded:
+        """See Kernel.input_grad."""
+        if self.backward_graph is None:
+            saved.clear()
+            return InputGraded([], [])
+        flat = self._half(self.input_grad_graph)(self._backward_arguments(saved, gradients))
+        count = self.input_gradients
+        return InputGraded(list(flat[:count]), list(flat[count:]))
+
+    def weight_grad(self, deferred: list[Any], totals: Totals = ()) -> list[torch.Tensor | None]:
+        """See Kernel.weight_grad."""
+        if not any(self.parameter_gradients):
+            return self._totals([], totals)
+        arguments = deferred + self._added_to(totals)
+        deferred.clear()
+        return self._totals(self._half(self.weight_grad_graph)(arguments), totals)
+
+    def _added_to(self, totals: Totals) -> list[torch.Tensor | None]:
+        """The sums that a graph with gradients of parameters adds to."""
+        every = totals or [None] * len(self.parameter_gradients)
+        return [total for total, has in zip(every, self.parameter_gradients, strict=True) if has]
+
+    def _totals(self, new: Sequence[torch.Tensor], totals: Totals) -> list[torch.Tensor | None]:
+        """The new sums in their places, and where there is none the one before."""
+        every = totals or [None] * len(self.parameter_gradients)
+        rest = iter(new)
+        return [
+            next(rest) if has else total
+            for total, has in zip(every, self.parameter_gradients, strict=True)
+        ]
+
+    def _backward_arguments(self, saved: list[Any], gradients: list[torch.Tensor]) -> list[Any]:
+        arguments = [*saved, *map(_laid_out, gradients, self.gradient_strides)]
+        saved.clear()
+        gradients.clear()
+        return arguments
+
+    def _half(self, graph: fx.GraphModule | None) -> Any:
+        if graph is None:
+            raise PassError(
+                "the stage's backward is not in two halves; run the plan through part_backward"
+            )
+        return graph.forward
+
+
+def _laid_out(value: Any, strides: tuple[int, ...] | None) -> Any:
+    """The value with the strides that its graph was traced for, which decide about views."""
+    if strides is None or value.stride() == strides:
+        return value
+    return torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device).copy_(
+        value
+    )

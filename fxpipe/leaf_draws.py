@@ -1,0 +1,87 @@
+"""Random numbers of modules that are called as they are, as functions of a seed.
+
+A module draws from PyTorch's global generator, whose state depends on what ran before, and in
+which thread. Inside ``SeededDraws`` each of its draws has a generator of its own, seeded with the
+micro-batch's seed, the number of the module's node in the model's graph, and how many draws came
+before in that node: the same for any number of devices, any cuts, any schedule and any
+recomputation.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fxpipe.errors import InputError
+from fxpipe.generators import mix
+from fxpipe.random import SEEDED, UNSEEDED, draws, with_defaults
+
+
+class _Now(threading.local):
+    seed = 0
+    node = 0
+    drawn = 0
+
+
+_NOW = _Now()
+
+
+def draw_from(x: Any, seed: torch.Tensor, node: int) -> Any:
+    """Graph node: what the node that takes its result draws is that of this seed and number.
+
+    It stands right before that node and returns ``x``.
+    """
+    _NOW.seed, _NOW.node, _NOW.drawn = int(seed.item()), node, 0
+    return x
+
+
+class SeededDraws(TorchDispatchMode):
+    """Inside, what ``draw_from`` says decides what is drawn."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **kwargs)
+        number = mix(_NOW.node, _NOW.drawn)
+        _NOW.drawn += 1
+        if func in SEEDED:
+            seed = torch.tensor(_NOW.seed)
+            options = {k: v for k, v in kwargs.items() if k not in UNSEEDED}
+            return SEEDED[func](*with_defaults(func, args), seed, number, **options)
+        if any(argument.name == "generator" for argument in func._schema.arguments):
+            device = args[0].device if args and isinstance(args[0], torch.Tensor) else "cpu"
+            generator = torch.Generator(device).manual_seed(mix(_NOW.seed, number))
+            return func(*with_defaults(func, args), **{**kwargs, "generator": generator})
+        if not draws(func, args, kwargs):
+            return func(*args, **kwargs)
+        raise InputError(
+            f"a module draws with {func}, which has no form that is a function of a seed; draw "
+            'with torch.rand or torch.randn instead, or use tracer="export"'
+        )
+
+
+class DrawsWatched(TorchDispatchMode):
+    """Notes whether anything is drawn inside.
+
+    Attributes:
+        drew: whether it was.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.drew = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags and draws(func, args, kwargs or {}):
+            self.drew = True
+        return func(*args, **(kwargs or {}))

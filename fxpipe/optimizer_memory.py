@@ -1,0 +1,98 @@
+"""What an optimizer holds, and what its step needs, in bytes, without stepping it."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from fxpipe.counting import Counting
+
+_SIDE = 64
+
+
+class OptimizerMemory(NamedTuple):
+    """Bytes of an optimizer.
+
+    Attributes:
+        state: what it keeps from step to step, once it has made one.
+        step: what it needs while it steps, at its worst, besides parameters, gradients and state.
+    """
+
+    state: int
+    step: int
+
+
+def optimizer_memory(optimizer: Optimizer) -> OptimizerMemory:
+    """What an optimizer holds: what it has, or would have after its first step.
+
+    A twin makes two steps over tensors without data, of the same shapes. One that needs data, or
+    asks what device they are on, makes them over small tensors, and it counts in proportion.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    try:
+        state, step = _steps(optimizer, [_without_data(group) for group in optimizer.param_groups])
+    except Exception:
+        state, step = _in_proportion(optimizer, parameters)
+    return OptimizerMemory(_bytes(optimizer.state) or state, step)
+
+
+def _steps(optimizer: Optimizer, groups: list[dict[str, Any]]) -> tuple[int, int]:
+    """The state of a twin after two steps, and what the second one needed."""
+    twin = object.__new__(type(optimizer))
+    twin.__dict__.update(optimizer.__dict__)
+    twin.__dict__.pop("step", None)  # a scheduler's wrapper, bound to the optimizer itself
+    twin._optimizer_step_pre_hooks = OrderedDict()
+    twin._optimizer_step_post_hooks = OrderedDict()
+    twin.param_groups = groups
+    twin.state = defaultdict(dict)
+    step: Any = type(optimizer).step
+    step(twin)
+    with Counting() as counting:
+        step(twin)
+    return _bytes(twin.state), counting.peak
+
+
+def _without_data(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group over tensors without data, with gradients."""
+    own = group["params"]
+    made = [nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in own]
+    for parameter in made:
+        parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
+    found = {**group, "params": made}
+    if found.get("foreach", 0) is None and own and all(p.is_cuda for p in own):
+        found["foreach"] = True  # torch's own choice, which it makes by the device
+    return found
+
+
+def _in_proportion(optimizer: Optimizer, parameters: Sequence[Tensor]) -> tuple[int, int]:
+    """From steps over 3 and over 6 small parameters: an optimizer needs memory for all of them
+    together, or for one after another."""
+    total = sum(parameter.nbytes for parameter in parameters)
+    largest = max((parameter.nbytes for parameter in parameters), default=0)
+    try:
+        (state, three), (_, six) = (_small(optimizer, parameters[0], count) for count in (3, 6))
+    except Exception:
+        return 2 * total, 2 * largest  # Adam's
+    each = max(six - three, 0) / 3
+    return int(state / 3 * total), int(each * total + max(three - 3 * each, 0) * largest)
+
+
+def _small(optimizer: Optimizer, like: Tensor, count: int) -> tuple[float, float]:
+    """State and step over so many small parameters, in multiples of one."""
+    device = like.device
+    made = [nn.Parameter(torch.zeros(_SIDE, _SIDE, device=device)) for _ in range(count)]
+    for parameter in made:
+        parameter.grad = torch.zeros_like(parameter)
+    state, step = _steps(optimizer, [{**optimizer.param_groups[0], "params": made}])
+    return state // made[0].nbytes, step // made[0].nbytes
+
+
+def _bytes(state: Mapping[Any, Any]) -> int:
+    leaves = pytree.tree_leaves(dict(state))
+    return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))

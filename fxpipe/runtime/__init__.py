@@ -1,0 +1,1 @@
+"""Running a Program: the interpreter, the backends, weights and their versions, checkpoints."""

@@ -1,0 +1,309 @@
+"""A call's inputs split into micro-batches."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from fxpipe.errors import InputError
+from fxpipe.nest import flatten
+
+BatchDims = Mapping[str, int | None]
+"""Input → the dimension that is the batch, or None for one that every micro-batch gets whole.
+
+A name stands for all that is in it: ``"mask"`` for ``mask['left']`` as well. Targets are called
+``target``, or ``target[0]``, ``target[1]`` … where there are several.
+"""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The inputs of one call, flat.
+
+    Attributes:
+        leaves: all tensors and other values in order: positional, keyword (by name), targets.
+        spec: how they nest: ``(args, kwargs, targets)``.
+        dims: for each leaf the dimension that is split; None for what each micro-batch gets whole.
+        size: the batch size: of that dimension, in every tensor that has one.
+        inputs: how many of the leaves are inputs of the model; the rest are targets.
+        call: names and nested values, from which the leaves' names are made.
+    """
+
+    leaves: tuple[Any, ...]
+    spec: pytree.TreeSpec
+    dims: tuple[int | None, ...]
+    size: int
+    inputs: int
+    call: _Call
+
+    @staticmethod
+    def of(
+        model: nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        targets: Sequence[Any] = (),
+        batch_dims: BatchDims | None = None,
+    ) -> Batch:
+        """Flatten a call.
+
+        A tensor that ``batch_dims`` does not name is split along dimension 0; one without
+        dimensions, or with size 1 where the batch is larger, goes whole to every micro-batch.
+
+        Raises:
+            InputError: the arguments do not fit the model, no tensor has a batch dimension, or
+                batch sizes disagree.
+        """
+        signature = inspect.signature(model.forward)
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise InputError(
+                f"the inputs do not fit {type(model).__name__}.forward: {error}"
+            ) from None
+        ordered = {name: kwargs[name] for name in sorted(kwargs)}
+        nested = (tuple(args), ordered, tuple(targets))
+        leaves, spec = flatten(nested)
+        call = _Call(nested, signature)
+        wanted = call.wanted(batch_dims) if batch_dims else {}
+        size = _batch_size(leaves, wanted, call)
+        dims = tuple(
+            wanted[index] if index in wanted else 0 if _is_split(leaf, size) else None
+            for index, leaf in enumerate(leaves)
+        )
+        count = spec.child(0).num_leaves + spec.child(1).num_leaves
+        return Batch(tuple(leaves), spec, dims, size, count, call)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What each leaf is called in messages."""
+        return self.call.names
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What a trace depends on besides the batch size."""
+        return (self.spec, self.inputs, tuple(map(_leaf_key, self.leaves, self.dims)))
+
+    def check_devices(self, *kinds: str) -> None:
+        """Raises InputError where a tensor is on a device of another kind than these."""
+        for index, leaf in enumerate(self.leaves):
+            if isinstance(leaf, Tensor) and leaf.device.type not in kinds:
+                name = self.names[index]
+                raise InputError(f"{name} is on {leaf.device}; move it to the CPU ({name}.cpu())")
+
+    def split(self, microbatches: int) -> list[list[Any]]:
+        """The leaves of each micro-batch: sizes differ by at most one, the larger first.
+
+        Raises:
+            InputError: there are more micro-batches than samples.
+        """
+        if microbatches > self.size:
+            raise InputError(
+                f"microbatches is {microbatches} and the batch has {self.size} samples; give at "
+                f"most {self.size} micro-batches or a larger batch"
+            )
+        parts = [
+            [leaf.detach() if isinstance(leaf, Tensor) else leaf] * microbatches
+            if dim is None
+            else _split(leaf.detach(), microbatches, dim)
+            for leaf, dim in zip(self.leaves, self.dims, strict=True)
+        ]
+        return [list(microbatch) for microbatch in zip(*parts, strict=True)]
+
+    def sizes(self, microbatches: int) -> list[int]:
+        """Samples in each micro-batch."""
+        base, more = divmod(self.size, microbatches)
+        return [base + (i < more) for i in range(microbatches)]
+
+    def unflatten(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+        """``(args, kwargs, targets)`` of a micro-batch's leaves."""
+        args, kwargs, targets = pytree.tree_unflatten(list(leaves), self.spec)
+        return args, kwargs, targets
+
+
+def _split(leaf: Tensor, microbatches: int, dim: int) -> Sequence[Tensor]:
+    parts = leaf.tensor_split(microbatches, dim)
+    # a part of rows lies as the whole does; else its strides would tell the size of the batch
+    return parts if dim == 0 else [part.contiguous() for part in parts]
+
+
+def _is_split(leaf: Any, size: int) -> bool:
+    return isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == size
+
+
+def _leaf_key(leaf: Any, dim: int | None) -> Any:
+    if not isinstance(leaf, Tensor):
+        return type(leaf), repr(leaf)
+    shape = leaf.shape if dim is None else (*leaf.shape[:dim], None, *leaf.shape[dim + 1 :])
+    return dim, leaf.dtype, leaf.device, tuple(shape)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """The values of a call as they nest, and what a user calls them.
+
+    Attributes:
+        nested: ``(args, kwargs, targets)``.
+        signature: of the model.
+    """
+
+    nested: tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]
+    signature: inspect.Signature
+
+    @cached_property
+    def heads(self) -> tuple[str, ...]:
+        """For each leaf the argument that it belongs to."""
+        return tuple(self._head(path)[0] for path, _ in self._paths)
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """``x``, ``mask['left']``, ``target[0]``: how a user would write each leaf."""
+        heads = [self._head(path) for path, _ in self._paths]
+        return tuple(head + pytree.keystr(tuple(rest)) for head, rest in heads)
+
+    def wanted(self, batch_dims: BatchDims) -> dict[int, int | None]:
+        """Leaf → the dimension that the user asks for, counted from the front.
+
+        Raises:
+            InputError: a leaf does not have it.
+        """
+        found: dict[int, int | None] = {}
+        for index, (name, head) in enumerate(zip(self.names, self.heads, strict=True)):
+            leaf = self._paths[index][1]
+            key = next((key for key in (name, head) if key in batch_dims), None)
+            if key is None or not isinstance(leaf, Tensor):
+                continue
+            dim = batch_dims[key]
+            if dim is None or (leaf.dim() == 0 and key != name):
+                found[index] = None
+            elif -leaf.dim() <= dim < leaf.dim():
+                found[index] = dim % leaf.dim()
+            else:
+                raise InputError(
+                    f"batch_dims says {dim} for {key!r} and {name} has {leaf.dim()} dimensions; "
+                    "give one that it has, or None where every micro-batch gets all of it"
+                )
+        return found
+
+    @cached_property
+    def _paths(self) -> list[tuple[Any, Any]]:
+        return pytree.tree_flatten_with_path(self.nested)[0]
+
+    def _head(self, path: Sequence[Any]) -> tuple[str, Sequence[Any]]:
+        part, *rest = path
+        which = part.idx
+        if which == 0:
+            positional = [
+                p.name
+                for p in self.signature.parameters.values()
+                if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+            ]
+            index = rest[0].idx
+            head = positional[index] if index < len(positional) else f"argument {index}"
+            return head, rest[1:]
+        if which == 1:
+            return str(rest[0].key), rest[1:]
+        return "target", rest if len(self.nested[2]) > 1 else rest[1:]
+
+
+def _batch_size(leaves: Sequence[Any], wanted: Mapping[int, int | None], call: _Call) -> int:
+    """The size that all tensors agree about; what ``wanted`` names cannot be shared."""
+    sure: set[int] = set()
+    guessed: set[int] = set()
+    for index, leaf in enumerate(leaves):
+        if not isinstance(leaf, Tensor):
+            continue
+        if index in wanted:
+            dim = wanted[index]
+            if dim is not None:
+                sure.add(leaf.shape[dim])
+        elif leaf.dim():
+            guessed.add(leaf.shape[0])
+    if not sure and not guessed:
+        raise InputError("no input is a tensor with a batch dimension; give at least one")
+    if 0 in sure or 0 in guessed:
+        index = next(i for i, size in _sizes(leaves, wanted) if size == 0)
+        dim = wanted.get(index, 0)
+        raise InputError(
+            f"{call.names[index]} has no samples (dimension {dim} is 0); give a batch that has some"
+        )
+    sizes = sure | (guessed - {1})  # a single row is for every sample
+    if len(sizes) > 1:
+        shown = ", ".join(f"{call.names[i]} has {size}" for i, size in _sizes(leaves, wanted))
+        which = "dimension 0, or as batch_dims says" if wanted else "dimension 0"
+        raise InputError(
+            f"the inputs disagree about the batch size ({which}): {shown}; give tensors of one "
+            "batch size, or of size 1 where every sample shares them, or say which dimension is "
+            "the batch, as with batch_dims={'x': 1, 'table': None}"
+        )
+    return sizes.pop() if sizes else 1
+
+
+def _sizes(leaves: Sequence[Any], wanted: Mapping[int, int | None]) -> list[tuple[int, int]]:
+    """Leaf → its batch size, of the tensors that have one."""
+    return [
+        (index, leaf.shape[dim])
+        for index, leaf in enumerate(leaves)
+        if isinstance(leaf, Tensor) and leaf.dim() and (dim := wanted.get(index, 0)) is not None
+    ]
+
+
+def join(
+    parts: Sequence[Any], sizes: Sequence[int], dims: tuple[int, ...] | None, name: str
+) -> Any:
+    """One output of the whole batch from those of its micro-batches.
+
+    Tensors are concatenated along the dimension that is the batch. Of those without dimension
+    floating-point numbers are averaged by samples. Python numbers that count samples are added.
+    Anything else must be the same in every micro-batch.
+
+    Args:
+        parts: the output of each micro-batch.
+        sizes: samples in each.
+        dims: the dimensions that are the batch; None to tell by the sizes whether 0 is.
+        name: what the output is called in the error.
+
+    Raises:
+        InputError: the parts differ and cannot be joined.
+    """
+    first = parts[0]
+    if not isinstance(first, Tensor):
+        if dims:
+            return sum(parts)
+        if all(part == first for part in parts):
+            return first
+    elif first.dim() == 0 and (first.is_floating_point() or first.is_complex()):
+        return weighted_sum(parts, [size / sum(sizes) for size in sizes])
+    elif dims is not None and len(dims) > 1 and len(parts) > 1:
+        raise InputError(
+            f"{name} has the batch in dimensions {' and '.join(map(str, dims))}, and a micro-batch "
+            "knows its own samples alone; compute it from the joined outputs"
+        )
+    else:
+        dim = 0 if dims is None else next(iter(dims), None)
+        if dim is not None and first.dim() > dim:
+            if all(part.shape[dim] == size for part, size in zip(parts, sizes, strict=True)):
+                return torch.cat(list(parts), dim)
+        if all(torch.equal(part, first) for part in parts):
+            return first
+    raise InputError(
+        f"{name} differs between micro-batches and has no batch dimension to join it along; "
+        "return it per sample, or only the mean as a scalar"
+    )
+
+
+def weighted_sum(parts: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """The sum of parts times weights, from the first part on; those of weight 0 do not count."""
+    total: Tensor | None = None
+    for part, weight in zip(parts, weights, strict=True):
+        if weight:
+            weighted = part if weight == 1 else part * weight
+            total = weighted if total is None else total + weighted
+    assert total is not None, "some weight is not zero"
+    return total

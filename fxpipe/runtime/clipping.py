@@ -1,0 +1,130 @@
+"""Clipping by the norm of all stages' gradients, and skipping of batches that overflow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp import GradScaler
+
+
+class Clipping:
+    """What the stages agree on before they update: one norm over all gradients of a batch.
+
+    Each stage computes the same from the same numbers, so none has to tell the others. It is what
+    ``torch.nn.utils.clip_grad_norm_`` does to all parameters at once, after ``GradScaler``'s
+    ``unscale_``; where the norm is not finite no stage updates.
+
+    Attributes:
+        limit: the greatest norm that gradients may have, or None for any.
+        scaler: scales losses; its scale is changed as its own ``update`` does.
+        norm: of the latest batch whose update was decided, before clipping; None before.
+        skipped: how many batches were not finite.
+    """
+
+    def __init__(self, limit: float | None, scaler: GradScaler | None) -> None:
+        self.limit = limit
+        self.scaler = scaler
+        self.norm: float | None = None
+        self.skipped = 0
+        self._scales: dict[int, float] = {}
+        self._finite: dict[int, bool] = {}
+        self._grown = 0
+
+    def begin(self, batch: int) -> float:
+        """A batch comes. Returns by what its loss's gradient is multiplied."""
+        scale = 1.0 if self.scaler is None else float(self.scaler.get_scale())
+        self._scales[batch] = scale
+        return scale
+
+    def clip(self, batch: int, gradients: list[Tensor | None], norms: Sequence[Tensor]) -> None:
+        """Unscale and clip a stage's gradients, in place; drop them where they are not finite.
+
+        Args:
+            batch: the batch that they belong to.
+            gradients: one for each parameter of the stage.
+            norms: of every gradient of every stage, in the order of the stages.
+        """
+        own = [gradient for gradient in gradients if gradient is not None]
+        unscale = 1 / self._scales.get(batch, 1.0)
+        total = torch.linalg.vector_norm(torch.stack(list(norms))) if norms else torch.zeros(())
+        total = total * unscale
+        self.norm = float(total)
+        finite = bool(torch.isfinite(total))
+        self._finite[batch] = finite
+        if self.scaler is not None and not finite:
+            gradients[:] = [None] * len(gradients)
+            return
+        if own and unscale != 1:
+            torch._foreach_mul_(own, unscale)
+        if own and self.limit is not None:
+            factor = (self.limit / (total + 1e-6)).clamp(max=1.0)
+            torch._foreach_mul_(own, factor)
+
+    def settle(self, before: int) -> None:
+        """Let the batches before one change the scale, in their order."""
+        for batch in sorted(self._finite):
+            if batch < before:
+                self._settle(self._finite.pop(batch))
+                self._scales.pop(batch, None)
+
+    def forget(self) -> None:
+        """What was in flight is dropped."""
+        self._finite.clear()
+        self._scales.clear()
+
+    def state(self) -> dict[str, float | None]:
+        """What a checkpoint keeps, while no batch is in flight."""
+        scale = None if self.scaler is None else float(self.scaler.get_scale())
+        return {
+            "scale": scale,
+            "grown": self._grown,
+            "norm": self.norm,
+            "skipped": self.skipped,
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint; of one without a scaler, with the scale as it is."""
+        self.forget()
+        self._grown, self.norm, self.skipped = state["grown"], state["norm"], state["skipped"]
+        if state["scale"] is not None:
+            self._set_scale(state["scale"])
+
+    def _settle(self, finite: bool) -> None:
+        self.skipped += not finite
+        if self.scaler is None or not self.scaler.is_enabled():
+            return
+        scale = float(self.scaler.get_scale())
+        self._grown = self._grown + 1 if finite else 0
+        if not finite:
+            scale *= self.scaler.get_backoff_factor()
+        elif self._grown == self.scaler.get_growth_interval():
+            scale *= self.scaler.get_growth_factor()
+            self._grown = 0
+        else:
+            return
+        self._set_scale(scale)
+
+    def _set_scale(self, scale: float) -> None:
+        if self.scaler is not None and self.scaler.is_enabled():
+            self.scaler.scale(torch.zeros(()))  # it makes its state when it first scales
+            self.scaler.update(scale)
+
+
+def norms_of(gradients: Sequence[Tensor | None]) -> list[Tensor]:
+    """The 2-norm of each gradient; of those in half precision in single."""
+    own = [gradient for gradient in gradients if gradient is not None]
+    by_type: Mapping[torch.dtype, list[Tensor]] = {g.dtype: [] for g in own}
+    for gradient in own:
+        by_type[gradient.dtype].append(gradient)
+    found = {
+        dtype: iter(
+            torch._foreach_norm(
+                group, 2, torch.float32 if dtype in (torch.float16, torch.bfloat16) else None
+            )
+        )
+        for dtype, group in by_type.items()
+    }
+    return [next(found[gradient.dtype]) for gradient in own]

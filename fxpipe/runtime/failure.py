@@ -1,0 +1,185 @@
+"""Where a machine was, in words: the errors of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from fxpipe import source
+from fxpipe.errors import DeviceError, DeviceMemoryError, ExecutionError, FxpipeError
+from fxpipe.program import Instruction, Load, Pop, Receive
+from fxpipe.runtime.backend import Backend, Room
+from fxpipe.runtime.interpreter import Machine
+from fxpipe.runtime.trail import Given, Unfinished
+from fxpipe.text.instruction import print_instruction
+from fxpipe.units import bytes_text
+
+Expected = Callable[[], Sequence[int]]
+"""Finds, for each device, the most bytes that it was predicted to hold."""
+
+LOST = (
+    "what this process has on the device is lost with it: start it again, from the last checkpoint"
+)
+"""What an error means that a device reports late."""
+
+SHOWN = 4
+"""How many suspects of a stream a message names at either end."""
+
+
+def explained(
+    machine: Machine,
+    cause: BaseException,
+    consequence: str,
+    backend: Backend,
+    expected: Expected | None = None,
+) -> ExecutionError:
+    """The error for what the instruction raised that a machine is at.
+
+    Args:
+        machine: the machine.
+        cause: what was raised.
+        consequence: what it means for the weights, one clause.
+        backend: what runs the devices' lists.
+        expected: what the devices were predicted to hold.
+    """
+    if isinstance(cause, ExecutionError):
+        return cause
+    instruction = machine.program.lists[machine.device][machine.position]
+    text = print_instruction(instruction)
+    when = f"device {machine.device} was given {text}"
+    late = explained_late(cause, when, backend, machine.device)
+    if late is not None:
+        return late
+    stage, microbatch = _place(instruction)
+    line = source.of_failure(cause)
+    named = _named(stage, microbatch)
+    where = f"device {machine.device}, instruction {machine.position}: {text}{named} failed"
+    where += f" at {line}" if line else ""
+    place: dict[str, Any] = {
+        "device": machine.device,
+        "instruction": text,
+        "stage": stage,
+        "microbatch": microbatch,
+        "source": line,
+    }
+    if lacks_memory(cause):
+        rooms = [backend.room(device) for device in range(machine.program.devices)]
+        peaks = _peaks(expected)
+        return DeviceMemoryError(
+            f"{where}: {_lack(machine.device, rooms, peaks)}; {consequence} "
+            f"({type(cause).__name__}: {cause})",
+            predicted=None if peaks is None else peaks[machine.device],
+            capacity=rooms[machine.device].total,
+            **place,
+        )
+    return ExecutionError(f"{where} ({type(cause).__name__}: {cause}); {consequence}", **place)
+
+
+def explained_late(
+    cause: BaseException, when: str, backend: Backend, noticed: int | None = None
+) -> DeviceError | None:
+    """The error for what a device reports late, or None where an error is not of that kind.
+
+    Args:
+        cause: what was raised.
+        when: what went on when it was, one clause.
+        backend: what runs the devices' lists.
+        noticed: the device that was told, if one was; its suspects come first.
+    """
+    left = sorted(backend.unfinished(cause), key=lambda each: each.device != noticed)
+    if not left:
+        return None
+    suspects = tuple(print_instruction(each.instruction) for own in left for each in own.since)
+    first = left[0].since[0]
+    stage, microbatch = _place(first.instruction)
+    streams = "".join(f"\n  {_suspected(own)}" for own in left)
+    return DeviceError(
+        f"a device reported, when {when}, that something had failed which it was given earlier "
+        f"({type(cause).__name__}: {cause}). As far as is known it is one of:{streams}\n"
+        "Set the environment variable CUDA_LAUNCH_BLOCKING=1 and run it again: then the error "
+        f"names the instruction itself. {LOST[0].upper()}{LOST[1:]}",
+        suspects=suspects,
+        device=left[0].device,
+        instruction=suspects[0],
+        stage=stage,
+        microbatch=microbatch,
+        source="",
+    )
+
+
+def lacks_memory(cause: BaseException) -> bool:
+    """Whether an allocator, of a CUDA device or of the CPU, found no memory."""
+    return isinstance(cause, torch.OutOfMemoryError | MemoryError) or (
+        isinstance(cause, RuntimeError) and "DefaultCPUAllocator: can't allocate" in str(cause)
+    )
+
+
+def whereabouts(machine: Machine) -> str:
+    """``device 1 was at instruction 3, forward s1[0] v0 keep``."""
+    instructions = machine.program.lists[machine.device]
+    if machine.position >= len(instructions):
+        return f"device {machine.device} was done"
+    text = print_instruction(instructions[machine.position])
+    return f"device {machine.device} was at instruction {machine.position}, {text}"
+
+
+def _lack(device: int, rooms: Sequence[Room], peaks: Sequence[int] | None) -> str:
+    """Who has no memory, what was expected, and what to change."""
+    place, used, total = rooms[device]
+    facts = []
+    if used is not None:
+        facts.append(f"it held up to {bytes_text(used)}")
+    if peaks is not None:
+        beside = [d for d, room in enumerate(rooms) if room.place == place]
+        together = sum(peaks[d] for d in beside)
+        more = f", and {bytes_text(together)} for the {len(beside)} devices that share it"
+        facts.append(
+            f"{bytes_text(peaks[device])} ({peaks[device]} bytes) were predicted at the device's "
+            f"peak{more if len(beside) > 1 else ''}"
+        )
+    size = "" if total is None else f" of its {bytes_text(total)}"
+    told = f": {'; '.join(facts)}" if facts else ""
+    return (
+        f"{place} has no memory left{size}{told}. Take more micro-batches or a smaller batch; "
+        'recompute ("always", "except_last", or this stage alone); a schedule that keeps fewer '
+        "micro-batches, such as 1f1b; or a partition that gives this stage less"
+    )
+
+
+def _peaks(expected: Expected | None) -> Sequence[int] | None:
+    if expected is None:
+        return None
+    try:
+        return expected()
+    except FxpipeError:  # what cannot be predicted shall not hide the failure
+        return None
+
+
+def _suspected(own: Unfinished) -> str:
+    """``device 1 (cuda:1), stream compute, since forward s1[0] v0 was done: …``."""
+    since = [*map(_told, own.since)]
+    if len(since) > 2 * SHOWN + 1:
+        left_out = len(since) - 2 * SHOWN
+        since[SHOWN:-SHOWN] = [f"… ({left_out} more)"]
+    after = "" if own.done is None else f", since {_told(own.done)} was done"
+    return f"device {own.device} ({own.place}), stream {own.stream}{after}: {', '.join(since)}"
+
+
+def _told(given: Given) -> str:
+    return f"{print_instruction(given.instruction)} (step {given.step}, at {given.position})"
+
+
+def _place(instruction: Instruction) -> tuple[int | None, int | None]:
+    buffer = getattr(instruction, "buffer", None)
+    if buffer is not None:
+        here = isinstance(instruction, Load | Receive | Pop)
+        return (buffer.target if here else buffer.source), buffer.microbatch
+    return getattr(instruction, "stage", None), getattr(instruction, "microbatch", None)
+
+
+def _named(stage: int | None, microbatch: int | None) -> str:
+    parts = [] if stage is None else [f"stage {stage}"]
+    parts += [] if microbatch is None else [f"micro-batch {microbatch}"]
+    return f" ({', '.join(parts)})" if parts else ""

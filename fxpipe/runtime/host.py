@@ -1,0 +1,161 @@
+"""The caller's side of one run: what instructions load from it and hand over to it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxpipe.apart import together
+from fxpipe.edge import HOST
+from fxpipe.generators import mix
+from fxpipe.kernels.kernel import add
+from fxpipe.program import Buffer
+from fxpipe.runtime.batch import Batch, join, weighted_sum
+from fxpipe.traced import SEED, Literal, Traced, Value
+
+
+class BatchHost:
+    """Gives a batch's micro-batches and gradients, and collects outputs."""
+
+    def __init__(
+        self,
+        traced: Traced,
+        batch: Batch,
+        parts: Sequence[Sequence[Any]],
+        keep: frozenset[str],
+        seed: int,
+    ) -> None:
+        """Lay a batch's micro-batches out.
+
+        Args:
+            traced: the graph that runs, which names inputs and outputs.
+            batch: the inputs.
+            parts: the leaves of each micro-batch, as the batch splits itself.
+            keep: the outputs that the caller wants; others are dropped as they come.
+            seed: of this step, where the graph draws random numbers.
+        """
+        microbatches = len(parts)
+        self.traced = traced
+        self.batch = batch
+        self.whole = dict(zip(traced.inputs, batch.leaves, strict=True))
+        self.sizes = batch.sizes(microbatches)
+        self.loss_weights: Sequence[float] = self.shares
+        self.inputs: dict[str, Sequence[Any]] = {}
+        for name, column in zip(traced.inputs, zip(*parts, strict=True), strict=True):
+            if name is not None:
+                self.inputs[name] = column
+        if traced.seeded:
+            self.inputs[SEED] = [torch.tensor(mix(seed, i)) for i in range(microbatches)]
+        self.keep = keep
+        self.outputs: dict[str, list[Any]] = {name: [None] * microbatches for name in keep}
+        self.input_gradients: dict[str, dict[int, list[Tensor]]] = {}
+        self.gradients: dict[str, Sequence[Tensor]] = {}
+
+    def give(self, buffer: Buffer) -> Any:
+        """See Host.give."""
+        source = self.gradients if buffer.kind == "grad" else self.inputs
+        return source[buffer.value][buffer.microbatch]
+
+    def take(self, buffer: Buffer, value: Any) -> None:
+        """See Host.take."""
+        if buffer.target == HOST and buffer.kind == "grad":
+            by_microbatch = self.input_gradients.setdefault(buffer.value, {})
+            by_microbatch.setdefault(buffer.microbatch, []).append(value)
+        elif buffer.value in self.keep:
+            self.outputs[buffer.value][buffer.microbatch] = _alone(value)
+
+    @property
+    def shares(self) -> list[float]:
+        """Each micro-batch's share of the batch: its weight in the mean."""
+        return [size / self.batch.size for size in self.sizes]
+
+    def weigh_loss(self, weights: Sequence[float], dtype: torch.dtype) -> None:
+        """Let the gradient of each micro-batch's loss be its weight in that of the batch."""
+        assert self.traced.loss is not None
+        self.loss_weights = weights
+        self.gradients[self.traced.loss] = torch.tensor(weights, dtype=dtype).unbind()
+
+    def loss(self) -> Tensor:
+        """The loss of the batch, summed in micro-batch order."""
+        assert self.traced.loss is not None
+        return weighted_sum(self.outputs[self.traced.loss], self.loss_weights)
+
+    def output(self) -> Any:
+        """The model's output for the whole batch."""
+        return together(self.flat_output(), self.traced.out_spec)
+
+    def flat_output(self) -> list[Any]:
+        """The flat outputs, each joined."""
+        return [self._joined(index, out) for index, out in enumerate(self.traced.outputs)]
+
+    def _joined(self, index: int, out: Value | Literal) -> Any:
+        if isinstance(out, Literal):
+            return out.value
+        if out.name in self.whole:  # an input that the model hands through
+            leaf = self.whole[out.name]
+            return leaf.detach() if isinstance(leaf, Tensor) else leaf
+        if out.name == self.traced.loss:
+            return self.loss()
+        return join(self.outputs[out.name], self.sizes, out.dims, f"output {index}")
+
+    def set_output_gradients(
+        self, names: Sequence[str], gradients: Sequence[Tensor | None]
+    ) -> None:
+        """Split the gradients of the joined outputs; None stands for zeros."""
+        dims = {out.name: out.dims for out in self.traced.outputs if isinstance(out, Value)}
+        for name, gradient in zip(names, gradients, strict=True):
+            self.gradients[name] = _split_like(self.outputs[name], gradient, self.sizes, dims[name])
+
+    def gradients_of_inputs(self) -> Mapping[str, Tensor]:
+        """The gradient of each input that gets one, for the whole batch."""
+        found: dict[str, Tensor] = {}
+        dims = dict(zip(self.traced.inputs, self.batch.dims, strict=True))
+        for name, by_microbatch in self.input_gradients.items():
+            parts = [add(by_microbatch[i]) for i in sorted(by_microbatch)]
+            dim = dims[name]
+            found[name] = torch.stack(parts).sum(0) if dim is None else torch.cat(parts, dim)
+        return found
+
+
+def _alone(value: Any) -> Any:
+    """A scalar in memory of its own: a loss such as ``mse_loss`` is computed in memory as large
+    as the output, and would keep it until all micro-batches are through."""
+    if isinstance(value, Tensor) and value.dim() == 0 and value.untyped_storage().nbytes() > 64:
+        return value.clone()
+    return value
+
+
+def _split_like(
+    parts: Sequence[Tensor],
+    gradient: Tensor | None,
+    sizes: Sequence[int],
+    dims: tuple[int, ...] | None,
+) -> list[Tensor]:
+    """The gradient of each micro-batch's output, the other way round than ``join``."""
+    if gradient is None:
+        return [torch.zeros_like(part) for part in parts]
+    if len(parts) == 1:
+        return [gradient]
+    if gradient.dim() == 0:
+        return [gradient * (size / sum(sizes)) for size in sizes]  # the output was averaged
+    dim = 0 if dims is None else next(iter(dims), None)
+    if dim is not None and gradient.shape[dim] == sum(sizes):
+        return list(gradient.split(list(sizes), dim))
+    return [gradient, *(torch.zeros_like(gradient) for _ in parts[1:])]  # the first was taken
+
+
+def draw_seed(traced: Traced) -> int:
+    """A new seed from torch's generator, if the graph draws random numbers at all."""
+    return int(torch.randint(2**62, (), dtype=torch.int64).item()) if traced.seeded else 0
+
+
+def next_seed(traced: Traced) -> int:
+    """What ``draw_seed`` gives next; a run draws it when it succeeds, and so not in vain."""
+    before = torch.get_rng_state()
+    try:
+        return draw_seed(traced)
+    finally:
+        torch.set_rng_state(before)

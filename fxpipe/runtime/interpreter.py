@@ -1,0 +1,393 @@
+"""The interpreter: one dispatch table and one loop over a device's instructions.
+
+It decides nothing. What an instruction means on its device is a function below; how values and
+threads move between devices is the backend's, behind ``Wires``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter_ns
+from typing import Any, Protocol
+
+import torch
+
+from fxpipe.kernels.kernel import Forwarded, Kernel, add
+from fxpipe.plan import Stage, outputs_of
+from fxpipe.program import (
+    Backward,
+    Barrier,
+    Buffer,
+    Clip,
+    Forward,
+    Free,
+    InputGrad,
+    Instruction,
+    Load,
+    Norm,
+    Output,
+    Pause,
+    Pop,
+    Program,
+    Receive,
+    Recompute,
+    Run,
+    Send,
+    Stash,
+    Update,
+    WeightGrad,
+    batch_of,
+    deferred,
+    forward_buffer,
+    gradient_buffer,
+    norm_buffer,
+    saved,
+    state,
+)
+from fxpipe.recomputing import recomputing
+from fxpipe.runtime.clipping import Clipping, norms_of
+from fxpipe.runtime.own_task import run_task
+from fxpipe.runtime.store import Store
+from fxpipe.task import KINDS
+
+
+class Stopped(Exception):
+    """Another device failed, or the caller interrupted: leave the list where it is."""
+
+
+class Wires(Protocol):
+    """How the devices of one run reach each other."""
+
+    stopping: bool
+
+    def put(self, device: int, buffer: Buffer, value: Any) -> None:
+        """Hand a value to a device; never waits."""
+        ...
+
+    def get(self, device: int, buffer: Buffer) -> Any:
+        """Wait on a device for a value. Raises Stopped when the run is stopped."""
+        ...
+
+    def meet(self) -> None:
+        """Wait until every device is here. Raises Stopped when the run is stopped."""
+        ...
+
+
+class Host(Protocol):
+    """The caller's side of one run."""
+
+    def give(self, buffer: Buffer) -> Any:
+        """The value that a Load asks for."""
+        ...
+
+    def take(self, buffer: Buffer, value: Any) -> None:
+        """Keep what an Output hands over."""
+        ...
+
+
+class Weights(Protocol):
+    """The parameters and buffers of the model, by stage and version, and their update."""
+
+    def parameters(self, stage: int, version: int) -> Sequence[torch.Tensor]:
+        """A stage's parameters of a version."""
+        ...
+
+    def buffers(self, stage: int) -> Sequence[torch.Tensor]:
+        """A stage's buffers as they were before the run."""
+        ...
+
+    def gradients(self, stage: int) -> Sequence[torch.Tensor | None]:
+        """What the sums of a stage's gradients start from."""
+        ...
+
+    def update(
+        self, stage: int, reads: int, writes: int, gradients: Sequence[torch.Tensor | None]
+    ) -> None:
+        """Make the version ``writes`` of a stage from ``reads`` and the batch's gradients."""
+        ...
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one batch brings along.
+
+    Attributes:
+        kernels: micro-batch → stage → what runs it.
+        host: the caller's side.
+        clipping: how its gradients are clipped, if the program clips.
+    """
+
+    kernels: Sequence[Sequence[Kernel]]
+    host: Host
+    clipping: Clipping | None = None
+
+
+@dataclass
+class Machine:
+    """One device in one run.
+
+    Instructions count batches and versions from the step that they are run in; jobs, wires and
+    weights know them by their absolute numbers.
+
+    Attributes:
+        program: what runs.
+        device: which of its lists this machine runs.
+        stages: the plan's stages.
+        jobs: batch → what it brings along.
+        wires: the way to the other devices.
+        weights: parameters and buffers.
+        store: what the device holds.
+        position: the index of the instruction that is next, or running.
+        step: the step that it runs.
+        batches: the batches that exist; what belongs to others is left out.
+        times: gets start and end of each instruction, which the backend turns into nanoseconds;
+            None for no clock.
+    """
+
+    program: Program
+    device: int
+    stages: Sequence[Stage]
+    jobs: Mapping[int, Job]
+    wires: Wires
+    weights: Weights
+    store: Store = field(default_factory=Store)
+    position: int = 0
+    step: int = 0
+    batches: range = range(1)
+    times: list[Any] | None = None
+
+    def run(self) -> bool:
+        """Run the list from ``position`` on.
+
+        Returns:
+            True at its end, False at a pause, after which it can be run again.
+
+        Raises:
+            Stopped: another device failed or the run was stopped.
+        """
+        instructions = self.program.lists[self.device]
+        overlaps = self.program.depth > 0
+        while self.position < len(instructions):
+            instruction = instructions[self.position]
+            if self.wires.stopping:
+                raise Stopped
+            if not overlaps or self.step + batch_of(instruction) in self.batches:
+                if self.times is None:
+                    HANDLERS[type(instruction)](self, instruction)
+                else:
+                    start = perf_counter_ns()
+                    HANDLERS[type(instruction)](self, instruction)
+                    self.times += start, perf_counter_ns()
+            self.position += 1
+            if type(instruction) is Pause:
+                return False
+        return True
+
+    def begin(self, step: int, batches: range) -> None:
+        """Make ready for the list of another step; what is kept is then of an earlier batch."""
+        self.store.age(step - self.step)
+        self.step, self.batches, self.position = step, batches, 0
+
+    def kernel(self, stage: int, microbatch: int, batch: int) -> Kernel:
+        """What runs a stage for a micro-batch."""
+        return self.jobs[self.step + batch].kernels[microbatch][stage]
+
+    def named(self, buffer: Buffer) -> Buffer:
+        """A buffer under its absolute batch, as other devices know it."""
+        return buffer._replace(batch=self.step + buffer.batch) if self.step else buffer
+
+
+def _load(machine: Machine, instruction: Load) -> None:
+    buffer = instruction.buffer
+    machine.store.values[buffer] = machine.jobs[machine.step + buffer.batch].host.give(buffer)
+
+
+def _output(machine: Machine, instruction: Output) -> None:
+    buffer = instruction.buffer
+    host = machine.jobs[machine.step + buffer.batch].host
+    host.take(buffer, machine.store.values[buffer])
+
+
+def _send(machine: Machine, instruction: Send | Stash) -> None:
+    value = machine.store.values[instruction.buffer]
+    destination = machine.program.destination(instruction)
+    machine.wires.put(destination, machine.named(instruction.buffer), value)
+
+
+def _receive(machine: Machine, instruction: Receive | Pop) -> None:
+    value = machine.wires.get(machine.device, machine.named(instruction.buffer))
+    machine.store.values[instruction.buffer] = value
+
+
+def _forward(machine: Machine, instruction: Forward) -> None:
+    stage, i, batch = instruction.stage, instruction.microbatch, instruction.batch
+    store, buffers = machine.store, _buffers(machine, stage)
+    if instruction.again:
+        store.values[state(stage, i, batch)] = list(buffers)
+    result = _run_forward(machine, instruction, buffers)
+    edges = machine.program.edges_from[stage]
+    made = dict(zip(outputs_of(edges), result.outputs, strict=True))
+    for edge in edges:
+        store.values[forward_buffer(edge, i, batch)] = made[edge.value]
+    for write, value in zip(machine.stages[stage].writes, result.writes, strict=True):
+        store.state[write.target] = value
+    if instruction.keeps:
+        store.keep(saved(stage, i, batch), result.saved)
+
+
+def _recompute(machine: Machine, instruction: Recompute) -> None:
+    stage, i, batch = instruction.stage, instruction.microbatch, instruction.batch
+    buffers = machine.store.values.pop(state(stage, i, batch))
+    with recomputing():
+        result = _run_forward(machine, instruction, buffers)
+    machine.store.keep(saved(stage, i, batch), result.saved)
+
+
+def _run_forward(
+    machine: Machine, instruction: Forward | Recompute, buffers: Sequence[torch.Tensor]
+) -> Forwarded:
+    stage, i, batch = instruction.stage, instruction.microbatch, instruction.batch
+    edges, values = machine.program.edges_into[stage], machine.store.values
+    return machine.kernel(stage, i, batch).forward(
+        machine.weights.parameters(stage, machine.step + instruction.version),
+        buffers,
+        [values[forward_buffer(edge, i, batch)] for edge in edges],
+    )
+
+
+def _buffers(machine: Machine, stage: int) -> list[torch.Tensor]:
+    """The stage's buffers: what earlier micro-batches of this run wrote, else the model's."""
+    arguments = machine.stages[stage].buffers
+    before = machine.weights.buffers(stage)
+    newest = machine.store.state
+    return [newest.get(a.target, b) for a, b in zip(arguments, before, strict=True)]
+
+
+def _backward(machine: Machine, instruction: Backward) -> None:
+    stage, i, batch = instruction.stage, instruction.microbatch, instruction.batch
+    kept = machine.store.take(saved(stage, i, batch))
+    result = machine.kernel(stage, i, batch).backward(
+        kept, _output_gradients(machine, instruction), _totals(machine, instruction)
+    )
+    machine.store.gradients[stage, batch] = result.parameters
+    _give_back(machine, instruction, result.inputs)
+
+
+def _input_grad(machine: Machine, instruction: InputGrad) -> None:
+    stage, i, batch = instruction.stage, instruction.microbatch, instruction.batch
+    kept = machine.store.values.pop(saved(stage, i, batch))  # it counts until the second half
+    result = machine.kernel(stage, i, batch).input_grad(
+        kept, _output_gradients(machine, instruction)
+    )
+    _give_back(machine, instruction, result.inputs)
+    machine.store.values[deferred(stage, i, batch)] = result.deferred
+
+
+def _weight_grad(machine: Machine, instruction: WeightGrad) -> None:
+    stage, i, batch = instruction.stage, instruction.microbatch, instruction.batch
+    left = machine.store.take(deferred(stage, i, batch))
+    totals = _totals(machine, instruction)
+    machine.store.gradients[stage, batch] = machine.kernel(stage, i, batch).weight_grad(
+        left, totals
+    )
+
+
+def _totals(machine: Machine, instruction: Backward | WeightGrad) -> Sequence[torch.Tensor | None]:
+    """The sums of the gradients of the batch's earlier micro-batches; at first the caller's."""
+    totals = machine.store.gradients.get((instruction.stage, instruction.batch))
+    if totals is not None:
+        return totals
+    before = machine.weights.gradients(instruction.stage)
+    return [None if gradient is None else gradient.clone() for gradient in before]
+
+
+def _output_gradients(machine: Machine, instruction: Backward | InputGrad) -> list[torch.Tensor]:
+    """The gradient of each of the stage's values that gets one, summed over its consumers."""
+    i, batch, values = instruction.microbatch, instruction.batch, machine.store.values
+    return [
+        add([values[gradient_buffer(edge, i, batch)] for edge in edges])
+        for edges in machine.program.gradients_of[instruction.stage]
+    ]
+
+
+def _give_back(
+    machine: Machine, instruction: Backward | InputGrad, gradients: Sequence[torch.Tensor]
+) -> None:
+    """The gradients of the stage's inputs, each to the edge that brought the input."""
+    edges = [e for e in machine.program.edges_into[instruction.stage] if e.gradient]
+    for edge, gradient in zip(edges, gradients, strict=True):
+        buffer = gradient_buffer(edge, instruction.microbatch, instruction.batch)
+        machine.store.values[buffer] = gradient
+
+
+def _run(machine: Machine, instruction: Run) -> None:
+    stage, batch = instruction.stage, instruction.batch
+    names = [argument.target for argument in machine.stages[stage].parameters]
+    parameters = machine.weights.parameters(stage, machine.step + instruction.version)
+    sums = machine.store.gradients.get((stage, batch)) or [None] * len(names)
+    run_task(
+        KINDS[instruction.kind],
+        stage,
+        instruction.microbatch,
+        dict(zip(names, parameters, strict=True)),
+        {name: g for name, g in zip(names, sums, strict=True) if g is not None},
+    )
+
+
+def _free(machine: Machine, instruction: Free) -> None:
+    del machine.store.values[instruction.buffer]
+
+
+def _barrier(machine: Machine, instruction: Barrier) -> None:
+    machine.wires.meet()
+
+
+def _pause(machine: Machine, instruction: Pause) -> None:
+    """Nothing to do: the loop returns to the caller."""
+
+
+def _norm(machine: Machine, instruction: Norm) -> None:
+    stage, batch = instruction.stage, instruction.batch
+    norms = norms_of(machine.store.gradients.get((stage, batch), []))
+    for other in range(machine.program.stages):
+        machine.store.values[norm_buffer(stage, other, batch)] = norms
+
+
+def _clip(machine: Machine, instruction: Clip) -> None:
+    stage, batch, store = instruction.stage, instruction.batch, machine.store
+    stages = range(machine.program.stages)
+    norms = [norm for s in stages for norm in store.values[norm_buffer(s, stage, batch)]]
+    absolute = machine.step + batch
+    clipping = machine.jobs[absolute].clipping
+    if clipping is not None:
+        clipping.clip(absolute, store.gradients.get((stage, batch), []), norms)
+
+
+def _update(machine: Machine, instruction: Update) -> None:
+    stage, step = instruction.stage, machine.step
+    gradients = machine.store.gradients.pop((stage, instruction.batch), [])
+    machine.weights.update(stage, step + instruction.reads, step + instruction.writes, gradients)
+
+
+HANDLERS: Mapping[type[Instruction], Callable[[Machine, Any], None]] = {
+    Load: _load,
+    Output: _output,
+    Send: _send,
+    Stash: _send,
+    Receive: _receive,
+    Pop: _receive,
+    Forward: _forward,
+    Recompute: _recompute,
+    Backward: _backward,
+    InputGrad: _input_grad,
+    WeightGrad: _weight_grad,
+    Run: _run,
+    Norm: _norm,
+    Clip: _clip,
+    Free: _free,
+    Barrier: _barrier,
+    Pause: _pause,
+    Update: _update,
+}
+"""Every instruction's meaning."""

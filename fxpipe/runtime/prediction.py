@@ -1,0 +1,69 @@
+"""Weight prediction: where the optimizer's momentum says the weights will be, some updates later.
+
+SpecTrain (arXiv 1809.02839) for SGD with momentum: W − s·η·v. XPipe (arXiv 1911.04610) for Adam
+and AdamW: W − s·η·m̂ / (√v̂ + ε). Weight decay is left out of both, as in the papers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adam, Optimizer
+
+from fxpipe.errors import InputError
+
+
+def check_predictable(optimizer: Optimizer) -> None:
+    """Raises InputError for an optimizer whose next update nothing foretells."""
+    if isinstance(optimizer, SGD):
+        if all(group["momentum"] for group in optimizer.param_groups):
+            return
+        raise InputError(
+            "predict=True needs a momentum to predict from, and this SGD has none; give "
+            "torch.optim.SGD(..., momentum=0.9), or leave predict out"
+        )
+    if not isinstance(optimizer, Adam):  # AdamW is one
+        raise InputError(
+            f"predict=True knows no momentum of {type(optimizer).__name__}; take SGD with "
+            "momentum, Adam or AdamW, or leave predict out"
+        )
+
+
+def predict(
+    optimizer: Optimizer,
+    groups: Sequence[Mapping[str, Any]],
+    weights: Mapping[Tensor, Tensor],
+    updates: int,
+) -> None:
+    """Move weights by as many updates as their optimizer made the last one, in place.
+
+    Args:
+        optimizer: its state is that after the last update.
+        groups: the settings of its groups at that update.
+        weights: parameter → the tensor to move.
+        updates: how many.
+    """
+    for group, settings in zip(optimizer.param_groups, groups, strict=True):
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            if parameter in weights and state:
+                step = _update(state, {**group, **settings})
+                if step is not None:
+                    weights[parameter].sub_(step, alpha=updates)
+
+
+def _update(state: Mapping[str, Any], group: Mapping[str, Any]) -> Tensor | None:
+    """What the optimizer would subtract if the gradient stayed what its momentum is."""
+    rate = float(group["lr"])
+    if "momentum" in group:
+        velocity: Tensor | None = state.get("momentum_buffer")
+        return None if velocity is None else velocity * rate
+    first, second = group["betas"]
+    count = float(state["step"])
+    mean = state["exp_avg"] / (1 - first**count)
+    spread = (state["exp_avg_sq"] / (1 - second**count)).sqrt_()
+    made: Tensor = torch.div(mean, spread.add_(group["eps"])).mul_(rate)
+    return made

@@ -1,0 +1,121 @@
+"""What a simulation is given: the times of tasks and the links between devices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import inf
+
+from fxpipe.errors import InputError, near
+from fxpipe.program import (
+    Backward,
+    Clip,
+    Forward,
+    InputGrad,
+    Instruction,
+    Program,
+    Recompute,
+    Run,
+    Update,
+    WeightGrad,
+)
+from fxpipe.task import KINDS
+
+Key = str | tuple[str, int]
+Costs = Mapping[str, float] | Mapping[tuple[str, int], float] | Mapping[Key, float]
+"""Letter of a kind of task, or letter and stage → its time. A stage's own time goes first."""
+
+Times = Mapping[tuple[str, int], float]
+"""Letter and stage → time, for every stage."""
+
+LETTERS: dict[type[Instruction], str] = {
+    Forward: "F",
+    Recompute: "R",
+    Backward: "B",
+    InputGrad: "I",
+    WeightGrad: "W",
+    Clip: "C",
+    Update: "U",
+}
+"""Instruction → the letter of the task that it runs; a ``Run`` has that of its own kind."""
+
+TASKS = (Forward, Recompute, Backward, InputGrad, WeightGrad, Clip, Update)
+"""The instructions that run a task of a built-in kind."""
+
+_UNKNOWN_TIME = 1.0
+
+
+@dataclass(frozen=True)
+class Link:
+    """The way from one device to another.
+
+    Values take it one after another: each occupies it for its bytes / bandwidth, and arrives
+    ``latency`` after that.
+
+    Attributes:
+        latency: in the unit of the tasks' times.
+        bandwidth: bytes in that unit.
+    """
+
+    latency: float = 0
+    bandwidth: float = inf
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.latency < inf:
+            raise InputError(f"a link's latency is {self.latency}; give a time of at least 0")
+        if not self.bandwidth > 0:
+            raise InputError(f"a link's bandwidth is {self.bandwidth}; give one above 0")
+
+
+Links = Link | Mapping[tuple[int, int], Link]
+"""One link for every pair of devices, or (from, to) → link."""
+
+
+def letter_of(instruction: Instruction) -> str | None:
+    """The letter of the task that an instruction runs; None for one that computes nothing."""
+    if isinstance(instruction, Run):
+        return instruction.kind
+    return LETTERS.get(type(instruction))
+
+
+def task_times(program: Program, costs: Costs | None = None) -> dict[tuple[str, int], float]:
+    """The time of every kind of task on every stage of a program.
+
+    Raises:
+        InputError: as ``times_of``.
+    """
+    instructions = (instruction for list_ in program.lists for instruction in list_)
+    return times_of(program.stages, filter(None, map(letter_of, instructions)), costs)
+
+
+def times_of(
+    stages: int, letters: Iterable[str], costs: Costs | None = None
+) -> dict[tuple[str, int], float]:
+    """The time of every kind of task on every stage: ``costs``, else the kind's own.
+
+    Args:
+        stages: how many stages there are.
+        letters: kinds that may not be defined here, as they were read from a text.
+        costs: letter, or letter and stage → time.
+
+    Raises:
+        InputError: a letter or a stage is unknown, or a time is negative or not finite.
+    """
+    known: dict[Key, float] = dict((costs or {}).items())
+    for key, time in known.items():
+        letter, stage = (key, None) if isinstance(key, str) else key
+        if letter not in KINDS:
+            raise InputError(f"costs has no kind of task {letter!r}: {near(letter, KINDS)}")
+        if stage is not None and stage not in range(stages):
+            raise InputError(
+                f"costs[{key!r}] is for stage {stage}; the stages are 0 to {stages - 1}"
+            )
+        if not 0 <= time < inf:
+            raise InputError(f"costs[{key!r}] is {time}; a task takes a time of at least 0")
+    own = dict.fromkeys(letters, _UNKNOWN_TIME)
+    own |= {letter: kind.cost for letter, kind in KINDS.items()}
+    return {
+        (letter, stage): known.get((letter, stage), known.get(letter, time))
+        for letter, time in own.items()
+        for stage in range(stages)
+    }

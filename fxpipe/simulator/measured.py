@@ -1,0 +1,83 @@
+"""A real run as a simulation: the same figures, measured."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Sequence
+
+from fxpipe.blocking import Arrival, blocking
+from fxpipe.errors import InputError
+from fxpipe.program import Instruction, Program, Send, Stash
+from fxpipe.simulator.events import Events, Transfer
+from fxpipe.simulator.simulation import Simulation
+from fxpipe.simulator.sizes import Sizes
+from fxpipe.unroll import unroll
+
+_SECOND = 1e9
+
+
+def measured_run(
+    program: Program, steps: int, times: Sequence[Sequence[int]], sizes: Sizes | None = None
+) -> Simulation:
+    """What a run was, from the times of its instructions.
+
+    A value leaves when its send is done; that it arrives is part of its receive. Where devices
+    have streams, a copy goes on beside computations: then a receive stands where its value is
+    first used, as in a simulation, and takes what is left of its copy.
+
+    Args:
+        program: one step of it.
+        steps: how many steps ran, and the flush after the last.
+        times: device → start and end of each instruction that it ran, in nanoseconds.
+        sizes: bytes of what devices hold.
+
+    Raises:
+        InputError: more or fewer instructions ran than the steps have.
+    """
+    flat = unroll(program, steps)
+    if [len(own) for own in times] != [2 * len(list_) for list_ in flat.lists]:
+        raise InputError(
+            f"what ran is not {steps} steps of program {program.name!r}: give batches that are "
+            "cut into as many micro-batches each"
+        )
+    if program.launches:
+        program = blocking(program)
+        late = unroll(program, steps)
+        times = [_rearranged(*own) for own in zip(flat.lists, times, late.lists, strict=True)]
+        flat = late
+    begin = min((own[0] for own in times if own), default=0)
+    events = Events(
+        tuple([(t - begin) / _SECOND for t in own[::2]] for own in times),
+        tuple([(t - begin) / _SECOND for t in own[1::2]] for own in times),
+    )
+    for device, list_ in enumerate(flat.lists):
+        for position, instruction in enumerate(list_):
+            if isinstance(instruction, Send | Stash):
+                sent, target = events.ends[device][position], flat.destination(instruction)
+                events.transfers[instruction.buffer] = Transfer(
+                    instruction.buffer, device, target, position, sent, sent, sent
+                )
+    return Simulation(flat, program, steps, events, sizes, measured=True, seconds=True)
+
+
+def _rearranged(
+    launched: Sequence[Instruction], times: Sequence[int], list_: Sequence[Instruction]
+) -> list[int]:
+    """The times of a device's instructions where it does one after another.
+
+    Args:
+        launched: its instructions in the order in which they were launched.
+        times: start and end of each.
+        list_: the same instructions, with arrivals where their values are used.
+    """
+    found: defaultdict[Instruction, deque[tuple[int, int]]] = defaultdict(deque)
+    for instruction, start, end in zip(launched, times[::2], times[1::2], strict=True):
+        found[instruction].append((start, end))
+    made: list[int] = []
+    before = min(times, default=0)
+    for instruction in list_:
+        start, end = found[instruction].popleft()
+        start = before if isinstance(instruction, Arrival) else max(start, before)
+        before = max(start, end)
+        made += start, before
+    return made

@@ -1,0 +1,272 @@
+"""What a simulation found, or a profile measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
+
+from fxpipe.errors import InputError
+from fxpipe.html import preformatted
+from fxpipe.program import Instruction, Program, batch_of
+from fxpipe.simulator.costs import letter_of
+from fxpipe.simulator.events import Events, Transfer
+from fxpipe.simulator.sizes import Sizes
+from fxpipe.task import Task
+
+if TYPE_CHECKING:
+    from os import PathLike
+
+    from fxpipe.draw.picture import Picture
+    from fxpipe.simulator.idle import Idle
+    from fxpipe.simulator.memory import Memory
+    from fxpipe.simulator.steady import Steady
+
+
+class Span(NamedTuple):
+    """An instruction on a device from its start to its end.
+
+    Attributes:
+        device: the device.
+        start: when the instruction before it was done.
+        end: when it is done itself; of a receive, when its value is there.
+        instruction: what it is.
+        position: its index in its device's list of ``Simulation.program``.
+    """
+
+    device: int
+    start: float
+    end: float
+    instruction: Instruction
+    position: int
+
+    @property
+    def time(self) -> float:
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """When everything in some steps of a program happens.
+
+    Times are in the unit of the costs.
+
+    Attributes:
+        program: the lists of all the steps, one after another, with batches and versions that
+            count from the first.
+        window: the program as it was given: one step of it.
+        steps: how many steps.
+        events: start and end of every instruction, and the transfers.
+        sizes: bytes of what devices hold, or None where they are not known.
+        stuck: where devices wait for ever, from when on, if they do.
+        measured: whether a real run was measured.
+        seconds: whether times are in seconds.
+        again: simulates the same for another number of steps.
+    """
+
+    program: Program
+    window: Program = field(repr=False)
+    steps: int
+    events: Events = field(repr=False)
+    sizes: Sizes | None = field(default=None, repr=False)
+    stuck: tuple[Span, ...] = ()
+    measured: bool = False
+    seconds: bool = False
+    again: Callable[[int], Simulation] | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def devices(self) -> int:
+        return self.program.devices
+
+    @cached_property
+    def spans(self) -> tuple[Span, ...]:
+        """The tasks: all that computes, device by device in its order."""
+        return tuple([span for span in self.instructions() if letter_of(span.instruction)])
+
+    @property
+    def transfers(self) -> tuple[Transfer, ...]:
+        """What went from one device to another."""
+        return tuple(self.events.transfers.values())
+
+    @property
+    def unrun(self) -> int:
+        """How many instructions never run, because devices wait for ever."""
+        return sum(map(len, self.program.lists)) - sum(map(len, self.events.ends))
+
+    def instructions(self) -> Iterator[Span]:
+        """Every instruction that ran, device by device in its order."""
+        lists, events = self.program.lists, self.events
+        for device, (own, starts, ends) in enumerate(
+            zip(lists, events.starts, events.ends, strict=True)
+        ):
+            for position, (start, end) in enumerate(zip(starts, ends, strict=True)):
+                yield Span(device, start, end, own[position], position)
+
+    @cached_property
+    def makespan(self) -> float:
+        """When the last instruction of all ends, updates among them."""
+        return max(map(self.events.free, range(self.devices)), default=0)
+
+    @cached_property
+    def through(self) -> float:
+        """When the last micro-batch is through: the end of the last task that has one."""
+        return max((span.end for span in self.spans if _of_microbatch(span)), default=0)
+
+    @cached_property
+    def bubble(self) -> float:
+        """Share of the devices' time that is idle, until the last micro-batch is through.
+
+        The updates that come after it do not count, as in the papers' (p − 1) / (m + p − 1).
+        """
+        if not self.through:
+            return 0.0
+        busy = sum(max(min(s.end, self.through) - s.start, 0) for s in self.spans)
+        return 1 - busy / (self.devices * self.through)
+
+    @cached_property
+    def bubble_size(self) -> float:
+        """The most that a device idles between its first task and its last.
+
+        Tasks that come once a step, such as updates, are taken for none. The zero-bubble papers
+        measure schedules by it: what a device idles before and after, it may use for the steps
+        before and after.
+        """
+        extents: dict[int, list[float]] = {}
+        for span in filter(_of_microbatch, self.spans):
+            extent = extents.setdefault(span.device, [span.start, 0, 0])
+            extent[1] = span.end
+            extent[2] += span.time
+        return max((end - start - work for start, end, work in extents.values()), default=0)
+
+    @cached_property
+    def busy(self) -> tuple[float, ...]:
+        """Device → the time of its tasks."""
+        total: list[float] = [0] * self.devices
+        for span in self.spans:
+            total[span.device] += span.time
+        return tuple(total)
+
+    @cached_property
+    def idle(self) -> tuple[Idle, ...]:
+        """Device → the time in which it computes nothing, by cause; the rest of the makespan."""
+        from fxpipe.simulator.idle import idle_times
+
+        return idle_times(self)
+
+    @cached_property
+    def critical_path(self) -> tuple[Span | Transfer, ...]:
+        """What decides the makespan, from the start to the end: each begins where one ends.
+
+        Instructions and transfers that take no time are left out.
+        """
+        from fxpipe.simulator.path import critical_path
+
+        return critical_path(self)
+
+    @cached_property
+    def stash(self) -> tuple[int, ...]:
+        """Stage → the most micro-batches that it keeps at once for what is left of backward."""
+        from fxpipe.simulator.stash import peak_stash
+
+        return peak_stash(self.program)[0]
+
+    @cached_property
+    def device_stash(self) -> tuple[int, ...]:
+        """Device → the most that its stages keep together, in micro-batches of a stage."""
+        from fxpipe.simulator.stash import peak_stash
+
+        return peak_stash(self.program)[1]
+
+    @cached_property
+    def weight_versions(self) -> tuple[int, ...]:
+        """Stage → the most versions of its weights that something still reads at once."""
+        from fxpipe.simulator.stash import peak_versions
+
+        return peak_versions(self.program)
+
+    @cached_property
+    def memory(self) -> tuple[Memory, ...]:
+        """Device → its memory over time.
+
+        Raises:
+            InputError: no sizes were given.
+        """
+        from fxpipe.simulator.memory import memory_over_time
+
+        if self.sizes is None:
+            raise InputError("memory needs the bytes of what devices hold; simulate with sizes=")
+        return memory_over_time(self, self.sizes)
+
+    @cached_property
+    def steady(self) -> Steady:
+        """What a step takes in the long run, when many follow each other.
+
+        Raises:
+            InputError: a measured run cannot go on.
+        """
+        from fxpipe.simulator.steady import steady_state
+
+        return steady_state(self)
+
+    @cached_property
+    def costs(self) -> dict[tuple[str, int], float]:
+        """Letter and stage → the mean time of these tasks; ``simulate`` takes it as costs."""
+        count: dict[tuple[str, int], int] = {}
+        total: dict[tuple[str, int], float] = {}
+        for span in self.spans:
+            letter = letter_of(span.instruction)
+            assert letter is not None
+            key = letter, stage_of(span.instruction)
+            count[key] = count.get(key, 0) + 1
+            total[key] = total.get(key, 0) + span.time
+        return {key: time / count[key] for key, time in total.items()}
+
+    def draw(self, *beside: Simulation) -> Picture:
+        """Its tasks in time, and under them those of others, at the same scale.
+
+        Args:
+            beside: other simulations of the program, such as a measured one.
+        """
+        from fxpipe.draw.simulation import draw_simulations
+
+        return draw_simulations(self, *beside)
+
+    def trace(self, path: str | PathLike[str], *beside: Simulation) -> None:
+        """Write a trace, with others beside it, that https://ui.perfetto.dev opens.
+
+        Raises:
+            InputError: the file cannot be written.
+        """
+        from fxpipe.trace import write_trace
+
+        write_trace(path, self, *beside)
+
+    def __str__(self) -> str:
+        """A table: each device's work, idle time by cause, and what it holds."""
+        from fxpipe.simulator.table import simulation_table
+
+        return simulation_table(self)
+
+    def _repr_html_(self) -> str:
+        """The table, for notebooks."""
+        return preformatted(str(self))
+
+
+def stage_of(instruction: Instruction) -> int:
+    """The stage of an instruction that computes."""
+    assert letter_of(instruction) is not None
+    stage: int = instruction.stage  # type: ignore[union-attr]
+    return stage
+
+
+def task_of(instruction: Instruction) -> Task:
+    """The task that an instruction runs, with its batch as the instruction counts it."""
+    letter = letter_of(instruction)
+    assert letter is not None
+    microbatch: int | None = getattr(instruction, "microbatch", None)
+    return Task(letter, microbatch, stage_of(instruction), batch_of(instruction))
+
+
+def _of_microbatch(span: Span) -> bool:
+    return getattr(span.instruction, "microbatch", None) is not None

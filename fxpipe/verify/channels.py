@@ -1,0 +1,179 @@
+"""Whether a program's devices get stuck on each other, over channels of any size.
+
+A window repeats, and yet it is enough to run it once. Values are received in the step in which
+they are sent or in a later one: a receive of what comes only in a later step is refused, for a
+step ends when all devices are through their windows. So every wait is for the same step or an
+earlier one, and a circle of waits lies within one step. Steps at the begin and in the flush
+leave out whole batches: what is left waits for no more than it did, and on channels that hold
+less than it did.
+
+What the library's schedules need where each stage hands one value to the next, from one device to
+another: nothing for gpipe, naive and inference, which run over rendezvous as well; room for 1 value
+for 1f1b, those without a flush, zb-h1, zb-h2, v-half and v-min; for 2 with zb-v, dualpipe-v and
+interleaved-1f1b; for up to m with looped-bfs. Skips add what is on its way over the stages between.
+``smallest_channel`` tells it for any program.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from fxpipe.errors import Fault, InputError
+from fxpipe.program import Program
+from fxpipe.text.instruction import print_instruction
+from fxpipe.verify.facts import Facts, Move
+from fxpipe.verify.waits import Place, Wait, deadlock_faults
+
+Waits = list[list[Wait]]
+
+
+@dataclass(frozen=True)
+class Unstuck:
+    """The rule: the lists run to their ends.
+
+    Attributes:
+        channel: how many values may be on their way from one device to another: a send waits
+            until there is room for its own. With 0 it waits until the receive is reached. None
+            is for any number.
+    """
+
+    channel: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.channel is not None and self.channel < 0:
+            raise InputError(f"channel is {self.channel}; give at least 0, or None for no bound")
+
+    def __call__(self, facts: Facts) -> Iterator[Fault]:
+        waits: Waits = [[] for _ in facts.program.lists]
+        for pair, received in facts.received.items():
+            sent = facts.sent.get(pair, [])
+            yield from _receives(facts, pair, sent, received, waits)
+            if self.channel is not None:
+                yield from _sends(facts, pair, sent, received, self.channel, waits)
+        _meetings(facts, waits)
+        _events(facts, waits)
+        for own in waits:
+            own.sort()
+        cure = "send earlier or receive later on one of the devices of the circle"
+        if self.channel is not None:
+            cure += f", or let more than {self.channel} values be on their way between two devices"
+        yield from deadlock_faults(
+            waits,
+            lambda place: print_instruction(facts.program.lists[place.device][place.position]),
+            cure,
+        )
+
+
+def smallest_channel(program: Program) -> int:
+    """How many values each channel must hold, so that no device gets stuck.
+
+    A greater number is never worse: a send then waits for an earlier receive.
+
+    Raises:
+        VerificationError: the program is wrong, or gets stuck on channels of any size.
+    """
+    # here, as the rules import this module
+    from fxpipe.verify.program import verify_program
+
+    verify_program(program)
+    facts = Facts(program, set())
+    most = 1
+    while _stuck(facts, most):
+        most *= 2
+    return bisect(range(most), False, key=lambda channel: not _stuck(facts, channel))
+
+
+def _stuck(facts: Facts, channel: int) -> bool:
+    return any(Unstuck(channel)(facts))
+
+
+def _receives(
+    facts: Facts, pair: tuple[int, int], sent: list[Move], received: list[Move], waits: Waits
+) -> Iterator[Fault]:
+    """Receives wait for sends."""
+    source, device = pair
+    sends = {move.buffer: move for move in reversed(sent)}
+    for move in received:
+        send = sends.get(move.buffer)
+        if send is None:
+            continue  # reported as never sent
+        if send.batch == move.batch:
+            wait = Wait(Place(device, move.position), Place(source, send.position))
+            waits[device].append(wait)
+        elif send.batch < move.batch:
+            yield facts.fault(
+                device,
+                move.position,
+                f"device {source} sends it only {_later(move.batch - send.batch)}, at position "
+                f"{send.position}",
+                "send it in the same step, or receive it in a later one",
+            )
+
+
+def _sends(
+    facts: Facts,
+    pair: tuple[int, int],
+    sent: list[Move],
+    received: list[Move],
+    channel: int,
+    waits: Waits,
+) -> Iterator[Fault]:
+    """Sends wait for the receive that makes room: of the value as many sends ago as there is room.
+
+    Without room it is the value's own, which must be next.
+    """
+    device, target = pair
+    receives = {move.buffer: move for move in reversed(received)}
+    count = len(sent)
+    for k, move in enumerate(sent):
+        windows, index = divmod(k - channel, count)
+        receive = receives.get(sent[index].buffer)
+        if receive is None:
+            continue  # reported as never received
+        steps = windows + sent[index].batch - receive.batch
+        position = receive.position - (channel == 0)
+        if steps == 0 and position >= 0:
+            waits[device].append(Wait(Place(device, move.position), Place(target, position)))
+        elif steps > 0:
+            yield facts.fault(
+                device,
+                move.position,
+                f"it waits for room, which device {target} makes only {_later(steps)}, at position "
+                f"{receive.position}",
+                f"receive earlier, or let more than {channel} values be on their way",
+            )
+
+
+def _later(steps: int) -> str:
+    return "in the next step" if steps == 1 else f"{steps} steps later"
+
+
+def _meetings(facts: Facts, waits: Waits) -> None:
+    """Barriers and pauses wait for all devices."""
+    for meeting in zip(*facts.meetings, strict=False):
+        places = [Place(device, position) for device, (position, _) in enumerate(meeting)]
+        for here in places:
+            # A device arrives when it has passed what comes before.
+            waits[here.device].extend(
+                Wait(here, Place(there.device, there.position - 1))
+                for there in places
+                if there is not here and there.position > 0
+            )
+
+
+def _events(facts: Facts, waits: Waits) -> None:
+    """An instruction is launched when the events that it waits for have been recorded."""
+    launches = facts.program.launches
+    records: dict[int, Place] = {}
+    for device, own in enumerate(launches):
+        for position, launch in enumerate(own):
+            if launch.record is not None:
+                records.setdefault(launch.record.number, Place(device, position))
+    for device, own in enumerate(launches):
+        for position, launch in enumerate(own):
+            for event in launch.waits:
+                on = records.get(event.number)
+                if on is not None and on.device != device and event.batch == 0:
+                    waits[device].append(Wait(Place(device, position), on))

@@ -1,0 +1,293 @@
+"""Whether streams can race: every two accesses that conflict are ordered, whatever takes how long.
+
+An instruction is done after all that its stream was given before, and after the events that it
+waits for. That order is held by vector clocks: for each stream how many of its instructions are
+done when the next one starts. Three kinds of accesses conflict:
+
+- what is read must be written before, on whichever device; gradients, weights and the model's
+  buffers are read and written in the order of the list;
+- what ends a buffer comes after all that reads or writes it, copies by other devices too;
+- memory that is let go may be taken again by what is launched later on its device. So whatever
+  takes memory comes after all that let some go before it. A computation does both.
+
+A window that repeats is run as often as its instructions reach back, and twice more: from then on
+every step is like the last. Instructions of batches that do not exist count, as they wait and
+record.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterator
+from typing import NamedTuple
+
+from fxpipe.edge import HOST
+from fxpipe.errors import Fault
+from fxpipe.program import (
+    Backward,
+    Barrier,
+    Buffer,
+    Clip,
+    Event,
+    Forward,
+    Free,
+    InputGrad,
+    Instruction,
+    Launch,
+    Load,
+    Norm,
+    Output,
+    Pause,
+    Pop,
+    Receive,
+    Recompute,
+    Run,
+    Send,
+    Stash,
+    Update,
+    WeightGrad,
+)
+from fxpipe.task import KINDS
+from fxpipe.text.instruction import print_instruction
+from fxpipe.verify.facts import Facts
+
+
+class Access(NamedTuple):
+    """An instruction that touches something: the number that its stream has given it, and where."""
+
+    stream: int
+    number: int
+    device: int
+    position: int
+
+
+def races(facts: Facts) -> Iterator[Fault]:
+    """Every two accesses that conflict and that no event orders; the wait that is missing.
+
+    It takes time in proportion to the number of instructions times that of streams.
+    """
+    if facts.program.launches:
+        yield from _Race(facts).run()
+
+
+def recorded(facts: Facts) -> Iterator[Fault]:
+    """An event is recorded by one instruction, before who waits for it."""
+    program = facts.program
+    records: dict[int, tuple[int, int]] = {}
+    for device, own in enumerate(program.launches):
+        for position, launch in enumerate(own):
+            if launch.record is None:
+                continue
+            event = launch.record
+            if event.batch:
+                yield facts.fault(device, position, f"it records {event}", "record it in this step")
+            elif event.number in records:
+                yield facts.fault(
+                    device, position, f"{event} is recorded before", "give each event its number"
+                )
+            records.setdefault(event.number, (device, position))
+    for device, own in enumerate(program.launches):
+        for position, launch in enumerate(own):
+            for event in launch.waits:
+                what = _wrong_wait(event, (device, position), records, program.depth)
+                if what is not None:
+                    yield facts.fault(device, position, *what)
+
+
+def _wrong_wait(
+    event: Event, at: tuple[int, int], records: dict[int, tuple[int, int]], depth: int
+) -> tuple[str, str] | None:
+    record = records.get(event.number)
+    if record is None:
+        return f"it waits for {event}, which nothing records", "record it, or do not wait"
+    if event.batch > 0 or (event.batch == 0 and record[0] == at[0] and record[1] >= at[1]):
+        return f"it waits for {event}, which is recorded later", "wait for it behind that"
+    if event.batch and not depth:
+        return f"it waits for {event} of another step", "let each step have its own events"
+    return None
+
+
+class _Race:
+    """One run of all lists on paper, with the clock of each stream.
+
+    Attributes:
+        clocks: stream → for each stream how many of its instructions are done before the next.
+        events: event, in its step → the clock at it.
+        left: event → how many will still wait for it.
+    """
+
+    def __init__(self, facts: Facts) -> None:
+        self.facts = facts
+        program = self.program = facts.program
+        self.streams: dict[tuple[int, str], int] = {}
+        for device, own in enumerate(program.launches):
+            for launch in own:
+                self.streams.setdefault((device, launch.stream), len(self.streams))
+        self.clocks = [[0] * len(self.streams) for _ in self.streams]
+        self.events: dict[Event, list[int]] = {}
+        awaited = [event.number for own in program.launches for x in own for event in x.waits]
+        self.awaited = Counter(awaited)
+        self.left: dict[Event, int] = {}
+        self.writes: dict[Hashable, Access] = {}
+        self.reads: defaultdict[Hashable, dict[int, Access]] = defaultdict(dict)
+        self.ended: dict[Hashable, Access] = {}
+        self.let_go: list[dict[int, Access]] = [{} for _ in self.program.lists]
+        self.sent: set[Buffer] = set()
+        self.told: set[tuple[int, int, int, int]] = set()
+
+    def run(self) -> Iterator[Fault]:
+        """Run all lists, each until it waits for what is not launched yet."""
+        program = self.program
+        steps = program.depth + 2 if program.depth else 1
+        lengths = [len(own) for own in program.lists]
+        done = [0] * program.devices
+        moved = True
+        while moved:
+            moved = False
+            for device, length in enumerate(lengths):
+                while done[device] < steps * length:
+                    step, position = divmod(done[device], length)
+                    launch = program.launches[device][position]
+                    if self._waits(step, program.lists[device][position], launch):
+                        break
+                    yield from self._do(step, device, position, launch)
+                    done[device] += 1
+                    moved = True
+
+    def _waits(self, step: int, instruction: Instruction, launch: Launch) -> bool:
+        """Whether it cannot be launched yet."""
+        if isinstance(instruction, Receive | Pop):
+            buffer = _later(instruction.buffer, step)
+            if buffer.batch >= 0 and buffer not in self.sent:
+                return True
+        return any(
+            event.batch + step >= 0 and _event(event, step) not in self.events
+            for event in launch.waits
+        )
+
+    def _do(self, step: int, device: int, position: int, launch: Launch) -> Iterator[Fault]:
+        """Check an instruction and advance its stream."""
+        instruction = self.program.lists[device][position]
+        stream = self.streams[device, launch.stream]
+        clock = self.clocks[stream]
+        for event in launch.waits:
+            if event.batch + step >= 0:
+                clock[:] = map(max, clock, self._at(_event(event, step)))
+        here = Access(stream, clock[stream] + 1, device, position)
+        if not isinstance(instruction, Send | Stash | Output | Barrier | Pause):
+            yield from self._touch(step, instruction, clock, here)
+        if isinstance(instruction, Send | Stash):
+            self.sent.add(_later(instruction.buffer, step))
+        clock[stream] += 1
+        if launch.record is not None and self.awaited[launch.record.number]:
+            event = _event(launch.record, step)
+            self.events[event] = clock.copy()
+            self.left[event] = self.awaited[event.number]
+
+    def _at(self, event: Event) -> list[int]:
+        """The clock at an event, which is forgotten when all who wait for it have seen it."""
+        self.left[event] -= 1
+        return self.events[event] if self.left[event] else self.events.pop(event)
+
+    def _touch(
+        self, step: int, instruction: Instruction, clock: list[int], here: Access
+    ) -> Iterator[Fault]:
+        """Check all accesses of an instruction, and keep them."""
+        program, device = self.program, here.device
+        if not isinstance(instruction, Free):
+            for other in self.let_go[device].values():
+                yield from self._ordered(other, clock, here, "takes memory that", "may still use")
+        read: list[Hashable] = [(device, _later(b, step)) for b in program.reads(instruction)]
+        if isinstance(instruction, Receive | Pop):
+            read.append((program.origin(instruction), _later(instruction.buffer, step)))
+        written: list[Hashable] = [(device, _later(b, step)) for b in program.writes(instruction)]
+        ended: list[Hashable] = [(device, _later(b, step)) for b in program.ends(instruction)]
+        more_read, more_written = _lasting(instruction, step)
+        for what in (*read, *more_read):
+            if what in self.writes:
+                yield from self._ordered(self.writes[what], clock, here, "reads what", "writes")
+            if what in self.ended:  # launched before, so that it waits for no event of this copy
+                yield from self._told(here, self.ended.pop(what), "ends what", "reads")
+        for what in (*ended, *more_written):
+            for other in self.reads[what].values():
+                yield from self._ordered(other, clock, here, "ends or changes what", "reads")
+            if what in self.writes:
+                yield from self._ordered(
+                    self.writes[what], clock, here, "ends or changes what", "writes"
+                )
+        for what in (*read, *more_read):
+            self.reads[what][here.stream] = here
+        for what in (*written, *more_written):
+            self.writes[what] = here
+            self.reads[what] = {}
+        for what in ended:
+            self.writes.pop(what, None)
+            read_by = {other.device for other in self.reads.pop(what, {}).values()}
+            copied = bool(read_by - {device})
+            if isinstance(instruction, Free) and self._leaves(device, instruction) and not copied:
+                self.ended[what] = here
+        if not isinstance(instruction, Load | Receive | Pop):
+            self.let_go[device][here.stream] = here
+
+    def _ordered(
+        self, other: Access, clock: list[int], here: Access, does: str, did: str
+    ) -> Iterator[Fault]:
+        """A fault where another access need not be done when this one starts."""
+        if clock[other.stream] < other.number:
+            yield from self._told(other, here, does, did)
+
+    def _leaves(self, device: int, instruction: Free) -> bool:
+        """Whether another device copies what is freed from this one."""
+        target = instruction.buffer.target
+        return target != HOST and self.program.placement[target] != device
+
+    def _told(self, other: Access, here: Access, does: str, did: str) -> Iterator[Fault]:
+        """The fault of an instruction that does not wait for another, once."""
+        key = other.device, other.position, here.device, here.position
+        if key in self.told:
+            return
+        self.told.add(key)
+        program = self.program
+        text = print_instruction(program.lists[other.device][other.position])
+        launch = program.launches[other.device][other.position]
+        event = "the event at its end" if launch.record is None else f"e{launch.record.number}"
+        stream = program.launches[here.device][here.position].stream
+        yield self.facts.fault(
+            here.device,
+            here.position,
+            f"on stream {stream} it {does} {text} {did}, device {other.device}, position "
+            f"{other.position}, stream {launch.stream}, and may do so before that is done",
+            f"let it wait for {event} there",
+        )
+
+
+def _lasting(
+    instruction: Instruction, step: int
+) -> tuple[tuple[Hashable, ...], tuple[Hashable, ...]]:
+    """What an instruction reads and writes that outlives a micro-batch: weights, sums, buffers."""
+    match instruction:
+        case Forward(stage):
+            return (("weights", stage),), (("buffers", stage),)
+        case Backward(stage, batch=batch) | WeightGrad(stage, batch=batch):
+            return (("weights", stage),), (("gradients", stage, step + batch),)
+        case Update(stage, batch=batch):
+            return (), (("weights", stage), ("gradients", stage, step + batch))
+        case Run(kind, stage, batch=batch):
+            sums: Hashable = ("gradients", stage, step + batch)
+            changes = kind in KINDS and "gradients" in KINDS[kind].writes
+            return (("weights", stage), sums), ((sums,) if changes else ())
+        case Norm(stage, batch):
+            return (("gradients", stage, step + batch),), ()
+        case Clip(stage, batch):
+            return (), (("gradients", stage, step + batch),)
+        case Recompute(stage) | InputGrad(stage):
+            return (("weights", stage),), ()
+    return (), ()
+
+
+def _later(buffer: Buffer, step: int) -> Buffer:
+    return buffer._replace(batch=buffer.batch + step) if step else buffer
+
+
+def _event(event: Event, step: int) -> Event:
+    return event._replace(batch=event.batch + step) if step else event

@@ -1,0 +1,124 @@
+"""Say why a model cannot be traced: the user's line, what is wrong there, and the way out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from torch import fx, nn
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+from fxpipe import source
+from fxpipe.errors import TraceError, way_out
+from fxpipe.traced import Traced
+
+_VALUES = "compute it with torch.where or masks"
+_LEAVES_TORCH = "compute it with PyTorch's own operations"
+_CONSTRUCTS: Sequence[tuple[str, str, str]] = (
+    (r"\.item\(|\bfloat\(|\bint\(|\bbool\(", "a number read from a tensor's values", _VALUES),
+    (r"\.tolist\(", "numbers read from a tensor's values", _VALUES),
+    (r"\.numpy\(|\bnp\.|\bnumpy\.", "a NumPy array made of a tensor", _LEAVES_TORCH),
+    (r"\bwhile\b", "a loop that goes on as the values of a tensor say", _VALUES),
+    (r"\bif\b|\bassert\b|\band\b|\bor\b|\bnot\b", "a branch on the values of a tensor", _VALUES),
+    (r"\bfor\b", "a loop over the values of a tensor", _VALUES),
+    (r"\[.*\]|nonzero|masked_select|unique", "a shape that depends on a tensor's values", _VALUES),
+)
+"""What stands in a line whose outcome depends on values → what it is called, and the cure."""
+
+_ON_VALUES = ("DataDependent", "data-dependent", "cannot be used as inputs to control flow")
+_OUTSIDE = (".numpy()", "np.ndarray")
+
+
+def explained(model: nn.Module, error: Exception, tracer: str) -> TraceError:
+    """The error to raise for one that a tracer raised.
+
+    Args:
+        model: the model.
+        error: what was raised.
+        tracer: by which tracer.
+    """
+    if isinstance(error, TraceError):
+        return error
+    where = source.of_exception(error)
+    text = str(error).strip().splitlines()
+    summary = f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+    whole = f"{type(error).__name__} {error}"
+    other = (
+        'give compile(..., tracer="symbolic"), which calls modules of torch.nn as they are'
+        if tracer == "export"
+        else 'use tracer="export"'
+    )
+    if any(word in whole for word in _ON_VALUES):
+        construct, cure = _construct(where)
+        reason = f"{construct}: what it computes depends on the values of a tensor"
+    elif any(word in whole for word in _OUTSIDE):
+        construct, cure = _construct(where)
+        reason, cure = f"{construct}: {summary[:200]}", f"{cure}, or {other}"
+    elif "constraint" in whole:
+        reason = "it holds for one size alone"
+        cure = "make that line independent of the size, or give inputs of one size"
+    else:
+        reason, cure = summary[:300], f"rewrite that line, or {other}"
+    return _error(model, where, reason, cure, _submodule(model, error))
+
+
+def refuse_values(model: nn.Module, traced: Traced) -> None:
+    """See that no operation of a graph hands out a number, or a shape, that depends on values.
+
+    Raises:
+        TraceError: one does; names its line.
+    """
+    for node in traced.graph.nodes:
+        if free_unbacked_symbols(node.meta.get("val")):
+            where = source.of_node(node)
+            construct, cure = _construct(where)
+            reason = f"{construct}: what it computes depends on the values of a tensor"
+            raise _error(model, where, reason, cure, _last_path(node))
+
+
+def differing_line(first: fx.Graph, second: fx.Graph) -> str:
+    """The line at which two traces of one model part, or ""."""
+    for a, b in zip(first.nodes, second.nodes, strict=False):
+        if (a.op, str(a.target), str(a.args), str(a.kwargs)) != (
+            b.op,
+            str(b.target),
+            str(b.args),
+            str(b.kwargs),
+        ):
+            return source.of_node(b) or source.of_node(a)
+    return ""
+
+
+def _error(model: nn.Module, where: str, reason: str, cure: str, submodule: str) -> TraceError:
+    name = model._get_name()
+    return TraceError(
+        f"{name} cannot be traced at {where or name} ({reason}); {cure}, or {way_out(submodule)}"
+    )
+
+
+def _construct(where: str) -> tuple[str, str]:
+    """What a line does with values, and what to do instead."""
+    code = where.partition(": ")[2]
+    for pattern, construct, cure in _CONSTRUCTS:
+        if re.search(pattern, code):
+            return construct, cure
+    return "control flow that depends on data", _VALUES
+
+
+def _submodule(model: nn.Module, error: Exception) -> str:
+    """The innermost submodule on the way to an exception, or ""."""
+    names = {id(module.__dict__): name for name, module in model.named_modules()}
+    found = ""
+    tb = error.__traceback__
+    while tb is not None:
+        own = tb.tb_frame.f_locals.get("self")
+        if source.is_users(tb.tb_frame.f_code.co_filename) and hasattr(own, "__dict__"):
+            found = names.get(id(own.__dict__), found) or found
+        tb = tb.tb_next
+    return found
+
+
+def _last_path(node: fx.Node) -> str:
+    stack = node.meta.get("nn_module_stack") or {}
+    paths = [path for path, _ in stack.values() if path]
+    return str(paths[-1]) if paths else ""

@@ -1,0 +1,223 @@
+"""What a partition divides, and among whom: a graph of atoms, and the stages that take them.
+
+An atom is what is never cut. Atoms are numbered so that every edge runs from a lower number to a
+higher one. A partition is legal when no value runs backward, so that the first k stages together
+hold a downset of the graph: with an atom, all that it reads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A value that crosses wherever a cut parts its source from a reader.
+
+    Attributes:
+        source: the atom that makes it; None for a shared parameter, which the first stage that
+            reads it owns and sends on.
+        readers: the atoms that read it.
+        bytes: of one micro-batch.
+        returns: whether a gradient of as many bytes comes back.
+        resident: bytes that it occupies at its owner besides, where it is a parameter.
+    """
+
+    source: int | None
+    readers: tuple[int, ...]
+    bytes: int
+    returns: bool = False
+    resident: int = 0
+
+
+@dataclass(frozen=True)
+class Work:
+    """The atoms of a graph.
+
+    Attributes:
+        seconds: atom → forward and backward of one micro-batch, on a device of speed 1.
+        resident: atom → bytes that its own parameters and buffers occupy, with their gradients,
+            optimizer state and versions.
+        saved: atom → bytes that it keeps for the backward of each micro-batch.
+        transfers: the values.
+    """
+
+    seconds: tuple[float, ...]
+    resident: tuple[int, ...]
+    saved: tuple[int, ...]
+    transfers: tuple[Transfer, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.seconds)
+
+    @cached_property
+    def total(self) -> float:
+        return math.fsum(self.seconds)
+
+    @cached_property
+    def before(self) -> tuple[tuple[int, ...], ...]:
+        """Atom → the atoms that it reads."""
+        found: list[set[int]] = [set() for _ in self.seconds]
+        for transfer in self.transfers:
+            for reader in transfer.readers:
+                if transfer.source is not None and reader != transfer.source:
+                    found[reader].add(transfer.source)
+        return tuple(tuple(sorted(atoms)) for atoms in found)
+
+    @cached_property
+    def after(self) -> tuple[tuple[int, ...], ...]:
+        """Atom → the atoms that read it."""
+        found: list[list[int]] = [[] for _ in self.seconds]
+        for atom, sources in enumerate(self.before):
+            for source in sources:
+                found[source].append(atom)
+        return tuple(map(tuple, found))
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The devices, as the stages meet them.
+
+    Attributes:
+        speeds: stage → how fast its device is; 1 is the device that was measured on.
+        limits: stage → bytes that it may occupy.
+        peaks: stage → micro-batches whose saved values it holds at once.
+        per_byte: stage → stage → seconds a byte that is sent.
+        per_message: stage → stage → seconds a value that is sent.
+        names: stage → what messages call its device.
+    """
+
+    speeds: tuple[float, ...]
+    limits: tuple[float, ...] = ()
+    peaks: tuple[int, ...] = ()
+    per_byte: tuple[tuple[float, ...], ...] = ()
+    per_message: tuple[tuple[float, ...], ...] = ()
+    names: tuple[str, ...] = ()
+
+    @staticmethod
+    def equal(stages: int) -> Machine:
+        """Equal devices without limits, and links that cost nothing."""
+        return Machine((1.0,) * stages)
+
+    @property
+    def stages(self) -> int:
+        return len(self.speeds)
+
+    @property
+    def linked(self) -> bool:
+        """Whether sending costs time."""
+        return any(any(row) for row in (*self.per_byte, *self.per_message))
+
+    @property
+    def limited(self) -> bool:
+        """Whether memory is limited."""
+        return any(limit < math.inf for limit in self.limits)
+
+    @property
+    def computes_alone(self) -> bool:
+        """Whether nothing but compute decides which partition is the fastest."""
+        return not self.linked and not self.limited
+
+    @property
+    def free(self) -> bool:
+        """Whether compute alone counts, and is the same everywhere."""
+        return self.computes_alone and len(set(self.speeds)) == 1
+
+    def name_of(self, stage: int) -> str:
+        return self.names[stage] if self.names else f"device {stage}"
+
+    def transfer_seconds(self, source: int, target: int, transfer: Transfer) -> float:
+        """What a value takes from stage to stage, with its gradient's way back."""
+        seconds = 0.0
+        if not transfer.bytes:
+            return seconds  # sizes are computed anew where they are needed
+        for a, b in ((source, target), (target, source))[: 1 + transfer.returns]:
+            seconds += self.per_byte[a][b] * transfer.bytes if self.per_byte else 0.0
+            seconds += self.per_message[a][b] if self.per_message else 0.0
+        return seconds
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a stage has to do and to hold for one micro-batch.
+
+    Attributes:
+        compute: seconds.
+        transfer: seconds that it sends and receives.
+        memory: bytes, all micro-batches that it stashes counted.
+        received: bytes that come from other stages.
+    """
+
+    compute: float = 0.0
+    transfer: float = 0.0
+    memory: float = 0.0
+    received: int = 0
+
+    @property
+    def seconds(self) -> float:
+        return self.compute + self.transfer
+
+
+@dataclass(frozen=True)
+class Division:
+    """An assignment of atoms to stages, with what it comes to.
+
+    Attributes:
+        stage_of: atom → stage.
+        loads: stage → load.
+    """
+
+    stage_of: tuple[int, ...]
+    loads: tuple[Load, ...] = field(compare=False)
+
+    @property
+    def slowest(self) -> float:
+        """Seconds of the slowest stage."""
+        return max(load.seconds for load in self.loads)
+
+    @property
+    def crossing(self) -> int:
+        """Bytes that go from stage to stage, once a value and stage that reads it."""
+        return sum(load.received for load in self.loads)
+
+    def fits(self, machine: Machine) -> bool:
+        """Whether every stage keeps its limit."""
+        return not machine.limits or all(
+            load.memory <= limit for load, limit in zip(self.loads, machine.limits, strict=True)
+        )
+
+
+def weigh(work: Work, machine: Machine, stage_of: Sequence[int]) -> Division:
+    """What an assignment comes to, by its definition."""
+    stages = machine.stages
+    compute, transfer = [0.0] * stages, [0.0] * stages
+    held, kept, received = [0] * stages, [0] * stages, [0] * stages
+    for atom, stage in enumerate(stage_of):
+        compute[stage] += work.seconds[atom]
+        held[stage] += work.resident[atom]
+        kept[stage] += work.saved[atom]
+    for value in work.transfers:
+        targets = {stage_of[reader] for reader in value.readers}
+        source = min(targets) if value.source is None else stage_of[value.source]
+        held[source] += value.resident
+        for target in targets - {source}:
+            received[target] += value.bytes
+            seconds = machine.transfer_seconds(source, target, value) if machine.linked else 0.0
+            transfer[source] += seconds
+            transfer[target] += seconds
+    peaks = machine.peaks or (1,) * stages
+    return Division(
+        tuple(stage_of),
+        tuple(
+            Load(
+                compute[k] / machine.speeds[k],
+                transfer[k],
+                held[k] + peaks[k] * (kept[k] + received[k]),
+                received[k],
+            )
+            for k in range(stages)
+        ),
+    )

@@ -1,0 +1,34 @@
+"""Looped breadth-first pipeline: GPipe on devices with several stages (arXiv 2211.05953).
+
+For: parameters that are sharded or reduced over further devices: each stage's come up only twice
+a step, and their communication overlaps with the other stages' compute.
+Bubble: (p − 1)/(v m + p − 1) for v stages a device and m ≥ p. Stash: m micro-batches on every
+stage. Asks nothing of m and p. ``placed(round_robin(4))`` has v = 4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fxpipe.recipe import round_robin, schedule
+from fxpipe.task import B, F, Task, U
+
+
+@schedule("looped-bfs", placement=round_robin(2))
+def looped_bfs(
+    device: int, devices: int, microbatches: int, *, stages: tuple[int, ...]
+) -> Iterator[Task]:
+    """A device takes all micro-batches through one stage, then through its next; back the same way.
+
+    p = 2, m = 3, a backward drawn as long as a forward; small letters on its second stage::
+
+        0: F0 F1 F2 f0 f1 f2  .  . b0 b1 b2 B0 B1 B2 U
+        1:  . F0 F1 F2 f0 f1 f2 b0 b1 b2 B0 B1 B2  . U
+    """
+    for stage in stages:
+        for i in range(microbatches):
+            yield F(i, stage)
+    for stage in reversed(stages):
+        for i in range(microbatches):
+            yield B(i, stage)
+        yield U(stage)

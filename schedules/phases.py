@@ -1,0 +1,34 @@
+"""Phases: a row written in words, as a figure is read from left to right."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterator
+
+from fxpipe.task import Task
+
+
+def spell(words: str, stages: tuple[int, ...], microbatches: int) -> Iterator[Task]:
+    """The tasks that the words say.
+
+    A word is a letter and which of the device's stages, from 0: "F0" is the forward of that
+    stage's next micro-batch, "B1" or "I1" the next backward of the other. "W" is the weight
+    gradient that has waited longest.
+
+    Micro-batches from ``microbatches`` on are left out: a row that needs many to unfold serves
+    few too, as a right order stays right when a micro-batch is taken out of all of it.
+    """
+    forwards: Counter[int] = Counter()
+    backwards: Counter[int] = Counter()
+    waiting: deque[tuple[int, int]] = deque()
+    for word in words.split():
+        if word == "W":
+            i, stage = waiting.popleft()
+        else:
+            taken = forwards if word[0] == "F" else backwards
+            stage = stages[int(word[1:])]
+            i, taken[stage] = taken[stage], taken[stage] + 1
+        if word[0] == "I":
+            waiting.append((i, stage))
+        if i < microbatches:
+            yield Task(word[0], i, stage)

@@ -1,0 +1,134 @@
+"""Devices with streams on the CPU, where a stream has done what it is given when it is given."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from time import perf_counter_ns
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import fxpipe
+from fxpipe.program import Program
+from fxpipe.runtime.backend import Room
+from fxpipe.runtime.cpu import CpuWires, Worker
+from fxpipe.runtime.launcher import Dispatch, Launcher
+from fxpipe.runtime.launching import LaunchingWires
+from fxpipe.runtime.trail import Unfinished
+
+
+class LateError(RuntimeError):
+    """What a device reports of something that it was given earlier."""
+
+
+@dataclass
+class Lanes:
+    """Streams of a device whose every instruction is done when it is launched.
+
+    Attributes:
+        device: its number.
+        log: what each stream was given, in order.
+        marks: how many marks there are.
+        lacks: the text of the instruction that finds no memory.
+        breaks: the text of the instruction after which the device fails.
+        broken: the number of marks when it did: those before it were reached.
+        asked: how far a mark may be behind before somebody who asks is told of a failure.
+    """
+
+    device: int
+    log: list[tuple[str, str]] = field(default_factory=list)
+    marks: int = 0
+    lacks: str = ""
+    breaks: str = ""
+    broken: int | None = None
+    asked: int = 0
+
+    @contextmanager
+    def on(self, stream: str, name: str) -> Iterator[None]:
+        self.log.append((stream, name))
+        if name == self.lacks:
+            raise torch.OutOfMemoryError("no memory")
+        yield
+        if name == self.breaks and self.broken is None:
+            self.broken = self.marks
+
+    def wait(self, stream: str, mark: Any) -> None:
+        assert isinstance(mark, tuple)
+        self.log.append((stream, f"wait {mark[0]}"))
+
+    def mark(self, stream: str) -> Any:
+        self.marks += 1
+        return self.device, stream, self.marks
+
+    def reached(self, mark: Any) -> bool:
+        if self.broken is None:
+            return True
+        if self.marks >= self.broken + self.asked:
+            raise LateError("something failed")
+        return bool(mark[2] <= self.broken)
+
+    def moment(self, stream: str) -> Any:
+        return perf_counter_ns()
+
+    def bring(self, stream: str, value: Any) -> Any:
+        assert stream.startswith("in")
+        return value.clone() if isinstance(value, Tensor) else value
+
+
+class Backend(Launcher):
+    """Devices with such lanes."""
+
+    def __init__(self, devices: int, dispatch: Dispatch = "device") -> None:
+        self.lanes = [Lanes(device) for device in range(devices)]
+        super().__init__(self.lanes, [f"fake:{device}" for device in range(devices)], dispatch)
+        self.wires_: list[LaunchingWires] = []
+        self.calls: Counter[str] = Counter()
+
+    def wires(self, program: Program) -> CpuWires:
+        made = super().wires(program)
+        assert isinstance(made, LaunchingWires)
+        self.wires_.append(made)
+        return made
+
+    def begin(self) -> None:
+        self.calls["begin"] += 1
+        for lanes in self.lanes:
+            if lanes.broken is not None:
+                raise LateError("something failed")
+
+    def end(self) -> None:
+        self.calls["end"] += 1
+
+    def nanoseconds(self, device: int, times: Sequence[Any]) -> list[int]:
+        return list(times)
+
+    def room(self, device: int) -> Room:
+        return Room(f"fake:{device}", 5 << 20, 6 << 20)
+
+    def unfinished(self, error: BaseException) -> Sequence[Unfinished]:
+        return self.left() if isinstance(error, LateError) else ()
+
+
+def launched(
+    model: nn.Module, devices: int, dispatch: Dispatch = "device", **options: Any
+) -> tuple[fxpipe.Pipeline, Backend]:
+    """A pipe over such devices, with four micro-batches and a loss for classes."""
+    pipe = fxpipe.compile(
+        model, ["cpu"] * devices, loss=nn.functional.cross_entropy, microbatches=4, **options
+    )
+    return pipe, use(pipe, Backend(devices, dispatch))
+
+
+def use(pipe: fxpipe.Pipeline, backend: Any) -> Any:
+    """Let a pipe that has run nothing yet run on another backend with streams."""
+    engine = pipe._engine
+    for worker in engine._workers[backend.threads :]:
+        worker.close()
+    engine._workers[backend.threads :] = list[Worker]()
+    engine._backend = backend
+    pipe._compiler.plans.places = (torch.device("cpu"),) * len(pipe.devices)
+    return backend

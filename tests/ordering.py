@@ -1,0 +1,209 @@
+"""What streams and events order, found the long way: every path, every pair of accesses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from fxpipe.program import (
+    Backward,
+    Barrier,
+    Buffer,
+    Clip,
+    Event,
+    Forward,
+    Free,
+    Instruction,
+    Launch,
+    Load,
+    Norm,
+    Output,
+    Pause,
+    Pop,
+    Program,
+    Receive,
+    Send,
+    Stash,
+    Update,
+    WeightGrad,
+)
+
+Node = tuple[int, int, int]
+"""Step, device, position."""
+
+
+class Ordering:
+    """The instructions of some windows in a row, and which are done before which start."""
+
+    def __init__(self, program: Program, steps: int) -> None:
+        self.program = program
+        self.nodes: list[Node] = [
+            (step, device, position)
+            for step in range(steps)
+            for device, own in enumerate(program.lists)
+            for position in range(len(own))
+        ]
+        self.index = {node: k for k, node in enumerate(self.nodes)}
+        record: dict[Event, Node] = {}
+        for node in self.nodes:
+            if (event := self.launch(node).record) is not None:
+                record[event._replace(batch=event.batch + node[0])] = node
+        self.before: list[set[int]] = [set() for _ in self.nodes]
+        self.hosts: list[set[int]] = [set() for _ in self.nodes]
+        last: dict[tuple[int, str], int] = {}
+        latest: dict[int, int] = {}
+        for node in sorted(self.nodes, key=lambda node: (node[1], node[0], node[2])):
+            k, launch = self.index[node], self.launch(node)
+            stream = node[1], launch.stream
+            if stream in last:
+                self.before[k].add(last[stream])
+            if node[1] in latest:
+                self.hosts[k].add(latest[node[1]])
+            last[stream], latest[node[1]] = k, k
+            for event in launch.waits:
+                event = event._replace(batch=event.batch + node[0])
+                if event in record:
+                    self.before[k].add(self.index[record[event]])
+        self.past = self._closed([h | b for h, b in zip(self.hosts, self.before, strict=True)])
+
+    @property
+    def runs(self) -> bool:
+        """Whether it can be launched at all."""
+        return self.past is not None
+
+    def launch(self, node: Node) -> Launch:
+        return self.program.launches[node[1]][node[2]]
+
+    def instruction(self, node: Node) -> Instruction:
+        return self.program.lists[node[1]][node[2]]
+
+    def _closed(self, launched: list[set[int]]) -> list[int] | None:
+        """For each node the set of all that are done before it, as bits; None in a circle."""
+        sends = {
+            self._of(node, x.buffer): self.index[node]
+            for node in self.nodes
+            if isinstance(x := self.instruction(node), Send | Stash)
+        }
+        for node in self.nodes:
+            x = self.instruction(node)
+            if isinstance(x, Receive | Pop) and self._of(node, x.buffer) in sends:
+                launched[self.index[node]].add(sends[self._of(node, x.buffer)])
+        past: list[int] = [0] * len(self.nodes)
+        left = [len(each) for each in launched]
+        after: list[list[int]] = [[] for _ in self.nodes]
+        for k, each in enumerate(launched):
+            for b in each:
+                after[b].append(k)
+        ready, done = [k for k, count in enumerate(left) if not count], 0
+        while ready:
+            k = ready.pop()
+            done += 1
+            for b in self.before[k]:
+                past[k] |= past[b] | 1 << b
+            for a in after[k]:
+                left[a] -= 1
+                if not left[a]:
+                    ready.append(a)
+        return past if done == len(self.nodes) else None
+
+    def is_before(self, one: Node, other: Node) -> bool:
+        """Whether one is done whenever the other starts."""
+        assert self.past is not None
+        return bool(self.past[self.index[other]] >> self.index[one] & 1)
+
+    def _of(self, node: Node, buffer: Buffer) -> Buffer:
+        return buffer._replace(batch=buffer.batch + node[0])
+
+    def races(self) -> Iterator[tuple[Node, Node]]:
+        """Every two that conflict, as the lists have them, and are not ordered."""
+        reads: dict[object, list[Node]] = {}
+        writes: dict[object, list[Node]] = {}
+        ends: dict[object, list[Node]] = {}
+        for node in self.nodes:
+            x, device = self.instruction(node), node[1]
+            if isinstance(x, Send | Stash | Output | Barrier | Pause):
+                continue
+            for of, buffers in (
+                (reads, self.program.reads(x)),
+                (writes, self.program.writes(x)),
+                (ends, self.program.ends(x)),
+            ):
+                for buffer in buffers:
+                    of.setdefault((device, self._of(node, buffer)), []).append(node)
+            if isinstance(x, Receive | Pop):
+                origin = self.program.origin(x), self._of(node, x.buffer)
+                reads.setdefault(origin, []).append(node)
+        for what, readers in reads.items():
+            for reader in readers:
+                for writer in writes.get(what, []):
+                    if not self.is_before(writer, reader):
+                        yield writer, reader
+        for what, enders in ends.items():
+            for ender in enders:
+                for user in (*reads.get(what, []), *writes.get(what, [])):
+                    if user != ender and not self.is_before(user, ender):
+                        yield user, ender
+        yield from self._memory()
+        yield from self._stages()
+
+    def _memory(self) -> Iterator[tuple[Node, Node]]:
+        """What takes memory comes after all that let some go before it was launched."""
+        for device in range(self.program.devices):
+            let_go: list[Node] = []
+            for node in sorted(node for node in self.nodes if node[1] == device):
+                x = self.instruction(node)
+                if isinstance(x, Send | Stash | Output | Barrier | Pause):
+                    continue
+                if not isinstance(x, Free):
+                    yield from [(one, node) for one in let_go if not self.is_before(one, node)]
+                if not isinstance(x, Load | Receive | Pop):
+                    let_go.append(node)
+
+    def _stages(self) -> Iterator[tuple[Node, Node]]:
+        """What a stage keeps for long is changed in the order of the list."""
+        for stage, device in enumerate(self.program.placement):
+            own = [
+                node
+                for node in sorted(node for node in self.nodes if node[1] == device)
+                if getattr(self.instruction(node), "stage", None) == stage
+            ]
+            for k, node in enumerate(own):
+                for other in own[:k]:
+                    pair = self.instruction(other), self.instruction(node)
+                    if (
+                        any(isinstance(x, Update) for x in pair)
+                        or all(isinstance(x, Forward) for x in pair)
+                        or all(isinstance(x, Backward | WeightGrad | Norm | Clip) for x in pair)
+                    ) and not self.is_before(other, node):
+                        yield other, node
+
+
+def launch_mutants(program: Program) -> Iterator[tuple[str, Program]]:
+    """Each wait and each record dropped, moved in its list, or given to another stream."""
+
+    def changed(*changes: tuple[int, int, Launch]) -> Program:
+        launches = [list(own) for own in program.launches]
+        for device, position, launch in changes:
+            launches[device][position] = launch
+        return replace(program, launches=tuple(map(tuple, launches)))
+
+    for device, own in enumerate(program.launches):
+        for at, launch in enumerate(own):
+            for event in launch.waits:
+                left = replace(launch, waits=tuple(e for e in launch.waits if e != event))
+                yield "drop a wait", changed((device, at, left))
+                for to in (at - 2, at - 1, at + 1, at + 2):
+                    if 0 <= to < len(own) and event not in own[to].waits:
+                        there = replace(own[to], waits=(*own[to].waits, event))
+                        yield "move a wait", changed((device, at, left), (device, to, there))
+            if launch.record is not None:
+                left = replace(launch, record=None)
+                yield "drop a record", changed((device, at, left))
+                for to in (at - 3, at - 2, at - 1, at + 1, at + 2, at + 3):
+                    if 0 <= to < len(own) and own[to].record is None:
+                        there = replace(own[to], record=launch.record)
+                        yield "move a record", changed((device, at, left), (device, to, there))
+            if launch.stream != "compute":
+                yield "another stream", changed((device, at, replace(launch, stream="compute")))
+            else:
+                yield "another stream", changed((device, at, replace(launch, stream="in9")))

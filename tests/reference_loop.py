@@ -1,0 +1,157 @@
+"""The plain loop over micro-batches, in numbers that stand for how they were computed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from fxpipe.edge import HOST, Edge
+from fxpipe.task import KINDS
+
+
+def tensor(*origin: object) -> int:
+    """The tensor that an operation makes."""
+    return hash(origin)
+
+
+@dataclass
+class Model:
+    """The state of all stages over some steps, and what the caller got.
+
+    Batches and versions count from the first step.
+
+    Attributes:
+        weights: (stage, version) → weights.
+        gradients: (stage, batch) → what its backwards added, in order, until the update.
+        statistics: stage → what its forwards wrote, in order.
+        given: (value, the stage it comes from, whether it is a gradient, micro-batch, batch) →
+            what the caller got; each stage that reads an input gives a gradient of its own.
+        seen: (kind, stage, micro-batch, batch) → what a user's own task has seen.
+    """
+
+    weights: dict[tuple[int, int], int] = field(default_factory=dict)
+    gradients: dict[tuple[int, int], list[int]] = field(default_factory=dict)
+    statistics: dict[int, list[int]] = field(default_factory=dict)
+    given: dict[tuple[str, int, bool, int, int], int] = field(default_factory=dict)
+    seen: dict[tuple[str, int, int | None, int], int] = field(default_factory=dict)
+
+    @staticmethod
+    def fresh(stages: int) -> Model:
+        return Model(
+            {(stage, 0): tensor("weights", stage) for stage in range(stages)},
+            {},
+            {stage: [] for stage in range(stages)},
+        )
+
+    def forward(self, stage: int, version: int, inputs: list[int]) -> int:
+        """What a forward saves; its outputs follow from that."""
+        kept = tensor("forward", self.weights[stage, version], *inputs)
+        self.statistics[stage].append(kept)
+        return kept
+
+    def gradient(self, stage: int, version: int, kept: int, arriving: list[int]) -> int:
+        """What the gradients of a stage's inputs and weights follow from."""
+        return tensor("backward", self.weights[stage, version], kept, *arriving)
+
+    def add(self, stage: int, batch: int, gradient: int, version: int) -> None:
+        """Add the gradients of a stage's weights of a version."""
+        added = tensor("weights", self.weights[stage, version], gradient)
+        self.gradients.setdefault((stage, batch), []).append(added)
+
+    def norm(self, stage: int, batch: int) -> int:
+        """The norm of a stage's gradients."""
+        return tensor("norm", *self.gradients.get((stage, batch), []))
+
+    def clip(self, stage: int, batch: int, norms: list[int]) -> None:
+        """Scale a stage's gradients by the norms of all stages."""
+        added = self.gradients.get((stage, batch), [])
+        self.gradients[stage, batch] = [tensor("clip", *norms, 0, *added)]
+
+    def update(self, stage: int, batch: int, reads: int, writes: int) -> None:
+        weights = self.weights[stage, reads]
+        added = self.gradients.pop((stage, batch), [])
+        self.weights[stage, writes] = tensor("update", weights, *added)
+
+    def look(self, kind: str, stage: int, i: int | None, batch: int, version: int) -> None:
+        """A user's own task: what it reads."""
+        reads = KINDS[kind].reads
+        gradients = self.gradients.get((stage, batch), []) if "gradients" in reads else []
+        weights = self.weights[stage, version] if "parameters" in reads else 0
+        self.seen[kind, stage, i, batch] = tensor("look", weights, *gradients)
+
+
+def plain_loop(
+    stages: int,
+    edges: tuple[Edge, ...],
+    microbatches: int,
+    *,
+    trains: bool,
+    updates: bool,
+    steps: int = 1,
+    delays: tuple[int, ...] | None = None,
+    before: str = "",
+    after: str = "",
+    clips: bool = False,
+) -> Model:
+    """Steps on one device: micro-batch after micro-batch, stage after stage, and back.
+
+    Args:
+        stages: how many.
+        edges: between them.
+        microbatches: a step.
+        trains: whether there is a backward.
+        updates: whether the weights are updated.
+        steps: how many.
+        delays: stage → by how many updates its weights are old.
+        before: letters of a user's tasks before the update, once a step and stage.
+        after: the same behind it.
+        clips: whether gradients are clipped by the norms of all stages.
+    """
+    model = Model.fresh(stages)
+    for batch in range(steps):
+        old = [max(batch - delay, 0) for delay in delays or (0,) * stages]
+        for i in range(microbatches):
+            _plain_microbatch(model, stages, edges, i, batch, old, trains)
+        norms = [model.norm(stage, batch) for stage in range(stages)] if clips else []
+        for stage in range(stages):
+            if clips:
+                model.clip(stage, batch, norms)
+            for kind in before:
+                model.look(kind, stage, None, batch, old[stage])
+            if updates or steps > 1:  # or else the caller does it, between steps
+                model.update(stage, batch, batch, batch + 1)
+            for kind in after:
+                model.look(kind, stage, None, batch, batch + 1)
+    return model
+
+
+def _plain_microbatch(
+    model: Model,
+    stages: int,
+    edges: tuple[Edge, ...],
+    i: int,
+    batch: int,
+    old: list[int],
+    trains: bool,
+) -> None:
+    values = {e.value: tensor("caller", e.value, i, batch) for e in edges if e.source == HOST}
+    kept = {}
+    for stage in range(stages):
+        inputs = [values[e.value] for e in edges if e.target == stage]
+        kept[stage] = model.forward(stage, old[stage], inputs)
+        values |= {e.value: tensor(kept[stage], e.value) for e in edges if e.source == stage}
+    model.given |= {
+        (e.value, e.source, False, i, batch): values[e.value] for e in edges if e.target == HOST
+    }
+    if not trains:
+        return
+    back = {e: tensor("gradient", e.value, i, batch) for e in edges if e.target == HOST}
+    for stage in reversed(range(stages)):
+        arriving = [back[e] for e in edges if e.source == stage and e.gradient]
+        found = model.gradient(stage, old[stage], kept[stage], arriving)
+        model.add(stage, batch, found, old[stage])
+        back |= {e: tensor(found, e.value) for e in edges if e.target == stage}
+    model.given |= {
+        (e.value, e.target, True, i, batch): back[e]
+        for e in edges
+        if e.source == HOST and e.gradient
+    }

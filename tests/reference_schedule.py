@@ -1,0 +1,148 @@
+"""A small executor that says whether a schedule computes its steps, for tests of its verifier.
+
+It shares nothing with the library but its data: it runs a few steps and the flush, one after
+another, and looks at what has been done.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+
+from fxpipe.schedule import Schedule
+from fxpipe.task import KINDS, Task
+
+
+def schedule_is_right(schedule: Schedule) -> bool:
+    """Whether the rows, run against each other, do what a plain loop does, and no more."""
+    delays = schedule.delays
+    if any(task.batch > 0 or task.kind not in KINDS for row in schedule.rows for task in row):
+        return False
+    overlap = schedule.depth + max(delays)
+    run = _Run(schedule, steps=overlap + 2 if overlap else 1)
+    return run.is_right()
+
+
+class _Wrong(Exception):
+    """A task that no plain loop has."""
+
+
+class _Run:
+    """Some steps, and the flush behind them.
+
+    Attributes:
+        done: kind, stage and batch → the micro-batches whose task has run, in order.
+        newest: stage → its newest version.
+        forwards: stage → batch and micro-batch of its forwards, in order.
+        added: stage and batch → micro-batches whose gradients have been added, in order.
+    """
+
+    def __init__(self, schedule: Schedule, steps: int) -> None:
+        self.schedule = schedule
+        self.steps = steps
+        self.every = list(range(schedule.microbatches))
+        self.done: defaultdict[tuple[str, int, int], list[int | None]] = defaultdict(list)
+        self.newest = [0] * schedule.stages
+        self.forwards: defaultdict[int, list[tuple[int, int | None]]] = defaultdict(list)
+        self.added: defaultdict[tuple[int, int], list[int | None]] = defaultdict(list)
+
+    def is_right(self) -> bool:
+        try:
+            return all(map(self._step, range(self.steps + self.schedule.depth))) and self._whole()
+        except _Wrong:
+            return False
+
+    def _step(self, step: int) -> bool:
+        """Whether every device comes to the end of its window."""
+        rows = [
+            deque((t, step + t.batch) for t in row if 0 <= step + t.batch < self.steps)
+            for row in self.schedule.rows
+        ]
+        moved = True
+        while moved:
+            moved = False
+            for device, row in enumerate(rows):
+                while row and self._runs(device, *row[0]):
+                    row.popleft()
+                    moved = True
+        return not any(rows)
+
+    def _runs(self, device: int, task: Task, batch: int) -> bool:
+        """Run a task, unless it has to wait."""
+        s, i, kind, last = task.stage, task.microbatch, task.kind, self.schedule.stages - 1
+        if s is None or not 0 <= s <= last or self.schedule.placement[s] != device:
+            raise _Wrong
+        if i not in (self.every if KINDS[kind].per_microbatch else [None]):
+            raise _Wrong
+        if self._reads(kind, s, batch) > self.newest[s]:
+            raise _Wrong  # that version is not made yet
+
+        def has(letters: str, stage: int) -> bool:
+            return any(i in self.done[letter, stage, batch] for letter in letters)
+
+        if kind == "F":
+            ready = s == 0 or has("F", s - 1)
+        elif kind in "BI":
+            ready = has("F", s) and (s == last or has("BI", s + 1))
+        elif kind == "W":
+            ready = has("I", s)
+        elif kind == "R":
+            ready = has("F", s)
+            if has("BI", s):
+                raise _Wrong
+        elif kind == "U":
+            ready = self.added[s, batch] == self.every
+        else:
+            ready = self._own(kind, s, i, batch)
+        if ready:
+            self._note(kind, s, i, batch)
+        return ready
+
+    def _reads(self, kind: str, s: int, batch: int) -> int:
+        """The version that a task reads; an update reads the newest."""
+        if not self.schedule.trains:
+            return 0 if not any(self.schedule.delays) else self.steps
+        return max(batch - self.schedule.delays[s], 0) if kind != "U" else 0
+
+    def _own(self, kind: str, s: int, i: int | None, batch: int) -> bool:
+        """A user's task: gradients must be there still, and all that it follows be done."""
+        uses = {*KINDS[kind].reads, *KINDS[kind].writes}
+        if "gradients" in uses and self.done["U", s, batch]:
+            raise _Wrong
+        planned = Counter(
+            (t.kind, t.microbatch) for row in self.schedule.rows for t in row if t.stage == s
+        )
+        before = {
+            (letter, j)
+            for letter, j in planned
+            if letter in KINDS[kind].follows and (i is None or j in (i, None))
+        }
+        return all(j in self.done[letter, s, batch] for letter, j in before)
+
+    def _note(self, kind: str, s: int, i: int | None, batch: int) -> None:
+        if i in self.done[kind, s, batch]:
+            raise _Wrong  # twice
+        self.done[kind, s, batch].append(i)
+        if kind == "F":
+            self.forwards[s].append((batch, i))
+        elif kind in "BW":
+            self.added[s, batch].append(i)
+        elif kind == "U":
+            self.newest[s] += 1
+
+    def _whole(self) -> bool:
+        """Whether all has been done that a plain loop does, in its order."""
+        trains = self.schedule.trains
+        for s in range(self.schedule.stages):
+            if self.forwards[s] != [(b, i) for b in range(self.steps) for i in self.every]:
+                return False
+            for b in range(self.steps):
+                halves = self.done["I", s, b], self.done["W", s, b]
+                if sorted(halves[0], key=str) != sorted(halves[1], key=str):
+                    return False
+                if set(halves[0]) & set(self.done["B", s, b]):
+                    return False
+                if self.added[s, b] != (self.every if trains else []):
+                    return False
+            if self.newest[s] != (self.steps if trains else 0):
+                return False
+        return True

@@ -1,0 +1,135 @@
+"""Traces for Perfetto: every task and transfer once, arrows from maker to user, memory."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fxpipe.errors import InputError
+from fxpipe.schedules import gpipe, one_f_one_b, two_bw, zb_v
+from fxpipe.simulator import Link, Simulation, Sizes, simulate_schedule
+from fxpipe.trace import chrome_trace
+
+
+def events(simulation: Simulation, phase: str, **options: Any) -> list[dict[str, Any]]:
+    found = chrome_trace(simulation, **options)["traceEvents"]
+    return [event for event in found if event["ph"] == phase]
+
+
+def tasks(simulation: Simulation) -> list[dict[str, Any]]:
+    return [event for event in events(simulation, "X") if event["cat"] != "transfer"]
+
+
+@given(
+    st.sampled_from([gpipe, one_f_one_b, zb_v]),
+    st.integers(1, 3),
+    st.integers(1, 5),
+    st.sampled_from([0, 0.25, 3]),
+)
+def test_every_task_is_a_slice_and_every_transfer_an_arrow_between_two(
+    recipe: Any, p: int, m: int, latency: float
+) -> None:
+    simulation = simulate_schedule(recipe(p, m), links=Link(latency=latency))
+    slices = tasks(simulation)
+    assert [(e["tid"], e["ts"], e["dur"]) for e in slices] == [
+        (s.device, pytest.approx(1000 * s.start), pytest.approx(1000 * s.time))
+        for s in simulation.spans
+    ]
+    between = [t for t in simulation.transfers if t.source != t.target]
+    begins = {e["id"]: e for e in events(simulation, "s")}
+    ends = {e["id"]: e for e in events(simulation, "f")}
+    assert len(begins) == len(ends) == len(between)
+    assert begins.keys() == ends.keys()
+    for number, begin in begins.items():
+        end = ends[number]
+        assert begin["ts"] <= end["ts"]
+        assert begin["name"] == end["name"]
+        # Each end lies in a slice of its thread, or a viewer would drop the arrow.
+        for event in (begin, end):
+            assert any(
+                s["tid"] == event["tid"] and s["ts"] <= event["ts"] < s["ts"] + s["dur"]
+                for s in slices
+            )
+
+
+def test_an_arrow_leads_from_the_maker_of_a_value_to_its_user() -> None:
+    simulation = simulate_schedule(one_f_one_b(2, 1), links=Link(latency=2))
+    at = {(e["tid"], e["ts"]): e["name"] for e in tasks(simulation)}
+    starts = {e["name"]: e for e in events(simulation, "s")}
+    ends = {e["name"]: e for e in events(simulation, "f")}
+    assert at[1, ends["act:y0:0->1[0]"]["ts"]] == "F0@1"
+    assert at[0, ends["grad:y0:1->0[0]"]["ts"]] == "B0@0"
+    assert starts["act:y0:0->1[0]"]["ts"] == pytest.approx(1000, rel=0.01)
+    moves = [e for e in events(simulation, "X") if e["cat"] == "transfer"]
+    assert [(e["name"], e["ts"], e["dur"]) for e in moves] == [
+        ("act:y0:0->1[0]", 1000, 2000),
+        ("grad:y0:1->0[0]", 6000, 2000),
+    ]
+
+
+def test_devices_are_threads_and_simulations_processes() -> None:
+    predicted = simulate_schedule(gpipe(2, 1), {"F": 0.01}, links=Link(latency=0.001))
+    measured = replace(predicted, measured=True, seconds=True)
+    trace = chrome_trace(predicted, measured)["traceEvents"]
+    names = {(e["pid"], e["tid"], e["args"]["name"]) for e in trace if e["name"].endswith("_name")}
+    assert names == {
+        (pid, tid, name)
+        for pid, what in ((1, "predicted: gpipe"), (2, "measured: gpipe"))
+        for tid, name in (
+            (0, what),
+            (0, "device 0"),
+            (1, "device 1"),
+            (2, "device 0 to 1"),
+            (3, "device 1 to 0"),
+        )
+    }
+    assert Counter(e["pid"] for e in trace if e["ph"] == "X")[1] == len(predicted.spans) + 2
+    # Beside a measured one, all times are seconds.
+    assert next(e for e in trace if e["ph"] == "X")["dur"] == pytest.approx(10_000)
+
+
+def test_a_slice_says_what_it_is() -> None:
+    simulation = simulate_schedule(two_bw(2, 2), steps=2)
+    found = {e["name"]: e for e in tasks(simulation)}
+    late = found["F1@0 of batch 1"]
+    assert late["cat"] == "forward"
+    assert late["args"] == {"stage": 0, "batch": 1, "microbatch": 1, "version": 0}
+    assert found["U@1 of batch 0"]["args"] == {"stage": 1, "batch": 0, "reads": 0, "writes": 1}
+
+
+def test_memory_is_a_counter_of_each_device() -> None:
+    sizes = Sizes(values={"x": 8, "y0": 16, "loss": 4}, saved={0: 100, 1: 200})
+    simulation = simulate_schedule(gpipe(2, 2), sizes=sizes)
+    counters = events(simulation, "C")
+    peaks: dict[int, int] = {}
+    for event in counters:
+        peaks[event["tid"]] = max(peaks.get(event["tid"], 0), event["args"]["bytes"])
+    assert peaks == {device: memory.peak for device, memory in enumerate(simulation.memory)}
+    assert not events(simulate_schedule(gpipe(2, 2)), "C")
+
+
+def test_the_file_is_json(tmp_path: Path) -> None:
+    simulation = simulate_schedule(gpipe(2, 2))
+    simulation.trace(tmp_path / "trace.json")
+    written = json.loads((tmp_path / "trace.json").read_text())
+    assert written == chrome_trace(simulation)
+    with pytest.raises(InputError, match=r"cannot be written.*No such file"):
+        simulation.trace(tmp_path / "nowhere" / "trace.json")
+
+
+@pytest.mark.parametrize("unit", [0, -1, float("inf")])
+def test_a_unit_that_makes_no_sense_is_refused(unit: float) -> None:
+    with pytest.raises(InputError, match="unit is"):
+        chrome_trace(simulate_schedule(gpipe(1, 1)), unit=unit)
+
+
+def test_no_simulation_is_refused() -> None:
+    with pytest.raises(InputError, match="at least one"):
+        chrome_trace()

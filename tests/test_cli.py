@@ -1,0 +1,284 @@
+"""The command line: what it prints, writes and tells the shell."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import fxpipe
+from fxpipe.cli import main
+from fxpipe.edge import Edge
+from fxpipe.passes.communicate import communicate
+from fxpipe.passes.free import free
+from fxpipe.passes.lower import Lower
+from fxpipe.recipe import RECIPES
+from fxpipe.schedules import gpipe
+from tests.conftest import Golden
+from tests.plans import chain, plan_of
+
+ROOT = Path(__file__).parent.parent
+
+OWN = """
+import fxpipe
+from fxpipe import B, F, U
+
+
+@fxpipe.schedule("own-gpipe")
+def mine(device, devices, microbatches):
+    yield from map(F, range(microbatches))
+    yield from map(B, range(microbatches))
+    yield U()
+
+
+def plain(device, devices, microbatches):
+    yield F(0)
+    yield B(0)
+    yield U()
+
+
+ready = mine(2, 3)
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Iterator[Path]:
+    path = tmp_path / "own.py"
+    path.write_text(OWN)
+    yield path
+    RECIPES.pop("own-gpipe", None)
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int, str, str]:
+    """Exit status, what was printed and what was complained of."""
+    status = main([str(argument) for argument in arguments])
+    shown = capsys.readouterr()
+    return status, shown.out, shown.err
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "schedule zb-h1 -p 4 -m 8",
+        "schedule interleaved-1f1b -p 2 -m 4 --width 60 --no-formulas",
+        "schedule 2bw -p 2 -m 2 --steps 3",
+        "schedule 1f1b -p 2 -m 3 --costs F=1,B=1.5,F@1=2",
+        "schedule 1f1b -p 2 -m 3 --costs F=2,B=3",
+        "schedule 1f1b -p 3 -m 4 --text",
+    ],
+)
+def test_a_schedule_is_shown(
+    line: str, capsys: pytest.CaptureFixture[str], golden: Golden, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")  # The output of a pipe is the same everywhere.
+    status, out, err = run(capsys, *line.split())
+    assert (status, err) == (0, "")
+    name = re.sub(r"[^\w.]+", "_", line.replace("schedule", "cli"))
+    golden(f"{name}.txt", out)
+
+
+def test_a_schedule_of_its_own_numbers_has_formulas_in_times_alone(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "gpipe.txt"
+    path.write_text(str(gpipe(3, 2)))
+    status, out, _ = run(capsys, "schedule", path)
+    assert status == 0
+    assert "makespan    = 6*T_B + T_U" in out
+    assert "bubble      = 1/2" in out
+
+
+def test_a_terminal_decides_how_wide_the_grid_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setenv("COLUMNS", "50")
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    assert main(["schedule", "1f1b", "-p", "2", "-m", "8", "--no-formulas"]) == 0
+    grid = terminal.getvalue().split("\n1f1b")[0]
+    assert 40 < max(map(len, grid.splitlines())) <= 50
+
+
+def test_the_list_names_every_schedule(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(capsys, "list")
+    assert status == 0
+    assert {line.split()[0] for line in out.splitlines() if line[:1].strip()} >= set(RECIPES)
+    assert "Every device runs all its forwards, then all its backwards" in out
+
+
+def test_the_text_can_be_read_back(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    _, text, _ = run(capsys, "schedule", "zb-v", "-p", "2", "-m", "3", "--text")
+    path = tmp_path / "zb-v.txt"
+    path.write_text(text)
+    assert run(capsys, "schedule", path, "--text") == (0, text, "")
+    assert run(capsys, "verify", path) == (0, f"{path}: a valid schedule\n", "")
+
+
+@pytest.mark.parametrize("ending", ["svg", "png", "pdf"])
+def test_a_picture_is_written(
+    ending: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / f"picture.{ending}"
+    status, out, err = run(
+        capsys, "schedule", "gpipe", "-p", "1", "-m", "2", "--draw", path, "--text"
+    )
+    assert (status, err) == (0, f"wrote {path}\n")
+    assert out == str(gpipe(1, 2))
+    assert path.read_bytes() == gpipe(1, 2).draw().pipe(ending)
+
+
+def test_a_trace_is_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    assert run(capsys, "schedule", "gpipe", "-p", "2", "-m", "2", "--trace", path, "--text")[0] == 0
+    events = json.loads(path.read_text())["traceEvents"]
+    assert sum(event["ph"] == "X" for event in events) == 10
+
+
+def test_schedules_of_a_python_file(capsys: pytest.CaptureFixture[str], own: Path) -> None:
+    _, expected, _ = run(capsys, "schedule", "gpipe", "-p", "2", "-m", "3", "--text")
+    for name in (f"{own}:mine", f"{own}:own-gpipe", f"{own}:ready", str(own)):
+        numbers = () if name.endswith("ready") else ("-p", "2", "-m", "3")
+        status, out, _ = run(capsys, "schedule", name, *numbers, "--text")
+        assert (status, out) == (0, expected.replace("gpipe", "own-gpipe"))
+    assert run(capsys, "verify", f"{own}:plain", "-p", "2", "-m", "1")[0] == 0
+
+
+def test_a_schedule_with_faults_is_shown_with_them(
+    capsys: pytest.CaptureFixture[str], own: Path, golden: Golden, tmp_path: Path
+) -> None:
+    line = ["schedule", f"{own}:plain", "-p", "2", "-m", "2"]
+    status, out, err = run(capsys, *line)
+    assert (status, err) == (1, "")
+    golden("cli_faults.txt", out)
+    assert run(capsys, *line, "--text")[0] == 1
+    status, out, err = run(capsys, *line, "--trace", tmp_path / "trace.json")
+    assert (status, out) == (2, "")
+    assert "has faults" in err
+
+
+def test_faults_are_told_and_the_shell_is_told(
+    capsys: pytest.CaptureFixture[str], own: Path
+) -> None:
+    status, out, err = run(capsys, "verify", f"{own}:plain", "-p", "2", "-m", "2")
+    assert (status, err) == (1, "")
+    with pytest.raises(fxpipe.VerificationError) as caught:
+        fxpipe.Recipe("plain", lambda d, p, m: [fxpipe.F(0), fxpipe.B(0), fxpipe.U()])(
+            2, 2
+        ).verify()
+    assert out == f"{caught.value}\n"
+
+
+PROGRAM = str(free(communicate(Lower(chain(2))(gpipe(2, 2)))))
+
+
+@pytest.mark.parametrize(
+    ("text", "sound", "message"),
+    [
+        (f"# mine\n\n{PROGRAM}", True, "a valid program"),
+        (PROGRAM.replace("  send         act:y0:0->1[1]\n", ""), False, "never sends it"),
+        (str(plan_of(1)), True, "a valid plan"),
+        (str(plan_of(2, Edge(1, 0, "x"))), False, "runs backward"),
+    ],
+)
+def test_plans_and_programs_are_checked(
+    text: str, sound: bool, message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "text.txt"
+    path.write_text(text)
+    status, out, err = run(capsys, "verify", path)
+    assert (status, err) == (0 if sound else 1, "")
+    assert message in out
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("", "the following arguments are required: COMMAND; see 'fxpipe --help'"),
+        ("draw", "invalid choice: 'draw'"),
+        ("schedule", "required: SCHEDULE; see 'fxpipe schedule --help'"),
+        ("schedule 1f2b", "there is no schedule '1f2b': did you mean '1f1b'"),
+        ("schedule 1f1b -p four", "invalid int value: 'four'"),
+        ("schedule 1f1b -p 0", "devices is 0; a schedule needs at least 1"),
+        ("schedule 1f1b --costs F", "--costs has 'F'; write a kind of task and its time"),
+        ("schedule 1f1b --costs Q=1", "no kind of task 'Q'"),
+        ("schedule 1f1b --costs F@9=1", "is for stage 9; the stages are 0 to 3"),
+        ("schedule 1f1b --costs F=-1", "at least 0"),
+        ("schedule 1f1b --draw x.docx", "no format 'docx'"),
+        ("schedule 1f1b --draw own.py/x.svg", "own.py: File exists"),
+        ("schedule 1f1b --trace nowhere/x.json", "cannot be written"),
+        ("schedule 1f1b --steps 0", "steps is 0"),
+        ("schedule 1f1b --width 3", "width is 3"),
+        ("schedule missing.txt", "missing.txt cannot be read"),
+        ("schedule missing.py:one", "there is no file missing.py"),
+        ("schedule own.py:other", "own.py has no schedule 'other': "),
+        ("schedule own.py:ready -p 3", "own.py:ready is for 2 devices and not 3"),
+        ("schedule raises.py", "raises.py cannot be run: ValueError: no luck (…/raises.py:2, in"),
+        ("schedule syntax.py", "syntax.py cannot be run: SyntaxError: "),
+        ("schedule exits.py", "exits.py cannot be run: SystemExit: 3"),
+        ("schedule two.py", "two.py holds these schedules: one, two; name one"),
+        ("schedule text.txt", "text.txt: line 3, column 4: there is no kind of task 'X'"),
+        ("verify missing.txt", "missing.txt cannot be read"),
+        ("verify other.txt", "begins with 'hello'; the text of a schedule, a plan or a program"),
+        ("verify empty.txt", "begins with 'nothing'"),
+    ],
+)
+def test_what_cannot_be_done_is_one_line_and_exit_code_2(
+    line: str,
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    own: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, text in {
+        "raises.py": "def fail():\n    raise ValueError('no luck')\n\n\nfail()\n",
+        "syntax.py": "def\n",
+        "exits.py": "raise SystemExit(3)\n",
+        "two.py": "import fxpipe\none = fxpipe.Schedule.parse('''schedule a stages=1 "
+        "microbatches=1 delay=0\nplace 0\n0: F0 B0 U\n''')\ntwo = one.parse(str(one) + '#')\n",
+        "text.txt": "schedule a stages=1 microbatches=1 delay=0\nplace 0\n0: X0\n",
+        "other.txt": "hello\n",
+        "empty.txt": "# nothing here\n",
+    }.items():
+        (tmp_path / name).write_text(text)
+    status, out, err = run(capsys, *line.split(" ") if line else ())
+    assert (status, out) == (2, "")
+    assert err.startswith("fxpipe: ")
+    assert err.count("\n") == 1
+    assert message in err.replace(str(tmp_path), "…")
+
+
+def test_the_module_and_the_console_script_are_the_same(tmp_path: Path) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    module, _, function = project["project"]["scripts"]["fxpipe"].partition(":")
+    assert getattr(importlib.import_module(module), function) is main
+    command = [sys.executable, "-m", "fxpipe", "schedule", "1f1b", "-p", "0"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "fxpipe: devices is 0; a schedule needs at least 1\n"
+
+
+def test_a_reader_that_stops_early_is_no_error() -> None:
+    command = f"{sys.executable} -m fxpipe schedule gpipe -p 32 -m 128 --text | head -c 10"
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert (done.stdout, done.stderr) == ("schedule g", "")
+
+
+def test_help_tells_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--help"])
+    assert caught.value.code == 0
+    assert {"list", "schedule", "verify"} <= set(capsys.readouterr().out.split())

@@ -1,0 +1,212 @@
+"""Clipping by the norm of all stages' gradients, and skipping what is not finite."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxpipe
+from fxpipe.passes.add_clip import add_clip
+from fxpipe.recipe import RECIPES, find_recipe
+from tests import loop
+from tests.delayed import DelayedLoop
+from tests.test_overlapping_steps import OPTIMIZERS, make
+from tests.test_split_training import scores
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+LIMIT = 0.05
+
+
+class ClippedLoop(DelayedLoop):
+    """The delayed loop with torch's own clipping before each step.
+
+    Attributes:
+        norms: batch → the norm before clipping.
+    """
+
+    norms: list[float]
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.norms = []
+        step = self.optimizer.step
+
+        def clipped() -> None:
+            parameters = list(self.model.parameters())
+            self.norms.append(float(nn.utils.clip_grad_norm_(parameters, LIMIT)))
+            step()
+
+        self.optimizer.step = clipped  # type: ignore[method-assign, assignment]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "devices", "microbatches", "case"),
+    [
+        ("1f1b", 3, 3, "unet"),
+        ("zb-v", 2, 4, "mlp"),
+        ("2bw", 2, 2, "transformer"),
+        ("2bw", 3, 4, "mlp"),
+        ("1f1b-async", 4, 2, "mlp"),
+        ("pipedream-vertical", 3, 1, "mlp"),
+    ],
+)
+def test_gradients_are_clipped_by_the_norm_of_all_stages(
+    schedule: str, devices: int, microbatches: int, case: str
+) -> None:
+    model, data = make(case, 8, 5)
+    alone = copy.deepcopy(model)
+    loss = scores if case == "transformer" else nn.functional.mse_loss
+    delay = max(add_clip(find_recipe(schedule)(devices, microbatches)).delays)
+    theirs = OPTIMIZERS["sgd"](alone.parameters())
+    expected = ClippedLoop(alone, theirs, loss, microbatches, lambda _: delay)
+    with fxpipe.compile(
+        model,
+        devices,
+        schedule=schedule,
+        microbatches=microbatches,
+        loss=loss,
+        optimizer=OPTIMIZERS["sgd"],
+        clip_norm=LIMIT,
+    ) as pipe:
+        assert pipe.grad_norm is None
+        for x, y in data:
+            made, right = pipe.step(x, target=y), expected.step(x, y)
+            torch.testing.assert_close(made, right, rtol=1e-12, atol=1e-12)
+        pipe.flush()
+        assert pipe.grad_norm == pytest.approx(expected.norms[-1], rel=1e-12)
+        assert min(expected.norms) > LIMIT
+        assert "C" in pipe.schedule.kinds
+        assert fxpipe.Schedule.parse(str(pipe.schedule)) == pipe.schedule
+        assert fxpipe.Program.parse(str(pipe.program)) == pipe.program
+        assert pipe.program.verify() is pipe.program
+        assert pipe.schedule.draw().pipe("svg")
+        assert pipe.program.draw().pipe("svg")
+    loop.assert_same(model.state_dict(), alone.state_dict(), 1e-12)
+
+
+@pytest.mark.parametrize("name", sorted(set(RECIPES) - {"inference", "pipedream"}))
+def test_every_schedule_of_the_library_can_clip(name: str) -> None:
+    for devices, microbatches in ((1, 1), (2, 3), (4, 4)):
+        schedule = add_clip(find_recipe(name)(devices, microbatches))
+        assert schedule.verify() is schedule
+        assert sum(task.kind == "C" for row in schedule.rows for task in row) == schedule.stages
+
+
+def test_a_stage_that_does_not_clip_with_the_others_is_refused() -> None:
+    schedule = add_clip(find_recipe("1f1b")(2, 2))
+    rows = (schedule.rows[0], tuple(task for task in schedule.rows[1] if task.kind != "C"))
+    with pytest.raises(fxpipe.VerificationError, match="stage 1 has no clip; clip every stage"):
+        replace(schedule, rows=rows).verify()
+
+
+def test_a_clip_before_another_stages_gradients_is_refused() -> None:
+    text = """
+    schedule mine stages=2 microbatches=1 delay=0
+    place 0 1
+    0: F0@0 F0@1 B0@1 C@1 B0@0 C@0 U@0 U@1
+    """
+    with pytest.raises(fxpipe.VerificationError, match="C@1: it comes before B0@0"):
+        fxpipe.Schedule.parse(text).verify()
+
+
+def test_clipping_without_a_flush_makes_nobody_wait() -> None:
+    plain = find_recipe("2bw")(4, 8)
+    clipped = add_clip(plain)
+    costs: dict[str | tuple[str, int], float] = {"F": 1.0, "B": 2.0, "U": 0.0, "C": 0.0}
+    before = plain.simulate(costs, steps=20).makespan
+    assert clipped.simulate(costs, steps=20).makespan <= before * 1.02
+
+
+def test_stages_with_different_delays_cannot_clip_together() -> None:
+    model, data = make("mlp", 1, 4)
+    with (
+        fxpipe.compile(
+            model,
+            3,
+            schedule="pipedream",
+            microbatches=1,
+            loss=nn.functional.mse_loss,
+            optimizer=OPTIMIZERS["sgd"],
+            clip_norm=1.0,
+        ) as pipe,
+        pytest.raises(fxpipe.VerificationError, match="delay"),
+    ):
+        pipe.step(data[0][0], target=data[0][1])
+
+
+class Overflowing(nn.Module):
+    """Gradients that are not finite where an input says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.last = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.first(x).tanh())
+        return out
+
+
+@pytest.mark.parametrize(("schedule", "late"), [("1f1b", 0), ("2bw", 1)])
+def test_a_batch_that_is_not_finite_updates_no_stage_and_lowers_the_scale(
+    schedule: str, late: int
+) -> None:
+    torch.manual_seed(0)
+    model = Overflowing().double()
+    alone = copy.deepcopy(model)
+    bad = 3
+    data = [(torch.randn(4, 4).double(), torch.randn(4, 4).double()) for _ in range(9)]
+    data[bad][1].fill_(float("inf"))
+    expected = DelayedLoop(
+        alone,
+        OPTIMIZERS["sgd"](alone.parameters()),
+        nn.functional.mse_loss,
+        2,
+        lambda _: late,
+    )
+    step = expected.optimizer.step
+
+    def skipping() -> None:
+        if all(bool(p.grad.isfinite().all()) for p in alone.parameters() if p.grad is not None):
+            step()
+
+    expected.optimizer.step = skipping  # type: ignore[method-assign, assignment]
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=4)
+    with fxpipe.compile(
+        model,
+        2,
+        schedule=schedule,
+        microbatches=2,
+        loss=nn.functional.mse_loss,
+        optimizer=OPTIMIZERS["sgd"],
+        scaler=scaler,
+    ) as pipe:
+        for x, y in data:
+            pipe.step(x, target=y)
+            expected.step(x, y)
+        pipe.flush()
+    # halved once, doubled once after four batches that were finite
+    assert scaler.get_scale() == 1024.0
+    loop.assert_same(model.state_dict(), alone.state_dict(), 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"clip_norm": 0}, "clip_norm is 0; give a number above 0"),
+        ({"clip_norm": "1"}, "clip_norm is '1'"),
+        ({"clip_norm": float("inf")}, "clip_norm is inf"),
+        ({"scaler": 2.0}, "scaler is 2.0; give a gradient scaler"),
+        ({"clip_norm": 1.0, "optimizer": None}, "clip_norm is given and no optimizer"),
+    ],
+)
+def test_wrong_limits_are_refused(options: dict[str, Any], message: str) -> None:
+    given: dict[str, Any] = {"optimizer": OPTIMIZERS["sgd"], **options}
+    with pytest.raises(fxpipe.InputError, match=message):
+        fxpipe.compile(nn.Linear(2, 2), 1, loss=nn.functional.mse_loss, **given)

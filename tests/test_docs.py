@@ -1,0 +1,88 @@
+"""The pages under docs/: complete, and their code gives what stands there."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from fxpipe.program import OPCODES, BufferKind
+from fxpipe.recipe import RECIPES
+from fxpipe.task import BUILT_IN, KINDS
+from tests.test_readme import blocks, python_output
+
+DOCS = Path(__file__).parent.parent / "docs"
+PAGES = sorted(DOCS.glob("*.md"))
+
+ROW = re.compile(r"^\| `(\w+)` \| (.*?) \|(.*)$", re.MULTILINE)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_stays() -> Iterator[None]:
+    """The kinds of tasks and the schedules that a page defines are gone after it."""
+    before = dict(RECIPES)
+    yield
+    for letter in KINDS.keys() - BUILT_IN:
+        del KINDS[letter]
+    for name in RECIPES.keys() - before.keys():
+        del RECIPES[name]
+
+
+def rows(page: str) -> dict[str, tuple[str, str]]:
+    """The first cell of the rows of a page's first table → the second, and what follows."""
+    table = (DOCS / page).read_text().partition("|---|")[2].partition("\n\n")[0]
+    return {m[1]: (m[2], m[3]) for m in ROW.finditer(table)}
+
+
+def words(text: str) -> list[str]:
+    """Prose and code without their marks."""
+    return re.sub(r"`|Roughly: |\.$", "", text).split()
+
+
+def test_every_instruction_is_on_its_page_as_its_source_says() -> None:
+    told = rows("instructions.md")
+    assert list(told) == list(OPCODES)
+    for word, made in OPCODES.items():
+        source = inspect.getdoc(made) or ""
+        assert words(told[word][0]) == words(source.partition("\n\n")[0])
+
+
+def test_every_kind_of_buffer_is_on_the_page_of_instructions() -> None:
+    page = (DOCS / "instructions.md").read_text().split("## Buffers")[1]
+    for kind in get_args(BufferKind):
+        assert re.search(rf"^\| .*`{kind}`.* \|", page, re.MULTILINE), kind
+
+
+def test_every_kind_of_task_is_on_the_page_of_the_language_with_its_cost() -> None:
+    told = rows("language.md")
+    assert told.keys() == BUILT_IN
+    for letter in BUILT_IN:
+        name, rest = told[letter]
+        assert name.startswith(KINDS[letter].name)
+        assert float(rest.split("|")[1]) == KINDS[letter].cost
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_the_code_of_a_page_gives_what_stands_there(
+    path: Path, request: pytest.FixtureRequest
+) -> None:
+    page = path.read_text()
+    names: dict[str, Any] = {}
+    found = list(blocks(page))
+    outputs = [
+        (after, python_output(block.text, names, told=after.language == "text" and after.follows))
+        for block, after in zip(found, [*found[1:], *found[-1:]], strict=True)
+        if block.language == "python"
+    ]
+    shown = [(block, real) for block, real in outputs if block.language == "text" and block.follows]
+    if request.config.getoption("--update-golden"):
+        for block, real in reversed(shown):
+            page = page[: block.start] + real + page[block.end :]
+        path.write_text(page)
+        return
+    for block, real in shown:
+        assert block.text == real

@@ -1,0 +1,121 @@
+"""The memory that a simulation predicts beside what CPU devices really hold, counted by storage."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+from torch.optim import SGD, Adam
+
+import fxpipe
+from benchmarks.counted import Counted, counted
+from benchmarks.models.gpt2 import GPT2, next_words
+from benchmarks.models.unet import UNet
+from fxpipe.simulator import Simulation
+from fxpipe.text.instruction import print_instruction
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+Work = tuple[nn.Module, Tensor, Tensor, Any]
+
+
+def unet() -> Work:
+    return UNet(2, 8, depth=2), torch.randn(8, 3, 16, 16), torch.randn(8, 1, 16, 16), mse_loss
+
+
+def transformer() -> Work:
+    tokens = torch.randint(101, (8, 17))
+    model = GPT2(101, 16, 3, 32, 2)
+    return model, tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), next_words
+
+
+def trained(work: Work, devices: int = 2, steps: int = 1, **options: Any) -> Any:
+    """Predicted and counted, of steps in which everything is in its stride."""
+    model, x, y, loss = work
+    with fxpipe.compile(model, ["cpu"] * devices, microbatches=4, loss=loss, **options) as pipe:
+        pipe.prepare(x, target=y)
+        predicted = pipe.simulate()
+        with counted(pipe) as found:
+            for _ in range(2):
+                pipe.step(x, target=y)
+            for device in found:
+                device.clear()
+            for _ in range(steps):
+                pipe.step(x, target=y)
+            pipe.flush()
+        return predicted, found
+
+
+def error(predicted: Simulation, found: list[Counted]) -> float:
+    """The largest of all devices, as a part of what was counted."""
+    pairs = zip(predicted.memory, found, strict=True)
+    return max(abs(memory.peak / device.peak - 1) for memory, device in pairs)
+
+
+@pytest.mark.parametrize(
+    ("make", "schedule", "recompute"),
+    [
+        (unet, "gpipe", "never"),
+        (unet, "1f1b", "except_last"),
+        (unet, "zb-h1", "always"),
+        (transformer, "gpipe", "always"),
+        (transformer, "1f1b", "never"),
+        (transformer, "zb-h1", "except_last"),
+        (transformer, "interleaved-1f1b", "never"),
+    ],
+)
+def test_the_peak_of_every_device_is_as_predicted(make: Any, schedule: str, recompute: str) -> None:
+    torch.manual_seed(0)
+    optimizer = partial(Adam, lr=1e-3)
+    ran = trained(make(), schedule=schedule, recompute=recompute, optimizer=optimizer)
+    assert error(*ran) < 0.01
+
+
+@pytest.mark.parametrize(("make", "recompute"), [(unet, "always"), (transformer, "never")])
+def test_the_peak_with_two_versions_is_as_predicted(make: Any, recompute: str) -> None:
+    # without a state there is nothing to go back to, and no other device's pace plays a part
+    torch.manual_seed(0)
+    ran = trained(
+        make(), steps=3, schedule="2bw", recompute=recompute, optimizer=partial(SGD, lr=1e-3)
+    )
+    assert error(*ran) < 0.03
+
+
+def test_a_device_holds_what_is_predicted_while_each_instruction_runs() -> None:
+    torch.manual_seed(0)
+    work = transformer()
+    predicted, found = trained(
+        work, 3, schedule="zb-h1", optimizer=partial(Adam, lr=1e-3), partition=["blocks.1", "head"]
+    )
+    for device, (memory, real) in enumerate(zip(predicted.memory, found, strict=True)):
+        listed = predicted.program.lists[device]
+        assert len(memory.levels) == len(real.levels) > 20
+        for x, level, bytes_ in zip(listed, memory.levels, real.levels, strict=True):
+            assert abs(level - bytes_) <= 64, (device, print_instruction(x))  # a few scalars
+
+
+def test_recomputing_lowers_the_peak_as_predicted() -> None:
+    torch.manual_seed(0)
+    found = {
+        mode: trained(unet(), schedule="gpipe", recompute=mode) for mode in ("never", "always")
+    }
+    predicted = [max(m.peak for m in ran[0].memory) for ran in found.values()]
+    real = [max(device.peak for device in ran[1]) for ran in found.values()]
+    assert predicted == sorted(predicted, reverse=True) and predicted[0] > 1.5 * predicted[-1]
+    assert real == sorted(real, reverse=True)
+
+
+def test_the_parts_add_up_to_the_peak_and_are_shown() -> None:
+    torch.manual_seed(0)
+    predicted, _ = trained(unet(), schedule="1f1b", optimizer=partial(Adam, lr=1e-3))
+    for memory in predicted.memory:
+        assert sum(memory.parts.values()) == memory.peak
+        assert memory.parts["parameters"] > 0
+        assert memory.parts["optimizer"] >= 2 * memory.parts["parameters"]
+    shown = str(predicted)
+    for word in ("parameters", "optimizer", "gradients", "stash", "values", "workspace"):
+        assert word in shown

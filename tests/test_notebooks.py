@@ -1,0 +1,67 @@
+"""The notebooks run, and what is committed of their outputs is what they give.
+
+Figures differ from run to run, so outputs are compared by kind: text, picture or table. Whatever
+must hold exactly is asserted inside the notebooks. ``--update-golden`` writes the new outputs.
+"""
+
+from __future__ import annotations
+
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+FOLDER = Path(__file__).parent.parent / "notebooks"
+NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+
+
+def executed(book: Any) -> Any:
+    """A copy with the outputs of a fresh kernel."""
+    fresh = nbformat.from_dict(book)
+    NotebookClient(
+        fresh,
+        kernel_name="python3",
+        timeout=240,
+        record_timing=False,
+        resources={"metadata": {"path": str(FOLDER)}},
+    ).execute()
+    return fresh
+
+
+def kinds(cell: Any) -> list[str]:
+    """What a cell shows: the streams it prints to, the types of what it displays."""
+    found = [
+        output.name if output.output_type == "stream" else " ".join(sorted(output.data))
+        for output in cell.get("outputs", [])
+    ]
+    return [kind for kind, _ in groupby(found)]
+
+
+def test_all_notebooks_are_here() -> None:
+    assert [path.stem for path in NOTEBOOKS] == [
+        "01_quickstart",
+        "02_reading_schedules",
+        "03_write_your_own",
+        "04_two_buffered_weights",
+        "05_from_torchgpipe",
+    ]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_runs_and_shows_what_is_committed(
+    path: Path, request: pytest.FixtureRequest
+) -> None:
+    pytest.importorskip("skimage")
+    committed = nbformat.read(path, as_version=4)
+    fresh = executed(committed)
+    assert "stderr" not in {kind for cell in fresh.cells for kind in kinds(cell)}
+    if request.config.getoption("--update-golden"):
+        nbformat.write(fresh, path)
+        return
+    assert path.stat().st_size < 800_000
+    for before, now in zip(committed.cells, fresh.cells, strict=True):
+        assert kinds(before) == kinds(now), before.source
+        assert before.get("execution_count") == now.get("execution_count")

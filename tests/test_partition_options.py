@@ -1,0 +1,186 @@
+"""What ``fxpipe.Partition`` asks for, from the user's call to the stages that come out."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxpipe
+from fxpipe.partition import Partition, stash_peaks
+from fxpipe.recipe import find_recipe
+from fxpipe.runtime.optimizer import state_size
+from fxpipe.schedule import Schedule
+from fxpipe.task import B, F, U
+
+
+class Blocks(nn.Module):
+    """Four blocks, the third much wider than the others, and a skip over two of them."""
+
+    def __init__(self, wide: int = 256) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(32, 32), nn.ReLU())
+        self.second = nn.Sequential(nn.Linear(32, 32), nn.ReLU())
+        self.third = nn.Sequential(nn.Linear(32, wide), nn.ReLU(), nn.Linear(wide, 32))
+        self.last = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        y: Tensor = self.last(self.third(self.second(h)) + h)
+        return y
+
+
+def compiled(model: nn.Module, devices: int = 2, **options: Any) -> fxpipe.Pipeline:
+    x = torch.randn(8, 32)
+    return fxpipe.compile(
+        model,
+        ["cpu"] * devices,
+        microbatches=4,
+        loss=nn.functional.mse_loss,
+        example=((x,), {"target": x}),
+        partition=Partition(**options),
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"keep_together": ["frist"]}, "keep_together names no submodule 'frist': did you mean"),
+        ({"keep_together": "first"}, "keep_together is 'first'; give a list of submodule names"),
+        ({"at": [3]}, r"at is \[3\]; give a list of submodule names"),
+        ({"memory_limits": [1, 2, 3]}, "memory_limits is .*; give one number, or a list of 2"),
+        ({"memory_limits": [1, -1]}, "memory_limits of device 1 is -1; give a positive number"),
+        ({"memory_limits": 0}, "memory_limits of device 0 is 0; give a positive number"),
+        ({"device_speeds": 2}, "device_speeds is 2; give a list of 2, one for each device"),
+        ({"device_speeds": [1, math.nan]}, "device_speeds of device 1 is nan; give a positive"),
+        ({"device_speeds": [1, None]}, "device_speeds of device 1 is None; give a positive"),
+        ({"link_bandwidth": 0}, "link_bandwidth from device 0 to device 1 is 0; give a positive"),
+        (
+            {"link_bandwidth": [1, 2]},
+            r"link_bandwidth is .*; give one number \(bytes a second\), or",
+        ),
+        ({"link_latency": [[0, -1], [0, 0]]}, "link_latency from device 0 to device 1 is -1"),
+    ],
+)
+def test_wrong_options_are_refused_with_a_cure(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(fxpipe.InputError, match=message):
+        compiled(Blocks(), **options)
+
+
+def test_modules_that_are_kept_together_are_in_one_stage() -> None:
+    for module in ("first", "second", "third"):
+        with compiled(Blocks(), keep_together=[module]) as pipe:
+            whole = [name for stage in pipe.plan.stages for name in stage.modules]
+            assert module in whole
+
+
+def test_a_named_cut_may_not_part_what_is_kept_together() -> None:
+    with pytest.raises(fxpipe.PartitionError, match=r"third\.1.*kept together.*one stage"):
+        compiled(Blocks(), at=["third.1"], keep_together=["third"])
+    with compiled(Blocks(), at=["third"], keep_together=["third"]) as pipe:
+        assert "third" in pipe.plan.stages[1].modules
+
+
+def test_limits_that_cannot_be_met_name_the_device_and_the_least() -> None:
+    with pytest.raises(fxpipe.PartitionError) as raised:
+        compiled(Blocks(), memory_limits=1000)
+    text = str(raised.value)
+    assert "device 0 (cpu)" in text or "device 1 (cpu)" in text
+    assert "may take 1000 B" in text
+    assert "raise memory_limits" in text
+    with pytest.raises(fxpipe.PartitionError, match=r"stage 1 on device 1 \(cpu\) needs at least"):
+        compiled(Blocks(), at=["third"], memory_limits=[None, 1000])
+
+
+def test_a_limit_moves_the_wide_block_to_the_other_device() -> None:
+    wide = 2 * 256 * 32 * 4  # bytes of its weights
+    for limits, stage in (([3 * wide, None], 1), ([None, 3 * wide], 0)):
+        with compiled(Blocks(), memory_limits=limits, keep_together=["third"]) as pipe:
+            assert "third" in pipe.plan.stages[stage].modules
+            weights = [a.target for a in pipe.plan.stages[stage].parameters]
+            assert "third.0.weight" in weights
+
+
+def test_the_table_says_what_was_balanced_and_how_well() -> None:
+    with compiled(Blocks()) as pipe:
+        text = str(pipe)
+        assert "times the mean (compute), proven" in text
+        assert "the best possible cut" in text
+    with compiled(Blocks(), link_bandwidth=1e6) as pipe:
+        assert "times the mean (compute and transfers), proven" in str(pipe)
+
+
+def test_a_schedule_that_holds_more_needs_more_memory() -> None:
+    """GPipe keeps all four micro-batches on both stages, 1F1B two and one."""
+    machine = Partition().machine(find_recipe("gpipe")(2, 4), ["a", "b"])
+    assert machine.peaks == (4, 4)
+    machine = Partition().machine(find_recipe("1f1b")(2, 4), ["a", "b"])
+    assert machine.peaks == (2, 1)
+
+
+def test_batches_that_overlap_are_counted_together() -> None:
+    rows = ((F(0, 0), F(1, 0), B(0, 0, batch=-1), B(1, 0, batch=-1), U(0)),)
+    assert stash_peaks(Schedule("overlapping", 2, (0,), rows)) == (4,)
+
+
+def test_stages_of_one_device_share_its_limit_and_send_for_nothing() -> None:
+    schedule = Schedule("vee", 1, (0, 1, 1, 0), ((), ()))
+    options = Partition(memory_limits=[100, None], link_latency=0.5, device_speeds=[1, 2])
+    machine = options.machine(schedule, ["a", "b"])
+    assert machine.limits == (50, math.inf, math.inf, 50)
+    assert machine.speeds == (1, 2, 2, 1)
+    assert machine.names == ("a", "b", "b", "a")
+    assert machine.per_message[0] == (0, 0.5, 0.5, 0)
+    assert machine.per_message[1] == (0.5, 0, 0, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("factory", "copies"),
+    [
+        (torch.optim.Adam, 2.0),
+        (torch.optim.SGD, 0.0),
+        (lambda p: torch.optim.SGD(p, momentum=0.9), 1.0),
+        (lambda p: torch.optim.Adam(p, amsgrad=True), 3.0),
+        (lambda p: 1 / 0, 2.0),
+        (None, 2.0),
+    ],
+)
+def test_the_state_of_an_optimizer_is_known_from_a_step(factory: Any, copies: float) -> None:
+    assert state_size(factory) == copies
+
+
+class Tied(nn.Module):
+    """The head shows the embedding's weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, 32)
+        self.body = nn.Sequential(*(nn.Linear(32, 32) for _ in range(6)))
+        self.head = nn.Linear(32, 50, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.head(self.body(self.embedding(x)))
+        return y
+
+
+def test_a_tied_weight_has_one_owner_and_its_way_is_counted() -> None:
+    """Over a slow link the head is worth having beside the embedding: all but one layer is."""
+    x = torch.randint(50, (8,))
+    with fxpipe.compile(
+        Tied(),
+        ["cpu", "cpu"],
+        microbatches=2,
+        loss=nn.functional.cross_entropy,
+        example=((x,), {"target": x}),
+        partition=Partition(link_bandwidth=1e5),
+    ) as pipe:
+        owners = [
+            s.index for s in pipe.plan.stages for a in s.parameters if "embedding" in a.target
+        ]
+        assert owners == [0]
+        sent = {edge.value for edge in pipe.plan.edges if edge.source == 0 and edge.target == 1}
+        assert not any("embedding_weight" in value for value in sent)

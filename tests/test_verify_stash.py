@@ -1,0 +1,124 @@
+"""What schedules keep, against the papers' formulas and against runs that count it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from fxpipe.errors import InputError, VerificationError
+from fxpipe.recipe import RECIPES, round_robin
+from fxpipe.schedule import Schedule
+from fxpipe.schedules import (
+    gpipe,
+    inference,
+    one_f_one_b,
+    one_f_one_b_async,
+    two_bw,
+    zb_h1,
+    zb_h2,
+)
+
+SIZES = [(p, m) for p in range(1, 7) for m in (1, 2, 3, 5, 8, 13)]
+
+
+def peaks(schedule: Schedule, begin: str, ends: str) -> tuple[Counter[int], Counter[int]]:
+    """Stage, and device, → the most spans from one kind of task to another, in a long run."""
+    stages: Counter[int] = Counter()
+    devices: Counter[int] = Counter()
+    steps = schedule.depth + 4
+    ended = {(t.microbatch, t.stage) for row in schedule.rows for t in row if t.kind in ends}
+    for device, row in enumerate(schedule.rows):
+        alive: Counter[int] = Counter()
+        for step in range(steps + schedule.depth):
+            for task in row:
+                if not 0 <= step + task.batch < steps or task.stage is None:
+                    continue
+                if task.kind == begin and (task.microbatch, task.stage) in ended:
+                    alive[task.stage] += 1
+                    stages[task.stage] = max(stages[task.stage], alive[task.stage])
+                    devices[device] = max(devices[device], sum(alive.values()))
+                elif task.kind in ends:
+                    alive[task.stage] -= 1
+    return stages, devices
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_stash_of_a_library_schedule_is_what_a_run_counts(name: str) -> None:
+    for p, m in [(1, 1), (2, 1), (2, 3), (3, 2), (4, 4), (5, 2), (3, 9)]:
+        schedule = RECIPES[name](p, m)
+        stash = schedule.stash()
+        stages, devices = peaks(schedule, "F", "BW")
+        assert stash.stages == tuple(stages[s] for s in range(schedule.stages))
+        assert stash.devices == tuple(devices[d] for d in range(schedule.devices))
+        assert stash.deferred == tuple(
+            peaks(schedule, "I", "W")[0][s] for s in range(schedule.stages)
+        )
+
+
+def test_the_stash_is_that_of_the_papers() -> None:
+    for p, m in SIZES:
+        assert gpipe(p, m).stash().stages == (m,) * p
+        assert one_f_one_b(p, m).stash().stages == tuple(min(p - s, m) for s in range(p))
+        assert one_f_one_b_async(p, m).stash().stages == tuple(p - s for s in range(p))
+        assert two_bw(p, m).stash().stages == tuple(p - s for s in range(p))
+        assert inference(p, m).stash().stages == (0,) * p
+        if m >= 2 * p:
+            assert max(zb_h1(p, m).stash().stages) == p
+            assert max(zb_h2(p, m).stash().stages) == 2 * p - 1
+
+
+def test_a_recompute_keeps_inputs_until_it_runs() -> None:
+    text = (
+        "schedule mine stages=1 microbatches=3 delay=0\nplace 0\n"
+        "0: F0 F1 R0 B0 F2 R1 B1 B2 U\n"  # the last one is kept whole
+    )
+    stash = Schedule.parse(text).stash()
+    assert (stash.stages, stash.inputs) == ((2,), (2,))
+
+
+def test_a_device_keeps_what_its_stages_keep_together() -> None:
+    schedule = gpipe.placed(round_robin(2))(2, 3)
+    assert schedule.stash().stages == (3, 3, 3, 3)
+    assert schedule.stash().devices == (6, 6)
+
+
+def test_a_limit_is_held_or_named_with_device_task_and_peak() -> None:
+    schedule = one_f_one_b(3, 5)
+    assert schedule.verify(stash_limit=3) is schedule
+    assert schedule.verify(stash_limit=(3, 2, 1)) is schedule
+    with pytest.raises(VerificationError) as caught:
+        schedule.verify(stash_limit=2)
+    assert [str(fault) for fault in caught.value.faults] == [
+        "device 0, position 2, F2@0: the device keeps 3 micro-batches from here on, and 3 at its "
+        "peak; the limit is 2; run a backward before it, or allow 3"
+    ]
+    with pytest.raises(VerificationError, match=r"position 1, F1@1: stage 1 keeps 2 micro-batches"):
+        schedule.verify(stash_limit=[3, 1, 1])
+
+
+def test_a_limit_holds_for_what_earlier_batches_keep() -> None:
+    schedule = two_bw(3, 2)
+    schedule.verify(stash_limit=3)
+    with pytest.raises(VerificationError, match="device 0, position 0, F0@0: the device keeps 3"):
+        schedule.verify(stash_limit=2)
+
+
+@pytest.mark.parametrize(
+    ("limit", "message"),
+    [
+        ((1, 2), "stash_limit has 2 numbers for 3 stages"),
+        (-1, "give at least 0"),
+        ((1, -1, 1), "give at least 0"),
+    ],
+)
+def test_a_limit_that_is_none_is_refused(limit: int | tuple[int, ...], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        one_f_one_b(3, 2).verify(stash_limit=limit)
+
+
+def test_the_stash_of_an_incomplete_schedule_is_refused() -> None:
+    schedule = one_f_one_b(2, 2)
+    with pytest.raises(VerificationError, match="has no backward"):
+        replace(schedule, rows=(schedule.rows[0][:1], schedule.rows[1])).stash()

@@ -1,0 +1,215 @@
+"""Weight versions: the smallest delay and the live versions against runs that count them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from fxpipe.errors import VerificationError
+from fxpipe.recipe import RECIPES
+from fxpipe.schedule import Schedule
+from fxpipe.schedules import (
+    gpipe,
+    inference,
+    one_f_one_b,
+    one_f_one_b_async,
+    pipedream,
+    pipedream_vertical,
+    two_bw,
+)
+from fxpipe.task import B, F, Task, U
+from fxpipe.unroll import unroll_schedule
+
+GRID = [(p, m) for p in range(1, 9) for m in range(1, 2 * p + 1)]
+
+
+def counted(schedule: Schedule, stage: int, delay: int) -> tuple[bool, int]:
+    """Whether each version that a stage reads is there, and how many live at once, by running it.
+
+    A version lives until nobody will read it again, the newest always.
+    """
+    steps = 2 * (schedule.depth + delay) + 4
+    events: list[Task] = [
+        replace(task, batch=step + task.batch)
+        for step in range(steps + schedule.depth)
+        for task in schedule.rows[schedule.placement[stage]]
+        if task.stage == stage and 0 <= step + task.batch < steps
+    ]
+    last_read = {}
+    for at, task in enumerate(events):
+        if task.kind != "U":
+            last_read[max(task.batch - delay, 0)] = at
+    newest = most = 0
+    there = True
+    for at, task in enumerate(events):
+        if task.kind == "U":
+            newest += 1
+            live = [v for v in range(newest) if last_read.get(v, -1) > at]
+            most = max(most, len(live) + 1)
+        elif max(task.batch - delay, 0) > newest:
+            there = False
+    return there, max(most, 1)
+
+
+def smallest(schedule: Schedule, stage: int) -> int:
+    return next(d for d in range(100) if counted(schedule, stage, d)[0])
+
+
+def test_one_f_one_b_without_flush_needs_the_delay_of_the_formula() -> None:
+    for p, m in GRID:
+        versions = one_f_one_b_async(p, m).versions()
+        assert versions.delay == -(-(p - 1) // m)
+        assert versions.live[0] == versions.delay + 1
+        assert versions.consistent
+        assert versions.staleness == (versions.delay,) * p
+
+
+def test_2bw_has_a_delay_of_one_and_two_versions() -> None:
+    for p, m in GRID:
+        if m >= p - 1:
+            versions = two_bw(p, m).verify().versions()
+            assert versions.live == (2,) * p
+            assert versions.delay <= 1
+            assert versions.staleness == (1,) * p
+
+
+def test_pipedream_has_the_versions_of_its_paper_on_each_stage() -> None:
+    for p in range(1, 9):
+        versions = pipedream(p, 1).verify().versions()
+        assert versions.smallest == versions.delays == tuple(p - 1 - s for s in range(p))
+        assert versions.live == tuple(p - s for s in range(p))
+        assert versions.consistent == (p == 1)
+
+
+@pytest.mark.parametrize("name", sorted(RECIPES.keys() - {"inference"}))
+def test_the_analysis_of_a_library_schedule_is_what_a_run_counts(name: str) -> None:
+    for p, m in [(1, 1), (2, 1), (2, 3), (3, 2), (4, 4), (5, 2)]:
+        schedule = RECIPES[name](p, m)
+        versions = schedule.versions()
+        for stage in range(schedule.stages):
+            assert versions.smallest[stage] == smallest(schedule, stage)
+            assert versions.live[stage] == counted(schedule, stage, schedule.delays[stage])[1]
+
+
+def test_an_update_can_wait_for_those_of_a_delay_before_on_all_stages() -> None:
+    """Then no version is kept for failures alone. Each row runs as far as it gets."""
+    for recipe in (two_bw, one_f_one_b_async, pipedream_vertical):
+        for p, m in GRID:
+            schedule = recipe.delayed(-(-(p - 1) // m) or 1)(p, m).verify()
+            assert schedule.versions().awaited
+            steps = schedule.depth + 2 * max(schedule.delays) + 2
+            rows = unroll_schedule(schedule, steps).rows
+            at, done = [0] * p, set[Task]()
+            moved = True
+            while moved:
+                moved = False
+                for device, row in enumerate(rows):
+                    while at[device] < len(row) and awaited(row[at[device]], schedule) <= done:
+                        done.add(row[at[device]])
+                        at[device] += 1
+                        moved = True
+            assert at == [len(row) for row in rows], (recipe.name, p, m)
+
+
+def awaited(task: Task, schedule: Schedule) -> set[Task]:
+    """What has to be over on other devices before a task."""
+    stage, last = task.stage, schedule.stages - 1
+    assert stage is not None
+    if task.kind == "F" and stage > 0:
+        return {replace(task, stage=stage - 1)}
+    if task.kind == "B" and stage < last:
+        return {replace(task, stage=stage + 1)}
+    before = task.batch - schedule.delays[stage]
+    if task.kind == "U" and before >= 0:
+        return {replace(task, stage=s, batch=before) for s in range(last + 1) if s != stage}
+    return set()
+
+
+def test_an_update_waits_for_no_other_where_that_might_be_for_ever() -> None:
+    assert not one_f_one_b(3, 3).versions().awaited  # for its own
+    assert not pipedream(3, 1).versions().awaited  # no two stages have a version at once
+    two_a_device = Schedule.parse(
+        """
+        schedule mine stages=2 microbatches=1 delay=1
+        place 0 1
+        0: F0@0 F0@1 B0@1 U@1 B0'@0 U'@0
+        """
+    )
+    assert not two_a_device.verify().versions().awaited
+
+
+def test_a_delay_that_is_too_small_names_the_stage_and_the_smallest_that_works() -> None:
+    for p, m in GRID:
+        for delay in range(4):
+            schedule = replace(one_f_one_b_async(p, m), delay=delay)
+            enough = -(-(p - 1) // m)
+            if delay >= enough:
+                schedule.verify()
+                continue
+            with pytest.raises(VerificationError) as caught:
+                schedule.verify()
+            stages = [s for s in range(p) if -(-(p - 1 - s) // m) > delay]
+            assert [f.device for f in caught.value.faults] == stages
+            for fault, stage in zip(caught.value.faults, stages, strict=True):
+                needs = -(-(p - 1 - stage) // m)
+                assert f"delay={delay} is too small for stage {stage}, which needs {needs}" in str(
+                    fault
+                )
+                assert f"use delay={enough}, the smallest that works" in fault.cure
+                more = re.search(r"or at least (\d+) micro-batches", fault.cure)
+                assert (more is None) == (delay == 0)
+                if more is not None:
+                    assert int(more[1]) == -(-(p - 1) // delay)
+                    replace(one_f_one_b_async(p, int(more[1])), delay=delay).verify()
+
+
+def test_the_smallest_number_of_micro_batches_is_the_smallest() -> None:
+    for p in range(3, 9):
+        schedule = replace(one_f_one_b_async(p, 1), delay=1)
+        more = schedule.versions().microbatches
+        assert more == p - 1
+        with pytest.raises(VerificationError):
+            replace(one_f_one_b_async(p, more - 1), delay=1).verify()
+
+
+def test_a_fault_of_a_delay_says_who_makes_the_version_and_where() -> None:
+    with pytest.raises(VerificationError) as caught:
+        replace(one_f_one_b_async(2, 1), delay=0).verify()
+    assert [str(fault) for fault in caught.value.faults] == [
+        "device 0, position 0, F0@0: delay=0 is too small for stage 0, which needs 1: batch t "
+        "reads version t here, and U'@0, position 2, makes that only later; use delay=1, the "
+        "smallest that works"
+    ]
+
+
+def test_a_delay_for_each_stage_is_answered_with_one_for_each_stage() -> None:
+    with pytest.raises(VerificationError, match=r"use delay=2,1,0, the smallest that works"):
+        replace(pipedream(3, 1), delay=(2, 0, 0)).verify()
+
+
+def test_a_flush_needs_no_delay_and_may_have_one() -> None:
+    for recipe in (gpipe, one_f_one_b):
+        schedule = recipe(3, 4)
+        assert schedule.versions().live == (1, 1, 1)
+        stale = replace(schedule, delay=2).verify().versions()
+        assert stale.live == (3, 3, 3)
+        assert stale.delay == 0
+
+
+def test_a_delay_where_nothing_is_updated_is_refused() -> None:
+    with pytest.raises(VerificationError, match="it has a delay, and nothing updates the weights"):
+        replace(inference(2, 2), delay=1).verify()
+
+
+@pytest.mark.parametrize("delay", [-1, (1, -1), (1,), (1, 1, 1)])
+def test_a_delay_that_is_none_is_refused(delay: int | tuple[int, ...]) -> None:
+    with pytest.raises(VerificationError, match="delay"):
+        replace(one_f_one_b(2, 2), delay=delay).verify()
+
+
+def test_versions_of_a_schedule_out_of_order_are_refused() -> None:
+    schedule = Schedule("mine", 1, (0,), ((B(0, 0), F(0, 0), U(0)),))
+    with pytest.raises(VerificationError, match="it comes before F0@0"):
+        schedule.versions()

@@ -1,0 +1,159 @@
+"""When a schedule's tasks run: a simulator of a few lines, for tests alone.
+
+It knows the tasks and what they wait for; communication is free, and stages are equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+from fxpipe.recipe import Recipe
+from fxpipe.schedule import Schedule
+from fxpipe.task import Task
+
+AS_LONG = {"F": 1, "B": 1, "I": 1, "W": 1, "U": 0}
+"""A backward as long as a forward, as many papers draw it."""
+
+HALVES = {"F": 1, "B": 2, "I": 1, "W": 1, "U": 0}
+"""Forward, input gradient and weight gradient each as long as the others."""
+
+
+def times(forward: int, input_gradient: int, weight_gradient: int) -> dict[str, int]:
+    whole = input_gradient + weight_gradient
+    return {"F": forward, "B": whole, "I": input_gradient, "W": weight_gradient, "U": 0}
+
+
+class Ran(NamedTuple):
+    """A task and when it ran."""
+
+    task: Task
+    start: int
+    end: int
+
+
+Timeline = list[list[Ran]]
+"""Device → its tasks in order."""
+
+
+def run_of(schedule: Schedule, steps: int) -> Schedule:
+    """Windows 0, 1, 2, … and the flush as one long step; micro-batch i of batch t is t m + i."""
+    m = schedule.microbatches
+    rows = []
+    for row in schedule.rows:
+        whole = []
+        for window in range(steps + schedule.depth):
+            for task in row:
+                batch = window + task.batch
+                if 0 <= batch < steps:
+                    i = None if task.microbatch is None else batch * m + task.microbatch
+                    whole.append(Task(task.kind, i, task.stage))
+        rows.append(tuple(whole))
+    return replace(schedule, microbatches=m * steps, rows=tuple(rows))
+
+
+def simulate(schedule: Schedule, takes: Mapping[str, int], *, together: bool = False) -> Timeline:
+    """Each task starts as soon as its device and its inputs allow.
+
+    With ``together``, a forward and the whole backward behind it are one pass, that starts when
+    the inputs of both are there and ends both at once.
+    """
+    rows = [_passes(row, together) for row in schedule.rows]
+    ends: dict[tuple[str, int | None, int], int] = {}
+    free = [0] * schedule.devices
+    timeline: Timeline = [[] for _ in rows]
+    while any(rows):
+        waiting = sum(map(len, rows))
+        for device, row in enumerate(rows):
+            while row and all(need in ends for task in row[0] for need in _needs(schedule, task)):
+                tasks = row.pop(0)
+                needs = [need for task in tasks for need in _needs(schedule, task)]
+                start = max([free[device], *(ends[need] for need in needs)])
+                for task in tasks:
+                    end = start + takes[task.kind]
+                    timeline[device].append(Ran(task, start, end))
+                    start = end
+                for task in tasks:
+                    assert task.stage is not None
+                    ends[task.kind.replace("B", "I"), task.microbatch, task.stage] = end
+                free[device] = end
+        assert sum(map(len, rows)) < waiting, "deadlock"
+    return timeline
+
+
+def _passes(row: tuple[Task, ...], together: bool) -> list[tuple[Task, ...]]:
+    passes: list[tuple[Task, ...]] = []
+    for task in row:
+        if together and task.kind == "B" and passes and [t.kind for t in passes[-1]] == ["F"]:
+            passes[-1] = (*passes[-1], task)
+        else:
+            passes.append((task,))
+    return passes
+
+
+def _needs(schedule: Schedule, task: Task) -> list[tuple[str, int | None, int]]:
+    i, s = task.microbatch, task.stage
+    assert s is not None
+    behind = [("I", i, s + 1)] if s < schedule.stages - 1 else []
+    return {
+        "F": [("F", i, s - 1)] if s else [],
+        "B": [("F", i, s), *behind],
+        "I": [("F", i, s), *behind],
+        "W": [("I", i, s)],
+        "U": [],
+    }[task.kind]
+
+
+def makespan(timeline: Timeline) -> int:
+    return max(ran.end for own in timeline for ran in own)
+
+
+def busy(timeline: Timeline, device: int) -> int:
+    return sum(ran.end - ran.start for ran in timeline[device])
+
+
+def idle(timeline: Timeline) -> int:
+    """The longest that a device idles between its first task and its last."""
+    return max(
+        own[-1].end - own[0].start - busy(timeline, device) for device, own in enumerate(timeline)
+    )
+
+
+def grid(schedule: Schedule, takes: Mapping[str, int]) -> str:
+    """A row a device, a column a unit of time; small letters for a device's second stage."""
+    timeline = simulate(schedule, takes)
+    rows = []
+    for device, own in enumerate(timeline):
+        cells = ["."] * makespan(timeline)
+        first = schedule.held_by(device)[0]
+        for ran in own:
+            if ran.end > ran.start:
+                letter = ran.task.kind if ran.task.stage == first else ran.task.kind.lower()
+                cells[ran.start : ran.end] = [f"{letter}{ran.task.microbatch}"] + ["-"] * (
+                    ran.end - ran.start - 1
+                )
+        rows.append(" ".join(f"{cell:>2}" for cell in cells))
+    return "\n".join(rows)
+
+
+def drawn_in(recipe: Recipe) -> str:
+    """The grid in the recipe's docstring, without its updates."""
+    lines = [line.strip() for line in (recipe.tasks.__doc__ or "").splitlines()]
+    rows = [line.partition(": ")[2] for line in lines if line[:1].isdigit() and line[1:3] == ": "]
+    return "\n".join(row.removesuffix(" U") for row in rows)
+
+
+def peak_stash(schedule: Schedule, *stages: int) -> int:
+    """Micro-batches that these stages of a device keep at once, at most."""
+    kept = peak = 0
+    for task in schedule.rows[schedule.placement[stages[0]]]:
+        if task.stage in stages:
+            kept += {"F": 1, "B": -1, "I": 0, "W": -1, "U": 0}[task.kind]
+            peak = max(peak, kept)
+    return peak
+
+
+def device_stash(schedule: Schedule, device: int) -> int:
+    """The same for all stages of a device, in micro-batches of one stage."""
+    return peak_stash(schedule, *schedule.held_by(device))
