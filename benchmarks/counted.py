@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 import fxpipe
-from fxpipe.counting import Counting
+from fxpipe.memory.counting import Counting
 from fxpipe.program import Forward, Load, Pop, Receive, Send, Stash
 from fxpipe.runtime import interpreter
 from fxpipe.runtime.interpreter import Machine

@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 
 from fxpipe.compiler.compiled import Compiled
 from fxpipe.errors import InputError
-from fxpipe.held import Resting, sizes_of
-from fxpipe.optimizer_memory import optimizer_memory
+from fxpipe.memory.held import Resting, sizes_of
+from fxpipe.memory.optimizer import optimizer_memory
 from fxpipe.plan import Plan
 from fxpipe.program import Program
 from fxpipe.schedule import Schedule

@@ -21,7 +21,7 @@ from fxpipe.program import (
 from fxpipe.simulator.costs import letter_of
 from fxpipe.simulator.sizes import Place, Sizes
 from fxpipe.simulator.stash import live_versions
-from fxpipe.workspace import Crossing, Passing, Workspace
+from fxpipe.simulator.workspace import Crossing, Passing, Workspace
 
 PARTS = ("parameters", "optimizer", "versions", "undo", "gradients", "stash", "values", "workspace")
 """What memory is made of: one version of the parameters; optimizer state and buffers; further

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from fxpipe.workspace import Workspace
+from fxpipe.simulator.workspace import Workspace
 
 
 class Place(NamedTuple):

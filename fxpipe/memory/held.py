@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fxpipe.graph_memory import GraphMemory
 from fxpipe.kernels.graph import GraphKernel
+from fxpipe.memory.graph import GraphMemory
 from fxpipe.plan import Plan
 from fxpipe.simulator.sizes import Sizes
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from fxpipe.counting import Counting
+from fxpipe.memory.counting import Counting
 
 _SIDE = 64
 

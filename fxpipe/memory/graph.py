@@ -14,7 +14,7 @@ from fxpipe.kernels.graph import GraphKernel
 from fxpipe.passes.liveness import Liveness, liveness
 from fxpipe.plan import Plan, Stage, outputs_of
 from fxpipe.simulator.sizes import Place
-from fxpipe.workspace import Crossing, Given, Workspace
+from fxpipe.simulator.workspace import Crossing, Given, Workspace
 
 
 class _Memory(NamedTuple):

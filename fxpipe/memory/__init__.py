@@ -1,0 +1,1 @@
+"""Memory, counted by storage: what graphs, stages and optimizers hold, predicted or counted."""
