@@ -16,8 +16,8 @@ from torch.utils import _pytree as pytree
 
 from fxpipe.apart import together
 from fxpipe.errors import InputError, TraceError
-from fxpipe.leaf_draws import DrawsWatched
 from fxpipe.plan import Argument
+from fxpipe.random.leaf_draws import DrawsWatched
 from fxpipe.traced import DRAWS, Literal, Traced, Value
 
 LEAF_LOSS = "fxpipe_loss"

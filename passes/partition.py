@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from fxpipe.leaf_draws import draw_from
 from fxpipe.passes.symbolic import leaf_tensors
 from fxpipe.passes.work import Load
+from fxpipe.random.leaf_draws import draw_from
 from fxpipe.traced import Traced
 
 

@@ -7,7 +7,8 @@ after:   native_dropout = fxpipe.random.native_dropout(relu, 0.1, True, fxpipe_s
 A leaf module keeps its own operations; it is told what its draws depend on.
 
 before:  drop = self.drop(relu)
-after:   draw_from = fxpipe.leaf_draws.draw_from(relu, fxpipe_seed, 0);  drop = self.drop(draw_from)
+after:   draw_from = fxpipe.random.leaf_draws.draw_from(relu, fxpipe_seed, 0)
+         drop = self.drop(draw_from)
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from torch import fx
 
 from fxpipe import random, source
 from fxpipe.errors import TraceError
-from fxpipe.leaf_draws import draw_from
 from fxpipe.random import SEEDED, UNSEEDED, draws, in_training, with_defaults
+from fxpipe.random.leaf_draws import draw_from
 from fxpipe.traced import DRAWS, SEED, Traced
 
 aten = torch.ops.aten

@@ -21,10 +21,10 @@ from torch.utils import _pytree as pytree
 
 from fxpipe import source
 from fxpipe.errors import TraceError
-from fxpipe.leaf_draws import DrawsWatched
 from fxpipe.own_backward import functions_kept
 from fxpipe.passes.explain import explained
 from fxpipe.plan import Argument, Write
+from fxpipe.random.leaf_draws import DrawsWatched
 from fxpipe.traced import DRAWS, Literal, Traced, Value
 
 _OUT_OF_PLACE: dict[Any, Callable[..., Any]] = {

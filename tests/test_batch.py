@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fxpipe.errors import InputError
-from fxpipe.generators import mix
+from fxpipe.random.generators import mix
 from fxpipe.runtime.batch import Batch, join
 from fxpipe.runtime.host import BatchHost, draw_seed, next_seed
 from fxpipe.traced import SEED

@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention as attend
 import fxpipe
 from fxpipe import random
 from fxpipe.errors import TraceError
-from fxpipe.generators import mix
+from fxpipe.random.generators import mix
 from fxpipe.traced import SEED, Traced
 from tests.fronted import (
     Answer,

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from fxpipe.kernels.kernel import Backwarded, Forwarded, InputGraded, Totals, added
-from fxpipe.leaf_draws import SeededDraws, draw_from
+from fxpipe.random.leaf_draws import SeededDraws, draw_from
 
 
 class AutogradKernel:

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from fxpipe.apart import together
 from fxpipe.edge import HOST
-from fxpipe.generators import mix
 from fxpipe.kernels.kernel import add
 from fxpipe.program import Buffer
+from fxpipe.random.generators import mix
 from fxpipe.runtime.batch import Batch, join, weighted_sum
 from fxpipe.traced import SEED, Literal, Traced, Value
 

@@ -1,6 +1,6 @@
 """Random operations as pure functions of a seed and a node number.
 
-They draw with the operators of ``fxpipe.generators``, whose ``seed`` and ``node`` they take.
+They draw with the operators of ``fxpipe.random.generators``, whose ``seed`` and ``node`` they take.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxpipe.generators import OPERATORS
+from fxpipe.random.generators import OPERATORS
 
 
 def native_dropout(

@@ -16,8 +16,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpipe.errors import InputError
-from fxpipe.generators import mix
 from fxpipe.random import SEEDED, UNSEEDED, draws, with_defaults
+from fxpipe.random.generators import mix
 
 
 class _Now(threading.local):
