@@ -24,6 +24,7 @@ from fxpipe.program import Program
 from fxpipe.runtime import checkpoint
 from fxpipe.runtime.batch import Batch, BatchDims
 from fxpipe.schedule import Schedule
+from fxpipe.signals import SignalsAtOperations
 from fxpipe.simulator import Simulation
 from fxpipe.simulator.costs import Costs, Links
 from fxpipe.simulator.measured import measured_run
@@ -100,13 +101,16 @@ class Pipeline(nn.Module):
             PartitionError: the first call: the model cannot be cut as asked.
             ExecutionError: something raised while it ran; the weights are as before the step.
         """
-        batch = self._batch(args, kwargs, target)
-        parts = batch.split(self._count(batch))
-        weights = self._compiler.objective.weights(batch, parts)
-        compiled = self._compiler.compile(batch, parts, "step", updates=self._engine.updates)
-        compiled = compiled.weighted(weights)
-        made = self._engine.step(compiled, batch, parts, weights, with_output=return_output)
-        self._shown = compiled
+        with SignalsAtOperations() as signals:
+            batch = self._batch(args, kwargs, target)
+            parts = batch.split(self._count(batch))
+            weights = self._compiler.objective.weights(batch, parts)
+            compiled = self._compiler.compile(batch, parts, "step", updates=self._engine.updates)
+            compiled = compiled.weighted(weights)
+            made = self._engine.step(compiled, batch, parts, weights, with_output=return_output)
+            self._shown = compiled
+            if signals.held is not None:
+                signals.held.add_note("interrupted after the step, whose results are kept")
         return made
 
     def flush(self) -> None:

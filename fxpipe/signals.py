@@ -14,6 +14,9 @@ _SIGNALS = tuple(signal.valid_signals())
 _OPERATIONS = frozenset(
     ("forward", "_call_impl", "__call__", "run_node", "run", "node_copy", "create_node")
 )
+_COMPILING = ("fxpipe.passes.", "fxpipe.compiler.")
+"""Where calls of our own functions are as good as operations: they change nothing of the model."""
+
 _DELICATE = frozenset(("__enter__", "__exit__", "__del__", "__torch_dispatch__"))
 """Functions inside of which nothing may be raised: they change what must be changed back, or
 C++ has called them, which passes not every exception on."""
@@ -26,7 +29,7 @@ class HeldSignals:
     promise that something happens as a whole or not at all. Inside, every handler runs as ever
     and at once; only what it raises waits, and ``wake`` tells whoever waits to look at ``held``.
     Leaving raises what nobody has taken. In other threads, which get no signals, this does
-    nothing.
+    nothing. Of two that are entered one inside of the other, the inner one holds.
 
     Attributes:
         held: what a handler has raised, the latest if there were several.
@@ -41,12 +44,14 @@ class HeldSignals:
         self.held: BaseException | None = None
         self._wake = wake
         self._before: dict[int, Any] = {}
+        self._called: dict[int, Any] = {}
         self._own: Any = None
 
     def __enter__(self) -> HeldSignals:
         if threading.current_thread() is threading.main_thread():
             handlers = {number: signal.getsignal(number) for number in _SIGNALS}
             self._before = {n: handler for n, handler in handlers.items() if callable(handler)}
+            self._called = {n: _innermost(n, handler) for n, handler in self._before.items()}
             self._own = self._hold  # one object: a bound method is a new one each time
             for number in self._before:
                 signal.signal(number, self._own)
@@ -61,7 +66,7 @@ class HeldSignals:
         for number, handler in self._before.items():
             if signal.getsignal(number) is self._own:  # else a handler has put another one there
                 signal.signal(number, handler)
-        self._before, self._own = {}, None
+        self._before, self._called, self._own = {}, {}, None
         held = self.take()
         try:
             if held is not None and held is not error:
@@ -76,19 +81,27 @@ class HeldSignals:
 
     def _hold(self, number: int, frame: FrameType | None) -> None:
         try:
-            self._before[number](number, frame)
+            self._called[number](number, frame)
         except BaseException as error:
             self.held = error
             self._wake()
+
+
+def _innermost(number: int, handler: Any) -> Any:
+    """What is called for a signal in the end: not the handler of one that is entered around."""
+    owner = getattr(handler, "__self__", None)
+    return owner._called[number] if isinstance(owner, HeldSignals) else handler
 
 
 class SignalsAtOperations(HeldSignals):
     """While it is entered, an exception of a signal handler comes where an operation could fail.
 
     Tracing changes much inside of PyTorch for as long as it runs, and an exception in the middle
-    of such a change leaves all later traces wrong. Once one is held, this watches the functions
-    that are called, and raises it at the first that is an operation of a model or a node of a
-    graph, where errors are expected; never while a context manager is entered or left.
+    of such a change leaves all later traces wrong; one in a callback of a weak reference, of which
+    a trace leaves thousands, Python drops altogether. Once one is held, this watches the functions
+    that are called, and raises it at the first that is an operation of a model, a node of a graph
+    or a part of a pass, where errors are expected; never while a context manager is entered or
+    left.
     """
 
     def __init__(self) -> None:
@@ -126,7 +139,7 @@ class SignalsAtOperations(HeldSignals):
             sys.setprofile(self._profile)
 
     def _look(self, frame: FrameType, event: str, argument: Any) -> None:
-        if event not in ("call", "c_call") or frame.f_code.co_name not in _OPERATIONS:
+        if not _may_fail(frame, event):
             return
         each: FrameType | None = frame
         while each is not None and each is not self._base:
@@ -136,3 +149,11 @@ class SignalsAtOperations(HeldSignals):
         if self.held is not None:
             self._unwatch()
             raise self.held
+
+
+def _may_fail(frame: FrameType, event: str) -> bool:
+    """Whether what a profiler was told of is a place where errors are expected."""
+    if event in ("call", "c_call") and frame.f_code.co_name in _OPERATIONS:
+        return True
+    name = frame.f_globals.get("__name__", "")
+    return event == "call" and isinstance(name, str) and name.startswith(_COMPILING)

@@ -107,10 +107,46 @@ def _different(name: str, one: Any, two: Any) -> Iterator[str]:
         yield name
 
 
+class Metronome(threading.Thread):
+    """Ticks, and counts how long this process was kept from ticking by others on the machine.
+
+    A bound on the time until something comes would otherwise be one on what else runs there.
+
+    Attributes:
+        late: seconds in which a thread that was due did not run.
+    """
+
+    TICK = 0.02
+
+    def __init__(self) -> None:
+        super().__init__(name="metronome", daemon=True)
+        self.late = 0.0
+        self._over = threading.Event()
+
+    def __enter__(self) -> Metronome:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self.join()
+
+    def run(self) -> None:
+        before = time.monotonic()
+        while not self._over.wait(self.TICK):
+            now = time.monotonic()
+            self.late += max(now - before - 2 * self.TICK, 0.0)
+            before = now
+
+
 @contextmanager
 def within(seconds: float) -> Iterator[None]:
-    """Fail if the block takes longer, and end it if it hangs, with the stacks of all threads."""
+    """Fail if the block takes longer, and end it if it hangs, with the stacks of all threads.
+
+    Time in which the machine let this process wait does not count.
+    """
     start = time.monotonic()
+    metronome = Metronome()
     expired = threading.Event()
 
     def expire() -> None:
@@ -122,12 +158,13 @@ def within(seconds: float) -> Iterator[None]:
     timer.daemon = True
     timer.start()
     try:
-        yield
+        with metronome:
+            yield
     except KeyboardInterrupt:
         if expired.is_set():
             raise AssertionError(f"hung for more than {seconds + 10} s") from None
         raise
     finally:
         timer.cancel()
-    took = time.monotonic() - start
+    took = time.monotonic() - start - metronome.late
     assert took < seconds, f"took {took:.2f} s, not less than {seconds} s"

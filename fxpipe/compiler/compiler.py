@@ -32,6 +32,7 @@ from fxpipe.recipe import Recipe
 from fxpipe.runtime.batch import Batch
 from fxpipe.runtime.optimizer import OptimizerFactory
 from fxpipe.schedule import Schedule
+from fxpipe.signals import SignalsAtOperations
 from fxpipe.sizes import Sizes
 from fxpipe.traced import Traced, Value
 from fxpipe.untouched import untouched
@@ -126,7 +127,7 @@ class Compiler:
             input_gradients: whether inputs that require gradients get them.
         """
         what = f"{type(self.model).__name__} for a {purpose} of {batch.size} samples"
-        with told(what, self.verbose), without_collection():
+        with SignalsAtOperations(), told(what, self.verbose), without_collection():
             return self._compile(batch, parts, purpose, updates, input_gradients)
 
     def _compile(
