@@ -19,8 +19,7 @@ from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, autograd_would_have_decomposed
 
-from fxpipe.passes.reuse import may_alias
-from fxpipe.passes.rewrite import functional_variant, keeps_type
+from fxpipe.passes.aliasing import functional_variant, keeps_type, may_alias
 
 _TOLD = ("custom", "stack_trace", "nn_module_stack", "source_fn_stack")
 """Metadata that what is made of a node inherits from it."""

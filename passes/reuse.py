@@ -15,10 +15,8 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
+from fxpipe.passes.aliasing import may_alias
 from fxpipe.passes.partition import is_part
-
-_UNDECLARED = ("_reshape_alias", "_unsafe_view", "unsafe_split", "unsafe_split_with_sizes")
-"""Operations whose results are views, though their schemas do not say so."""
 
 
 def reuse(graph: fx.Graph) -> int:
@@ -101,13 +99,6 @@ def _is_view(node: fx.Node) -> bool:
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return True
     return may_alias(node.target)
-
-
-def may_alias(target: OpOverload) -> bool:
-    """Whether an operation's result may lie in the memory of what it reads."""
-    return target._schema.name.removeprefix("aten::") in _UNDECLARED or any(
-        result.alias_info is not None for result in target._schema.returns
-    )
 
 
 def _owner(node: fx.Node) -> fx.Node:

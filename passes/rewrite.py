@@ -22,7 +22,7 @@ from torch._ops import HigherOrderOperator, OpOverload
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
-from fxpipe.passes.reuse import may_alias
+from fxpipe.passes.aliasing import functional_variant, keeps_type, may_alias
 
 aten = torch.ops.aten
 
@@ -381,36 +381,3 @@ def _same(node: fx.Node, source: fx.Node) -> bool:
         and here.shape == there.shape
         and here.stride() == there.stride()
     )
-
-
-def functional_variant(target: OpOverload) -> OpOverload | None:
-    """The variant of an in-place operation that writes nothing, if there is one."""
-    namespace, _, name = target._schema.name.partition("::")
-    if torch.Tag.nondeterministic_seeded in target.tags or not name.endswith("_"):
-        return None
-    packet = getattr(getattr(torch.ops, namespace), name[:-1], None)
-    variant = getattr(packet, target._overloadname, None)
-    if not isinstance(variant, OpOverload) or variant._schema.is_mutable:
-        return None
-    same = [(a.name, str(a.type)) for a in target._schema.arguments] == [
-        (a.name, str(a.type)) for a in variant._schema.arguments
-    ]
-    return variant if same and not may_alias(variant) else None
-
-
-def keeps_type(node: fx.Node, source: fx.Node) -> bool:
-    """Whether the functional variant's result has the type of what is written."""
-    mine = source.meta.get("val")
-    if not isinstance(mine, torch.Tensor):
-        return False
-    for argument in (*node.args[1:], *node.kwargs.values()):
-        value = argument.meta.get("val") if isinstance(argument, fx.Node) else argument
-        if isinstance(value, torch.Tensor):
-            if torch.promote_types(mine.dtype, value.dtype) != mine.dtype:
-                return False
-            continue
-        if isinstance(value, float | torch.SymFloat) and not mine.is_floating_point():
-            return False
-        if isinstance(value, int | torch.SymInt) and mine.dtype is torch.bool:
-            return False
-    return True

@@ -16,10 +16,10 @@ import torch
 from torch import fx
 
 from fxpipe.kernels.graph import GraphKernel
+from fxpipe.passes.aliasing import may_alias
 from fxpipe.passes.extract import ancestors, crossing, extract, runnable
 from fxpipe.passes.joint import Joint
 from fxpipe.passes.partition import is_part
-from fxpipe.passes.reuse import may_alias
 
 aten = torch.ops.aten
 
