@@ -1,7 +1,7 @@
 """Streams and events on the CPU: every wrong order shows as wrong numbers.
 
-Each stream is a queue that a thread of its own works off, with delays at random. Memory is given
-and taken back when an instruction is launched, as a caching allocator does, and taken again at
+Each stream is a queue that is worked off by itself; see ``stream_queues``. Memory is given and
+taken back when an instruction is launched, as a caching allocator does, and taken again at
 once; who is given some fills it with NaN when it starts, and who lets go of some when it is done.
 A computation works in all memory that is free when it is launched.
 """
@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import random
 import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -21,7 +19,6 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from fxpipe.dispatch import dispatch_order
-from fxpipe.kernels.kernel import Kernel
 from fxpipe.plan import Stage
 from fxpipe.program import (
     Barrier,
@@ -40,32 +37,10 @@ from fxpipe.program import (
     Stash,
     batch_of,
 )
-from fxpipe.runtime.interpreter import HANDLERS, Host, Job, Machine, Weights
+from fxpipe.runtime.interpreter import HANDLERS, Job, Machine, Weights
 from fxpipe.runtime.store import Store
 from tests.launched_memory import Held, Layout, Memory, layout_of, poison
-
-PATIENCE = 60.0
-Work = Callable[[], None]
-
-
-class Stream:
-    """A queue and the thread that works it off."""
-
-    def __init__(self) -> None:
-        self.queue: SimpleQueue[Work | None] = SimpleQueue()
-        self.thread = threading.Thread(target=self._run, daemon=True)
-        self.thread.start()
-
-    def _run(self) -> None:
-        torch.set_num_threads(1)
-        with torch.no_grad():
-            while (work := self.queue.get()) is not None:
-                work()
-                del work
-
-
-_spare: list[Stream] = []
-"""Streams that no run uses; a thread is started once."""
+from tests.stream_queues import Drawn, Queues, Threads, Work, WrongOrder
 
 
 @dataclass
@@ -79,10 +54,6 @@ class Ran:
 
     gradients: dict[tuple[int, int], list[Tensor | None]] = field(default_factory=dict)
     state: dict[str, Tensor] = field(default_factory=dict)
-
-
-class WrongOrder(Exception):
-    """An instruction failed or hung."""
 
 
 class StreamMachine:
@@ -101,6 +72,7 @@ class StreamMachine:
         layouts: dict[tuple[int, Buffer], Layout],
         seed: int | None,
         in_turn: bool = False,
+        threads: bool = True,
     ) -> None:
         """Nothing runs yet.
 
@@ -112,6 +84,8 @@ class StreamMachine:
             layouts: of all values; filled by a run without a seed.
             seed: of all that is left to chance; None does each instruction when it is launched.
             in_turn: whether one host thread launches, in the order of ``dispatch_order``.
+            threads: whether each stream has a thread; else the order of their work is drawn, and
+                the seed alone decides what comes of it.
         """
         self.program, self.jobs, self.layouts = program, jobs, layouts
         self.random = random.Random(seed)
@@ -126,8 +100,7 @@ class StreamMachine:
         self.values: list[dict[Buffer, Any]] = [{} for _ in program.lists]
         self.sent: dict[Buffer, Held | None] = {}
         self.events: dict[Event, threading.Event] = {}
-        self.streams: dict[tuple[int, str], Stream] = {}
-        self.speeds: dict[tuple[int, str], float] = {}
+        self.queues: Queues = (Threads if threads else Drawn)(self.random)
         self.errors: list[BaseException] = []
 
     def run(self) -> Ran:
@@ -139,9 +112,9 @@ class StreamMachine:
                     self._launch_in_turn(steps)
                 else:
                     self._launch_all(steps)
-            self._finish()
         finally:
-            _spare.extend(self.streams.values())
+            with torch.no_grad():
+                self.queues.finish()
         if self.errors:
             raise WrongOrder(repr(self.errors[0])) from self.errors[0]
         ran = Ran()
@@ -217,27 +190,12 @@ class StreamMachine:
             if record is not None:
                 record.set()
             return True
-        place = device, launch.stream
-        if place not in self.streams:
-            self.streams[place] = _spare.pop() if _spare else Stream()
-            self.speeds[place] = self.random.choice([0.0, 0.0, 0.0003, 0.002])
-        delay = self.random.random() * self.speeds[place]
-        self.streams[place].queue.put(lambda: self._do(done, delay, work, record))
+        self.queues.give((device, launch.stream), done, lambda: self._do(work, record))
         return True
 
-    def _do(
-        self,
-        waits: list[threading.Event],
-        delay: float,
-        work: Work | None,
-        record: threading.Event | None,
-    ) -> None:
+    def _do(self, work: Work | None, record: threading.Event | None) -> None:
         """A stream's share of an instruction."""
         try:
-            if not all(event.wait(PATIENCE) for event in waits):
-                raise WrongOrder("an event is not recorded")
-            if delay:
-                time.sleep(delay)
             if work is not None and not self.errors:
                 work()
         except BaseException as error:
@@ -279,7 +237,7 @@ class StreamMachine:
     def _copy(self, into: Held, value: Any) -> None:
         into.poison()
         if self.random.random() < 0.5:
-            time.sleep(0.0002)
+            self.queues.linger(0.0002)
         into.write(value.read() if isinstance(value, Held) else value)
 
     def _output(self, device: int, step: int, x: Output, held: Held) -> None:
@@ -304,7 +262,7 @@ class StreamMachine:
         machine.store.values = {b: each.read() for b, each in reads.items()}
         HANDLERS[type(x)](machine, x)
         if self.random.random() < 0.2:
-            time.sleep(0.0003)
+            self.queues.linger(0.0003)
         for b, each in made.items():
             each.write(machine.store.values[b])
         self._keep(device, ended)
@@ -348,14 +306,6 @@ class StreamMachine:
         for b in self.program.ends(x):
             del values[_named(b, step)]
 
-    def _finish(self) -> None:
-        """Wait until every stream is through."""
-        for stream in self.streams.values():
-            through = threading.Event()
-            stream.queue.put(through.set)
-            if not through.wait(PATIENCE):
-                raise WrongOrder("a stream hangs")
-
 
 class _Sums(dict[tuple[int, int], list[Tensor | None]]):
     """Sums of gradients under the batches of a step, kept under those from the first step on."""
@@ -396,6 +346,3 @@ class _NoWires:
 
 def _named(buffer: Buffer, step: int) -> Buffer:
     return buffer._replace(batch=buffer.batch + step)
-
-
-__all__ = ["Host", "Job", "Kernel", "Layout", "Ran", "StreamMachine", "WrongOrder"]

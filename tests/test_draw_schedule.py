@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -103,11 +102,9 @@ def test_labels_fit_into_their_boxes(p: int, m: int, capfd: pytest.CaptureFixtur
     assert "too small for label" not in capfd.readouterr().err
 
 
-def test_a_large_schedule_has_no_labels_in_its_boxes_and_is_quick() -> None:
-    begun = time.monotonic()
+def test_a_large_schedule_has_no_labels_in_its_boxes() -> None:
     picture = draw_schedule(one_f_one_b(64, 256))
     assert picture.pipe("png")
-    assert time.monotonic() - begun < 60
     assert not re.search(r"label=[FB]\d", picture.source)
     assert "(labels that do not fit are left out)" in picture.source
 
