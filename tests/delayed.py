@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +13,10 @@ from torch.optim import Optimizer
 from tests import loop
 
 Loss = Callable[..., Tensor]
+Factory = Callable[[Any], Optimizer]
 Batch = tuple[Tensor, Tensor]
+
+MSE = nn.functional.mse_loss
 
 
 class DelayedLoop:
@@ -46,6 +51,20 @@ class DelayedLoop:
         self.delays = delays
         self.history = [self._values()]
 
+    @classmethod
+    def beside(
+        cls,
+        model: nn.Module,
+        optimizer: Factory,
+        microbatches: int,
+        *,
+        loss: Loss = MSE,
+        delay: int = 1,
+    ) -> Self:
+        """A loop of its own copy of a model, which reads all parameters as many versions late."""
+        alone = copy.deepcopy(model)
+        return cls(alone, optimizer(alone.parameters()), loss, microbatches, lambda _: delay)
+
     def step(self, x: Tensor, y: Tensor) -> Tensor:
         """One batch; its loss is that of the old weights."""
         newest = len(self.history) - 1
@@ -66,6 +85,22 @@ class DelayedLoop:
     def run(self, batches: Sequence[Batch]) -> list[Tensor]:
         """Their losses."""
         return [self.step(x, y) for x, y in batches]
+
+    def states(self, batches: Sequence[Batch]) -> list[dict[str, Tensor]]:
+        """The model's state before them, and after each of them."""
+        found = [copy.deepcopy(self.model.state_dict())]
+        for x, y in batches:
+            self.step(x, y)
+            found.append(copy.deepcopy(self.model.state_dict()))
+        return found
+
+    def restart(self) -> None:
+        """The weights as they are now are the only version, as after a flush."""
+        self.history = [self._values()]
+
+    def assert_same(self, model: nn.Module, bound: float = 0.0) -> None:
+        """Another model has the same state; see ``loop.assert_same``."""
+        loop.assert_same(model.state_dict(), self.model.state_dict(), bound)
 
     def _values(self) -> dict[str, Tensor]:
         with torch.no_grad():

@@ -22,7 +22,7 @@ from examples.unet import UNet
 from fxpipe.runtime.backend import CpuBackend
 from fxpipe.runtime.checkpoint import FORMAT
 from tests.delayed import Batch
-from tests.test_overlapping_steps import OPTIMIZERS
+from tests.overlapping import OPTIMIZERS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 from typing import Any
 
@@ -13,10 +12,8 @@ from torch import Tensor, nn
 import fxpipe
 from fxpipe.passes.add_clip import add_clip
 from fxpipe.recipe import RECIPES, find_recipe
-from tests import loop
 from tests.delayed import DelayedLoop
-from tests.test_overlapping_steps import OPTIMIZERS, make
-from tests.test_split_training import scores
+from tests.overlapping import LOSSES, SGD, compiled, make
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -60,20 +57,10 @@ def test_gradients_are_clipped_by_the_norm_of_all_stages(
     schedule: str, devices: int, microbatches: int, case: str
 ) -> None:
     model, data = make(case, 8, 5)
-    alone = copy.deepcopy(model)
-    loss = scores if case == "transformer" else nn.functional.mse_loss
     delay = max(add_clip(find_recipe(schedule)(devices, microbatches)).delays)
-    theirs = OPTIMIZERS["sgd"](alone.parameters())
-    expected = ClippedLoop(alone, theirs, loss, microbatches, lambda _: delay)
-    with fxpipe.compile(
-        model,
-        devices,
-        schedule=schedule,
-        microbatches=microbatches,
-        loss=loss,
-        optimizer=OPTIMIZERS["sgd"],
-        clip_norm=LIMIT,
-    ) as pipe:
+    expected = ClippedLoop.beside(model, SGD, microbatches, loss=LOSSES[case], delay=delay)
+    options: dict[str, Any] = {"schedule": schedule, "loss": LOSSES[case], "clip_norm": LIMIT}
+    with compiled(model, devices, microbatches, **options) as pipe:
         assert pipe.grad_norm is None
         for x, y in data:
             made, right = pipe.step(x, target=y), expected.step(x, y)
@@ -87,7 +74,7 @@ def test_gradients_are_clipped_by_the_norm_of_all_stages(
         assert pipe.program.verify() is pipe.program
         assert pipe.schedule.draw().pipe("svg")
         assert pipe.program.draw().pipe("svg")
-    loop.assert_same(model.state_dict(), alone.state_dict(), 1e-12)
+    expected.assert_same(model, 1e-12)
 
 
 @pytest.mark.parametrize("name", sorted(set(RECIPES) - {"inference", "pipedream"}))
@@ -126,15 +113,7 @@ def test_clipping_without_a_flush_makes_nobody_wait() -> None:
 def test_stages_with_different_delays_cannot_clip_together() -> None:
     model, data = make("mlp", 1, 4)
     with (
-        fxpipe.compile(
-            model,
-            3,
-            schedule="pipedream",
-            microbatches=1,
-            loss=nn.functional.mse_loss,
-            optimizer=OPTIMIZERS["sgd"],
-            clip_norm=1.0,
-        ) as pipe,
+        compiled(model, 3, 1, schedule="pipedream", clip_norm=1.0) as pipe,
         pytest.raises(fxpipe.VerificationError, match="delay"),
     ):
         pipe.step(data[0][0], target=data[0][1])
@@ -159,41 +138,27 @@ def test_a_batch_that_is_not_finite_updates_no_stage_and_lowers_the_scale(
 ) -> None:
     torch.manual_seed(0)
     model = Overflowing().double()
-    alone = copy.deepcopy(model)
     bad = 3
     data = [(torch.randn(4, 4).double(), torch.randn(4, 4).double()) for _ in range(9)]
     data[bad][1].fill_(float("inf"))
-    expected = DelayedLoop(
-        alone,
-        OPTIMIZERS["sgd"](alone.parameters()),
-        nn.functional.mse_loss,
-        2,
-        lambda _: late,
-    )
+    expected = DelayedLoop.beside(model, SGD, 2, delay=late)
+    trained = list(expected.model.parameters())
     step = expected.optimizer.step
 
     def skipping() -> None:
-        if all(bool(p.grad.isfinite().all()) for p in alone.parameters() if p.grad is not None):
+        if all(bool(p.grad.isfinite().all()) for p in trained if p.grad is not None):
             step()
 
     expected.optimizer.step = skipping  # type: ignore[method-assign, assignment]
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=4)
-    with fxpipe.compile(
-        model,
-        2,
-        schedule=schedule,
-        microbatches=2,
-        loss=nn.functional.mse_loss,
-        optimizer=OPTIMIZERS["sgd"],
-        scaler=scaler,
-    ) as pipe:
+    with compiled(model, 2, 2, schedule=schedule, scaler=scaler) as pipe:
         for x, y in data:
             pipe.step(x, target=y)
             expected.step(x, y)
         pipe.flush()
     # halved once, doubled once after four batches that were finite
     assert scaler.get_scale() == 1024.0
-    loop.assert_same(model.state_dict(), alone.state_dict(), 1e-12)
+    expected.assert_same(model, 1e-12)
 
 
 @pytest.mark.parametrize(
@@ -207,6 +172,6 @@ def test_a_batch_that_is_not_finite_updates_no_stage_and_lowers_the_scale(
     ],
 )
 def test_wrong_limits_are_refused(options: dict[str, Any], message: str) -> None:
-    given: dict[str, Any] = {"optimizer": OPTIMIZERS["sgd"], **options}
+    given: dict[str, Any] = {"optimizer": SGD, **options}
     with pytest.raises(fxpipe.InputError, match=message):
         fxpipe.compile(nn.Linear(2, 2), 1, loss=nn.functional.mse_loss, **given)

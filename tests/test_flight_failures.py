@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import fxpipe
 from fxpipe.program import Backward, Forward, Instruction, Update
@@ -19,17 +18,11 @@ from fxpipe.runtime import interpreter
 from fxpipe.runtime.interpreter import Machine
 from tests import loop
 from tests.delayed import DelayedLoop
-from tests.test_overlapping_steps import OPTIMIZERS, make
+from tests.overlapping import ADAMW, compiled, make
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 HANDLERS = interpreter.HANDLERS
-OPTIONS: dict[str, Any] = {
-    "schedule": "2bw",
-    "microbatches": 3,
-    "loss": nn.functional.mse_loss,
-    "optimizer": OPTIMIZERS["adamw"],
-}
 
 
 class Planted(Exception):
@@ -65,14 +58,13 @@ def test_after_a_failure_all_stages_have_the_weights_of_one_batch_and_go_on_from
     kind: type[Instruction], device: int
 ) -> None:
     model, data = make("unet" if device == 1 else "mlp", 10, 4)
-    alone = copy.deepcopy(model)
-    theirs = OPTIONS["optimizer"](alone.parameters())
-    expected = DelayedLoop(alone, theirs, OPTIONS["loss"], 3, lambda _: 1)
+    expected = DelayedLoop.beside(model, ADAMW, 3)
+    alone, theirs = expected.model, expected.optimizer
     snapshots = [copy.deepcopy((alone.state_dict(), theirs.state_dict()))]
     for x, y in data:
         expected.step(x, y)
         snapshots.append(copy.deepcopy((alone.state_dict(), theirs.state_dict())))
-    with fxpipe.compile(model, 3, **OPTIONS) as pipe:
+    with compiled(model, 3, 3, ADAMW) as pipe:
         plant(kind, device, batch=5)
 
         def train() -> None:
@@ -92,10 +84,10 @@ def test_after_a_failure_all_stages_have_the_weights_of_one_batch_and_go_on_from
         # the next batch reads the only version that is left, and so on
         alone.load_state_dict(snapshots[done][0])
         theirs.load_state_dict(snapshots[done][1])
-        expected.history = [expected._values()]
+        expected.restart()
         for x, y in data[done:]:
             assert torch.equal(pipe.step(x, target=y), expected.step(x, y))
-    loop.assert_same(model.state_dict(), alone.state_dict())
+    expected.assert_same(model)
 
 
 @pytest.mark.parametrize(("microbatches", "delay"), [(3, 1), (2, 2), (1, 3)])
@@ -104,15 +96,7 @@ def test_going_back_takes_no_more_versions_than_reading_where_the_first_stage_is
 ) -> None:
     """d · m ≥ p − 1 and no more: the last stage could update twice before the first does once."""
     model, data = make("mlp", 9, 4)
-    options = {**OPTIONS, "schedule": "1f1b-async", "microbatches": microbatches}
-    options["tracer"] = "symbolic"
-    alone = copy.deepcopy(model)
-    theirs = OPTIONS["optimizer"](alone.parameters())
-    expected = DelayedLoop(alone, theirs, OPTIONS["loss"], microbatches, lambda _: delay)
-    states = [copy.deepcopy(alone.state_dict())]
-    for x, y in data:
-        expected.step(x, y)
-        states.append(copy.deepcopy(alone.state_dict()))
+    states = DelayedLoop.beside(model, ADAMW, microbatches, delay=delay).states(data)
 
     def slow(machine: Machine, instruction: Any) -> None:
         if machine.device == 0:
@@ -121,7 +105,8 @@ def test_going_back_takes_no_more_versions_than_reading_where_the_first_stage_is
                 raise Planted("planted")
         HANDLERS[Update](machine, instruction)
 
-    with fxpipe.compile(model, 4, **options) as pipe:
+    options: dict[str, Any] = {"schedule": "1f1b-async", "tracer": "symbolic"}
+    with compiled(model, 4, microbatches, ADAMW, **options) as pipe:
         interpreter.HANDLERS = {**HANDLERS, Update: slow}
 
         def train() -> None:
@@ -153,12 +138,9 @@ def test_an_optimizer_that_fails_in_the_middle_of_its_step_leaves_no_half_of_it(
             super().step()
 
     model, data = make("mlp", 6, 4)
-    alone = copy.deepcopy(model)
-    theirs = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
-    expected = DelayedLoop(alone, theirs, OPTIONS["loss"], 3, lambda _: 1)
-    options = {**OPTIONS, "optimizer": lambda p: Breaking(p, lr=0.1, momentum=0.9)}
-    options["tracer"] = "symbolic"
-    with fxpipe.compile(model, 2, **options) as pipe:
+    settings: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
+    expected = DelayedLoop.beside(model, lambda p: torch.optim.SGD(p, **settings), 3)
+    with compiled(model, 2, 3, lambda p: Breaking(p, **settings), tracer="symbolic") as pipe:
 
         def train() -> None:
             for x, y in data:
@@ -167,7 +149,7 @@ def test_an_optimizer_that_fails_in_the_middle_of_its_step_leaves_no_half_of_it(
 
         assert "those after 3 batches" in str(pull(train))
         expected.run(data[:3])
-        loop.assert_same(model.state_dict(), alone.state_dict())
+        expected.assert_same(model)
         for optimizer in pipe.optimizers:
             assert isinstance(optimizer, Breaking)
             assert (optimizer.steps, optimizer.param_groups[0]["lr"]) == (3, 0.1)
@@ -175,16 +157,11 @@ def test_an_optimizer_that_fails_in_the_middle_of_its_step_leaves_no_half_of_it(
 
 def test_an_error_inside_of_a_with_block_drops_what_is_in_flight() -> None:
     model, data = make("mlp", 3, 4)
-    pipe = fxpipe.compile(model, 3, **OPTIONS)
-    alone = copy.deepcopy(model)
-    theirs = OPTIONS["optimizer"](alone.parameters())
-    expected = DelayedLoop(alone, theirs, OPTIONS["loss"], 3, lambda _: 1)
-    states = [copy.deepcopy(alone.state_dict())]
+    states = DelayedLoop.beside(model, ADAMW, 3).states(data)
+    pipe = compiled(model, 3, 3, ADAMW)
     with pytest.raises(Planted), pipe:
         for x, y in data:
             pipe.step(x, target=y)
-            expected.step(x, y)
-            states.append(copy.deepcopy(alone.state_dict()))
         raise Planted
     assert pipe.closed
     equal = [
@@ -199,7 +176,7 @@ def test_an_error_inside_of_a_with_block_drops_what_is_in_flight() -> None:
 
 def test_a_parameter_changed_by_hand_in_flight_is_refused() -> None:
     model, data = make("mlp", 6, 4)
-    with fxpipe.compile(model, 3, **OPTIONS) as pipe:
+    with compiled(model, 3, 3, ADAMW) as pipe:
         for x, y in data[:3]:
             pipe.step(x, target=y)
         with torch.no_grad():
@@ -215,22 +192,19 @@ def test_a_parameter_changed_by_hand_in_flight_is_refused() -> None:
 
 def test_a_batch_that_is_refused_leaves_those_in_flight_alone() -> None:
     model, data = make("mlp", 6, 4)
-    alone = copy.deepcopy(model)
-    expected = DelayedLoop(
-        alone, OPTIONS["optimizer"](alone.parameters()), OPTIONS["loss"], 3, lambda _: 1
-    )
-    with fxpipe.compile(model, 3, **OPTIONS, tracer="symbolic") as pipe:
+    expected = DelayedLoop.beside(model, ADAMW, 3)
+    with compiled(model, 3, 3, ADAMW, tracer="symbolic") as pipe:
         for t, (x, y) in enumerate(data):
             if t == 3:
                 with pytest.raises(fxpipe.InputError, match="give tensors of one batch size"):
                     pipe.step(x, target=y[:3])
             assert torch.equal(pipe.step(x, target=y), expected.step(x, y))
-    loop.assert_same(model.state_dict(), alone.state_dict())
+    expected.assert_same(model)
 
 
 def test_after_a_flush_a_parameter_may_be_changed_by_hand() -> None:
     model, data = make("mlp", 6, 4)
-    with fxpipe.compile(model, 3, **OPTIONS) as pipe:
+    with compiled(model, 3, 3, ADAMW) as pipe:
         for t, (x, y) in enumerate(data):
             if t == 3:
                 pipe.flush()
@@ -242,7 +216,7 @@ def test_after_a_flush_a_parameter_may_be_changed_by_hand() -> None:
 
 def test_a_loss_that_fails_names_the_batches_that_count() -> None:
     model, data = make("mlp", 3, 4)
-    with fxpipe.compile(model, 2, **OPTIONS) as pipe:
+    with compiled(model, 2, 3, ADAMW) as pipe:
         plant(Forward, 1, batch=0)
         loss = pipe.step(data[0][0], target=data[0][1])
         error = pull(lambda: float(loss))
@@ -253,20 +227,14 @@ def test_a_loss_that_fails_names_the_batches_that_count() -> None:
 @pytest.mark.parametrize("kind", [Forward, Update])
 def test_ctrl_c_in_flight_leaves_the_weights_of_one_batch(kind: type[Instruction]) -> None:
     model, data = make("mlp", 8, 4)
-    alone = copy.deepcopy(model)
-    theirs = OPTIONS["optimizer"](alone.parameters())
-    expected = DelayedLoop(alone, theirs, OPTIONS["loss"], 3, lambda _: 1)
-    states = [copy.deepcopy(alone.state_dict())]
-    for x, y in data:
-        expected.step(x, y)
-        states.append(copy.deepcopy(alone.state_dict()))
+    states = DelayedLoop.beside(model, ADAMW, 3).states(data)
 
     def interrupting(machine: Machine, instruction: Any) -> None:
         HANDLERS[kind](machine, instruction)
         if machine.device == 1 and machine.step + instruction.batch == 4:
             _thread.interrupt_main()
 
-    with fxpipe.compile(model, 3, **OPTIONS) as pipe:
+    with compiled(model, 3, 3, ADAMW) as pipe:
         for x, y in data[:4]:
             pipe.step(x, target=y)
         interpreter.HANDLERS = {**HANDLERS, kind: interrupting}

@@ -2,35 +2,22 @@
 
 from __future__ import annotations
 
-import copy
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
 
 import fxpipe
-from tests import loop
-from tests.delayed import DelayedLoop
-from tests.test_overlapping_steps import OPTIMIZERS, make
+from tests.delayed import MSE, DelayedLoop
+from tests.overlapping import SGD, compiled, make
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_inference_and_state_dict_see_the_newest_version_and_change_nothing() -> None:
     model, data = make("unet", 6, 5)
-    alone = copy.deepcopy(model)
-    expected = DelayedLoop(
-        alone, OPTIMIZERS["sgd"](alone.parameters()), nn.functional.mse_loss, 4, lambda _: 1
-    )
-    with fxpipe.compile(
-        model,
-        2,
-        schedule="2bw",
-        microbatches=4,
-        loss=nn.functional.mse_loss,
-        optimizer=OPTIMIZERS["sgd"],
-    ) as pipe:
+    expected = DelayedLoop.beside(model, SGD, 4)
+    alone = expected.model
+    with compiled(model, 2, 4) as pipe:
         for t, (x, y) in enumerate(data):
             assert torch.equal(pipe.step(x, target=y), expected.step(x, y))
             if t == 2:
@@ -42,43 +29,28 @@ def test_inference_and_state_dict_see_the_newest_version_and_change_nothing() ->
                 pipe.train()
                 alone.train()
             if t == 3:
-                loop.assert_same(pipe.state_dict(), alone.state_dict())
-    loop.assert_same(model.state_dict(), alone.state_dict())
+                expected.assert_same(pipe)
+    expected.assert_same(model)
 
 
 def test_autocast_reaches_every_stage_of_overlapping_steps() -> None:
     model, data = make("mlp", 6, 4)
-    model.float()
-    alone = copy.deepcopy(model)
-    factory = OPTIMIZERS["sgd"]
-    expected = DelayedLoop(
-        alone, factory(alone.parameters()), nn.functional.mse_loss, 4, lambda _: 1
-    )
-    with fxpipe.compile(
-        model, 2, schedule="2bw", microbatches=4, loss=nn.functional.mse_loss, optimizer=factory
-    ) as pipe:
+    expected = DelayedLoop.beside(model.float(), SGD, 4)
+    with compiled(model, 2, 4) as pipe:
         for x, y in data:
             # a context of its own: it keeps casts of weights until it is left
             with torch.autocast("cpu", torch.bfloat16):
                 made = pipe.step(x.float(), target=y.float())
             with torch.autocast("cpu", torch.bfloat16):
                 assert torch.equal(made, expected.step(x.float(), y.float()))
-    loop.assert_same(model.state_dict(), alone.state_dict())
+    expected.assert_same(model)
 
 
 def test_deferred_statistics_are_those_of_each_whole_batch() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)).double()
     mean, variance = torch.zeros(6).double(), torch.ones(6).double()
-    with fxpipe.compile(
-        model,
-        2,
-        schedule="2bw",
-        microbatches=3,
-        loss=nn.functional.mse_loss,
-        optimizer=OPTIMIZERS["sgd"],
-        deferred_batchnorm=True,
-    ) as pipe:
+    with compiled(model, 2, 3, deferred_batchnorm=True) as pipe:
         for _ in range(5):
             x = torch.randn(10, 6).double()
             pipe.step(x, target=x)
@@ -93,58 +65,34 @@ def test_deferred_statistics_are_those_of_each_whole_batch() -> None:
 
 def test_bfloat16_weights_train_with_two_versions() -> None:
     model, data = make("mlp", 6, 4)
-    model.to(torch.bfloat16)
+    expected = DelayedLoop.beside(model.to(torch.bfloat16), SGD, 4)
     data = [(x.bfloat16(), y.bfloat16()) for x, y in data]
-    alone = copy.deepcopy(model)
-    expected = DelayedLoop(
-        alone, OPTIMIZERS["sgd"](alone.parameters()), nn.functional.mse_loss, 4, lambda _: 1
-    )
-    with fxpipe.compile(
-        model,
-        2,
-        schedule="2bw",
-        microbatches=4,
-        loss=nn.functional.mse_loss,
-        optimizer=OPTIMIZERS["sgd"],
-    ) as pipe:
+    with compiled(model, 2, 4) as pipe:
         for x, y in data:
             pipe.step(x, target=y)
             expected.step(x, y)
-    loop.assert_same(model.state_dict(), alone.state_dict())
+    expected.assert_same(model)
 
 
 def test_a_parameter_changed_between_flushed_batches_is_the_only_version() -> None:
     model, data = make("mlp", 4, 4)
-    alone = copy.deepcopy(model)
-    factory = OPTIMIZERS["sgd"]
-    expected = DelayedLoop(
-        alone, factory(alone.parameters()), nn.functional.mse_loss, 4, lambda _: 1
-    )
-    with fxpipe.compile(
-        model, 2, schedule="2bw", microbatches=4, loss=nn.functional.mse_loss, optimizer=factory
-    ) as pipe:
+    expected = DelayedLoop.beside(model, SGD, 4)
+    with compiled(model, 2, 4) as pipe:
         for x, y in data[:2]:
             pipe.step(x, target=y)
             expected.step(x, y)
         fresh, _ = make("mlp", 1, 1)
         pipe.load_state_dict(fresh.state_dict())
-        alone.load_state_dict(fresh.state_dict())
-        expected.history = [expected._values()]
+        expected.model.load_state_dict(fresh.state_dict())
+        expected.restart()
         for x, y in data[2:]:
             assert torch.equal(pipe.step(x, target=y), expected.step(x, y))
-    loop.assert_same(model.state_dict(), alone.state_dict())
+    expected.assert_same(model)
 
 
 def test_a_loss_is_waited_for_when_it_is_read() -> None:
     model, data = make("mlp", 6, 4)
-    with fxpipe.compile(
-        model,
-        3,
-        schedule="2bw",
-        microbatches=4,
-        loss=nn.functional.mse_loss,
-        optimizer=OPTIMIZERS["sgd"],
-    ) as pipe:
+    with compiled(model, 3, 4) as pipe:
         losses = [pipe.step(x, target=y) for x, y in data]
         pair = pipe.step(data[0][0], target=data[0][1], return_output=True)
         assert type(pair[0]) is Tensor
@@ -158,13 +106,7 @@ def test_a_loss_is_waited_for_when_it_is_read() -> None:
 
 def test_a_loss_of_a_batch_that_was_dropped_says_so() -> None:
     model, data = make("mlp", 2, 4)
-
-    def failing(output: Tensor, target: Tensor) -> Tensor:
-        return nn.functional.mse_loss(output, target)
-
-    with fxpipe.compile(
-        model, 3, schedule="2bw", microbatches=4, loss=failing, optimizer=OPTIMIZERS["sgd"]
-    ) as pipe:
+    with compiled(model, 3, 4) as pipe:
         pipe.step(*data[0][:1], target=data[0][1])
         pipe.flush()
         bad = pipe.step(data[1][0], target=data[1][1])
@@ -178,28 +120,20 @@ def test_a_loss_of_a_batch_that_was_dropped_says_so() -> None:
 
 def test_no_optimizer_is_refused_at_once() -> None:
     with pytest.raises(fxpipe.InputError, match="there is no optimizer; give optimizer="):
-        fxpipe.compile(nn.Linear(2, 2), 1, schedule="2bw", loss=nn.functional.mse_loss)
+        fxpipe.compile(nn.Linear(2, 2), 1, schedule="2bw", loss=MSE)
 
 
 def test_too_few_micro_batches_name_the_number_or_the_delay_that_would_do() -> None:
     model, data = make("mlp", 6, 4)
-    options: dict[str, Any] = {
-        "schedule": "2bw",
-        "microbatches": 2,
-        "loss": nn.functional.mse_loss,
-        "optimizer": OPTIMIZERS["sgd"],
-    }
     with (
-        fxpipe.compile(model, 4, **options) as pipe,
+        compiled(model, 4, 2) as pipe,
         pytest.raises(fxpipe.VerificationError) as caught,
     ):
         pipe.step(data[0][0], target=data[0][1])
     assert "delay=2" in str(caught.value)
     assert "3 micro-batches" in str(caught.value)
-    alone = copy.deepcopy(model)
-    theirs = OPTIMIZERS["sgd"](alone.parameters())
-    expected = DelayedLoop(alone, theirs, nn.functional.mse_loss, 2, lambda _: 2)
-    with fxpipe.compile(model, 4, delay=2, **options) as pipe:
+    expected = DelayedLoop.beside(model, SGD, 2, delay=2)
+    with compiled(model, 4, 2, delay=2) as pipe:
         for x, y in data:
             assert torch.equal(pipe.step(x, target=y), expected.step(x, y))
-    loop.assert_same(model.state_dict(), alone.state_dict())
+    expected.assert_same(model)

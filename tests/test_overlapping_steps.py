@@ -3,80 +3,19 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 import fxpipe
-from examples.unet import UNet
 from fxpipe.recipe import find_recipe
-from tests import loop
-from tests.delayed import Batch, DelayedLoop, PredictedLoop
-from tests.own_optimizers import Nesterov, Orthogonal, groups
+from tests.delayed import MSE, DelayedLoop, Factory, PredictedLoop
+from tests.overlapping import ADAMW, LOSSES, MORE, OPTIMIZERS, SGD, compiled, make
 from tests.profiles import DEEP
-from tests.test_split_training import Transformer, scores
+from tests.test_split_training import scores
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-Factory = Callable[[Any], Optimizer]
-
-
-OPTIMIZERS: dict[str, Factory] = {
-    "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
-    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),
-    "groups": lambda p: torch.optim.AdamW(groups(p), lr=1e-2),
-    "foreach": lambda p: torch.optim.Adam(p, lr=1e-2, foreach=True),
-    "fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
-    "own": lambda p: Nesterov(p, lr=0.05),
-}
-
-
-MORE: dict[str, Factory] = {
-    "orthogonal": Orthogonal,
-    "nesterov": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True),
-    "amsgrad": lambda p: torch.optim.Adam(p, lr=1e-2, amsgrad=True),
-    "rate in a tensor": lambda p: torch.optim.AdamW(p, lr=torch.tensor(1e-2), foreach=False),
-    "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
-    "adadelta": lambda p: torch.optim.Adadelta(p, lr=1e-2),
-    "adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-2),
-    "asgd": lambda p: torch.optim.ASGD(p, lr=1e-2),
-    "nadam": lambda p: torch.optim.NAdam(p, lr=1e-2),
-    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-2, centered=True),
-    "rprop": lambda p: torch.optim.Rprop(p, lr=1e-2),
-}
-LOSSES: dict[str, Callable[..., Tensor]] = {
-    "mlp": nn.functional.mse_loss,
-    "unet": nn.functional.mse_loss,
-    "transformer": scores,
-}
-
-
-def make(case: str, batches: int, samples: int) -> tuple[nn.Module, list[Batch]]:
-    torch.manual_seed(0)
-    if case == "mlp":
-        blocks = [nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(6)]
-        model: nn.Module = nn.Sequential(*blocks)
-        data = [(torch.randn(samples, 6), torch.randn(samples, 6)) for _ in range(batches)]
-    elif case == "unet":
-        model = UNet(channels=1, base=4, depth=2)
-        image = samples, 1, 8, 8
-        data = [(torch.randn(image), torch.randn(image)) for _ in range(batches)]
-    else:
-        model = Transformer(blocks=6)
-        data = [
-            (torch.randint(11, (samples, 5)), torch.randint(11, (samples, 5)))
-            for _ in range(batches)
-        ]
-    model.double()
-    return model, [(_double(x), _double(y)) for x, y in data]
-
-
-def _double(x: Tensor) -> Tensor:
-    return x.double() if x.is_floating_point() else x
 
 
 def compare(
@@ -92,31 +31,18 @@ def compare(
 ) -> fxpipe.Pipeline:
     """Losses, parameters, buffers and the optimizers' states, after so many batches."""
     model, data = make(case, batches, microbatches + 1)
-    alone = copy.deepcopy(model)
-    expected = DelayedLoop(
-        alone,
-        OPTIMIZERS[optimizer](alone.parameters()),
-        LOSSES[case],
-        microbatches,
-        lambda _: delay,
-    )
-    with fxpipe.compile(
-        model,
-        devices,
-        schedule=schedule,
-        microbatches=microbatches,
-        loss=LOSSES[case],
-        optimizer=OPTIMIZERS[optimizer],
-    ) as pipe:
+    factory, loss = OPTIMIZERS[optimizer], LOSSES[case]
+    expected = DelayedLoop.beside(model, factory, microbatches, loss=loss, delay=delay)
+    with compiled(model, devices, microbatches, factory, schedule=schedule, loss=loss) as pipe:
         for t, (x, y) in enumerate(data):
             assert torch.equal(pipe.step(x, target=y), expected.step(x, y)), f"loss of batch {t}"
             if t in flush_at:
                 pipe.flush()
-                loop.assert_same(model.state_dict(), alone.state_dict())
+                expected.assert_same(model)
         pipe.flush()
-        loop.assert_same(model.state_dict(), alone.state_dict())
+        expected.assert_same(model)
         ours = {p: state for o in pipe.optimizers if o is not None for p, state in o.state.items()}
-        for here, there in zip(model.parameters(), alone.parameters(), strict=True):
+        for here, there in zip(model.parameters(), expected.model.parameters(), strict=True):
             for key, value in expected.optimizer.state[there].items():
                 if isinstance(value, Tensor):
                     assert torch.equal(ours[here][key], value), key
@@ -168,26 +94,17 @@ def test_one_f_one_b_without_flush_takes_any_number_of_micro_batches(
 def test_pipedream_reads_as_many_versions_late_as_stages_follow(vertical: bool) -> None:
     model, data = make("mlp", 12, 4)
     alone = copy.deepcopy(model)
-    factory = OPTIMIZERS["sgd"]
-    with fxpipe.compile(
-        model,
-        3,
-        schedule="pipedream-vertical" if vertical else "pipedream",
-        microbatches=1,
-        loss=nn.functional.mse_loss,
-        optimizer=factory,
-    ) as pipe:
+    schedule = "pipedream-vertical" if vertical else "pipedream"
+    with compiled(model, 3, 1, schedule=schedule) as pipe:
         losses = [pipe.step(x, target=y) for x, y in data]
         owner = {a.target: s.index for s in pipe.plan.stages for a in s.parameters}
         delays = {name: 2 if vertical else 2 - stage for name, stage in owner.items()}
         pipe.flush()
         versions = [3, 3, 3] if vertical else [3, 2, 1]
         assert pipe.weight_versions == versions
-    expected = DelayedLoop(
-        alone, factory(alone.parameters()), nn.functional.mse_loss, 1, delays.__getitem__
-    )
+    expected = DelayedLoop(alone, SGD(alone.parameters()), MSE, 1, delays.__getitem__)
     assert [float(x) for x in losses] == [float(x) for x in expected.run(data)]
-    loop.assert_same(model.state_dict(), alone.state_dict())
+    expected.assert_same(model)
 
 
 @pytest.mark.parametrize(
@@ -198,14 +115,7 @@ def test_exactly_so_many_versions_live_as_the_delay_asks_for(
 ) -> None:
     model, data = make("mlp", 8, 4)
     size = sum(p.numel() * p.element_size() for p in model.parameters())
-    with fxpipe.compile(
-        model,
-        3,
-        schedule=schedule,
-        microbatches=microbatches,
-        loss=nn.functional.mse_loss,
-        optimizer=OPTIMIZERS["sgd"],
-    ) as pipe:
+    with compiled(model, 3, microbatches, schedule=schedule) as pipe:
         assert pipe.weight_versions == []
         for x, y in data:
             pipe.step(x, target=y)
@@ -225,18 +135,9 @@ def test_predicted_weights_are_where_the_momentum_points(
     schedule: str, microbatches: int, delay: int, optimizer: str
 ) -> None:
     model, data = make("mlp", 10, 4)
-    alone = copy.deepcopy(model)
-    theirs = OPTIMIZERS[optimizer](alone.parameters())
-    expected = PredictedLoop(alone, theirs, nn.functional.mse_loss, microbatches, lambda _: delay)
-    with fxpipe.compile(
-        model,
-        3,
-        schedule=schedule,
-        microbatches=microbatches,
-        loss=nn.functional.mse_loss,
-        optimizer=OPTIMIZERS[optimizer],
-        predict=True,
-    ) as pipe:
+    factory = OPTIMIZERS[optimizer]
+    expected = PredictedLoop.beside(model, factory, microbatches, delay=delay)
+    with compiled(model, 3, microbatches, factory, schedule=schedule, predict=True) as pipe:
         for t, (x, y) in enumerate(data):
             torch.testing.assert_close(
                 pipe.step(x, target=y), expected.step(x, y), rtol=1e-12, atol=1e-12
@@ -251,7 +152,7 @@ def test_predicted_weights_are_where_the_momentum_points(
         assert pipe.weight_versions == [1 + delay + 1] * 3
         assert pipe._engine.progress.versions is not None
         assert max(pipe._engine.progress.versions.most_versions) <= 2 * (delay + 1)
-    loop.assert_same(model.state_dict(), alone.state_dict(), 1e-12)
+    expected.assert_same(model, 1e-12)
 
 
 @pytest.mark.parametrize(
@@ -262,37 +163,24 @@ def test_predicted_weights_are_where_the_momentum_points(
     ],
 )
 def test_prediction_without_a_momentum_is_refused(factory: Factory, message: str) -> None:
-    model, data = make("mlp", 1, 4)
+    model, [(x, y)] = make("mlp", 1, 4)
     with (
-        fxpipe.compile(
-            model,
-            2,
-            schedule="2bw",
-            microbatches=2,
-            loss=nn.functional.mse_loss,
-            optimizer=factory,
-            predict=True,
-        ) as pipe,
+        compiled(model, 2, 2, factory, predict=True) as pipe,
         pytest.raises(fxpipe.InputError, match=message),
     ):
-        pipe.step(data[0][0], target=data[0][1])
+        pipe.step(x, target=y)
 
 
 def test_batches_may_differ_in_size_and_in_number_of_micro_batches() -> None:
     model, _ = make("mlp", 1, 1)
-    alone = copy.deepcopy(model)
     sizes = [9, 8, 3, 12, 2, 9]
     data = [(torch.randn(n, 6).double(), torch.randn(n, 6).double()) for n in sizes]
-    expected = DelayedLoop(
-        alone, OPTIMIZERS["sgd"](alone.parameters()), nn.functional.mse_loss, 0, lambda _: 1
-    )
-    with fxpipe.compile(
-        model, 2, schedule="2bw", loss=nn.functional.mse_loss, optimizer=OPTIMIZERS["sgd"]
-    ) as pipe:
+    expected = DelayedLoop.beside(model, SGD, 0)
+    with fxpipe.compile(model, 2, schedule="2bw", loss=MSE, optimizer=SGD) as pipe:
         for x, y in data:
             expected.microbatches = min(8, len(x))
             assert torch.equal(pipe.step(x, target=y), expected.step(x, y))
-    loop.assert_same(model.state_dict(), alone.state_dict())
+    expected.assert_same(model)
 
 
 @pytest.mark.parametrize("predict", [False, True])
@@ -301,97 +189,60 @@ def test_a_batch_too_short_to_overlap_is_flushed_and_reads_the_version_that_it_w
 ) -> None:
     """Two micro-batches on four devices are too few for a delay of 1; the last batch has one."""
     model, _ = make("mlp", 1, 1)
-    alone = copy.deepcopy(model)
     data = [(torch.randn(n, 6).double(), torch.randn(n, 6).double()) for n in (8, 9, 2, 8, 8, 1)]
-    factory = OPTIMIZERS["sgd"]
-    kind = PredictedLoop if predict else DelayedLoop
-    expected = kind(alone, factory(alone.parameters()), nn.functional.mse_loss, 4, lambda _: 1)
-    with fxpipe.compile(
-        model,
-        4,
-        schedule="2bw",
-        microbatches=4,
-        loss=nn.functional.mse_loss,
-        optimizer=factory,
-        predict=predict,
-    ) as pipe:
+    expected = (PredictedLoop if predict else DelayedLoop).beside(model, SGD, 4)
+    with compiled(model, 4, 4, predict=predict) as pipe:
         for x, y in data:
             expected.microbatches = min(4, len(x))
             torch.testing.assert_close(
                 pipe.step(x, target=y), expected.step(x, y), rtol=1e-12, atol=1e-12
             )
-    loop.assert_same(model.state_dict(), alone.state_dict(), 1e-12 if predict else 0.0)
+    expected.assert_same(model, 1e-12 if predict else 0.0)
 
 
 def test_a_learning_rate_scheduler_counts_for_the_batch_after_its_step() -> None:
     model, data = make("mlp", 10, 6)
-    alone = copy.deepcopy(model)
-    theirs = OPTIMIZERS["adamw"](alone.parameters())
-    expected = DelayedLoop(alone, theirs, nn.functional.mse_loss, 4, lambda _: 1)
-    decay = torch.optim.lr_scheduler.ExponentialLR(theirs, 0.7)
-    with fxpipe.compile(
-        model,
-        4,
-        schedule="2bw",
-        microbatches=4,
-        loss=nn.functional.mse_loss,
-        optimizer=OPTIMIZERS["adamw"],
-        example=((data[0][0],), {"target": data[0][1]}),
-    ) as pipe:
-        decays = [
-            torch.optim.lr_scheduler.ExponentialLR(own, 0.7)
-            for own in pipe.optimizers
-            if own is not None
-        ]
+    x, y = data[0]
+    expected = DelayedLoop.beside(model, ADAMW, 4)
+    with compiled(model, 4, 4, ADAMW, example=((x,), {"target": y})) as pipe:
+        decays = decays_of(pipe, expected)
         for x, y in data:
             pipe.step(x, target=y)
             expected.step(x, y)
-            for each in (*decays, decay):
+            for each in decays:
                 each.step()
-    loop.assert_same(model.state_dict(), alone.state_dict())
+    expected.assert_same(model)
 
 
 @pytest.mark.parametrize("name", MORE)
 def test_any_optimizer_trains_with_a_learning_rate_scheduler(name: str) -> None:
     model, data = make("mlp", 7, 4)
-    alone = copy.deepcopy(model)
-    theirs = MORE[name](alone.parameters())
-    expected = DelayedLoop(alone, theirs, nn.functional.mse_loss, 3, lambda _: 1)
-    decay = torch.optim.lr_scheduler.ExponentialLR(theirs, 0.7)
-    with fxpipe.compile(
-        model,
-        3,
-        schedule="2bw",
-        microbatches=3,
-        loss=nn.functional.mse_loss,
-        optimizer=MORE[name],
-        tracer="symbolic",
-    ) as pipe:
+    expected = DelayedLoop.beside(model, MORE[name], 3)
+    with compiled(model, 3, 3, MORE[name], tracer="symbolic") as pipe:
         pipe.prepare(data[0][0], target=data[0][1])
-        decays = [
-            torch.optim.lr_scheduler.ExponentialLR(own, 0.7)
-            for own in pipe.optimizers
-            if own is not None
-        ]
+        decays = decays_of(pipe, expected)
         for x, y in data:
             assert torch.equal(pipe.step(x, target=y), expected.step(x, y))
-            for each in (*decays, decay):
+            for each in decays:
                 each.step()
-    loop.assert_same(model.state_dict(), alone.state_dict())
+    expected.assert_same(model)
+
+
+def decays_of(
+    pipe: fxpipe.Pipeline, expected: DelayedLoop
+) -> list[torch.optim.lr_scheduler.ExponentialLR]:
+    """A scheduler of the learning rate for each optimizer of the pipe, and for the loop's."""
+    return [
+        torch.optim.lr_scheduler.ExponentialLR(each, 0.7)
+        for each in (*pipe.optimizers, expected.optimizer)
+        if each is not None
+    ]
 
 
 def test_a_learning_rate_scheduler_that_steps_before_any_batch_is_warned_of() -> None:
-    model, data = make("mlp", 1, 4)
-    with fxpipe.compile(
-        model,
-        2,
-        schedule="2bw",
-        microbatches=3,
-        loss=nn.functional.mse_loss,
-        optimizer=OPTIMIZERS["sgd"],
-        tracer="symbolic",
-    ) as pipe:
-        pipe.prepare(data[0][0], target=data[0][1])
+    model, [(x, y)] = make("mlp", 1, 4)
+    with compiled(model, 2, 3, tracer="symbolic") as pipe:
+        pipe.prepare(x, target=y)
         optimizer = next(own for own in pipe.optimizers if own is not None)
         decay = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
         with pytest.warns(UserWarning, match=r"lr_scheduler.step\(\)` before `optimizer.step"):
@@ -415,12 +266,8 @@ def test_a_weight_that_two_stages_read_is_of_one_version() -> None:
 
     torch.manual_seed(0)
     model = Tied().double()
-    alone = copy.deepcopy(model)
-    factory = OPTIMIZERS["adamw"]
-    expected = DelayedLoop(alone, factory(alone.parameters()), scores, 3, lambda _: 1)
-    with fxpipe.compile(
-        model, 3, schedule="2bw", microbatches=3, loss=scores, optimizer=factory
-    ) as pipe:
+    expected = DelayedLoop.beside(model, ADAMW, 3, loss=scores)
+    with compiled(model, 3, 3, ADAMW, loss=scores) as pipe:
         for _ in range(8):
             x, y = torch.randint(11, (5, 4)), torch.randint(11, (5, 4))
             torch.testing.assert_close(
@@ -428,4 +275,4 @@ def test_a_weight_that_two_stages_read_is_of_one_version() -> None:
             )
         owned = [a.target for stage in pipe.plan.stages for a in stage.parameters]
         assert len({"embed.weight", "head.weight"}.intersection(owned)) == 1
-    loop.assert_same(model.state_dict(), alone.state_dict(), 1e-12)
+    expected.assert_same(model, 1e-12)

@@ -20,7 +20,7 @@ from fxpipe.passes.add_recompute import add_recompute
 from fxpipe.recipe import RECIPES, find_recipe
 from tests import loop
 from tests.delayed import DelayedLoop
-from tests.test_overlapping_steps import OPTIMIZERS, make
+from tests.overlapping import ADAMW, compiled, make
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -76,23 +76,13 @@ def test_a_call_that_is_differentiated_recomputes_too() -> None:
 
 def test_recomputation_reads_the_version_that_the_forward_read() -> None:
     model, data = make("mlp", 8, 5)
-    alone = copy.deepcopy(model)
-    theirs = OPTIMIZERS["adamw"](alone.parameters())
-    expected = DelayedLoop(alone, theirs, nn.functional.mse_loss, 4, lambda _: 1)
-    with fxpipe.compile(
-        model,
-        3,
-        schedule="2bw",
-        microbatches=4,
-        recompute="always",
-        loss=nn.functional.mse_loss,
-        optimizer=OPTIMIZERS["adamw"],
-    ) as pipe:
+    expected = DelayedLoop.beside(model, ADAMW, 4)
+    with compiled(model, 3, 4, ADAMW, recompute="always") as pipe:
         for x, y in data:
             assert torch.equal(pipe.step(x, target=y), expected.step(x, y))
         pipe.flush()
         assert set(pipe.stashed.values()) == {1}
-    loop.assert_same(model.state_dict(), alone.state_dict())
+    expected.assert_same(model)
 
 
 class Told(nn.Module):
