@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -17,7 +17,6 @@ from fxpipe.passes.lower import Lower
 from fxpipe.program import (
     OPCODES,
     Barrier,
-    Buffer,
     Pause,
     Pop,
     Program,
@@ -27,7 +26,7 @@ from fxpipe.program import (
 )
 from fxpipe.recipe import find_recipe
 from fxpipe.schedule import Schedule
-from fxpipe.simulator import Link, Simulation, Sizes, simulate
+from fxpipe.simulator import Link, Sizes, simulate
 from fxpipe.simulator.costs import letter_of
 from fxpipe.simulator.events import Transfer
 from fxpipe.unroll import unroll
@@ -36,7 +35,6 @@ from tests.test_lower import plans, schedules, whole
 
 Place = tuple[int, int]
 FREE: Mapping[str, float] = {"F": 1, "B": 2, "I": 1, "W": 1, "R": 1, "U": 0}
-EXTENT = {"F": 3, "B": 5, "I": 3, "W": 2, "R": 3, "U": 1}
 
 OVERLAPPING = ("2bw", "pipedream", "1f1b-async")
 LIBRARY = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "dualpipe-v", *OVERLAPPING)
@@ -208,91 +206,6 @@ def test_stages_and_user_given_times_differ() -> None:
     found = schedule.simulate(takes)
     assert found.makespan == 1 + 4 + 4
     assert found.costs["F", 1] == 4 and found.costs["F", 0] == 1
-
-
-def kept_by_replay(simulation: Simulation, sizes: Sizes, device: int) -> list[int]:
-    """Bytes while each instruction runs: all pieces of memory that some live buffer holds."""
-    program = simulation.program
-    list_ = program.lists[device]
-    made: dict[Buffer, int] = {}
-    gone: dict[Buffer, int] = {}
-    for at, x in enumerate(list_):
-        made.update(dict.fromkeys(program.writes(x), at))
-        gone.update(dict.fromkeys(program.ends(x), at))
-    incoming = [{e.value: e for e in edges} for edges in program.edges_into]
-
-    def place(value: str, source: int, target: int, b: Buffer) -> tuple[object, ...]:
-        here = source >= 0 and program.placement[source] == device
-        way = () if here else (source, target)
-        return "value", value, way, b.microbatch, b.batch
-
-    def pieces(b: Buffer) -> Iterator[tuple[object, int]]:
-        if b.kind == "saved":
-            yield b, sizes.saved[b.source]
-            for value in sizes.holds[b.source]:
-                edge = incoming[b.source].get(value)
-                ends = (edge.source, edge.target) if edge else (b.source, b.source)
-                yield place(value, *ends, b), sizes.values[value]
-        elif b.kind == "deferred":
-            yield b, sizes.deferred[b.source]
-        elif b.kind == "grad":
-            yield b, sizes.values[b.value]
-        elif b.kind != "state":
-            yield place(b.value, b.source, b.target, b), sizes.values[b.value]
-
-    return [
-        sum(dict(p for b in made if made[b] <= at <= gone[b] for p in pieces(b)).values())
-        for at in range(len(list_))
-    ]
-
-
-@given(programs(), st.data())
-def test_memory_is_what_a_replay_counts(program: Program, data: st.DataObject) -> None:
-    number = st.integers(1, 50)
-    values = {edge.value: data.draw(number) for edge in program.edges}
-    stages = range(program.stages)
-    near = {
-        s: sorted({e.value for e in (*program.edges_into[s], *program.edges_from[s])})
-        for s in stages
-    }
-    sizes = Sizes(
-        values,
-        saved={s: data.draw(number) for s in stages},
-        deferred={s: data.draw(number) for s in stages},
-        holds={
-            s: frozenset(data.draw(st.lists(st.sampled_from(near[s]))) if near[s] else ())
-            for s in stages
-        },
-    )
-    found = simulate(program, sizes=sizes, steps=2)
-    for device, memory in enumerate(found.memory):
-        levels = kept_by_replay(found, sizes, device)
-        assert list(memory.levels) == levels
-        assert memory.peak == max(levels, default=0)
-        if levels:
-            assert memory.time == found.events.starts[device][levels.index(max(levels))]
-
-
-def test_weights_gradients_and_versions_take_memory_too() -> None:
-    sizes = Sizes(parameters={0: 100, 1: 100}, gradients={0: 10, 1: 10}, optimizer={0: 7, 1: 7})
-    flushing = find_recipe("1f1b")(2, 2).simulate(sizes=sizes)
-    assert [memory.resting for memory in flushing.memory] == [107, 107]
-    assert [memory.peak for memory in flushing.memory] == [117, 117]
-    double = find_recipe("2bw")(2, 2).simulate(sizes=sizes)
-    # of a second version only what is trained, as much as its gradients
-    assert [memory.peak for memory in double.memory] == [127, 127]
-
-
-@pytest.mark.parametrize("name", LIBRARY)
-def test_stash_and_versions_are_those_of_the_schedule(name: str) -> None:
-    for devices in range(1, 5):
-        for microbatches in range(devices, 2 * devices + 1):
-            schedule = find_recipe(name)(devices, microbatches)
-            found = schedule.simulate()
-            proven = schedule.stash()
-            assert found.stash == proven.stages
-            assert found.device_stash == proven.devices
-            assert list(found.weight_versions) == list(schedule.versions().live)
 
 
 @given(st.sampled_from(OVERLAPPING), st.integers(1, 4), st.integers(1, 5), costs)
