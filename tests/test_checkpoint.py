@@ -2,96 +2,24 @@
 
 from __future__ import annotations
 
-import copy
-import json
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR, LRScheduler, MultiStepLR, OneCycleLR
 
 import fxpipe
-from examples.unet import UNet
 from fxpipe.runtime.backend import CpuBackend
-from fxpipe.runtime.checkpoint import FORMAT
-from tests.delayed import Batch
-from tests.overlapping import OPTIMIZERS
+from tests.checkpoints import PLAIN, Left, make, run
+from tests.delayed import MSE, Batch
+from tests.overlapping import ADAMW, OPTIMIZERS, SGD
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-MSE = nn.functional.mse_loss
-adamw = OPTIMIZERS["adamw"]
-Factory = Callable[[Any], torch.optim.Optimizer]
-
-
-@dataclass
-class Left:
-    """What a run has left behind.
-
-    Attributes:
-        losses: of its batches.
-        state: the model's.
-        kept: name of a parameter → what the optimizer keeps for it, and its settings.
-        draw: what torch's generator gives next.
-        batches: the pipe's counter.
-    """
-
-    losses: list[float]
-    state: dict[str, Tensor]
-    kept: dict[str, dict[str, Any]]
-    draw: float
-    batches: int
-
-    @staticmethod
-    def by(pipe: fxpipe.Pipeline, losses: list[float]) -> Left:
-        state = {name: value.clone() for name, value in pipe.state_dict().items()}
-        names = {parameter: name for name, parameter in pipe.named_parameters()}
-        kept = {
-            names[p]: copy.deepcopy({**group, **optimizer.state.get(p, {}), "params": None})
-            for optimizer in pipe.optimizers
-            if optimizer is not None
-            for group in optimizer.param_groups
-            for p in group["params"]
-        }
-        return Left(losses, state, kept, float(torch.rand(())), pipe.batches)
-
-    def assert_same(self, other: Left) -> None:
-        assert self.losses == other.losses
-        assert (self.draw, self.batches) == (other.draw, other.batches)
-        assert self.state.keys() == other.state.keys()
-        assert self.kept.keys() == other.kept.keys()
-        for name, value in self.state.items():
-            assert torch.equal(value, other.state[name]), name
-        for name, mine in self.kept.items():
-            theirs = other.kept[name]
-            assert mine.keys() == theirs.keys()
-            for key, value in mine.items():
-                found = theirs[key]
-                same = torch.equal(value, found) if isinstance(value, Tensor) else value == found
-                assert same, f"{key} of {name}"
-
-
-def make(case: str, batches: int, samples: int) -> tuple[nn.Module, list[Batch]]:
-    torch.manual_seed(0)
-    if case == "unet":
-        model: nn.Module = UNet(channels=1, base=2, depth=1)
-        shape: tuple[int, ...] = (samples, 1, 4, 4)
-    else:
-        model = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(4)))
-        shape = (samples, 6)
-    data = [(torch.randn(shape).double(), torch.randn(shape).double()) for _ in range(batches)]
-    return model.double(), data
-
-
-def run(pipe: fxpipe.Pipeline, data: list[Batch]) -> list[float]:
-    return [float(pipe.step(x, target=y)) for x, y in data]
 
 
 def stopped_and_resumed(
@@ -120,18 +48,16 @@ def stopped_and_resumed(
         return whole, Left.by(pipe, losses)
 
 
-PLAIN: dict[str, Any] = {"microbatches": 4, "schedule": "2bw", "tracer": "symbolic"}
-"""A checkpoint does not depend on how a model was traced, and this is 20 times as fast."""
 EXPORT = {"tracer": "export"}
 CASES = [
-    ("mlp", (3, 3), 4, {**PLAIN, "optimizer": OPTIMIZERS["sgd"]}),
-    ("mlp", (2, 3), 4, {**PLAIN, "optimizer": OPTIMIZERS["adamw"]}),
-    ("mlp", (3, 2), 1, {**PLAIN, **EXPORT, "optimizer": OPTIMIZERS["sgd"]}),
+    ("mlp", (3, 3), 4, {**PLAIN, "optimizer": SGD}),
+    ("mlp", (2, 3), 4, {**PLAIN, "optimizer": ADAMW}),
+    ("mlp", (3, 2), 1, {**PLAIN, **EXPORT, "optimizer": SGD}),
     ("mlp", (2, 3), 5, {**PLAIN, "optimizer": OPTIMIZERS["groups"]}),
     ("mlp", (3, 2), 3, {**PLAIN, "optimizer": OPTIMIZERS["own"]}),
     ("unet", (2, 2), 3, {**PLAIN, **EXPORT, "optimizer": OPTIMIZERS["fused"]}),
-    ("mlp", (2, 3), 4, {**PLAIN, "optimizer": OPTIMIZERS["sgd"], "predict": True}),
-    ("mlp", (3, 2), 4, {**PLAIN, "optimizer": OPTIMIZERS["adamw"], "predict": True}),
+    ("mlp", (2, 3), 4, {**PLAIN, "optimizer": SGD, "predict": True}),
+    ("mlp", (3, 2), 4, {**PLAIN, "optimizer": ADAMW, "predict": True}),
     ("mlp", (3, 3), 5, {"microbatches": 1, "schedule": "1f1b-async"}),
     ("mlp", (3, 3), 5, {"microbatches": 1, "schedule": "pipedream", "partition": ["1", "3"]}),
     ("mlp", (2, 3), 3, {"microbatches": 4, "schedule": "1f1b"}),
@@ -145,7 +71,7 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(
 ) -> None:
     data = make(case, 7, 5)[1]
     path = tmp_path / "run.safetensors"
-    options = {"optimizer": OPTIMIZERS["adamw"], "tracer": "symbolic", **options}
+    options = {"optimizer": ADAMW, "tracer": "symbolic", **options}
     made = stopped_and_resumed(lambda: make(case, 0, 1)[0], data, stop, path, devices, options)
     made[1].assert_same(made[0])
 
@@ -159,7 +85,7 @@ def test_random_masks_go_on_where_they_were(schedule: str, tracer: str, tmp_path
         torch.manual_seed(2)
         return nn.Sequential(*blocks).double()
 
-    options = {"microbatches": 3, "schedule": schedule, "optimizer": OPTIMIZERS["sgd"]}
+    options = {"microbatches": 3, "schedule": schedule, "optimizer": SGD}
     options["tracer"] = tracer
     made = stopped_and_resumed(model, data, 3, tmp_path / "run", (2, 3), options)
     made[1].assert_same(made[0])
@@ -168,7 +94,7 @@ def test_random_masks_go_on_where_they_were(schedule: str, tracer: str, tmp_path
 @pytest.mark.parametrize("predict", [False, True])
 def test_restoring_rewinds_a_pipe_that_has_gone_on(predict: bool, tmp_path: Path) -> None:
     model, data = make("mlp", 6, 4)
-    options: dict[str, Any] = {**PLAIN, "optimizer": OPTIMIZERS["sgd"], "predict": predict}
+    options: dict[str, Any] = {**PLAIN, "optimizer": SGD, "predict": predict}
     with fxpipe.compile(model, 3, loss=MSE, **options) as pipe:
         run(pipe, data[:3])
         pipe.checkpoint(tmp_path / "run")
@@ -181,7 +107,7 @@ def test_restoring_rewinds_a_pipe_that_has_gone_on(predict: bool, tmp_path: Path
 
 def test_a_checkpoint_of_a_restored_pipe_is_the_same(tmp_path: Path) -> None:
     model, data = make("mlp", 4, 4)
-    options: dict[str, Any] = {**PLAIN, "optimizer": OPTIMIZERS["adamw"]}
+    options: dict[str, Any] = {**PLAIN, "optimizer": ADAMW}
     with fxpipe.compile(model, 3, loss=MSE, **options) as pipe:
         run(pipe, data)
         pipe.checkpoint(tmp_path / "one")
@@ -201,7 +127,7 @@ def test_a_checkpoint_of_a_restored_pipe_is_the_same(tmp_path: Path) -> None:
 
 def test_a_parameter_changed_after_the_restore_is_the_only_version(tmp_path: Path) -> None:
     model, data = make("mlp", 6, 4)
-    options: dict[str, Any] = {**PLAIN, "optimizer": OPTIMIZERS["sgd"]}
+    options: dict[str, Any] = {**PLAIN, "optimizer": SGD}
 
     def halve(model: nn.Module) -> None:
         with torch.no_grad():
@@ -287,7 +213,7 @@ def test_what_was_added_comes_back_as_it_was(tmp_path: Path) -> None:
         "best": -float("inf"),
         3: [None, True, {"weights": torch.arange(3), (1, "a"): 2**70}],
     }
-    with fxpipe.compile(make("mlp", 0, 1)[0], 2, loss=MSE, **PLAIN, optimizer=adamw) as pipe:
+    with fxpipe.compile(make("mlp", 0, 1)[0], 2, loss=MSE, **PLAIN, optimizer=ADAMW) as pipe:
         pipe.checkpoint(tmp_path / "none")
         assert pipe.restore(tmp_path / "none") is None
         pipe.checkpoint(tmp_path / "run", extra=extra)
@@ -307,23 +233,12 @@ def test_the_generators_of_devices_go_on_where_they_were(
     """A CPU device has none of its own: here it is given one, under the name of another device."""
     own = torch.Generator().manual_seed(3)
     monkeypatch.setattr(CpuBackend, "generators", lambda self: {"cuda:0": own})
-    with fxpipe.compile(make("mlp", 0, 1)[0], 2, loss=MSE, **PLAIN, optimizer=adamw) as pipe:
+    with fxpipe.compile(make("mlp", 0, 1)[0], 2, loss=MSE, **PLAIN, optimizer=ADAMW) as pipe:
         torch.rand(5, generator=own)
         pipe.checkpoint(tmp_path / "run")
         expected = torch.rand(5, generator=own)
         pipe.restore(tmp_path / "run")
         assert torch.equal(torch.rand(5, generator=own), expected)
-
-
-def test_files_of_the_first_format_are_read(trained: Path, tmp_path: Path) -> None:
-    with safetensors.safe_open(trained, framework="pt") as file:
-        header = json.loads(file.metadata()["fxpipe"])
-    header["format"] = 1
-    del header["content"]["extra"], header["content"]["device_random"]
-    save_file(load_file(trained), tmp_path / "old", {"fxpipe": json.dumps(header)})
-    with fxpipe.compile(make("mlp", 0, 1)[0], 2, loss=MSE, **PLAIN, optimizer=adamw) as pipe:
-        assert pipe.restore(tmp_path / "old") is None
-        assert pipe.batches == 3
 
 
 @pytest.mark.parametrize("schedule", ["2bw", "1f1b"])
@@ -333,7 +248,7 @@ def test_clipping_and_the_scale_of_losses_go_on(schedule: str, tmp_path: Path) -
     options: dict[str, Any] = {
         **PLAIN,
         "schedule": schedule,
-        "optimizer": OPTIMIZERS["sgd"],
+        "optimizer": SGD,
         "clip_norm": 0.05,
     }
 
@@ -372,7 +287,7 @@ def test_tied_parameters_and_other_kinds_of_tensors_are_kept(tmp_path: Path) -> 
             return out
 
     data = [(torch.randn(4, 4), torch.randn(4, 4)) for _ in range(5)]
-    options: dict[str, Any] = {**PLAIN, "optimizer": OPTIMIZERS["adamw"]}
+    options: dict[str, Any] = {**PLAIN, "optimizer": ADAMW}
     with fxpipe.compile(Model(), 1, loss=MSE, **options) as pipe:
         run(pipe, data[:3])
         pipe.checkpoint(tmp_path / "run")
@@ -383,149 +298,3 @@ def test_tied_parameters_and_other_kinds_of_tensors_are_kept(tmp_path: Path) -> 
         pipe.restore(tmp_path / "run")
         assert model.get_buffer("turn").tolist() == [1 + 2j, 3j]
         Left.by(pipe, run(pipe, data[3:])).assert_same(whole)
-
-
-# what does not fit
-
-
-@pytest.fixture
-def trained(tmp_path: Path) -> Path:
-    """A checkpoint of three batches of the MLP, with AdamW."""
-    model, data = make("mlp", 3, 4)
-    with fxpipe.compile(model, 2, loss=MSE, optimizer=OPTIMIZERS["adamw"], **PLAIN) as pipe:
-        run(pipe, data)
-        pipe.checkpoint(tmp_path / "run")
-    return tmp_path / "run"
-
-
-def refuse(
-    path: Path,
-    message: str,
-    model: nn.Module | None = None,
-    optimizer: Factory | None = OPTIMIZERS["adamw"],
-    schedule: str = "2bw",
-) -> None:
-    """Restoring is refused, and changes nothing."""
-    model = make("mlp", 0, 1)[0] if model is None else model
-    options: dict[str, Any] = {**PLAIN, "optimizer": optimizer, "schedule": schedule}
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    drawn = torch.get_rng_state()
-    with fxpipe.compile(model, 2, loss=MSE, **options) as pipe:
-        with pytest.raises(fxpipe.CheckpointError, match=message):
-            pipe.restore(path)
-        assert torch.equal(torch.get_rng_state(), drawn)
-        assert pipe.batches == 0
-        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-
-
-def test_a_refused_checkpoint_leaves_a_run_as_it_was(tmp_path: Path) -> None:
-    model, data = make("mlp", 8, 4)
-    options: dict[str, Any] = {**PLAIN, "optimizer": OPTIMIZERS["sgd"]}
-    with fxpipe.compile(make("mlp", 0, 1)[0], 2, loss=MSE, **options) as pipe:
-        losses = run(pipe, data)
-        torch.manual_seed(0)
-        expected = Left.by(pipe, losses)
-    with fxpipe.compile(UNet(channels=1, base=4, depth=2), 2, loss=MSE, **options) as pipe:
-        pipe.checkpoint(tmp_path / "unet")
-    with fxpipe.compile(model, 2, loss=MSE, **options) as pipe:
-        losses = run(pipe, data[:4])
-        with pytest.raises(fxpipe.CheckpointError):
-            pipe.restore(tmp_path / "unet")
-        losses += run(pipe, data[4:])
-        torch.manual_seed(0)
-        Left.by(pipe, losses).assert_same(expected)
-
-
-def test_a_checkpoint_of_another_model_names_the_first_key_that_differs(trained: Path) -> None:
-    deeper = make("mlp", 0, 1)[0]
-    assert isinstance(deeper, nn.Sequential)
-    refuse(trained, r"its parameter '3.0.weight' is none of the pipe's", deeper[:3])
-    deeper.append(nn.Linear(6, 6).double())
-    refuse(trained, r"it has no parameter '4.weight'; did you mean '3.0.weight'", deeper)
-    wide = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(4)))
-    refuse(trained, r"'0.0.weight' is 6×6 of float64, and the pipe's is 6×6 of float32", wide)
-    wide[2] = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 6))
-    wide.double()
-    refuse(trained, r"'2.0.weight' is 6×6 of float64, and the pipe's is 7×6 of float64", wide)
-
-
-def test_an_optimizer_of_another_kind_is_named(trained: Path) -> None:
-    refuse(
-        trained,
-        r"holds the state of AdamW for '0.0.weight', and the pipe trains it with SGD",
-        optimizer=OPTIMIZERS["sgd"],
-    )
-    refuse(trained, "state of AdamW, and the pipe has no opt", optimizer=None, schedule="1f1b")
-
-
-def test_groups_that_were_parted_are_named(tmp_path: Path) -> None:
-    model, data = make("mlp", 2, 4)
-    with fxpipe.compile(model, 2, loss=MSE, optimizer=OPTIMIZERS["groups"], **PLAIN) as pipe:
-        run(pipe, data)
-        pipe.checkpoint(tmp_path / "run")
-    with fxpipe.compile(
-        make("mlp", 0, 1)[0], 2, loss=MSE, optimizer=OPTIMIZERS["adamw"], **PLAIN
-    ) as pipe:
-        run(pipe, data[:1])
-        with pytest.raises(fxpipe.CheckpointError, match="had different 'weight_decay'"):
-            pipe.restore(tmp_path / "run")
-
-
-def test_one_without_an_optimizer_is_not_for_a_pipe_with_one(tmp_path: Path) -> None:
-    model, data = make("mlp", 1, 4)
-    with fxpipe.compile(model, 2, loss=MSE, microbatches=2, tracer="symbolic") as pipe:
-        run(pipe, data)
-        pipe.checkpoint(tmp_path / "run")
-    refuse(tmp_path / "run", "made by a pipe without an optimizer")
-
-
-def test_files_that_are_no_whole_checkpoint_are_refused(trained: Path, tmp_path: Path) -> None:
-    content, other = trained.read_bytes(), tmp_path / "other"
-    for length in (0, 5, 200, len(content) // 2, len(content) - 1):
-        other.write_bytes(content[:length])
-        refuse(other, "is no checkpoint, or not all of one")
-    refuse(tmp_path / "missing", "cannot read the checkpoint")
-    refuse(tmp_path, "cannot read the checkpoint")
-    torch.save(make("mlp", 0, 1)[0].state_dict(), other)
-    refuse(other, "is no checkpoint, or not all of one")
-    save_file({"x": torch.ones(2)}, other)
-    refuse(other, "holds tensors, but no checkpoint")
-    with safetensors.safe_open(trained, framework="pt") as file:
-        header = json.loads(file.metadata()["fxpipe"])
-    tensors = load_file(trained)
-    newer = {"format": FORMAT + 1, "content": {}}
-    save_file(tensors, other, {"fxpipe": json.dumps(newer)})
-    refuse(other, f"has format {FORMAT + 1}, and this fxpipe reads those up to {FORMAT}")
-    for damaged in ("{", "[]", "{}", json.dumps({"format": 1, "content": {}})):
-        save_file(tensors, other, {"fxpipe": damaged})
-        refuse(other, "is damaged")
-    generator = random.Random(0)
-    for name in generator.sample(sorted(tensors), 5):
-        save_file(
-            {n: t for n, t in tensors.items() if n != name}, other, {"fxpipe": json.dumps(header)}
-        )
-        refuse(other, "is damaged")
-
-
-def test_a_checkpoint_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> None:
-    model, data = make("mlp", 2, 4)
-    with fxpipe.compile(model, 2, loss=MSE, optimizer=OPTIMIZERS["own"], **PLAIN) as pipe:
-        run(pipe, data)
-        pipe.checkpoint(tmp_path / "run")
-        before = (tmp_path / "run").read_bytes()
-        with pytest.raises(fxpipe.CheckpointError, match="cannot write the checkpoint"):
-            pipe.checkpoint(tmp_path / "missing" / "run")
-        for optimizer in pipe.optimizers:
-            assert optimizer is not None
-            optimizer.param_groups[0]["k"] = object()
-        with pytest.raises(fxpipe.CheckpointError, match="k is a object, which a checkpoint"):
-            pipe.checkpoint(tmp_path / "run")
-    assert (tmp_path / "run").read_bytes() == before
-    assert [path.name for path in tmp_path.iterdir()] == ["run"]
-
-
-def test_a_closed_pipe_restores_nothing(trained: Path) -> None:
-    pipe = fxpipe.compile(make("mlp", 0, 1)[0], 1, loss=MSE)
-    pipe.close()
-    with pytest.raises(fxpipe.InputError, match="the pipe is closed"):
-        pipe.restore(trained)
