@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from fxpipe.compiler.compiled import Compiled
 from fxpipe.errors import InputError
-from fxpipe.memory.held import Resting, sizes_of
+from fxpipe.memory.held import Resting, sizes_of, undo_bytes
 from fxpipe.memory.optimizer import optimizer_memory
 from fxpipe.plan import Plan
 from fxpipe.program import Program
@@ -51,14 +51,10 @@ def _resting(optimizer: Optimizer, schedule: Schedule) -> Resting:
     state, step = optimizer_memory(optimizer)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     trained = sum(p.nbytes for p in parameters if p.requires_grad)
-    undo = state
-    if not schedule.overlaps:
-        undo += sum(p.nbytes for p in parameters)
-    elif len(set(schedule.delays)) > 1:
-        undo = 0  # a stage then never goes back, but stays at its own newest version
+    undo = undo_bytes(schedule, state, sum(p.nbytes for p in parameters), trained)
     if schedule.predict:  # batches read copies, and the newest version stands besides
-        state, undo = state + trained, undo + trained
-    return Resting(state, step, undo)
+        state += trained
+    return Resting(state, step, int(undo))
 
 
 def predict(

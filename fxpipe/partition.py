@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
@@ -13,6 +13,7 @@ from torch import nn
 from fxpipe.errors import InputError, near
 from fxpipe.passes.work import Machine
 from fxpipe.schedule import Schedule
+from fxpipe.task import Task
 
 Each = float | Sequence[float | None]
 Pairs = float | Sequence[Sequence[float]]
@@ -28,9 +29,11 @@ class Partition:
         at: names of submodules at each of which a stage begins; None to balance the stages.
         keep_together: names of submodules that no cut parts.
         memory_limits: bytes, one number for every device or one for each, None for no limit.
-            Counted are parameters, gradients, optimizer state and versions, and what the backward
-            of as many micro-batches needs as the schedule holds at once. The stages of a device
-            get equal parts of its limit.
+            Counted is all that ``pipe.simulate().memory`` counts: parameters, gradients, optimizer
+            state and versions, what an update can be undone with, what the backward of as many
+            micro-batches needs as the schedule holds at once, and what graphs add while they run.
+            Without ``optimizer=`` the state of an Adam that is stepped outside counts besides.
+            The stages of a device get equal parts of its limit.
         device_speeds: one for each device, relative to each other: 2 is twice as fast as 1.
         link_bandwidth: bytes a second between devices: one number, or a row for each sending
             device with one number for each receiving device. What a stage sends and receives then
@@ -75,6 +78,7 @@ class Partition:
             speeds=tuple(speeds[home] for home in homes),
             limits=tuple(limits[home] / homes.count(home) for home in homes) if limits else (),
             peaks=stash_peaks(schedule),
+            arrived=arrival_peaks(schedule),
             per_byte=_between(homes, [[1 / rate for rate in row] for row in bandwidth]),
             per_message=_between(homes, latency),
             names=tuple(names[home] for home in homes),
@@ -105,7 +109,19 @@ def read_partition(partition: Any) -> Partition:
 
 
 def stash_peaks(schedule: Schedule) -> tuple[int, ...]:
+    """Stage → the most micro-batches whose saved values are there at once: from their forward, or
+    from their recompute where they have one, to their backward."""
+    again = {(t.stage, t.microbatch) for row in schedule.rows for t in row if t.kind == "R"}
+    return _peaks(schedule, lambda t: t.kind == "R" or (t.stage, t.microbatch) not in again)
+
+
+def arrival_peaks(schedule: Schedule) -> tuple[int, ...]:
     """Stage → the most micro-batches that are there between their forward and their backward."""
+    return _peaks(schedule, lambda task: task.kind == "F")
+
+
+def _peaks(schedule: Schedule, begins: Callable[[Task], bool]) -> tuple[int, ...]:
+    """Stage → the most micro-batches that have begun, by a forward or recompute, and not ended."""
     peaks = [0] * schedule.stages
     for row in schedule.rows:
         held = [0] * schedule.stages
@@ -115,7 +131,7 @@ def stash_peaks(schedule: Schedule) -> tuple[int, ...]:
                 stage = task.stage
                 if stage is None or step + task.batch < 0:
                     continue
-                if task.kind == "F":
+                if task.kind in ("F", "R") and begins(task):
                     held[stage] += 1
                 elif task.kind in ("B", last):
                     held[stage] -= 1

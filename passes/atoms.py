@@ -35,10 +35,13 @@ class Footprint:
         resident: parameter or buffer, by its name in the model → bytes, with its gradient,
             optimizer state and versions.
         saved: node → bytes that it keeps for the backward of a micro-batch.
+        undo: parameter → bytes that are kept from its update on, to go back to, when nothing is
+            saved any more.
     """
 
     resident: Mapping[str, int] = field(default_factory=dict)
     saved: Mapping[str, int] = field(default_factory=dict)
+    undo: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -83,17 +86,18 @@ def atoms_of(
     transfers = list(_values(ordered, costs, atom_of, differentiable))
     in_turn = {(atom_of[first], atom_of[second]) for first, second in turns}
     transfers += [Transfer(a, (b,), 0, False) for a, b in sorted(in_turn) if a != b]
-    resident = [0] * len(groups)
+    resident, undo = [0] * len(groups), [0] * len(groups)
     names = {argument.target: argument.name for argument in traced.parameters}
     for target, users in readers(traced).items():
         atoms = tuple(sorted({atom_of[user] for user in users if user in atom_of}))
-        held = footprint.resident.get(target, 0)
+        held, undoing = footprint.resident.get(target, 0), footprint.undo.get(target, 0)
         if target in names and len(atoms) > 1:
             size = costs[names[target]].bytes if names[target] in costs else 0
-            transfers.append(Transfer(None, atoms, size, trained, held))
+            transfers.append(Transfer(None, atoms, size, trained, held, undoing))
         else:
             for atom in atoms:
                 resident[atom] += held
+                undo[atom] += undoing
     return Atoms(
         tuple(map(tuple, groups)),
         Work(
@@ -101,6 +105,7 @@ def atoms_of(
             tuple(resident),
             tuple(sum(footprint.saved.get(n.name, 0) for n in group) for group in groups),
             tuple(transfers),
+            tuple(undo),
         ),
         tuple((module_paths(group[0]) or [group[0].name])[0] for group in groups),
     )

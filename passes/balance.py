@@ -28,6 +28,7 @@ def balance(
     machine: Machine | None = None,
     footprint: Footprint | None = None,
     together: Sequence[str] = (),
+    nearest: bool = False,
 ) -> Assignment:
     """Cut into stages: minimise the slowest, then the bytes that cross.
 
@@ -38,6 +39,7 @@ def balance(
         machine: speeds, memory limits and links; by default equal devices.
         footprint: what stays in memory, for the limits.
         together: submodules that no cut may part.
+        nearest: whether, where no cut keeps the memory limits, that which comes nearest will do.
 
     Raises:
         PartitionError: the graph cannot be cut into so many stages, or keeps no memory limit.
@@ -50,10 +52,13 @@ def balance(
             "give fewer devices"
         )
     solution = solve(atoms.work, machine, atoms.layers)
-    if solution is None:
-        raise PartitionError(_over(least_limits(atoms.work, machine), machine))
-    division = solution.division
-    return Assignment(stages, _named(atoms, division), Verdict(division.loads, solution.bound))
+    if solution is not None:
+        division, bound = solution.division, solution.bound
+    else:
+        division, bound = least_limits(atoms.work, machine), lower_bound(atoms.work, machine)
+        if not nearest:
+            raise PartitionError(_over(division, machine))
+    return Assignment(stages, _named(atoms, division), Verdict(division.loads, bound))
 
 
 def judge(
@@ -62,16 +67,18 @@ def judge(
     costs: Mapping[str, NodeCost],
     machine: Machine,
     footprint: Footprint,
+    *,
+    nearest: bool = False,
 ) -> Assignment:
     """An assignment that was made by names with its verdict; the bound is that of any cut.
 
     Raises:
-        PartitionError: a stage does not keep its memory limit.
+        PartitionError: a stage does not keep its memory limit, and ``nearest`` is not given.
     """
     atoms = atoms_of(traced, costs, footprint, views=False)
     stage_of = [assignment.nodes[nodes[0].name] for nodes in atoms.nodes]
     division = weigh(atoms.work, machine, stage_of)
-    if not division.fits(machine):
+    if not nearest and not division.fits(machine):
         raise PartitionError(_over(division, machine))
     bound = lower_bound(atoms.work, machine)
     return replace(assignment, verdict=Verdict(division.loads, bound))
@@ -92,7 +99,7 @@ def _over(division: Division, machine: Machine) -> str:
     return (
         f"stage {stage} on {machine.name_of(stage)} needs at least {bytes_text(needs)} and may "
         f"take {bytes_text(limit)}: its parameters, their gradients, optimizer state and versions, "
-        f"and what {machine.peaks[stage]} micro-batches in flight keep; raise memory_limits, "
-        "split the batch into more micro-batches, give more devices, or a schedule that keeps "
-        "fewer micro-batches"
+        f"and what undoes its update, or what {machine.peaks[stage]} micro-batches in flight keep; "
+        "raise memory_limits, split the batch into more micro-batches, give more devices, or a "
+        "schedule that keeps fewer micro-batches"
     )

@@ -231,20 +231,23 @@ class Search:
         seconds = math.fsum(work.seconds[atom] for atom in atoms) / machine.speeds[stage]
         if not machine.linked and not machine.limited:
             return seconds
+        saving, receiving = machine.held[stage]
         held = sum(work.resident[atom] for atom in atoms)
-        kept = sum(work.saved[atom] for atom in atoms)
+        undo = sum(work.undoing[atom] for atom in atoms)
+        kept = saving * sum(work.saved[atom] for atom in atoms)
         for source, readers, value in self._values:
             born = start & (readers if source is None else source)
             if born:
                 if readers & inside:
-                    kept += value.bytes
+                    kept += receiving * value.bytes
                     seconds += self._least(value, [(k, stage) for k in range(stage)])
             elif inside & (readers if source is None else source):
                 held += value.resident
+                undo += value.undo
                 if readers & ~end:
                     later = range(stage + 1, machine.stages)
                     seconds += self._least(value, [(stage, k) for k in later])
-        if machine.limited and held + machine.peaks[stage] * kept > machine.limits[stage]:
+        if machine.limited and held + max(kept, undo) > machine.rooms[stage]:
             return math.inf
         return seconds
 

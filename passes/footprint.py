@@ -26,6 +26,7 @@ def footprint_of(
     costs: Mapping[str, NodeCost],
     state: Mapping[str, Tensor],
     copies: float,
+    undo: float = 0.0,
 ) -> Footprint:
     """What each parameter and buffer occupies, and what each node keeps for a micro-batch.
 
@@ -37,6 +38,7 @@ def footprint_of(
         state: name in the model → parameter, buffer or constant.
         copies: how often a parameter that is trained stands in memory: its versions, its
             gradient and its optimizer state.
+        undo: how often it stands there besides from its update on, when nothing is saved any more.
     """
     trained = {
         argument.target for argument in traced.parameters if state[argument.target].requires_grad
@@ -45,11 +47,11 @@ def footprint_of(
         a.target: int(_bytes(state[a.target]) * (copies if a.target in trained else 1))
         for a in (*traced.parameters, *traced.buffers)
     }
+    undoing = {target: int(_bytes(state[target]) * undo) for target in trained}
     if plan is not None:
-        return Footprint(resident, _saved(plan))
-    return Footprint(
-        resident, {node.name: costs[node.name].bytes for node in compute_nodes(traced.graph)}
-    )
+        return Footprint(resident, _saved(plan), undoing)
+    kept = {node.name: costs[node.name].bytes for node in compute_nodes(traced.graph)}
+    return Footprint(resident, kept, undoing)
 
 
 def _saved(plan: Plan) -> dict[str, int]:

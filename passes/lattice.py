@@ -48,6 +48,7 @@ class Lattice:
         self.done = done[order]
         self.saved = torch.tensor(work.saved, dtype=torch.float64) @ self.member.double()
         self.resident = torch.tensor(work.resident, dtype=torch.float64) @ self.member.double()
+        self.undo = torch.tensor(work.undoing, dtype=torch.float64) @ self.member.double()
         self._index_values()
 
     def _index_values(self) -> None:
@@ -59,8 +60,12 @@ class Lattice:
             self.unread[row] = len(value.readers) - read
             made[row] = read > 0 if value.source is None else self.member[value.source]
         self.live = made & (self.unread > 0)
-        held = torch.tensor([float(value.resident) for value in values], dtype=torch.float64)
+        held, undo = (
+            torch.tensor(list(map(float, column)), dtype=torch.float64)
+            for column in ([v.resident for v in values], [v.undo for v in values])
+        )
         self.resident = self.resident + held @ made.double()
+        self.undo = self.undo + undo @ made.double()
 
     def best(self, cap: float, *, fastest: bool) -> tuple[float, list[int]] | None:
         """The way whose slowest stage is the fastest, or None where none takes ``cap`` at most.
@@ -113,8 +118,9 @@ class _Way:
         self.best[0, 0] = 0
         self.parent = torch.zeros(shape, dtype=torch.int64)
         if machine.limited:
-            self.limits = torch.tensor(machine.limits, dtype=torch.float64)[:, None]
-            self.peaks = torch.tensor(machine.peaks, dtype=torch.float64)[:, None]
+            self.rooms = torch.tensor(machine.rooms, dtype=torch.float64)[:, None]
+            held = torch.tensor(machine.held, dtype=torch.float64)
+            self.saving, self.receiving = held[:, :1], held[:, 1:]
 
     def found(self) -> tuple[float, list[int]] | None:
         """See Lattice.best."""
@@ -156,10 +162,13 @@ class _Way:
         seconds = seconds + self.mix[stages] @ flows
         fits = seconds <= self.cap
         if lattice.machine.limited:
-            kept = lattice.saved[ends] - lattice.saved[begin] + flows[-1]
-            held = lattice.resident[ends] - lattice.resident[begin]
+            saved, resident, undo = (
+                table[ends] - table[begin]
+                for table in (lattice.saved, lattice.resident, lattice.undo)
+            )
+            kept = self.saving[stages] * saved + self.receiving[stages] * flows[-1]
             # sums of whole numbers are exact
-            fits &= held + self.peaks[stages] * kept <= self.limits[stages]
+            fits &= resident + kept.maximum(undo) <= self.rooms[stages]
         found = torch.maximum(self.best[stages, begin, None], seconds)
         found.masked_fill_(~fits, math.inf)
         after = torch.arange(first + 1, last + 2)[:, None]

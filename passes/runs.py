@@ -54,11 +54,13 @@ class Runs:
         self.length = len(self.least) - 1
         position = {atom: place for place, atom in enumerate(sequence)}
         resident = [work.resident[atom] for atom in sequence]
+        undo = [work.undoing[atom] for atom in sequence]
         self.uses: list[tuple[list[int], Transfer]] = []
         for transfer in work.transfers:
             uses = sorted(position[reader] for reader in transfer.readers if reader in position)
             if transfer.source is None and len(uses) == len(transfer.readers):
                 resident[uses[0]] += transfer.resident
+                undo[uses[0]] += transfer.undo
                 self.uses.append((uses, transfer))
             elif transfer.source in position and uses:
                 self.uses.append(([position[transfer.source], *uses], transfer))
@@ -67,6 +69,7 @@ class Runs:
         resident, saved = resident + more, saved + more
         self.resident = _summed(resident)
         self.saved = _summed(saved)
+        self.undo = _summed(undo + more)
         fewest = min(machine.peaks, default=1)
         held = (own + fewest * kept for own, kept in zip(resident, saved, strict=True))
         self.bytes = [0, *itertools.accumulate(held)]
@@ -140,6 +143,7 @@ class _Sweep:
         self.cap = cap
         machine = runs.machine
         self.stages, self.length = machine.stages, runs.length
+        self.rooms, self.held = machine.rooms, machine.held
         shape = (self.stages + 1, self.length + 1)
         self.best = torch.full(shape, math.inf, dtype=torch.float64)
         self.best[0, 0] = 0
@@ -174,7 +178,7 @@ class _Sweep:
         runs = self.runs
         span = [
             _span(runs.least, runs.most, [self.cap * speed for speed in runs.machine.speeds]),
-            _span(runs.bytes, runs.bytes, runs.machine.limits),
+            _span(runs.bytes, runs.bytes, self.rooms),
         ]
         for stage in range(self.stages):
             first, last = 0, self.length - 1
@@ -189,7 +193,7 @@ class _Sweep:
         reach = runs.most[begin] + self.cap * runs.machine.speeds[stage]
         end = bisect.bisect_right(runs.least, reach) - 1
         if runs.machine.limited:
-            reach = runs.bytes[begin] + runs.machine.limits[stage]
+            reach = runs.bytes[begin] + self.rooms[stage]
             end = min(end, bisect.bisect_right(runs.bytes, reach) - 1)
         return end
 
@@ -238,9 +242,13 @@ class _Sweep:
         if begins.stop > ends.start:  # a run does not end before it begins
             fits.triu_(begins.start + 1 - ends.start)
         if machine.limited:
-            kept = self.runs.saved[ends] - self.runs.saved[begins, None] + flows[-1]
-            held = self.runs.resident[ends] - self.runs.resident[begins, None]
-            fits &= held + machine.peaks[stage] * kept <= machine.limits[stage]
+            saved, resident, undo = (
+                table[ends] - table[begins, None]
+                for table in (self.runs.saved, self.runs.resident, self.runs.undo)
+            )
+            saving, receiving = self.held[stage]
+            kept = (saving * saved + receiving * flows[-1]).maximum(undo)
+            fits &= resident + kept <= self.rooms[stage]
         reached = self.best[stage, begins, None]
         if self.goal == "seconds":
             found = torch.maximum(reached, seconds)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fxpipe.passes.bound import chain_bound, lower_bound
 from fxpipe.passes.downsets import Search, TooManyError, downsets, pack
@@ -72,8 +72,11 @@ def least_limits(work: Work, machine: Machine) -> Division:
     best: Division | None = None
     while best is None or high > low * 1.001:
         scale = high if best is None else math.sqrt(low * high)
-        eased = Machine(
-            machine.speeds, tuple(limit * scale for limit in machine.limits), machine.peaks
+        eased = replace(
+            machine,
+            limits=tuple(limit * scale for limit in machine.limits),
+            per_byte=(),
+            per_message=(),
         )
         cuts = Runs(work, eased, range(len(work))).cut("bytes", math.inf)
         if cuts is not None:

@@ -24,6 +24,7 @@ class Transfer:
         bytes: of one micro-batch.
         returns: whether a gradient of as many bytes comes back.
         resident: bytes that it occupies at its owner besides, where it is a parameter.
+        undo: bytes that an update needs there besides, likewise.
     """
 
     source: int | None
@@ -31,6 +32,7 @@ class Transfer:
     bytes: int
     returns: bool = False
     resident: int = 0
+    undo: int = 0
 
 
 @dataclass(frozen=True)
@@ -43,12 +45,15 @@ class Work:
             optimizer state and versions.
         saved: atom → bytes that it keeps for the backward of each micro-batch.
         transfers: the values.
+        undo: atom → bytes that are kept from the update of its parameters on, to go back to, when
+            nothing is saved any more; by default none.
     """
 
     seconds: tuple[float, ...]
     resident: tuple[int, ...]
     saved: tuple[int, ...]
     transfers: tuple[Transfer, ...] = ()
+    undo: tuple[int, ...] = ()
 
     def __len__(self) -> int:
         return len(self.seconds)
@@ -56,6 +61,11 @@ class Work:
     @cached_property
     def total(self) -> float:
         return math.fsum(self.seconds)
+
+    @property
+    def undoing(self) -> tuple[int, ...]:
+        """Atom → bytes of ``undo``."""
+        return self.undo or (0,) * len(self)
 
     @cached_property
     def before(self) -> tuple[tuple[int, ...], ...]:
@@ -88,6 +98,10 @@ class Machine:
         per_byte: stage → stage → seconds a byte that is sent.
         per_message: stage → stage → seconds a value that is sent.
         names: stage → what messages call its device.
+        arrived: stage → micro-batches whose received values it holds at once: more, where it
+            saves nothing but recomputes; by default as many.
+        reserved: stage → bytes that it needs besides what its atoms keep, such as those that its
+            graphs add while they run; by default none.
     """
 
     speeds: tuple[float, ...]
@@ -96,6 +110,8 @@ class Machine:
     per_byte: tuple[tuple[float, ...], ...] = ()
     per_message: tuple[tuple[float, ...], ...] = ()
     names: tuple[str, ...] = ()
+    arrived: tuple[int, ...] = ()
+    reserved: tuple[float, ...] = ()
 
     @staticmethod
     def equal(stages: int) -> Machine:
@@ -126,6 +142,20 @@ class Machine:
         """Whether compute alone counts, and is the same everywhere."""
         return self.computes_alone and len(set(self.speeds)) == 1
 
+    @property
+    def held(self) -> tuple[tuple[int, int], ...]:
+        """Stage → micro-batches whose saved values, and whose received values, it holds."""
+        peaks = self.peaks or (1,) * self.stages
+        return tuple(zip(peaks, self.arrived or peaks, strict=True))
+
+    @property
+    def rooms(self) -> tuple[float, ...]:
+        """Stage → bytes that its atoms may occupy; empty without limits."""
+        reserved = self.reserved or (0.0,) * self.stages
+        return (
+            tuple(a - b for a, b in zip(self.limits, reserved, strict=True)) if self.limits else ()
+        )
+
     def name_of(self, stage: int) -> str:
         return self.names[stage] if self.names else f"device {stage}"
 
@@ -147,7 +177,8 @@ class Load:
     Attributes:
         compute: seconds.
         transfer: seconds that it sends and receives.
-        memory: bytes, all micro-batches that it stashes counted.
+        memory: bytes, all micro-batches that it stashes counted, or what undoes its update
+            instead, where that is more.
         received: bytes that come from other stages.
     """
 
@@ -195,29 +226,32 @@ def weigh(work: Work, machine: Machine, stage_of: Sequence[int]) -> Division:
     stages = machine.stages
     compute, transfer = [0.0] * stages, [0.0] * stages
     held, kept, received = [0] * stages, [0] * stages, [0] * stages
+    undo, undoing = [0] * stages, work.undoing
     for atom, stage in enumerate(stage_of):
         compute[stage] += work.seconds[atom]
         held[stage] += work.resident[atom]
         kept[stage] += work.saved[atom]
+        undo[stage] += undoing[atom]
     for value in work.transfers:
         targets = {stage_of[reader] for reader in value.readers}
         source = min(targets) if value.source is None else stage_of[value.source]
         held[source] += value.resident
+        undo[source] += value.undo
         for target in targets - {source}:
             received[target] += value.bytes
             seconds = machine.transfer_seconds(source, target, value) if machine.linked else 0.0
             transfer[source] += seconds
             transfer[target] += seconds
-    peaks = machine.peaks or (1,) * stages
+    reserved = machine.reserved or (0,) * stages
     return Division(
         tuple(stage_of),
         tuple(
             Load(
                 compute[k] / machine.speeds[k],
                 transfer[k],
-                held[k] + peaks[k] * (kept[k] + received[k]),
+                reserved[k] + held[k] + max(saving * kept[k] + receiving * received[k], undo[k]),
                 received[k],
             )
-            for k in range(stages)
+            for k, (saving, receiving) in enumerate(machine.held)
         ),
     )

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from fxpipe.compiler.compiled import Compiled
 from fxpipe.compiler.front_end import FrontEnd, Tracer
@@ -17,6 +18,7 @@ from fxpipe.compiler.plans import Call, Plans
 from fxpipe.compiler.timetable import Purpose, RecomputeLike, Timetable
 from fxpipe.compiler.verbose import told
 from fxpipe.errors import InputError
+from fxpipe.figures import plan_sizes, predict
 from fxpipe.garbage import without_collection
 from fxpipe.partition import Partition
 from fxpipe.passes import runner
@@ -30,7 +32,7 @@ from fxpipe.plan import Plan
 from fxpipe.program import Program
 from fxpipe.recipe import Recipe
 from fxpipe.runtime.batch import Batch
-from fxpipe.runtime.optimizer import OptimizerFactory
+from fxpipe.runtime.optimizer import OptimizerFactory, make_optimizer, state_size
 from fxpipe.schedule import Schedule
 from fxpipe.signals import SignalsAtOperations
 from fxpipe.sizes import Sizes
@@ -77,7 +79,7 @@ class Compiler:
             devices: what messages call them.
             objective: the loss.
             partition: how the model is to be cut.
-            optimizer: for the size of its state, where memory is limited.
+            optimizer: for what it holds, where memory is limited.
             tracer: "export" or "symbolic".
             threads: intra-op threads of a device, for the measurement of costs.
             microbatches: into how many a whole batch is split; None where nobody has said.
@@ -96,7 +98,8 @@ class Compiler:
         self.timetable = Timetable(
             recipe, len(devices), microbatches=microbatches, clips=clips, recompute=recompute
         )
-        self._placement = Placement(model, partition, recipe, devices, optimizer, threads)
+        self._optimizer = optimizer
+        self._placement = Placement(model, partition, self.timetable, devices, optimizer, threads)
         self.plans = Plans(
             model,
             FrontEnd(model, objective, tracer, threads, leaf_modules or {}),
@@ -128,7 +131,15 @@ class Compiler:
         """
         what = f"{type(self.model).__name__} for a {purpose} of {batch.size} samples"
         with SignalsAtOperations(), told(what, self.verbose), without_collection():
-            return self._compile(batch, parts, purpose, updates, input_gradients)
+            made = (batch, parts, purpose, updates, input_gradients)
+            compiled = self._compile(*made)
+            while purpose == "step" and not self._placement.judged:
+                if self._placement.keeps_limits(self._peaks(compiled, updates)):
+                    break
+                self.plans.forget()
+                self._programs.clear()
+                compiled = self._compile(*made)
+        return compiled
 
     def _compile(
         self,
@@ -181,7 +192,7 @@ class Compiler:
     @property
     def limited(self) -> bool:
         """Whether a device has a memory limit."""
-        return self._placement.machine is not None and self._placement.machine.limited
+        return self._placement.limited
 
     def sizes(self, compiled: Compiled) -> Sizes:
         """What the stages compute and hold, in the samples of a micro-batch.
@@ -206,9 +217,26 @@ class Compiler:
             held = sum(state[a.target].nbytes for a in (*stage.parameters, *stage.buffers))
             trained = [state[a.target] for a in stage.parameters]
             more = sum(p.nbytes for p in trained if p.requires_grad) * (self._placement.copies - 1)
-            memory.append(held + int(more) + machine.peaks[stage.index] * extent.saved)
+            memory.append(held + int(more) + machine.held[stage.index][1] * extent.saved)
         limits = machine.limits or (math.inf,) * machine.stages
         return Sizes(found, tuple(memory), machine.names, limits)
+
+    def _peaks(self, compiled: Compiled, updates: bool) -> list[float]:
+        """Device → the most bytes that it is predicted to hold in a step, with what an optimizer
+        outside would."""
+        plan, schedule = compiled.plan, compiled.schedule
+        state = compiled.traced.state_of(self.model)
+        own = [[state[a.target] for a in stage.parameters] for stage in plan.stages]
+        optimizers: list[Optimizer | None] = [None] * len(own)
+        if updates and self._optimizer is not None:
+            optimizers = [make_optimizer(self._optimizer, p) if p else None for p in own]  # type: ignore[arg-type]
+        sizes = plan_sizes(plan, state, optimizers, schedule)
+        found = predict(plan, compiled.program, sizes, None, links=None, overlap=True, steps=None)
+        peaks = [float(memory.peak) for memory in found.memory]
+        if not updates:
+            for stage, device in enumerate(schedule.placement):
+                peaks[device] += state_size(None) * sizes.gradients[stage]
+        return peaks
 
     def _program(self, plan: Plan, schedule: Schedule, purpose: Purpose, updates: bool) -> Program:
         key = (plan.edges, schedule.microbatches, purpose, updates)

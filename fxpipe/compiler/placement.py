@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor, nn
 
+from fxpipe.compiler.room import Room
+from fxpipe.compiler.timetable import Timetable
+from fxpipe.memory.held import undo_bytes
 from fxpipe.partition import Partition
+from fxpipe.passes.atoms import Footprint
 from fxpipe.passes.balance import balance, judge
 from fxpipe.passes.cut import cut
 from fxpipe.passes.differentiate import Differentiate, Wanted
@@ -20,8 +25,8 @@ from fxpipe.passes.part_backward import part_backward
 from fxpipe.passes.partition import Assignment, Verdict, compute_nodes, owners
 from fxpipe.passes.work import Machine
 from fxpipe.plan import Costs, Plan
-from fxpipe.recipe import Recipe
 from fxpipe.runtime.optimizer import OptimizerFactory, state_size
+from fxpipe.schedule import Schedule
 from fxpipe.telling import telling
 from fxpipe.traced import Traced
 from fxpipe.untouched import intra_op_threads, untouched
@@ -38,15 +43,13 @@ class Placement:
         costs: stage → what it costs, as measured on the first graph.
         verdict: how well the stages are balanced, once there are any.
         machine: the devices as the stages meet them, once there are any.
-        copies: how often a parameter that is trained stands in memory: its versions, its
-            gradient and its optimizer state.
     """
 
     def __init__(
         self,
         model: nn.Module,
         partition: Partition,
-        recipe: Recipe,
+        timetable: Timetable,
         devices: Sequence[str],
         optimizer: OptimizerFactory | None,
         threads: int,
@@ -56,23 +59,25 @@ class Placement:
         Args:
             model: the model, for the names of its submodules.
             partition: what to mind.
-            recipe: the schedule of training steps, which places the stages.
+            timetable: the schedule of training steps, which places the stages.
             devices: what messages call them.
-            optimizer: for the size of its state, where memory is limited.
+            optimizer: for the size of its state.
             threads: intra-op threads of a device, for the measurement.
         """
         self.owners: Mapping[str, int] = {}
         self.costs: Mapping[int, Costs] = {}
         self.verdict: Verdict | None = None
         self.machine: Machine | None = None
-        self.copies = 1.0
         self._model = model
         self._partition = partition
-        self._recipe = recipe
+        self._timetable = timetable
         self._devices = devices
         self._optimizer = optimizer
         self._threads = threads
+        self._schedule: Schedule
         self._reference: tuple[Traced, Assignment] | None = None
+        self._room: Room | None = None
+        self._measured: tuple[Traced, Plan | None, dict[str, NodeCost]] | None = None
 
     def place(
         self,
@@ -81,6 +86,8 @@ class Placement:
         state: Mapping[str, Tensor],
         wanted: Wanted,
         microbatches: int,
+        *,
+        step: bool = False,
     ) -> Assignment:
         """The stage of every node of a graph.
 
@@ -90,21 +97,33 @@ class Placement:
             state: name in the model → parameter, buffer or constant.
             wanted: the gradients that will be made.
             microbatches: into how many a batch is split.
+            step: whether the graph is that of a step, whose memory ``keeps_limits`` judges.
 
         Raises:
             PartitionError: the model cannot be cut as asked.
         """
         if self._reference is not None:
             return place_like(traced, *self._reference)
-        schedule = self._recipe(len(self._devices), self._recipe.microbatches or microbatches)
-        machine = self._partition.machine(schedule, self._devices)
-        with untouched(self._model), intra_op_threads(self._threads), telling("measure"):
-            plan = None if traced.leaves else _single(traced, values, state, wanted)
-            costs = _measured(traced, plan, values, state)
-        self.machine = machine
-        limited = self._optimizer if machine.limited else None
-        self.copies = max(schedule.delays) + 2 + state_size(limited)
-        footprint = footprint_of(traced, plan, costs, state, self.copies)
+        recipe = self._timetable.recipe
+        schedule = recipe(len(self._devices), recipe.microbatches or microbatches)
+        schedule = self._timetable.recomputing(schedule)
+        if self._room is None:
+            machine = self._partition.machine(schedule, self._devices)
+            self._room = Room(schedule.placement, machine)
+        self.machine = machine = self._room.machine()
+        nearest = step and self._room.nearest
+        if not step:
+            self._room.firm = "give compile(..., example=...) of a step, raise memory_limits"
+        if self._measured is None or self._measured[0] is not traced:
+            with untouched(self._model), intra_op_threads(self._threads), telling("measure"):
+                plan = None if traced.leaves else _single(traced, values, state, wanted)
+                costs = _costs(traced, plan, values, state)
+            self._measured = traced, plan, costs
+        _, plan, costs = self._measured
+        self._schedule = schedule
+        footprint = Footprint()
+        if machine.limited:
+            footprint = footprint_of(traced, plan, costs, state, self.copies, self._undo)
         together = self._partition.keep_together
         with telling("partition"):
             if self._partition.at is None:
@@ -115,16 +134,64 @@ class Placement:
                     machine=machine,
                     footprint=footprint,
                     together=together,
+                    nearest=nearest,
                 )
             else:
                 names = self._partition.at
                 assignment = cut_at(traced, schedule.stages, names, self._model, together)
-                assignment = judge(traced, assignment, costs, machine, footprint)
+                assignment = judge(traced, assignment, costs, machine, footprint, nearest=nearest)
+                self._room.firm = "begin stages at other submodules, raise memory_limits"
         self._reference = traced, assignment
         self.verdict = assignment.verdict
         self.owners = owners(traced, assignment)
         self.costs = _by_stage(traced, assignment, costs)
         return assignment
+
+    @property
+    def limited(self) -> bool:
+        """Whether a device has a memory limit."""
+        return self.machine is not None and self.machine.limited
+
+    @property
+    def judged(self) -> bool:
+        """Whether the devices keep their limits as predicted, or have none."""
+        return self._room is not None and self._room.kept
+
+    def keeps_limits(self, peaks: Sequence[float]) -> bool:
+        """Whether the devices keep their limits. If not, a new graph is placed anew.
+
+        Args:
+            peaks: device → the most bytes that it is predicted to hold in a step.
+
+        Raises:
+            PartitionError: they do not, and no other assignment is to be tried.
+        """
+        assert self._room is not None and self.machine is not None and self.verdict is not None
+        kept = self._room.keeps(self.verdict.loads, self.machine, peaks)
+        if not kept:
+            self._reference = None
+        return kept
+
+    @cached_property
+    def copies(self) -> float:
+        """How often a parameter that is trained stands in memory: its versions, its gradient and
+        its optimizer state; and, where an update may happen among other tasks, what undoes it."""
+        schedule = self._schedule
+        copies = max(schedule.delays) + 2 + self._state + schedule.predict
+        return copies + self._undoing if schedule.overlaps else copies
+
+    @property
+    def _undo(self) -> float:
+        """The same of what undoes an update when nothing is saved any more."""
+        return 0.0 if self._schedule.overlaps else self._undoing
+
+    @property
+    def _undoing(self) -> float:
+        return undo_bytes(self._schedule, self._state, 1, 1) if self._optimizer else 0.0
+
+    @cached_property
+    def _state(self) -> float:
+        return state_size(self._optimizer)
 
 
 def _single(
@@ -135,7 +202,7 @@ def _single(
     return part_backward(Differentiate(values, state, wanted)(cut(traced, whole, {})))
 
 
-def _measured(
+def _costs(
     traced: Traced, plan: Plan | None, values: Mapping[str, Any], state: Mapping[str, Tensor]
 ) -> dict[str, NodeCost]:
     return measure_leaves(traced, values) if plan is None else measure(traced, plan, values, state)

@@ -116,6 +116,7 @@ class Plans:
         self._plans: dict[Any, Plan] = {}
         self._homed: dict[Any, tuple[Traced, Plan]] = {}
         self._checked: set[tuple[int, bool, bool]] = set()
+        self._traced: dict[Any, Traced] = {}
 
     def plan(self, call: Call) -> tuple[Traced, Plan]:
         """The whole model's graph and its plan, whose stages are on their devices.
@@ -140,6 +141,11 @@ class Plans:
         traced, plan = self._homed[key]
         settle(plan, traced.state_of(self._model), homes)
         return traced, plan
+
+    def forget(self) -> None:
+        """Place and differentiate all graphs anew; what was traced is kept."""
+        for kept in (self.graphs, self._plans, self._homed, self._checked):
+            kept.clear()
 
     def _plan(self, call: Call) -> tuple[Traced, Plan]:
         graph = self._graph(call)
@@ -197,16 +203,16 @@ class Plans:
         )
         if kept is not None:
             return kept
-        traced = self.front_end.trace(
-            call.batch, call.leaves, call.size, call.with_loss, call.fixed
-        )
-        if self._deferred_batchnorm:
-            with telling("defer_batchnorm"):
-                traced = defer_batchnorm(traced, self._model)
+        traced = self._trace(call)
         values, state = _values(traced, call.leaves), traced.state_of(self._model)
         wanted = _wanted(traced, call.purpose)
         assignment = self._placement.place(
-            traced, values, state, wanted, call.schedule.microbatches
+            traced,
+            values,
+            state,
+            wanted,
+            call.schedule.microbatches,
+            step=call.purpose == "step",
         )
         # a call without gradients has the graph of one with them
         wanted = _wanted(traced, "step" if call.with_loss else "call")
@@ -216,6 +222,18 @@ class Plans:
         graph = Graph(*localise_sizes(*relayed))
         self.graphs[key, call.size] = graph
         return graph
+
+    def _trace(self, call: Call) -> Traced:
+        key = self._graph_key(call), call.size
+        if key not in self._traced:
+            traced = self.front_end.trace(
+                call.batch, call.leaves, call.size, call.with_loss, call.fixed
+            )
+            if self._deferred_batchnorm:
+                with telling("defer_batchnorm"):
+                    traced = defer_batchnorm(traced, self._model)
+            self._traced[key] = traced
+        return self._traced[key]
 
     def _plan_key(self, call: Call) -> tuple[Any, ...]:
         return self._graph_key(call), call.size, call.purpose, call.wants, call.parted

@@ -66,8 +66,7 @@ class Timetable:
                     schedule = end_with_flush(schedule)
             schedule.verify()
             if purpose != "infer" and not schedule.kinds & {"R"}:
-                modes = _modes(self._recompute, schedule.stages)
-                schedule = add_recompute(schedule, modes).verify()
+                schedule = self.recomputing(schedule).verify()
             clips = self._clips and purpose == "step"
             self._made[key] = add_clip(schedule).verify() if clips else schedule
         if purpose == "step":
@@ -89,6 +88,10 @@ class Timetable:
                 'another, such as "1f1b", and call the pipe for inference'
             )
         return schedule
+
+    def recomputing(self, schedule: Schedule) -> Schedule:
+        """A schedule with the recomputes that the pipe's options add."""
+        return add_recompute(schedule, _modes(self._recompute, schedule.stages))
 
     def _recipe(self, purpose: Purpose) -> Recipe:
         if purpose == "step":

@@ -10,6 +10,7 @@ from torch import Tensor
 from fxpipe.kernels.graph import GraphKernel
 from fxpipe.memory.graph import GraphMemory
 from fxpipe.plan import Plan
+from fxpipe.schedule import Schedule
 from fxpipe.simulator.sizes import Sizes
 
 
@@ -26,6 +27,23 @@ class Resting:
     state: int = 0
     updating: int = 0
     undo: int = 0
+
+
+def undo_bytes(schedule: Schedule, state: float, parameters: float, trained: float) -> float:
+    """What a stage keeps from its update on, until no stage can go back beyond it.
+
+    Args:
+        schedule: of the steps.
+        state: bytes of its optimizer's state.
+        parameters: bytes of its parameters.
+        trained: bytes of those that are trained.
+    """
+    undo = state
+    if not schedule.overlaps:
+        undo += parameters
+    elif len(set(schedule.delays)) > 1:
+        undo = 0  # a stage then never goes back, but stays at its own newest version
+    return undo + trained if schedule.predict else undo
 
 
 def sizes_of(
