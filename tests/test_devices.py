@@ -33,8 +33,8 @@ def workers() -> set[threading.Thread]:
 
 
 def soon(holds: Callable[[], bool]) -> bool:
-    """Whether something holds within a second or so."""
-    for _ in range(200):
+    """Whether something holds before long; a busy machine may take its time."""
+    for _ in range(3000):
         if holds():
             return True
         time.sleep(0.01)
@@ -204,7 +204,7 @@ def test_steps_from_several_threads_at_once_do_not_wait_for_each_other_forever(
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(10)
+            thread.join(60)
         assert len(found) == 40
         assert all(torch.equal(each, expected) for each in found)
 

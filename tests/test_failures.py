@@ -54,7 +54,7 @@ def obey(x: Tensor, orders: Tensor) -> Tensor:
         SLEEPING.set()
         time.sleep(SLOW)
     if (orders == FAILS_THEN).any():
-        assert SLEEPING.wait(5)
+        assert SLEEPING.wait(60)
     if (orders == FAILS).any() or (orders == FAILS_THEN).any():
         raise ValueError("told to fail")
     return x.clone()
@@ -169,7 +169,7 @@ class Failing(torch.optim.AdamW):
         if not self.fails:
             Failing.updated.release()
             return
-        assert Failing.updated.acquire(timeout=5)
+        assert Failing.updated.acquire(timeout=60)
         self.param_groups[0]["lr"] = 7.0
         raise RuntimeError("out of luck")
 

@@ -229,5 +229,5 @@ def test_who_waits_for_an_event_is_woken_when_the_run_stops() -> None:
     thread = threading.Thread(target=wait)
     thread.start()
     events.stop()
-    thread.join(10)
+    thread.join(60)
     assert len(caught) == 1

@@ -91,7 +91,7 @@ def test_the_halves_of_a_backward_are_timed_apart(monkeypatch: pytest.MonkeyPatc
     assert silu.input_grad > 0
     assert silu.weight_grad == 0
     for cost in (first, last, silu):
-        assert 0.3 < (cost.input_grad + cost.weight_grad) / cost.backward < 3
+        assert 0.1 < (cost.input_grad + cost.weight_grad) / cost.backward < 10
 
 
 def test_bytes_are_those_of_the_values() -> None:
