@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import Callable
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, ClassVar
 
 _SIGNALS = tuple(signal.valid_signals())
 
@@ -35,6 +35,8 @@ class HeldSignals:
         held: what a handler has raised, the latest if there were several.
     """
 
+    _innermost: ClassVar[HeldSignals | None] = None  # of those that the main thread has entered
+
     def __init__(self, wake: Callable[[], None]) -> None:
         """Nothing is held yet.
 
@@ -46,15 +48,25 @@ class HeldSignals:
         self._before: dict[int, Any] = {}
         self._called: dict[int, Any] = {}
         self._own: Any = None
+        self._around: HeldSignals | None = None
 
     def __enter__(self) -> HeldSignals:
-        if threading.current_thread() is threading.main_thread():
-            handlers = {number: signal.getsignal(number) for number in _SIGNALS}
-            self._before = {n: handler for n, handler in handlers.items() if callable(handler)}
-            self._called = {n: _innermost(n, handler) for n, handler in self._before.items()}
-            self._own = self._hold  # one object: a bound method is a new one each time
+        if threading.current_thread() is not threading.main_thread():
+            return self
+        # to ask for all signals takes as long as a small step's bookkeeping: it is done once
+        around = HeldSignals._innermost
+        numbers = _SIGNALS if around is None else tuple(around._before)
+        handlers = {number: signal.getsignal(number) for number in numbers}
+        self._before = {n: handler for n, handler in handlers.items() if callable(handler)}
+        self._called = {n: _in_the_end(n, handler) for n, handler in self._before.items()}
+        self._own = self._hold  # one object: a bound method is a new one each time
+        try:
             for number in self._before:
                 signal.signal(number, self._own)
+            self._around, HeldSignals._innermost = around, self
+        except BaseException:
+            self._put_back()
+            raise
         return self
 
     def __exit__(
@@ -63,10 +75,9 @@ class HeldSignals:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for number, handler in self._before.items():
-            if signal.getsignal(number) is self._own:  # else a handler has put another one there
-                signal.signal(number, handler)
-        self._before, self._called, self._own = {}, {}, None
+        if HeldSignals._innermost is self:
+            HeldSignals._innermost, self._around = self._around, None
+        self._put_back()
         held = self.take()
         try:
             if held is not None and held is not error:
@@ -79,6 +90,13 @@ class HeldSignals:
         held, self.held = self.held, None
         return held
 
+    def _put_back(self) -> None:
+        """Let signals be handled as before. Ctrl-C, one of the first of them, comes last."""
+        for number, handler in reversed(self._before.items()):
+            if signal.getsignal(number) is self._own:  # else a handler has put another one there
+                signal.signal(number, handler)
+        self._before, self._called, self._own = {}, {}, None
+
     def _hold(self, number: int, frame: FrameType | None) -> None:
         try:
             self._called[number](number, frame)
@@ -87,7 +105,7 @@ class HeldSignals:
             self._wake()
 
 
-def _innermost(number: int, handler: Any) -> Any:
+def _in_the_end(number: int, handler: Any) -> Any:
     """What is called for a signal in the end: not the handler of one that is entered around."""
     owner = getattr(handler, "__self__", None)
     return owner._called[number] if isinstance(owner, HeldSignals) else handler
