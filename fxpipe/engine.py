@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fxpipe.call import differentiable_call
@@ -21,6 +21,7 @@ from fxpipe.runtime.batch import Batch
 from fxpipe.runtime.clipping import Clipping
 from fxpipe.runtime.clock import Clock
 from fxpipe.runtime.cpu import Worker
+from fxpipe.runtime.crew import Setting
 from fxpipe.runtime.execution import Execution
 from fxpipe.runtime.flight import Flight
 from fxpipe.runtime.host import BatchHost, draw_seed, next_seed
@@ -247,18 +248,8 @@ class Engine:
             onto_grad=onto_grad,
             deferred=compiled.traced.deferred,
         )
-        return Execution(
-            compiled.program,
-            compiled.plan,
-            self._kernels(compiled),
-            host,
-            weights,
-            self._workers,
-            clipping=self._clipping,
-            clock=self._clock,
-            backend=self._backend,
-            expected=partial(peaks, compiled, state, optimizers),
-        )
+        setting = self._setting(compiled, state, optimizers)
+        return Execution(setting, self._kernels(compiled), host, weights, clipping=self._clipping)
 
     def _airborne(self, compiled: Compiled, optimizers: Sequence[Optimizer | None]) -> Flight:
         """The flight of a program; one of another program is flushed before."""
@@ -275,16 +266,23 @@ class Engine:
                 compiled.plan, compiled.schedule, self._backend.threads
             )
             versions.open(compiled.plan.stages, state, compiled.traced.deferred)
-            self._flight = Flight(
-                compiled.program,
-                compiled.plan,
-                versions,
-                self._workers,
-                clock=self._clock,
-                backend=self._backend,
-                expected=partial(peaks, compiled, state, optimizers),
-            )
+            self._flight = Flight(self._setting(compiled, state, optimizers), versions)
         return self._flight
+
+    def _setting(
+        self,
+        compiled: Compiled,
+        state: Mapping[str, Tensor],
+        optimizers: Sequence[Optimizer | None],
+    ) -> Setting:
+        return Setting(
+            compiled.program,
+            compiled.plan,
+            self._workers,
+            self._backend,
+            clock=self._clock,
+            expected=partial(peaks, compiled, state, optimizers),
+        )
 
     def _kernels(self, compiled: Compiled) -> Sequence[Sequence[Kernel]]:
         return compiled.rechecked() if self._recompute_check else compiled.kernels
