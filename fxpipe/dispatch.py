@@ -7,34 +7,16 @@ from collections import defaultdict
 
 from fxpipe.errors import InputError
 from fxpipe.instruction import (
-    Backward,
     Barrier,
-    Clip,
-    Forward,
-    InputGrad,
     Instruction,
     Pause,
     Pop,
     Receive,
-    Recompute,
-    Run,
     Send,
     Stash,
-    Update,
-    WeightGrad,
 )
-from fxpipe.program import COMPUTE, Buffer, Program
+from fxpipe.program import COMPUTE, Buffer, Program, letter_of
 from fxpipe.task import KINDS
-
-_LETTERS: dict[type[Instruction], str] = {
-    Forward: "F",
-    Recompute: "R",
-    Backward: "B",
-    InputGrad: "I",
-    WeightGrad: "W",
-    Clip: "C",
-    Update: "U",
-}
 
 
 def dispatch_order(program: Program) -> tuple[int, ...]:
@@ -137,7 +119,7 @@ class _Walk:
 
 def usual_cost(instruction: Instruction) -> float:
     """The time of the kind of task that an instruction runs; 0 for one that computes nothing."""
-    if isinstance(instruction, Run):
-        return KINDS[instruction.kind].cost if instruction.kind in KINDS else 1.0
-    letter = _LETTERS.get(type(instruction))
-    return 0.0 if letter is None else KINDS[letter].cost
+    letter = letter_of(instruction)
+    if letter is None:
+        return 0.0
+    return KINDS[letter].cost if letter in KINDS else 1.0

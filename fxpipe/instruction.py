@@ -204,6 +204,25 @@ Move = Load | Output | Send | Receive | Stash | Pop | Free
 Instruction = Compute | Run | Norm | Clip | Update | Barrier | Pause | Move
 
 
+LETTERS: dict[type[Instruction], str] = {
+    Forward: "F",
+    Recompute: "R",
+    Backward: "B",
+    InputGrad: "I",
+    WeightGrad: "W",
+    Clip: "C",
+    Update: "U",
+}
+"""Instruction → the letter of the task that it runs; a ``Run`` has that of its own kind."""
+
+
+def letter_of(instruction: Instruction) -> str | None:
+    """The letter of the task that an instruction runs; None for one that computes nothing."""
+    if isinstance(instruction, Run):
+        return instruction.kind
+    return LETTERS.get(type(instruction))
+
+
 def batch_of(instruction: Instruction) -> int:
     """The batch that an instruction belongs to: 0 for this step's, −1 for the one before."""
     match instruction:

@@ -23,6 +23,7 @@ from fxpipe.buffer import (
 )
 from fxpipe.edge import HOST, Edge, gradient_groups
 from fxpipe.instruction import (
+    LETTERS,
     OPCODES,
     Backward,
     Barrier,
@@ -46,6 +47,7 @@ from fxpipe.instruction import (
     Update,
     WeightGrad,
     batch_of,
+    letter_of,
 )
 
 if TYPE_CHECKING:
@@ -278,6 +280,7 @@ __all__ = [
     "COMPUTE",
     "HOST",
     "KEPT",
+    "LETTERS",
     "OPCODES",
     "Backward",
     "Barrier",
@@ -308,6 +311,7 @@ __all__ = [
     "deferred",
     "forward_buffer",
     "gradient_buffer",
+    "letter_of",
     "norm_buffer",
     "saved",
     "state",

@@ -16,10 +16,9 @@ import fxpipe
 from fxpipe.blocking import blocking
 from fxpipe.errors import InputError
 from fxpipe.passes.streams import Streams
-from fxpipe.program import Free, Pop, Receive
+from fxpipe.program import Free, Pop, Receive, letter_of
 from fxpipe.runtime import interpreter
 from fxpipe.runtime.interpreter import Machine
-from fxpipe.simulator.costs import letter_of
 from fxpipe.simulator.measured import measured_run
 from fxpipe.unroll import unroll
 from tests.test_streams import plain

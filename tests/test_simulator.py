@@ -23,11 +23,11 @@ from fxpipe.program import (
     Receive,
     Send,
     Stash,
+    letter_of,
 )
 from fxpipe.recipe import find_recipe
 from fxpipe.schedule import Schedule
 from fxpipe.simulator import Link, Sizes, simulate
-from fxpipe.simulator.costs import letter_of
 from fxpipe.simulator.events import Transfer
 from fxpipe.unroll import unroll
 from tests.plans import chain, skipping

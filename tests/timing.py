@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from fxpipe.program import Event, Instruction, Load, Move, Pop, Program, Receive
-from fxpipe.simulator.costs import letter_of
+from fxpipe.program import Event, Instruction, Load, Move, Pop, Program, Receive, letter_of
 from fxpipe.task import KINDS
 
 

@@ -9,8 +9,8 @@ from functools import cached_property
 
 from fxpipe.errors import InputError
 from fxpipe.formulas.envelope import Vector, dot
-from fxpipe.program import Barrier, Instruction, Program
-from fxpipe.simulator.costs import letter_of, task_times
+from fxpipe.program import Barrier, Instruction, Program, letter_of
+from fxpipe.simulator.costs import task_times
 from fxpipe.simulator.events import run
 from fxpipe.simulator.order import Order, find_order
 from fxpipe.task import KINDS

@@ -12,12 +12,11 @@ from fxpipe.program import (
     Clip,
     Forward,
     InputGrad,
-    Instruction,
     Program,
     Recompute,
-    Run,
     Update,
     WeightGrad,
+    letter_of,
 )
 from fxpipe.task import KINDS
 
@@ -27,17 +26,6 @@ Costs = Mapping[str, float] | Mapping[tuple[str, int], float] | Mapping[Key, flo
 
 Times = Mapping[tuple[str, int], float]
 """Letter and stage → time, for every stage."""
-
-LETTERS: dict[type[Instruction], str] = {
-    Forward: "F",
-    Recompute: "R",
-    Backward: "B",
-    InputGrad: "I",
-    WeightGrad: "W",
-    Clip: "C",
-    Update: "U",
-}
-"""Instruction → the letter of the task that it runs; a ``Run`` has that of its own kind."""
 
 TASKS = (Forward, Recompute, Backward, InputGrad, WeightGrad, Clip, Update)
 """The instructions that run a task of a built-in kind."""
@@ -69,13 +57,6 @@ class Link:
 
 Links = Link | Mapping[tuple[int, int], Link]
 """One link for every pair of devices, or (from, to) → link."""
-
-
-def letter_of(instruction: Instruction) -> str | None:
-    """The letter of the task that an instruction runs; None for one that computes nothing."""
-    if isinstance(instruction, Run):
-        return instruction.kind
-    return LETTERS.get(type(instruction))
 
 
 def task_times(program: Program, costs: Costs | None = None) -> dict[tuple[str, int], float]:

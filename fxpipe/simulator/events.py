@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from fxpipe.errors import InputError
 from fxpipe.program import (
+    LETTERS,
     Barrier,
     Buffer,
     Clip,
@@ -22,7 +23,7 @@ from fxpipe.program import (
     Send,
     Stash,
 )
-from fxpipe.simulator.costs import LETTERS, TASKS, Link, Links, Times
+from fxpipe.simulator.costs import TASKS, Link, Links, Times
 from fxpipe.simulator.order import Order
 from fxpipe.simulator.sizes import Sizes
 

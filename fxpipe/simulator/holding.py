@@ -17,8 +17,8 @@ from fxpipe.program import (
     WeightGrad,
     forward_buffer,
     gradient_buffer,
+    letter_of,
 )
-from fxpipe.simulator.costs import letter_of
 from fxpipe.simulator.sizes import Place, Sizes
 from fxpipe.simulator.stash import live_versions
 from fxpipe.simulator.workspace import Crossing, Passing, Workspace

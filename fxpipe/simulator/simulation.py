@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from fxpipe.errors import InputError
 from fxpipe.html import preformatted
-from fxpipe.program import Instruction, Program, batch_of
-from fxpipe.simulator.costs import letter_of
+from fxpipe.program import Instruction, Program, batch_of, letter_of
 from fxpipe.simulator.events import Events, Transfer
 from fxpipe.simulator.sizes import Sizes
 from fxpipe.task import Task

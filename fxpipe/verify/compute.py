@@ -18,6 +18,7 @@ from fxpipe.program import (
     Run,
     Update,
     WeightGrad,
+    letter_of,
 )
 from fxpipe.task import KINDS
 from fxpipe.verify.facts import Facts
@@ -173,26 +174,15 @@ def _uses_gradients(kind: str) -> bool:
     return "gradients" in (*KINDS[kind].reads, *KINDS[kind].writes)
 
 
-_LETTERS: dict[type, str] = {
-    Forward: "F",
-    Recompute: "R",
-    Backward: "B",
-    InputGrad: "I",
-    WeightGrad: "W",
-    Clip: "C",
-    Update: "U",
-}
-
-
 def followed(facts: Facts) -> Iterator[Fault]:
     """A user's own task comes after all that it follows."""
     for device, compute in enumerate(facts.compute):
         if not any(isinstance(x, Run) for _, x in compute):
             continue
-        last: dict[tuple[str, int, int | None], int] = {}  # of one micro-batch, and of all
+        last: dict[tuple[str | None, int, int | None], int] = {}  # of one micro-batch, and of all
         for k, (_, x) in enumerate(compute):
             if not isinstance(x, Barrier | Pause | Norm):
-                letter = x.kind if isinstance(x, Run) else _LETTERS[type(x)]
+                letter = letter_of(x)
                 i = None if isinstance(x, Update | Clip) else x.microbatch
                 last[letter, x.stage, i] = last[letter, x.stage, None] = k
         for k, (position, x) in enumerate(compute):
