@@ -15,26 +15,9 @@ from torch.nn import functional
 
 import fxpipe
 from fxpipe import ExecutionError, InputError
-from tests.tiny import CUTS, Snapshot, Tiny, batch, within
+from tests.tiny import Snapshot, adam, batch, pipe_of, within
 
 pytestmark = pytest.mark.timeout(120, method="thread")
-
-
-def adam(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=0.01)
-
-
-def pipe_of(devices: int, schedule: str = "1f1b", **options: Any) -> fxpipe.Pipeline:
-    torch.manual_seed(0)
-    return fxpipe.compile(
-        Tiny(),
-        ["cpu"] * devices,
-        schedule=schedule,
-        microbatches=2,
-        loss=functional.cross_entropy,
-        partition=CUTS[devices],
-        **options,
-    )
 
 
 # an operation that looks at data, and does what they say

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 import fxpipe
 from fxpipe import ExecutionError
@@ -16,7 +15,7 @@ from fxpipe.program import Instruction, Pause
 from fxpipe.runtime import interpreter
 from fxpipe.runtime.interpreter import Machine
 from fxpipe.text.instruction import print_instruction
-from tests.tiny import CUTS, Snapshot, Tiny, batch, within
+from tests.tiny import Snapshot, adam, batch, pipe_of, within
 
 pytestmark = pytest.mark.timeout(120, method="thread")
 
@@ -43,23 +42,6 @@ def failing_at(device: int, position: int, *, after: bool) -> Handlers:
         return run
 
     return {kind: wrapped(handler) for kind, handler in HANDLERS.items()}
-
-
-def adam(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=0.01)
-
-
-def pipe_of(devices: int, schedule: str = "1f1b", **options: Any) -> fxpipe.Pipeline:
-    torch.manual_seed(0)
-    return fxpipe.compile(
-        Tiny(),
-        ["cpu"] * devices,
-        schedule=schedule,
-        microbatches=2,
-        loss=functional.cross_entropy,
-        partition=CUTS[devices],
-        **options,
-    )
 
 
 def everywhere(pipe: fxpipe.Pipeline) -> Iterator[tuple[int, int, Instruction]]:

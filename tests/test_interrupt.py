@@ -22,7 +22,7 @@ from fxpipe.compiler.compiled import Compiled
 from fxpipe.runtime import interpreter
 from fxpipe.runtime.interpreter import Machine
 from fxpipe.signals import HeldSignals, SignalsAtOperations
-from tests.tiny import CUTS, Metronome, Snapshot, Tiny, batch, within
+from tests.tiny import CUTS, Metronome, Snapshot, Tiny, adam, batch, pipe_of, within
 
 pytestmark = [
     pytest.mark.timeout(120, method="thread"),
@@ -43,21 +43,9 @@ WAYS: dict[str, Callable[[], None]] = {
 }
 
 
-def adam(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=0.01)
-
-
 @pytest.fixture(scope="module")
 def pipe() -> Iterator[fxpipe.Pipeline]:
-    torch.manual_seed(0)
-    with fxpipe.compile(
-        Tiny(),
-        ["cpu"] * 2,
-        microbatches=2,
-        loss=functional.cross_entropy,
-        partition=CUTS[2],
-        optimizer=adam,
-    ) as pipe:
+    with pipe_of(2, optimizer=adam) as pipe:
         x, y = batch()
         pipe.step(x, target=y)
         yield pipe

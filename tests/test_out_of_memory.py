@@ -11,8 +11,8 @@ from torch.nn import functional
 
 import fxpipe
 from fxpipe import DeviceMemoryError
-from tests.test_failures import FAILS, FAILS_BACK, adam
-from tests.tiny import batch, within
+from tests.test_failures import FAILS, FAILS_BACK
+from tests.tiny import adam, batch, within
 
 pytestmark = pytest.mark.timeout(120, method="thread")
 

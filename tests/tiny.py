@@ -43,6 +43,24 @@ def batch(samples: int = 6, seed: int = 0) -> tuple[Tensor, Tensor]:
     return x, torch.randint(3, (samples,), generator=generator)
 
 
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01)
+
+
+def pipe_of(devices: int, schedule: str = "1f1b", **options: Any) -> fxpipe.Pipeline:
+    """A pipe of a Tiny, with two micro-batches."""
+    torch.manual_seed(0)
+    return fxpipe.compile(
+        Tiny(),
+        ["cpu"] * devices,
+        schedule=schedule,
+        microbatches=2,
+        loss=nn.functional.cross_entropy,
+        partition=CUTS[devices],
+        **options,
+    )
+
+
 @dataclass
 class Snapshot:
     """Everything that a step may change: state dict, gradients, optimizers, generator."""
