@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from benchmarks.machine import describe
 from benchmarks.models.amoebanet import AmoebaNetD
+from benchmarks.models.pairs import Cell, First, Twice
 from benchmarks.models.resnet import ResNet
 from benchmarks.models.unet import UNet
 from benchmarks.report import Grid, Report
@@ -97,12 +98,12 @@ def unet(model: UNet) -> nn.Sequential:
     layers += [_Keeping(nn.Sequential(nn.MaxPool2d(2), first)), *map(_Keeping, others)]
     for up in model.ups:
         layers += [_Join(), *map(_Keeping, up.children())]
-    return nn.Sequential(*layers, _Keeping(model.segment), _First())
+    return nn.Sequential(*layers, _Keeping(model.segment), First())
 
 
 def amoebanet(model: AmoebaNetD) -> nn.Sequential:
     """A cell a layer, each between pairs of the last result and the one before."""
-    return nn.Sequential(model.stem, _Twice(), *map(_Cell, model.cells), _First(), *model.head)
+    return nn.Sequential(model.stem, Twice(), *map(Cell, model.cells), First(), *model.head)
 
 
 def profiled(model: nn.Sequential, batch: Tensor) -> list[float]:
@@ -197,28 +198,6 @@ class _Join(nn.Module):
         x, last, *across = values
         larger = nn.functional.interpolate(x, scale_factor=2.0)
         return torch.cat([larger, last], dim=1), *across
-
-
-class _Twice(nn.Module):
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return x, x
-
-
-class _First(nn.Module):
-    def forward(self, values: tuple[Tensor, ...]) -> Tensor:
-        return values[0]
-
-
-class _Cell(nn.Module):
-    """A cell between pairs of the last cell's result and that of the one before."""
-
-    def __init__(self, cell: nn.Module) -> None:
-        super().__init__()
-        self.cell = cell
-
-    def forward(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        last, before = pair
-        return self.cell(last, before), last
 
 
 if __name__ == "__main__":

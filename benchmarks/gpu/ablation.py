@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import fxpipe
 from benchmarks.gpu.groups import Groups, GroupsError, split
-from benchmarks.gpu.setting import HOW, Setting, add_dispatch, arguments, out_of_memory, read
+from benchmarks.gpu.setting import HOW, Setting, add_dispatch, arguments, read
 from benchmarks.gpu.workloads import Workload, balance, begins, layers, workload
 from benchmarks.models.unet import UNet
 from benchmarks.report import Figure, Grid
@@ -131,7 +131,7 @@ def main(given: Sequence[str] | None = None) -> int:
     cells: list[tuple[str, ...]] = []
     missing = 0
     for variant in VARIANTS:
-        found = None if setting.over else attempt(variant, work, groups, parts, setting, own)
+        found = setting.row(partial(measure, variant, work, groups, parts, setting, own))
         missing += found is None
         if found is None:
             cells.append((variant.name, "–", "–"))
@@ -155,23 +155,10 @@ def main(given: Sequence[str] | None = None) -> int:
     return 1 if missing else 0
 
 
-def attempt(
-    variant: Variant, work: Workload, groups: Groups, parts: int, setting: Setting, own: Any
-) -> tuple[float, int] | None:
-    """Samples a second and bytes, or None where the device has too little memory."""
-    try:
-        return measure(variant, work, groups, parts, setting, own)
-    except (RuntimeError, fxpipe.ExecutionError) as error:
-        if not out_of_memory(error):
-            raise
-        return None
-    finally:
-        setting.tidy()
-
-
 def measure(
     variant: Variant, work: Workload, groups: Groups, parts: int, setting: Setting, own: Any
 ) -> tuple[float, int]:
+    """Samples a second and bytes."""
     torch.manual_seed(0)
     model = work.model().to(setting.device)
     assert isinstance(model, UNet)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 import fxpipe
-from benchmarks.gpu.setting import Setting, arguments, out_of_memory, read
+from benchmarks.gpu.setting import Setting, arguments, read
 from benchmarks.gpu.workloads import NAMES, Workload, workload
 from benchmarks.report import Figure, Grid
 from fxpipe.simulator import Simulation
@@ -58,9 +58,7 @@ def main(given: Sequence[str] | None = None) -> int:
         for schedule in own.schedules:
             for mode in own.modes:
                 what = f"{work.name}, {schedule}, recompute {mode}"
-                row = None
-                if not setting.over:
-                    row = attempt(work, schedule, mode, stages, parts, setting)
+                row = setting.row(partial(measure, work, schedule, mode, stages, parts, setting))
                 missing += row is None
                 if row is None:
                     cells.append((what, "–", "–", "–", "–"))
@@ -82,20 +80,6 @@ def main(given: Sequence[str] | None = None) -> int:
     title = "Memory, predicted and measured"
     setting.publish(name, title, settings, figures, [Grid(heads, cells)])
     return 1 if missing else 0
-
-
-def attempt(
-    work: Workload, schedule: str, mode: str, stages: int, parts: int, setting: Setting
-) -> Row | None:
-    """One row, or None where the device has too little memory for it."""
-    try:
-        return measure(work, schedule, mode, stages, parts, setting)
-    except (RuntimeError, fxpipe.ExecutionError) as error:
-        if not out_of_memory(error):
-            raise
-        return None
-    finally:
-        setting.tidy()
 
 
 def measure(

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from benchmarks.gpu.workloads import layers
 from benchmarks.models.amoebanet import AmoebaNetD
 from benchmarks.models.gpt2 import GPT2
+from benchmarks.models.pairs import Cell, First, Twice
 from benchmarks.models.unet import UNet
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -76,36 +77,14 @@ def sequence(model: nn.Module) -> list[list[nn.Module]]:
         case UNet():
             return _unet(model)
         case AmoebaNetD():
-            cells: list[list[nn.Module]] = [[_Cell(cell)] for cell in model.cells]
-            return [[model.stem, _Twice()], *cells, [_First(), model.head]]
+            cells: list[list[nn.Module]] = [[Cell(cell)] for cell in model.cells]
+            return [[model.stem, Twice()], *cells, [First(), model.head]]
         case GPT2():
             # torchgpipe shares no weights between layers: its head gets a copy of its own
             head = model.head[1]
             assert isinstance(head, nn.Linear)
             head.weight = nn.Parameter(head.weight.detach().clone())
     return [[model.get_submodule(name)] for name in layers(model)]
-
-
-class _Twice(nn.Module):
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return x, x
-
-
-class _First(nn.Module):
-    def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
-        return pair[0]
-
-
-class _Cell(nn.Module):
-    """A cell between pairs of the last cell's result and that of the one before."""
-
-    def __init__(self, cell: nn.Module) -> None:
-        super().__init__()
-        self.cell = cell
-
-    def forward(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        last, before = pair
-        return self.cell(last, before), last
 
 
 def _unet(model: UNet) -> list[list[nn.Module]]:

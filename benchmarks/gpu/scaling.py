@@ -17,7 +17,7 @@ from torch import Tensor
 
 import fxpipe
 from benchmarks.gpu.groups import Groups, GroupsError, split
-from benchmarks.gpu.setting import HOW, Setting, add_dispatch, arguments, out_of_memory, read
+from benchmarks.gpu.setting import HOW, Setting, add_dispatch, arguments, read
 from benchmarks.gpu.workloads import NAMES, Workload, workload
 from benchmarks.report import Figure, Grid
 
@@ -92,17 +92,10 @@ def fill(
     cells: Cells = {}
     for microbatches in reversed(parts):
         for count in (counts[0], *reversed(counts[1:])):
-            cell = microbatches, count
-            cells[cell] = None
-            if setting.over:
-                continue
-            try:
-                cells[cell] = rate(work, groups.devices[:count], microbatches, x, y, setting, own)
-            except (RuntimeError, fxpipe.ExecutionError) as error:
-                if not out_of_memory(error):
-                    raise
-            finally:
-                setting.tidy()
+            devices = groups.devices[:count]
+            cells[microbatches, count] = setting.row(
+                partial(rate, work, devices, microbatches, x, y, setting, own)
+            )
     return cells
 
 

@@ -12,13 +12,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import torch
 
 from benchmarks.machine import describe
 from benchmarks.report import RESULTS, Figure, Grid, Report
+from fxpipe.errors import ExecutionError
 from fxpipe.runtime.launcher import Dispatch
+
+T = TypeVar("T")
 
 WARM_UP = 3
 LEAST = 3
@@ -98,6 +101,19 @@ class Setting:
         step()
         self.synchronize()
         return 0 if self.dry_run else torch.cuda.max_memory_allocated(self.device)
+
+    def row(self, measure: Callable[[], T]) -> T | None:
+        """What is measured, or None where the time is up or the device has too little memory."""
+        if self.over:
+            return None
+        try:
+            return measure()
+        except (RuntimeError, ExecutionError) as error:
+            if not out_of_memory(error):
+                raise
+            return None
+        finally:
+            self.tidy()
 
     def tidy(self) -> None:
         """Give back what earlier rows have left."""

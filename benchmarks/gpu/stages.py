@@ -16,7 +16,7 @@ import torch
 
 import fxpipe
 from benchmarks.gpu.peer import Peer, installed
-from benchmarks.gpu.setting import Setting, arguments, out_of_memory, read
+from benchmarks.gpu.setting import Setting, arguments, read
 from benchmarks.gpu.workloads import NAMES, Workload, balance, begins, layers, workload
 from benchmarks.report import Figure, Grid, timed
 from examples import plain
@@ -57,7 +57,7 @@ def main(given: Sequence[str] | None = None) -> int:
         work = workload(name, setting, own.batch)
         figures.append(Figure(f"{work.name}: parameters", _parameters(work) / 1e6, "million"))
         for count in counts:
-            row = None if setting.over else attempt(work, count, setting, own)
+            row = setting.row(partial(measure, work, count, setting, own))
             missing += row is None
             if row is None:
                 cells.append((work.name, str(count), *["–"] * 6))
@@ -83,18 +83,6 @@ def main(given: Sequence[str] | None = None) -> int:
     name = "-".join(["stages", *([] if tuple(own.models) == NAMES else own.models)])
     setting.publish(name, title, settings, figures, [grid])
     return 1 if missing else 0
-
-
-def attempt(work: Workload, count: int, setting: Setting, own: Any) -> Row | None:
-    """One row, or None where the device has too little memory for it."""
-    try:
-        return measure(work, count, setting, own)
-    except (RuntimeError, fxpipe.ExecutionError) as error:
-        if not out_of_memory(error):
-            raise
-        return None
-    finally:
-        setting.tidy()
 
 
 def measure(work: Workload, count: int, setting: Setting, own: Any) -> Row:
