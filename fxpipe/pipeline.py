@@ -80,6 +80,9 @@ class Pipeline(nn.Module):
     ) -> Any:
         """Train on one batch: forward, backward and, with an optimizer, the update.
 
+        The first batch is traced for its size alone. Where the micro-batches of a later one are of
+        another size, the model is traced once more, for any size that it allows.
+
         Args:
             *args: the model's positional inputs. Tensors are split along dimension 0, or what
                 ``batch_dims`` says; one without dimensions, or with a single row, is for all.
@@ -105,7 +108,9 @@ class Pipeline(nn.Module):
             batch = self._batch(args, kwargs, target)
             parts = batch.split(self._count(batch))
             weights = self._compiler.objective.weights(batch, parts)
-            compiled = self._compiler.compile(batch, parts, "step", updates=self._engine.updates)
+            compiled = self._compiler.compile(
+                batch, parts, "step", updates=self._engine.updates, outputs=return_output
+            )
             compiled = compiled.weighted(weights)
             made = self._engine.step(compiled, batch, parts, weights, with_output=return_output)
             self._shown = compiled
@@ -235,7 +240,7 @@ class Pipeline(nn.Module):
         if can_step and self.training:
             try:
                 self._shown = self._compiler.compile(
-                    batch, parts, "step", updates=self._engine.updates
+                    batch, parts, "step", updates=self._engine.updates, outputs=False
                 )
                 return
             except InputError:

@@ -36,9 +36,15 @@ class Value:
 
 @dataclass(frozen=True)
 class Literal:
-    """An output of the model that does not depend on its inputs, such as None or a number."""
+    """An output of the model that does not depend on its inputs' values, such as a number.
+
+    Attributes:
+        value: what it is for a micro-batch of the traced size.
+        dims: (0,) where it counts samples, else (); None where the graph does not tell.
+    """
 
     value: Any
+    dims: tuple[int, ...] | None = ()
 
 
 @dataclass(frozen=True)
@@ -97,8 +103,5 @@ def with_dims(traced: Traced, dims: Sequence[tuple[int, ...]]) -> Traced:
     """The graph with it known of each flat output which of its dimensions are the batch."""
     if len(dims) != len(traced.outputs):
         return traced
-    outputs = tuple(
-        replace(out, dims=told) if isinstance(out, Value) else out
-        for out, told in zip(traced.outputs, dims, strict=True)
-    )
-    return replace(traced, outputs=outputs)
+    pairs = zip(traced.outputs, dims, strict=True)
+    return replace(traced, outputs=tuple(replace(out, dims=told) for out, told in pairs))

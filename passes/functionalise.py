@@ -8,7 +8,7 @@ after:   add = aten.add.Tensor(b_count, 1);  relu = aten.relu.default(bn);  retu
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -90,13 +90,15 @@ def functionalise(program: ExportedProgram, accepts: Callable[[int], bool]) -> T
     writes = [Write(held(target), "") for target in written]
     outputs: list[Value | Literal] = []
     returned = next(node for node in module.graph.nodes if node.op == "output").args[0]
+    values = {node.name: node.meta.get("val") for node in module.graph.nodes}
+    dynamic = any(isinstance(size, torch.SymInt) for v in values.values() for size in _shape(v))
     for out, node in zip(signature.output_specs, returned[len(written) :], strict=True):
         match out.kind:
             case OutputKind.BUFFER_MUTATION:
                 writes.append(Write(held(str(out.target)), str(getattr(out.arg, "name", ""))))
             case OutputKind.USER_OUTPUT:
                 name = node.name if isinstance(node, fx.Node) else ""
-                outputs.append(_output(out.arg, name, module.graph))
+                outputs.append(_output(out.arg, name, values.get(name), dynamic))
             case OutputKind.USER_INPUT_MUTATION:
                 raise TraceError(
                     f"the model writes into its input {out.target!r}; let it work on a copy "
@@ -153,22 +155,29 @@ def _part_names(program: ExportedProgram) -> None:
                     held[str(spec.target)] = tensor.detach().clone()
 
 
-def _output(argument: Any, name: str, graph: fx.Graph) -> Value | Literal:
-    """What the node of that name returns."""
+def _output(argument: Any, name: str, value: Any, dynamic: bool) -> Value | Literal:
+    """What the node of that name returns.
+
+    Args:
+        argument: of the exporter's signature.
+        name: the node's.
+        value: the node's, without data.
+        dynamic: whether the graph tells which sizes are the batch.
+    """
     if isinstance(argument, TensorArgument):
-        shapes = {
-            n.name: n.meta["val"].shape for n in graph.nodes if hasattr(n.meta.get("val"), "shape")
-        }
-        if not any(isinstance(size, torch.SymInt) for shape in shapes.values() for size in shape):
+        if not dynamic:
             return Value(name)
-        shape = shapes.get(name, ())
-        return Value(name, tuple(d for d, size in enumerate(shape) if _counts(size)))
+        return Value(name, tuple(d for d, size in enumerate(_shape(value)) if _counts(size)))
     if isinstance(argument, SymIntArgument):
-        value = next(n.meta.get("val") for n in graph.nodes if n.name == name)
         return Value(name, (0,) if _counts(value) else None)
     if isinstance(argument, ConstantArgument):
-        return Literal(argument.value)
+        counts = None if type(argument.value) is int and not dynamic else ()
+        return Literal(argument.value, counts)
     raise TraceError(f"the model returns {argument!r}, which a graph cannot hold; return tensors")
+
+
+def _shape(value: Any) -> Sequence[Any]:
+    return value.shape if isinstance(value, torch.Tensor) else ()
 
 
 def _counts(size: Any) -> bool:

@@ -270,7 +270,7 @@ def test_modes_switch_freely_also_of_single_modules() -> None:
                 if mode == "norm":
                     net.get_submodule("1").eval()
             torch.manual_seed(seed)
-            x, y = torch.randn(2, 6 + seed, 4, dtype=torch.float64).unbind()
+            x, y = torch.randn(2, 7 + 3 * seed, 4, dtype=torch.float64).unbind()
             loop.clear(model, alone)
             made = pipe.step(x, target=y)
             expected = loop.train(alone, 3, x, loss=mse_loss, target=y)

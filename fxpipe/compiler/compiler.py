@@ -17,7 +17,7 @@ from fxpipe.compiler.placement import Placement
 from fxpipe.compiler.plans import Call, Plans
 from fxpipe.compiler.timetable import Purpose, RecomputeLike, Timetable
 from fxpipe.compiler.verbose import told
-from fxpipe.errors import InputError
+from fxpipe.errors import FxpipeError, InputError
 from fxpipe.figures import plan_sizes, predict
 from fxpipe.garbage import without_collection
 from fxpipe.partition import Partition
@@ -119,6 +119,7 @@ class Compiler:
         *,
         updates: bool = False,
         input_gradients: bool = False,
+        outputs: bool = True,
     ) -> Compiled:
         """Everything that a call needs; what an earlier call of its kind made is used again.
 
@@ -128,10 +129,11 @@ class Compiler:
             purpose: what the call is for.
             updates: whether the step updates the weights.
             input_gradients: whether inputs that require gradients get them.
+            outputs: whether the model's outputs are handed over, each for the whole batch.
         """
         what = f"{type(self.model).__name__} for a {purpose} of {batch.size} samples"
         with SignalsAtOperations(), told(what, self.verbose), without_collection():
-            made = (batch, parts, purpose, updates, input_gradients)
+            made = (batch, parts, purpose, updates, input_gradients, outputs)
             compiled = self._compile(*made)
             while purpose == "step" and not self._placement.judged:
                 if self._placement.keeps_limits(self._peaks(compiled, updates)):
@@ -148,6 +150,7 @@ class Compiler:
         purpose: Purpose,
         updates: bool,
         input_gradients: bool,
+        outputs: bool,
     ) -> Compiled:
         microbatches = len(parts)
         sizes = batch.sizes(microbatches)
@@ -157,11 +160,12 @@ class Compiler:
             for leaf in batch.leaves
         )
         schedule = self.timetable.schedule(microbatches, purpose)
-        for fixed in (False, True):  # a graph for one size has other names than one for several
-            plans = {
-                size: self.plans.plan(Call(batch, leaves, size, purpose, wants, schedule, fixed))
+        for fixed in (None, True):  # a graph for one size has other names than one for several
+            calls = {
+                size: Call(batch, leaves, size, purpose, wants, schedule, fixed)
                 for size, leaves in first.items()
             }
+            plans = {size: self.plans.plan(call) for size, call in calls.items()}
             traced, plan = plans[sizes[0]]
             if all(_exchangeable(traced, plan, *other) for other in plans.values()):
                 break
@@ -177,6 +181,8 @@ class Compiler:
                 "the loss has a gradient to no parameter, so that a step would train nothing; "
                 "let some parameter that it depends on require a gradient"
             )
+        if outputs:
+            traced = self.plans.output_dims(calls[sizes[0]], traced)
         program = self._program(plan, schedule, purpose, updates)
         by_size = {
             size: [stage.kernel for stage in plan.stages if stage.kernel is not None]
@@ -205,10 +211,14 @@ class Compiler:
                 'sizes are read from the graphs of tracer="export", and this pipe calls leaf '
                 "modules; compile with that tracer"
             )
-        plan, machine = compiled.plan, self._placement.machine
+        try:
+            traced, plan = self.plans.any_size(compiled.traced)
+        except FxpipeError:  # the model refuses zeros, so that there is no other graph
+            traced, plan = compiled.traced, compiled.plan
+        machine = self._placement.machine
         assert machine is not None
-        state = compiled.traced.state_of(self.model)
-        inputs = (plan.specs[name].shape for name in compiled.traced.inputs if name in plan.specs)
+        state = traced.state_of(self.model)
+        inputs = (plan.specs[name].shape for name in traced.inputs if name in plan.specs)
         batch = next((shape[0] for shape in inputs if shape), 1)
         with untouched(self.model):
             found = extents(plan, state, batch)

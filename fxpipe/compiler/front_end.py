@@ -90,8 +90,8 @@ class FrontEnd:
             elif with_loss_:
                 try_own_loss(output)
             traced = self._front_end(self.model, args, kwargs, dims, size, fixed)
-            if any(isinstance(out, Value) and out.dims is None for out in traced.outputs):
-                told = output_dims(self.model, args, kwargs, dims, output, size)
+            if not fixed and any(out.dims is None for out in traced.outputs):
+                told = output_dims(self.model, args, kwargs, dims, _flat_outputs(traced), size)
                 traced = traced if told is None else with_dims(traced, told)
             if not with_loss_:
                 return seed_randomness(traced)
@@ -112,6 +112,22 @@ class FrontEnd:
             source.credit(loss.graph, self.objective.loss)
         # seeded as one graph: no draw of the loss has the number of one of the model's
         return seed_randomness(attach_loss(traced, loss, dict(module.named_buffers())))
+
+    def output_dims(
+        self, traced: Traced, batch: Batch, leaves: list[Any], size: int
+    ) -> Sequence[tuple[int, ...]] | None:
+        """For each flat output of a graph the dimensions that are the batch; None if nobody knows.
+
+        Args:
+            traced: the graph.
+            batch: the call.
+            leaves: the flat inputs and targets of one micro-batch.
+            size: its samples.
+        """
+        args, kwargs, _ = batch.unflatten(leaves)
+        dims: Dims = [() if dim is None else (dim,) for dim in batch.dims[: batch.inputs]]
+        with untouched(self.model), intra_op_threads(self._threads):
+            return output_dims(self.model, args, kwargs, dims, _flat_outputs(traced), size)
 
     def refuse_two_traces(
         self, batch: Batch, leaves: list[Any], size: int, with_loss_: bool, error: TraceError
@@ -183,12 +199,17 @@ class FrontEnd:
 
 def _output_dims(traced: Traced, size: int) -> Dims:
     """The dimensions of each flat output that are the batch; guessed where nothing tells."""
-    values = {node.name: node.meta.get("val") for node in traced.graph.nodes}
 
-    def dims(out: Any) -> tuple[int, ...]:
-        if isinstance(out, Value) and isinstance(value := values[out.name], Tensor):
+    def dims(out: Any, value: Any) -> tuple[int, ...]:
+        if isinstance(out, Value) and isinstance(value, Tensor):
             guess = (0,) if value.dim() and value.shape[0] == size else ()
             return guess if out.dims is None else out.dims
         return ()
 
-    return [dims(out) for out in traced.outputs]
+    return [dims(*pair) for pair in zip(traced.outputs, _flat_outputs(traced), strict=True)]
+
+
+def _flat_outputs(traced: Traced) -> list[Any]:
+    """The flat outputs, without data."""
+    values = {node.name: node.meta.get("val") for node in traced.graph.nodes}
+    return [values[o.name] if isinstance(o, Value) else o.value for o in traced.outputs]

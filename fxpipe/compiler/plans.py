@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from fxpipe.compiler.front_end import FrontEnd
 from fxpipe.compiler.homes import brought, gathered, settle
@@ -29,7 +31,7 @@ from fxpipe.plan import Plan
 from fxpipe.runtime.batch import Batch
 from fxpipe.schedule import Schedule
 from fxpipe.telling import telling
-from fxpipe.traced import SEED, Traced, Value
+from fxpipe.traced import SEED, Traced, Value, with_dims
 from fxpipe.untouched import intra_op_threads, untouched
 
 
@@ -44,7 +46,7 @@ class Call:
         purpose: what the call is for.
         wants: for each leaf whether the call hands its gradient back.
         schedule: of the call.
-        fixed: whether the graph shall be for this size alone.
+        fixed: whether the graph shall be for this size alone; None where that does not matter.
     """
 
     batch: Batch
@@ -53,7 +55,12 @@ class Call:
     purpose: Purpose
     wants: tuple[bool, ...]
     schedule: Schedule
-    fixed: bool = False
+    fixed: bool | None = None
+
+    @property
+    def uniform(self) -> bool:
+        """Whether all micro-batches of the call are of this size."""
+        return self.batch.size % self.schedule.microbatches == 0
 
     @property
     def with_loss(self) -> bool:
@@ -65,17 +72,39 @@ class Call:
         """Whether backwards are in halves."""
         return "I" in self.schedule.kinds
 
+    def hollow(self) -> Call:
+        """The same without data, which goes when nobody else holds it."""
+        return self._mapped(lambda tensor: tensor.detach().to("meta"))
+
+    def zeros(self) -> Call:
+        """The same with zeros for data, on the CPU."""
+        return self._mapped(lambda tensor: torch.zeros_like(tensor, device="cpu"))
+
+    def _mapped(self, change: Callable[[Tensor], Tensor]) -> Call:
+        leaves = pytree.tree_map_only(Tensor, change, self.leaves)
+        return replace(self, batch=self.batch.mapped(change), leaves=leaves)
+
 
 @dataclass(frozen=True)
 class Graph:
-    """A traced graph with its place in the pipeline."""
+    """A traced graph with its place in the pipeline.
+
+    Attributes:
+        traced: the graph.
+        assignment: the stage of every node.
+        call: what it was traced for, without data.
+    """
 
     traced: Traced
     assignment: Assignment
+    call: Call
 
 
 class Plans:
     """The plans of a model, a plan for each kind of call and size of micro-batch.
+
+    A kind of call whose micro-batches all have one size gets a graph for that size alone, which is
+    traced in a half to a quarter of the time; where others come, they share one for any size.
 
     Attributes:
         front_end: traces the model.
@@ -113,6 +142,9 @@ class Plans:
         self._threads = threads
         self._deferred_batchnorm = deferred_batchnorm
         self._fused = [fuse_accumulation_] if fuse_accumulation else []
+        # kind of call → the size that came first and has a graph of its own, if any
+        self._first: dict[Any, int | None] = {}
+        self._dims: dict[Any, Sequence[tuple[int, ...]] | None] = {}
         self._plans: dict[Any, Plan] = {}
         self._homed: dict[Any, tuple[Traced, Plan]] = {}
         self._checked: set[tuple[int, bool, bool]] = set()
@@ -128,16 +160,17 @@ class Plans:
             PartitionError: the graph cannot be cut as asked.
         """
         if not self.places:
-            return self._plan(call)
+            traced, plan = self._plan(call)
+            self._check(call, traced, plan)
+            return traced, plan
         placement = call.schedule.placement
         key = (self._plan_key(call), placement)
         homes = tuple(self.places[device] for device in placement)
         if key not in self._homed:
-            first = self.places[0]
-            constants = [c for g in self.graphs.values() for c in g.traced.constants.values()]
-            with gathered(self._model, constants, first):
-                traced, plan = self._plan(replace(call, leaves=brought(call.leaves, first)))
-            self._homed[key] = traced, runner.run(plan, PlaceDevices(first, homes))
+            with self._gathered(call) as here:
+                traced, plan = self._plan(here)
+                self._check(here, traced, plan)
+            self._homed[key] = traced, runner.run(plan, PlaceDevices(self.places[0], homes))
         traced, plan = self._homed[key]
         settle(plan, traced.state_of(self._model), homes)
         return traced, plan
@@ -146,6 +179,42 @@ class Plans:
         """Place and differentiate all graphs anew; what was traced is kept."""
         for kept in (self.graphs, self._plans, self._homed, self._checked):
             kept.clear()
+
+    def any_size(self, traced: Traced) -> tuple[Traced, Plan]:
+        """What holds for any size, if the model allows it, and does otherwise what a graph does.
+
+        It is to be looked at: it is made for zeros, and compared with nothing.
+
+        Raises:
+            FxpipeError: as ``plan``, or the model does not take zeros.
+        """
+        calls = (g.call for g in self.graphs.values() if g.traced.module is traced.module)
+        with self._gathered(replace(next(calls).zeros(), fixed=False)) as call:
+            return self._plan(call)
+
+    def output_dims(self, call: Call, traced: Traced) -> Traced:
+        """The call's graph, with it known which dimensions of its outputs are the batch."""
+        if all(out.dims is not None for out in traced.outputs):
+            return traced
+        key = self._graph_key(call), call.size
+        if key not in self._dims:
+            with self._gathered(call) as here:
+                self._dims[key] = self.front_end.output_dims(
+                    traced, here.batch, here.leaves, here.size
+                )
+        dims = self._dims[key]
+        return traced if dims is None else with_dims(traced, dims)
+
+    @contextmanager
+    def _gathered(self, call: Call) -> Iterator[Call]:
+        """Inside, the model and the call are on the first device, where it has several."""
+        if not self.places:
+            yield call
+            return
+        first = self.places[0]
+        constants = [c for g in self.graphs.values() for c in g.traced.constants.values()]
+        with gathered(self._model, constants, first):
+            yield replace(call, leaves=brought(call.leaves, first))
 
     def _plan(self, call: Call) -> tuple[Traced, Plan]:
         graph = self._graph(call)
@@ -160,39 +229,32 @@ class Plans:
             with untouched(self._model), intra_op_threads(self._threads):
                 differentiate = Differentiate(values, state, _wanted(traced, call.purpose))
                 plan = runner.run(plan, differentiate, *halves, *self._fused)
-                self._check(call, traced, plan, values, state)
             costs = self._placement.costs
             stages = tuple(replace(s, costs=costs.get(s.index)) for s in plan.stages)
             self._plans[key] = replace(plan, stages=stages)
         return traced, self._plans[key]
 
-    def _check(
-        self,
-        call: Call,
-        traced: Traced,
-        plan: Plan,
-        values: Mapping[str, Any],
-        state: Mapping[str, Tensor],
-    ) -> None:
+    def _check(self, call: Call, traced: Traced, plan: Plan) -> None:
         """Compare a plan with the model, where none like it was."""
         gradients = call.purpose != "infer"
         like = (id(traced), gradients, call.parted)
         if like in self._checked:
             return
         batch, leaves = call.batch, call.leaves
-        try:
-            with telling("check against the model"):
-                check(
-                    traced,
-                    plan,
-                    values,
-                    state,
-                    lambda: self.front_end.call(batch, leaves, call.with_loss),
-                    gradients,
-                )
-        except TraceError as error:
-            self.front_end.refuse_two_traces(batch, leaves, call.size, call.with_loss, error)
-            raise
+        with untouched(self._model), intra_op_threads(self._threads):
+            try:
+                with telling("check against the model"):
+                    check(
+                        traced,
+                        plan,
+                        _values(traced, leaves, call.wants),
+                        traced.state_of(self._model),
+                        lambda: self.front_end.call(batch, leaves, call.with_loss),
+                        gradients,
+                    )
+            except TraceError as error:
+                self.front_end.refuse_two_traces(batch, leaves, call.size, call.with_loss, error)
+                raise
         self._checked.add(like)
 
     def _graph(self, call: Call) -> Graph:
@@ -203,6 +265,7 @@ class Plans:
         )
         if kept is not None:
             return kept
+        *kind, own = key
         traced = self._trace(call)
         values, state = _values(traced, call.leaves), traced.state_of(self._model)
         wanted = _wanted(traced, call.purpose)
@@ -219,33 +282,37 @@ class Plans:
         trained = {a.name for a in traced.parameters if state[a.target].requires_grad}
         trained |= {name for name in traced.inputs if name is not None and wanted.inputs}
         relayed = relay(traced, assignment, trained, wanted.outputs)
-        graph = Graph(*localise_sizes(*relayed))
+        graph = Graph(*localise_sizes(*relayed), call.hollow())
         self.graphs[key, call.size] = graph
+        self._first.setdefault(tuple(kind), own)
         return graph
 
     def _trace(self, call: Call) -> Traced:
-        key = self._graph_key(call), call.size
-        if key not in self._traced:
-            traced = self.front_end.trace(
-                call.batch, call.leaves, call.size, call.with_loss, call.fixed
-            )
+        key = self._graph_key(call)
+        if (key, call.size) not in self._traced:
+            fixed = key[-1] is not None
+            traced = self.front_end.trace(call.batch, call.leaves, call.size, call.with_loss, fixed)
             if self._deferred_batchnorm:
                 with telling("defer_batchnorm"):
                     traced = defer_batchnorm(traced, self._model)
-            self._traced[key] = traced
-        return self._traced[key]
+            self._traced[key, call.size] = traced
+        return self._traced[key, call.size]
 
     def _plan_key(self, call: Call) -> tuple[Any, ...]:
         return self._graph_key(call), call.size, call.purpose, call.wants, call.parted
 
     def _graph_key(self, call: Call) -> tuple[Any, ...]:
-        """All that a trace depends on."""
+        """All that a trace depends on, its size last if it is for that alone."""
         flags = tuple(module.training for module in self._model.modules())
         trained = tuple(p.requires_grad for p in self._model.parameters())
-        kind = self.places[0].type if self.places else "cpu"
-        cast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
-        size = call.size if call.fixed else None
-        return flags, trained, cast, call.batch.key, call.with_loss, size
+        device = self.places[0].type if self.places else "cpu"
+        cast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
+        kind = flags, trained, cast, call.batch.key, call.with_loss
+        fixed = call.fixed
+        if fixed is None:
+            alone = call.uniform and self.front_end.tracer == "export"
+            fixed = alone and self._first.get(kind, call.size) == call.size
+        return *kind, call.size if fixed else None
 
 
 def _values(traced: Traced, leaves: Sequence[Any], wants: Sequence[bool] = ()) -> dict[str, Any]:

@@ -45,7 +45,7 @@ def output_dims(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     dims: Sequence[tuple[int, ...]],
-    output: Any,
+    outputs: Sequence[Any],
     size: int,
 ) -> list[tuple[int, ...]] | None:
     """For each flat output the dimensions that are the batch; (0,) for a number that counts it.
@@ -57,10 +57,9 @@ def output_dims(
         args: positional inputs of one micro-batch.
         kwargs: keyword inputs of one micro-batch.
         dims: the dimensions of each flat input that are the batch.
-        output: what the model makes of them.
+        outputs: what the model makes of them, flat; data is not needed.
         size: samples in it.
     """
-    before = pytree.tree_leaves(apart(output))
     mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def doubled(leaf: Any, dims: tuple[int, ...]) -> Any:
@@ -79,9 +78,9 @@ def output_dims(
             after = pytree.tree_leaves(apart(model(*twice_args, **twice_kwargs)))
     except Exception:
         return None
-    if len(before) != len(after):
+    if len(outputs) != len(after):
         return None
-    return [_growing(a, b, size) for a, b in zip(before, after, strict=True)]
+    return [_growing(a, b, size) for a, b in zip(outputs, after, strict=True)]
 
 
 def _growing(once: Any, twice: Any, size: int) -> tuple[int, ...]:

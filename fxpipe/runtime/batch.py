@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -120,6 +120,11 @@ class Batch:
         """Samples in each micro-batch."""
         base, more = divmod(self.size, microbatches)
         return [base + (i < more) for i in range(microbatches)]
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> Batch:
+        """The same batch with every tensor changed."""
+        leaves, nested = pytree.tree_map_only(Tensor, change, (self.leaves, self.call.nested))
+        return replace(self, leaves=leaves, call=replace(self.call, nested=nested))
 
     def unflatten(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
         """``(args, kwargs, targets)`` of a micro-batch's leaves."""

@@ -93,7 +93,7 @@ class BatchHost:
 
     def _joined(self, index: int, out: Value | Literal) -> Any:
         if isinstance(out, Literal):
-            return out.value
+            return self.batch.size if out.dims else out.value
         if out.name in self.whole:  # an input that the model hands through
             leaf = self.whole[out.name]
             return leaf.detach() if isinstance(leaf, Tensor) else leaf
