@@ -72,6 +72,23 @@ def test_a_step_on_given_streams_trains_as_on_cpu_devices(
     assert not cuda.waits  # the host has waited for nothing
 
 
+def test_a_batch_of_one_repeated_row_and_a_dense_one_after_it_train_as_the_loop(
+    cuda: Cuda,
+) -> None:
+    torch.manual_seed(0)
+    model = Tiny()
+    plain = copy.deepcopy(model)
+    rows = torch.randn(1, 4).expand(8, 4), torch.randn(8, 4), torch.randn(1, 4).expand(8, 4)
+    y = batch(8)[1]
+    pipe, _ = on_cuda(model)
+    with pipe, within(60):
+        for x in rows:  # a copy in the device's memory repeats nothing
+            made = pipe.step(x, target=y)
+            ran = loop.train(plain, 4, x, loss=nn.functional.cross_entropy, target=y)
+            assert torch.allclose(made, ran.loss)
+    loop.assert_same(loop.gradients(model), loop.gradients(plain), 1e-6)
+
+
 @both
 def test_a_profile_takes_its_times_on_the_streams(cuda: Cuda, dispatch: Dispatch) -> None:
     x, y = batch(8)

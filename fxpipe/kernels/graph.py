@@ -161,6 +161,18 @@ def _laid_out(value: Any, strides: tuple[int, ...] | None) -> Any:
     """The value with the strides that its graph was traced for, which decide about views."""
     if strides is None or value.stride() == strides:
         return value
-    return torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device).copy_(
-        value
+    return torch.empty_strided(
+        value.shape, layout(value, strides), dtype=value.dtype, device=value.device
+    ).copy_(value)
+
+
+def layout(value: torch.Tensor, strides: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a copy that a graph can take which was traced for some strides.
+
+    They are dense where those repeat a value, as ``expand`` does: of what is copied, no two
+    elements lie in one place, and a dense tensor can be viewed in every way that another can.
+    """
+    repeats = any(
+        size > 1 and stride == 0 for size, stride in zip(value.shape, strides, strict=True)
     )
+    return torch.empty(value.shape, device="meta").stride() if repeats else strides
