@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fxpipe.compile import compile
 from fxpipe.errors import (
+    CaptureError,
     CheckpointError,
     DeviceError,
     DeviceMemoryError,
@@ -30,6 +31,7 @@ from fxpipe.task import B, C, F, I, R, Task, TaskContext, U, W, define_task
 __all__ = [
     "B",
     "C",
+    "CaptureError",
     "CheckpointError",
     "DeviceError",
     "DeviceMemoryError",

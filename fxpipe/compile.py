@@ -28,6 +28,7 @@ from fxpipe.arguments import (
     read_recompute,
     read_schedule,
 )
+from fxpipe.compiler.capturing import Capturing, check_cuda_graphs
 from fxpipe.compiler.compiler import Compiler
 from fxpipe.compiler.front_end import Tracer
 from fxpipe.compiler.objective import Loss, Reduction, Weight
@@ -39,6 +40,7 @@ from fxpipe.pipeline import Pipeline
 from fxpipe.runtime.backend import Backend, CpuBackend
 from fxpipe.runtime.batch import BatchDims
 from fxpipe.runtime.cuda import CudaBackend, home
+from fxpipe.runtime.cuda_graphs import CudaGraphs
 from fxpipe.runtime.launcher import Dispatch
 from fxpipe.runtime.optimizer import OptimizerFactory
 
@@ -69,6 +71,7 @@ def compile(
     fuse_accumulation: bool = False,
     recompute_check: bool = False,
     dispatch: Dispatch = "device",
+    cuda_graphs: bool = False,
     verbose: bool = False,
 ) -> Pipeline:
     """Cut a model into stages over devices and make a pipeline that trains it.
@@ -133,6 +136,16 @@ def compile(
             such node. It takes time, and on a CUDA device each recomputation is waited for.
         dispatch: on CUDA devices, who launches: a host thread for each "device", or one "thread"
             for all of them, in an order in which it never has to wait.
+        cuda_graphs: on CUDA devices, capture what a stage computes into CUDA graphs, in the first
+            step that comes to it, and replay them from then on: one launch instead of one for
+            each operation. Results are the same to the bit. Each stage has fixed memory for as
+            many micro-batches as the schedule has in flight there, and room for one micro-batch's
+            gradients of its parameters; ``simulate`` counts neither. Parameters are read where
+            they are: those that are elsewhere later (an assigned state dict) are captured anew.
+            Stages that draw random numbers, have leaf modules, or compute sizes from data run as
+            without it; the logger "fxpipe" has an info record of each, which ``verbose`` prints.
+            Where batches overlap, call ``pipe.flush()`` before ``torch.cuda.synchronize()`` as
+            long as something is captured: nobody may wait for a device meanwhile.
         verbose: print every pass and its time on standard error, with a line that says what goes
             on. The logger "fxpipe" has the same as debug records, and one for the whole as info.
 
@@ -155,6 +168,11 @@ def compile(
     check_flag("verbose", verbose)
     check_flag("fuse_accumulation", fuse_accumulation)
     check_flag("recompute_check", recompute_check)
+    check_flag("cuda_graphs", cuda_graphs)
+    if cuda_graphs:
+        check_cuda_graphs(
+            homes[0], recompute_check=recompute_check, fuse_accumulation=fuse_accumulation
+        )
     dispatch = read_dispatch(dispatch, homes[0])
     cuts = read_partition(partition)
     cuts.check(model, len(places))
@@ -180,6 +198,7 @@ def compile(
         clips=clipping is not None,
         recompute=read_recompute(recompute, recipe.stages(len(places))),
         places=homes if homes[0].type == "cuda" else (),
+        capturing=Capturing([CudaGraphs() for _ in places]) if cuda_graphs else None,
         verbose=verbose,
     )
     dims = read_batch_dims(batch_dims, model)

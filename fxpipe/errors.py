@@ -120,6 +120,10 @@ class RecomputeError(FxpipeError):
     """A stage that is recomputed makes something else the second time. Names stage and node."""
 
 
+class CaptureError(FxpipeError):
+    """A stage cannot be captured into a CUDA graph. Names it, and says what to do."""
+
+
 class FormulaError(FxpipeError):
     """No closed form of the kinds that are looked for holds. Says for what, and what to try."""
 

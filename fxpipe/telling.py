@@ -25,6 +25,9 @@ class Listener(Protocol):
     def ends(self, name: str, seconds: float) -> None:
         """It is done; not called where it raised."""
 
+    def notes(self, text: str) -> None:
+        """Something is not as it was asked for."""
+
 
 _listener: ContextVar[Listener | None] = ContextVar("fxpipe_listener", default=None)
 
@@ -53,3 +56,11 @@ def telling(name: str) -> Iterator[None]:
     )
     if listener is not None:
         listener.ends(name, seconds)
+
+
+def noted(text: str) -> None:
+    """Tell of something that is not as it was asked for."""
+    LOGGER.info("%s", text)
+    listener = _listener.get()
+    if listener is not None:
+        listener.notes(text)

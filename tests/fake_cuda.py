@@ -69,12 +69,14 @@ class Cuda:
 
     Attributes:
         current: the streams that are current, the innermost last.
+        default: the stream that nobody has made.
         ranges: the names of all ranges, in order.
         waits: how often the host has waited for a device.
     """
 
     def __init__(self) -> None:
         self.current = [Stream()]
+        self.default = Stream()
         self.ranges: list[str] = []
         self.waits = 0
 
@@ -99,6 +101,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Cuda:
         "Event": Event,
         "stream": cuda.stream,
         "current_stream": lambda device=None: cuda.current[-1],
+        "default_stream": lambda device=None: cuda.default,
         "synchronize": cuda.synchronize,
         "mem_get_info": lambda device=None: (1 << 30, 80 << 30),
         "max_memory_allocated": lambda device=None: 79 << 30,

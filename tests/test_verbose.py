@@ -110,6 +110,9 @@ def test_only_the_innermost_listener_is_told_and_the_outer_one_again_after_it() 
             assert seconds >= 0
             told.append((self.name, f"ends {name}"))
 
+        def notes(self, text: str) -> None:
+            told.append((self.name, text))
+
     with listening(Ear("outer")):
         with listening(Ear("inner")), telling("one"):
             pass

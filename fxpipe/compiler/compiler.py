@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fxpipe.compiler.capturing import Capturing
 from fxpipe.compiler.compiled import Compiled
 from fxpipe.compiler.front_end import FrontEnd, Tracer
 from fxpipe.compiler.objective import Objective
@@ -48,6 +49,7 @@ class Compiler:
         objective: its loss.
         timetable: the schedules.
         plans: the plans.
+        capturing: captures the stages' graphs, where that is asked for.
         verbose: whether passes are printed as they run.
     """
 
@@ -69,6 +71,7 @@ class Compiler:
         clips: bool = False,
         recompute: RecomputeLike = "never",
         places: Sequence[torch.device] = (),
+        capturing: Capturing | None = None,
         verbose: bool = False,
     ) -> None:
         """Nothing is traced yet.
@@ -90,10 +93,12 @@ class Compiler:
             recompute: which stages run their forwards again instead of keeping what their
                 backwards need.
             places: device → where it is, for devices with streams; none for CPU devices.
+            capturing: captures the stages' graphs; None where they are launched as they are.
             verbose: whether passes are printed as they run.
         """
         self.model = model
         self.objective = objective
+        self.capturing = capturing
         self.verbose = verbose
         self.timetable = Timetable(
             recipe, len(devices), microbatches=microbatches, clips=clips, recompute=recompute
@@ -185,7 +190,9 @@ class Compiler:
             traced = self.plans.output_dims(calls[sizes[0]], traced)
         program = self._program(plan, schedule, purpose, updates)
         by_size = {
-            size: [stage.kernel for stage in plan.stages if stage.kernel is not None]
+            size: self.capturing.captured(plan, schedule, program)
+            if self.capturing
+            else [stage.kernel for stage in plan.stages if stage.kernel is not None]
             for size, (_, plan) in plans.items()
         }
         return Compiled(traced, plan, [by_size[size] for size in sizes], schedule, program)

@@ -50,6 +50,11 @@ class Compilation:
         self.passes += 1
         self._print(name, seconds)
 
+    def notes(self, text: str) -> None:
+        """See Listener.notes."""
+        if self._console is not None:
+            self._console.print(f"  {text}", highlight=False, markup=False)
+
     def close(self, seconds: float, *, done: bool) -> None:
         """It is over; the line goes, and the whole time is told."""
         if self._status is not None:

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from fxpipe.program import COMPUTE
 from fxpipe.runtime.backend import Room
+from fxpipe.runtime.cuda_graphs import ALONE
 from fxpipe.runtime.launcher import Dispatch, Launcher
 from fxpipe.runtime.trail import Unfinished
 
@@ -74,17 +75,19 @@ class CudaLanes:
 
     def begin(self) -> None:
         """Let all streams start after what the calling thread has launched on its own."""
-        before = torch.cuda.Event()
-        before.record(torch.cuda.current_stream(self.device))
-        for stream in self._streams.values():
-            stream.wait_event(before)
+        with ALONE:
+            before = torch.cuda.Event()
+            before.record(torch.cuda.current_stream(self.device))
+            for stream in self._streams.values():
+                stream.wait_event(before)
 
     def end(self) -> None:
         """Let what the calling thread launches next start after all streams; it waits itself for
         nothing."""
-        current = torch.cuda.current_stream(self.device)
-        for name in tuple(self._streams):
-            current.wait_event(self.mark(name))
+        with ALONE:
+            current = torch.cuda.current_stream(self.device)
+            for name in tuple(self._streams):
+                current.wait_event(self.mark(name))
 
     def reached(self, mark: torch.cuda.Event) -> bool:
         """See Lanes.reached."""
@@ -98,7 +101,8 @@ class CudaLanes:
 
     def nanoseconds(self, moments: Sequence[torch.cuda.Event]) -> list[int]:
         """The times of moments by the host's clock. It waits until all of them are past."""
-        torch.cuda.synchronize(self.device)
+        with ALONE:
+            torch.cuda.synchronize(self.device)
         now = self.moment(COMPUTE)
         now.synchronize()
         host = perf_counter_ns()

@@ -1,0 +1,155 @@
+"""Which stages run by captured graphs, and how many slots each needs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+from fxpipe import source
+from fxpipe.edge import HOST
+from fxpipe.errors import InputError
+from fxpipe.kernels.captured import Captured, Graphs
+from fxpipe.kernels.graph import GraphKernel
+from fxpipe.kernels.kernel import Kernel
+from fxpipe.plan import Plan, Stage
+from fxpipe.program import Backward, Forward, Program, Recompute, WeightGrad
+from fxpipe.schedule import Schedule
+from fxpipe.telling import noted
+from fxpipe.traced import SEED
+from fxpipe.unroll import unroll
+
+_HOST_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+
+
+def check_cuda_graphs(
+    home: torch.device, *, recompute_check: bool, fuse_accumulation: bool
+) -> None:
+    """Raises InputError where stages cannot be captured, or not with what else is asked for."""
+    if home.type != "cuda":
+        raise InputError(
+            f"cuda_graphs is True and the devices are {home.type.upper()} devices, which have "
+            "none; leave cuda_graphs out, or name CUDA devices"
+        )
+    if recompute_check:
+        raise InputError(
+            "recompute_check looks at what forwards save, which stays in the graphs with "
+            "cuda_graphs; leave one of them out"
+        )
+    if fuse_accumulation:
+        raise InputError(
+            "fuse_accumulation adds gradients in a stage's graph, to sums that are elsewhere in "
+            "every step, and with cuda_graphs they are added outside of it; leave one of them out"
+        )
+
+
+class Capturing:
+    """Puts captured kernels in place of plain ones, and keeps them."""
+
+    def __init__(self, graphs: Sequence[Graphs]) -> None:
+        """Nothing is captured yet.
+
+        Args:
+            graphs: device of the program → what captures for it.
+        """
+        self._graphs = tuple(graphs)
+        self._made: dict[int, Captured] = {}
+        self._found: dict[tuple[int, int], tuple[Plan, Program, list[Kernel]]] = {}
+        self._versions: dict[int, int] = {}
+        self._told: set[tuple[int, str]] = set()
+
+    @property
+    def kernels(self) -> list[Captured]:
+        """All of them."""
+        return list(self._made.values())
+
+    def captured(self, plan: Plan, schedule: Schedule, program: Program) -> list[Kernel]:
+        """Stage → what runs it. A stage that cannot be captured is told of, and runs as it is."""
+        key = id(plan), id(program)  # both are kept with what was found for them
+        if key not in self._found:
+            self._found[key] = plan, program, self._captured(plan, schedule, program)
+        return self._found[key][2]
+
+    def _captured(self, plan: Plan, schedule: Schedule, program: Program) -> list[Kernel]:
+        written = {write.target for stage in plan.stages for write in stage.writes}
+        needed = slots(program)
+        if schedule.overlaps:  # one more may be kept, to go back to after a failure
+            self._versions = {s: delay + 2 for s, delay in enumerate(schedule.delays)}
+        kernels: list[Kernel] = []
+        for stage in plan.stages:
+            kernel = stage.kernel
+            if kernel is None:
+                continue
+            reason = obstacle(plan, stage)
+            if reason is not None or not isinstance(kernel, GraphKernel):
+                self._tell(stage.index, f"stage {stage.index} runs uncaptured: {reason}")
+                kernels.append(kernel)
+                continue
+            made = self._made.get(id(kernel))  # it keeps the kernel, whose id stays its own
+            if made is None:
+                made = self._made[id(kernel)] = Captured(
+                    kernel,
+                    stage.index,
+                    self._graphs[program.placement[stage.index]],
+                    slots=0,
+                    changing=[argument.target in written for argument in stage.buffers],
+                )
+            made.versions = self._versions.get(stage.index, 1)
+            made.slots = max(made.slots, needed[stage.index])
+            kernels.append(made)
+        return kernels
+
+    def _tell(self, stage: int, text: str) -> None:
+        if (stage, text) not in self._told:
+            self._told.add((stage, text))
+            noted(text)
+
+
+def slots(program: Program) -> tuple[int, ...]:
+    """Stage → the most micro-batches that are in its graphs at once.
+
+    One is from its forward, or its recomputation, to the end of its backward, of both halves where
+    that is parted; and while a forward runs of which nothing is kept. Of batches that overlap, so
+    many steps are looked at that all which can be in flight are.
+    """
+    most, held = [0] * program.stages, [0] * program.stages
+    for list_ in unroll(program, 2 * program.depth + 1).lists:
+        for instruction in list_:
+            match instruction:
+                case Forward(stage, keeps=keeps):
+                    most[stage] = max(most[stage], held[stage] + 1)
+                    held[stage] += keeps
+                case Recompute(stage):
+                    held[stage] += 1
+                    most[stage] = max(most[stage], held[stage])
+                case Backward(stage) | WeightGrad(stage):
+                    held[stage] -= 1
+    return tuple(most)
+
+
+def obstacle(plan: Plan, stage: Stage) -> str | None:
+    """Why a stage cannot be captured, one clause; None where nothing is known that hinders."""
+    kernel = stage.kernel
+    if not isinstance(kernel, GraphKernel):
+        return "autograd drives its backward, as of all stages where there are leaf modules"
+    for edge in plan.edges_into(stage.index):
+        spec = plan.specs.get(edge.value)
+        if edge.value == SEED:
+            return "it draws random numbers, by a seed that is read on the host"
+        if edge.source == HOST and spec and not spec.shape and not spec.dtype.is_floating_point:
+            return f"its input {edge.value!r} is one whole number, which is read on the host"
+    for module in (kernel.forward_graph, kernel.backward_graph):
+        for node in () if module is None else module.graph.nodes:
+            if _asks_the_host(node):
+                line = source.of_node(node)
+                where = f" at {line}" if line else ""
+                return f"{node.target}{where} gives what the host has to wait for"
+    return None
+
+
+def _asks_the_host(node: fx.Node) -> bool:
+    """Whether a size or a number that it gives depends on data."""
+    return isinstance(node.target, torch._ops.OpOverload) and any(
+        tag in node.target.tags for tag in _HOST_TAGS
+    )
