@@ -1,7 +1,9 @@
-"""What overlapped copies and direct skips are worth: a U-Net on virtual devices, without and with.
+"""What overlapped copies, direct skips and CUDA graphs are worth: a U-Net, without and with them.
 
 Without overlap a value is copied to a device only when all that was launched there before is
 done. Without direct skips each skip is handed on by every stage between producer and consumer.
+With CUDA graphs a stage's forward and backward are launched at once instead of operation by
+operation. What draws is not captured, so the row has no dropout, and neither has one beside it.
 Run it with ``python -m benchmarks.gpu.ablation``; see the README beside it.
 """
 
@@ -92,11 +94,15 @@ class Variant(NamedTuple):
         name: of it.
         overlap: whether copies overlap computations.
         direct: whether skips go straight to their consumers.
+        dropout: whether the model has any.
+        graphs: whether stages are captured; not in a dry run, as CPU devices have no graphs.
     """
 
     name: str
     overlap: bool
     direct: bool
+    dropout: bool = True
+    graphs: bool = False
 
 
 VARIANTS = (
@@ -104,6 +110,8 @@ VARIANTS = (
     Variant("without overlap", False, True),
     Variant("without direct skips", True, False),
     Variant("with both", True, True),
+    Variant("with both, no dropout", True, True, dropout=False),
+    Variant("with both and CUDA graphs, no dropout", True, True, dropout=False, graphs=True),
 )
 
 
@@ -150,7 +158,7 @@ def main(given: Sequence[str] | None = None) -> int:
         "memory": "the peak of a step on the whole GPU, by torch's allocator",
     }
     grid = Grid(("variant", "samples a second", "memory"), cells)
-    title = "U-Net without and with overlapped copies and direct skips"
+    title = "U-Net without and with overlapped copies, direct skips and CUDA graphs"
     setting.publish("ablation", title, settings, figures, [grid])
     return 1 if missing else 0
 
@@ -166,6 +174,9 @@ def measure(
     part = x[: max(1, len(x) // parts)]
     lengths = balance(model, part, len(groups.devices), setting.synchronize)
     cuts = begins(layers(model), lengths)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout2d):
+            module.train(variant.dropout)
     whole: nn.Module = model if variant.direct else Carrying(model, cuts)
     prefix = "" if variant.direct else "unet."
     step: Callable[[], Any]
@@ -180,6 +191,7 @@ def measure(
             loss=work.loss,
             optimizer=SGD,
             recompute=own.recompute,
+            cuda_graphs=variant.graphs and not setting.dry_run,
             partition=[prefix + name for name in cuts],
         ) as pipe,
     ):
