@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -174,6 +175,26 @@ def test_streams_are_devices(cuda: Cuda) -> None:
     assert [home(place) for place in read_devices(places)] == [torch.device("cpu")] * 3
     lanes = CudaBackend([one, two]).lanes
     assert [each.stream("compute") for each in lanes] == [one, two]
+
+
+def test_a_stream_that_computes_is_nobody_elses(
+    cuda: Cuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = [Stream() for _ in range(6)]
+    turns = itertools.cycle(pool)
+    # a type, as somebody asks whether a device is a stream
+    made = type("Pooled", (Stream,), {"__new__": lambda cls, device=None: next(turns)})
+    monkeypatch.setattr(torch.cuda, "Stream", made)
+    place = torch.device("cpu")
+    lanes = [CudaBackend([place]).lanes[0] for _ in range(3)]
+    computing = [each.stream("compute") for each in lanes]
+    assert len(set(computing)) == 3
+    copying = [each.stream(f"in{k}") for each in lanes for k in range(5)]
+    assert not set(copying) & set(computing)
+    assert set(copying) == set(pool) - set(computing)  # more than there are: they are shared
+    del lanes[0]
+    computing = [CudaBackend([place]).lanes[0].stream("compute"), *computing[1:]]
+    assert len(set(computing)) == 3
 
 
 def test_the_same_stream_twice_is_refused(cuda: Cuda) -> None:

@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from fxpipe.program import COMPUTE
 from fxpipe.runtime.backend import Room
 from fxpipe.runtime.cuda_graphs import ALONE
+from fxpipe.runtime.cuda_streams import Streams
 from fxpipe.runtime.launcher import Dispatch, Launcher
 from fxpipe.runtime.trail import Unfinished
 
@@ -43,14 +44,19 @@ class CudaLanes:
             place: where it computes: on a stream of its own, or on the one that is given.
         """
         self.device = home(place)
-        computing = place if isinstance(place, torch.cuda.Stream) else torch.cuda.Stream(place)
+        self._made = Streams()
+        computing = (
+            self._made.take(place)
+            if isinstance(place, torch.cuda.Stream)
+            else self._made.make(place, computes=True)
+        )
         self._streams: dict[str, torch.cuda.Stream] = {COMPUTE: computing}
         self._leaving: dict[tuple[str, torch.device], torch.cuda.Stream] = {}
 
     def stream(self, name: str) -> torch.cuda.Stream:
         """A stream by its name in programs."""
         if name not in self._streams:
-            self._streams[name] = torch.cuda.Stream(self.device)
+            self._streams[name] = self._made.make(self.device)
         return self._streams[name]
 
     @contextmanager
@@ -134,7 +140,7 @@ class CudaLanes:
         """The stream of the other device that copies for one of this device's streams."""
         key = stream, source
         if key not in self._leaving:
-            self._leaving[key] = torch.cuda.Stream(source)
+            self._leaving[key] = self._made.make(source)
         return self._leaving[key]
 
     def _through_host(

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 
 from fxpipe.errors import CaptureError
+from fxpipe.runtime.cuda_streams import Streams
 
 T = TypeVar("T")
 
@@ -35,6 +36,8 @@ class CudaGraphs:
 
     def __init__(self) -> None:
         """Nothing is captured yet; it asks nothing of CUDA."""
+        self._streams = Streams()
+        self._aside: torch.cuda.Stream | None = None
         self._pool: Any = None
         # a pool that no graph uses any more cannot be used again
         self._first: torch.cuda.CUDAGraph | None = None
@@ -45,8 +48,10 @@ class CudaGraphs:
             torch.cuda.synchronize()  # so that no failure of earlier work is taken for one of this
             # its kernels run where the stream's do: a green context has streams of its own
             stream = torch.cuda.current_stream()
-            if stream == torch.cuda.default_stream():
-                stream = torch.cuda.Stream()  # the default one cannot be captured
+            if stream == torch.cuda.default_stream():  # which cannot be captured
+                if self._aside is None:
+                    self._aside = self._streams.make(stream.device, computes=True)
+                stream = self._aside
             if self._pool is None:
                 self._pool = torch.cuda.graph_pool_handle()
             graph = torch.cuda.CUDAGraph()
