@@ -52,8 +52,8 @@ def chain_bound(work: Work, machine: Machine, low: float, high: float) -> float:
         high: seconds of a partition that is known.
     """
     chain = _heaviest_chain(work)
-    reach = _Reach(work)
-    weigh = _Scale(work)
+    reach = Reach(work)
+    weigh = Scale(work)
     least = [0.0]
     most: list[float] = []
     for atom in chain:
@@ -92,8 +92,8 @@ def _reaches(
 
 def _gaps(work: Work, light: float) -> Iterator[tuple[float, float]]:
     """For each heavy atom the open interval of work that no downset has."""
-    reach = _Reach(work)
-    weigh = _Scale(work)
+    reach = Reach(work)
+    weigh = Scale(work)
     places = [0.0, *itertools.accumulate(work.seconds)]
     everything = (1 << len(work)) - 1
     for atom, seconds in enumerate(work.seconds):
@@ -118,7 +118,7 @@ def _merged(gaps: Iterator[tuple[float, float]]) -> list[tuple[float, float]]:
     return merged
 
 
-class _Reach:
+class Reach:
     """For each atom those before it and those after it, as bit sets."""
 
     def __init__(self, work: Work) -> None:
@@ -132,7 +132,7 @@ class _Reach:
                 self.after[atom] |= self.after[reader] | 1 << reader
 
 
-class _Scale:
+class Scale:
     """Weighs bit sets of atoms: a plane of bits for each binary digit of their weights."""
 
     def __init__(self, work: Work) -> None:

@@ -17,22 +17,27 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from fxpipe.passes.bound import chain_bound, lower_bound
+from fxpipe.passes.contract import contractions
 from fxpipe.passes.downsets import Search, TooManyError, downsets, pack
 from fxpipe.passes.lattice import Lattice
 from fxpipe.passes.orders import orders
+from fxpipe.passes.resend import sent_apart
 from fxpipe.passes.runs import Runs, equal_runs
 from fxpipe.passes.work import Division, Machine, Work, weigh
 
 SLACK = 0.01
 """How much slower than the best the slowest stage may be: measured times are no exacter."""
 
-_CAPS = (1.02, 1.1, 1.5, 4.0, math.inf)
+_CAPS = (1.02, 1.1, 1.5, 4.0, 16.0, 64.0)
 """Times the bound, one after the other until there is a cut: a narrow one is found much faster."""
 
 _GUESSES = 10
 _LIGHT = 0.002
 _PAIRS = 200_000
 _DOWNSETS = 4_000
+_COARSE = 3_000
+_PACKED = 5
+_CONTRACTED = 2_000
 
 
 @dataclass(frozen=True)
@@ -92,6 +97,8 @@ class _Solver:
         self.work = work
         self.machine = machine
         self.layers = layers
+        self.sent = work  # where links cost: each value as often as it is known to be sent
+        self.vain = False  # whether no run of the last order kept its limit
         self.low = lower_bound(work, machine)
         self.best: Division | None = None
 
@@ -113,16 +120,20 @@ class _Solver:
     def _search(self) -> None:
         """Better divisions and a better bound, where the graph is small or narrow enough."""
         if self.best is not None and not self.machine.computes_alone:
-            self.low = chain_bound(self.work, self.machine, self.low, self.best.slowest)
+            self.sent = sent_apart(self.work, self.machine, self.best.slowest)
+            if self.sent.transfers != self.work.transfers:
+                self._try_order(_by_stage(self.best.stage_of))
+            self.low = chain_bound(self.sent, self.machine, self.low, self.best.slowest)
         self._pack()
         if self.proven:
             return
         sets = downsets(self.work, _DOWNSETS)
         if sets is None:
+            self._through_contraction()
             return
         if len(self.work) > 64 or len(sets) ** 2 * self.machine.stages > _PAIRS:
             if not self.machine.computes_alone:
-                self._through_lattice(Lattice(self.work, self.machine, sets))
+                self._through_lattice(Lattice(self.sent, self.machine, sets))
             return
         search = Search(self.work, self.machine, sets)
         found, all_seen = search.better(math.inf if self.best is None else self.best.slowest)
@@ -133,8 +144,7 @@ class _Solver:
 
     def _through_lattice(self, lattice: Lattice) -> None:
         """The best of all divisions, but for values that several stages read."""
-        cap = self.work.total / min(self.machine.speeds) * _CAPS[-2]
-        cap = cap if self.best is None else self.best.slowest
+        cap = self._known()
         for fastest in (False, True) if self.machine.linked else (True,):
             way = lattice.best(cap, fastest=fastest)
             if way is not None:
@@ -142,6 +152,44 @@ class _Solver:
             if fastest and self.best is not None:
                 bound = cap if way is None else way[0]
                 self.low = max(self.low, min(bound, self.best.slowest))
+
+    def _through_contraction(self) -> None:
+        """Better divisions of a graph with too many downsets: those of one with few."""
+        if len(self.work) > _CONTRACTED:
+            return
+        most = _COARSE * (_PACKED if self.machine.computes_alone else 1)
+        for coarse, atom_of in contractions(self.work):
+            sets = downsets(coarse, most)
+            if sets is None:
+                continue
+            if self.machine.computes_alone:
+                self._pack_contracted(coarse, atom_of)
+            else:
+                way = Lattice(coarse, self.machine, sets).best(self._known(), fastest=False)
+                self._expand(None if way is None else way[1], atom_of)
+            return
+
+    def _pack_contracted(self, coarse: Work, atom_of: Sequence[int]) -> None:
+        """Guess as ``_pack`` does; what no division of the coarse graph keeps bounds nothing."""
+        assert self.best is not None
+        low = guess = self.low * (1 + SLACK / 2)
+        for _ in range(_GUESSES // 2):
+            try:
+                packed = pack(coarse, self.machine, guess, 0.0)
+            except TooManyError:
+                return
+            self._expand(packed, atom_of)
+            if self.proven:
+                return
+            low = guess if packed is None else low
+            guess = (low + self.best.slowest) / 2
+
+    def _expand(self, coarse: Sequence[int] | None, atom_of: Sequence[int]) -> None:
+        """Keep a division of a contracted graph, and what cutting its order anew makes of it."""
+        if coarse is not None:
+            stage_of = [coarse[atom] for atom in atom_of]
+            self._offer(weigh(self.work, self.machine, stage_of))
+            self._try_order(_by_stage(stage_of))
 
     def _pack(self) -> None:
         """Guess the seconds of the slowest stage between the bound and what was found."""
@@ -168,17 +216,24 @@ class _Solver:
             seconds = (self.work.seconds[atom] for atom in order)
             cuts = equal_runs([0.0, *itertools.accumulate(seconds)], self.machine.stages)
         else:
-            runs = Runs(self.work, self.machine, order)
+            runs = Runs(self.sent, self.machine, order)
             cuts = runs.bottleneck(self._caps())
+            self.vain = cuts is None
         if cuts is not None:
             self._offer(weigh(self.work, self.machine, _stages(order, cuts)))
 
     def _caps(self) -> Iterator[float]:
         """Seconds below which to look for a cut: none that is no better than what is known."""
-        known = math.inf if self.best is None else self.best.slowest
-        yield from (self.low * cap for cap in _CAPS if self.low * cap < known)
-        if known < math.inf:
-            yield known
+        known = self._known()
+        if not self.vain:
+            yield from (self.low * cap for cap in _CAPS if self.low * cap < known)
+        yield known
+
+    def _known(self) -> float:
+        """Seconds that some division is known to keep, but for its memory."""
+        if self.best is not None:
+            return self.best.slowest
+        return math.inf if self.machine.linked else self.work.total / min(self.machine.speeds)
 
     def _offer(self, found: Division) -> None:
         if found.fits(self.machine) and (self.best is None or found.slowest < self.best.slowest):
