@@ -23,7 +23,7 @@ from fxpipe.task import Task
 from tests.refusals import SGD, X, compiled, refused, stepped
 from tests.tiny import Tiny
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(600)
 
 # losses
 

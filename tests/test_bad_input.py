@@ -22,7 +22,7 @@ from fxpipe.schedules import one_f_one_b
 from tests.refusals import SGD, X, Y, compiled, refused, stepped
 from tests.tiny import Snapshot, Tiny
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(600)
 
 # arguments of compile
 

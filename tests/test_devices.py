@@ -21,7 +21,7 @@ from fxpipe import InputError
 from fxpipe.runtime.cpu import Worker
 from tests.tiny import CUTS, Tiny, batch, within
 
-pytestmark = pytest.mark.timeout(120, method="thread")
+pytestmark = pytest.mark.timeout(600, method="thread")
 
 
 def pipe_of(devices: Any = ("cpu", "cpu"), **options: Any) -> fxpipe.Pipeline:
@@ -221,7 +221,7 @@ pipe(torch.zeros(4, 3))
         cwd=Path(__file__).parent.parent,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

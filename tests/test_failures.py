@@ -17,7 +17,7 @@ import fxpipe
 from fxpipe import ExecutionError, InputError
 from tests.tiny import Snapshot, adam, batch, pipe_of, within
 
-pytestmark = pytest.mark.timeout(120, method="thread")
+pytestmark = pytest.mark.timeout(600, method="thread")
 
 
 # an operation that looks at data, and does what they say

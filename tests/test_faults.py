@@ -17,7 +17,7 @@ from fxpipe.runtime.interpreter import Machine
 from fxpipe.text.instruction import print_instruction
 from tests.tiny import Snapshot, adam, batch, pipe_of, within
 
-pytestmark = pytest.mark.timeout(120, method="thread")
+pytestmark = pytest.mark.timeout(600, method="thread")
 
 Handlers = Mapping[type[Instruction], Callable[[Machine, Any], None]]
 HANDLERS: Handlers = interpreter.HANDLERS

@@ -25,7 +25,7 @@ from fxpipe.signals import HeldSignals, SignalsAtOperations
 from tests.tiny import CUTS, Metronome, Snapshot, Tiny, adam, batch, pipe_of, within
 
 pytestmark = [
-    pytest.mark.timeout(120, method="thread"),
+    pytest.mark.timeout(600, method="thread"),
     pytest.mark.skipif(os.name != "posix", reason="signals are sent as POSIX does"),
 ]
 

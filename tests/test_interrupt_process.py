@@ -18,9 +18,12 @@ import pytest
 from tests.tiny import Metronome
 
 pytestmark = [
-    pytest.mark.timeout(120, method="thread"),
+    pytest.mark.timeout(600, method="thread"),
     pytest.mark.skipif(os.name != "posix", reason="signals are sent as POSIX does"),
 ]
+
+HANGS = 300
+"""Seconds after which a process is ended; a busy machine may take long to start one."""
 
 START = """
 import time
@@ -95,7 +98,7 @@ def running(source: str) -> Iterator[subprocess.Popen[str]]:
         stderr=subprocess.PIPE,
         text=True,
     )
-    watchdog = threading.Timer(60, process.kill)
+    watchdog = threading.Timer(HANGS, process.kill)
     watchdog.start()
     try:
         yield process

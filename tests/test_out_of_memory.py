@@ -14,7 +14,7 @@ from fxpipe import DeviceMemoryError
 from tests.test_failures import FAILS, FAILS_BACK
 from tests.tiny import adam, batch, within
 
-pytestmark = pytest.mark.timeout(120, method="thread")
+pytestmark = pytest.mark.timeout(600, method="thread")
 
 
 @torch.library.custom_op("fxpipe_tests::take", mutates_args=())

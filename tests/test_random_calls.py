@@ -261,7 +261,7 @@ def assert_joined(recipe: Recipe, layout: Layout, ours: Any, expected: Expected)
             assert torch.equal(ours["made"][1][0], ours["made"][0][0])
 
 
-@pytest.mark.timeout(0 if DEEP else 300)
+@pytest.mark.timeout(0 if DEEP else 900)
 @settings(
     max_examples=400 if DEEP else 5,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],

@@ -156,7 +156,7 @@ class Remembering(FrontEnd):
         return self.memory[key]
 
 
-@pytest.mark.timeout(0 if DEEP else 300)
+@pytest.mark.timeout(0 if DEEP else 900)
 @settings(
     max_examples=100 if DEEP else 20,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
