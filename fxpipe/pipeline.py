@@ -19,6 +19,7 @@ from fxpipe.engine import Engine
 from fxpipe.errors import InputError
 from fxpipe.figures import predict, split_target
 from fxpipe.html import preformatted
+from fxpipe.intake import Intake
 from fxpipe.plan import Plan
 from fxpipe.program import Program
 from fxpipe.runtime import checkpoint
@@ -29,10 +30,11 @@ from fxpipe.simulator import Simulation
 from fxpipe.simulator.costs import Costs, Links
 from fxpipe.simulator.measured import measured_run
 from fxpipe.sizes import Sizes
+from fxpipe.stand_in import StandIn
 from fxpipe.table import stage_table
 
 
-class Pipeline(nn.Module):
+class Pipeline(StandIn):
     """A model cut into stages over devices. Make one with ``fxpipe.compile``.
 
     It has the model's own parameters, buffers and submodules under their own names, so state
@@ -41,9 +43,6 @@ class Pipeline(nn.Module):
     Attributes:
         devices: where the stages are, in order.
     """
-
-    _model: nn.Module
-    _compiler: Compiler
 
     def __init__(
         self,
@@ -54,19 +53,11 @@ class Pipeline(nn.Module):
         microbatches: int | None,
         batch_dims: BatchDims | None = None,
     ) -> None:
-        super().__init__()
-        # the very dictionaries of the model: one module under two names, with the same keys
-        self._parameters = model._parameters
-        self._buffers = model._buffers
-        self._modules = model._modules
-        self._non_persistent_buffers_set = model._non_persistent_buffers_set
-        self.training = model.training
-        # set past nn.Module, which would register the model as a submodule of itself
-        self.__dict__.update(_model=model, _compiler=compiler)
+        super().__init__(model)
         self.devices = tuple(devices)
-        self._microbatches = microbatches
-        self._batch_dims = batch_dims
+        self._compiler = compiler
         self._engine = engine
+        self._intake = Intake(model, compiler, devices, microbatches, batch_dims)
         self._shown: Compiled | None = None
 
     # training and calling
@@ -106,7 +97,7 @@ class Pipeline(nn.Module):
         """
         with SignalsAtOperations() as signals:
             batch = self._batch(args, kwargs, target)
-            parts = batch.split(self._count(batch))
+            parts = self._intake.parts(batch, step=True)
             weights = self._compiler.objective.weights(batch, parts)
             compiled = self._compiler.compile(
                 batch, parts, "step", updates=self._engine.updates, outputs=return_output
@@ -146,10 +137,10 @@ class Pipeline(nn.Module):
         Raises:
             InputError, TraceError, ExecutionError: as in ``step``.
         """
-        batch = self._batch(args, kwargs, None)
+        batch = self._batch(args, kwargs)
         self.flush()
         differentiable = self.training and torch.is_grad_enabled()
-        parts = batch.split(min(self._count(batch, clip=True), batch.size))
+        parts = self._intake.parts(batch, step=False)
         purpose: Purpose = "call" if differentiable else "infer"
         compiled = self._compiler.compile(batch, parts, purpose, input_gradients=differentiable)
         run = self._engine.call if differentiable else self._engine.infer
@@ -236,7 +227,7 @@ class Pipeline(nn.Module):
         """
         batch = self._batch(args, kwargs, target)
         can_step = target is not None or self._compiler.objective.loss is None
-        parts = batch.split(self._count(batch))
+        parts = self._intake.parts(batch, step=True)
         if can_step and self.training:
             try:
                 self._shown = self._compiler.compile(
@@ -364,8 +355,7 @@ class Pipeline(nn.Module):
             CheckpointError: the file is no checkpoint, damaged, or of another model or optimizer.
                 The pipe is as it was.
         """
-        if self.closed:
-            raise InputError("the pipe is closed; compile the model again")
+        self._check_open()
         self.flush()
         saved = checkpoint.read(path)
         self._engine.progress.restore(saved)
@@ -377,18 +367,6 @@ class Pipeline(nn.Module):
         self._model.train(mode)
         self.training = mode
         return self
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        raise InputError(
-            "a compiled model cannot be moved or cast: its graphs hold its devices and types; "
-            "close() the pipe, change the model, and compile it again"
-        )
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise InputError(
-            "a pipe cannot be copied or pickled: it has threads and traced graphs; save its "
-            "state_dict() and compile a new one"
-        )
 
     # its life
 
@@ -416,24 +394,13 @@ class Pipeline(nn.Module):
 
     # inside
 
-    def _batch(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Batch:
+    def _batch(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any = None) -> Batch:
+        self._check_open()
+        return self._intake.batch(args, kwargs, target)
+
+    def _check_open(self) -> None:
         if self.closed:
             raise InputError("the pipe is closed; compile the model again")
-        targets = () if target is None else target if isinstance(target, tuple) else (target,)
-        if targets and self._compiler.objective.loss is None:
-            raise InputError(
-                "there is a target but no loss to compare it with; give compile(..., "
-                "loss=function), or leave out target"
-            )
-        batch = Batch.of(self._model, args, kwargs, targets, self._batch_dims)
-        batch.check_devices("cpu", self.devices[0].type)
-        return batch
-
-    def _count(self, batch: Batch, clip: bool = False) -> int:
-        """Into how many micro-batches: a step's schedule may know one number alone."""
-        count = self._microbatches or 4 * len(self.devices)
-        fixed = self._compiler.timetable.recipe.microbatches is not None
-        return count if fixed and not clip else min(count, batch.size)
 
     def _compiled(self) -> Compiled:
         if self._shown is None:

@@ -69,9 +69,11 @@ LAYERS = {
         "fxpipe.compiler",
         "fxpipe.engine",
         "fxpipe.figures",
+        "fxpipe.intake",
         "fxpipe.partition",
         "fxpipe.pipeline",
         "fxpipe.sizes",
+        "fxpipe.stand_in",
         "fxpipe.table",
     ),
 }
