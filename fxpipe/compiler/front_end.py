@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from fxpipe import source
 from fxpipe.apart import apart
+from fxpipe.compiler.hidden import hidden, refuse_hidden
 from fxpipe.compiler.objective import Objective
 from fxpipe.compiler.pythonic import refuse_changes
 from fxpipe.compiler.tryout import output_dims, try_loss, try_model, try_own_loss
@@ -86,7 +87,7 @@ class FrontEnd:
                 self.model, self._leaves, lambda: try_model(self.model, args, kwargs)
             )
             if with_loss_ and self.objective.loss is not None:
-                try_loss(self.objective, output, targets, size)
+                try_loss(self.model, self.objective, output, targets, size)
             elif with_loss_:
                 try_own_loss(output)
             traced = self._front_end(self.model, args, kwargs, dims, size, fixed)
@@ -183,6 +184,23 @@ class FrontEnd:
         values = zip(traced.inputs, pytree.tree_leaves((args, kwargs)), strict=True)
         given = {name: value for name, value in values if name is not None}
         return call_leaves(traced, self.model, calls, given)
+
+    def refuse_hidden(self, batch: Batch, leaves: list[Any], made: Any) -> None:
+        """See that the model trains nothing but its parameters.
+
+        Args:
+            batch: the call.
+            leaves: the flat inputs and targets of one micro-batch.
+            made: what the model made of them with gradients enabled.
+
+        Raises:
+            TraceError: gradients go to another tensor, too.
+        """
+        args, kwargs, _ = batch.unflatten(leaves)
+        once = hidden(self.model, apart(made), (args, kwargs))
+        if once:
+            made, _ = self.call(batch, leaves, False)
+            refuse_hidden(self.model, once, hidden(self.model, apart(made), (args, kwargs)))
 
     def call(self, batch: Batch, leaves: list[Any], with_loss_: bool) -> tuple[Any, Tensor | None]:
         """The model itself, and its loss, on one micro-batch."""

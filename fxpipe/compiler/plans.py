@@ -241,6 +241,13 @@ class Plans:
         if like in self._checked:
             return
         batch, leaves = call.batch, call.leaves
+
+        def run() -> tuple[Any, Tensor | None]:
+            output, loss = self.front_end.call(batch, leaves, call.with_loss)
+            made.append(output)
+            return output, loss
+
+        made: list[Any] = []
         with untouched(self._model), intra_op_threads(self._threads):
             try:
                 with telling("check against the model"):
@@ -249,12 +256,15 @@ class Plans:
                         plan,
                         _values(traced, leaves, call.wants),
                         traced.state_of(self._model),
-                        lambda: self.front_end.call(batch, leaves, call.with_loss),
+                        run,
                         gradients,
                     )
             except TraceError as error:
                 self.front_end.refuse_two_traces(batch, leaves, call.size, call.with_loss, error)
                 raise
+            if gradients:
+                with torch.enable_grad():
+                    self.front_end.refuse_hidden(batch, leaves, made.pop())
         self._checked.add(like)
 
     def _graph(self, call: Call) -> Graph:

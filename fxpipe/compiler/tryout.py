@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from fxpipe import source
 from fxpipe.apart import apart
+from fxpipe.compiler.hidden import refuse_hidden_in_loss
 from fxpipe.compiler.objective import Objective
 from fxpipe.errors import InputError
 
@@ -92,24 +93,32 @@ def _growing(once: Any, twice: Any, size: int) -> tuple[int, ...]:
     return (0,) if counts else ()
 
 
-def try_loss(objective: Objective, output: Any, targets: Sequence[Any], size: int) -> None:
+def try_loss(
+    model: nn.Module, objective: Objective, output: Any, targets: Sequence[Any], size: int
+) -> None:
     """See that the loss is one: a scalar, or a loss per sample, with a gradient.
 
     Args:
+        model: the model.
         objective: the loss.
         output: of the model for one micro-batch.
         targets: of the same.
         size: samples in it.
 
     Raises:
-        InputError: it is not, or it raises; names its line.
+        InputError: it is not, or it raises; names its line. Or it has a gradient to something
+            else than the output.
     """
     loss = objective.loss
     assert loss is not None
     _check_signature(loss, targets)
-    output = pytree.tree_map(_differentiable, output)
+    held = apart(output)
+    leaves, spec = pytree.tree_flatten(output)
+    given = [_differentiable(leaf) for leaf in leaves]
     try:
         with torch.enable_grad():
+            # values of the graph, not leaves of it, which the loss could not write to
+            output = pytree.tree_unflatten([x * 1 if _requires_grad(x) else x for x in given], spec)
             value = loss(output, *targets)
     except Exception as error:
         raise InputError(
@@ -121,7 +130,8 @@ def try_loss(objective: Objective, output: Any, targets: Sequence[Any], size: in
             f"the loss returns {_a(value)}; return one tensor, a scalar such as the mean"
         )
     _check_scalar(value[0] if value.dim() == 1 and len(value) == size else value, "the loss")
-    if not value.requires_grad and any(map(_requires_grad, pytree.tree_leaves(output))):
+    refuse_hidden_in_loss(model, value, (given, held, targets))
+    if not value.requires_grad and any(map(_requires_grad, given)):
         raise InputError(
             "the loss has no gradient to the model's output; compute it with differentiable "
             "operations, without detach, argmax or item"
@@ -172,8 +182,7 @@ def _check_scalar(value: Any, name: str) -> None:
 
 def _differentiable(leaf: Any) -> Any:
     if isinstance(leaf, Tensor) and leaf.is_floating_point():
-        # a value of the graph, not a leaf of it, which the loss could not write to
-        return leaf.detach().requires_grad_() * 1
+        return leaf.detach().requires_grad_()
     return leaf
 
 
