@@ -29,6 +29,11 @@ def is_users(filename: str) -> bool:
     return not (filename.startswith(_TORCH) or filename.startswith(_OURS))
 
 
+def is_ours(filename: str) -> bool:
+    """Whether a file is this library's."""
+    return filename.startswith(_OURS)
+
+
 def of_node(node: fx.Node) -> str:
     """``file:line, in function: code`` of the model's line that made a graph's node, or ""."""
     frames = [

@@ -87,11 +87,14 @@ def trace_symbolically(
     written = Example(module).written(model, *tensors)
     held = leaf_tensors(module)
     parameters = dict(model.named_parameters(remove_duplicate=False))
+    owned = {*parameters, *(name for name, _ in model.named_buffers(remove_duplicate=False))}
     return Traced(
         module=module,
         parameters=tuple(Argument(name, name) for name in held if name in parameters),
         buffers=tuple(Argument(name, name) for name in held if name not in parameters),
-        constants={},
+        constants={
+            name: operator.attrgetter(name)(module).detach() for name in held if name not in owned
+        },
         inputs=tuple(names[name] for name in given),
         writes=tuple(Write(name, name) for name in held if name in written),
         outputs=outputs,
@@ -253,6 +256,11 @@ def is_view(node: fx.Node) -> bool:
         return any(alias is not None and not alias.is_write for alias in aliases)
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     return node.op in ("call_function", "call_method") and name in _VIEWS
+
+
+def is_torchs(module: nn.Module) -> bool:
+    """Whether the tracer calls a module as it is though nobody asked for it."""
+    return fx.Tracer().is_leaf_module(module, "")
 
 
 class _Tracer(fx.Tracer):

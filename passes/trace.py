@@ -20,9 +20,11 @@ from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
 from fxpipe.apart import returning_parts
+from fxpipe.errors import TraceError
 from fxpipe.own_backward import functions_kept
 from fxpipe.passes.average_batchnorm import averages_traced
 from fxpipe.passes.explain import explained
+from fxpipe.passes.value_hooks import value_hooks_refused
 
 Dims = Sequence[tuple[int, ...]]
 """Flat input → its dimensions that are the batch."""
@@ -62,6 +64,8 @@ def trace(
         for as_export in (False, True):
             try:
                 return _export(model, args, kwargs, dynamic, as_export)
+            except TraceError:
+                raise
             except Exception as error:
                 errors.append(error)
     raise explained(model, errors[-1], "export") from errors[0]
@@ -149,6 +153,7 @@ def _export(
         with (
             warnings.catch_warnings(),
             functions_kept(),
+            value_hooks_refused(),
             returning_parts(model),
             _announced(model, as_export),
             _distributions_unchecked(),

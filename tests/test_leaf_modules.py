@@ -270,3 +270,26 @@ def test_tracing_leaves_the_leaves_as_they_were() -> None:
     compiled(model, ["inner"])
     assert [module._compiled_call_impl for module in model.modules()] == calls
     assert leaf_calls._known == {}
+
+
+def test_the_symbolic_tracer_takes_a_tensor_that_is_no_buffer() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(4, 4)
+            self.last = nn.Linear(4, 4)
+            self.table = torch.arange(4.0)
+
+        def forward(self, x: Tensor) -> Tensor:
+            made: Tensor = self.last(self.first(x) * self.table)
+            return made
+
+    model = Scaled()
+    alone = copy.deepcopy(model)
+    x = torch.randn(4, 4)
+    with fxpipe.compile(
+        model, 2 * ["cpu"], microbatches=2, loss=mse_loss, tracer="symbolic"
+    ) as pipe:
+        made = pipe.step(x, target=x)
+    assert torch.equal(made, loop.train(alone, 2, x, loss=mse_loss, target=x).loss)
+    loop.assert_same(loop.gradients(model), loop.gradients(alone))

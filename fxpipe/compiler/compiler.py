@@ -157,6 +157,7 @@ class Compiler:
         input_gradients: bool,
         outputs: bool,
     ) -> Compiled:
+        self.plans.look()
         microbatches = len(parts)
         sizes = batch.sizes(microbatches)
         first = {size: parts[sizes.index(size)] for size in sizes}

@@ -11,7 +11,9 @@ from torch.utils import _pytree as pytree
 
 from fxpipe import source
 from fxpipe.apart import apart
+from fxpipe.compiler.guards import Guards
 from fxpipe.compiler.hidden import hidden, refuse_hidden
+from fxpipe.compiler.hooks import refuse_hooks
 from fxpipe.compiler.objective import Objective
 from fxpipe.compiler.pythonic import refuse_changes
 from fxpipe.compiler.tryout import output_dims, try_loss, try_model, try_own_loss
@@ -28,7 +30,7 @@ from fxpipe.passes.explain import differing_line, refuse_values
 from fxpipe.passes.functionalise import functionalise
 from fxpipe.passes.leaf_calls import LeafCalls, call_leaves
 from fxpipe.passes.randomness import seed_randomness
-from fxpipe.passes.symbolic import trace_symbolically
+from fxpipe.passes.symbolic import is_torchs, trace_symbolically
 from fxpipe.passes.trace import accepts, trace
 from fxpipe.runtime.batch import Batch
 from fxpipe.telling import telling
@@ -42,7 +44,11 @@ Dims = Sequence[tuple[int, ...]]
 
 
 class FrontEnd:
-    """Traces a model, its loss, and the two as one graph. The model's state is left alone."""
+    """Traces a model, its loss, and the two as one graph. The model's state is left alone.
+
+    Attributes:
+        guards: what the traces depend on besides tensors.
+    """
 
     def __init__(
         self,
@@ -66,6 +72,7 @@ class FrontEnd:
         self.tracer = tracer
         self._threads = threads
         self._leaves = dict(leaf_modules)
+        self.guards = Guards(model, objective.loss, self._leaves)
 
     def trace(
         self, batch: Batch, leaves: list[Any], size: int, with_loss_: bool, fixed: bool
@@ -82,14 +89,16 @@ class FrontEnd:
         args, kwargs, targets = batch.unflatten(leaves)
         every: Dims = [() if dim is None else (dim,) for dim in batch.dims]
         dims, target_dims = every[: batch.inputs], every[batch.inputs :]
+        refuse_hooks(self.model, self._is_leaf)
         with untouched(self.model), intra_op_threads(self._threads):
-            output = refuse_changes(
-                self.model, self._leaves, lambda: try_model(self.model, args, kwargs)
-            )
-            if with_loss_ and self.objective.loss is not None:
-                try_loss(self.model, self.objective, output, targets, size)
-            elif with_loss_:
-                try_own_loss(output)
+            with self.guards.reading():
+                output = refuse_changes(
+                    self.model, self._leaves, lambda: try_model(self.model, args, kwargs)
+                )
+                if with_loss_ and self.objective.loss is not None:
+                    try_loss(self.model, self.objective, output, targets, size)
+                elif with_loss_:
+                    try_own_loss(output)
             traced = self._front_end(self.model, args, kwargs, dims, size, fixed)
             if not fixed and any(out.dims is None for out in traced.outputs):
                 told = output_dims(self.model, args, kwargs, dims, _flat_outputs(traced), size)
@@ -129,6 +138,10 @@ class FrontEnd:
         dims: Dims = [() if dim is None else (dim,) for dim in batch.dims[: batch.inputs]]
         with untouched(self.model), intra_op_threads(self._threads):
             return output_dims(self.model, args, kwargs, dims, _flat_outputs(traced), size)
+
+    def _is_leaf(self, name: str, module: nn.Module) -> bool:
+        """Whether a submodule is called as it is."""
+        return name in self._leaves or (self.tracer == "symbolic" and is_torchs(module))
 
     def refuse_two_traces(
         self, batch: Batch, leaves: list[Any], size: int, with_loss_: bool, error: TraceError

@@ -149,6 +149,26 @@ class Plans:
         self._homed: dict[Any, tuple[Traced, Plan]] = {}
         self._checked: set[tuple[int, bool, bool]] = set()
         self._traced: dict[Any, Traced] = {}
+        self._variants: set[int] = set()
+        self._variant = 0
+
+    def look(self) -> None:
+        """See whether what traces depend on besides tensors is as it was; call it before ``plan``.
+
+        Graphs of what was long ago are forgotten.
+        """
+        guards = self.front_end.guards
+        self._variant = guards.variant()
+        if self._variant not in self._variants:
+            kept = self._variants = guards.kept
+            self.graphs = {k: g for k, g in self.graphs.items() if k[0][0] in kept}
+            self._plans = {k: p for k, p in self._plans.items() if k[0][0] in kept}
+            self._homed = {k: p for k, p in self._homed.items() if k[0][0][0] in kept}
+            self._traced = {k: t for k, t in self._traced.items() if k[0][0] in kept}
+            self._first = {k: size for k, size in self._first.items() if k[0] in kept}
+            self._dims = {k: dims for k, dims in self._dims.items() if k[0][0] in kept}
+            known = {id(graph.traced) for graph in self.graphs.values()}
+            self._checked = {like for like in self._checked if like[0] in known}
 
     def plan(self, call: Call) -> tuple[Traced, Plan]:
         """The whole model's graph and its plan, whose stages are on their devices.
@@ -302,6 +322,7 @@ class Plans:
         if (key, call.size) not in self._traced:
             fixed = key[-1] is not None
             traced = self.front_end.trace(call.batch, call.leaves, call.size, call.with_loss, fixed)
+            self.front_end.guards.settle()
             if self._deferred_batchnorm:
                 with telling("defer_batchnorm"):
                     traced = defer_batchnorm(traced, self._model)
@@ -317,7 +338,7 @@ class Plans:
         trained = tuple(p.requires_grad for p in self._model.parameters())
         device = self.places[0].type if self.places else "cpu"
         cast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
-        kind = flags, trained, cast, call.batch.key, call.with_loss
+        kind = self._variant, flags, trained, cast, call.batch.key, call.with_loss
         fixed = call.fixed
         if fixed is None:
             alone = call.uniform and self.front_end.tracer == "export"

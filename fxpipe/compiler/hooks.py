@@ -1,0 +1,39 @@
+"""Hooks that a trace would lose: those that act when a gradient is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+
+from fxpipe.compiler.guards import hooked
+from fxpipe.errors import TraceError, way_out
+
+
+def refuse_hooks(model: nn.Module, is_leaf: Callable[[str, nn.Module], bool]) -> None:
+    """See that nothing waits for the gradients of a model's parameters and modules.
+
+    Args:
+        model: the model.
+        is_leaf: whether a submodule, by name, is called as it is, with its hooks.
+
+    Raises:
+        TraceError: something does; names the parameter or the module.
+    """
+    for name, parameter in model.named_parameters():
+        if hooked(parameter):
+            raise TraceError(
+                f"parameter {name!r} has a hook on its gradient, which a pipeline would never "
+                "call: its gradients are sums over micro-batches, made without autograd; remove "
+                "it, and change .grad after step, or give an optimizer that does"
+            )
+    leaves = [name for name, module in model.named_modules() if is_leaf(name, module)]
+    for name, module in model.named_modules():
+        if any(name == leaf or name.startswith(f"{leaf}.") for leaf in leaves):
+            continue
+        if module._backward_hooks or module._backward_pre_hooks:
+            what = f"submodule {name!r}" if name else type(model).__name__
+            raise TraceError(
+                f"{what} has a backward hook, which no graph would call; remove it, or "
+                f"{way_out(name)}"
+            )

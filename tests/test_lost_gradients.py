@@ -1,0 +1,137 @@
+"""Gradients that no stage would compute, or hand on, are refused and never lost in silence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fxpipe
+
+OUTSIDE = torch.ones(4, requires_grad=True)
+TINY = 1e-6
+"""A weight of a term whose gradient is too small to be noticed by the numbers."""
+
+
+class Net(nn.Module):
+    """Two layers, and something between them."""
+
+    def __init__(self, between: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.last = nn.Linear(4, 3)
+        self.held = [nn.Parameter(torch.ones(4))]
+        self.between = between
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.last(self.between(self, self.first(x)).tanh())
+        return made
+
+
+def step(
+    model: nn.Module,
+    loss: Callable[..., Tensor] = F.cross_entropy,
+    tracer: Any = "export",
+    **options: Any,
+) -> None:
+    with fxpipe.compile(
+        model, 2 * ["cpu"], microbatches=2, loss=loss, tracer=tracer, **options
+    ) as pipe:
+        pipe.step(torch.randn(8, 4), target=torch.randint(3, (8,)))
+
+
+@pytest.mark.parametrize("tracer", ["export", "symbolic"])
+@pytest.mark.parametrize(
+    "between",
+    [lambda net, x: x + TINY * net.held[0], lambda net, x: x + TINY * OUTSIDE],
+    ids=["a parameter in a list", "a tensor from outside"],
+)
+def test_a_tensor_that_is_no_parameter_and_needs_a_gradient_is_refused(
+    between: Any, tracer: str
+) -> None:
+    message = r"Net reads a tensor of shape \(4,\) that requires a gradient.*register it"
+    with pytest.raises(fxpipe.TraceError, match=message):
+        step(Net(between), tracer=tracer)
+
+
+@pytest.mark.parametrize("tracer", ["export", "symbolic"])
+def test_a_loss_that_adds_the_models_weights_is_refused(tracer: str) -> None:
+    model = Net(lambda net, x: x)
+    message = r"the loss reads the model's parameter '.*', to which it would give no gradient"
+    with pytest.raises(fxpipe.InputError, match=message):
+        step(
+            model,
+            lambda output, target: (
+                F.cross_entropy(output, target)
+                + TINY * sum(p.square().sum() for p in model.parameters())
+            ),
+            tracer,
+        )
+
+
+def test_a_loss_with_a_trained_tensor_of_its_own_is_refused() -> None:
+    with pytest.raises(fxpipe.InputError, match=r"the loss reads a tensor of shape \(4,\)"):
+        step(
+            nn.Linear(4, 3),
+            lambda output, target: F.cross_entropy(output, target) + TINY * OUTSIDE.sum(),
+        )
+
+
+def test_a_value_may_be_made_to_require_a_gradient() -> None:
+    def between(net: Any, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            y: Tensor = net.first(x)
+        return x + y.requires_grad_()
+
+    step(Net(between))
+
+
+def test_a_hook_on_a_value_is_refused_with_its_line() -> None:
+    def between(net: Any, x: Tensor) -> Tensor:
+        if x.requires_grad:
+            x.register_hook(lambda gradient: gradient.clamp(-1e3, 1e3))
+        return x
+
+    message = r"hook on the gradient of a value, at .*test_lost_gradients.*register_hook"
+    with pytest.raises(fxpipe.TraceError, match=message):
+        step(Net(between))
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(lambda gradient: gradient * 2)  # elsewhere hooks work on
+    x.sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("name", ["register_hook", "register_post_accumulate_grad_hook"])
+@pytest.mark.parametrize("tracer", ["export", "symbolic"])
+def test_a_hook_on_a_parameter_is_refused_and_works_again_once_removed(
+    name: str, tracer: Any
+) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+    x, target = torch.randn(8, 4), torch.randint(3, (8,))
+    with fxpipe.compile(
+        model, 2 * ["cpu"], microbatches=2, loss=F.cross_entropy, tracer=tracer
+    ) as pipe:
+        pipe.step(x, target=target)
+        handle = getattr(model[0].weight, name)(lambda gradient: None)
+        with pytest.raises(fxpipe.TraceError, match=r"parameter '0\.weight' has a hook"):
+            pipe.step(x, target=target)
+        handle.remove()
+        pipe.step(x, target=target)
+
+
+@pytest.mark.parametrize("name", ["register_full_backward_hook", "register_full_backward_pre_hook"])
+def test_a_backward_hook_on_a_submodule_is_refused_unless_it_is_a_leaf(name: str) -> None:
+    called = []
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
+    getattr(model[1], name)(lambda *given: called.append(given))
+    with pytest.raises(
+        fxpipe.TraceError, match=r"submodule '1' has a backward hook.*'1' as a leaf"
+    ):
+        step(model)
+    step(model, leaf_modules=["1"])
+    assert len(called) >= 2
