@@ -7,12 +7,12 @@ buffers, and the gradient of every parameter. Random operations draw a fixed pat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from fxpipe import moments
@@ -56,11 +56,14 @@ def check(
     for norm in traced.deferred:
         buffers |= {norm.running_mean, norm.running_var, norm.tracked or norm.running_mean}
     before = {name: state[name].clone() for name in sorted(buffers)}
+    kept = _kept(state, {id(state[name]) for name in before})
     with FixedDraws() if draws else nullcontext():  # type: ignore[no-untyped-call]
         with torch.enable_grad() if differentiated else torch.no_grad():
             output, loss = call()
         # now: a checkpoint inside of the model writes once more when its backward recomputes
         after = {name: state[name].clone() for name in before}
+        for name, tensor in kept.items():
+            _compare(f"what is written to the buffer {name!r}", tensor, state[name])
         pairs = [
             (out.name, leaf)
             for out, leaf in zip(traced.outputs, pytree.tree_leaves(apart(output)), strict=False)
@@ -96,6 +99,15 @@ def check(
             )
 
 
+def _kept(state: Mapping[str, Tensor], written: Collection[int]) -> dict[str, Tensor]:
+    """Copies of the buffers that no graph writes, each under its first name."""
+    found: dict[int, str] = {}
+    for name, tensor in state.items():
+        if not isinstance(tensor, nn.Parameter) and id(tensor) not in written:
+            found.setdefault(id(tensor), name)
+    return {name: state[name].clone() for name in found.values()}
+
+
 def _gradients(
     plan: Plan,
     state: Mapping[str, Tensor],
@@ -127,6 +139,12 @@ def _gradients(
         raise TraceError(
             f"the model's own backward fails without any pipeline ({line}); mend the model first"
         ) from error
+    for (name, _), gradient in zip(trained.items(), found, strict=True):
+        if gradient is not None and gradient.layout is not torch.strided:
+            raise TraceError(
+                f"the gradient of {name!r} is {gradient.layout}, which cannot be added up over "
+                "micro-batches here; make it dense, as with nn.Embedding(..., sparse=False)"
+            )
     return seeds, {
         name: torch.zeros_like(parameter) if gradient is None else gradient
         for (name, parameter), gradient in zip(trained.items(), found, strict=True)

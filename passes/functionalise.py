@@ -7,6 +7,7 @@ after:   add = aten.add.Tensor(b_count, 1);  relu = aten.relu.default(bn);  retu
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -25,6 +26,7 @@ from torch.export.graph_signature import (
 
 from fxpipe.errors import TraceError
 from fxpipe.own_backward import functions_kept
+from fxpipe.passes.open_instance_norm import open_instance_norms
 from fxpipe.passes.part_recurrent import part_recurrent
 from fxpipe.passes.rewrite import rewrite
 from fxpipe.plan import Argument, Write
@@ -53,13 +55,13 @@ def functionalise(program: ExportedProgram, accepts: Callable[[int], bool]) -> T
             cannot hold.
     """
     _detach_without_grad(program.graph_module)
+    _detach_in_place(program.graph_module)
+    open_instance_norms(program.graph_module)
     held = _first_names(program)
     ruled = rewrite(program)
     if ruled is None:
         _part_names(program)
-        with warnings.catch_warnings(), functions_kept():
-            warnings.simplefilter("ignore")
-            program = program.run_decompositions({})
+        program = _decomposed(program)
     signature = program.graph_signature
     module, written = (program.graph_module, []) if ruled is None else ruled
     parameters: list[Argument] = []
@@ -104,6 +106,12 @@ def functionalise(program: ExportedProgram, accepts: Callable[[int], bool]) -> T
                     f"the model writes into its input {out.target!r}; let it work on a copy "
                     "(x = x.clone())"
                 )
+            case OutputKind.PARAMETER_MUTATION:
+                raise TraceError(
+                    f"the model writes into its parameter {out.target!r} while it runs, as an "
+                    "embedding with max_norm does, and weights change in updates alone; make it a "
+                    "buffer, or work on a copy of it"
+                )
             case kind:
                 raise TraceError(f"the model has an output of kind {kind.name}; return tensors")
     _let_copies_have_gradients(module)
@@ -129,6 +137,24 @@ def functionalise(program: ExportedProgram, accepts: Callable[[int], bool]) -> T
         out_spec=out_spec,
         accepts=accepts,
     )
+
+
+def _decomposed(program: ExportedProgram) -> ExportedProgram:
+    """The program without in-place operations, as PyTorch itself makes it."""
+    try:
+        with warnings.catch_warnings(), functions_kept():
+            warnings.simplefilter("ignore")
+            decomposed: ExportedProgram = program.run_decompositions({})
+            return decomposed
+    except RuntimeError as error:
+        written = re.match(r"Constant (\S+) is mutated in the forward method", str(error))
+        if written is None:
+            raise
+        name = "" if written[1].startswith("lifted_tensor") else f" {written[1]!r}"
+        raise TraceError(
+            f"the model writes into a tensor{name} that is no buffer of it, and which in a graph "
+            "would stay as it is; register it (register_buffer), and write that in place"
+        ) from error
 
 
 def _first_names(program: ExportedProgram) -> Callable[[str], str]:
@@ -200,6 +226,24 @@ def _detach_without_grad(module: fx.GraphModule) -> None:
                 cut = module.graph.call_function(torch.ops.aten.detach.default, (item,))
             cut.meta.update(item.meta)
             item.replace_all_uses_with(cut, delete_user_cb=lambda user, cut=cut: user is not cut)
+    module.recompile()
+
+
+def _detach_in_place(module: fx.GraphModule) -> None:
+    """Write ``x.detach_()`` as ``detach``, whose result is what is read from there on.
+
+    The decomposition takes it for nothing. Of a constant it is no more than that.
+    """
+    aten = torch.ops.aten
+    order = {node: place for place, node in enumerate(module.graph.nodes)}
+    for node in list(module.graph.nodes):
+        source = node.args[0] if node.target is aten.detach_.default else None
+        if not isinstance(source, fx.Node) or source.target is aten.lift_fresh_copy.default:
+            continue
+        node.target = aten.detach.default
+        for user in list(source.users):
+            if order[user] > order[node]:
+                user.replace_input_with(source, node)
     module.recompile()
 
 

@@ -157,8 +157,12 @@ class _Rewriter:
 
     def _function(self, node: fx.Node) -> None:
         """A part of what an operation returned, or a size."""
-        module = getattr(node.target, "__module__", "").partition(".")[0]
-        if module not in _PLAIN or isinstance(node.target, HigherOrderOperator):
+        module = getattr(node.target, "__module__", "")
+        if (
+            module.partition(".")[0] not in _PLAIN
+            or module.startswith("torch._functorch")  # the layers of a vmap
+            or isinstance(node.target, HigherOrderOperator)
+        ):
             raise _NoRule
         source = node.args[0] if node.args else None
         if node.target is not operator.getitem or not isinstance(source, fx.Node):

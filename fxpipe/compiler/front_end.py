@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from fxpipe import source
@@ -26,7 +27,7 @@ from fxpipe.passes.attach_loss import (
     own_loss,
     with_loss,
 )
-from fxpipe.passes.explain import differing_line, refuse_values
+from fxpipe.passes.explain import differing_line, explained, refuse_values
 from fxpipe.passes.functionalise import functionalise
 from fxpipe.passes.leaf_calls import LeafCalls, call_leaves
 from fxpipe.passes.randomness import seed_randomness
@@ -176,10 +177,7 @@ class FrontEnd:
             return self._with_leaves(args, kwargs, size)
         with telling(f"trace {type(model).__name__}"):
             program = trace(model, args, kwargs, size, fixed, dims)
-        with telling("functionalise"):
-            traced = functionalise(program, accepts(program, args, kwargs, size, dims))
-        refuse_values(model, traced)
-        return traced
+        return _functional(model, program, accepts(program, args, kwargs, size, dims))
 
     def _with_leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any], size: int) -> Traced:
         """The exported model's graph with its leaf modules; it holds for this size alone."""
@@ -189,9 +187,7 @@ class FrontEnd:
         try:
             with calls.opaque(), telling(f"trace {type(self.model).__name__}"):
                 program = trace(self.model, args, kwargs, size, fixed=True)
-            with telling("functionalise"):
-                traced = functionalise(program, accepts(program, args, kwargs, size))
-            refuse_values(self.model, traced)
+            traced = _functional(self.model, program, accepts(program, args, kwargs, size))
         finally:
             calls.forget()
         values = zip(traced.inputs, pytree.tree_leaves((args, kwargs)), strict=True)
@@ -226,6 +222,19 @@ class FrontEnd:
             return output, self.objective(output, *targets)
         found = output.get("loss", output) if isinstance(output, dict) else output
         return output, getattr(found, "loss", found)
+
+
+def _functional(
+    model: nn.Module, program: ExportedProgram, accepts_: Callable[[int], bool]
+) -> Traced:
+    """The exported program as one functional graph; all that fails is a TraceError."""
+    with telling("functionalise"):
+        try:
+            traced = functionalise(program, accepts_)
+        except Exception as error:
+            raise explained(model, error, "export") from error
+    refuse_values(model, traced)
+    return traced
 
 
 def _output_dims(traced: Traced, size: int) -> Dims:
