@@ -137,10 +137,10 @@ def compile(
         dispatch: on CUDA devices, who launches: a host thread for each "device", or one "thread"
             for all of them, in an order in which it never has to wait.
         cuda_graphs: on CUDA devices, capture what a stage computes into CUDA graphs, in the first
-            step that comes to it, and replay them from then on: one launch instead of one for
-            each operation. Results are the same to the bit. Each stage has fixed memory for as
-            many micro-batches as the schedule has in flight there, and room for one micro-batch's
-            gradients of its parameters; ``simulate`` counts neither. Parameters are read where
+            steps that come to it, and replay them from then on: one launch instead of one for
+            each operation. Results are the same to the bit. For each size of micro-batches a stage
+            has fixed memory for as many as the schedule has in flight there, and for the gradients
+            of its parameters once more; ``simulate`` counts neither. Parameters are read where
             they are: those that are elsewhere later (an assigned state dict) are captured anew.
             Stages that draw random numbers, have leaf modules, or compute sizes from data run as
             without it; the logger "fxpipe" has an info record of each, which ``verbose`` prints.

@@ -60,6 +60,14 @@ def test_training_equals_that_without_graphs_and_later_steps_capture_nothing(
     assert len(graphs.pools) == devices
 
 
+def test_whole_and_parted_backwards_of_one_stage_are_captured_each(graphs: Graphs) -> None:
+    torch.manual_seed(0)
+    pipe, _ = train(Tiny(), schedule="dualpipe-v", optimizer=sgd)
+    captured = {task for kernel in kernels(pipe) for task in kernel._warm}
+    assert captured == {"forward", "backward", "input_grad", "weight_grad"}
+    assert all(kernel.captures <= 4 * kernel.slots for kernel in kernels(pipe))
+
+
 @pytest.mark.parametrize("dispatch", ["device", "thread"])
 @pytest.mark.parametrize("options", [{}, {"predict": True}], ids=["2bw", "predicted"])
 def test_each_version_of_the_weights_has_captures_of_its_own(
