@@ -61,7 +61,7 @@ def train(
     given.pop("dispatch", None)
     counts = []
     with (
-        within(120),
+        within(300),
         capturing(model, devices, **options) as pipe,
         fxpipe.compile(plain, ["cpu"] * devices, **given) as other,
     ):
