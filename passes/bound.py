@@ -19,6 +19,9 @@ from fxpipe.passes.runs import Runs
 from fxpipe.passes.work import Machine, Work
 
 _PLANES = 24
+_PAIRS = 2_000_000
+"""Runs of a chain to look at for each stage: where the rest of a graph may lie anywhere beside its
+chain, there are too many, and they bound little."""
 _LIGHT = 1e-3
 """Atoms lighter than this part of a stage are let pass: they move a bound by no more."""
 
@@ -41,7 +44,7 @@ def lower_bound(work: Work, machine: Machine) -> float:
     return low
 
 
-def chain_bound(work: Work, machine: Machine, low: float, high: float) -> float:
+def chain_bound(work: Work, machine: Machine, low: float, high: float, slack: float = 0.0) -> float:
     """The same with what the heaviest chain of atoms sends and keeps: each value over the fastest
     link that a stage has, and to one stage alone, and in a memory that holds the chain alone.
 
@@ -50,6 +53,7 @@ def chain_bound(work: Work, machine: Machine, low: float, high: float) -> float:
         machine: the stages.
         low: a bound that is known.
         high: seconds of a partition that is known.
+        slack: by which part that partition may be slower than the bound to be good enough.
     """
     chain = _heaviest_chain(work)
     reach = Reach(work)
@@ -63,14 +67,20 @@ def chain_bound(work: Work, machine: Machine, low: float, high: float) -> float:
     # all of the chain may be taken in before the rest of the work is: one place more, at the end
     bounds = [*least, work.total], [*most, work.total, work.total]
     runs = Runs(work, machine, chain, bounds)
+    left = _PAIRS * machine.stages
+    guess = high / (1 + slack)  # if no partition is so fast, the known one is good enough
     for _ in range(8):
         if high <= low * 1.002:
             break
-        guess = (low + high) / 2
+        guess = guess if low < guess < high else (low + high) / 2
+        left -= runs.pairs(guess)
+        if left < 0:
+            break
         if runs.cut("seconds", guess, fastest=True) is None:
             low = guess
         else:
             high = guess
+        guess = (low + high) / 2
     return low
 
 

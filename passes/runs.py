@@ -22,6 +22,7 @@ from fxpipe.untouched import intra_op_threads
 Goal = Literal["seconds", "bytes"]
 
 _ROUNDING = 1 + 1e-9
+_EVERY = 16
 
 
 class Runs:
@@ -85,6 +86,15 @@ class Runs:
         """
         with intra_op_threads(1):  # the tables are small: starting threads would take longer
             return _Sweep(self, goal, cap * _ROUNDING, fastest).cuts()
+
+    def pairs(self, cap: float) -> int:
+        """About how many runs ``cut`` looks at: of each stage, from each place where it begins."""
+        sweep = _Sweep(self, "seconds", cap * _ROUNDING, True)
+        return _EVERY * sum(
+            max(sweep.end(begin, stage) - begin, 0)
+            for stage, (first, last) in enumerate(sweep.begins)
+            for begin in range(first, last + 1, _EVERY)
+        )
 
     def bottleneck(self, caps: Iterable[float]) -> list[int] | None:
         """The cut with the fastest slowest stage: within the first cap that allows any."""
@@ -160,7 +170,7 @@ class _Sweep:
     def cuts(self) -> list[int] | None:
         first = 0
         while first < self.length:
-            width = max(self._end(first, stage) for stage in range(self.stages)) - first
+            width = max(self.end(first, stage) for stage in range(self.stages)) - first
             last = min(first + min(max(width // 2, 16), 256), self.length) - 1
             self._runs_from(first, last)
             first = last + 1
@@ -187,7 +197,7 @@ class _Sweep:
             ways = [places[stage] for places in span if places]
             yield max(first, *(a for a, _ in ways)), min(last, *(b for _, b in ways))
 
-    def _end(self, begin: int, stage: int) -> int:
+    def end(self, begin: int, stage: int) -> int:
         """The last place where a stage that begins at a place can end."""
         runs = self.runs
         reach = runs.most[begin] + self.cap * runs.machine.speeds[stage]
@@ -200,7 +210,7 @@ class _Sweep:
     def _runs_from(self, first: int, last: int) -> None:
         """Try every run that begins in a block, as every stage that can begin there."""
         spans = [(max(a, first), min(b, last)) for a, b in self.begins]
-        furthest = max((self._end(b, k) for k, (a, b) in enumerate(spans) if a <= b), default=0)
+        furthest = max((self.end(b, k) for k, (a, b) in enumerate(spans) if a <= b), default=0)
         table: Tensor | None = None
         for stage, span in enumerate(spans):
             if stage and self.runs.empty:
@@ -222,7 +232,7 @@ class _Sweep:
 
     def _ends(self, stage: int, begins: slice) -> slice:
         """Where a stage can end, so that the next one can begin there."""
-        first, last = begins.start + 1, self._end(begins.stop - 1, stage)
+        first, last = begins.start + 1, self.end(begins.stop - 1, stage)
         if not self.runs.empty and stage == self.stages - 1:
             first = max(first, self.length)
         elif not self.runs.empty:

@@ -123,7 +123,7 @@ class _Solver:
             self.sent = sent_apart(self.work, self.machine, self.best.slowest)
             if self.sent.transfers != self.work.transfers:
                 self._try_order(_by_stage(self.best.stage_of))
-            self.low = chain_bound(self.sent, self.machine, self.low, self.best.slowest)
+            self.low = chain_bound(self.sent, self.machine, self.low, self.best.slowest, SLACK)
         self._pack()
         if self.proven:
             return

@@ -9,12 +9,16 @@ import itertools
 import math
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fxpipe.passes.bound import chain_bound
 from fxpipe.passes.contract import contractions
+from fxpipe.passes.downsets import downsets
+from fxpipe.passes.lattice import Lattice
 from fxpipe.passes.resend import sent_apart
 from fxpipe.passes.runs import Goal, Runs
 from fxpipe.passes.solve import SLACK, solve
@@ -192,3 +196,19 @@ def test_links_slower_than_all_compute_leave_a_division(work: Work) -> None:
     found = solve(work, Machine((1.0,) * 4, per_byte=link))
     assert found is not None
     assert found.division.slowest >= 2e4
+
+
+def test_a_bound_minds_the_fastest_link_to_any_stage() -> None:
+    """From the first stage to the last is fast, by way of the second slow; nothing takes it."""
+    work = Work((1.0,) * 3, (0,) * 3, (0,) * 3, (Transfer(0, (2,), 1),))
+    link = ((0.0, 10.0, 0.1), (10.0, 0.0, 10.0), (0.1, 10.0, 0.0))
+    machine = Machine((1.0,) * 3, per_byte=link)
+    found = solve(work, machine)
+    assert found is not None
+    assert found.division.stage_of == (0, 1, 2)
+    assert found.division.slowest == found.bound == pytest.approx(1.1)
+    sets = downsets(work, 10)
+    assert sets is not None
+    assert Lattice(work, machine, sets).best(1.2, fastest=True) is not None
+    chained = replace(work, transfers=(*work.transfers, Transfer(0, (1,), 0), Transfer(1, (2,), 0)))
+    assert chain_bound(chained, machine, 1.0, 1.2) == pytest.approx(1.1, rel=0.01)
