@@ -57,6 +57,7 @@ class Pipeline(StandIn):
         self.devices = tuple(devices)
         self._compiler = compiler
         self._engine = engine
+        compiler.plans.quiet = engine.flush
         self._intake = Intake(model, compiler, devices, microbatches, batch_dims)
         self._shown: Compiled | None = None
 
@@ -72,7 +73,8 @@ class Pipeline(StandIn):
         """Train on one batch: forward, backward and, with an optimizer, the update.
 
         The first batch is traced for its size alone. Where the micro-batches of a later one are of
-        another size, the model is traced once more, for any size that it allows.
+        another size, the model is traced once more, for any size that it allows. Where a batch has
+        something compiled, those in flight are run to their end first.
 
         Args:
             *args: the model's positional inputs. Tensors are split along dimension 0, or what

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -136,6 +137,42 @@ def test_a_loss_of_a_batch_that_was_dropped_says_so() -> None:
         expected.restart()  # after a failure the newest version is the only one
         assert torch.equal(pipe.step(data[1][0], target=data[1][1]), expected.step(*data[1]))
     expected.assert_same(model)
+
+
+def test_what_is_compiled_anew_sees_no_update_of_batches_in_flight() -> None:
+    """Torch says of all threads that they are compiled, and optimizers then round otherwise."""
+    compiling: list[bool] = []
+    traced = threading.Event()
+
+    class Slow(torch.optim.AdamW):
+        def step(self, closure: Any = None) -> Any:
+            traced.wait(0.2)  # in vain, unless something is traced before this is through
+            compiling.append(torch.compiler.is_compiling())
+            return super().step(closure)
+
+    class Telling(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
+
+        def forward(self, x: Tensor) -> Tensor:
+            if torch.compiler.is_compiling():
+                traced.set()
+            y: Tensor = self.layers(x)
+            return y
+
+    torch.manual_seed(0)
+    model = Telling()
+    data = [(torch.randn(n, 6), torch.randn(n, 6)) for n in (4, 4, 4, 6, 6)]
+    expected = DelayedLoop.beside(model, torch.optim.AdamW, 2)
+    with compiled(model, 2, 2, Slow, partition=["layers.2"]) as pipe:
+        for x, y in data:
+            traced.clear()
+            assert torch.equal(pipe.step(x, target=y), expected.step(x, y))
+        pipe.flush()
+        expected.assert_same(model)
+    assert len(compiling) == 2 * len(data)
+    assert not any(compiling)
 
 
 def test_no_optimizer_is_refused_at_once() -> None:

@@ -110,6 +110,9 @@ class Plans:
         front_end: traces the model.
         graphs: what it has traced so far.
         places: device → where it is, for devices with streams; none for CPU devices.
+        quiet: called before the model is run, traced or moved: nothing may change it meanwhile.
+            While torch traces, besides, an optimizer that steps in any other thread takes itself
+            for a part of the trace, and rounds otherwise.
     """
 
     def __init__(
@@ -137,6 +140,7 @@ class Plans:
         self.front_end = front_end
         self.graphs: dict[Any, Graph] = {}
         self.places = tuple(places)
+        self.quiet: Callable[[], None] = lambda: None
         self._model = model
         self._placement = placement
         self._threads = threads
@@ -179,6 +183,8 @@ class Plans:
             TraceError: the model cannot be traced, or its trace computes something else.
             PartitionError: the graph cannot be cut as asked.
         """
+        if self._plan_key(call) not in self._plans:
+            self.quiet()
         if not self.places:
             traced, plan = self._plan(call)
             self._check(call, traced, plan)
@@ -208,6 +214,7 @@ class Plans:
         Raises:
             FxpipeError: as ``plan``, or the model does not take zeros.
         """
+        self.quiet()
         calls = (g.call for g in self.graphs.values() if g.traced.module is traced.module)
         with self._gathered(replace(next(calls).zeros(), fixed=False)) as call:
             return self._plan(call)
@@ -218,6 +225,7 @@ class Plans:
             return traced
         key = self._graph_key(call), call.size
         if key not in self._dims:
+            self.quiet()
             with self._gathered(call) as here:
                 self._dims[key] = self.front_end.output_dims(
                     traced, here.batch, here.leaves, here.size
