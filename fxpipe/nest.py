@@ -35,3 +35,12 @@ def flatten(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
 
 def _is_made_of_fields(value: Any) -> bool:
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def bytes_of(value: Any) -> int:
+    """The bytes of a tensor, or of all tensors in a nest of values."""
+    return sum(
+        leaf.numel() * leaf.element_size()
+        for leaf in pytree.tree_leaves(value)
+        if isinstance(leaf, torch.Tensor)
+    )

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from fxpipe.apart import together
 from fxpipe.errors import InputError, TraceError
+from fxpipe.passes.lazy_module import lazy_module
 from fxpipe.plan import Argument
 from fxpipe.random.leaf_draws import DrawsWatched
 from fxpipe.traced import DRAWS, Literal, Traced, Value
@@ -120,7 +121,7 @@ def attach_loss(model: Traced, loss: Traced, tensors: dict[str, torch.Tensor]) -
     return with_loss(
         replace(
             model,
-            module=fx.GraphModule(model.module, graph),
+            module=lazy_module(model.module, graph),
             buffers=(*model.buffers, *buffers),
             constants=constants,
             inputs=(*model.inputs, *loss_inputs),

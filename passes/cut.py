@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from torch import fx
 
 from fxpipe.edge import HOST, Edge
+from fxpipe.passes.lazy_module import lazy_module
 from fxpipe.passes.partition import Assignment, compute_nodes, module_paths, readers
 from fxpipe.plan import Plan, Stage, Write, outputs_of, pop, stash
 from fxpipe.traced import Traced, Value
@@ -125,7 +126,7 @@ class _Cutter:
             parameters=tuple(parameters),
             buffers=tuple(buffers),
             writes=writes,
-            graph=fx.GraphModule(self.traced.module, graph, f"Stage{index}"),
+            graph=lazy_module(self.traced.module, graph, f"Stage{index}"),
             leaves=self.traced.leaves,
             modules=self._modules(index),
         )

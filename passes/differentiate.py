@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fxpipe.edge import HOST, Edge, gradient_groups
 from fxpipe.kernels.autograd import AutogradKernel
 from fxpipe.kernels.kernel import Kernel, add
-from fxpipe.passes.joint import StageSides, callable_graph, trace_joint
+from fxpipe.passes.joint import JointTrace, StageSides, callable_graph
 from fxpipe.passes.split_joint import split_joint
 from fxpipe.plan import Plan, Stage, ValueSpec, outputs_of
 
@@ -163,6 +163,7 @@ class _Tracer(_Differentiator):
     ) -> None:
         super().__init__(plan, values, state, wanted)
         self.mode = FakeTensorMode()
+        self.traces: dict[int, JointTrace] = {}
         used = {a.target for s in plan.stages for a in (*s.parameters, *s.buffers)}
         self.state = {name: self._fake(state[name]) for name in used}
         self.values = {
@@ -178,24 +179,20 @@ class _Tracer(_Differentiator):
             return super().run()
 
     def forward(self, stage: Stage) -> None:
-        with torch.enable_grad():
-            result = self._sides(stage).run_forward(*self.arguments(stage))
-        for name, value in zip(self.returned(stage), result.outputs, strict=True):
+        sides = StageSides(stage, self.incoming(stage), self.returned(stage))
+        trace = self.traces[stage.index] = JointTrace(sides, *self.arguments(stage))
+        for name, value in zip(sides.returned, trace.outputs, strict=True):
             if isinstance(value, Tensor):
                 value = value.detach().requires_grad_(value.requires_grad)
             self.values[name] = value
 
     def backward(self, stage: Stage) -> None:
-        parameters, buffers, inputs = self.arguments(stage)
         gradients = [self.total_gradient(name) for name in self.returned(stage)]
-        joint = trace_joint(self._sides(stage), parameters, buffers, inputs, gradients)
+        joint = self.traces.pop(stage.index).backward(gradients)
         self.kernels[stage.index] = split_joint(joint, stage.index)
         for edge, gradient in zip(self.incoming(stage), joint.input_gradients, strict=True):
             if gradient is not None:
                 self.gradients[edge.value, stage.index] = gradient
-
-    def _sides(self, stage: Stage) -> StageSides:
-        return StageSides(stage, self.incoming(stage), self.returned(stage))
 
 
 class _Probe(_Differentiator):

@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from fxpipe.passes.accumulate import accumulate
+from fxpipe.passes.lazy_module import lazy_module
 from fxpipe.passes.reuse import reuse
 
 
@@ -70,7 +71,7 @@ def runnable(graph: fx.Graph, name: str, inputs: int | None = None) -> fx.GraphM
     reuse(graph)
     if inputs is not None:
         accumulate(graph, inputs)
-    return fx.GraphModule(torch.nn.Module(), graph, name)
+    return lazy_module(torch.nn.Module(), graph, name)
 
 
 class _Boxed(fx.graph.CodeGen):

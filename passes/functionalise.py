@@ -26,6 +26,7 @@ from torch.export.graph_signature import (
 
 from fxpipe.errors import TraceError
 from fxpipe.own_backward import functions_kept
+from fxpipe.passes.lazy_module import lazy_module
 from fxpipe.passes.open_instance_norm import open_instance_norms
 from fxpipe.passes.part_recurrent import part_recurrent
 from fxpipe.passes.rewrite import rewrite
@@ -60,6 +61,7 @@ def functionalise(program: ExportedProgram, accepts: Callable[[int], bool]) -> T
     held = _first_names(program)
     ruled = rewrite(program)
     if ruled is None:
+        program.graph_module.recompile()
         _part_names(program)
         program = _decomposed(program)
     signature = program.graph_signature
@@ -226,7 +228,6 @@ def _detach_without_grad(module: fx.GraphModule) -> None:
                 cut = module.graph.call_function(torch.ops.aten.detach.default, (item,))
             cut.meta.update(item.meta)
             item.replace_all_uses_with(cut, delete_user_cb=lambda user, cut=cut: user is not cut)
-    module.recompile()
 
 
 def _detach_in_place(module: fx.GraphModule) -> None:
@@ -244,7 +245,6 @@ def _detach_in_place(module: fx.GraphModule) -> None:
         for user in list(source.users):
             if order[user] > order[node]:
                 user.replace_input_with(source, node)
-    module.recompile()
 
 
 def _let_copies_have_gradients(module: fx.GraphModule) -> None:
@@ -270,7 +270,6 @@ def _let_copies_have_gradients(module: fx.GraphModule) -> None:
             spread = module.graph.call_function(aten.expand_as.default, (source, target))
         spread.meta.update({**node.meta, "val": value.expand(like.shape)})
         node.target, node.args = aten.slice_scatter.default, (target, spread)
-    module.recompile()
 
 
 def _layout(value: torch.Tensor) -> tuple[Any, ...]:
@@ -283,7 +282,6 @@ def _let_strides_vary(module: fx.GraphModule) -> None:
     for node in module.graph.nodes:
         if node.target is torch.ops.aten.view.default:
             node.target = torch.ops.aten.reshape.default
-    module.recompile()
 
 
 def _return_values(
@@ -341,7 +339,7 @@ def _with_lasting_names(module: fx.GraphModule) -> tuple[fx.GraphModule, dict[st
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: copies[n])
         copies[node] = graph.create_node(node.op, node.target, args, kwargs, name)
         copies[node].meta.update(node.meta)
-    return fx.GraphModule(module, graph), {old.name: node.name for old, node in copies.items()}
+    return lazy_module(module, graph), {old.name: node.name for old, node in copies.items()}
 
 
 def _tidy(module: fx.GraphModule, placeholders: set[str]) -> None:
@@ -358,7 +356,6 @@ def _tidy(module: fx.GraphModule, placeholders: set[str]) -> None:
         if node.op == "placeholder" and node.name not in placeholders and not node.users:
             graph.erase_node(node)
     graph.lint()
-    module.recompile()
 
 
 def _is_idle_copy(node: fx.Node) -> bool:

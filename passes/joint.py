@@ -7,7 +7,7 @@ after:   parameters, buffers, inputs, output gradients
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,19 +18,30 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxpipe.edge import Edge
-from fxpipe.passes.record import NotRecorded, Recorder, record, told
+from fxpipe.nest import bytes_of
+from fxpipe.passes.record import NotRecorded, Recorder, told
 from fxpipe.plan import Stage, pop, stash
 
 ORIGIN = "fxpipe.origin"
 """Key of a traced node's ``custom`` metadata: the node of the stage's graph that it comes from."""
 
+BYTES = "fxpipe.bytes"
+"""Key of a node's metadata in a stage's graph: the bytes of its value when it was traced."""
+
 
 @dataclass(frozen=True)
 class Sides:
-    """What a stage's graph makes: its outputs in order, then what it writes to buffers."""
+    """What a stage's graph makes.
+
+    Attributes:
+        outputs: its outputs, in order.
+        writes: what it writes to buffers.
+        values: the value of each node, by name.
+    """
 
     outputs: list[Any]
     writes: list[Tensor]
+    values: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -78,7 +89,7 @@ class StageSides:
             for out in outputs
         ]
         writes = list(returned[len(returned) - len(self.stage.writes) :])
-        return Sides(outputs, writes), interpreter.origins
+        return Sides(outputs, writes, interpreter.found), interpreter.origins
 
 
 class _StageInterpreter(fx.Interpreter):
@@ -151,78 +162,136 @@ class Joint:
     parameter_gradients: tuple[bool, ...]
 
 
-def trace_joint(
-    sides: StageSides,
-    parameters: list[Tensor],
-    buffers: list[Tensor],
-    inputs: list[Any],
-    gradients: Sequence[Tensor | None],
-) -> Joint:
-    """Trace a stage on fake tensors; call it inside their mode.
+class JointTrace:
+    """A stage traced on fake tensors: its forward at once, its backward when the gradients of its
+    outputs are known. Use it inside the tensors' mode.
 
-    Args:
-        sides: the stage.
-        parameters: fake, with their ``requires_grad``.
-        buffers: fake.
-        inputs: fake tensors or numbers, in the order of the edges into the stage.
-        gradients: for each output the fake gradient that it will get, or None.
+    Attributes:
+        outputs: what the stage returns, in order.
     """
-    given = [gradient for gradient in gradients if gradient is not None]
-    has = [gradient is not None for gradient in gradients]
-    sources = [*inputs, *parameters]
-    asked = [isinstance(x, Tensor) and x.requires_grad for x in sources]
-    found: list[Tensor | None] = []
 
-    def joint(flat: list[Any], recorder: Recorder | None = None) -> list[Any]:
-        rest = iter(flat)
-        here_parameters = [next(rest) for _ in parameters]
-        here_buffers = [next(rest) for _ in buffers]
-        here_inputs = [next(rest) for _ in inputs]
-        here_gradients = list(rest)
-        with torch.enable_grad(), fx_traceback.preserve_node_meta():
-            result, origins = sides.run(here_parameters, here_buffers, here_inputs, recorder)
-            roots = [out for out, wanted in zip(result.outputs, has, strict=True) if wanted]
-            wanted = [
-                x for x, needs in zip([*here_inputs, *here_parameters], asked, strict=True) if needs
-            ]
-            with _blamed(origins, recorder):
-                grads = (
-                    torch.autograd.grad(roots, wanted, here_gradients, allow_unused=True)
-                    if roots and wanted
-                    else [None] * len(wanted)
-                )
-        values = iter(grads)
-        found[:] = [next(values) if needs else None for needs in asked]
-        return [*result.outputs, *result.writes, *(g for g in found if g is not None)]
+    def __init__(
+        self,
+        sides: StageSides,
+        parameters: Sequence[Tensor],
+        buffers: Sequence[Tensor],
+        inputs: Sequence[Any],
+    ) -> None:
+        """Trace the forward.
 
-    arguments = [*parameters, *buffers, *inputs, *given]
-    try:
-        graph = record(lambda recorder, flat: joint(flat, recorder), arguments)
-    except NotRecorded:
-        graph = _functional(make_fx(lambda flat: joint(flat))(arguments), arguments).graph
-    _train_recurrent_layers(graph)
-    count = len(inputs)
-    return Joint(
-        graph=graph,
-        names=(
-            *(argument.name for argument in (*sides.stage.parameters, *sides.stage.buffers)),
-            *(edge.value for edge in sides.incoming),
-            *(
-                f"gradient_{name}"
-                for name, wanted in zip(sides.returned, has, strict=True)
-                if wanted
+        Args:
+            sides: the stage.
+            parameters: fake, with their ``requires_grad``.
+            buffers: fake.
+            inputs: fake tensors or numbers, in the order of the edges into the stage.
+        """
+        self._sides = sides
+        self._buffers = slice(len(parameters), len(parameters) + len(buffers))
+        self._arguments = [*parameters, *buffers, *inputs]
+        sources = [*inputs, *parameters]
+        self._asked = [isinstance(x, Tensor) and x.requires_grad for x in sources]
+        self._recorder: Recorder | None = Recorder()
+        self._given = self._recorder.place(self._arguments)
+        try:
+            with self._recorder:
+                self._result, self._origins = self._forward(self._given, self._recorder)
+        except NotRecorded:
+            self._recorder = None
+            self._result, self._origins = self._forward(self._arguments, None)
+        self.outputs: Sequence[Any] = self._result.outputs
+        for node in sides.stage.graph.graph.nodes:
+            node.meta[BYTES] = bytes_of(self._result.values[node.name])
+
+    def backward(self, gradients: Sequence[Tensor | None]) -> Joint:
+        """Trace the backward.
+
+        Args:
+            gradients: for each output the fake gradient that it will get, or None.
+        """
+        given = [gradient for gradient in gradients if gradient is not None]
+        has = [gradient is not None for gradient in gradients]
+        try:
+            graph, found = self._recorded(given, has)
+        except NotRecorded:
+            graph, found = self._traced(given, has)
+        _train_recurrent_layers(graph)
+        stage, inputs = self._sides.stage, self._arguments[self._buffers.stop :]
+        returned = zip(self._sides.returned, has, strict=True)
+        return Joint(
+            graph=graph,
+            names=(
+                *(argument.name for argument in (*stage.parameters, *stage.buffers)),
+                *(edge.value for edge in self._sides.incoming),
+                *(f"gradient_{name}" for name, wanted in returned if wanted),
             ),
-        ),
-        stage=sides.stage,
-        inputs=count,
-        outputs=len(sides.returned),
-        writes=len(sides.stage.writes),
-        input_strides=tuple(x.stride() if isinstance(x, Tensor) else None for x in inputs),
-        gradient_outputs=tuple(index for index, wanted in enumerate(has) if wanted),
-        gradient_strides=tuple(gradient.stride() for gradient in given),
-        input_gradients=tuple(found[:count]),
-        parameter_gradients=tuple(gradient is not None for gradient in found[count:]),
-    )
+            stage=stage,
+            inputs=len(inputs),
+            outputs=len(self._sides.returned),
+            writes=len(stage.writes),
+            input_strides=tuple(x.stride() if isinstance(x, Tensor) else None for x in inputs),
+            gradient_outputs=tuple(index for index, wanted in enumerate(has) if wanted),
+            gradient_strides=tuple(gradient.stride() for gradient in given),
+            input_gradients=tuple(found[: len(inputs)]),
+            parameter_gradients=tuple(gradient is not None for gradient in found[len(inputs) :]),
+        )
+
+    def _recorded(
+        self, given: Sequence[Tensor], has: Sequence[bool]
+    ) -> tuple[fx.Graph, list[Tensor | None]]:
+        recorder = self._recorder
+        if recorder is None:
+            raise NotRecorded
+        here = recorder.place(given)
+        with recorder:
+            found = self._gradients(self._result, self._origins, self._given, here, has, recorder)
+        return recorder.finish(_all(self._result, found)), found
+
+    def _traced(
+        self, given: Sequence[Tensor], has: Sequence[bool]
+    ) -> tuple[fx.Graph, list[Tensor | None]]:
+        """The same by PyTorch's own tracer, which takes whatever a stage does."""
+        count = len(self._arguments)
+        found: list[Tensor | None] = []
+
+        def joint(flat: list[Any]) -> list[Any]:
+            with fx_traceback.preserve_node_meta():
+                result, origins = self._forward(flat[:count], None)
+                found[:] = self._gradients(result, origins, flat[:count], flat[count:], has, None)
+            return _all(result, found)
+
+        arguments = [*self._arguments, *given]
+        return _functional(make_fx(joint)(arguments), arguments).graph, found
+
+    def _forward(
+        self, given: Sequence[Any], recorder: Recorder | None
+    ) -> tuple[Sides, dict[torch.autograd.graph.Node, fx.Node]]:
+        start, stop = self._buffers.start, self._buffers.stop
+        with torch.enable_grad():
+            return self._sides.run(given[:start], given[start:stop], given[stop:], recorder)
+
+    def _gradients(
+        self,
+        result: Sides,
+        origins: dict[torch.autograd.graph.Node, fx.Node],
+        given: Sequence[Any],
+        gradients: Sequence[Tensor],
+        has: Sequence[bool],
+        recorder: Recorder | None,
+    ) -> list[Tensor | None]:
+        """For each input, then for each parameter, its gradient or None."""
+        sources = [*given[self._buffers.stop :], *given[: self._buffers.start]]
+        roots = [out for out, wanted in zip(result.outputs, has, strict=True) if wanted]
+        wanted = [x for x, needs in zip(sources, self._asked, strict=True) if needs]
+        if not roots or not wanted:
+            return [None] * len(sources)
+        with torch.enable_grad(), _blamed(origins, recorder):
+            values = iter(torch.autograd.grad(roots, wanted, gradients, allow_unused=True))
+        return [next(values) if needs else None for needs in self._asked]
+
+
+def _all(result: Sides, gradients: Sequence[Tensor | None]) -> list[Any]:
+    """What a joint graph returns."""
+    return [*result.outputs, *result.writes, *(g for g in gradients if g is not None)]
 
 
 def _functional(module: fx.GraphModule, arguments: list[Any]) -> fx.GraphModule:

@@ -16,11 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils import _pytree as pytree
 
 from fxpipe.kernels.graph import GraphKernel
-from fxpipe.passes.joint import ORIGIN
+from fxpipe.passes.joint import BYTES, ORIGIN
 from fxpipe.plan import Plan
 from fxpipe.stopwatch import Stopwatch, stopwatch_for
 from fxpipe.traced import Traced
@@ -93,7 +91,7 @@ def measure(
                     found = input_grad.run(*flat[kept:], *gradients)
                     if weight_grad is not None:
                         weight_grad.run(*found[kernel.input_gradients :], *totals)
-    sizes = _sizes(traced, values, state)
+    sizes = {node.name: node.meta[BYTES] for node in stage.graph.graph.nodes}
     ahead, back, first, then = (
         {} if timer is None else timer.by_origin()
         for timer in (forward, backward, input_grad, weight_grad)
@@ -108,15 +106,6 @@ def measure(
         )
         for node in traced.graph.nodes
     }
-
-
-def bytes_of(value: Any) -> int:
-    """The bytes of a tensor, or of all tensors in a nest of values."""
-    return sum(
-        leaf.numel() * leaf.element_size()
-        for leaf in pytree.tree_leaves(value)
-        if isinstance(leaf, Tensor)
-    )
 
 
 class _Timer(fx.Interpreter):
@@ -152,28 +141,3 @@ class _Timer(fx.Interpreter):
             origin = node.meta.get("custom", {}).get(ORIGIN, "")
             total[origin] = total.get(origin, 0.0) + seconds
         return total
-
-
-def _sizes(
-    traced: Traced, values: Mapping[str, Any], state: Mapping[str, Tensor]
-) -> dict[str, int]:
-    """Node → bytes of its value, from a run without data."""
-    mode = FakeTensorMode()
-    targets = {a.name: a.target for a in (*traced.parameters, *traced.buffers)}
-    sizes: dict[str, int] = {}
-
-    class Sizes(fx.Interpreter):
-        def run_node(self, n: fx.Node) -> Any:
-            value = super().run_node(n)
-            sizes[n.name] = bytes_of(value)
-            return value
-
-    arguments = [
-        state[targets[node.name]] if node.name in targets else values[node.name]
-        for node in traced.graph.nodes
-        if node.op == "placeholder"
-    ]
-    fake = [mode.from_tensor(a.detach()) if isinstance(a, Tensor) else a for a in arguments]
-    with mode, torch.no_grad():
-        Sizes(traced.module).run(*fake)
-    return sizes

@@ -13,7 +13,8 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from fxpipe.passes.measure import NodeCost, bytes_of
+from fxpipe.nest import bytes_of
+from fxpipe.passes.measure import NodeCost
 from fxpipe.stopwatch import Stopwatch, stopwatch_for
 from fxpipe.traced import Traced
 

@@ -45,7 +45,6 @@ def part_recurrent(module: fx.GraphModule) -> None:
             given = _given(node)
             if given["num_layers"] > 1 or given["dropout"]:
                 _Layers(node, given).part()
-    module.recompile()
 
 
 def _given(node: fx.Node) -> dict[str, Any]:

@@ -43,16 +43,10 @@ def record(
             that is neither an argument nor made inside.
     """
     recorder = Recorder()
-    given: list[Any] = []
-    for index, argument in enumerate(arguments):
-        if isinstance(argument, Tensor) and any(argument is other for other in given):
-            argument = argument.detach().requires_grad_(argument.requires_grad)
-        recorder.place(argument, f"argument_{index}")
-        given.append(argument)
+    given = recorder.place(arguments)
     with recorder:
         returned = function(recorder, given)
-    recorder.graph.output(tuple(recorder.node_of(value) for value in returned))
-    return recorder.graph
+    return recorder.finish(returned)
 
 
 def told(node: fx.Node) -> Mapping[str, Any]:
@@ -72,6 +66,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.graph = fx.Graph()
         self.meta: Mapping[str, Any] = {}
+        self._last: fx.Node | None = None
         # tensor → all that are the same one, detached
         self._same: dict[int, list[Tensor]] = {}
         # tensors that may share their memory with others
@@ -79,12 +74,24 @@ class Recorder(TorchDispatchMode):
         # the tensors are held, so that no other gets the identity of one
         self._nodes: dict[int, tuple[Tensor, fx.Node]] = {}
 
-    def place(self, argument: Any, name: str) -> None:
-        """Add an argument."""
-        node = self.graph.placeholder(name)
-        node.meta["val"] = argument
-        if isinstance(argument, Tensor):
-            self._nodes[id(argument)] = argument, node
+    def place(self, arguments: Sequence[Any]) -> list[Any]:
+        """Add arguments. Returns them, each tensor once: another of the same is one of its own."""
+        given: list[Any] = []
+        for argument in arguments:
+            if isinstance(argument, Tensor) and id(argument) in self._nodes:
+                argument = argument.detach().requires_grad_(argument.requires_grad)
+            with self.graph.inserting_after(self._last):
+                node = self._last = self.graph.placeholder(f"argument_{len(self._nodes)}")
+            node.meta["val"] = argument
+            if isinstance(argument, Tensor):
+                self._nodes[id(argument)] = argument, node
+            given.append(argument)
+        return given
+
+    def finish(self, returned: Sequence[Any]) -> fx.Graph:
+        """The graph, which returns these values."""
+        self.graph.output(tuple(self.node_of(value) for value in returned))
+        return self.graph
 
     def node_of(self, value: Any) -> Any:
         """The node of a tensor; anything else is itself."""

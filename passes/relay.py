@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from fxpipe.passes.lazy_module import lazy_module
 from fxpipe.passes.partition import Assignment
 from fxpipe.traced import Traced, Value
 
@@ -51,7 +52,7 @@ def relay(
         replace(out, name=renamed.get(out.name, out.name)) if isinstance(out, Value) else out
         for out in traced.outputs
     )
-    module = fx.GraphModule(traced.module, graph)
+    module = lazy_module(traced.module, graph)
     stages = Assignment(assignment.stages, relays.stages)
     return replace(traced, module=module, outputs=given), stages
 

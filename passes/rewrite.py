@@ -23,6 +23,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
 from fxpipe.passes.aliasing import functional_variant, keeps_type, may_alias
+from fxpipe.passes.lazy_module import lazy_module
 
 aten = torch.ops.aten
 
@@ -129,7 +130,7 @@ class _Rewriter:
             else:
                 self._call(node)
         self.graph.lint()
-        made = fx.GraphModule(self.module, self.graph)
+        made = lazy_module(self.module, self.graph)
         return made, [self.buffers[node.name] for node in written]
 
     def _call(self, node: fx.Node) -> None:

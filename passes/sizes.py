@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpipe.passes.lazy_module import lazy_module
 from fxpipe.passes.partition import Assignment, compute_nodes
 from fxpipe.traced import Traced
 
@@ -33,7 +34,7 @@ def localise_sizes(traced: Traced, assignment: Assignment) -> tuple[Traced, Assi
     for stage in range(assignment.stages):
         _Localiser(graph, stages, stage).run()
     graph.lint()
-    module = fx.GraphModule(traced.module, graph)
+    module = lazy_module(traced.module, graph)
     names = {old.name: new.name for old, new in copies.items()}
     assert all(old == new for old, new in names.items()), "copying a graph keeps its names"
     return replace(traced, module=module), Assignment(assignment.stages, stages)

@@ -16,7 +16,8 @@ from torch.nn.functional import mse_loss
 import fxpipe
 from examples.unet import UNet
 from fxpipe.kernels.graph import GraphKernel
-from fxpipe.passes.measure import NodeCost, bytes_of, measure
+from fxpipe.nest import bytes_of
+from fxpipe.passes.measure import NodeCost, measure
 from fxpipe.passes.measure_leaves import measure_leaves
 from fxpipe.passes.part_backward import part_backward
 from fxpipe.passes.partition import compute_nodes

@@ -57,8 +57,6 @@ class GraphKernel:
         self.gradient_strides = tuple(gradient_strides)
         self.input_gradients = input_gradients
         self.parameter_gradients = tuple(parameter_gradients)
-        self._run_forward = forward_graph.forward
-        self._run_backward = None if backward_graph is None else backward_graph.forward
 
     def forward(
         self,
@@ -69,7 +67,7 @@ class GraphKernel:
         """See Kernel.forward."""
         arguments = [*parameters, *buffers, *map(_laid_out, inputs, self.input_strides)]
         inputs.clear()
-        flat = self._run_forward(arguments)
+        flat = self.forward_graph.forward(arguments)
         a, b = self.outputs, self.outputs + self.writes
         return Forwarded(list(flat[:a]), list(flat[a:b]), list(flat[b:]))
 
@@ -77,12 +75,12 @@ class GraphKernel:
         self, saved: list[Any], gradients: list[torch.Tensor], totals: Totals = ()
     ) -> Backwarded:
         """See Kernel.backward."""
-        if self._run_backward is None:
+        if self.backward_graph is None:
             saved.clear()
             return Backwarded([], self._totals([], totals))
         arguments = self._backward_arguments(saved, gradients)
         arguments += self._added_to(totals)
-        flat = self._run_backward(arguments)
+        flat = self.backward_graph.forward(arguments)
         count = self.input_gradients
         return Backwarded(list(flat[:count]), self._totals(flat[count:], totals))
 
@@ -107,9 +105,6 @@ class GraphKernel:
         kernel.backward_graph = self.backward_graph and change(self.backward_graph)
         kernel.input_grad_graph = self.input_grad_graph and change(self.input_grad_graph)
         kernel.weight_grad_graph = self.weight_grad_graph and change(self.weight_grad_graph)
-        kernel._run_forward = kernel.forward_graph.forward
-        if kernel.backward_graph is not None:
-            kernel._run_backward = kernel.backward_graph.forward
         return kernel
 
     def input_grad(self, saved: list[Any], gradients: list[torch.Tensor]) -> InputGraded:
