@@ -16,10 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, autograd_would_have_decomposed
 
 from fxpipe.passes.aliasing import functional_variant, keeps_type, may_alias
+
+_DEVICE = torch.ops.prim.device.default
 
 _TOLD = ("custom", "stack_trace", "nn_module_stack", "source_fn_stack")
 """Metadata that what is made of a node inherits from it."""
@@ -106,6 +109,8 @@ class Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is _DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # asked for several times an operation
         if func.namespace == "prim":  # asks for an attribute
             return func(*args, **kwargs)
         if not isinstance(func, OpOverload):
