@@ -78,8 +78,8 @@ class Recipe:
                 it does not end.
         """
         for word, count in (("devices", devices), ("microbatches", microbatches)):
-            if count < 1:
-                raise InputError(f"{word} is {count}; a schedule needs at least 1")
+            if not isinstance(count, int) or count < 1:
+                raise InputError(f"{word} is {count!r}; a schedule needs at least 1")
         placement = self.placement(devices)
         delay = self.delay(devices, microbatches) if callable(self.delay) else self.delay
         rows = tuple(

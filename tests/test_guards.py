@@ -183,3 +183,15 @@ def test_what_a_first_run_sets_is_no_new_state() -> None:
     assert guards.variant() == first
     model.table = torch.zeros(4)
     assert guards.variant() != first
+
+
+def test_a_parameter_without_a_shape_gets_one_by_its_first_run() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 3))
+    x, target = torch.randn(8, 5), torch.randint(3, (8,))
+    with fxpipe.compile(model, ["cpu"], microbatches=2, loss=F.cross_entropy) as pipe:
+        made = pipe.step(x, target=target)
+    alone = copy.deepcopy(model)
+    loop.clear(alone)
+    assert torch.equal(made, loop.train(alone, 2, x, loss=F.cross_entropy, target=target).loss)
+    loop.assert_same(loop.gradients(model), loop.gradients(alone))

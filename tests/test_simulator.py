@@ -27,6 +27,7 @@ from fxpipe.program import (
 )
 from fxpipe.recipe import find_recipe
 from fxpipe.schedule import Schedule
+from fxpipe.schedules import one_f_one_b
 from fxpipe.simulator import Link, Sizes, simulate
 from fxpipe.simulator.events import Transfer
 from fxpipe.unroll import unroll
@@ -321,3 +322,23 @@ def test_integer_times_stay_exact() -> None:
     huge = 10**30
     found = find_recipe("1f1b")(3, 4).simulate({"F": huge, "B": huge + 1, "U": 0})
     assert operator.index(found.makespan) == 6 * (2 * huge + 1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"costs": 5}, "costs is 5; map letters"),
+        ({"costs": {"F": "a"}}, r"costs\['F'\] is 'a'; a task takes a time"),
+        ({"costs": {"F": [1.0, 2.0]}}, r"costs\['F'\] is \[1\.0, 2\.0\]"),
+        ({"links": 1.0}, r"links is 1\.0; give one Link"),
+        ({"steps": 2.5}, r"steps is 2\.5; give a whole number"),
+    ],
+)
+def test_what_is_of_the_wrong_type_is_told(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        one_f_one_b(devices=2, microbatches=2).simulate(**options)
+
+
+def test_a_count_of_devices_is_whole() -> None:
+    with pytest.raises(InputError, match=r"devices is 1\.5"):
+        one_f_one_b(devices=1.5, microbatches=2)  # type: ignore[arg-type]

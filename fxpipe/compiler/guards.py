@@ -18,6 +18,7 @@ from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from fxpipe import source
 from fxpipe.telling import LOGGER
@@ -336,6 +337,8 @@ def _form(tensor: Tensor | None) -> Any:
     """What a graph holds of a parameter or buffer."""
     if tensor is None:
         return None
+    if is_lazy(tensor):
+        return _Same(tensor)  # it has no shape before the model has run
     hooks = isinstance(tensor, nn.Parameter) and hooked(tensor)
     return tensor.shape, tensor.dtype, tensor.layout, hooks
 

@@ -91,11 +91,17 @@ class Batch:
         return (self.spec, self.inputs, tuple(map(_leaf_key, self.leaves, self.dims)))
 
     def check_devices(self, *kinds: str) -> None:
-        """Raises InputError where a tensor is on a device of another kind than these."""
-        for index, leaf in enumerate(self.leaves):
-            if isinstance(leaf, Tensor) and leaf.device.type not in kinds:
-                name = self.names[index]
+        """Raises InputError where a tensor is on a device of another kind than these, or sparse."""
+        for leaf, dim, name in zip(self.leaves, self.dims, self.names, strict=True):
+            if not isinstance(leaf, Tensor):
+                continue
+            if leaf.device.type not in kinds:
                 raise InputError(f"{name} is on {leaf.device}; move it to the CPU ({name}.cpu())")
+            if dim is not None and leaf.layout is not torch.strided:
+                raise InputError(
+                    f"{name} is {leaf.layout}, which cannot be split along the batch; make it "
+                    f"dense ({name}.to_dense())"
+                )
 
     def split(self, microbatches: int) -> list[list[Any]]:
         """The leaves of each micro-batch: sizes differ by at most one, the larger first.

@@ -54,6 +54,7 @@ class Progress:
         self._generators = generators
         # of a checkpoint, until a plan is known
         self._saved: OptimizerState | None = None
+        self._offered: dict[int, nn.Parameter] = {}
         self._history: History | None = None
         self._restored: Mapping[str, tuple[int, int]] = {}
 
@@ -90,8 +91,28 @@ class Progress:
             if self._saved is not None and self._saved.parameters:
                 Restoring(self._saved, made, self._names()).put()
                 self._saved = None
-            self.optimizers = tuple(made)
+            self.optimizers, self._offered = tuple(made), {}
+        self._refuse_unknown(plan)
         return self.optimizers
+
+    def _refuse_unknown(self, plan: Plan) -> None:
+        """See that every parameter that a plan trains is one that the optimizers were made for.
+
+        Raises:
+            InputError: one has been exchanged since, or is new; no update would reach it.
+        """
+        state = dict(self._model.named_parameters(remove_duplicate=False))
+        read = {a.target: state[a.target] for stage in plan.stages for a in stage.parameters}
+        if not self._offered:
+            self._offered = {id(parameter): parameter for parameter in read.values()}
+        for name, parameter in read.items():
+            if parameter.requires_grad and id(parameter) not in self._offered:
+                raise InputError(
+                    f"parameter {name!r} is not one that the optimizers were made for, so that no "
+                    "update would reach it: it has been exchanged (a new module, or "
+                    "load_state_dict(..., assign=True)), or the first step did not read it; copy "
+                    "the new values into the old parameter, or close() the pipe and compile again"
+                )
 
     def versions_of(self, plan: Plan, schedule: Schedule, threads: int) -> VersionedWeights:
         """The versions for a schedule whose batches overlap.
@@ -105,6 +126,7 @@ class Progress:
         Raises:
             InputError: an optimizer does not tell what to predict.
         """
+        self._refuse_unknown(plan)
         if self.versions is None:
             own = dict(self._model.named_parameters(remove_duplicate=False))
             versions = VersionedWeights(

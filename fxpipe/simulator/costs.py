@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import inf
+from numbers import Real
 
 from fxpipe.errors import InputError, near
 from fxpipe.program import (
@@ -82,6 +83,8 @@ def times_of(
     Raises:
         InputError: a letter or a stage is unknown, or a time is negative or not finite.
     """
+    if costs is not None and not isinstance(costs, Mapping):
+        raise InputError(f"costs is {costs!r}; map letters of tasks to times, such as {{'F': 1.0}}")
     known: dict[Key, float] = dict((costs or {}).items())
     for key, time in known.items():
         letter, stage = (key, None) if isinstance(key, str) else key
@@ -91,8 +94,8 @@ def times_of(
             raise InputError(
                 f"costs[{key!r}] is for stage {stage}; the stages are 0 to {stages - 1}"
             )
-        if not 0 <= time < inf:
-            raise InputError(f"costs[{key!r}] is {time}; a task takes a time of at least 0")
+        if not isinstance(time, Real) or not 0 <= time < inf:
+            raise InputError(f"costs[{key!r}] is {time!r}; a task takes a time of at least 0")
     own = dict.fromkeys(letters, _UNKNOWN_TIME)
     own |= {letter: kind.cost for letter, kind in KINDS.items()}
     return {

@@ -157,6 +157,11 @@ class _Ways:
         self._links = links
         self._sizes = sizes
         self._taken: dict[tuple[int, int], float] = {}
+        if links is not None and not isinstance(links, Link | Mapping):
+            raise InputError(
+                f"links is {links!r}; give one Link(latency, bandwidth), or one for each pair of "
+                "devices"
+            )
         if isinstance(links, Mapping):
             for pair, link in links.items():
                 if not isinstance(link, Link) or not all(

@@ -65,6 +65,8 @@ def simulate(
         raise InputError(f"overhead is {overhead}; give a time of at least 0")
     usual = default_steps(program)
     count = usual if steps is None else steps
+    if not isinstance(count, int):
+        raise InputError(f"steps is {count!r}; give a whole number of at least 1")
     flat = program if count == usual == 1 else unroll(program, count)
     order = find_order(flat.lists)
     events = run(flat, order, times, links=links, overlap=overlap, overhead=overhead, sizes=sizes)
