@@ -5,7 +5,8 @@ fewest bytes.
    one another is done here: both are exact.
 2. Where they differ by more than SLACK: other orders, and dynamic programming over the downsets
    where there are not too many, which give better cuts, better bounds, or both. Where there are
-   too many, as in wide graphs, and links or limits matter, the gap may stay; it is told.
+   too many, as in wide graphs, over those of a contracted graph: that gives better cuts and no
+   bound, so where links or limits matter the gap may stay; it is told.
 3. Of the cuts within SLACK of the bound, the one that sends the fewest bytes.
 """
 
@@ -36,7 +37,8 @@ _LIGHT = 0.002
 _PAIRS = 200_000
 _DOWNSETS = 4_000
 _COARSE = 3_000
-_PACKED = 5
+_FINE = 10_000
+_PACKED = 15_000
 _CONTRACTED = 2_000
 
 
@@ -157,17 +159,21 @@ class _Solver:
         """Better divisions of a graph with too many downsets: those of one with few."""
         if len(self.work) > _CONTRACTED:
             return
-        most = _COARSE * (_PACKED if self.machine.computes_alone else 1)
+        alone = self.machine.computes_alone
+        levels = []
         for coarse, atom_of in contractions(self.work):
-            sets = downsets(coarse, most)
-            if sets is None:
-                continue
-            if self.machine.computes_alone:
+            sets = downsets(coarse, _PACKED if alone else _FINE)
+            if sets is not None:
+                levels.append((coarse, atom_of, sets))
+                if alone or len(sets) <= _COARSE:
+                    break
+        # what the coarsest graph finds narrows the search of the finest
+        for coarse, atom_of, sets in [*levels[:1], *levels[1:][-1:]][::-1]:
+            if alone:
                 self._pack_contracted(coarse, atom_of)
-            else:
+            elif not self.proven:
                 way = Lattice(coarse, self.machine, sets).best(self._known(), fastest=False)
                 self._expand(None if way is None else way[1], atom_of)
-            return
 
     def _pack_contracted(self, coarse: Work, atom_of: Sequence[int]) -> None:
         """Guess as ``_pack`` does; what no division of the coarse graph keeps bounds nothing."""
