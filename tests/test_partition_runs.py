@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxpipe.passes.bound import chain_bound
+from fxpipe.passes.bound import chain_bound, lower_bound
 from fxpipe.passes.contract import contractions
 from fxpipe.passes.downsets import downsets
 from fxpipe.passes.lattice import Lattice
@@ -212,3 +212,24 @@ def test_a_bound_minds_the_fastest_link_to_any_stage() -> None:
     assert Lattice(work, machine, sets).best(1.2, fastest=True) is not None
     chained = replace(work, transfers=(*work.transfers, Transfer(0, (1,), 0), Transfer(1, (2,), 0)))
     assert chain_bound(chained, machine, 1.0, 1.2) == pytest.approx(1.1, rel=0.01)
+
+
+@given(
+    st.lists(st.sampled_from([0.5, 1.0, 2.0, 5.0]), min_size=3, max_size=7),
+    st.lists(st.integers(0, 5), min_size=7, max_size=7),
+    st.integers(2, 3),
+)
+def test_the_bound_by_a_chain_is_the_best_of_a_chain(
+    seconds: list[float], sizes: list[int], stages: int
+) -> None:
+    """Over equal links, where a stage may stay empty."""
+    work = chain(seconds, sizes[: len(seconds)])
+    machine = Machine((1.0,) * stages, per_byte=((0.1,) * stages,) * stages)
+    best = min(
+        max(weighed(work, machine, assigned)[0])
+        for assigned in itertools.product(range(stages), repeat=len(work))
+        if list(assigned) == sorted(assigned)
+    )
+    low = lower_bound(work, machine)
+    assert chain_bound(work, machine, low, best) >= best * 0.99
+    assert chain_bound(work, machine, low, best) <= best * (1 + 1e-9)
