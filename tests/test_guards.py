@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -195,3 +195,22 @@ def test_a_parameter_without_a_shape_gets_one_by_its_first_run() -> None:
     loop.clear(alone)
     assert torch.equal(made, loop.train(alone, 2, x, loss=F.cross_entropy, target=target).loss)
     loop.assert_same(loop.gradients(model), loop.gradients(alone))
+
+
+def test_an_object_that_does_not_tell_its_length_may_be_held() -> None:
+    class Stream:
+        def __len__(self) -> int:
+            raise TypeError("nobody knows")
+
+        def __iter__(self) -> Iterator[int]:
+            return iter(())
+
+        def __contains__(self, value: object) -> bool:
+            return False
+
+    model = Net()
+    model.scale = Stream()  # type: ignore[assignment]
+    guards = Guards(model, None, ())
+    with guards.reading():
+        assert model.scale is not None
+    assert guards.variant() == guards.variant()

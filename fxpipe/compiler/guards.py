@@ -11,7 +11,7 @@ from __future__ import annotations
 import dis
 import functools
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
@@ -30,6 +30,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _APART = frozenset(vars(nn.Module())) - {*_HOOKS}
 """Attributes of every module that are looked at in another way, or not at all."""
+_COLLECTIONS = (list, tuple, dict, set, frozenset)
 _LONG = 1000
 """Collections of more entries are looked at as one object."""
 _MISSING = object()
@@ -322,7 +323,7 @@ def _plain(value: Any, depth: int = 3) -> Any:
     """A value that can be compared later: by what it holds where it is plain."""
     if isinstance(value, _PLAIN):
         return type(value), value
-    if isinstance(value, Collection) and not isinstance(value, Tensor) and len(value) > _LONG:
+    if isinstance(value, _COLLECTIONS) and len(value) > _LONG:
         return _Same(value)
     if depth and isinstance(value, list | tuple):
         return type(value), [_plain(each, depth - 1) for each in value]
