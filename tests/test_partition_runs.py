@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from fxpipe.passes.bound import chain_bound, lower_bound
 from fxpipe.passes.contract import contractions
-from fxpipe.passes.downsets import downsets
+from fxpipe.passes.downsets import downsets, pack
 from fxpipe.passes.lattice import Lattice
 from fxpipe.passes.resend import sent_apart
 from fxpipe.passes.runs import Goal, Runs
@@ -233,3 +233,40 @@ def test_the_bound_by_a_chain_is_the_best_of_a_chain(
     low = lower_bound(work, machine)
     assert chain_bound(work, machine, low, best) >= best * 0.99
     assert chain_bound(work, machine, low, best) <= best * (1 + 1e-9)
+
+
+def test_readers_of_which_each_may_sit_with_the_next_share_a_value() -> None:
+    """a, b and c with 4 s between each two: a and c are apart in stages of 10 s, b is not."""
+    seconds = (0.0, 1.0, 4.0, 1.0, 4.0, 1.0)
+    links = tuple(Transfer(i, (i + 1,), 1) for i in range(1, 5))
+    work = Work(seconds, (0,) * 6, (0,) * 6, (Transfer(0, (1, 3, 5), 5), *links))
+    machine = Machine.equal(3)
+    assert sent_apart(work, machine, 10.0).transfers == work.transfers
+    assert [t.readers for t in sent_apart(work, machine, 5.0).transfers[:3]] == [(1,), (3,), (5,)]
+
+
+def test_a_shared_parameter_weighs_on_the_stage_that_owns_it() -> None:
+    tied = Transfer(None, (0, 1), 0, True, 10, 10)
+    work = Work((1.0, 1.0), (0, 0), (0, 0), (Transfer(0, (1,), 0), tied))
+    for limits, fits_ in (((9.0, 99.0), False), ((19.0, 99.0), False), ((20.0, 0.0), True)):
+        machine = Machine((1.0, 1.0), limits, (1, 1))
+        way = Lattice(work, machine, [0, 1, 3]).best(9.0, fastest=True)
+        assert (way is not None) == fits_
+
+
+@MANY
+@given(st.data(), works(), st.integers(1, 3), st.sampled_from([1.0, 2.0, 3.0, 5.0, 9.0]))
+def test_stages_are_packed_if_and_only_if_there_is_a_way(
+    data: st.DataObject, work: Work, stages: int, limit: float
+) -> None:
+    speeds = data.draw(st.tuples(*[st.sampled_from([0.5, 1.0, 2.0])] * stages))
+    machine = Machine(speeds)
+    possible = any(
+        all(assigned[s] <= assigned[a] for a, sources in enumerate(work.before) for s in sources)
+        and max(weighed(work, machine, assigned)[0]) <= limit
+        for assigned in itertools.product(range(stages), repeat=len(work))
+    )
+    packed = pack(work, machine, limit, 0.0)
+    assert (packed is not None) == possible
+    if packed is not None:
+        assert max(weighed(work, machine, packed)[0]) <= limit * (1 + 1e-9)
