@@ -154,7 +154,7 @@ class SignalsAtOperations(HeldSignals):
     def _unwatch(self) -> None:
         if self._watches:
             self._watches = False
-            sys.setprofile(self._profile)
+            put_back(self._profile)
 
     def _look(self, frame: FrameType, event: str, argument: Any) -> None:
         if not _may_fail(frame, event):
@@ -175,3 +175,15 @@ def _may_fail(frame: FrameType, event: str) -> bool:
         return True
     name = frame.f_globals.get("__name__", "")
     return event == "call" and isinstance(name, str) and name.startswith(_COMPILING)
+
+
+def put_back(profiler: Any) -> None:
+    """Let what ``sys.getprofile`` gave before be the thread's profiler again.
+
+    One that is written in C, as that of cProfile, is no function that Python can call.
+    """
+    if profiler is None or callable(profiler):
+        sys.setprofile(profiler)
+    else:
+        sys.setprofile(None)
+        profiler.enable()

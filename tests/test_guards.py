@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import cProfile
 import logging
+import sys
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -214,3 +216,15 @@ def test_an_object_that_does_not_tell_its_length_may_be_held() -> None:
     with guards.reading():
         assert model.scale is not None
     assert guards.variant() == guards.variant()
+
+
+def test_a_profiler_written_in_c_is_on_again_after_a_trace() -> None:
+    x, y = torch.randn(8, 4), torch.randn(8, 3)
+    profiler = cProfile.Profile()
+    profiler.enable()
+    try:
+        with fxpipe.compile(Net(), ["cpu"], microbatches=2, loss=F.mse_loss) as pipe:
+            pipe.step(x, target=y)
+            assert id(sys.getprofile()) == id(profiler)
+    finally:
+        profiler.disable()

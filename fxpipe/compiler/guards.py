@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from fxpipe import source
+from fxpipe.signals import put_back
 from fxpipe.telling import LOGGER
 
 VARIANTS = 8
@@ -131,7 +132,7 @@ class Guards:
         try:
             yield
         finally:
-            sys.setprofile(before)
+            put_back(before)
             for code in codes:
                 if not source.is_ours(code.co_filename):
                     self._names.update(code.co_names)
