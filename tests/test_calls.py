@@ -375,3 +375,19 @@ def test_an_output_that_samples_share_is_not_joined_at_any_micro_batch_size(samp
         per_sample, shared = pipe(torch.rand(samples, 4))
     assert per_sample.shape == (samples, 4)
     assert shared.shape == (1, 4)
+
+
+def test_what_inference_mode_has_made_trains_as_other_tensors_do() -> None:
+    model, alone = two_nets()
+    with torch.inference_mode():
+        x, y = rows(6), rows(6, seed=2)
+    with compiled(model, loss=late_loss) as pipe:
+        loss = pipe.step(x, target=y)
+        ran = loop.train(alone, MICROBATCHES, x.clone(), loss=late_loss, target=y.clone())
+        assert torch.equal(loss, ran.loss)
+        loop.assert_same(loop.gradients(model), loop.gradients(alone))
+        pipe(x)["late"].sum().backward()
+        pipe.eval()
+        with torch.inference_mode():
+            inside = pipe(x)["late"]
+        assert torch.equal(pipe(x)["late"], inside)

@@ -70,6 +70,7 @@ class Batch:
         ordered = {name: kwargs[name] for name in sorted(kwargs)}
         nested = (tuple(args), ordered, tuple(targets))
         leaves, spec = flatten(nested)
+        leaves = [_ordinary(leaf) for leaf in leaves]
         call = _Call(nested, signature)
         wanted = call.wanted(batch_dims) if batch_dims else {}
         size = _batch_size(leaves, wanted, call)
@@ -146,6 +147,13 @@ def _split(leaf: Tensor, microbatches: int, dim: int) -> Sequence[Tensor]:
 
 def _is_split(leaf: Any, size: int) -> bool:
     return isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == size
+
+
+def _ordinary(leaf: Any) -> Any:
+    """A tensor made under ``torch.inference_mode`` as one that autograd takes."""
+    if not isinstance(leaf, Tensor) or not leaf.is_inference() or torch.is_inference_mode_enabled():
+        return leaf
+    return leaf.clone()
 
 
 def _leaf_key(leaf: Any, dim: int | None) -> Any:
