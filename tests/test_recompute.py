@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -286,6 +287,11 @@ def test_fingerprints_differ_where_a_bit_or_a_place_does(data: st.DataObject) ->
     assert not torch.equal(fingerprint(x), fingerprint(other))
     turned = x.roll(1, dims=1)
     assert torch.equal(x, turned) == torch.equal(fingerprint(x), fingerprint(turned))
+
+
+def test_all_patterns_of_a_few_booleans_have_fingerprints_of_their_own() -> None:
+    patterns = [*itertools.product((False, True), repeat=12)]
+    assert len({fingerprint(torch.tensor(each)).item() for each in patterns}) == len(patterns)
 
 
 def test_nothing_has_a_fingerprint_too() -> None:

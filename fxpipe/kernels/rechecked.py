@@ -71,11 +71,15 @@ _MIX = 0x1E3779B97F4A7C15
 
 def fingerprint(tensor: Tensor) -> Tensor:
     """A number that is another one when a bit of a tensor or the place of an element changes, but
-    for coincidence. It is computed in whole numbers, so in any order of adding."""
+    for a coincidence of one in 2⁶⁴. It is the sum of what each element and its place are mixed to,
+    in whole numbers, so in any order of adding."""
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
     bits = flat.view(_BITS[flat.element_size()]).to(torch.int64)
     places = 2 * torch.arange(bits.numel(), device=bits.device) + 1
-    return ((bits + 1) * (places * _MIX)).sum()
+    mixed = (bits + 1) * (places * _MIX)
+    # a product alone is linear: moves of small numbers to and fro would cancel
+    mixed = (mixed ^ (mixed >> 29)) * _MIX
+    return (mixed ^ (mixed >> 32)).sum()
 
 
 def _flat(made: Forwarded) -> list[Any]:
