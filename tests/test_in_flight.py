@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -136,6 +137,48 @@ def test_a_loss_of_a_batch_that_was_dropped_says_so() -> None:
             float(dropped)
         expected.restart()  # after a failure the newest version is the only one
         assert torch.equal(pipe.step(data[1][0], target=data[1][1]), expected.step(*data[1]))
+    expected.assert_same(model)
+
+
+def test_versions_are_counted_when_no_update_is_half_done() -> None:
+    class Slow(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            begun.set()
+            time.sleep(0.05)  # for the count to come in the middle
+            return super().step(closure)
+
+    begun = threading.Event()
+    model, data = make("mlp", 6, 4)
+    with compiled(model, 2, 2, lambda p: Slow(p, lr=0.1)) as pipe:
+        for t, (x, y) in enumerate(data):
+            begun.clear()
+            pipe.step(x, target=y)
+            if t > 2:
+                begun.wait(60)
+                assert pipe.weight_versions == [2, 2]
+                assert sum(pipe.weight_bytes) == 2 * sum(p.nbytes for p in model.parameters())
+
+
+def test_parameters_that_leaf_modules_show_in_flight_are_the_pipes_own() -> None:
+    """Another thread calls a leaf module with the version that its batch reads."""
+
+    class Lingering(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            inside.set()
+            release.wait(0.1)  # for the next step to come in the meantime
+            return y
+
+    inside, release = threading.Event(), threading.Event()
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Lingering(6, 6) for _ in range(4))).double()
+    data = [(torch.randn(4, 6).double(), torch.randn(4, 6).double()) for _ in range(4)]
+    expected = DelayedLoop.beside(model, SGD, 2)
+    options: dict[str, Any] = {"leaf_modules": [Lingering], "partition": ["2"]}
+    with compiled(model, 2, 2, SGD, **options) as pipe:
+        for x, y in data:
+            assert torch.equal(pipe.step(x, target=y), expected.step(x, y))
+        pipe.flush()
     expected.assert_same(model)
 
 

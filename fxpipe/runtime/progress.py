@@ -106,7 +106,9 @@ class Progress:
         if not self._offered:
             self._offered = {id(parameter): parameter for parameter in read.values()}
         for name, parameter in read.items():
-            if parameter.requires_grad and id(parameter) not in self._offered:
+            # a leaf module that runs now, in another thread, shows the version that it reads
+            shown = not isinstance(parameter, nn.Parameter)
+            if not shown and parameter.requires_grad and id(parameter) not in self._offered:
                 raise InputError(
                     f"parameter {name!r} is not one that the optimizers were made for, so that no "
                     "update would reach it: it has been exchanged (a new module, or "

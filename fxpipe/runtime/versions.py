@@ -16,7 +16,8 @@ instead while batches are in flight.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -95,8 +96,9 @@ class VersionedWeights:
 
     @property
     def versions(self) -> list[int]:
-        """Stage → how many versions live now."""
-        return [len(stage.live) + len(stage.predicted) for stage in self._stages]
+        """Stage → how many versions live now. A running update is awaited."""
+        with self._no_update():
+            return [len(stage.live) + len(stage.predicted) for stage in self._stages]
 
     @property
     def most_versions(self) -> list[int]:
@@ -105,17 +107,21 @@ class VersionedWeights:
 
     @property
     def bytes(self) -> list[int]:
-        """Stage → the bytes of all its versions; memory that several share counts once."""
-        return [
-            sum(
-                {
-                    tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-                    for tensors in (*stage.live.values(), *stage.predicted.values())
-                    for tensor in tensors.values()
-                }.values()
-            )
-            for stage in self._stages
-        ]
+        """Stage → the bytes of all its versions; memory that several share counts once. A running
+        update is awaited."""
+        with self._no_update():
+            held = [(*s.live.values(), *s.predicted.values()) for s in self._stages]
+            storages = [
+                [t.untyped_storage() for own in each for t in own.values()] for each in held
+            ]
+        return [sum({s.data_ptr(): s.nbytes() for s in own}.values()) for own in storages]
+
+    @contextmanager
+    def _no_update(self) -> Iterator[None]:
+        """Inside no update runs: one has a version less, or one in the making."""
+        with self._lock:
+            self._lock.wait_for(lambda: self._updating == 0)
+            yield
 
     def open(
         self,
