@@ -101,7 +101,8 @@ def compile(
             each stage: a list of them, or a mapping from a stage's number to its mode; stages
             that are left out never recompute.
         loss: ``loss(output, *targets)`` → a scalar, or one loss per sample. None where the model
-            returns the loss, alone or as ``.loss``.
+            returns the loss, alone or as ``.loss``. What it reads of the model by itself gets no
+            gradient, and where batches overlap it is of the newest version.
         reduction: whether the loss is a "mean" over samples, so that a micro-batch's counts by its
             share of them, or a "sum" over them.
         loss_weight: for a mean over something else than samples, ``loss_weight(*targets)`` → how
