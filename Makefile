@@ -60,4 +60,4 @@ $(VENV)/docs: $(READY)
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info demo-output .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build docs/notebooks dist *.egg-info demo-output .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+
+# Sphinx reads nothing outside of its folder
+HERE = Path(__file__).parent
+shutil.copytree(HERE.parent / "notebooks", HERE / "notebooks", dirs_exist_ok=True)
+
 project = "fxpipe"
 author = "The fxpipe authors"
 html_title = "fxpipe"
