@@ -19,7 +19,7 @@ from torch.nn import functional
 import fxpipe
 from fxpipe import InputError
 from fxpipe.runtime.cpu import Worker
-from tests.tiny import CUTS, Tiny, batch, within
+from tests.tiny import CUTS, Tiny, batch, soon, within
 
 pytestmark = pytest.mark.timeout(600, method="thread")
 
@@ -30,15 +30,6 @@ def pipe_of(devices: Any = ("cpu", "cpu"), **options: Any) -> fxpipe.Pipeline:
 
 def workers() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name.startswith("fxpipe")}
-
-
-def soon(holds: Callable[[], bool]) -> bool:
-    """Whether something holds before long; a busy machine may take its time."""
-    for _ in range(3000):
-        if holds():
-            return True
-        time.sleep(0.01)
-    return False
 
 
 def in_new_thread(call: Callable[[], int]) -> int:
@@ -163,7 +154,7 @@ def test_backward_after_the_pipe_is_closed_says_so() -> None:
     pipe = pipe_of()
     output = pipe(x).sum()
     pipe.close()
-    with within(1), pytest.raises(InputError, match="the pipe is closed; compile the model again"):
+    with within(5), pytest.raises(InputError, match="the pipe is closed; compile the model again"):
         output.backward()
 
 
@@ -204,7 +195,7 @@ def test_steps_from_several_threads_at_once_do_not_wait_for_each_other_forever(
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(60)
+            thread.join(300)
         assert len(found) == 40
         assert all(torch.equal(each, expected) for each in found)
 

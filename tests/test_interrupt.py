@@ -21,8 +21,9 @@ import fxpipe
 from fxpipe.compiler.compiled import Compiled
 from fxpipe.runtime import interpreter
 from fxpipe.runtime.interpreter import Machine
+from fxpipe.runtime.weights import LiveWeights
 from fxpipe.signals import HeldSignals, SignalsAtOperations
-from tests.tiny import CUTS, Metronome, Snapshot, Tiny, adam, batch, pipe_of, within
+from tests.tiny import CUTS, Snapshot, Tiny, adam, batch, pipe_of, soon, within
 
 pytestmark = [
     pytest.mark.timeout(600, method="thread"),
@@ -30,6 +31,7 @@ pytestmark = [
 ]
 
 HANDLERS = interpreter.HANDLERS
+KEPT = "interrupted after the step, whose results are kept"
 
 
 def raise_signal() -> None:
@@ -52,13 +54,13 @@ def pipe() -> Iterator[fxpipe.Pipeline]:
 
 
 @contextmanager
-def calling_at(device: int, position: int, call: Callable[[], None]) -> Iterator[None]:
+def calling_at(device: int, position: int, call: Callable[[Machine], None]) -> Iterator[None]:
     """One instruction calls something before it does its work."""
 
     def wrapped(handler: Callable[[Machine, Any], None]) -> Callable[[Machine, Any], None]:
         def run(machine: Machine, instruction: Any) -> None:
             if (machine.device, machine.position) == (device, position):
-                call()
+                call(machine)
             handler(machine, instruction)
 
         return run
@@ -69,55 +71,96 @@ def calling_at(device: int, position: int, call: Callable[[], None]) -> Iterator
         yield
 
 
+def until_noticed(send: Callable[[], None]) -> Callable[[Machine], None]:
+    """Send a signal, and stay inside of the instruction until the run is told to stop."""
+
+    def interrupt(machine: Machine) -> None:
+        send()
+        assert soon(lambda: machine.wires.stopping)
+
+    return interrupt
+
+
 @pytest.mark.parametrize("way", WAYS)
-def test_an_interrupt_at_any_instruction_leaves_the_step_whole_or_undone(
+def test_an_interrupt_inside_of_any_instruction_undoes_the_step(
     pipe: fxpipe.Pipeline, way: str
 ) -> None:
     x, y = batch()
     before = Snapshot.of(pipe)
     loss = pipe.step(x, target=y)
     after = Snapshot.of(pipe)
-    pipe.step(x, target=y)
-    last = Snapshot.of(pipe)
-    undone = 0
     for device, instructions in enumerate(pipe.program.lists):
         for position in range(0, len(instructions), 1 if way == "kill" else 5):
             before.restore(pipe)
             with (
-                within(1),
-                calling_at(device, position, WAYS[way]),
+                within(5),
+                calling_at(device, position, until_noticed(WAYS[way])),
                 pytest.raises(KeyboardInterrupt) as raised,
             ):
                 pipe.step(x, target=y)
             (note,) = raised.value.__notes__
-            found = Snapshot.of(pipe)
-            if note.startswith("interrupted a step, the weights are as before it: device 0 was"):
-                assert "; device 1 was" in note
-                assert not list(before.differences(found))
-                assert torch.equal(pipe.step(x, target=y), loss)
-                assert not list(after.differences(Snapshot.of(pipe)))
-                undone += 1
-            else:
-                assert note == "interrupted after the step, whose results are kept"
-                assert not list(after.differences(found))
+            assert note.startswith("interrupted a step, the weights are as before it: device 0 was")
+            assert "; device 1 was" in note
+            assert not list(before.differences(Snapshot.of(pipe)))
+            assert torch.equal(pipe.step(x, target=y), loss)
+            assert not list(after.differences(Snapshot.of(pipe)))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_interrupt_while_instructions_go_on_leaves_the_step_whole_or_undone(
+    pipe: fxpipe.Pipeline, way: str
+) -> None:
+    x, y = batch()
+    before = Snapshot.of(pipe)
+    pipe.step(x, target=y)
+    after = Snapshot.of(pipe)
+    pipe.step(x, target=y)
+    last = Snapshot.of(pipe)
+    for device, instructions in enumerate(pipe.program.lists):
+        for position in range(0, len(instructions), 5):
+            before.restore(pipe)
+            with (
+                within(5),
+                calling_at(device, position, lambda machine: WAYS[way]()),
+                pytest.raises(KeyboardInterrupt) as raised,
+            ):
                 pipe.step(x, target=y)
-                assert not list(last.differences(Snapshot.of(pipe)))
-    assert undone
+            whole = raised.value.__notes__ == [KEPT]
+            assert not list((after if whole else before).differences(Snapshot.of(pipe)))
+            pipe.step(x, target=y)
+            assert not list((last if whole else after).differences(Snapshot.of(pipe)))
+
+
+def test_an_interrupt_while_the_results_become_the_models_keeps_them(
+    pipe: fxpipe.Pipeline,
+) -> None:
+    x, y = batch()
+    before = Snapshot.of(pipe)
+    pipe.step(x, target=y)
+    after = Snapshot.of(pipe)
+    before.restore(pipe)
+    commit = LiveWeights.commit
+
+    def interrupted(*args: Any) -> None:
+        raise_signal()
+        commit(*args)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt) as raised:
+        patch.setattr(LiveWeights, "commit", interrupted)
+        pipe.step(x, target=y)
+    assert raised.value.__notes__ == [KEPT]
+    assert not list(after.differences(Snapshot.of(pipe)))
 
 
 def test_the_note_says_where_each_device_was(pipe: fxpipe.Pipeline) -> None:
     x, y = batch()
-    reached, ended = threading.Event(), threading.Event()
-
-    def interrupt() -> None:
-        reached.set()
-        _thread.interrupt_main()
-        ended.wait(0.3)  # in the middle of the instruction
-
     position = next(
         i for i, each in enumerate(pipe.program.lists[1]) if type(each).__name__ == "Backward"
     )
-    with calling_at(1, position, interrupt), pytest.raises(KeyboardInterrupt) as raised:
+    with (
+        calling_at(1, position, until_noticed(_thread.interrupt_main)),
+        pytest.raises(KeyboardInterrupt) as raised,
+    ):
         pipe.step(x, target=y)
     (note,) = raised.value.__notes__
     assert f"device 1 was at instruction {position}, backward s1[0] v0" in " ".join(note.split())
@@ -131,42 +174,57 @@ def test_an_interrupt_does_not_wait_for_a_slow_instruction_and_the_next_step_doe
     loss = pipe.step(x, target=y)
     after = Snapshot.of(pipe)
     before.restore(pipe)
+    goes_on = threading.Event()
+    ended: list[bool] = []
 
-    def interrupt() -> None:
+    def interrupt(machine: Machine) -> None:
         _thread.interrupt_main()
-        time.sleep(2)
+        ended.append(goes_on.wait(60))
 
-    start = time.monotonic()
-    with within(1), calling_at(0, 1, interrupt), pytest.raises(KeyboardInterrupt):
+    with within(5), calling_at(0, 1, interrupt), pytest.raises(KeyboardInterrupt):
         pipe.step(x, target=y)
+    assert not ended
     assert not list(before.differences(Snapshot.of(pipe)))
+    threading.Timer(0.1, goes_on.set).start()
     assert torch.equal(pipe.step(x, target=y), loss)
-    assert time.monotonic() - start > 2
+    assert ended == [True]
     assert not list(after.differences(Snapshot.of(pipe)))
 
 
 def test_further_interrupts_do_not_break_the_first(pipe: fxpipe.Pipeline) -> None:
     x, y = batch()
     before = Snapshot.of(pipe)
+    asked: list[int] = []
 
-    def interrupt() -> None:
+    def handler(number: int, frame: Any) -> None:
+        asked.append(number)
+        if HeldSignals._innermost is not None:  # those that come after the step end no test
+            raise KeyboardInterrupt
+
+    def interrupt(machine: Machine) -> None:
+        until_noticed(_thread.interrupt_main)(machine)
         for _ in range(40):
             _thread.interrupt_main()
             time.sleep(0.005)
+        all_sent.set()
 
-    for position in (1, len(pipe.program.lists[0]) - 1):
-        before.restore(pipe)
-        raised = 0
-        with calling_at(0, position, interrupt), within(2):
-            try:
-                try:
-                    pipe.step(x, target=y)
-                finally:
-                    time.sleep(0.5)  # those that are still to come
-            except KeyboardInterrupt:
-                raised += 1
-        assert raised
-        assert not list(before.differences(Snapshot.of(pipe)))
+    previous = signal.signal(signal.SIGINT, handler)
+    try:
+        for position in (1, len(pipe.program.lists[0]) - 1):
+            all_sent = threading.Event()
+            before.restore(pipe)
+            asked.clear()
+            with (
+                within(5),
+                calling_at(0, position, interrupt),
+                pytest.raises(KeyboardInterrupt),
+            ):
+                pipe.step(x, target=y)
+            assert all_sent.wait(60)
+            assert len(asked) > 1
+            assert not list(before.differences(Snapshot.of(pipe)))
+    finally:
+        signal.signal(signal.SIGINT, previous)
 
 
 def test_an_interrupt_of_a_backward_leaves_gradients_alone() -> None:
@@ -178,8 +236,8 @@ def test_an_interrupt_of_a_backward_leaves_gradients_alone() -> None:
         position = len(pipe.program.lists[0]) - 1
         output = pipe(x).sum()
         with (
-            within(1),
-            calling_at(0, position, _thread.interrupt_main),
+            within(5),
+            calling_at(0, position, until_noticed(_thread.interrupt_main)),
             pytest.raises(KeyboardInterrupt),
         ):
             output.backward()
@@ -189,47 +247,44 @@ def test_an_interrupt_of_a_backward_leaves_gradients_alone() -> None:
             assert gradient is not None and found is not None and torch.equal(gradient, found)
 
 
+@contextmanager
+def calling_at_node(number: int, call: Callable[[], None]) -> Iterator[list[int]]:
+    """Something is called before the node of that number is made; yields how many were made."""
+    made = [0]
+    create_node = torch.fx.Graph.create_node
+
+    def creating(*args: Any, **kwargs: Any) -> torch.fx.Node:
+        made[0] += 1
+        if made[0] == number:
+            call()
+        return create_node(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.fx.Graph, "create_node", creating)
+        yield made
+
+
 def test_an_interrupt_while_compiling_leaves_no_trace() -> None:
+    def compiled() -> fxpipe.Pipeline:
+        torch.manual_seed(0)
+        return fxpipe.compile(
+            Tiny(), ["cpu"] * 2, microbatches=2, loss=functional.cross_entropy, partition=CUTS[2]
+        )
+
     x, y = batch()
     threads = torch.get_num_threads()
-    torch.manual_seed(0)
-    model = Tiny()
-    with fxpipe.compile(
-        model, ["cpu"] * 2, microbatches=2, loss=functional.cross_entropy, partition=CUTS[2]
-    ) as pipe:
-        before = Snapshot.of(pipe)
-        interrupted = 0
-        for delay in (0.01, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0):
-            sent: list[float] = []
-
-            def send(sent: list[float] = sent) -> None:
-                sent.append(time.monotonic())
-                _thread.interrupt_main()
-
-            timer = threading.Timer(delay, send)
-            with Metronome() as metronome:
-                try:
-                    timer.start()
-                    pipe.step(x, target=y)
-                    timer.cancel()
-                    timer.join()
-                    break
-                except KeyboardInterrupt:
-                    took = time.monotonic() - sent[0]
-                    interrupted += 1
-            assert took - metronome.late < 1
+    with compiled() as alone, calling_at_node(0, raise_signal) as nodes:
+        loss = alone.step(x, target=y)
+        after = Snapshot.of(alone)
+    for number in range(1, nodes[0], nodes[0] // 10):
+        with compiled() as pipe:
+            before = Snapshot.of(pipe)
+            with calling_at_node(number, raise_signal), pytest.raises(KeyboardInterrupt):
+                pipe.step(x, target=y)
             assert not list(before.differences(Snapshot.of(pipe)))
             assert torch.get_num_threads() == threads
-        assert interrupted
-        before.restore(pipe)
-        loss = pipe.step(x, target=y)
-        after = Snapshot.of(pipe)
-    torch.manual_seed(0)
-    with fxpipe.compile(
-        Tiny(), ["cpu"] * 2, microbatches=2, loss=functional.cross_entropy, partition=CUTS[2]
-    ) as pipe:
-        assert torch.equal(pipe.step(x, target=y), loss)
-        assert not list(after.differences(Snapshot.of(pipe)))
+            assert torch.equal(pipe.step(x, target=y), loss)
+            assert not list(after.differences(Snapshot.of(pipe)))
 
 
 @pytest.mark.parametrize("place", ["schedule", "weighted"])
@@ -278,7 +333,7 @@ def test_a_handler_that_raises_nothing_does_not_end_the_step(pipe: fxpipe.Pipeli
     asked: list[int] = []
     previous = signal.signal(signal.SIGINT, lambda number, frame: asked.append(number))
     try:
-        with calling_at(0, 3, raise_signal):
+        with calling_at(0, 3, lambda machine: raise_signal()):
             assert torch.equal(pipe.step(x, target=y), loss)
         assert asked == [signal.SIGINT]
     finally:
@@ -289,16 +344,13 @@ def test_what_other_handlers_raise_ends_the_step_as_ctrl_c_does(pipe: fxpipe.Pip
     def leave(number: int, frame: Any) -> None:
         sys.exit(7)
 
-    def terminate() -> None:
-        signal.raise_signal(signal.SIGTERM)
-        time.sleep(0.3)  # in the middle of the instruction
-
+    terminate = until_noticed(lambda: signal.raise_signal(signal.SIGTERM))
     x, y = batch()
     before = Snapshot.of(pipe)
     previous = signal.signal(signal.SIGTERM, leave)
     try:
         with (
-            within(1),
+            within(5),
             calling_at(1, 3, terminate),
             pytest.raises(SystemExit) as raised,
         ):
