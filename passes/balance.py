@@ -15,7 +15,7 @@ from fxpipe.passes.bound import lower_bound
 from fxpipe.passes.measure import NodeCost
 from fxpipe.passes.partition import Assignment, Verdict
 from fxpipe.passes.solve import least_limits, solve
-from fxpipe.passes.work import Division, Machine, weigh
+from fxpipe.passes.work import Division, Machine, Work, weigh
 from fxpipe.traced import Traced
 from fxpipe.units import bytes_text
 
@@ -75,13 +75,39 @@ def judge(
     Raises:
         PartitionError: a stage does not keep its memory limit, and ``nearest`` is not given.
     """
-    atoms = atoms_of(traced, costs, footprint, views=False)
-    stage_of = [assignment.nodes[nodes[0].name] for nodes in atoms.nodes]
-    division = weigh(atoms.work, machine, stage_of)
+    work, division = _weighed(traced, assignment, costs, machine, footprint)
     if not nearest and not division.fits(machine):
         raise PartitionError(_over(division, machine))
-    bound = lower_bound(atoms.work, machine)
-    return replace(assignment, verdict=Verdict(division.loads, bound))
+    return replace(assignment, verdict=Verdict(division.loads, lower_bound(work, machine)))
+
+
+def with_memory(
+    traced: Traced,
+    assignment: Assignment,
+    costs: Mapping[str, NodeCost],
+    machine: Machine,
+    footprint: Footprint,
+) -> Assignment:
+    """An assignment that was made without a footprint, with what its stages hold by that."""
+    assert assignment.verdict is not None
+    _, division = _weighed(traced, assignment, costs, machine, footprint)
+    loads = tuple(
+        replace(load, memory=weighed.memory)
+        for load, weighed in zip(assignment.verdict.loads, division.loads, strict=True)
+    )
+    return replace(assignment, verdict=replace(assignment.verdict, loads=loads))
+
+
+def _weighed(
+    traced: Traced,
+    assignment: Assignment,
+    costs: Mapping[str, NodeCost],
+    machine: Machine,
+    footprint: Footprint,
+) -> tuple[Work, Division]:
+    atoms = atoms_of(traced, costs, footprint, views=False)
+    stage_of = [assignment.nodes[nodes[0].name] for nodes in atoms.nodes]
+    return atoms.work, weigh(atoms.work, machine, stage_of)
 
 
 def _named(atoms: Atoms, division: Division) -> dict[str, int]:

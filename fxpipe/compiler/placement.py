@@ -13,7 +13,7 @@ from fxpipe.compiler.timetable import Timetable
 from fxpipe.memory.held import undo_bytes
 from fxpipe.partition import Partition
 from fxpipe.passes.atoms import Footprint
-from fxpipe.passes.balance import balance, judge
+from fxpipe.passes.balance import balance, judge, with_memory
 from fxpipe.passes.cut import cut
 from fxpipe.passes.differentiate import Differentiate, Wanted
 from fxpipe.passes.follow import place_like
@@ -41,7 +41,6 @@ class Placement:
     Attributes:
         owners: parameter or buffer, by its name in the model → the first stage that reads it.
         costs: stage → what it costs, as measured on the first graph.
-        verdict: how well the stages are balanced, once there are any.
         machine: the devices as the stages meet them, once there are any.
     """
 
@@ -66,7 +65,8 @@ class Placement:
         """
         self.owners: Mapping[str, int] = {}
         self.costs: Mapping[int, Costs] = {}
-        self.verdict: Verdict | None = None
+        self._state_of: Mapping[str, Tensor] = {}
+        self._weighed = False  # whether the verdict knows what the stages hold
         self.machine: Machine | None = None
         self._model = model
         self._partition = partition
@@ -122,7 +122,7 @@ class Placement:
         _, plan, costs = self._measured
         self._schedule = schedule
         footprint = Footprint()
-        if machine.limited:
+        if machine.limited:  # else memory decides nothing, and the optimizer need not be asked
             footprint = footprint_of(traced, plan, costs, state, self.copies, self._undo)
         together = self._partition.keep_together
         with telling("partition"):
@@ -142,10 +142,23 @@ class Placement:
                 assignment = judge(traced, assignment, costs, machine, footprint, nearest=nearest)
                 self._room.firm = "begin stages at other submodules, raise memory_limits"
         self._reference = traced, assignment
-        self.verdict = assignment.verdict
+        self._state_of, self._weighed = state, machine.limited
         self.owners = owners(traced, assignment)
         self.costs = _by_stage(traced, assignment, costs)
         return assignment
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """How well the stages are balanced and what they hold, once there are any."""
+        if self._reference is None or self._measured is None or self.machine is None:
+            return None
+        traced, assignment = self._reference
+        if not self._weighed:
+            _, plan, costs = self._measured
+            found = footprint_of(traced, plan, costs, self._state_of, self.copies, self._undo)
+            assignment = with_memory(traced, assignment, costs, self.machine, found)
+            self._reference, self._weighed = (traced, assignment), True
+        return assignment.verdict
 
     @property
     def limited(self) -> bool:
