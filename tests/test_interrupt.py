@@ -10,7 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -22,8 +22,8 @@ from fxpipe.compiler.compiled import Compiled
 from fxpipe.runtime import interpreter
 from fxpipe.runtime.interpreter import Machine
 from fxpipe.runtime.weights import LiveWeights
-from fxpipe.signals import HeldSignals, SignalsAtOperations
-from tests.tiny import CUTS, Snapshot, Tiny, adam, batch, pipe_of, soon, within
+from fxpipe.signals import HeldSignals
+from tests.tiny import CUTS, Snapshot, Tiny, adam, batch, pipe_of, raise_signal, soon, within
 
 pytestmark = [
     pytest.mark.timeout(600, method="thread"),
@@ -32,10 +32,6 @@ pytestmark = [
 
 HANDLERS = interpreter.HANDLERS
 KEPT = "interrupted after the step, whose results are kept"
-
-
-def raise_signal() -> None:
-    signal.raise_signal(signal.SIGINT)
 
 
 WAYS: dict[str, Callable[[], None]] = {
@@ -315,16 +311,6 @@ def test_an_interrupt_in_a_callback_of_a_weak_reference_is_not_lost(
     assert undone == (not hasattr(raised.value, "__notes__"))
 
 
-def test_of_two_that_hold_signals_the_inner_one_does() -> None:
-    with HeldSignals(lambda: None) as outer:
-        with pytest.raises(KeyboardInterrupt), HeldSignals(lambda: None) as inner:
-            raise_signal()
-            assert isinstance(inner.held, KeyboardInterrupt)
-            assert outer.held is None
-        raise_signal()
-        assert isinstance(outer.take(), KeyboardInterrupt)
-
-
 def test_a_handler_that_raises_nothing_does_not_end_the_step(pipe: fxpipe.Pipeline) -> None:
     x, y = batch()
     before = Snapshot.of(pipe)
@@ -360,55 +346,6 @@ def test_what_other_handlers_raise_ends_the_step_as_ctrl_c_does(pipe: fxpipe.Pip
         assert signal.getsignal(signal.SIGTERM) is leave
     finally:
         signal.signal(signal.SIGTERM, previous)
-
-
-def test_handlers_are_as_before_after_a_step_and_stay_as_they_were_changed() -> None:
-    before = {number: signal.getsignal(number) for number in signal.valid_signals()}
-    with HeldSignals(lambda: None):
-        assert signal.getsignal(signal.SIGINT) is not before[signal.SIGINT]
-    assert {number: signal.getsignal(number) for number in signal.valid_signals()} == before
-    try:
-        with pytest.raises(KeyboardInterrupt), HeldSignals(lambda: None) as signals:
-            raise_signal()
-            assert isinstance(signals.held, KeyboardInterrupt)
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a handler may do
-        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGINT, before[signal.SIGINT])
-
-
-def test_an_interrupt_of_a_trace_comes_at_an_operation_and_never_while_a_context_changes() -> None:
-    came: list[str] = []
-
-    @contextmanager
-    def changing() -> Iterator[None]:
-        raise_signal()
-        operation("while entering")
-        yield
-
-    def operation(word: str) -> None:
-        run_node()
-        came.append(word)
-
-    def run_node() -> None:
-        pass
-
-    with pytest.raises(KeyboardInterrupt), SignalsAtOperations(), changing():
-        came.append("entered")
-        operation("inside")
-    assert came == ["while entering", "entered"]
-    assert sys.getprofile() is None
-
-
-def test_an_interrupt_that_something_swallows_comes_in_the_end() -> None:
-    def run_node() -> None:
-        pass
-
-    with pytest.raises(KeyboardInterrupt), SignalsAtOperations():
-        raise_signal()
-        with suppress(KeyboardInterrupt):
-            run_node()
-            pytest.fail("it was not raised")
 
 
 def test_a_step_in_another_thread_works_and_leaves_signals_alone(pipe: fxpipe.Pipeline) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import _thread
 import copy
 import faulthandler
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -132,6 +133,11 @@ def soon(holds: Callable[[], bool]) -> bool:
             return True
         time.sleep(0.01)
     return False
+
+
+def raise_signal() -> None:
+    """As Ctrl-C does."""
+    signal.raise_signal(signal.SIGINT)
 
 
 class Metronome(threading.Thread):
