@@ -29,6 +29,7 @@ BOUND = 5.0
 """Seconds in which an interrupt is raised, with ample room for a slow machine."""
 
 START = """
+import signal
 import sys
 import time
 import torch
@@ -36,6 +37,8 @@ from torch.nn import functional
 import fxpipe
 from fxpipe.runtime import interpreter
 from tests.tiny import CUTS, Snapshot, Tiny, batch
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 def compiled():
     torch.manual_seed(0)
