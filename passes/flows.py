@@ -8,7 +8,6 @@ steps. So a table of runs is made of few numbers, summed along both ends.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -68,54 +67,79 @@ def rates_of(machine: Machine, fastest: bool) -> Rates:
     return Rates(torch.eye(2 * _COLUMNS, dtype=torch.float64)[used], rates[:, used])
 
 
-class Flows:
-    """The sums of what crosses, for runs that begin in one block after the other."""
+class Steps:
+    """Where what crosses changes by a step, for all values of a sequence.
 
-    def __init__(
-        self, uses: Sequence[tuple[Sequence[int], Transfer]], length: int, rows: Tensor
-    ) -> None:
-        """Let runs begin before the first atom.
+    Attributes:
+        places: step → the atom that a begin must move past for it to count; -1 for none.
+        columns: step → the end from which on it counts, and one more.
+        halves: step → twice the number of its value, and one more for what leaves.
+        signs: step → 1 where more crosses, -1 where less.
+        amounts: value × column → how many.
+    """
+
+    def __init__(self, uses: Sequence[tuple[Sequence[int], Transfer]], length: int) -> None:
+        """Find them.
 
         Args:
             uses: values, each with the places of its source and of its readers, in order.
             length: the last place.
+        """
+        used: list[Transfer] = []
+        places: list[int] = []
+        following: list[int] = []
+        counts: list[int] = []
+        for (birth, *others), transfer in uses:
+            readers = [reader for reader in dict.fromkeys(others) if reader != birth]
+            if readers:
+                places += [birth, *readers]
+                following += [*readers, length]
+                counts.append(1 + len(readers))
+                used.append(transfer)
+        at, until, count = (
+            torch.tensor(each, dtype=torch.int64) for each in (places, following, counts)
+        )
+        ends = count.cumsum(0)
+        starts, value = ends - count, torch.arange(len(used))
+        births, lasts = at[starts], at[ends - 1]
+        value_at = value.repeat_interleave(count)
+        reads = torch.ones(len(at), dtype=torch.bool)
+        reads[starts] = False
+        nowhere = torch.full_like(births, -1)
+        ones, more = torch.ones(len(used)), torch.ones(len(at))
+        parts = [
+            # what arrives: for a begin behind a use, where the next use is in the run
+            (at, until, 2 * value_at, more),
+            (at[reads], at[reads], 2 * value_at[reads], -more[reads]),
+            # what leaves: where its source is in the run and its last reader is not
+            (nowhere, births, 2 * value + 1, ones),
+            (nowhere, lasts, 2 * value + 1, -ones),
+            (births, births, 2 * value + 1, -ones),
+            (births, lasts, 2 * value + 1, ones),
+        ]
+        found = [torch.cat(each) for each in zip(*parts, strict=True)]
+        order = found[0].argsort(stable=True)
+        self.places, columns, self.halves, signs = (each[order] for each in found)
+        self.columns, self.signs = columns + 1, signs.double()
+        self.amounts = amounts_of(used)
+
+
+class Flows:
+    """The sums of what crosses, for runs that begin in one block after the other."""
+
+    def __init__(self, steps: Steps, length: int, rows: Tensor) -> None:
+        """Let runs begin before the first atom.
+
+        Args:
+            steps: of the values.
+            length: the last place.
             rows: row × twice the columns → weight of what arrives, then of what leaves.
         """
         self._steps = torch.zeros((len(rows), length + 2), dtype=torch.float64)
-        places: list[int] = []
-        columns: list[int] = []
-        sources: list[int] = []
-        signs: list[float] = []
-        used: list[Transfer] = []
-
-        def step(place: int, column: int, sign: float, *, away: bool) -> None:
-            places.append(place)
-            columns.append(column + 1)
-            sources.append(2 * len(used) + away)
-            signs.append(sign)
-
-        for (birth, *readers), transfer in uses:
-            readers = [reader for reader in dict.fromkeys(readers) if reader != birth]
-            if not readers or not len(rows):
-                continue
-            step(birth, readers[0], 1, away=False)
-            for use, following in itertools.pairwise([*readers, length]):
-                step(use, use, -1, away=False)
-                step(use, following, 1, away=False)
-            step(-1, birth, 1, away=True)
-            step(-1, readers[-1], -1, away=True)
-            step(birth, birth, -1, away=True)
-            step(birth, readers[-1], 1, away=True)
-            used.append(transfer)
-        order = sorted(range(len(places)), key=places.__getitem__)
-        self._places = torch.tensor([places[i] for i in order], dtype=torch.int64)
-        self._columns = torch.tensor([columns[i] for i in order], dtype=torch.int64)
-        amounts = amounts_of(used)
+        self._places, self._columns = steps.places, steps.columns
         halves = rows.reshape(-1, 2, _COLUMNS)
-        weights = torch.einsum("rhc,tc->rth", halves, amounts).flatten(1)
-        chosen = torch.tensor([sources[i] for i in order], dtype=torch.int64)
-        sign = torch.tensor([signs[i] for i in order], dtype=torch.float64)
-        self._changes = weights[:, chosen] * sign
+        weights = torch.einsum("rhc,tc->rth", halves, steps.amounts).flatten(1)
+        self._changes = weights[:, steps.halves] * steps.signs
         self._done = 0
 
     def table(self, first: int, last: int, end: int) -> Tensor:

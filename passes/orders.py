@@ -6,6 +6,7 @@ import bisect
 import heapq
 from collections.abc import Callable, Iterator, Sequence
 
+from fxpipe.passes.blocks import Block, alone, latest_sources, trees, ways
 from fxpipe.passes.work import Machine, Work
 
 
@@ -20,6 +21,9 @@ def orders(work: Work, machine: Machine, target: float) -> Iterator[Sequence[int
     yield range(len(work))
     yield branch_by_branch(work)
     yield longest_way_first(work)
+    if machine.limited:
+        yield densest_first(work, ways(work))
+        yield densest_first(work, trees(alone(work), latest_sources(work)))
     for slack in (1.0, 1.003, 1.01, 1.03):
         yield filled(work, machine, target * slack)
 
@@ -56,6 +60,39 @@ def filled(work: Work, machine: Machine, target: float) -> list[int]:
             missing[reader] -= 1
             if not missing[reader]:
                 bisect.insort(ready, (work.seconds[reader], -reader))
+    return order
+
+
+def densest_first(work: Work, blocks: Sequence[Block]) -> list[int]:
+    """What takes the most seconds for the bytes that it keeps goes first: the first stages, which
+    keep the values of the most micro-batches, then do the most work in their memory.
+
+    Args:
+        work: the atoms.
+        blocks: atom → the block that it begins. As part of another one it goes first as that does.
+    """
+    missing = [len(sources) for sources in work.before]
+    density = [0.0] * len(work)
+    heap: list[tuple[float, int]] = []
+
+    def ready(atom: int) -> None:
+        block = blocks[atom]
+        density[atom] = block.density
+        if block.part_of is not None:
+            density[atom] = max(density[atom], density[block.part_of])
+        heapq.heappush(heap, (-density[atom], atom))
+
+    for atom, count in enumerate(missing):
+        if not count:
+            ready(atom)
+    order: list[int] = []
+    while heap:
+        atom = heapq.heappop(heap)[1]
+        order.append(atom)
+        for reader in work.after[atom]:
+            missing[reader] -= 1
+            if not missing[reader]:
+                ready(reader)
     return order
 
 

@@ -15,9 +15,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fxpipe.passes.flows import Flows, arriving_bytes, rates_of
+from fxpipe.passes.flows import Flows, Steps, arriving_bytes, rates_of
 from fxpipe.passes.work import Machine, Transfer, Work
-from fxpipe.untouched import intra_op_threads
 
 Goal = Literal["seconds", "bytes"]
 
@@ -56,15 +55,16 @@ class Runs:
         position = {atom: place for place, atom in enumerate(sequence)}
         resident = [work.resident[atom] for atom in sequence]
         undo = [work.undoing[atom] for atom in sequence]
-        self.uses: list[tuple[list[int], Transfer]] = []
+        crossing: list[tuple[list[int], Transfer]] = []
         for transfer in work.transfers:
             uses = sorted(position[reader] for reader in transfer.readers if reader in position)
             if transfer.source is None and len(uses) == len(transfer.readers):
                 resident[uses[0]] += transfer.resident
                 undo[uses[0]] += transfer.undo
-                self.uses.append((uses, transfer))
+                crossing.append((uses, transfer))
             elif transfer.source in position and uses:
-                self.uses.append(([position[transfer.source], *uses], transfer))
+                crossing.append(([position[transfer.source], *uses], transfer))
+        self.steps = Steps(crossing, self.length)
         saved = [work.saved[atom] for atom in sequence]
         more = [0] * (self.length - len(sequence))
         resident, saved = resident + more, saved + more
@@ -84,8 +84,7 @@ class Runs:
             fastest: whether every value takes the fastest link that its stage has, instead of
                 that to the next stage: for bounds, where the cuts are no matter.
         """
-        with intra_op_threads(1):  # the tables are small: starting threads would take longer
-            return _Sweep(self, goal, cap * _ROUNDING, fastest).cuts()
+        return _Sweep(self, goal, cap * _ROUNDING, fastest).cuts()
 
     def pairs(self, cap: float) -> int:
         """About how many runs ``cut`` looks at: of each stage, from each place where it begins."""
@@ -165,7 +164,7 @@ class _Sweep:
         self.mix = rates.mix.tolist()
         self.counted = goal == "bytes" or machine.limited
         rows = torch.cat([rates.rows, *[arriving_bytes()] * self.counted])
-        self.flows = Flows(runs.uses, self.length, rows)
+        self.flows = Flows(runs.steps, self.length, rows)
 
     def cuts(self) -> list[int] | None:
         first = 0

@@ -21,10 +21,12 @@ from fxpipe.passes.bound import chain_bound, lower_bound
 from fxpipe.passes.contract import contractions
 from fxpipe.passes.downsets import Search, TooManyError, downsets, pack
 from fxpipe.passes.lattice import Lattice
+from fxpipe.passes.memory_bound import memory_bound
 from fxpipe.passes.orders import orders
 from fxpipe.passes.resend import sent_apart
 from fxpipe.passes.runs import Runs, equal_runs
 from fxpipe.passes.work import Division, Machine, Work, weigh
+from fxpipe.untouched import intra_op_threads
 
 SLACK = 0.01
 """How much slower than the best the slowest stage may be: measured times are no exacter."""
@@ -69,7 +71,8 @@ def solve(work: Work, machine: Machine, layers: Sequence[Hashable] = ()) -> Solu
         layers: atom → the layer that it belongs to. To save bytes, the slowest stage never
             becomes slower than the best cut between layers has it.
     """
-    return _Solver(work, machine, layers).run()
+    with intra_op_threads(1):  # the tables are small: starting threads would take longer
+        return _Solver(work, machine, layers).run()
 
 
 def least_limits(work: Work, machine: Machine) -> Division:
@@ -101,7 +104,7 @@ class _Solver:
         self.layers = layers
         self.sent = work  # where links cost: each value as often as it is known to be sent
         self.vain = False  # whether no run of the last order kept its limit
-        self.low = lower_bound(work, machine)
+        self.low = max(lower_bound(work, machine), memory_bound(work, machine))
         self.best: Division | None = None
 
     @property
@@ -109,6 +112,8 @@ class _Solver:
         return self.best is not None and self.best.slowest <= self.low * (1 + SLACK)
 
     def run(self) -> Solution | None:
+        if self.low == math.inf:
+            return None
         for order in _distinct(orders(self.work, self.machine, self.low)):
             self._try_order(order)
             if self.proven:
@@ -199,6 +204,8 @@ class _Solver:
 
     def _pack(self) -> None:
         """Guess the seconds of the slowest stage between the bound and what was found."""
+        if len(self.work) > _CONTRACTED and not self.machine.computes_alone:
+            return  # it knows of compute alone, which such graphs can nearly always be divided by
         high = self.low * 2 if self.best is None else self.best.slowest
         light = _LIGHT * self.low * min(self.machine.speeds)
         for _ in range(_GUESSES):

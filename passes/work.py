@@ -62,7 +62,7 @@ class Work:
     def total(self) -> float:
         return math.fsum(self.seconds)
 
-    @property
+    @cached_property
     def undoing(self) -> tuple[int, ...]:
         """Atom → bytes of ``undo``."""
         return self.undo or (0,) * len(self)

@@ -23,7 +23,7 @@ from fxpipe.passes.resend import sent_apart
 from fxpipe.passes.runs import Goal, Runs
 from fxpipe.passes.solve import SLACK, solve
 from fxpipe.passes.work import Machine, Transfer, Work, weigh
-from tests.test_partition_solver import MANY, chain, fits, legal, machines, weighed, works
+from tests.divisions import MANY, chain, fits, legal, machines, weighed, works
 
 
 def as_runs(work: Work, machine: Machine, cuts: Sequence[int]) -> tuple[list[float], int] | None:
