@@ -1,5 +1,6 @@
 """A transformer over two CPU devices beside a plain loop on one thread, and beside two processes
-of one thread each under torch.distributed.pipelining's 1F1B: a step of each in turn.
+of one thread each under torch.distributed.pipelining's 1F1B: a step of each in turn. Two loops at
+once, one thread each, show how much two threads can do here that never wait for one another.
 
 Run it with ``python -m benchmarks.transformer`` on a machine with nothing else to do.
 """
@@ -10,12 +11,14 @@ import argparse
 import functools
 import sys
 from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from statistics import median
 from typing import Any
 
 import torch
 from rich.progress import track
+from torch import Tensor
 
 import fxpipe
 from benchmarks.machine import describe
@@ -36,7 +39,22 @@ PIPES: dict[str, dict[str, Any]] = {
     "zb-h1, accumulation fused": {"schedule": "zb-h1", "fuse_accumulation": True},
 }
 LOOP = "plain loop, one thread"
+TWICE = "two plain loops at once"
 PROCESSES = "torch.distributed.pipelining, two processes"
+
+
+class Loop:
+    """A plain loop over the micro-batches, in the thread that calls it."""
+
+    def __init__(self) -> None:
+        self.model, self.x, self.y = CASE.make()
+        self.optimizer = CASE.optimizer(self.model.parameters())
+
+    def step(self) -> Tensor:
+        with plain.one_thread():
+            return plain.step(
+                self.model, CASE.loss, self.optimizer, self.x, self.y, CASE.microbatches
+            )
 
 
 def main() -> int:
@@ -46,8 +64,8 @@ def main() -> int:
     arguments = parser.parse_args()
     machine = describe()
 
-    single, x, y = CASE.make()
-    optimizer = CASE.optimizer(single.parameters())
+    alone, others = Loop(), [Loop() for _ in DEVICES]
+    x, y = alone.x, alone.y
     torch.set_num_threads(len(DEVICES))  # one for each device
     times: dict[str, list[float]] = defaultdict(list)
     apart = dict.fromkeys(PIPES, 0.0)
@@ -66,19 +84,18 @@ def main() -> int:
             )
             for name, options in PIPES.items()
         }
+        threads = stack.enter_context(ThreadPoolExecutor(len(DEVICES)))
         peer.imported()
         peer.set_up()
         for _ in track(range(WARM_UP + arguments.rounds), "a step of each in turn"):
-            with plain.one_thread():
-                expected, seconds = timed(
-                    lambda: plain.step(single, CASE.loss, optimizer, x, y, CASE.microbatches)
-                )
+            expected, seconds = timed(alone.step)
             times[LOOP].append(seconds)
             for name, pipe in pipes.items():
                 loss, seconds = timed(functools.partial(pipe.step, x, target=y))
                 times[name].append(seconds)
                 apart[name] = max(apart[name], abs(float(loss / expected) - 1))
             times[PROCESSES].append(peer.step().seconds)
+            times[TWICE].append(timed(lambda: list(threads.map(Loop.step, others)))[1])
     first = times["1f1b"][0]
     took = {name: each[WARM_UP:] for name, each in times.items()}
     middle = {name: median(each) for name, each in took.items()}
@@ -91,6 +108,7 @@ def main() -> int:
         Figure(f"two processes over {name}", middle[PROCESSES] / middle[name]) for name in PIPES
     ]
     figures += [
+        Figure("two loops at once over one after the other", 2 * middle[LOOP] / middle[TWICE]),
         Figure(
             "ideal ratio of 1f1b, stages of equal work",
             len(DEVICES) * CASE.microbatches / (CASE.microbatches + len(DEVICES) - 1),

@@ -37,6 +37,9 @@ MORE: dict[str, Factory] = {
 }
 SGD, ADAMW = OPTIMIZERS["sgd"], OPTIMIZERS["adamw"]
 
+TWO_EACH = ("zb-v", "v-half", "v-min", "dualpipe-v", "interleaved-1f1b", "looped-bfs")
+"""Schedules with two stages on each device."""
+
 LOSSES: dict[str, Callable[..., Tensor]] = {"mlp": MSE, "unet": MSE, "transformer": scores}
 """Case → what it is trained with."""
 
@@ -72,7 +75,15 @@ def compiled(
     loss: Callable[..., Tensor] = MSE,
     **options: Any,
 ) -> fxpipe.Pipeline:
-    """A pipe with two versions of the weights, or under another schedule."""
+    """A pipe with two versions of the weights, or under another schedule.
+
+    Layers of a sequence are cut evenly: what they are measured to take would leave stages without
+    parameters now and then, and these have no versions.
+    """
+    if isinstance(model, nn.Sequential):
+        stages = 2 * devices if schedule in TWO_EACH else devices
+        even = [str(stage * len(model) // stages) for stage in range(1, stages)]
+        options.setdefault("partition", even)
     return fxpipe.compile(
         model,
         devices,
