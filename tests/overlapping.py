@@ -80,8 +80,8 @@ def compiled(
     Layers of a sequence are cut evenly: what they are measured to take would leave stages without
     parameters now and then, and these have no versions.
     """
-    if isinstance(model, nn.Sequential):
-        stages = 2 * devices if schedule in TWO_EACH else devices
+    stages = 2 * devices if schedule in TWO_EACH else devices
+    if isinstance(model, nn.Sequential) and len(model) >= stages:
         even = [str(stage * len(model) // stages) for stage in range(1, stages)]
         options.setdefault("partition", even)
     return fxpipe.compile(
