@@ -18,7 +18,7 @@ from fxpipe.kernels.slot import Fixed
 from tests import fake_cuda, fake_graphs, loop
 from tests.captured_pipes import adam, capturing, kernels, sgd, train
 from tests.fake_graphs import Graphs
-from tests.tiny import Tiny, batch, within
+from tests.tiny import CUTS, Tiny, batch, within
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -262,10 +262,8 @@ def test_with_one_slot_fewer_than_the_schedule_tells_one_is_missing(
 
     monkeypatch.setattr("fxpipe.compiler.capturing.slots", told)
     torch.manual_seed(0)
-    with (
-        within(300),
-        capturing(Tiny(), 3, schedule=schedule, recompute=recompute, optimizer=sgd) as pipe,
-    ):
+    options = {"schedule": schedule, "recompute": recompute, "partition": CUTS[3]}
+    with within(300), capturing(Tiny(), 3, optimizer=sgd, **options) as pipe:
         for step in range(3):
             x, y = batch(8, step)
             pipe.step(x, target=y)
