@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from fxpipe.errors import TraceError
 from fxpipe.signals import SignalsAtOperations
 
 
@@ -26,7 +27,27 @@ def untouched(model: nn.Module) -> Iterator[None]:
         finally:
             with torch.no_grad():
                 for buffer, before in buffers:
+                    if buffer.shape != before.shape:
+                        buffer.resize_(before.shape)
                     buffer.copy_(before)
+
+
+@contextmanager
+def same_sizes(model: nn.Module) -> Iterator[None]:
+    """Inside, the model runs, and its buffers keep their shapes.
+
+    Raises:
+        TraceError: one does not, so that it cannot be written in place.
+    """
+    before = {name: buffer.shape for name, buffer in model.named_buffers()}
+    yield
+    for name, buffer in model.named_buffers():
+        if name in before and buffer.shape != before[name]:
+            old, new = (list(shape) for shape in (before[name], buffer.shape))
+            raise TraceError(
+                f"buffer {name!r} has the shape {old} and gets {new} when the model runs; run it "
+                "once before compile, so that its buffers have their shapes: model(example)"
+            )
 
 
 @contextmanager

@@ -12,7 +12,7 @@ its leaf modules are called as they are, with their own hooks, control flow and 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -116,7 +116,7 @@ class LeafCalls:
         if self._inside:  # a leaf inside of a leaf
             return module._call_impl(*args, **kwargs)
         self._inside = True
-        flat, spec = pytree.tree_flatten((args, kwargs))
+        flat = pytree.tree_leaves((args, kwargs))
         versions = [leaf._version if isinstance(leaf, Tensor) else 0 for leaf in flat]
         try:
             output = module._call_impl(*args, **kwargs)
@@ -128,7 +128,7 @@ class LeafCalls:
                     f"leaf module {name!r} writes into what it is given; let it work on a copy "
                     "(x = x.clone())"
                 )
-        paths, out_spec = pytree.tree_flatten_with_path(output)
+        paths, _ = pytree.tree_flatten_with_path(output)
         for path, leaf in paths:
             if not isinstance(leaf, Tensor) and leaf is not None:
                 raise TraceError(
@@ -138,22 +138,21 @@ class LeafCalls:
                 )
         tensors = [leaf for _, leaf in paths if isinstance(leaf, Tensor)]
         number = max(_known, default=-1) + 1
-        _known[number] = [torch.empty_like(x, device="meta") for x in tensors]
-        self.calls.append(
-            Call(
-                number,
-                name,
-                pytree.tree_unflatten(_placed(flat), spec),
-                tuple(_indices(name, path) for path, leaf in paths if isinstance(leaf, Tensor)),
-                pytree.tree_unflatten(_placed([leaf for _, leaf in paths]), out_spec),
-            )
+        call = Call(
+            number,
+            name,
+            _with_places(name, "is given", (args, kwargs)),
+            tuple(_indices(name, path) for path, leaf in paths if isinstance(leaf, Tensor)),
+            _with_places(name, "returns", output),
         )
+        _known[number] = [torch.empty_like(x, device="meta") for x in tensors]
+        self.calls.append(call)
         return output
 
     def _stand_in(self, rest: Iterator[Call], name: str, args: Any, kwargs: Any) -> Any:
-        flat, spec = pytree.tree_flatten((args, kwargs))
+        flat = pytree.tree_leaves((args, kwargs))
         known = next(rest, None)
-        placed = pytree.tree_unflatten(_placed(flat), spec)
+        placed = _with_places(name, "is given", (args, kwargs))
         if known is None or known.name != name or known.given != placed:
             raise TraceError(
                 f"the model calls its leaf module {name!r} otherwise when it is traced than when "
@@ -306,10 +305,38 @@ class _Rewriter:
         self.graph.erase_node(node)
 
 
-def _placed(leaves: Sequence[Any]) -> list[Any]:
-    """Each tensor replaced by its place among the tensors."""
-    count = iter(range(len(leaves)))
-    return [_Place(next(count)) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+def _with_places(name: str, what: str, values: Any) -> Any:
+    """What a leaf module is given or returns, each tensor replaced by its place among them.
+
+    Raises:
+        TraceError: an object of it cannot be made of places.
+    """
+    flat, spec = pytree.tree_flatten(values)
+    count = iter(range(len(flat)))
+    placed = [_Place(next(count)) if isinstance(leaf, Tensor) else leaf for leaf in flat]
+    try:
+        return pytree.tree_unflatten(placed, spec)
+    except Exception as error:
+        kinds = sorted({type(each).__name__ for each in _nodes(values)}) or ["nest"]
+        raise TraceError(
+            f"leaf module {name!r} {what} a {' and a '.join(kinds)}, which cannot be taken apart "
+            f"and put together ({type(error).__name__}: {error}); mark a module around it as the "
+            "leaf, one that takes tensors and returns tensors"
+        ) from error
+
+
+def _nodes(values: Any) -> Iterator[Any]:
+    """The containers in a nest that are of a class of their own."""
+    if isinstance(values, dict):
+        inner: Iterable[Any] = values.values()
+    elif isinstance(values, (tuple, list)):
+        inner = values
+    else:
+        return
+    if type(values) not in (dict, tuple, list):
+        yield values
+    for each in inner:
+        yield from _nodes(each)
 
 
 def _indices(name: str, path: Sequence[Any]) -> tuple[Any, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -140,6 +141,43 @@ def write_data(net: Any, x: Tensor) -> Any:
 def test_what_no_graph_can_write_is_refused_by_name(between: Any, message: str) -> None:
     with pytest.raises(fxpipe.TraceError, match=message):
         step_as_the_loop(Net(between), "1f1b")
+
+
+def centre(net: Any, x: Tensor) -> Any:
+    """As observers of quantisation do: what is measured decides the shape."""
+    net.mean.resize_(6).mul_(0.5).add_(x.detach().mean(0))
+    return x - net.mean
+
+
+def replace_centre(net: Any, x: Tensor) -> Any:
+    net.mean = x.detach().mean(0)
+    return x - net.mean
+
+
+@pytest.mark.parametrize("between", [centre, replace_centre])
+def test_a_buffer_that_gets_its_shape_when_the_model_runs_is_refused_until_it_has_run(
+    between: Any,
+) -> None:
+    torch.manual_seed(0)
+    model = Net(between)
+    model.mean = torch.zeros(1)
+    with pytest.raises(
+        fxpipe.TraceError, match=r"buffer 'mean' has the shape \[1\] and gets \[6\]"
+    ):
+        step_as_the_loop(model, "1f1b")
+    assert model.mean.shape == (1,)
+
+
+def test_a_model_that_is_trained_for_quantisation_equals_the_loop() -> None:
+    quantization = pytest.importorskip("torch.ao.quantization")
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
+    model.qconfig = quantization.get_default_qat_qconfig("x86")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what it will be called one day
+        quantization.prepare_qat(model.train(), inplace=True)
+    model(torch.randn(6, 6))
+    step_as_the_loop(model, "1f1b")
 
 
 @pytest.mark.parametrize("tracer", ["export", "symbolic"])

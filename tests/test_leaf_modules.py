@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import fxpipe
 from benchmarks.models.others import CASES
@@ -262,6 +263,27 @@ def test_what_a_leaf_may_not_do_is_refused(what: str, message: str) -> None:
     with pytest.raises(TraceError, match=message):
         compiled(Around(Unpacks(Does(what))), ["inner.inner"])
     train_both(Around(Unpacks(Does(what))), ["last"], "export", ["inner"])
+
+
+class Packed(nn.Module):
+    """Sequences of several lengths through a recurrent layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.LSTM(4, 4, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.unsqueeze(1).expand(-1, 3, -1)
+        packed = pack_padded_sequence(x, torch.full((len(x),), 2), batch_first=True)
+        y: Tensor = pad_packed_sequence(self.layer(packed)[0], batch_first=True)[0]
+        return y[:, -1]
+
+
+def test_a_packed_sequence_is_refused_and_a_leaf_around_it_is_the_way_out() -> None:
+    message = "leaf module 'inner.layer' is given a PackedSequence, .* mark a module around it"
+    with pytest.raises(TraceError, match=message):
+        compiled(Around(Packed()), ["inner.layer"])
+    train_both(Around(Packed()), ["last"], "export", ["inner"])
 
 
 def test_tracing_leaves_the_leaves_as_they_were() -> None:

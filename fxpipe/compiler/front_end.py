@@ -36,7 +36,7 @@ from fxpipe.passes.trace import accepts, trace
 from fxpipe.runtime.batch import Batch
 from fxpipe.telling import telling
 from fxpipe.traced import Traced, Value, with_dims
-from fxpipe.untouched import assigned_in_place, intra_op_threads, untouched
+from fxpipe.untouched import assigned_in_place, intra_op_threads, same_sizes, untouched
 
 Tracer = Literal["export", "symbolic"]
 
@@ -92,7 +92,7 @@ class FrontEnd:
         dims, target_dims = every[: batch.inputs], every[batch.inputs :]
         refuse_hooks(self.model, self._is_leaf)
         with untouched(self.model), intra_op_threads(self._threads):
-            with self.guards.reading():
+            with self.guards.reading(), same_sizes(self.model):
                 output = refuse_changes(
                     self.model, self._leaves, lambda: try_model(self.model, args, kwargs)
                 )
@@ -182,9 +182,9 @@ class FrontEnd:
     def _with_leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any], size: int) -> Traced:
         """The exported model's graph with its leaf modules; it holds for this size alone."""
         calls = LeafCalls(self._leaves)
-        with calls.recorded(), torch.no_grad():
-            self.model(*args, **kwargs)
         try:
+            with calls.recorded(), torch.no_grad():
+                self.model(*args, **kwargs)
             with calls.opaque(), telling(f"trace {type(self.model).__name__}"):
                 program = trace(self.model, args, kwargs, size, fixed=True)
             traced = _functional(self.model, program, accepts(program, args, kwargs, size))
