@@ -111,7 +111,8 @@ class Crew:
     @property
     def peak_kept(self) -> Counter[int]:
         """Stage → the most micro-batches whose saved values were alive at once."""
-        return sum((machine.store.peak for machine in self.machines), Counter())
+        peaks = (Counter(dict(machine.store.peak)) for machine in self.machines)
+        return sum(peaks, Counter())
 
     @property
     def whereabouts(self) -> str:

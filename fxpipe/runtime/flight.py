@@ -179,8 +179,9 @@ class Flight:
             for batch in [batch for batch in self._jobs if batch <= over]:
                 del self._jobs[batch]
             for states in self._states:
-                for step in [step for step in states if step < over - 1]:
-                    del states[step]
+                for step in list(states):  # a copy: the device may add its next at any time
+                    if step < over - 1:
+                        del states[step]
 
     def _failure(self, device: int, cause: BaseException) -> ExecutionError:
         machine = self._crew.machines[device]

@@ -212,7 +212,7 @@ def _retire(versions: dict[int, Buffers], needed: int) -> Buffers:
     for version in sorted(versions):
         if version < needed:
             spare = versions.pop(version, {})
-    shared = [tensors for tensors in versions.values() if tensors is spare]
+    shared = [tensors for tensors in list(versions.values()) if tensors is spare]
     return {} if shared else spare
 
 

@@ -209,7 +209,8 @@ class VersionedWeights:
             self._updating += 1
         try:
             named = dict(zip(self._names[stage], gradients, strict=True)) if gradients else {}
-            groups = self._groups.pop((stage, reads), [])
+            with self._lock:
+                groups = self._groups.pop((stage, reads), [])
             keep = self.slowest if self._together else None
             changed = own.update(named, groups, keep)
             self._carry(stage, changed)
