@@ -257,4 +257,5 @@ class _Probe(_Differentiator):
             differentiable=differentiable,
             input_gradients=input_gradients,
             output_gradients=output_gradients,
+            recording=bool(self.wanted.outputs),
         )

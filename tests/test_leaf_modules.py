@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -191,9 +192,9 @@ def test_a_leaf_in_a_model_of_transformers() -> None:
     case = next(case for case in CASES if case.name == "GPT-2")
     model = case.model()
     alone = copy.deepcopy(model)
-    with fxpipe.compile(
-        model, ["cpu"] * 2, microbatches=2, leaf_modules=["transformer.h.1.mlp"]
-    ) as pipe:
+    options: dict[str, Any] = {"leaf_modules": ["transformer.h.1.mlp"], "microbatches": 2}
+    # autograd adds up what a leaf's stage and the next one give to one value in its own order
+    with fxpipe.compile(model, ["cpu"] * 2, partition=["transformer.h.1"], **options) as pipe:
         batch = case.batch(4)
         loss = pipe.step(*batch.args, **batch.kwargs)
         leaves = [n.target for s in pipe.plan.stages for n in s.graph.graph.nodes]
@@ -265,6 +266,46 @@ def test_what_a_leaf_may_not_do_is_refused(what: str, message: str) -> None:
     train_both(Around(Unpacks(Does(what))), ["last"], "export", ["inner"])
 
 
+class Watching(nn.Linear):
+    """Sees whether gradients are enabled."""
+
+    seen: list[bool]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(torch.is_grad_enabled())
+        return super().forward(x)
+
+
+@tracers
+def test_a_leaf_sees_gradients_enabled_where_there_will_be_a_backward(tracer: Any) -> None:
+    watching = Watching(4, 4)
+    watching.seen = []
+    x = torch.randn(4, 4)
+    with fxpipe.compile(
+        Around(watching),
+        ["cpu"] * 2,
+        microbatches=2,
+        loss=mse_loss,
+        tracer=tracer,
+        leaf_modules=["inner"],
+    ) as pipe:
+
+        def infer() -> None:
+            with torch.no_grad():
+                pipe(x)
+
+        runs: list[tuple[Callable[[], Any], bool]] = [
+            (lambda: pipe.step(x, target=x), True),
+            (lambda: pipe(x).sum().backward(), True),
+            (infer, False),
+        ]
+        for run, enabled in runs:
+            run()  # what is compiled is checked
+            watching.seen.clear()
+            run()
+            assert watching.seen == [enabled] * 2
+
+
 class Packed(nn.Module):
     """Sequences of several lengths through a recurrent layer."""
 
@@ -280,6 +321,7 @@ class Packed(nn.Module):
 
 
 def test_a_packed_sequence_is_refused_and_a_leaf_around_it_is_the_way_out() -> None:
+    torch.manual_seed(0)
     message = "leaf module 'inner.layer' is given a PackedSequence, .* mark a module around it"
     with pytest.raises(TraceError, match=message):
         compiled(Around(Packed()), ["inner.layer"])

@@ -31,6 +31,7 @@ class AutogradKernel:
         differentiable: Sequence[bool],
         input_gradients: Sequence[bool],
         output_gradients: Sequence[bool],
+        recording: bool = True,
     ) -> None:
         """Wrap a graph that calls leaf modules.
 
@@ -42,6 +43,7 @@ class AutogradKernel:
             differentiable: for each input whether it needs a gradient.
             input_gradients: for each input whether its gradient is handed back.
             output_gradients: for each output whether it gets a gradient.
+            recording: whether gradients are enabled, which leaf modules can see; not in inference.
         """
         self.forward_graph = graph
         self._parameters = tuple(parameters)
@@ -51,6 +53,7 @@ class AutogradKernel:
         self._differentiable = tuple(differentiable)
         self._input_gradients = tuple(input_gradients)
         self._output_gradients = tuple(output_gradients)
+        self._recording = recording
         self._draws = any(node.target is draw_from for node in graph.graph.nodes)
 
     def mapped(self, change: Callable[[fx.GraphModule], fx.GraphModule]) -> AutogradKernel:
@@ -78,7 +81,8 @@ class AutogradKernel:
         ]
         inputs.clear()
         tensors = dict(zip(self._parameters, weights, strict=True)) | state
-        with torch.enable_grad(), SeededDraws() if self._draws else nullcontext():
+        seeded = SeededDraws() if self._draws else nullcontext()
+        with torch.set_grad_enabled(self._recording), seeded:
             outputs = torch.func.functional_call(self.forward_graph, tensors, tuple(sources))
         keeps = any(self._output_gradients)
         saved = [list(outputs), sources, weights] if keeps else []
