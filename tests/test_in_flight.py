@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import fxpipe
+from fxpipe.runtime.crew import Left
 from tests.delayed import MSE, DelayedLoop
 from tests.overlapping import SGD, compiled, make
 
@@ -157,6 +158,30 @@ def test_versions_are_counted_when_no_update_is_half_done() -> None:
                 begun.wait(60)
                 assert pipe.weight_versions == [2, 2]
                 assert sum(pipe.weight_bytes) == 2 * sum(p.nbytes for p in model.parameters())
+
+
+def test_a_device_may_add_the_state_of_its_step_while_older_ones_are_dropped() -> None:
+    class Meanwhile(int):
+        """A step at which something comes in between: the device adds its next."""
+
+        def __lt__(self, other: int) -> bool:
+            states[len(states) + 100] = {}
+            return int(self) < other
+
+    model, data = make("unet", 3, 4)
+    with compiled(model, 2, 4) as pipe:
+        for x, y in data:
+            pipe.step(x, target=y)
+        flight = pipe._engine._flight
+        assert flight is not None
+        pipe.flush()
+        states = flight._states[0]
+        for step in list(states):
+            states[Meanwhile(step)] = states.pop(step)
+        assert states
+        count = len(states)
+        flight._note(Left(0, flight.count - 1))
+        assert len(states) > count
 
 
 def test_parameters_that_leaf_modules_show_in_flight_are_the_pipes_own() -> None:
