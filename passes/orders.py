@@ -71,29 +71,15 @@ def densest_first(work: Work, blocks: Sequence[Block]) -> list[int]:
         work: the atoms.
         blocks: atom → the block that it begins. As part of another one it goes first as that does.
     """
-    missing = [len(sources) for sources in work.before]
-    density = [0.0] * len(work)
-    heap: list[tuple[float, int]] = []
+    density = [block.density for block in blocks]
 
-    def ready(atom: int) -> None:
-        block = blocks[atom]
-        density[atom] = block.density
-        if block.part_of is not None:
-            density[atom] = max(density[atom], density[block.part_of])
-        heapq.heappush(heap, (-density[atom], atom))
+    def rank(atom: int, step: int) -> tuple[float, int]:
+        part_of = blocks[atom].part_of
+        if part_of is not None:  # it stands before the atom, and has its rank
+            density[atom] = max(density[atom], density[part_of])
+        return -density[atom], atom
 
-    for atom, count in enumerate(missing):
-        if not count:
-            ready(atom)
-    order: list[int] = []
-    while heap:
-        atom = heapq.heappop(heap)[1]
-        order.append(atom)
-        for reader in work.after[atom]:
-            missing[reader] -= 1
-            if not missing[reader]:
-                ready(reader)
-    return order
+    return _listed(work, rank)
 
 
 def _listed(work: Work, rank: Callable[[int, int], tuple[float, int]]) -> list[int]:

@@ -78,6 +78,11 @@ def solve(work: Work, machine: Machine, layers: Sequence[Hashable] = ()) -> Solu
 def least_limits(work: Work, machine: Machine) -> Division:
     """The division whose memory comes nearest to the limits, by the program's order: the one
     that needs the least when all limits grow in proportion."""
+    with intra_op_threads(1):
+        return _least_limits(work, machine)
+
+
+def _least_limits(work: Work, machine: Machine) -> Division:
     low, high = 1.0, 2.0
     best: Division | None = None
     while best is None or high > low * 1.001:
