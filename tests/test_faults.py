@@ -75,14 +75,14 @@ def test_a_fault_at_any_instruction_has_not_happened(
                 monkeypatch.setattr(
                     interpreter, "HANDLERS", failing_at(device, position, after=after)
                 )
-                with within(5), pytest.raises(ExecutionError) as raised:
+                with within(1), pytest.raises(ExecutionError) as raised:
                     pipe.step(x, target=y)
                 monkeypatch.setattr(interpreter, "HANDLERS", HANDLERS)
                 assert isinstance(raised.value.__cause__, Injected), where
                 assert raised.value.device == device, where
                 assert raised.value.instruction == print_instruction(instruction), where
                 assert not list(before.differences(Snapshot.of(pipe))), where
-                with within(5):
+                with within(1):
                     assert torch.equal(pipe.step(x, target=y), loss), where
                 assert not list(expected.differences(Snapshot.of(pipe))), where
 
@@ -107,7 +107,7 @@ def test_a_fault_at_any_instruction_of_a_call_or_its_backward_has_not_happened(
             pause = pipe.program.lists[device].index(Pause())
             before.restore(pipe)
             monkeypatch.setattr(interpreter, "HANDLERS", failing_at(device, position, after=True))
-            with within(5), pytest.raises(ExecutionError) as raised:
+            with within(1), pytest.raises(ExecutionError) as raised:
                 pipe(x).sum().backward()
             monkeypatch.setattr(interpreter, "HANDLERS", HANDLERS)
             assert isinstance(raised.value.__cause__, Injected), where
@@ -134,7 +134,7 @@ def test_a_fault_at_any_instruction_of_inference_has_not_happened(
             where = f"{device}, {position}: {print_instruction(instruction)}"
             before.restore(pipe)
             monkeypatch.setattr(interpreter, "HANDLERS", failing_at(device, position, after=True))
-            with within(5), pytest.raises(ExecutionError):
+            with within(1), pytest.raises(ExecutionError):
                 pipe(x)
             monkeypatch.setattr(interpreter, "HANDLERS", HANDLERS)
             assert not list(before.differences(Snapshot.of(pipe))), where

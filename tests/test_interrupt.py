@@ -23,7 +23,18 @@ from fxpipe.runtime import interpreter
 from fxpipe.runtime.interpreter import Machine
 from fxpipe.runtime.weights import LiveWeights
 from fxpipe.signals import HeldSignals
-from tests.tiny import CUTS, Snapshot, Tiny, adam, batch, pipe_of, raise_signal, soon, within
+from tests.tiny import (
+    CUTS,
+    Metronome,
+    Snapshot,
+    Tiny,
+    adam,
+    batch,
+    pipe_of,
+    raise_signal,
+    soon,
+    within,
+)
 
 pytestmark = [
     pytest.mark.timeout(600, method="thread"),
@@ -89,7 +100,7 @@ def test_an_interrupt_inside_of_any_instruction_undoes_the_step(
         for position in range(0, len(instructions), 1 if way == "kill" else 5):
             before.restore(pipe)
             with (
-                within(5),
+                within(1),
                 calling_at(device, position, until_noticed(WAYS[way])),
                 pytest.raises(KeyboardInterrupt) as raised,
             ):
@@ -116,7 +127,7 @@ def test_an_interrupt_while_instructions_go_on_leaves_the_step_whole_or_undone(
         for position in range(0, len(instructions), 5):
             before.restore(pipe)
             with (
-                within(5),
+                within(1),
                 calling_at(device, position, lambda machine: WAYS[way]()),
                 pytest.raises(KeyboardInterrupt) as raised,
             ):
@@ -177,7 +188,7 @@ def test_an_interrupt_does_not_wait_for_a_slow_instruction_and_the_next_step_doe
         _thread.interrupt_main()
         ended.append(goes_on.wait(60))
 
-    with within(5), calling_at(0, 1, interrupt), pytest.raises(KeyboardInterrupt):
+    with within(1), calling_at(0, 1, interrupt), pytest.raises(KeyboardInterrupt):
         pipe.step(x, target=y)
     assert not ended
     assert not list(before.differences(Snapshot.of(pipe)))
@@ -211,7 +222,7 @@ def test_further_interrupts_do_not_break_the_first(pipe: fxpipe.Pipeline) -> Non
             before.restore(pipe)
             asked.clear()
             with (
-                within(5),
+                within(2),
                 calling_at(0, position, interrupt),
                 pytest.raises(KeyboardInterrupt),
             ):
@@ -232,7 +243,7 @@ def test_an_interrupt_of_a_backward_leaves_gradients_alone() -> None:
         position = len(pipe.program.lists[0]) - 1
         output = pipe(x).sum()
         with (
-            within(5),
+            within(1),
             calling_at(0, position, until_noticed(_thread.interrupt_main)),
             pytest.raises(KeyboardInterrupt),
         ):
@@ -273,10 +284,19 @@ def test_an_interrupt_while_compiling_leaves_no_trace() -> None:
         loss = alone.step(x, target=y)
         after = Snapshot.of(alone)
     for number in range(1, nodes[0], nodes[0] // 10):
+        sent: list[float] = []
+
+        def send(sent: list[float] = sent) -> None:
+            sent.append(time.monotonic())
+            raise_signal()
+
         with compiled() as pipe:
             before = Snapshot.of(pipe)
-            with calling_at_node(number, raise_signal), pytest.raises(KeyboardInterrupt):
-                pipe.step(x, target=y)
+            with Metronome() as metronome, calling_at_node(number, send):
+                with pytest.raises(KeyboardInterrupt):
+                    pipe.step(x, target=y)
+                took = time.monotonic() - sent[0]
+            assert took < 1 + metronome.late
             assert not list(before.differences(Snapshot.of(pipe)))
             assert torch.get_num_threads() == threads
             assert torch.equal(pipe.step(x, target=y), loss)
@@ -336,7 +356,7 @@ def test_what_other_handlers_raise_ends_the_step_as_ctrl_c_does(pipe: fxpipe.Pip
     previous = signal.signal(signal.SIGTERM, leave)
     try:
         with (
-            within(5),
+            within(1),
             calling_at(1, 3, terminate),
             pytest.raises(SystemExit) as raised,
         ):

@@ -77,7 +77,7 @@ def test_an_accepted_edit_trains_as_the_plain_loop(name: str) -> None:
             except VerificationError:
                 continue
         for edit, _, mutant in sampled(accepted, 20 if DEEP else 1):
-            with within(120):
+            with within(20):
                 try:
                     assert_trains(mutant)
                 except InputError as error:

@@ -24,7 +24,7 @@ def executed(book: Any) -> Any:
     NotebookClient(
         fresh,
         kernel_name="python3",
-        timeout=600,
+        timeout=240,
         record_timing=False,
         resources={"metadata": {"path": str(FOLDER)}},
     ).execute()

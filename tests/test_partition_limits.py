@@ -69,12 +69,15 @@ ADAM, MOMENTUM, PLAIN = partial(Adam, lr=1e-3), partial(SGD, lr=0.1, momentum=0.
     ("make", "schedule", "optimizer", "recompute"),
     [
         (layers, "1f1b", ADAM, "never"),
+        (layers, "gpipe", PLAIN, "never"),
         (layers, "gpipe", None, "never"),
         (layers, "2bw", MOMENTUM, "never"),
+        (unet, "gpipe", MOMENTUM, "never"),
         (unet, "1f1b", ADAM, "always"),
         (unet, "zb-h1", PLAIN, "never"),
         (transformer, "1f1b", ADAM, "never"),
         (transformer, "interleaved-1f1b", MOMENTUM, "never"),
+        (transformer, "gpipe", None, "never"),
     ],
 )
 def test_a_limit_is_kept_by_the_predicted_peak_or_refused(
