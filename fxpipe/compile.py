@@ -94,8 +94,9 @@ def compile(
         clip_norm: the greatest norm that the gradients of a batch may have, over all stages, as
             ``torch.nn.utils.clip_grad_norm_`` has it; before each update the stages exchange the
             norms of theirs.
-        scaler: a gradient scaler for half precision: losses are scaled, gradients unscaled before
-            they are clipped, and a batch whose gradients are not finite updates no stage.
+        scaler: a gradient scaler for half precision: losses are scaled for their backwards alone,
+            gradients unscaled before they are clipped, and a batch whose gradients are not finite
+            updates no stage. What ``step`` returns and ``grad_norm`` are as without it.
         recompute: "never", "always", or "except_last" (all micro-batches but the last): let a stage
             keep only its inputs, and run its forward again before its backward. Or a mode for
             each stage: a list of them, or a mapping from a stage's number to its mode; stages

@@ -217,11 +217,15 @@ class Engine:
     def _weigh(
         self, compiled: Compiled, host: BatchHost, weights: Sequence[float], batch: int
     ) -> torch.dtype:
-        """Let the losses count what they weigh, times the scale of a batch. Returns their type."""
+        """Let the losses count what they weigh, their gradients times the scale of a batch, too.
+
+        Returns:
+            The losses' type.
+        """
         assert compiled.traced.loss is not None
         dtype = compiled.plan.specs[compiled.traced.loss].dtype
         scale = 1.0 if self._clipping is None else self._clipping.begin(batch)
-        host.weigh_loss([weight * scale for weight in weights], dtype)
+        host.weigh_loss(weights, dtype, scale)
         return dtype
 
     def _called(

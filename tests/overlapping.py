@@ -72,7 +72,7 @@ def compiled(
     optimizer: Factory = SGD,
     *,
     schedule: str = "2bw",
-    loss: Callable[..., Tensor] = MSE,
+    loss: Callable[..., Tensor] | None = MSE,
     **options: Any,
 ) -> fxpipe.Pipeline:
     """A pipe with two versions of the weights, or under another schedule.

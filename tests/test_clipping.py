@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 import fxpipe
 from fxpipe.passes.add_clip import add_clip
 from fxpipe.recipe import RECIPES, find_recipe
+from tests import loop
 from tests.delayed import DelayedLoop
 from tests.overlapping import LOSSES, SGD, compiled, make
 
@@ -159,6 +161,51 @@ def test_a_batch_that_is_not_finite_updates_no_stage_and_lowers_the_scale(
     # halved once, doubled once after four batches that were finite
     assert scaler.get_scale() == 1024.0
     expected.assert_same(model, 1e-12)
+
+
+class OwnLoss(nn.Module):
+    """Returns its loss beside its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        output = self.layers(x)
+        return {"loss": nn.functional.mse_loss(output, y), "output": output, "mean": output.mean()}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v", "2bw", "pipedream-vertical"])
+def test_a_scale_shows_in_no_loss_output_or_norm(schedule: str) -> None:
+    torch.manual_seed(0)
+    model = OwnLoss().double()
+    alone = copy.deepcopy(model)
+    x, y = torch.randn(2, 5, 4).double()
+    scaler = torch.amp.GradScaler("cpu", init_scale=3e4)
+    with compiled(model, 2, 3, schedule=schedule, loss=None, scaler=scaler) as pipe:
+        loss, output = pipe.step(x, y, return_output=True)
+        pipe.flush()
+        norm = pipe.grad_norm
+    expected = loop.train(alone, 3, x, y)
+    assert torch.equal(loss, expected.loss)
+    assert torch.equal(output["loss"], expected.loss)
+    assert torch.equal(output["output"], torch.cat([out["output"] for out in expected.outputs]))
+    torch.testing.assert_close(output["mean"], alone(x, y)["mean"].detach())
+    gradients = [p.grad for p in alone.parameters() if p.grad is not None]
+    assert norm == pytest.approx(float(nn.utils.get_total_norm(gradients)), rel=1e-12)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+def test_a_scaled_loss_is_that_of_the_batch_in_every_step(schedule: str) -> None:
+    model, data = make("mlp", 5, 5)
+    delay = max(find_recipe(schedule)(2, 3).delays)
+    expected = DelayedLoop.beside(model, SGD, 3, delay=delay)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=2)
+    with compiled(model, 2, 3, schedule=schedule, scaler=scaler) as pipe:
+        for x, y in data:
+            assert torch.equal(pipe.step(x, target=y), expected.step(x, y))
+    expected.assert_same(model)
+    assert scaler.get_scale() > 2.0**16
 
 
 @pytest.mark.parametrize(

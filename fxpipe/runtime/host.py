@@ -72,11 +72,18 @@ class BatchHost:
         """Each micro-batch's share of the batch: its weight in the mean."""
         return [size / self.batch.size for size in self.sizes]
 
-    def weigh_loss(self, weights: Sequence[float], dtype: torch.dtype) -> None:
-        """Let the gradient of each micro-batch's loss be its weight in that of the batch."""
+    def weigh_loss(self, weights: Sequence[float], dtype: torch.dtype, scale: float = 1.0) -> None:
+        """Let each micro-batch's loss have a weight in that of the batch.
+
+        Args:
+            weights: micro-batch → its weight.
+            dtype: of the loss.
+            scale: by what the gradients are multiplied besides, of which the loss knows nothing.
+        """
         assert self.traced.loss is not None
         self.loss_weights = weights
-        self.gradients[self.traced.loss] = torch.tensor(weights, dtype=dtype).unbind()
+        scaled = [weight * scale for weight in weights]
+        self.gradients[self.traced.loss] = torch.tensor(scaled, dtype=dtype).unbind()
 
     def loss(self) -> Tensor:
         """The loss of the batch, summed in micro-batch order."""
