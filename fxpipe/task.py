@@ -25,6 +25,8 @@ WRITABLE = ("gradients",)
 class TaskContext:
     """What a user's own task is given when it runs.
 
+    What the kind reads and does not write are copies. To change one of them is an error.
+
     Attributes:
         stage: its stage.
         microbatch: its micro-batch, or None for a task once a step.

@@ -130,14 +130,31 @@ def test_a_task_after_the_update_reads_what_it_made() -> None:
     loop.assert_same(seen, dict(model.named_parameters()))
 
 
-def test_a_task_that_changes_what_it_only_reads_fails_and_the_weights_stay() -> None:
+WRITES: dict[str, Callable[[Tensor], object]] = {
+    "itself": lambda tensor: tensor.zero_(),
+    "data": lambda tensor: tensor.data.mul_(2),
+    "detached": lambda tensor: tensor.detach().add_(1),
+    "view": lambda tensor: tensor.data.view(-1)[:1].fill_(float("nan")),
+    "numpy": lambda tensor: tensor.numpy().fill(3),
+    "nothing new": lambda tensor: tensor.mul_(1),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [("gradients", "changed the gradient of .* in"), ("parameters", "changed the parameter .* in")],
+)
+def test_a_task_that_changes_what_it_only_reads_fails_and_the_weights_stay(
+    what: str, message: str, write: Callable[[Tensor], object]
+) -> None:
     model, x, y = model_and_batch()
     before = copy.deepcopy(model.state_dict())
 
     def spoil(context: TaskContext) -> None:
-        next(iter(context.gradients.values())).zero_()
+        write(next(iter(getattr(context, what).values())))
 
-    make = define_task("S", "spoil", run=spoil, cost=0, reads=("gradients",))
+    make = define_task("S", "spoil", run=spoil, cost=0, reads=(what,))
     with (
         fxpipe.compile(
             model,
@@ -147,10 +164,27 @@ def test_a_task_that_changes_what_it_only_reads_fails_and_the_weights_stay() -> 
             loss=nn.functional.mse_loss,
             optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
         ) as pipe,
-        pytest.raises(fxpipe.ExecutionError, match=r"changed the gradient of .* in place"),
+        pytest.raises(fxpipe.ExecutionError, match=message),
     ):
         pipe.step(x, target=y)
     loop.assert_same(model.state_dict(), before)
+
+
+def test_a_task_may_read_what_is_not_a_number() -> None:
+    model, x, y = model_and_batch()
+    seen: list[bool] = []
+
+    def look(context: TaskContext) -> None:
+        read = [*context.parameters.values(), *context.gradients.values()]
+        seen.append(any(bool(tensor.isnan().any()) for tensor in read))
+
+    make = define_task("S", "look", run=look, cost=0, reads=("parameters", "gradients"))
+    x[0] = float("nan")
+    with fxpipe.compile(
+        model, 2, schedule=with_task(make), microbatches=2, loss=nn.functional.mse_loss
+    ) as pipe:
+        pipe.step(x, target=y)
+    assert all(seen)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ def run_task(
     parameters: Mapping[str, Tensor],
     gradients: Mapping[str, Tensor],
 ) -> None:
-    """Call a task's function.
+    """Call a task's function, with copies of what it may not change.
 
     Args:
         kind: the task, which says what it reads and writes.
@@ -30,25 +30,37 @@ def run_task(
         InputError: the function changed a tensor in place that it does not declare to write.
     """
     assert kind.run is not None
-    read = {name: parameter.detach() for name, parameter in parameters.items()}
-    context = TaskContext(
-        stage,
-        microbatch,
-        parameters=read if "parameters" in kind.reads else {},
-        gradients=gradients if "gradients" in kind.reads else {},
-    )
-    before = _versions(read, gradients)
-    kind.run(context)
-    after = _versions(read, {} if "gradients" in kind.writes else gradients)
-    if changed := [name for name, version in after.items() if version != before[name]]:
+    given: dict[str, Mapping[str, Tensor]] = {}
+    kept: list[tuple[str, Tensor, int, Tensor]] = []
+    for word, told, tensors in (
+        ("parameters", "the parameter", parameters),
+        ("gradients", "the gradient of", gradients),
+    ):
+        given[word] = tensors if word in kind.reads else {}
+        if word not in kind.writes:
+            given[word] = {name: t.detach().clone() for name, t in given[word].items()}
+            kept += [
+                (f"{told} {name!r}", tensor, tensor._version, given[word].get(name, tensor))
+                for name, tensor in tensors.items()
+            ]
+    kind.run(TaskContext(stage, microbatch, **given))
+    changed = [
+        name
+        for name, tensor, version, copy in kept
+        if tensor._version != version or _differ(tensor, copy)
+    ]
+    if changed:
         raise InputError(
             f"task {kind.name!r} changed {', '.join(changed)} in place and does not say so; let it "
             'leave them, or define it with writes=("gradients",)'
         )
 
 
-def _versions(parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> dict[str, int]:
-    """How often each tensor has been changed in place."""
-    told = {f"the parameter {name!r}": tensor for name, tensor in parameters.items()}
-    told |= {f"the gradient of {name!r}": tensor for name, tensor in gradients.items()}
-    return {name: tensor._version for name, tensor in told.items()}
+def _differ(tensor: Tensor, copy: Tensor) -> bool:
+    """Whether a copy was written, be it by ``.data`` or by NumPy, which no version tells."""
+    if copy is tensor:
+        return False
+    if copy._version or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
+        return True
+    both_nan = (copy != copy) & (tensor != tensor)
+    return bool(((copy != tensor) & ~both_nan).any())
