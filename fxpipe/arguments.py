@@ -174,8 +174,15 @@ def _check_microbatches(microbatches: int | None) -> None:
 
 
 def check_overlap(recipe: Recipe, optimizer: Any) -> None:
-    """Raises InputError for a schedule that updates in flight, and no optimizer that could."""
-    if recipe.delay and optimizer is None:
+    """Raises InputError for a schedule that updates in flight, and no optimizer that could, or for
+    one that shall predict weights and reads the newest."""
+    delays = recipe.delay if isinstance(recipe.delay, tuple) else (recipe.delay,)
+    if recipe.predict and not any(delays):
+        raise InputError(
+            f"predict=True, and with schedule {recipe.name!r} batches read the newest weights, "
+            'so that there are none to predict; leave predict out, or take a schedule such as "2bw"'
+        )
+    if any(delays) and optimizer is None:
         raise InputError(
             f"schedule {recipe.name!r} updates the weights while batches are in flight, and there "
             "is no optimizer; give optimizer=, such as lambda parameters: "

@@ -90,7 +90,7 @@ def compile(
             schedules whose batches overlap; by default the schedule's own.
         predict: let a batch read, instead of weights of ``delay`` versions ago, what the
             optimizer's momentum says they will be when its update comes: SpecTrain for SGD with
-            momentum, XPipe for Adam and AdamW.
+            momentum, XPipe for Adam and AdamW. Without a delay there is nothing to predict.
         clip_norm: the greatest norm that the gradients of a batch may have, over all stages, as
             ``torch.nn.utils.clip_grad_norm_`` has it; before each update the stages exchange the
             norms of theirs.
@@ -118,7 +118,8 @@ def compile(
         batch_dims: input → its dimension that is the batch, where that is not 0, or None where
             every micro-batch gets the whole tensor: ``{"x": 1, "table": None, "target": 1}``. A
             part of a nested input is called ``"x['left']"``, one of several targets
-            ``"target[0]"``.
+            ``"target[0]"``. Every name must be there in a call, unless the model declares it and
+            it is left out.
         deferred_batchnorm: whether BatchNorm's running statistics are updated once a step, by the
             mean and the variance of the whole batch, as without micro-batches. Otherwise each
             micro-batch updates them, in order. Either way each is normalised by itself.

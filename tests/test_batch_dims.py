@@ -211,3 +211,55 @@ def test_dimensions_that_do_not_fit_the_call_are_refused(dims: Any, part: str) -
     with compiled(Net().double(), batch_dims=dims) as pipe, pytest.raises(InputError) as raised:
         pipe.step(x, table, more, target=target)
     assert part in str(raised.value)
+
+
+class Free(nn.Module):
+    """Its signature does not say what it takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, **given: Any) -> Tensor:
+        h: Tensor = self.second(self.first(given["rows"]["x"]).tanh())
+        return h if given.get("more") is None else h + given["more"]
+
+
+@pytest.mark.parametrize(
+    ("dims", "part"),
+    [
+        (
+            {"x": 1},
+            "batch_dims names 'x', and the call has no such input (where it is optional, give",
+        ),
+        ({"row": 1}, "optional, give it as None): did you mean 'rows'"),
+        ({"rows['y']": 1}, "batch_dims names \"rows['y']\", and the call has no such input"),
+        ({"rows": 1, "target[1]": 1}, "batch_dims names 'target[1]', and the call has no such"),
+        ({"rows": 1, "more": 1, "target": 1}, "batch_dims names 'more', and the call has no such"),
+    ],
+    ids=["unlike", "near", "part", "target", "left out"],
+)
+def test_a_name_of_nothing_in_the_call_is_refused_by_that_name(dims: Any, part: str) -> None:
+    x = torch.randn(3, 6, 4)
+    for target in (x, x.transpose(0, 1)):  # also where the sizes disagree
+        with (
+            fxpipe.compile(Free(), ["cpu"], microbatches=3, loss=mse_loss, batch_dims=dims) as pipe,
+            pytest.raises(InputError) as raised,
+        ):
+            pipe.step(rows={"x": x}, target=target)
+        assert part in str(raised.value)
+
+
+def test_what_is_given_as_none_or_declared_and_left_out_may_be_named() -> None:
+    torch.manual_seed(0)
+    model = Free().double()
+    alone = copy.deepcopy(model)
+    dims = {"rows['x']": 1, "more": 1, "more['left']": 1, "target": 1}
+    x, y = torch.randn(2, 3, 7, 4).double()
+    with fxpipe.compile(model, ["cpu"] * 2, microbatches=3, loss=mse_loss, batch_dims=dims) as p:
+        made = p.step(rows={"x": x}, more=None, target=y)
+        torch.testing.assert_close(p(rows={"x": x}, more=None), alone(rows={"x": x}))
+    torch.testing.assert_close(made, mse_loss(alone(rows={"x": x}), y).detach())
+    x, table, _, target = inputs(6)
+    with compiled(Net().double()) as pipe:  # whose signature has "more"
+        pipe.step(x, table, target=target)

@@ -171,6 +171,19 @@ def test_prediction_without_a_momentum_is_refused(factory: Factory, message: str
         pipe.step(x, target=y)
 
 
+@pytest.mark.parametrize("optimizer", [None, SGD])
+@pytest.mark.parametrize(
+    "schedule",
+    ["1f1b", "schedule mine stages=1 microbatches=1 delay=0 predict\nplace 0\n0: F0 B0 U"],
+)
+def test_prediction_where_every_batch_reads_the_newest_weights_is_refused(
+    schedule: str, optimizer: Factory | None
+) -> None:
+    predict = schedule == "1f1b"  # the other says so itself
+    with pytest.raises(fxpipe.InputError, match="there are none to predict; leave predict out"):
+        fxpipe.compile(nn.Linear(2, 2), 1, schedule=schedule, optimizer=optimizer, predict=predict)
+
+
 def test_batches_may_differ_in_size_and_in_number_of_micro_batches() -> None:
     model, _ = make("mlp", 1, 1)
     sizes = [9, 8, 3, 12, 2, 9]

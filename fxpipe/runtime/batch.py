@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from fxpipe.errors import InputError
+from fxpipe.errors import InputError, near
 from fxpipe.nest import flatten
 
 BatchDims = Mapping[str, int | None]
@@ -190,9 +190,21 @@ class _Call:
         """Leaf → the dimension that the user asks for, counted from the front.
 
         Raises:
-            InputError: a leaf does not have it.
+            InputError: a leaf does not have it, or nothing has that name. Inputs that the model
+                declares may be left out, and targets all together.
         """
         found: dict[int, int | None] = {}
+        known = {*self.names, *self.heads}
+        absent = {*self.signature.parameters, "target"} - known
+        absent |= {
+            name for name, (_, leaf) in zip(self.names, self._paths, strict=True) if leaf is None
+        }
+        for name in batch_dims:
+            if name not in known and name.partition("[")[0].partition(".")[0] not in absent:
+                raise InputError(
+                    f"batch_dims names {name!r}, and the call has no such input (where it is "
+                    f"optional, give it as None): {near(name, known)}"
+                )
         for index, (name, head) in enumerate(zip(self.names, self.heads, strict=True)):
             leaf = self._paths[index][1]
             key = next((key for key in (name, head) if key in batch_dims), None)
