@@ -17,11 +17,17 @@ import itertools
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import torch
 from torch import fx
 
 from fxpipe.passes.measure import NodeCost
-from fxpipe.passes.partition import bonds, in_order, kept_together, module_paths, readers
+from fxpipe.passes.partition import (
+    bonds,
+    differentiable,
+    in_order,
+    kept_together,
+    module_paths,
+    readers,
+)
 from fxpipe.passes.symbolic import is_view
 from fxpipe.passes.work import Transfer, Work
 from fxpipe.traced import Traced
@@ -79,15 +85,15 @@ def atoms_of(
     ordered = in_order(traced)
     bound = [*bonds(traced, ordered), *kept_together(ordered, together)]
     trained = any(cost.backward for cost in costs.values())
-    differentiable = _with_gradient(traced) if trained else set()
-    turns = list(_turns(traced, ordered, differentiable))
+    names = {argument.target: argument.name for argument in traced.parameters}
+    back = differentiable(traced, names.values()) if trained else {}
+    turns = list(_turns(traced, ordered, back))
     groups = _joined(ordered, [*bound, *_views(ordered)] if views else bound, turns)
     atom_of = {node: atom for atom, group in enumerate(groups) for node in group}
-    transfers = list(_values(ordered, costs, atom_of, differentiable))
+    transfers = list(_values(ordered, costs, atom_of, back))
     in_turn = {(atom_of[first], atom_of[second]) for first, second in turns}
     transfers += [Transfer(a, (b,), 0, False) for a, b in sorted(in_turn) if a != b]
     resident, undo = [0] * len(groups), [0] * len(groups)
-    names = {argument.target: argument.name for argument in traced.parameters}
     for target, users in readers(traced).items():
         atoms = tuple(sorted({atom_of[user] for user in users if user in atom_of}))
         held, undoing = footprint.resident.get(target, 0), footprint.undo.get(target, 0)
@@ -115,43 +121,25 @@ def _values(
     nodes: Iterable[fx.Node],
     costs: Mapping[str, NodeCost],
     atom_of: Mapping[fx.Node, int],
-    differentiable: Container[fx.Node],
+    back: Container[fx.Node],
 ) -> Iterator[Transfer]:
     for node in nodes:
         atom = atom_of[node]
         others = {atom_of[user] for user in node.users if user in atom_of} - {atom}
         if others:
             size = costs[node.name].bytes
-            yield Transfer(atom, tuple(sorted(others)), size, node in differentiable)
+            yield Transfer(atom, tuple(sorted(others)), size, node in back)
 
 
 def _turns(
-    traced: Traced, ordered: Sequence[fx.Node], differentiable: Container[fx.Node]
+    traced: Traced, ordered: Sequence[fx.Node], back: Container[fx.Node]
 ) -> Iterator[tuple[fx.Node, fx.Node]]:
     """Each two that read a value one after the other, and both hand a gradient back to it."""
     place = {node: index for index, node in enumerate(ordered)}
     for node in traced.graph.nodes:
-        if node in differentiable:
-            users = [user for user in node.users if user in place and user in differentiable]
+        if node in back:
+            users = [user for user in node.users if user in place and user in back]
             yield from itertools.pairwise(sorted(users, key=place.__getitem__))
-
-
-def _with_gradient(traced: Traced) -> set[fx.Node]:
-    """The nodes through which a gradient comes back to some parameter."""
-    parameters = {argument.name for argument in traced.parameters}
-    found: set[fx.Node] = set()
-    for node in traced.graph.nodes:
-        value = node.meta.get("val")
-        if isinstance(value, torch.Tensor) and not (
-            value.is_floating_point() or value.is_complex()
-        ):
-            continue
-        if node.op == "placeholder":
-            if node.name in parameters:
-                found.add(node)
-        elif node.op == "call_module" or any(n in found for n in node.all_input_nodes):
-            found.add(node)
-    return found
 
 
 def _views(nodes: Iterable[fx.Node]) -> Iterator[list[fx.Node]]:

@@ -9,10 +9,12 @@ submodules, and ``follow`` for a further graph of a model that has one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
 
 from fxpipe.passes.symbolic import leaf_tensors
 from fxpipe.passes.work import Load
@@ -76,6 +78,29 @@ def readers(traced: Traced) -> dict[str, list[fx.Node]]:
     return {
         targets[node.name]: list(node.users) for node in traced.graph.nodes if node.name in targets
     }
+
+
+def differentiable(traced: Traced, trained: Collection[str]) -> dict[fx.Node, None]:
+    """The nodes through which a gradient may come back, in order.
+
+    A node that does not tell its value may be one of them.
+
+    Args:
+        traced: the graph.
+        trained: the placeholders that get a gradient; with leaf modules every value may.
+    """
+    found: dict[fx.Node, None] = {}
+    for node in traced.graph.nodes:
+        given = node.name in trained or (traced.leaves and node.op != "placeholder")
+        if node.op != "output" and (given or any(n in found for n in node.all_input_nodes)):
+            value = node.meta.get("val")
+            if value is None or any(map(_is_float, pytree.tree_leaves(value))):
+                found[node] = None
+    return found
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
 
 
 def compute_nodes(graph: fx.Graph) -> list[fx.Node]:

@@ -20,7 +20,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from fxpipe.passes.lazy_module import lazy_module
-from fxpipe.passes.partition import Assignment
+from fxpipe.passes.partition import Assignment, differentiable
 from fxpipe.traced import Traced, Value
 
 
@@ -42,8 +42,9 @@ def relay(
     end = graph.output(fx.map_arg(returned, lambda node: copies[node]))
     relays = _Relays(graph, end, assignment.nodes, {a.name for a in traced.parameters})
     renamed = {
-        node.name: relays.hand_on(node, node.name in outputs)
-        for node in _differentiable(graph, trained, traced.leaves)
+        node.name: relays.hand_on(copies[node], node.name in outputs)
+        for node in differentiable(traced, trained)
+        if isinstance(node.meta.get("val"), Tensor)
     }
     if len(relays.stages) == len(assignment.nodes):
         return traced, assignment
@@ -109,22 +110,6 @@ class _Relays:
         if node.name in self.stages:
             return [stage for stage in found if stage != self.stages[node.name]]
         return found[1:] if node.name in self.parameters else found
-
-
-def _differentiable(graph: fx.Graph, trained: Collection[str], leaves: bool) -> list[fx.Node]:
-    """The values that may get a gradient."""
-    found: dict[fx.Node, None] = {}
-    for node in graph.nodes:
-        given = node.name in trained or (leaves and node.op != "placeholder")
-        if node.op == "output" or not (given or any(n in found for n in node.all_input_nodes)):
-            continue
-        if any(map(_is_float, pytree.tree_leaves(node.meta.get("val")))):
-            found[node] = None
-    return [node for node in found if isinstance(node.meta["val"], Tensor)]
-
-
-def _is_float(value: object) -> bool:
-    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
 
 
 def _reads(node: fx.Node, readers: list[fx.Node]) -> int:

@@ -207,7 +207,7 @@ class _Rewriter:
             self._undropped(node, source)
         elif node.target is aten.dropout.default:
             operands = (*self._copied((source, chance)), True)
-            both = self._new(node, aten.native_dropout.default, operands)
+            both = self._several(node, aten.native_dropout.default, operands)
             self._stands(node, self._part(node, both, 0))
         else:
             raise _NoRule
@@ -230,7 +230,7 @@ class _Rewriter:
         else:
             target = aten._native_batch_norm_legit_functional.default
             rest = (*self._copied((mean, variance)), True, momentum, eps)
-        whole = self._new(node, target, (*operands, *rest))
+        whole = self._several(node, target, (*operands, *rest))
         self._stands(node, self._part(node, whole, 0))
         if training and mean is not None:
             for place, statistic in ((3, mean), (4, variance)):
@@ -352,9 +352,15 @@ class _Rewriter:
         copy.meta.update(node.meta)
         return copy
 
+    def _several(self, node: fx.Node, target: OpOverload, args: Any) -> fx.Node:
+        """An operation with several results, in the place of one that has a single one."""
+        whole = self._new(node, target, args)
+        with node.meta["val"].fake_mode, torch.no_grad():
+            whole.meta["val"] = target(*fx.map_arg(args, lambda n: n.meta["val"]))
+        return whole
+
     def _part(self, node: fx.Node, whole: fx.Node, place: int) -> fx.Node:
         """One result of an operation that has several, in the place of a node."""
-        whole.meta.pop("val", None)
         part = self.graph.call_function(operator.getitem, (whole, place))
         part.meta.update({**whole.meta, "val": node.meta.get("val")})
         return part

@@ -15,6 +15,7 @@ from fxpipe.passes.balance import balance
 from fxpipe.passes.measure import NodeCost
 from fxpipe.passes.partition import Assignment
 from fxpipe.passes.relay import relay
+from fxpipe.passes.symbolic import trace_symbolically
 from fxpipe.traced import Traced, Value
 from tests import loop
 from tests.fronted import front_end
@@ -137,23 +138,78 @@ def test_gradients_equal_the_loops(reads: list[int], times: float) -> None:
     loop.assert_same(loop.gradients(model), loop.gradients(alone))
 
 
+class Normed(nn.Module):
+    """What a normalisation gives is read twice in a middle stage, and again behind it."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+        self.i, self.a, self.b, self.c = (nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.i(x))
+        y: Tensor = self.c(self.a(x) + self.b(x)) * x
+        return y
+
+
+NORMS: list[Callable[[], nn.Module]] = [
+    lambda: nn.BatchNorm1d(4),
+    lambda: nn.BatchNorm1d(4, track_running_stats=False),
+    lambda: nn.BatchNorm1d(4, momentum=None),
+    lambda: nn.Dropout(0.5),
+]
+
+
+@pytest.mark.parametrize("make", NORMS)
+def test_what_an_operation_with_several_results_gives_is_handed_on(
+    make: Callable[[], nn.Module],
+) -> None:
+    traced = front_end(Normed(make()), torch.randn(8, 4))
+    assert all(n.op == "output" or n.meta.get("val") is not None for n in traced.graph.nodes)
+    stages: dict[str, int] = {}
+    for node in traced.graph.nodes:
+        paths = {path for path, _ in (node.meta.get("nn_module_stack") or {}).values()}
+        before = max(stages.values(), default=0)
+        if node.op not in ("placeholder", "output"):
+            stages[node.name] = 2 if "c" in paths else 1 if paths & {"a", "b"} else before
+    trained = {argument.name for argument in traced.parameters}
+    assert len(handed_on(relay(traced, Assignment(3, stages), trained, ())[0])) == 1
+
+
+@pytest.mark.parametrize("make", NORMS[:-1])
+def test_gradients_behind_a_batchnorm_equal_the_loops(make: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(0)
+    model = Normed(make()).double()
+    alone = copy.deepcopy(model)
+    loss: Callable[..., Tensor] = lambda y, t: ((y - t) ** 2).sum()  # noqa: E731
+    with fxpipe.compile(model, 3, microbatches=2, loss=loss, partition=["a", "c"]) as pipe:
+        for _ in range(5):
+            x, y = torch.randn(8, 4).double(), torch.randn(8, 4).double()
+            pipe.step(x, target=y)
+            loop.train(alone, 2, x, loss=loss, target=y)
+    loop.assert_same(loop.gradients(model), loop.gradients(alone))
+
+
 class Parts(nn.Module):
     """Branches that read one value, none of which needs another."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.randn(4))
         self.branches = nn.ModuleList(nn.Linear(4, 4) for _ in range(5))
 
     def forward(self, x: Tensor) -> Tensor:
-        shared = torch.tanh(self.first(x))
+        shared = torch.tanh(x * self.scale)
         return torch.stack([torch.tanh(branch(shared)) for branch in self.branches]).sum(0)
 
 
+@pytest.mark.parametrize("tracer", ["export", "symbolic"])
 @pytest.mark.parametrize("seed", range(20))
-def test_readers_of_a_value_stand_in_stages_in_the_order_of_the_program(seed: int) -> None:
-    traced = front_end(Parts(), torch.randn(3, 4))
-    random = Random(seed)
+def test_readers_of_a_value_stand_in_stages_in_the_order_of_the_program(
+    seed: int, tracer: str
+) -> None:
+    model, x, random = Parts(), torch.randn(3, 4), Random(seed)
+    traced = front_end(model, x) if tracer == "export" else trace_symbolically(model, (x,), {})
     costs = {n.name: NodeCost(random.random() ** 4, 0.1, 1) for n in traced.graph.nodes}
     assignment = balance(traced, 3, costs)
     shared = next(node for node in traced.graph.nodes if node.name == "tanh")
