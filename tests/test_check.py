@@ -17,6 +17,7 @@ from fxpipe.passes.check import check
 from fxpipe.passes.part_backward import part_backward
 from fxpipe.plan import Plan
 from fxpipe.traced import Traced
+from tests import loop
 from tests.exported import Recurrent
 from tests.fronted import differentiated, front_end, in_stages, values_of
 from tests.tiny import Tiny
@@ -123,6 +124,53 @@ def test_a_wrong_graph_is_refused_by_what_differs(
 
 def test_the_same_graph_unedited_passes() -> None:
     checked(Model(), torch.randn(3, 4))
+
+
+class Normed(nn.Module):
+    """The gradient of a bias before a BatchNorm is nothing but noise."""
+
+    def __init__(self, offset: float, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4, dtype=dtype)
+        self.norm = nn.BatchNorm1d(4, dtype=dtype)
+        self.offset = offset
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.norm(self.layer(x) + self.offset)
+        return y.tanh() * 1e-3
+
+
+def round_otherwise(graph: fx.Graph) -> None:
+    """Three times something, and a third of that: the same but for its last bits."""
+    node = only(graph, aten.tanh.default)
+    with graph.inserting_before(node):
+        thrice = graph.call_function(aten.mul.Tensor, (node.args[0], 3.0))
+        once = graph.call_function(aten.div.Tensor, (thrice, 3.0))
+    for made in (thrice, once):
+        made.meta.update(node.meta)
+    node.args = (once,)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("offset", [0.0, 30.0])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_gradient_that_is_noise_may_be_other_noise(
+    offset: float, dtype: torch.dtype, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    model, x = Normed(offset, dtype), torch.randn(64, 4, dtype=dtype)
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    checked(model, x, round_otherwise)
+    loop.assert_same(model.state_dict(), weights)
+
+
+def test_a_small_gradient_is_no_noise() -> None:
+    torch.manual_seed(0)
+    model = Model(lambda self, x: (self.layer(x) + self.layer(x).detach()) * 1e-7)
+    x = torch.randn(3, 4)
+    checked(model, x)
+    with pytest.raises(TraceError, match="the gradient of 'layer"):
+        checked(model, x, drop_detach)
 
 
 def test_halves_of_a_backward_pass() -> None:
