@@ -19,6 +19,7 @@ from torch import Tensor, fx
 
 from fxpipe.kernels.graph import GraphKernel
 from fxpipe.kernels.kernel import onto
+from fxpipe.passes.lazy_module import lazy_module
 from fxpipe.plan import Plan
 
 aten = torch.ops.aten
@@ -70,7 +71,7 @@ def _fused(module: fx.GraphModule) -> fx.GraphModule:
             dead = source
         graph.erase_node(product)
     graph.lint()
-    return fx.GraphModule(module, graph, type(module).__name__)
+    return lazy_module(module, graph, type(module).__name__)
 
 
 def _product(node: fx.Node) -> fx.Node | None:

@@ -19,6 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxpipe.edge import Edge
 from fxpipe.nest import bytes_of
+from fxpipe.passes.lazy_module import lazy_module
 from fxpipe.passes.record import NotRecorded, Recorder, told
 from fxpipe.plan import Stage, pop, stash
 
@@ -371,4 +372,4 @@ def callable_graph(
         copies[node] = graph.node_copy(node, lambda n: copies[n])
     graph.output(tuple(copies[nodes[name]] for name in returned))
     graph.lint()
-    return fx.GraphModule(stage.graph, graph, f"Stage{stage.index}Forward")
+    return lazy_module(stage.graph, graph, f"Stage{stage.index}Forward")

@@ -1,9 +1,32 @@
-"""Graph modules whose code is written when somebody calls them; most are only read."""
+"""Graph modules whose code is written when somebody calls them; most are only read.
+
+torch keeps the source of every module's code for ever, for the lines of tracebacks. Here it goes
+with the module, or, where torch itself has made one on the way to another, with the compilation.
+"""
 
 from __future__ import annotations
 
+import linecache
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 from torch import fx, nn
 from torch.fx._lazy_graph_module import _LazyGraphModule
+from torch.fx.graph_module import _loader as _sources
+
+_NAME = "<eval_with_key>."
+_owned: set[str] = set()  # the names of sources that go with their modules
+
+
+class _LazyModule(_LazyGraphModule):
+    def _real_recompile(self) -> Any:
+        code = super()._real_recompile()
+        name = type(self).forward.__code__.co_filename
+        _owned.add(name)
+        weakref.finalize(self, _forget, name).atexit = False
+        return code
 
 
 def lazy_module(root: nn.Module, graph: fx.Graph, name: str = "GraphModule") -> fx.GraphModule:
@@ -14,4 +37,24 @@ def lazy_module(root: nn.Module, graph: fx.Graph, name: str = "GraphModule") -> 
         graph: the graph; it is the module's from now on.
         name: the module's class.
     """
-    return _LazyGraphModule(root, graph, name)
+    return _LazyModule(root, graph, name)
+
+
+@contextmanager
+def sources_forgotten() -> Iterator[None]:
+    """At the end, the sources go of what was made inside, but for ``lazy_module``'s."""
+    first = _sources.next_id
+    try:
+        yield
+    finally:
+        if _sources.next_id > first:
+            for name in set(_sources.eval_cache) - _owned:
+                number = name.removeprefix(_NAME).partition(" ")[0]
+                if name.startswith(_NAME) and int(number) >= first:
+                    _forget(name)
+
+
+def _forget(name: str) -> None:
+    _sources.eval_cache.pop(name, None)
+    linecache.cache.pop(name, None)
+    _owned.discard(name)

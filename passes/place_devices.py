@@ -17,6 +17,7 @@ from torch import Tensor, fx
 from fxpipe.errors import PassError
 from fxpipe.kernels.autograd import AutogradKernel
 from fxpipe.kernels.graph import GraphKernel
+from fxpipe.passes.lazy_module import lazy_module
 from fxpipe.plan import Plan, Stage
 
 
@@ -68,7 +69,7 @@ def moved(module: fx.GraphModule, traced: torch.device, home: torch.device) -> f
         exchange = functools.partial(_exchanged, traced=traced, home=home, node=node)
         node.args = fx.node.map_aggregate(node.args, exchange)
         node.kwargs = fx.node.map_aggregate(node.kwargs, exchange)
-    result = fx.GraphModule(module, graph)
+    result = lazy_module(module, graph)
     for node in graph.find_nodes(op="get_attr"):
         owner, _, name = str(node.target).rpartition(".")
         holder = result.get_submodule(owner)

@@ -1,12 +1,21 @@
-"""Garbage collection is off while many objects are made, and on again whatever happens."""
+"""Garbage collection is off while many objects are made; what a pipe made goes with it."""
 
 from __future__ import annotations
 
 import gc
+import linecache
+from collections import Counter
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch.fx.graph_module import _loader
+from torch.nn import functional as F
 
+import fxpipe
 from fxpipe.garbage import without_collection
+from fxpipe.kernels.graph import GraphKernel
 
 
 @without_collection()
@@ -36,3 +45,55 @@ def test_who_has_it_off_keeps_it_off() -> None:
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+def _generated(names: Any) -> set[str]:
+    return {name for name in names if name.startswith("<eval_with_key>")}
+
+
+def _kinds() -> Counter[str]:
+    """How many objects there are of each kind that is this library's or of a graph."""
+    for _ in range(3):
+        gc.collect()
+    kinds = (type(each) for each in gc.get_objects())
+    names = (f"{kind.__module__}.{kind.__qualname__}" for kind in kinds)
+    ours = ("fxpipe.", "torch.fx.graph", "torch.fx.node", "functools.partial")
+    return Counter(name for name in names if name.startswith(ours))
+
+
+def _used(samples: int, **options: Any) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 4))
+    x = torch.randn(samples, 4)
+    with fxpipe.compile(model, 2 * ["cpu"], microbatches=2, loss=F.mse_loss, **options) as pipe:
+        pipe.step(x, target=x)
+        model.eval()
+        pipe(x)
+
+
+@pytest.mark.parametrize(
+    ("samples", "options"),
+    [
+        (8, {}),
+        (7, {"schedule": "2bw", "optimizer": lambda p: torch.optim.SGD(p, 0.1)}),
+        (8, {"schedule": "zb-h1", "leaf_modules": ["2"]}),
+        (8, {"tracer": "symbolic"}),
+    ],
+)
+def test_nothing_stays_of_a_pipe_that_is_gone(samples: int, options: dict[str, Any]) -> None:
+    _used(samples, **options)  # what torch and this library load and make once
+    kinds, lines, sources = _kinds(), _generated(linecache.cache), _generated(_loader.eval_cache)
+    for _ in range(2):
+        _used(samples, **options)
+    assert not _kinds() - kinds
+    assert _generated(linecache.cache) <= lines
+    assert _generated(_loader.eval_cache) <= sources
+
+
+def test_tracebacks_have_the_lines_of_graphs_that_can_run() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.randn(8, 4)
+    with fxpipe.compile(model, ["cpu"], microbatches=2, loss=F.mse_loss) as pipe:
+        pipe.step(x, target=x)
+        kernel = pipe.plan.stages[0].kernel
+        assert isinstance(kernel, GraphKernel)
+        code: Any = type(kernel.forward_graph).forward.__code__
+        assert "tanh" in "".join(linecache.getlines(code.co_filename))

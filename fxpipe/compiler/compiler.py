@@ -26,6 +26,7 @@ from fxpipe.passes import runner
 from fxpipe.passes.communicate import communicate
 from fxpipe.passes.extents import extents
 from fxpipe.passes.free import free
+from fxpipe.passes.lazy_module import sources_forgotten
 from fxpipe.passes.lower import Lower
 from fxpipe.passes.partition import Verdict
 from fxpipe.passes.streams import Streams
@@ -137,7 +138,12 @@ class Compiler:
             outputs: whether the model's outputs are handed over, each for the whole batch.
         """
         what = f"{type(self.model).__name__} for a {purpose} of {batch.size} samples"
-        with SignalsAtOperations(), told(what, self.verbose), without_collection():
+        with (
+            SignalsAtOperations(),
+            told(what, self.verbose),
+            without_collection(),
+            sources_forgotten(),
+        ):
             made = (batch, parts, purpose, updates, input_gradients, outputs)
             compiled = self._compile(*made)
             while purpose == "step" and not self._placement.judged:
