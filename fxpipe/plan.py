@@ -11,6 +11,8 @@ from torch import fx
 from fxpipe.edge import HOST, Edge
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
     from fxpipe.draw.picture import Picture
     from fxpipe.kernels.kernel import Kernel
 
@@ -221,16 +223,28 @@ class Plan:
         return print_plan(self)
 
     @staticmethod
-    def parse(text: str, root: torch.nn.Module | None = None) -> Plan:
+    def parse(
+        text: str,
+        root: torch.nn.Module | None = None,
+        functions: Iterable[Callable[..., Any]] = (),
+    ) -> Plan:
         """Read a plan's text. Raises ParseError with line and column.
+
+        A plan is a program: running its graphs calls the functions and modules that it names.
+        Reading it runs and imports nothing, and a text can name only what computes: PyTorch's
+        operators and functions of tensors, Python's operators and math, methods and attributes of
+        tensors, and the modules of ``root``. So a plan's text from elsewhere writes no file and
+        starts no process, unless a module of ``root`` or one of ``functions`` does.
 
         Args:
             text: what ``str(plan)`` gave.
             root: the module that holds the leaf modules which the graphs call, if they call any.
+            functions: what else the graphs may call: operators of other libraries, such as
+                ``torch.ops.torchvision.nms``, and functions of your own.
         """
         from fxpipe.text.plan import parse_plan
 
-        return parse_plan(text, root)
+        return parse_plan(text, root, functions)
 
     def verify(self) -> Plan:
         """Return self, or raise VerificationError with every fault."""

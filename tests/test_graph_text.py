@@ -246,8 +246,32 @@ def test_an_argument_without_text_names_its_node(value: object) -> None:
 def test_a_function_is_found_by_its_name(function: Callable[..., Any]) -> None:
     graph = fx.Graph()
     x = graph.placeholder("x")
-    graph.output((graph.call_function(function, (x, 1)),))
+    graph.output((graph.call_function(function, (x, "T" if function is getattr else 1)),))
     assert call_of(round_trip(graph)).target is function
+
+
+def test_what_the_caller_lists_is_read_too() -> None:
+    with torch.library._scoped_library("tests_text", "DEF") as library:
+        library.define("twice(Tensor x) -> Tensor")
+        library.impl("twice", lambda x: 2 * x, "CompositeExplicitAutograd")
+        packet = torch.ops.tests_text.twice
+        graph = fx.Graph()
+        x = graph.placeholder("x")
+        graph.output((graph.call_function(tripled, (graph.call_function(packet.default, (x,)),)),))
+        text = print_graph(graph)
+        for known in ((), (tripled,), (packet.default,)):
+            with pytest.raises(ParseError, match=r"Plan\.parse\(.*functions=\[\.\.\.\]\)"):
+                parse_graph(text, None, known)
+        for operator in (packet, packet.default):
+            module = parse_graph(text, None, (tripled, operator))
+            assert print_graph(module.graph) == text
+            assert module(torch.ones(1)) == (6,)
+    with pytest.raises(InputError, match=r"functions holds 'torch\.load'; list functions"):
+        parse_graph(text, None, ["torch.load"])  # type: ignore[list-item]
+
+
+def tripled(x: Tensor) -> Tensor:
+    return 3 * x
 
 
 # Arguments

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
+import re
+
 import pytest
 import torch
 from hypothesis import given
@@ -35,6 +39,30 @@ GOOD = "x = placeholder()\ny = torch.relu(x)\nreturn (y,)"
         ("y = torch.ops.aten.add.Tensor.x(1)\nreturn y", 1, 5, "torch.ops.<namespace>"),
         ("y = torch.ops.aten.add['__call__'](1)\nreturn y", 1, 24, "no overload '__call__'"),
         ("y = torch.load('x')\nreturn y", 1, 11, "there is no function 'load' in torch"),
+        ("y = torch._import_dotted_name('os.system')\nreturn y", 1, 11, "no function '_import_dot"),
+        ("y = torch.import_ir_module(1)\nreturn y", 1, 11, "no function 'import_ir_module'"),
+        ("y = torch.compile(1)\nreturn y", 1, 11, "no function 'compile' in torch"),
+        ("y = torch.save(1, 'x')\nreturn y", 1, 11, "no function 'save' in torch"),
+        ("y = torch.from_file('x', True, 8)\nreturn y", 1, 11, "no function 'from_file'"),
+        ("y = torch.set_default_device(1)\nreturn y", 1, 11, "no function 'set_default_device'"),
+        ("y = operator.call(1, 'x')\nreturn y", 1, 14, "no function 'call' in operator"),
+        ("y = operator.attrgetter('x')\nreturn y", 1, 14, "no function 'attrgetter'"),
+        ("y = operator.methodcaller('x')\nreturn y", 1, 14, "no function 'methodcaller'"),
+        ("y = fxpipe.random._as(1)\nreturn y", 1, 19, "no function '_as' in fxpipe.random"),
+        ("y = torch.ops.aten.save(1, 'x')\nreturn y", 1, 20, "no operator 'save'"),
+        ("y = torch.ops.aten.from_file('x', True, 8)\nreturn y", 1, 20, "no operator 'from_file'"),
+        ("y = torch.ops.aten.warn('x')\nreturn y", 1, 20, "no operator 'warn'"),
+        ("y = torch.ops.prim.Print('x')\nreturn y", 1, 15, "no operators of 'prim'"),
+        ("y = torch.ops.higher_order.wrap(1)\nreturn y", 1, 28, "no operator 'wrap'"),
+        ("x = placeholder()\ny = torch.relu(torch.ops.aten.save)\nreturn y", 2, 31, "'save'"),
+        ("x = placeholder()\ny = getattr(x, '__class__')\nreturn y", 2, 5, "does not begin with"),
+        ("x = placeholder()\ny = getattr(x, x)\nreturn y", 2, 5, "does not begin with '_'"),
+        ("x = placeholder()\ny = getattr(x, 'a', x)\nreturn y", 2, 5, "write getattr"),
+        ("x = placeholder()\ny = getattr(x, 'numpy')\nreturn y", 2, 5, "'numpy' is a method"),
+        ("x = placeholder()\ny = x.__reduce_ex__(2)\nreturn y", 2, 7, "no method '__reduce_ex__'"),
+        ("x = placeholder()\ny = x.numpy()\nreturn y", 2, 7, "no method 'numpy' that a text"),
+        ("x = placeholder()\ny = x.tofile('x')\nreturn y", 2, 7, "did you mean .*'tile'"),
+        ("x = placeholder()\ny = method('apply_', 'x', x)\nreturn y", 2, 12, "no method 'apply_'"),
         ("y = torch.hub.load('x')\nreturn y", 1, 11, "names no functions of 'torch.hub'"),
         ("y = torch.os.system('x')\nreturn y", 1, 11, "names no functions of 'torch.os'"),
         ("y = math.__loader__('x')\nreturn y", 1, 10, "no function '__loader__' in math"),
@@ -89,6 +117,21 @@ def test_what_is_malformed_is_refused_at_its_place(
     assert (caught.value.line, caught.value.column) == (line, column)
 
 
+@pytest.mark.parametrize("module", ["torch", "torch.nn.functional", "math", "torch.ops.aten"])
+def test_no_name_is_read_of_what_opens_files_imports_compiles_or_sets(module: str) -> None:
+    words = r"load|save|file|import|compile|jit|fork|seed|print|warn|set_[dngp]|hook"
+    first, *rest = module.split(".")
+    holder: object = functools.reduce(getattr, rest, importlib.import_module(first))
+    accepted = []
+    for name in (name for name in dir(holder) if re.search(words, name)):
+        try:
+            parse_graph(f"y = {module}.{name}(1, 1)\nreturn y", None)
+        except ParseError:
+            continue
+        accepted.append(name)
+    assert accepted == []
+
+
 @pytest.mark.parametrize(
     ("path", "column", "message"),
     [
@@ -97,6 +140,8 @@ def test_what_is_malformed_is_refused_at_its_place(
         ("self.weight(x)", 10, "'weight' is no module"),
         ("self.weight.data", 10, "'weight' is no module"),
         ("self.forward", 10, "nothing named 'forward'"),
+        ("self.training", 10, "nothing named 'training'"),
+        ("self._modules", 10, "nothing named '_modules'"),
     ],
 )
 def test_what_the_root_does_not_hold_is_refused(path: str, column: int, message: str) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
+from torch import fx, nn
 
 from fxpipe.edge import HOST, Edge
 from fxpipe.errors import ParseError
@@ -230,6 +231,41 @@ def test_leaf_modules_need_a_root() -> None:
     with pytest.raises(ParseError, match=r"self.head\[0\] needs a root") as caught:
         parse_plan(TEXT)
     assert (caught.value.line, caught.value.column) == (32, 13)
+
+
+def test_a_plan_from_elsewhere_starts_nothing(tmp_path: Path) -> None:
+    path = str(tmp_path / "made")
+    for lines in (
+        ("f = torch._import_dotted_name('os.system')", f"y = operator.call(f, 'touch {path}')"),
+        (f"y = torch.from_file({path!r}, True, 8)",),
+        (f"y = torch.ops.aten.from_file.default({path!r}, True, 8)",),
+        ("n = x.numpy()", f"y = n.tofile({path!r})"),
+        ("n = getattr(x, 'numpy')", "y = operator.neg(n)"),
+    ):
+        text = (
+            "plan stages=1\nedge in x host->0\nedge out y 0->host\nstage 0 leaves\n  graph\n"
+            + "".join(f"    {line}\n" for line in ("x = placeholder()", *lines, "return (y,)"))
+        )
+        with pytest.raises(ParseError, match=r"that a text|is a method"):
+            Plan.parse(text).verify().stages[0].graph(torch.ones(2))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_plan_may_call_what_the_caller_lists() -> None:
+    graph = fx.Graph()
+    y = graph.call_function(torch_free, (graph.placeholder("x"),))
+    graph.output((y,))
+    only = stage(0, graph=fx.GraphModule(nn.Module(), graph))
+    plan = Plan((only,), (Edge(HOST, 0, "x"), Edge(0, HOST, y.name)))
+    with pytest.raises(ParseError, match=r"functions=\[\.\.\.\]"):
+        Plan.parse(str(plan))
+    again = Plan.parse(str(plan), functions=[torch_free])
+    assert again == plan
+    assert again.verify().stages[0].graph(3) == (4,)
+
+
+def torch_free(x: int) -> int:
+    return x + 1
 
 
 pieces = st.sampled_from([*" \t\n\r\0'\"\\=#.->", "stage ", "graph", "edge", "leaves", "host", "é"])

@@ -23,16 +23,24 @@ import ast
 import inspect
 import keyword
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from fxpipe.errors import InputError, ParseError, near
 from fxpipe.text.edge import is_name
 from fxpipe.text.line import Line, lines_of
 from fxpipe.text.path import ROOTS, Path, print_path, read_path
-from fxpipe.text.target import CALL_FORM, print_function, read_function
+from fxpipe.text.target import (
+    CALL_FORM,
+    Function,
+    named,
+    print_function,
+    read_function,
+    refused_attribute,
+    refused_method,
+)
 from fxpipe.text.value import ValueReader, print_value
 
 _PLACEHOLDER = re.compile(r"\*{0,2}[A-Za-z_][A-Za-z0-9_]*")
@@ -88,18 +96,25 @@ def _print_expression(node: fx.Node) -> str:
     return f"{function}({', '.join(args + named)})"
 
 
-def parse_graph(text: str, root: nn.Module | None, *, first_line: int = 1) -> fx.GraphModule:
+def parse_graph(
+    text: str,
+    root: nn.Module | None,
+    functions: Iterable[Function] = (),
+    *,
+    first_line: int = 1,
+) -> fx.GraphModule:
     """Read a graph. Nothing that the text names is run, and nothing is imported.
 
     Args:
         text: what ``print_graph`` gave; blank lines, comments and indentation mean nothing.
         root: the module that holds the leaf modules and attributes which the graph names.
+        functions: what the text may name beside the list in ``fxpipe.text.target``.
         first_line: the number of the text's first line, for errors.
 
     Raises:
         ParseError: with line and column of the first thing that is wrong.
     """
-    return _GraphReader(root).read(lines_of(text, first_line))
+    return _GraphReader(root, named(functions)).read(lines_of(text, first_line))
 
 
 class _GraphReader:
@@ -107,13 +122,15 @@ class _GraphReader:
 
     Attributes:
         root: where leaf modules and attributes are looked up.
+        listed: the functions that the caller lets the text name, by name.
         graph: the graph so far.
         nodes: its nodes by name.
         takes: the arguments that it takes.
     """
 
-    def __init__(self, root: nn.Module | None) -> None:
+    def __init__(self, root: nn.Module | None, listed: Mapping[str, Function]) -> None:
         self.root = root
+        self.listed = listed
         self.graph = fx.Graph()
         self.nodes: dict[str, fx.Node] = {}
         self.takes: set[str] = set()
@@ -141,7 +158,7 @@ class _GraphReader:
     def _read_line(self, line: Line) -> bool:
         """Add the line's node. True for the last one."""
         statement = line.statement()
-        values = ValueReader(line, self.nodes)
+        values = ValueReader(line, self.nodes, self.listed)
         match statement:
             case ast.Return(value=ast.expr() as value):
                 self.graph.output(values.read(value))
@@ -172,7 +189,7 @@ class _GraphReader:
             return "get_attr", ".".join(path.steps), (), {}
         path = read_path(line, node.func)
         if path is None:
-            raise line.error(_call_message(node.func), node.func)
+            return "call_function", self._spelt(line, node.func), *values.arguments(node)
         if path.steps and path.start not in ROOTS:
             return self._method(path, values, node)
         if path.start == "placeholder" and not path.steps:
@@ -182,8 +199,12 @@ class _GraphReader:
         if path.start == "self" and path.steps:
             self._find(path, module=True)
             return "call_module", ".".join(path.steps), *values.arguments(node)
-        function = read_function(path)
+        function = read_function(path, self.listed)
         args, kwargs = values.arguments(node)
+        if function is getattr:
+            refused = refused_attribute(args[1] if len(args) == 2 and not kwargs else None)
+            if refused:
+                raise line.error(refused, node)
         if path.start == "operator":
             # fx writes these as operators, whose operands it takes for granted.
             try:
@@ -192,12 +213,30 @@ class _GraphReader:
                 raise line.error(f"wrong arguments: {error}", node) from None
         return "call_function", function, args, kwargs
 
+    def _spelt(self, line: Line, node: ast.expr) -> Function:
+        """``function('module.name')``: one that the caller has listed."""
+        match node:
+            case ast.Call(func=ast.Name(id=word), args=[ast.Constant(value=str(name))]) if (
+                word == CALL_FORM
+            ):
+                if (found := self.listed.get(f"{CALL_FORM}({name!r})")) is not None:
+                    return found
+                roots = ", ".join(root for root in ROOTS if root != "self")
+                message = (
+                    f"a text can name some functions of {roots} and some builtins, and what is "
+                    "listed: Plan.parse(text, functions=[...])"
+                )
+                raise line.error(message, node)
+        raise line.error(_FORM, node)
+
     def _method(
         self, path: Path, values: ValueReader, node: ast.Call
     ) -> tuple[str, str, tuple[Any, ...], dict[str, Any]]:
         receiver = values.node(node, path.start)
         if len(path.steps) != 1 or not is_name(path.steps[0]):
             raise path.line.error("write a method of a node as 'node.method(arguments)'", node)
+        if refused := refused_method(path.steps[0]):
+            raise path.at(0, refused)
         args, kwargs = values.arguments(node)
         return "call_method", path.steps[0], (receiver, *args), kwargs
 
@@ -206,7 +245,9 @@ class _GraphReader:
     ) -> tuple[str, str, tuple[Any, ...], dict[str, Any]]:
         """``method('name', receiver)``: the receiver is no node, or has the name of a root."""
         match node.args:
-            case [ast.Constant(value=str(name)), _, *_] if is_name(name):
+            case [ast.Constant(value=str(name)) as at, _, *_] if is_name(name):
+                if refused := refused_method(name):
+                    raise line.error(refused, at)
                 args, kwargs = values.arguments(node)
                 return "call_method", name, args[1:], kwargs
         raise line.error("write method('name', receiver, arguments)", node)
@@ -259,17 +300,9 @@ class _GraphReader:
 
 
 def _held(holder: object) -> Iterator[tuple[str, object]]:
-    """The modules, tensors and own attributes of a module, as they are stored."""
+    """The modules and tensors of a module, as they are stored."""
     if isinstance(holder, nn.Module):
         own = vars(holder)
         for kind in ("_modules", "_parameters", "_buffers"):
             yield from own.get(kind, {}).items()
-        yield from own.items()
-
-
-def _call_message(function: ast.expr) -> str:
-    match function:
-        case ast.Call(func=ast.Name(id=name)) if name == CALL_FORM:
-            roots = ", ".join(root for root in ROOTS if root != "self")
-            return f"a text can name functions of {roots} and some builtins alone"
-    return _FORM
+        yield from ((name, value) for name, value in own.items() if isinstance(value, Tensor))

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from torch import nn
 
@@ -36,6 +36,7 @@ from fxpipe.plan import Argument, Plan, Stage, Write
 from fxpipe.text.edge import is_name, parse_edge
 from fxpipe.text.graph import parse_graph
 from fxpipe.text.line import Line, lines_of
+from fxpipe.text.target import Function
 
 _END = r"[ \t]*(?:#.*)?"
 _COUNT = r"(0|[1-9][0-9]{0,8})"
@@ -82,17 +83,20 @@ def _print_target(target: str) -> str:
     return target if _PLAIN.fullmatch(target) else repr(target)
 
 
-def parse_plan(text: str, root: nn.Module | None = None) -> Plan:
+def parse_plan(
+    text: str, root: nn.Module | None = None, functions: Iterable[Function] = ()
+) -> Plan:
     """Read a plan. Nothing that the text names is run.
 
     Args:
         text: what ``print_plan`` gave; blank lines and comments mean nothing.
         root: the module that holds the leaf modules which the graphs call, if they call any.
+        functions: what the text may name beside the list in ``fxpipe.text.target``.
 
     Raises:
         ParseError: with line and column of the first thing that is wrong.
     """
-    return _PlanReader(text, root).read()
+    return _PlanReader(text, root, tuple(functions)).read()
 
 
 class _PlanReader:
@@ -100,12 +104,14 @@ class _PlanReader:
 
     Attributes:
         root: where the graphs' leaf modules are looked up.
+        functions: what the graphs may name beside the list.
         lines: all lines.
         position: the index of the next one.
     """
 
-    def __init__(self, text: str, root: nn.Module | None) -> None:
+    def __init__(self, text: str, root: nn.Module | None, functions: tuple[Function, ...]) -> None:
         self.root = root
+        self.functions = functions
         self.lines = lines_of(text)
         self.position = 0
 
@@ -161,7 +167,10 @@ class _PlanReader:
         if all(inner.is_blank for inner in body):
             raise line.error(f"the graph of stage {index} has no lines", len(line.code))
         graph = parse_graph(
-            "\n".join(inner.text for inner in body), self.root, first_line=body[0].number
+            "\n".join(inner.text for inner in body),
+            self.root,
+            self.functions,
+            first_line=body[0].number,
         )
         return Stage(
             index,

@@ -1,26 +1,30 @@
 """The functions that a graph's text may name, and their names. Naming one never runs anything.
 
-There is no import and no attribute access to arbitrary objects: a name is looked up in fixed
-modules, and what is found there must be a function or an operator. A graph that was parsed is a
-program, though: running it runs the functions that it names.
+A graph that was parsed is a program: running it runs the functions that it names. So a text names
+what computes, of a list that holds what graphs of models hold: the operators of aten, prims and
+fxpipe, those that take graphs, such as cond, PyTorch's functions of tensors, the operators of
+Python and its math. Nothing else can be named, no private name and nothing that imports, loads or
+writes: neither by a path nor as a method or an attribute of a value. What a caller lists beside
+it, such as an operator of one's own, can.
 """
 
 from __future__ import annotations
 
 import functools
-import keyword
 import math
 import operator
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket, _OpNamespace
 
 import fxpipe.random
-from fxpipe.errors import near
+from fxpipe.errors import InputError, near
 from fxpipe.plan import pop, stash
+from fxpipe.random.leaf_draws import draw_from
 from fxpipe.text.path import Path, print_path
 
 Function = Callable[..., Any]
@@ -35,18 +39,42 @@ BARE: dict[str, Function] = {
 }
 """The functions that are written without a module."""
 
-_MODULES: dict[str, tuple[types.ModuleType, tuple[str, ...]]] = {
-    "operator": (operator, ("_operator", "operator")),
-    "math": (math, ("math",)),
-    "torch": (torch, ("torch",)),
-    "torch.nn.functional": (torch.nn.functional, ("torch",)),
-    "torch.linalg": (torch.linalg, ("torch",)),
-    "torch.fft": (torch.fft, ("torch",)),
-    "torch.special": (torch.special, ("torch",)),
-    "torch._C._nn": (torch._C._nn, ("torch",)),
-    "fxpipe.random": (fxpipe.random, ("fxpipe",)),
+_OPERATORS = ("aten", "prims", "fxpipe")
+_GRAPH_OPERATORS = (
+    *("cond", "while_loop", "scan", "associative_scan", "map_impl"),
+    *("flex_attention", "flex_attention_backward"),
+)
+_BEYOND_TENSORS = ("from_file", "_print")
+"""Operators of aten that open files and write to the terminal."""
+
+_PYTHON = (
+    *("abs", "add", "and_", "concat", "contains", "countOf", "eq", "floordiv", "ge", "getitem"),
+    *("gt", "index", "indexOf", "inv", "invert", "is_", "is_not", "le", "length_hint", "lshift"),
+    *("lt", "matmul", "mod", "mul", "ne", "neg", "not_", "or_", "pos", "pow", "rshift", "sub"),
+    *("truediv", "truth", "xor", "delitem", "setitem", "iadd", "iand", "iconcat", "ifloordiv"),
+    *("ilshift", "imatmul", "imod", "imul", "ior", "ipow", "irshift", "isub", "itruediv", "ixor"),
+)
+
+_TORCH: dict[str, tuple[types.ModuleType, str]] = {
+    "torch": (torch, ""),
+    "torch.nn.functional": (torch.nn.functional, ""),
+    "torch.linalg": (torch.linalg, "linalg_"),
+    "torch.fft": (torch.fft, "fft_"),
+    "torch.special": (torch.special, "special_"),
+    "torch._C._nn": (torch._C._nn, ""),
 }
-"""Name of a module → the module, and the packages whose functions it may hold."""
+"""Name of a module → the module, and how aten's operators begin that it gives another name."""
+
+_MODULES = ("operator", "math", *_TORCH, "fxpipe.random", "fxpipe.random.leaf_draws")
+_OF_DICTS = ("get", "items", "keys")
+_NOT_ON_TENSORS = frozenset(
+    (
+        *("apply_", "map_", "map2_", "numpy", "backward", "module_load", "share_memory_"),
+        *("register_hook", "register_post_accumulate_grad_hook", "storage", "untyped_storage"),
+        *("data_ptr", "const_data_ptr"),
+    )
+)
+"""Methods of tensors that call functions, or hand out memory or what can write files."""
 
 CALL_FORM = "function"
 """How a function that has no name here is printed; it can be read by people only."""
@@ -55,19 +83,29 @@ CALL_FORM = "function"
 @functools.cache
 def _functions(module: str) -> dict[str, Function]:
     """The functions of one of the modules, by name."""
-    holder, homes = _MODULES[module]
-    found = {}
-    for name, value in vars(holder).items():
-        home = getattr(value, "__module__", None) or homes[0]
-        if (
-            callable(value)
-            and not isinstance(value, (type, types.ModuleType))
-            and not (name.startswith("__") or keyword.iskeyword(name))
-            and home.partition(".")[0] in homes
-            and home != "torch.serialization"
-        ):
-            found[name] = value
-    return found
+    match module:
+        case "operator":
+            return {name: getattr(operator, name) for name in _PYTHON}
+        case "math":
+            found = vars(math).items()
+            return {name: f for name, f in found if callable(f) and not name.startswith("_")}
+        case "fxpipe.random":
+            return {
+                f.__name__: f for f in (*fxpipe.random.SEEDED.values(), fxpipe.random.attention)
+            }
+        case "fxpipe.random.leaf_draws":
+            return {draw_from.__name__: draw_from}
+    holder, prefix = _TORCH[module]
+    taking = {id(f) for own in torch.overrides.get_overridable_functions().values() for f in own}
+    return {
+        name: function
+        for name, function in vars(holder).items()
+        if callable(function)
+        and not isinstance(function, (type, types.ModuleType))
+        and (not name.startswith("_") or name.startswith("_sym_"))
+        and (id(function) in taking or _find_packet("aten", prefix + name))
+        and name not in _BEYOND_TENSORS
+    }
 
 
 @functools.cache
@@ -99,61 +137,131 @@ def print_function(function: Function) -> str:
     return f"{CALL_FORM}({f'{module}.{name}'!r})"
 
 
-def read_function(path: Path) -> Function:
-    """The function that a path names. Raises ParseError with the near names."""
+def named(functions: Iterable[Function]) -> dict[str, Function]:
+    """Functions by the names with which they are printed; an operator's overloads with it.
+
+    Raises:
+        InputError: something is no function.
+    """
+    found: dict[str, Function] = {}
+    for function in functions:
+        if not callable(function):
+            raise InputError(f"functions holds {function!r}; list functions and operators")
+        found[print_function(function)] = function
+        if isinstance(function, OpOverloadPacket):
+            overloads: list[str] = cast(Any, function).overloads()
+            found |= named(getattr(function, overload) for overload in overloads)
+    return found
+
+
+def read_function(path: Path, listed: Mapping[str, Function]) -> Function:
+    """The function that a path names. Raises ParseError with the near names.
+
+    Args:
+        path: the path.
+        listed: what the caller lets a text name, by its whole name.
+    """
+    own = listed.get(print_path(path.start, ".".join(path.steps)) if path.steps else path.start)
+    if own is not None:
+        return own
     if not path.steps:
         if path.start in BARE:
             return BARE[path.start]
-        message = f"there is no function {path.start!r}: {near(path.start, BARE)}"
+        message = f"there is no function {path.start!r}: {_hint(path.start, BARE)}"
         raise path.line.error(message, path.whole)
     if (path.start, *path.steps[:1]) == ("torch", "ops"):
         return _read_operator(path)
     module = ".".join((path.start, *path.steps[:-1]))
     if module not in _MODULES:
         inside = [name for name in _MODULES if name.partition(".")[0] == path.start]
-        message = f"a text names no functions of {module!r}: {near(module, inside)}"
+        message = f"a text names no functions of {module!r}: {_hint(module, inside)}"
         raise path.at(max(len(path.steps) - 2, 0), message)
     functions = _functions(module)
     name = path.steps[-1]
     if name not in functions:
-        message = f"there is no function {name!r} in {module}: {near(name, functions)}"
+        message = f"there is no function {name!r} in {module} that a text can name: " + _hint(
+            name, functions
+        )
         raise path.at(len(path.steps) - 1, message)
     return functions[name]
+
+
+def refused_method(name: str) -> str:
+    """Why a text cannot call a method of this name; "" where it can."""
+    if name in _methods():
+        return ""
+    return f"there is no method {name!r} that a text can call: {near(name, _methods())}"
+
+
+def refused_attribute(name: object) -> str:
+    """Why a text cannot read an attribute of this name with ``getattr``; "" where it can."""
+    if not isinstance(name, str) or name.startswith("_"):
+        return "write getattr(value, 'name') with a name that does not begin with '_'"
+    if callable(getattr(Tensor, name, None)):
+        return f"{name!r} is a method, which a text can only call: value.{name}(arguments)"
+    return ""
+
+
+@functools.cache
+def _methods() -> frozenset[str]:
+    """The methods that a text can call: those of tensors, and what reads a dict."""
+    own = (n for n in dir(Tensor) if not n.startswith("_") and callable(getattr(Tensor, n)))
+    return frozenset((*own, *_OF_DICTS)) - _NOT_ON_TENSORS
 
 
 def _read_operator(path: Path) -> Function:
     match path.steps:
         case (_, "higher_order", name):
-            found = getattr(torch.ops.higher_order, name, None)
+            found = (
+                getattr(torch.ops.higher_order, name, None) if name in _GRAPH_OPERATORS else None
+            )
             if isinstance(found, HigherOrderOperator):
                 return found
-            raise path.at(2, f"there is no operator {name!r} in torch.ops.higher_order")
-        case (_, namespace, name):
-            return _read_packet(path, namespace, name)
-        case (_, namespace, name, overload):
-            packet = _read_packet(path, namespace, name)
-            overloads: list[str] = cast(Any, packet).overloads()
-            if overload not in overloads:
-                hint = near(overload, overloads)
-                raise path.at(3, f"operator {name!r} has no overload {overload!r}: {hint}")
-            found = getattr(packet, overload)
-            assert isinstance(found, OpOverload)
-            return found
+            hint = _hint(name, _GRAPH_OPERATORS)
+            raise path.at(2, f"there is no operator {name!r} that takes graphs: {hint}")
+        case (_, namespace, name, *overload) if len(overload) < 2:
+            if namespace not in _OPERATORS:
+                raise path.at(
+                    1, f"a text names no operators of {namespace!r}: {_hint(namespace, _OPERATORS)}"
+                )
+            packet = _find_packet(namespace, name)
+            if packet is None or name in _BEYOND_TENSORS:
+                hint = _hint(name, _operators(namespace))
+                what = (
+                    f"there is no operator {name!r} in torch.ops.{namespace} that a text can name"
+                )
+                raise path.at(2, f"{what}: {hint}")
+            overloads = list(_overloads(packet))
+            if not overload:
+                return packet
+            if overload[0] not in overloads:
+                hint = near(overload[0], overloads)
+                raise path.at(3, f"operator {name!r} has no overload {overload[0]!r}: {hint}")
+            return cast(Function, getattr(packet, overload[0]))
     message = "write an operator as torch.ops.<namespace>.<operator>.<overload>"
     raise path.line.error(message, path.whole)
 
 
-def _read_packet(path: Path, namespace: str, name: str) -> OpOverloadPacket:
-    holder = getattr(torch.ops, namespace, None)
+def _find_packet(namespace: str, name: str) -> OpOverloadPacket | None:
+    """The operator of that name, if tensors' dispatcher runs it; TorchScript's own save files."""
+    holder = getattr(torch.ops, namespace)
     packet = getattr(holder, name, None) if isinstance(holder, _OpNamespace) else None
-    if isinstance(packet, OpOverloadPacket):
+    if isinstance(packet, OpOverloadPacket) and any(_overloads(packet)):
         return packet
-    operators: dict[str, set[str]] = {}
-    for full in torch._C._dispatch_get_all_op_names():
-        other, _, operator_name = full.partition("::")
-        operators.setdefault(other, set()).add(operator_name.partition(".")[0])
-    if namespace not in operators:
-        message = f"there is no namespace of operators {namespace!r}: {near(namespace, operators)}"
-        raise path.at(1, message)
-    hint = near(name, operators[namespace])
-    raise path.at(2, f"there is no operator {name!r} in torch.ops.{namespace}: {hint}")
+    return None
+
+
+def _overloads(packet: OpOverloadPacket) -> Iterator[str]:
+    for overload in cast(list[str], cast(Any, packet).overloads()):
+        if torch._C._dispatch_has_kernel(getattr(packet, overload).name()):
+            yield overload
+
+
+def _operators(namespace: str) -> set[str]:
+    names = torch._C._dispatch_get_all_op_names()
+    own = (full.partition("::")[2] for full in names if full.startswith(f"{namespace}::"))
+    return {name.partition(".")[0] for name in own}.difference(_BEYOND_TENSORS)
+
+
+def _hint(name: str, known: Iterable[str]) -> str:
+    return f"{near(name, known)}; one of your own is read where Plan.parse(functions=[...]) has it"

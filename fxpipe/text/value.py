@@ -14,7 +14,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from fxpipe.errors import InputError, near
 from fxpipe.text.line import Line
 from fxpipe.text.path import ROOTS, read_path
-from fxpipe.text.target import print_function, read_function
+from fxpipe.text.target import Function, print_function, read_function
 
 _NAMED = (torch.dtype, torch.layout, torch.memory_format)
 
@@ -69,11 +69,15 @@ class ValueReader:
     Attributes:
         line: the line.
         nodes: the nodes that the line may name.
+        listed: the functions that the caller lets the text name, by name.
     """
 
-    def __init__(self, line: Line, nodes: Mapping[str, fx.Node]) -> None:
+    def __init__(
+        self, line: Line, nodes: Mapping[str, fx.Node], listed: Mapping[str, Function]
+    ) -> None:
         self.line = line
         self.nodes = nodes
+        self.listed = listed
 
     def read(self, node: ast.expr) -> Any:
         """The value of an expression. Raises ParseError if ``print_value`` makes none like it."""
@@ -105,7 +109,7 @@ class ValueReader:
 
     def constant(self, node: ast.expr) -> Any:
         """The value of an expression that holds no node."""
-        return ValueReader(self.line, {}).read(node)
+        return ValueReader(self.line, {}, self.listed).read(node)
 
     def arguments(self, call: ast.Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of a call, by position and by name."""
@@ -183,7 +187,7 @@ class ValueReader:
             case ("math", "nan"):
                 return math.nan
             case ("torch", "ops", *_):
-                return read_function(path)
+                return read_function(path, self.listed)
             case ("torch", name):
                 constant = vars(torch).get(name)
                 if isinstance(constant, _NAMED):
