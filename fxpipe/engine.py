@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch.optim import Optimizer
 from fxpipe.call import differentiable_call
 from fxpipe.compiler.compiled import Compiled
 from fxpipe.errors import InputError
-from fxpipe.figures import peaks, plan_sizes
+from fxpipe.figures import plan_sizes, predicted_peaks
 from fxpipe.kernels.kernel import Kernel
 from fxpipe.runtime.backend import Backend
 from fxpipe.runtime.batch import Batch
@@ -285,7 +284,11 @@ class Engine:
             self._workers,
             self._backend,
             clock=self._clock,
-            expected=partial(peaks, compiled, state, optimizers),
+            expected=lambda: predicted_peaks(
+                compiled.plan,
+                compiled.program,
+                plan_sizes(compiled.plan, state, optimizers, compiled.schedule),
+            ),
         )
 
     def _kernels(self, compiled: Compiled) -> Sequence[Sequence[Kernel]]:

@@ -10,7 +10,6 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fxpipe.compiler.compiled import Compiled
 from fxpipe.errors import InputError
 from fxpipe.memory.held import Resting, sizes_of, undo_bytes
 from fxpipe.memory.optimizer import optimizer_memory
@@ -83,12 +82,10 @@ def predict(
     return replace(found, seconds=True)
 
 
-def peaks(
-    compiled: Compiled, state: Mapping[str, Tensor], optimizers: Sequence[Optimizer | None]
-) -> list[int]:
-    """Device → the most bytes that it is predicted to hold."""
-    sizes = plan_sizes(compiled.plan, state, optimizers, compiled.schedule)
-    return [memory.peak for memory in simulate(compiled.program, sizes=sizes).memory]
+def predicted_peaks(plan: Plan, program: Program, sizes: Sizes) -> list[int]:
+    """Device → the most bytes that it is predicted to hold, as ``pipe.simulate()`` has it."""
+    found = predict(plan, program, sizes, None, links=None, overlap=True, steps=None)
+    return [memory.peak for memory in found.memory]
 
 
 def split_target(

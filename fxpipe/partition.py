@@ -57,10 +57,15 @@ class Partition:
         for name in self.keep_together:
             if name not in known:
                 raise InputError(f"keep_together names no submodule {name!r}: {near(name, known)}")
-        _each("memory_limits", self.memory_limits, devices, gaps=True)
+        self.limits(devices)
         _each("device_speeds", self.device_speeds, devices, alone=False)
         _pairs("link_bandwidth", self.link_bandwidth, devices, "bytes a second")
         _pairs("link_latency", self.link_latency, devices, "seconds", zero=True)
+
+    def limits(self, devices: int) -> tuple[float, ...]:
+        """Device → the bytes that it may hold, infinite where it is left open; empty where all
+        are."""
+        return _each("memory_limits", self.memory_limits, devices, gaps=True)
 
     def machine(self, schedule: Schedule, names: Sequence[str]) -> Machine:
         """The devices, as the stages of a schedule meet them.
@@ -71,7 +76,7 @@ class Partition:
         """
         homes, devices = schedule.placement, schedule.devices
         speeds = _each("device_speeds", self.device_speeds, devices) or (1.0,) * devices
-        limits = _each("memory_limits", self.memory_limits, devices, gaps=True)
+        limits = self.limits(devices)
         bandwidth = _pairs("link_bandwidth", self.link_bandwidth, devices, "bytes a second")
         latency = _pairs("link_latency", self.link_latency, devices, "seconds", zero=True)
         return Machine(

@@ -29,6 +29,7 @@ from fxpipe.signals import SignalsAtOperations
 from fxpipe.simulator import Simulation
 from fxpipe.simulator.costs import Costs, Links
 from fxpipe.simulator.measured import measured_run
+from fxpipe.simulator.table import peak_texts
 from fxpipe.sizes import Sizes
 from fxpipe.stand_in import StandIn
 from fxpipe.table import stage_table
@@ -173,8 +174,8 @@ class Pipeline(StandIn):
     @property
     def sizes(self) -> Sizes:
         """FLOPs and bytes of the stages as sympy expressions in the samples of a micro-batch, and
-        the largest micro-batch that fits the memory limits."""
-        return self._compiler.sizes(self._compiled())
+        the largest micro-batch that is predicted to keep the memory limits."""
+        return self._compiler.sizes(self._compiled(), self._engine.updates)
 
     @property
     def stashed(self) -> Mapping[int, int]:
@@ -243,8 +244,10 @@ class Pipeline(StandIn):
 
     def __repr__(self) -> str:
         """The table of stages."""
-        table = stage_table(self._model, self._shown, self.devices, self._compiler.verdict)
-        if self._shown is None or self._shown.traced.leaves or not self._compiler.limited:
+        shown, verdict = self._shown, self._compiler.verdict
+        memory = () if shown is None else peak_texts(self.simulate())
+        table = stage_table(self._model, shown, self.devices, verdict, memory)
+        if shown is None or shown.traced.leaves:
             return table
         return "\n".join([table, *self.sizes.verdict()])
 
@@ -265,7 +268,7 @@ class Pipeline(StandIn):
         The costs are what the stages were measured to take alone, in seconds, and what is given
         here; the sizes are those of the plan. See ``fxpipe.simulator.simulate``.
 
-        ``memory`` has the peak of each device in bytes and its parts, as the table does: what is
+        ``memory`` has the peak of each device in bytes, the table's figure, and its parts: what is
         there always, by storage, and what the nodes of the running graph hold. Operations' own
         scratch memory is not counted, nor what stages with leaf modules save. Gradients that
         ``.grad`` holds now count besides the step's own.
@@ -295,7 +298,8 @@ class Pipeline(StandIn):
 
         Returns:
             The times of all instructions in seconds. Its ``costs`` are those of the stages as
-            they ran beside each other, and ``simulate`` takes them.
+            they ran beside each other, and ``simulate`` takes them. Its ``memory`` is predicted,
+            as ``simulate``'s is, for the times that were measured.
 
         Raises:
             InputError: as ``step``, or ``steps`` is below 1.

@@ -22,6 +22,7 @@ def stage_table(
     compiled: Compiled | None,
     devices: Sequence[torch.device],
     verdict: Verdict | None = None,
+    memory: Sequence[str] = (),
 ) -> str:
     """The stages, and how well they are balanced, as text.
 
@@ -29,7 +30,8 @@ def stage_table(
         model: the model.
         compiled: what is shown; None before the first call.
         devices: where the stages are.
-        verdict: what the partition knows of its balance and memory.
+        verdict: what the partition knows of its balance.
+        memory: device → what it is predicted to hold at most.
     """
     title = f"fxpipe.Pipeline of {type(model).__name__} over {len(devices)} devices"
     if compiled is None:
@@ -60,13 +62,16 @@ def stage_table(
             bytes_text(
                 sum(plan.bytes_of(e) or 0 for e in plan.edges_from(stage.index) if e.kind == "skip")
             ),
-            "" if verdict is None else bytes_text(verdict.loads[stage.index].memory),
+            memory[device],
         )
     console = Console(width=130, color_system=None, file=None, record=True, quiet=False)
     with console.capture() as capture:
         console.print(table)
     text = "\n".join(line.rstrip() for line in capture.get().rstrip().splitlines())
-    return f"{text}\nper micro-batch; {_balance(seconds, verdict)}"
+    return (
+        f"{text}\nper micro-batch; {_balance(seconds, verdict)}\n"
+        "memory: the most that the stage's device holds at once in a step, predicted"
+    )
 
 
 def _modules(stage: Stage) -> str:
@@ -91,10 +96,10 @@ def _balance(seconds: Sequence[float], verdict: Verdict | None) -> str:
     what = "compute"
     if any(load.transfer for load in loads):
         what = "compute and transfers"
-    proven = f"at most {100 * verdict.gap:.1f} % slower than the best possible cut"
-    if verdict.gap < 5e-4:
-        proven = "the best possible cut"
+    proven = "the best cut"
+    if verdict.gap >= 5e-4:
+        proven = f"at most {100 * verdict.gap:.1f} % slower than the best cut"
     return (
         f"the slowest stage takes {verdict.slowest / mean:.2f} times the mean ({what}), proven "
-        f"{proven}\nmemory: parameters, gradients, optimizer state, versions and stash, predicted"
+        f"{proven} of those that {verdict.condition}"
     )

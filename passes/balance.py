@@ -15,7 +15,7 @@ from fxpipe.passes.bound import lower_bound
 from fxpipe.passes.measure import NodeCost
 from fxpipe.passes.partition import Assignment, Verdict
 from fxpipe.passes.solve import least_limits, solve
-from fxpipe.passes.work import Division, Machine, Work, weigh
+from fxpipe.passes.work import Division, Machine, weigh
 from fxpipe.traced import Traced
 from fxpipe.units import bytes_text
 
@@ -58,7 +58,8 @@ def balance(
         division, bound = least_limits(atoms.work, machine), lower_bound(atoms.work, machine)
         if not nearest:
             raise PartitionError(_over(division, machine))
-    return Assignment(stages, _named(atoms, division), Verdict(division.loads, bound))
+    verdict = Verdict(division.loads, bound, tuple(together))
+    return Assignment(stages, _named(atoms, division), verdict)
 
 
 def judge(
@@ -75,39 +76,12 @@ def judge(
     Raises:
         PartitionError: a stage does not keep its memory limit, and ``nearest`` is not given.
     """
-    work, division = _weighed(traced, assignment, costs, machine, footprint)
-    if not nearest and not division.fits(machine):
-        raise PartitionError(_over(division, machine))
-    return replace(assignment, verdict=Verdict(division.loads, lower_bound(work, machine)))
-
-
-def with_memory(
-    traced: Traced,
-    assignment: Assignment,
-    costs: Mapping[str, NodeCost],
-    machine: Machine,
-    footprint: Footprint,
-) -> Assignment:
-    """An assignment that was made without a footprint, with what its stages hold by that."""
-    assert assignment.verdict is not None
-    _, division = _weighed(traced, assignment, costs, machine, footprint)
-    loads = tuple(
-        replace(load, memory=weighed.memory)
-        for load, weighed in zip(assignment.verdict.loads, division.loads, strict=True)
-    )
-    return replace(assignment, verdict=replace(assignment.verdict, loads=loads))
-
-
-def _weighed(
-    traced: Traced,
-    assignment: Assignment,
-    costs: Mapping[str, NodeCost],
-    machine: Machine,
-    footprint: Footprint,
-) -> tuple[Work, Division]:
     atoms = atoms_of(traced, costs, footprint, views=False)
     stage_of = [assignment.nodes[nodes[0].name] for nodes in atoms.nodes]
-    return atoms.work, weigh(atoms.work, machine, stage_of)
+    division = weigh(atoms.work, machine, stage_of)
+    if not nearest and not division.fits(machine):
+        raise PartitionError(_over(division, machine))
+    return replace(assignment, verdict=Verdict(division.loads, lower_bound(atoms.work, machine)))
 
 
 def _named(atoms: Atoms, division: Division) -> dict[str, int]:
@@ -126,6 +100,5 @@ def _over(division: Division, machine: Machine) -> str:
         f"stage {stage} on {machine.name_of(stage)} needs at least {bytes_text(needs)} and may "
         f"take {bytes_text(limit)}: its parameters, their gradients, optimizer state and versions, "
         f"and what undoes its update, or what {machine.peaks[stage]} micro-batches in flight keep; "
-        "raise memory_limits, split the batch into more micro-batches, give more devices, or a "
-        "schedule that keeps fewer micro-batches"
+        "raise memory_limits, or give more devices"
     )

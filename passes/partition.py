@@ -28,11 +28,20 @@ class Verdict:
 
     Attributes:
         loads: stage → load, for one micro-batch.
-        bound: seconds that the slowest stage takes at least, however the model is cut.
+        bound: seconds that the slowest stage takes at least, in any cut that is asked for by
+            ``condition``.
+        together: submodules that no cut may part.
     """
 
     loads: tuple[Load, ...]
     bound: float
+    together: tuple[str, ...] = ()
+
+    @property
+    def condition(self) -> str:
+        """What every cut does that the bound is for."""
+        kept = f" and keep {', '.join(self.together)} together" if self.together else ""
+        return f"add up gradients in the model's order{kept}"
 
     @property
     def slowest(self) -> float:

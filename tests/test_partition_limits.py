@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import re
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -19,7 +21,6 @@ from benchmarks.models.unet import UNet
 from fxpipe.compiler.room import Room
 from fxpipe.partition import Partition, arrival_peaks, stash_peaks
 from fxpipe.passes.add_recompute import add_recompute
-from fxpipe.passes.extents import BATCH
 from fxpipe.passes.solve import solve
 from fxpipe.passes.work import Load, Machine, Transfer, Work
 from fxpipe.recipe import find_recipe
@@ -37,7 +38,7 @@ def layers() -> tuple[nn.Sequential, Tensor, Tensor, Any]:
 
 def unet() -> Case:
     """Small weights, and large values that skip."""
-    return UNet(2, 4, depth=2), torch.randn(4, 3, 16, 16), torch.randn(4, 1, 16, 16), mse_loss
+    return UNet(2, 4, depth=2), torch.randn(8, 3, 16, 16), torch.randn(8, 1, 16, 16), mse_loss
 
 
 def transformer() -> Case:
@@ -53,11 +54,10 @@ def peaks(make: Any, limits: Any = None, at: Any = None, **options: Any) -> list
     with fxpipe.compile(
         model,
         ["cpu", "cpu"],
-        microbatches=4,
         loss=loss,
         partition=Partition(at=at, memory_limits=limits),
         example=((x,), {"target": y}),
-        **options,
+        **{"microbatches": 4, **options},
     ) as pipe:
         return [memory.peak for memory in pipe.simulate().memory]
 
@@ -230,16 +230,69 @@ def test_a_cut_that_only_its_count_forbids_is_predicted_once() -> None:
     assert Room((0,), machine).keeps(loads(130), machine, [95])
 
 
-@pytest.mark.parametrize(("optimizer", "copies"), [(PLAIN, 2), (ADAM, 4), (None, 4)])
-def test_sizes_count_the_state_of_the_optimizer_that_is_given(optimizer: Any, copies: int) -> None:
-    model, x, y, loss = layers()
-    weights = sum(p.nbytes for p in model.parameters())
-    with fxpipe.compile(
-        model,
-        ["cpu"],
-        microbatches=2,
-        loss=loss,
-        optimizer=optimizer,
-        example=((x,), {"target": y}),
-    ) as pipe:
-        assert int(pipe.sizes.memory[0].subs(BATCH, 0)) == copies * weights
+@pytest.mark.parametrize(
+    ("make", "at", "schedule", "recompute"),
+    [
+        (layers, ["5"], "1f1b", "never"),
+        (unet, ["ups"], "gpipe", "never"),
+        (unet, ["ups"], "gpipe", "always"),
+        (transformer, ["blocks.2"], "zb-h1", "never"),
+    ],
+)
+def test_the_largest_micro_batch_is_taken_and_one_sample_more_is_refused(
+    make: Any, at: list[str], schedule: str, recompute: Any
+) -> None:
+    torch.manual_seed(0)
+    model, x, y, loss = make()
+    limits = [2 * peak for peak in peaks(make, at=at, schedule=schedule, recompute=recompute)]
+
+    def compiled(samples: int) -> fxpipe.Pipeline:
+        several = [torch.cat([part[:1]] * 2 * samples) for part in (x, y)]
+        return fxpipe.compile(
+            copy.deepcopy(model),
+            ["cpu", "cpu"],
+            schedule=schedule,
+            microbatches=2,
+            loss=loss,
+            recompute=recompute,
+            partition=Partition(at=at, memory_limits=limits),
+            example=((several[0],), {"target": several[1]}),
+        )
+
+    with compiled(1) as pipe:
+        largest = pipe.sizes.largest
+        assert largest is not None and largest > 1
+        text = str(pipe)
+        assert f"has {largest} samples" in text
+    with compiled(largest) as pipe:
+        assert pipe.sizes.largest == largest
+    with pytest.raises(fxpipe.PartitionError, match="is predicted to hold"):
+        compiled(largest + 1)
+
+
+@pytest.mark.parametrize(
+    ("make", "schedule", "part", "cures"),
+    [
+        (unet, "gpipe", 0.9, {"recompute", "schedule"}),
+        (unet, "1f1b", 0.8, {"microbatches"}),
+        (transformer, "zb-h2", 0.95, {"schedule", "microbatches"}),
+        (layers, "1f1b", 0.2, set()),
+    ],
+)
+def test_what_a_refusal_proposes_is_enough(
+    make: Any, schedule: str, part: float, cures: set[str]
+) -> None:
+    at = {unet: ["ups"], transformer: ["blocks.2"], layers: ["5"]}[make]
+    options = {"schedule": schedule, "optimizer": PLAIN}
+    limits = [part * peak for peak in peaks(make, at=at, **options)]
+    with pytest.raises(fxpipe.PartitionError) as refused:
+        peaks(make, limits, at, **options)
+    text = str(refused.value)
+    proposed = dict(re.findall(r'(recompute|schedule|microbatches)="?([\w-]+)', text))
+    assert cures == proposed.keys()
+    for option, value in proposed.items():
+        given = {option: int(value) if value.isdecimal() else value}
+        found = peaks(make, limits, at, **{**options, **given})
+        assert all(peak <= limit for peak, limit in zip(found, limits, strict=True))
+    if not proposed:
+        assert "no recompute, schedule or number of micro-batches is predicted to be enough" in text

@@ -109,9 +109,11 @@ def test_the_table_says_what_was_balanced_and_how_well() -> None:
     with compiled(Blocks()) as pipe:
         text = str(pipe)
         assert "times the mean (compute), proven" in text
-        assert "the best possible cut" in text
+        assert "the best cut of those that add up gradients in the model's order" in text
     with compiled(Blocks(), link_bandwidth=1e6) as pipe:
         assert "times the mean (compute and transfers), proven" in str(pipe)
+    with compiled(Blocks(), keep_together=["third"]) as pipe:
+        assert "order and keep third together" in str(pipe)
 
 
 def test_a_schedule_that_holds_more_needs_more_memory() -> None:

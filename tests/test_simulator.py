@@ -151,8 +151,13 @@ def test_idle_time_has_causes_and_the_critical_path_no_gaps(
     found = simulate(
         program, takes, links=Link(latency), overlap=overlap, overhead=overhead, steps=2
     )
-    for busy, idle in zip(found.busy, found.idle, strict=True):
-        assert busy + idle.total == pytest.approx(found.makespan)
+    through = found.through
+    for device, idle in enumerate(found.idle):
+        own = [span for span in found.spans if span.device == device and span.start < through]
+        busy = sum(min(span.end, through) - span.start for span in own)
+        assert busy + idle.total == pytest.approx(through)
+    total = sum(idle.total for idle in found.idle)
+    assert total == pytest.approx(found.bubble * through * found.devices)
     at: float = 0
     for part in found.critical_path:
         assert part.start == at < part.end

@@ -101,7 +101,8 @@ def test_stages_share_the_work_of_the_whole() -> None:
 def sizes(*memory: Any, limits: tuple[float, ...]) -> Sizes:
     extents = (Extent(ZERO, ZERO, ZERO, ZERO),) * len(memory)
     names = tuple(f"device {index} (cpu)" for index in range(len(memory)))
-    return Sizes(extents, tuple(map(sympy.sympify, memory)), names, limits)
+    expressions = [sympy.sympify(each) for each in memory]
+    return Sizes(extents, names, limits, 3, lambda b: [at(each, b) for each in expressions])
 
 
 @pytest.mark.parametrize(
@@ -113,19 +114,21 @@ def sizes(*memory: Any, limits: tuple[float, ...]) -> Sizes:
         (BATCH**2 + BATCH, 110, 10),
         (BATCH**2 + BATCH, 109, 9),
         (sympy.floor(BATCH / 2) + 1, 4, 7),
+        (sympy.Max(100, 7 * BATCH - 900), 1000, 271),
+        (BATCH, 1 << 19, 1 << 19),
         (7, 10, None),
         (11, 10, 0),
     ],
 )
-def test_the_largest_micro_batch_is_solved_from_the_expressions(
+def test_the_largest_micro_batch_is_found_by_what_is_predicted(
     memory: Any, limit: float, largest: int | None
 ) -> None:
     assert sizes(memory, limits=(limit,)).largest == largest
 
 
 def test_the_tightest_stage_is_named() -> None:
-    found = sizes(BATCH, 3 * BATCH, limits=(100.0, 90.0))
-    assert "has 30 samples (stage 1 on device 1 (cpu): 3*b B)" in str(found)
+    found = sizes(BATCH, 3 * BATCH, limits=(100.0, 92.0))
+    assert "has 30 samples" in str(found) and "device 1 (cpu) then holds 90 B of 92 B" in str(found)
 
 
 def test_the_table_shows_the_largest_micro_batch_where_memory_is_limited() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from fxpipe.compiler.timetable import Purpose
 from fxpipe.kernels.discarding import Discarding
 from fxpipe.kernels.kernel import Kernel
 from fxpipe.kernels.rechecked import Rechecked
@@ -24,6 +25,8 @@ class Compiled:
         kernels: micro-batch → stage → kernel.
         schedule: the schedule.
         program: the program.
+        purpose: what the call is for.
+        samples: those of the first micro-batch.
     """
 
     traced: Traced
@@ -31,6 +34,8 @@ class Compiled:
     kernels: Sequence[Sequence[Kernel]]
     schedule: Schedule
     program: Program
+    purpose: Purpose
+    samples: int
 
     @property
     def results(self) -> frozenset[str]:

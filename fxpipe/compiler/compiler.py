@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import math
+import operator
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,11 +16,12 @@ from fxpipe.compiler.compiled import Compiled
 from fxpipe.compiler.front_end import FrontEnd, Tracer
 from fxpipe.compiler.objective import Objective
 from fxpipe.compiler.placement import Placement
-from fxpipe.compiler.plans import Call, Plans
+from fxpipe.compiler.plans import Call, Graph, Plans
+from fxpipe.compiler.remedies import remedies
 from fxpipe.compiler.timetable import Purpose, RecomputeLike, Timetable
 from fxpipe.compiler.verbose import told
-from fxpipe.errors import FxpipeError, InputError
-from fxpipe.figures import plan_sizes, predict
+from fxpipe.errors import FxpipeError, InputError, PartitionError
+from fxpipe.figures import plan_sizes, predicted_peaks
 from fxpipe.garbage import without_collection
 from fxpipe.partition import Partition
 from fxpipe.passes import runner
@@ -104,6 +106,7 @@ class Compiler:
         self.timetable = Timetable(
             recipe, len(devices), microbatches=microbatches, clips=clips, recompute=recompute
         )
+        self._devices = tuple(devices)
         self._optimizer = optimizer
         self._placement = Placement(model, partition, self.timetable, devices, optimizer, threads)
         self.plans = Plans(
@@ -147,11 +150,16 @@ class Compiler:
             made = (batch, parts, purpose, updates, input_gradients, outputs)
             compiled = self._compile(*made)
             while purpose == "step" and not self._placement.judged:
-                if self._placement.keeps_limits(self._peaks(compiled, updates)):
-                    break
-                self.plans.forget()
-                self._programs.clear()
-                compiled = self._compile(*made)
+                graph = self.plans.graph_of(compiled.traced)
+                try:
+                    if self._placement.keeps_limits(self._peaks(compiled, updates)):
+                        break
+                    self.plans.forget()
+                    self._programs.clear()
+                    compiled = self._compile(*made)
+                except PartitionError as error:
+                    cure = self._remedies(compiled, graph, batch.size, updates)
+                    raise PartitionError(f"{error}; {cure}") from None
         return compiled
 
     def _compile(
@@ -202,20 +210,20 @@ class Compiler:
             else [stage.kernel for stage in plan.stages if stage.kernel is not None]
             for size, (_, plan) in plans.items()
         }
-        return Compiled(traced, plan, [by_size[size] for size in sizes], schedule, program)
+        kernels = [by_size[size] for size in sizes]
+        return Compiled(traced, plan, kernels, schedule, program, purpose, sizes[0])
 
     @property
     def verdict(self) -> Verdict | None:
         """How well the stages are balanced, once there are any."""
         return self._placement.verdict
 
-    @property
-    def limited(self) -> bool:
-        """Whether a device has a memory limit."""
-        return self._placement.limited
-
-    def sizes(self, compiled: Compiled) -> Sizes:
+    def sizes(self, compiled: Compiled, updates: bool) -> Sizes:
         """What the stages compute and hold, in the samples of a micro-batch.
+
+        Args:
+            compiled: what is to be looked at.
+            updates: whether its steps update the weights.
 
         Raises:
             InputError: the stages run leaf modules, whose sizes no graph tells.
@@ -225,25 +233,29 @@ class Compiler:
                 'sizes are read from the graphs of tracer="export", and this pipe calls leaf '
                 "modules; compile with that tracer"
             )
+        graph = self.plans.graph_of(compiled.traced)
         try:
-            traced, plan = self.plans.any_size(compiled.traced)
+            traced, plan = self.plans.any_size(graph, compiled.samples)
         except FxpipeError:  # the model refuses zeros, so that there is no other graph
             traced, plan = compiled.traced, compiled.plan
-        machine = self._placement.machine
-        assert machine is not None
         state = traced.state_of(self.model)
-        inputs = (plan.specs[name].shape for name in traced.inputs if name in plan.specs)
-        batch = next((shape[0] for shape in inputs if shape), 1)
         with untouched(self.model):
-            found = extents(plan, state, batch)
-        memory = []
-        for stage, extent in zip(plan.stages, found, strict=True):
-            held = sum(state[a.target].nbytes for a in (*stage.parameters, *stage.buffers))
-            trained = [state[a.target] for a in stage.parameters]
-            more = sum(p.nbytes for p in trained if p.requires_grad) * (self._placement.copies - 1)
-            memory.append(held + int(more) + machine.held[stage.index][1] * extent.saved)
-        limits = machine.limits or (math.inf,) * machine.stages
-        return Sizes(found, tuple(memory), machine.names, limits)
+            found = extents(plan, state, compiled.samples)
+        return Sizes(
+            found,
+            self._devices,
+            self._placement.limits,
+            compiled.samples,
+            lambda samples: self._peaks(self._resized(compiled, graph, samples, updates), updates),
+        )
+
+    def _resized(self, compiled: Compiled, graph: Graph, samples: int, updates: bool) -> Compiled:
+        """The same stages for micro-batches of so many samples, to be looked at."""
+        traced, plan = compiled.traced, compiled.plan
+        if samples != compiled.samples:
+            traced, plan = self.plans.any_size(graph, samples)
+        program = self._lowered(plan, compiled.schedule, compiled.purpose, updates)
+        return replace(compiled, traced=traced, plan=plan, program=program, samples=samples)
 
     def _peaks(self, compiled: Compiled, updates: bool) -> list[float]:
         """Device → the most bytes that it is predicted to hold in a step, with what an optimizer
@@ -255,20 +267,35 @@ class Compiler:
         if updates and self._optimizer is not None:
             optimizers = [make_optimizer(self._optimizer, p) if p else None for p in own]  # type: ignore[arg-type]
         sizes = plan_sizes(plan, state, optimizers, schedule)
-        found = predict(plan, compiled.program, sizes, None, links=None, overlap=True, steps=None)
-        peaks = [float(memory.peak) for memory in found.memory]
+        peaks = [float(peak) for peak in predicted_peaks(plan, compiled.program, sizes)]
         if not updates:
             for stage, device in enumerate(schedule.placement):
                 peaks[device] += state_size(None) * sizes.gradients[stage]
         return peaks
 
+    def _remedies(self, compiled: Compiled, graph: Graph, samples: int, updates: bool) -> str:
+        """What to change for a step of so many samples to keep the memory limits."""
+        own = compiled.schedule
+
+        def fits(schedule: Schedule) -> bool:
+            if schedule.placement != own.placement or ("I" in schedule.kinds) != ("I" in own.kinds):
+                return False  # it has other stages, or other kernels
+            part = -(-samples // schedule.microbatches)
+            other = self._resized(replace(compiled, schedule=schedule), graph, part, updates)
+            return all(map(operator.le, self._peaks(other, updates), self._placement.limits))
+
+        return remedies(self.timetable, own, samples, fits)
+
     def _program(self, plan: Plan, schedule: Schedule, purpose: Purpose, updates: bool) -> Program:
         key = (plan.edges, schedule.microbatches, purpose, updates)
         if key not in self._programs:
-            lower = Lower(plan, updates=updates, pause=purpose == "call")
-            program = runner.run(schedule, lower, communicate, free)
-            self._programs[key] = runner.run(program, Streams()) if self.plans.places else program
+            self._programs[key] = self._lowered(plan, schedule, purpose, updates)
         return self._programs[key]
+
+    def _lowered(self, plan: Plan, schedule: Schedule, purpose: Purpose, updates: bool) -> Program:
+        lower = Lower(plan, updates=updates, pause=purpose == "call")
+        program = runner.run(schedule, lower, communicate, free)
+        return runner.run(program, Streams()) if self.plans.places else program
 
 
 def _exchangeable(traced: Traced, plan: Plan, other: Traced, other_plan: Plan) -> bool:

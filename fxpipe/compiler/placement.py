@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -13,7 +14,7 @@ from fxpipe.compiler.timetable import Timetable
 from fxpipe.memory.held import undo_bytes
 from fxpipe.partition import Partition
 from fxpipe.passes.atoms import Footprint
-from fxpipe.passes.balance import balance, judge, with_memory
+from fxpipe.passes.balance import balance, judge
 from fxpipe.passes.cut import cut
 from fxpipe.passes.differentiate import Differentiate, Wanted
 from fxpipe.passes.follow import place_like
@@ -41,7 +42,6 @@ class Placement:
     Attributes:
         owners: parameter or buffer, by its name in the model → the first stage that reads it.
         costs: stage → what it costs, as measured on the first graph.
-        machine: the devices as the stages meet them, once there are any.
     """
 
     def __init__(
@@ -65,9 +65,6 @@ class Placement:
         """
         self.owners: Mapping[str, int] = {}
         self.costs: Mapping[int, Costs] = {}
-        self._state_of: Mapping[str, Tensor] = {}
-        self._weighed = False  # whether the verdict knows what the stages hold
-        self.machine: Machine | None = None
         self._model = model
         self._partition = partition
         self._timetable = timetable
@@ -77,6 +74,7 @@ class Placement:
         self._schedule: Schedule
         self._reference: tuple[Traced, Assignment] | None = None
         self._room: Room | None = None
+        self._machine: Machine | None = None
         self._measured: tuple[Traced, Plan | None, dict[str, NodeCost]] | None = None
 
     def place(
@@ -110,7 +108,7 @@ class Placement:
         if self._room is None:
             machine = self._partition.machine(schedule, self._devices)
             self._room = Room(schedule.placement, machine)
-        self.machine = machine = self._room.machine()
+        self._machine = machine = self._room.machine()
         nearest = step and self._room.nearest
         if not step:
             self._room.firm = "give compile(..., example=...) of a step, raise memory_limits"
@@ -123,7 +121,7 @@ class Placement:
         self._schedule = schedule
         footprint = Footprint()
         if machine.limited:  # else memory decides nothing, and the optimizer need not be asked
-            footprint = footprint_of(traced, plan, costs, state, self.copies, self._undo)
+            footprint = footprint_of(traced, plan, costs, state, self._copies, self._undo)
         together = self._partition.keep_together
         with telling("partition"):
             if self._partition.at is None:
@@ -142,28 +140,20 @@ class Placement:
                 assignment = judge(traced, assignment, costs, machine, footprint, nearest=nearest)
                 self._room.firm = "begin stages at other submodules, raise memory_limits"
         self._reference = traced, assignment
-        self._state_of, self._weighed = state, machine.limited
         self.owners = owners(traced, assignment)
         self.costs = _by_stage(traced, assignment, costs)
         return assignment
 
     @property
     def verdict(self) -> Verdict | None:
-        """How well the stages are balanced and what they hold, once there are any."""
-        if self._reference is None or self._measured is None or self.machine is None:
-            return None
-        traced, assignment = self._reference
-        if not self._weighed:
-            _, plan, costs = self._measured
-            found = footprint_of(traced, plan, costs, self._state_of, self.copies, self._undo)
-            assignment = with_memory(traced, assignment, costs, self.machine, found)
-            self._reference, self._weighed = (traced, assignment), True
-        return assignment.verdict
+        """How well the stages are balanced, once there are any."""
+        return None if self._reference is None else self._reference[1].verdict
 
     @property
-    def limited(self) -> bool:
-        """Whether a device has a memory limit."""
-        return self.machine is not None and self.machine.limited
+    def limits(self) -> tuple[float, ...]:
+        """Device → the bytes that it may hold; infinite where there is no limit."""
+        devices = len(self._devices)
+        return self._partition.limits(devices) or (math.inf,) * devices
 
     @property
     def judged(self) -> bool:
@@ -179,14 +169,14 @@ class Placement:
         Raises:
             PartitionError: they do not, and no other assignment is to be tried.
         """
-        assert self._room is not None and self.machine is not None and self.verdict is not None
-        kept = self._room.keeps(self.verdict.loads, self.machine, peaks)
+        assert self._room is not None and self._machine is not None and self.verdict is not None
+        kept = self._room.keeps(self.verdict.loads, self._machine, peaks)
         if not kept:
             self._reference = None
         return kept
 
     @cached_property
-    def copies(self) -> float:
+    def _copies(self) -> float:
         """How often a parameter that is trained stands in memory: its versions, its gradient and
         its optimizer state; and, where an update may happen among other tasks, what undoes it."""
         schedule = self._schedule

@@ -21,6 +21,7 @@ from fxpipe.passes.check import check
 from fxpipe.passes.cut import cut
 from fxpipe.passes.defer_batchnorm import defer_batchnorm
 from fxpipe.passes.differentiate import Differentiate, Wanted
+from fxpipe.passes.follow import place_like
 from fxpipe.passes.fuse_accumulation import fuse_accumulation as fuse_accumulation_
 from fxpipe.passes.part_backward import part_backward
 from fxpipe.passes.partition import Assignment
@@ -79,6 +80,17 @@ class Call:
     def zeros(self) -> Call:
         """The same with zeros for data, on the CPU."""
         return self._mapped(lambda tensor: torch.zeros_like(tensor, device="cpu"))
+
+    def resized(self, size: int) -> Call:
+        """The same for micro-batches of another size, of zeros."""
+
+        def change(leaf: Any, dim: int | None) -> Any:
+            if dim is None or not isinstance(leaf, Tensor):
+                return leaf
+            return leaf.new_zeros((*leaf.shape[:dim], size, *leaf.shape[dim + 1 :]))
+
+        leaves = list(map(change, self.leaves, self.batch.dims))
+        return replace(self, leaves=leaves, size=size)
 
     def _mapped(self, change: Callable[[Tensor], Tensor]) -> Call:
         leaves = pytree.tree_map_only(Tensor, change, self.leaves)
@@ -206,18 +218,27 @@ class Plans:
         for kept in (self.graphs, self._plans, self._homed, self._checked):
             kept.clear()
 
-    def any_size(self, traced: Traced) -> tuple[Traced, Plan]:
-        """What holds for any size, if the model allows it, and does otherwise what a graph does.
+    def graph_of(self, traced: Traced) -> Graph:
+        """The graph that a plan was made of."""
+        return next(g for g in self.graphs.values() if g.traced.module is traced.module)
 
-        It is to be looked at: it is made for zeros, and compared with nothing.
+    def any_size(self, graph: Graph, size: int) -> tuple[Traced, Plan]:
+        """The same stages for micro-batches of a size, of a graph for any size where the model has
+        one.
+
+        It is to be looked at: it is made for zeros, compared with nothing, and not kept.
 
         Raises:
             FxpipeError: as ``plan``, or the model does not take zeros.
         """
         self.quiet()
-        calls = (g.call for g in self.graphs.values() if g.traced.module is traced.module)
-        with self._gathered(replace(next(calls).zeros(), fixed=False)) as call:
-            return self._plan(call)
+        with self._gathered(replace(graph.call.zeros(), fixed=False)) as call:
+            traced = self._trace(call)
+            if not traced.accepts(size):
+                traced = self._trace(call.resized(size))
+            assignment = place_like(traced, graph.traced, graph.assignment)
+            other = self._relayed(call, traced, assignment)
+            return other.traced, self._differentiated(other, call.resized(size))
 
     def output_dims(self, call: Call, traced: Traced) -> Traced:
         """The call's graph, with it known which dimensions of its outputs are the batch."""
@@ -246,21 +267,25 @@ class Plans:
 
     def _plan(self, call: Call) -> tuple[Traced, Plan]:
         graph = self._graph(call)
-        traced = graph.traced
         key = self._plan_key(call)
         if key not in self._plans:
-            values = _values(traced, call.leaves, call.wants)
-            with telling("cut"):
-                plan = cut(traced, graph.assignment, self._placement.owners)
-            state = traced.state_of(self._model)
-            halves = [part_backward] if call.parted else []
-            with untouched(self._model), intra_op_threads(self._threads):
-                differentiate = Differentiate(values, state, _wanted(traced, call.purpose))
-                plan = runner.run(plan, differentiate, *halves, *self._fused)
-            costs = self._placement.costs
-            stages = tuple(replace(s, costs=costs.get(s.index)) for s in plan.stages)
-            self._plans[key] = replace(plan, stages=stages)
-        return traced, self._plans[key]
+            self._plans[key] = self._differentiated(graph, call)
+        return graph.traced, self._plans[key]
+
+    def _differentiated(self, graph: Graph, call: Call) -> Plan:
+        traced = graph.traced
+        values = _values(traced, call.leaves, call.wants)
+        with telling("cut"):
+            plan = cut(traced, graph.assignment, self._placement.owners)
+        state = traced.state_of(self._model)
+        halves = [part_backward] if call.parted else []
+        with untouched(self._model), intra_op_threads(self._threads):
+            differentiate = Differentiate(values, state, _wanted(traced, call.purpose))
+            plan = runner.run(plan, differentiate, *halves, *self._fused)
+        costs = self._placement.costs
+        return replace(
+            plan, stages=tuple(replace(s, costs=costs.get(s.index)) for s in plan.stages)
+        )
 
     def _check(self, call: Call, traced: Traced, plan: Plan) -> None:
         """Compare a plan with the model, where none like it was."""
@@ -315,19 +340,24 @@ class Plans:
             call.schedule.microbatches,
             step=call.purpose == "step",
         )
-        # a call without gradients has the graph of one with them
-        wanted = _wanted(traced, "step" if call.with_loss else "call")
-        trained = {a.name for a in traced.parameters if state[a.target].requires_grad}
-        trained |= {name for name in traced.inputs if name is not None and wanted.inputs}
-        relayed = relay(traced, assignment, trained, wanted.outputs)
-        graph = Graph(*localise_sizes(*relayed), call.hollow())
-        self.graphs[key, call.size] = graph
+        graph = self.graphs[key, call.size] = self._relayed(call, traced, assignment)
         self._first.setdefault(tuple(kind), own)
         return graph
 
+    def _relayed(self, call: Call, traced: Traced, assignment: Assignment) -> Graph:
+        # a call without gradients has the graph of one with them
+        wanted = _wanted(traced, "step" if call.with_loss else "call")
+        state = traced.state_of(self._model)
+        trained = {a.name for a in traced.parameters if state[a.target].requires_grad}
+        trained |= {name for name in traced.inputs if name is not None and wanted.inputs}
+        relayed = relay(traced, assignment, trained, wanted.outputs)
+        return Graph(*localise_sizes(*relayed), call.hollow())
+
     def _trace(self, call: Call) -> Traced:
         key = self._graph_key(call)
-        if (key, call.size) not in self._traced:
+        kept = (t for k, t in self._traced.items() if k[0] == key and t.accepts(call.size))
+        traced = next(kept, None)
+        if traced is None:
             fixed = key[-1] is not None
             traced = self.front_end.trace(call.batch, call.leaves, call.size, call.with_loss, fixed)
             self.front_end.guards.settle()
@@ -335,7 +365,7 @@ class Plans:
                 with telling("defer_batchnorm"):
                     traced = defer_batchnorm(traced, self._model)
             self._traced[key, call.size] = traced
-        return self._traced[key, call.size]
+        return traced
 
     def _plan_key(self, call: Call) -> tuple[Any, ...]:
         return self._graph_key(call), call.size, call.purpose, call.wants, call.parted

@@ -75,8 +75,8 @@ class Room:
             name = machine.name_of(self._homes.index(device))
             raise PartitionError(
                 f"{name} is predicted to hold {bytes_text(peaks[device])} in a step and may take "
-                f"{bytes_text(limits[device])}; {self.firm or 'raise memory_limits'}, split the "
-                "batch into more micro-batches, or give more devices"
+                f"{bytes_text(limits[device])}; {self.firm or 'raise memory_limits'}, or give more "
+                "devices"
             )
         for device, peak in enumerate(peaks):
             more = math.ceil(peak - counted[device])

@@ -89,6 +89,18 @@ class Timetable:
             )
         return schedule
 
+    def changed(
+        self, *, recipe: Recipe | None = None, recompute: RecomputeLike | None = None
+    ) -> Timetable:
+        """Another one, of the same options but for these."""
+        return Timetable(
+            recipe or self.recipe,
+            self._devices,
+            microbatches=self._whole,
+            clips=self._clips,
+            recompute=self._recompute if recompute is None else recompute,
+        )
+
     def recomputing(self, schedule: Schedule) -> Schedule:
         """A schedule with the recomputes that the pipe's options add."""
         return add_recompute(schedule, _modes(self._recompute, schedule.stages))

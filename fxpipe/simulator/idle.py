@@ -11,7 +11,10 @@ from fxpipe.simulator.simulation import Simulation
 
 @dataclass(frozen=True)
 class Idle:
-    """The time in which a device computes nothing, by cause.
+    """The time in which a device computes nothing until the last micro-batch is through, by cause.
+
+    The updates that come after it do not count, as for ``Simulation.bubble``, which is the mean
+    over the devices of ``total`` as a share of that time.
 
     Attributes:
         warm_up: before its first task.
@@ -39,22 +42,24 @@ class Idle:
 
 
 def idle_times(simulation: Simulation) -> tuple[Idle, ...]:
-    """Device → its idle time, from the start to the makespan."""
+    """Device → its idle time, from the start until the last micro-batch is through."""
     return tuple(_idle(simulation, device) for device in range(simulation.devices))
 
 
 def _idle(simulation: Simulation, device: int) -> Idle:
     events, own = simulation.events, simulation.program.lists[device]
-    starts, ends = events.starts[device], events.ends[device]
-    total = simulation.makespan - simulation.busy[device]
+    through = simulation.through
+    starts = [min(start, through) for start in events.starts[device]]
+    ends = [min(end, through) for end in events.ends[device]]
     tasks = [position for position in range(len(ends)) if letter_of(own[position])]
+    total = through - sum(ends[at] - starts[at] for at in tasks)
     if not tasks:
         return Idle(total, 0, {}, {}, 0, 0)
     of_microbatch = [at for at in tasks if getattr(own[at], "microbatch", None) is not None]
     first, last = tasks[0], (of_microbatch or tasks)[-1]
     after = sum(ends[at] - starts[at] for at in tasks if at > last)
     warm_up = starts[first]
-    drain = simulation.makespan - ends[last] - after
+    drain = through - ends[last] - after
     waiting: dict[int, float] = {}
     copying: dict[int, float] = {}
     meeting: float = 0

@@ -148,7 +148,8 @@ class Simulation:
 
     @cached_property
     def idle(self) -> tuple[Idle, ...]:
-        """Device → the time in which it computes nothing, by cause; the rest of the makespan."""
+        """Device → the time in which it computes nothing until the last micro-batch is through, by
+        cause."""
         from fxpipe.simulator.idle import idle_times
 
         return idle_times(self)

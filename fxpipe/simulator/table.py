@@ -23,14 +23,15 @@ def simulation_table(simulation: Simulation) -> str:
     for heading in [*headings, "stash", "versions"]:
         table.add_column(heading, justify="right")
     if simulation.sizes is not None:
-        table.add_column("peak memory", justify="right")
-    end = simulation.makespan or 1
+        table.add_column("peak memory, predicted", justify="right")
+        peaks = peak_texts(simulation)
+    end = simulation.through or 1
     for device, idle in enumerate(simulation.idle):
         held = [stage for stage, home in enumerate(program.placement) if home == device]
         row = [
             str(device),
             ", ".join(map(str, held)),
-            f"{simulation.busy[device] / end:.1%}",
+            f"{1 - idle.total / end:.1%}",
             _share(idle.warm_up, end),
             _by_device(idle.waiting, end),
             _by_device(idle.copying, end),
@@ -41,22 +42,34 @@ def simulation_table(simulation: Simulation) -> str:
             ", ".join(str(simulation.weight_versions[stage]) for stage in held),
         ]
         if simulation.sizes is not None:
-            memory = simulation.memory[device]
-            least = "" if simulation.sizes.unknown.isdisjoint(held) else "at least "
-            row.append(f"{least}{bytes_text(memory.peak)} at {_time(simulation, memory.time)}")
+            row.append(f"{peaks[device]} at {_time(simulation, simulation.memory[device].time)}")
         table.add_row(*row)
     lines = [*_lines(table), *([] if simulation.sizes is None else _memory(simulation))]
     lines.append(
         f"makespan {_time(simulation, simulation.makespan)}, bubble {simulation.bubble:.1%}"
         + _long_run(simulation)
     )
+    if simulation.through < simulation.makespan:
+        when = _time(simulation, simulation.through)
+        lines.append(f"shares are of the {when} until the last micro-batch is through")
     return "\n".join(lines)
+
+
+def peak_texts(simulation: Simulation) -> list[str]:
+    """Device → the most bytes that it is predicted to hold, as text; what stages with leaf modules
+    save is not known."""
+    assert simulation.sizes is not None
+    unknown = {simulation.program.placement[stage] for stage in simulation.sizes.unknown}
+    return [
+        f"{'at least ' if device in unknown else ''}{bytes_text(memory.peak)}"
+        for device, memory in enumerate(simulation.memory)
+    ]
 
 
 def _memory(simulation: Simulation) -> list[str]:
     """What the memory of each device is made of when it holds the most."""
     parts = [part for part in PARTS if any(each.parts[part] for each in simulation.memory)]
-    table = Table(title="memory at its peak", title_justify="left")
+    table = Table(title="memory at its peak, predicted", title_justify="left")
     table.add_column("device")
     for heading in (*parts, "together"):
         table.add_column(heading, justify="right")
