@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import copy
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import safetensors
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import fxpipe
@@ -81,3 +86,32 @@ def make(case: str, batches: int, samples: int) -> tuple[nn.Module, list[Batch]]
 def run(pipe: fxpipe.Pipeline, data: list[Batch]) -> list[float]:
     """The losses of batches."""
     return [float(pipe.step(x, target=y)) for x, y in data]
+
+
+def header_of(path: Path) -> Any:
+    with safetensors.safe_open(path, framework="pt") as file:
+        return json.loads(file.metadata()["fxpipe"])
+
+
+def write_as(format_: int, path: Path, content: Any, tensors: dict[str, Tensor]) -> None:
+    """As an older version of the library did, without a checksum."""
+    save_file(tensors, path, {"fxpipe": json.dumps({"format": format_, "content": content})})
+
+
+def everything(pipe: fxpipe.Pipeline, scaler: torch.amp.GradScaler) -> list[Any]:
+    """All that a restore could change."""
+    pipe.flush()
+    optimizers = [each for each in pipe._engine.progress.optimizers or () if each is not None]
+    kept = [(o.state_dict()["state"], o.state_dict()["param_groups"]) for o in optimizers]
+    made = [dict(pipe.state_dict()), kept, torch.get_rng_state(), pipe.batches]
+    return copy.deepcopy([*made, pipe.grad_norm, scaler.get_scale(), pipe.weight_versions])
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, Mapping):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
