@@ -331,8 +331,8 @@ class Pipeline(StandIn):
         That is the weights, in all the versions that batches to come read, buffers, what the
         optimizers keep, the states of torch's generators, for the CPU and the pipe's devices, and
         the number of batches; without an optimizer, ``.grad`` too. All stands under its name in
-        the model, so any partition can go on from it. The file is one of safetensors, which holds
-        no code.
+        the model, so any partition can go on from it. The file is one of safetensors, without
+        code and with a checksum. Others may write and read it at once: it is replaced as a whole.
 
         Args:
             path: of the file.
@@ -341,7 +341,7 @@ class Pipeline(StandIn):
                 and dicts of them.
 
         Raises:
-            CheckpointError: the file cannot be written; one that it would replace is left.
+            CheckpointError: the file cannot be written, or hold ``extra``; an older one is left.
         """
         self.flush()
         checkpoint.write(self._engine.progress.checkpoint(extra), path)
@@ -349,10 +349,10 @@ class Pipeline(StandIn):
     def restore(self, path: str | os.PathLike[str]) -> Any:
         """Go on from a checkpoint, at any time, on any number of devices.
 
-        Before the first step the optimizer function is called once more than once a stage, to see
-        whether it makes what the checkpoint was made with. A learning-rate scheduler changes its
-        optimizer when it is made: ``prepare`` the pipe, make the schedulers over its
-        ``optimizers``, restore, and give each the state that it had in ``extra``.
+        All is checked before anything changes; each optimizer is tried out on a copy of what the
+        checkpoint has for it. Where the optimizer function goes by the stage, ``prepare`` the pipe
+        first. A learning-rate scheduler changes its optimizer when it is made: ``prepare``, make
+        the schedulers over ``optimizers``, restore, and give each its state from ``extra``.
 
         Returns:
             What ``checkpoint`` was given as ``extra``.
@@ -364,7 +364,7 @@ class Pipeline(StandIn):
         self._check_open()
         self.flush()
         saved = checkpoint.read(path)
-        self._engine.progress.restore(saved)
+        self._engine.progress.restore(saved, self._shown.plan if self._shown else None)
         return saved.extra
 
     def train(self, mode: bool = True) -> Pipeline:

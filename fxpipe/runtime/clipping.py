@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.amp import GradScaler
+
+from fxpipe.errors import CheckpointError
 
 
 class Clipping:
@@ -84,6 +87,18 @@ class Clipping:
             "norm": self.norm,
             "skipped": self.skipped,
         }
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Raises CheckpointError where what a checkpoint keeps cannot be gone on from."""
+        fits = state.keys() == self.state().keys() and (
+            all(type(state[key]) is int and state[key] >= 0 for key in ("grown", "skipped"))
+            and all(isinstance(state[key], float | None) for key in ("scale", "norm"))
+            and (state["scale"] is None or 0 < state["scale"] < math.inf)
+        )
+        if not fits:
+            raise CheckpointError(
+                f"what the checkpoint keeps of clipping is {dict(state)}; restore another one"
+            )
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Go on from a checkpoint; of one without a scaler, with the scale as it is."""

@@ -30,11 +30,11 @@ class History:
     predicted: Versions = field(default_factory=dict)
 
     def renamed(self, names: Mapping[str, str]) -> History:
-        """The same under other names."""
+        """The same under other names; without what has none."""
 
         def rename(versions: Versions) -> Versions:
             return {
-                version: {names[name]: tensor for name, tensor in tensors.items()}
+                version: {names[name]: own for name, own in tensors.items() if name in names}
                 for version, tensors in versions.items()
             }
 

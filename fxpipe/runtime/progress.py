@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from fxpipe.runtime.checkpoint import Checkpoint
 from fxpipe.runtime.clipping import Clipping
 from fxpipe.runtime.history import History
 from fxpipe.runtime.optimizer import OptimizerFactory, make_optimizer
-from fxpipe.runtime.optimizer_state import OptimizerState, Restoring, check_kinds, take
+from fxpipe.runtime.optimizer_state import OptimizerState, Restoring, check, described, take
 from fxpipe.runtime.versions import VersionedWeights
 from fxpipe.schedule import Schedule
 from fxpipe.signals import HeldSignals
@@ -81,19 +81,22 @@ class Progress:
             CheckpointError: it does not take the state that was restored.
         """
         if self._factory is None:
-            return (None,) * len(plan.stages)
+            return self._make(plan)
         if self.optimizers is None:
-            state = dict(self._model.named_parameters(remove_duplicate=False))
-            made: list[Optimizer | None] = []
-            for stage in plan.stages:
-                parameters = [state[argument.target] for argument in stage.parameters]
-                made.append(make_optimizer(self._factory, parameters) if parameters else None)
+            made = self._make(plan)
             if self._saved is not None and self._saved.parameters:
                 Restoring(self._saved, made, self._names()).put()
                 self._saved = None
-            self.optimizers, self._offered = tuple(made), {}
+            self.optimizers, self._offered = made, {}
         self._refuse_unknown(plan)
         return self.optimizers
+
+    def _make(self, plan: Plan) -> tuple[Optimizer | None, ...]:
+        if self._factory is None:
+            return (None,) * len(plan.stages)
+        state = dict(self._model.named_parameters(remove_duplicate=False))
+        owned = [[state[argument.target] for argument in stage.parameters] for stage in plan.stages]
+        return tuple(make_optimizer(self._factory, own) if own else None for own in owned)
 
     def _refuse_unknown(self, plan: Plan) -> None:
         """See that every parameter that a plan trains is one that the optimizers were made for.
@@ -172,21 +175,38 @@ class Progress:
             extra=extra,
         )
 
-    def restore(self, saved: Checkpoint) -> None:
+    def restore(self, saved: Checkpoint, plan: Plan | None = None) -> None:
         """Go on from a checkpoint, while no batch is in flight.
+
+        Args:
+            saved: the checkpoint.
+            plan: the stages, if they are known.
 
         Raises:
             CheckpointError: it is of another model or optimizer. Nothing has changed.
+            InputError: the user's function makes no optimizer for a stage. Nothing has changed.
         """
         names = self._names()
         parameters = {name: parameter for parameter, name in names.items()}
         buffers = dict(self._model.named_buffers())
         _check("parameter", parameters, saved.parameters)
         _check("buffer", buffers, saved.buffers)
-        trained = {name: p for name, p in parameters.items() if name in saved.gradients}
-        _check("gradient", trained, saved.gradients)
-        restoring = self._restoring(saved.optimizer, names)
-        torch.Generator().set_state(saved.random)
+        _check("gradient", _part(parameters, saved.gradients), saved.gradients)
+        self._check_history(saved.history, parameters)
+        if self._clipping is not None and saved.clipping is not None:
+            self._clipping.check(saved.clipping)
+        generators = {
+            name: (generator, saved.device_random[name])
+            for name, generator in self._generators().items()
+            if name in saved.device_random
+        }
+        _check_random(torch.default_generator, saved.random)
+        for generator, state in generators.values():
+            _check_random(generator, state)
+        optimizers = self.optimizers
+        if optimizers is None and plan is not None and self._factory is not None:
+            optimizers = self._make(plan)
+        restoring = self._restoring(saved.optimizer, optimizers, names)
         # a signal may not part what belongs together
         with HeldSignals(wake=lambda: None), torch.no_grad():
             for name, value in (*parameters.items(), *buffers.items()):
@@ -197,7 +217,7 @@ class Progress:
                     parameter.grad = None if found is None else found.to(parameter.device)
             if restoring is not None:
                 restoring.put()
-                self._saved = None
+                self.optimizers, self._saved = optimizers, None
             else:
                 self.optimizers, self._saved = None, saved.optimizer
             self.batches, self.versions, self._history = saved.history.newest, None, saved.history
@@ -205,12 +225,27 @@ class Progress:
                 self._clipping.load(saved.clipping)
             self._restored = self._marks()
             torch.set_rng_state(saved.random)
-            for name, generator in self._generators().items():
-                if name in saved.device_random:
-                    generator.set_state(saved.device_random[name])
+            for generator, state in generators.values():
+                generator.set_state(state)
+
+    def _check_history(self, history: History, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Raises CheckpointError where versions are not such as the parameters can have."""
+        newest, base = history.newest, history.base
+        older = all(0 <= version < newest for version in history.older)
+        predicted = all(0 <= version <= newest for version in history.predicted)
+        if not (0 <= base <= newest and older and predicted):
+            raise CheckpointError(
+                f"the checkpoint's history is of {newest} batches, and has the versions "
+                f"{sorted({base, *history.older, *history.predicted})}; restore another checkpoint"
+            )
+        for version, tensors in (*history.older.items(), *history.predicted.items()):
+            _check(f"version {version} of parameter", _part(parameters, tensors), tensors)
 
     def _restoring(
-        self, saved: OptimizerState | None, names: Mapping[nn.Parameter, str]
+        self,
+        saved: OptimizerState | None,
+        optimizers: Sequence[Optimizer | None] | None,
+        names: Mapping[nn.Parameter, str],
     ) -> Restoring | None:
         """The optimizers' part, checked; None where it has to wait for them, or there is none."""
         if self._factory is None:
@@ -226,14 +261,17 @@ class Progress:
                 "the checkpoint was made by a pipe without an optimizer, and this one has one; "
                 "leave optimizer= out of compile()"
             )
-        if self.optimizers is not None and saved.parameters:
-            return Restoring(saved, self.optimizers, names)
+        if optimizers is not None and saved.parameters:
+            return Restoring(saved, optimizers, names)
         trained = [parameter for parameter, name in names.items() if name in saved.parameters]
         try:
             sample = make_optimizer(self._factory, trained) if trained else None
-        except InputError:
-            return None  # it may want a stage's parameters: it is looked at when there are stages
-        check_kinds(saved, [sample], names)
+        except InputError as error:
+            raise CheckpointError(
+                f"before there are stages nothing tells whether the optimizer fits: {error}; call "
+                "prepare() before restore()"
+            ) from error
+        check(saved, [sample], names)
         return None
 
     def _current(self) -> History:
@@ -253,6 +291,21 @@ class Progress:
         return {parameter: name for name, parameter in self._model.named_parameters()}
 
 
+def _part(own: Mapping[str, nn.Parameter], names: Iterable[str]) -> dict[str, nn.Parameter]:
+    return {name: own[name] for name in names if name in own}
+
+
+def _check_random(generator: torch.Generator, state: Tensor) -> None:
+    """Raises CheckpointError where a state is none of such a generator's."""
+    try:
+        torch.Generator(generator.device).set_state(state)
+    except (RuntimeError, TypeError) as error:
+        raise CheckpointError(
+            f"the checkpoint's state of the random generator of {generator.device} is none "
+            f"({error}); restore another checkpoint"
+        ) from error
+
+
 def _check(kind: str, own: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
     """Raises CheckpointError at the first of the model's tensors that is not so in another's."""
     for name, tensor in own.items():
@@ -265,7 +318,7 @@ def _check(kind: str, own: Mapping[str, Tensor], saved: Mapping[str, Tensor]) ->
         if other.dtype != tensor.dtype or other.shape != tensor.shape:
             raise CheckpointError(
                 f"the checkpoint is of another model: its {kind} {name!r} is "
-                f"{_described(other)}, and the pipe's is {_described(tensor)}"
+                f"{described(other)}, and the pipe's is {described(tensor)}"
             )
     for name in saved:
         if name not in own:
@@ -273,8 +326,3 @@ def _check(kind: str, own: Mapping[str, Tensor], saved: Mapping[str, Tensor]) ->
                 f"the checkpoint is of another model: its {kind} {name!r} is none of the pipe's; "
                 f"{near(name, own)}"
             )
-
-
-def _described(tensor: Tensor) -> str:
-    sizes = "×".join(map(str, tensor.shape)) or "a scalar"
-    return f"{sizes} of {str(tensor.dtype).removeprefix('torch.')}"

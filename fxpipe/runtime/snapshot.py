@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,8 +19,8 @@ class OptimizerSnapshot:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        self._state = {key: _copied(state) for key, state in optimizer.state.items()}
-        self._groups = [(group, _copied(settings(group))) for group in optimizer.param_groups]
+        self._state = {key: copied(state) for key, state in optimizer.state.items()}
+        self._groups = [(group, copied(settings(group))) for group in optimizer.param_groups]
         self._attributes = {
             name: value.detach().clone() if isinstance(value, torch.Tensor) else value
             for name, value in vars(optimizer).items()
@@ -37,6 +38,18 @@ class OptimizerSnapshot:
         vars(self._optimizer).update(self._attributes)
 
 
+def twin(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> Any:
+    """An optimizer with groups of its own, and the same state and attributes.
+
+    ``type(optimizer).step`` steps it: the optimizer's own may be a scheduler's wrapper.
+    """
+    made = object.__new__(type(optimizer))
+    made.__dict__.update(vars(optimizer))
+    made.__dict__.pop("step", None)
+    made.param_groups = list(groups)
+    return made
+
+
 def settings(group: dict[str, Any]) -> dict[str, Any]:
     """All of a group but its parameters."""
     return {key: value for key, value in group.items() if key != "params"}
@@ -50,7 +63,7 @@ def frozen(group: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _copied(values: Any) -> Any:
+def copied(values: Any) -> Any:
     """A copy of the state of one parameter or group, which is a dictionary as a rule."""
     if not isinstance(values, dict):
         return copy.deepcopy(values)

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from fxpipe.errors import InputError
 from fxpipe.runtime.history import Versions, since
 from fxpipe.runtime.prediction import predict
-from fxpipe.runtime.snapshot import OptimizerSnapshot, frozen, settings
+from fxpipe.runtime.snapshot import OptimizerSnapshot, frozen, settings, twin
 
 Buffers = dict[str, Tensor]
 """Name in the model → one version of the parameter."""
@@ -253,18 +253,14 @@ def _step(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> list[dict[s
     Returns:
         The settings that the step has changed, for each group.
     """
-    twin = object.__new__(type(optimizer))
-    attributes = dict(vars(optimizer))
-    attributes.pop("step", None)  # a scheduler's wrapper, bound to the optimizer itself
-    twin.__dict__.update(attributes)
     given = [frozen(group) for group in groups]
-    twin.param_groups = [
-        {**own, **group} for own, group in zip(optimizer.param_groups, given, strict=True)
-    ]
+    own = zip(optimizer.param_groups, given, strict=True)
+    stepped = twin(optimizer, [{**group, **values} for group, values in own])
+    known = dict(vars(stepped))
     versions = {id(x): _version(x) for group in given for x in group.values()}
-    type(optimizer).step(twin)
-    for name, value in vars(twin).items():
-        if name != "param_groups" and value is not attributes.get(name):
+    type(optimizer).step(stepped)
+    for name, value in vars(stepped).items():
+        if name != "param_groups" and value is not known.get(name):
             setattr(optimizer, name, value)
     return [
         {
@@ -272,7 +268,7 @@ def _step(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> list[dict[s
             for key, value in settings(after).items()
             if value is not before.get(key) or versions.get(id(value), 0) != _version(value)
         }
-        for before, after in zip(given, twin.param_groups, strict=True)
+        for before, after in zip(given, stepped.param_groups, strict=True)
     ]
 
 
