@@ -16,9 +16,10 @@ from fxpipe.passes.record import NotRecorded, record
 
 
 def _lines(graph: fx.Graph) -> list[Any]:
-    """The graph with its nodes counted, without what nobody reads, and without ``detach``."""
-    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.detach.default):
-        node.replace_all_uses_with(node.args[0])
+    """The graph with its nodes counted, without what nobody reads, or gives on what it is given."""
+    for same in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+        for node in graph.find_nodes(op="call_function", target=same):
+            node.replace_all_uses_with(node.args[0])
     graph.eliminate_dead_code()
     place = {node: f"%{index}" for index, node in enumerate(graph.nodes)}
     return [

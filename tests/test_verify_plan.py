@@ -277,7 +277,7 @@ def test_a_graph_that_uses_a_value_before_it_is_made_is_refused() -> None:
 
 def test_a_graph_without_an_end_is_refused() -> None:
     def behead(graph: fx.Graph) -> None:
-        graph.erase_node(next(reversed(graph.nodes)))
+        graph.erase_node(next(iter(reversed(graph.nodes))))
 
     assert faults_of(with_graph(valid(), 1, behead)) == [
         "stage 1: its graph does not end with its one return; end it with one output node"

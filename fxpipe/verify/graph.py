@@ -157,7 +157,7 @@ class _Graph:
 
     def _returns(self) -> Iterator[Fault]:
         ends = [node for node in self.graph.nodes if node.op == "output"]
-        if len(ends) != 1 or next(reversed(self.graph.nodes)) is not ends[0]:
+        if len(ends) != 1 or next(iter(reversed(self.graph.nodes))) is not ends[0]:
             yield self._fault(
                 "its graph does not end with its one return", "end it with one output node"
             )

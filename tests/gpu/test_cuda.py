@@ -160,7 +160,6 @@ def test_batches_that_overlap_train_as_the_delayed_loop(dispatch: Dispatch) -> N
     loop.assert_same(found, wanted, BOUND)
 
 
-@pytest.mark.skipif(not green_contexts.SUPPORTED, reason="torch has no green contexts here")
 def test_the_stream_of_a_green_context_is_a_device() -> None:
     try:
         context: Any = green_contexts.GreenContext.create(num_sms=8, device_id=0)

@@ -148,7 +148,6 @@ def test_the_default_stream_and_inference_are_captured_too() -> None:
     assert all(torch.allclose(each, expected, atol=1e-4) for each in made)
 
 
-@pytest.mark.skipif(not green_contexts.SUPPORTED, reason="torch has no green contexts here")
 def test_a_green_context_replays_on_its_own_part() -> None:
     try:
         context: Any = green_contexts.GreenContext.create(num_sms=8, device_id=0)
