@@ -21,6 +21,10 @@ _owned: set[str] = set()  # the names of sources that go with their modules
 
 
 class _LazyModule(_LazyGraphModule):
+    def _lazy_forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.real_recompile()
+        return self.forward(*args, **kwargs)  # past the hooks of all modules
+
     def _real_recompile(self) -> Any:
         code = super()._real_recompile()
         name = type(self).forward.__code__.co_filename

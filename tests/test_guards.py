@@ -13,11 +13,18 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_full_backward_hook,
+)
 
 import fxpipe
 from fxpipe.compiler.guards import VARIANTS, Guards
+from fxpipe.garbage import without_collection
 from tests import loop
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -62,6 +69,71 @@ class Loss(nn.Module):
         return F.cross_entropy(output, target, self.weight, label_smoothing=self.smoothing)
 
 
+TABLE = {"rows": [{"gain": 1.0}]}
+OPTIONS = types.ModuleType("options")
+OPTIONS.gain = 1.0  # type: ignore[attr-defined]
+UNREAD = 0
+
+
+def helper(x: Tensor, gain: float = 1.0) -> Tensor:
+    return x * gain
+
+
+def other(x: Tensor, gain: float = 2.0) -> Tensor:
+    return x * gain * 3
+
+
+class Space:
+    """A class that is a namespace."""
+
+    gain = 1.0
+    unread = 0
+
+
+class Slotted:
+    """An object without a dictionary."""
+
+    __slots__ = ("gain",)
+
+    def __init__(self) -> None:
+        self.gain = 1.0
+
+
+class Base(nn.Module):
+    """What another module inherits."""
+
+    gain = 1.0
+
+    def twice(self, x: Tensor) -> Tensor:
+        return x * 2
+
+
+class Reader(Base):
+    """Reads state that is deep inside of what it has, or that is nobody's own."""
+
+    unread = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.last = nn.Linear(4, 3)
+        self.nested = {"rows": [{"gain": 1.0}]}
+        self.pair = ([1.0], 0)
+        self.objects = [types.SimpleNamespace(inner=types.SimpleNamespace(gain=1.0))]
+        self.slotted = Slotted()
+        self.first.register_forward_hook(self.objects_hook)
+
+    def objects_hook(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        made: Tensor = output * self.objects[0].inner.gain
+        return made
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x) * self.nested["rows"][0]["gain"] * self.pair[0][0] * self.slotted.gain
+        x = self.twice(x * self.gain) * TABLE["rows"][0]["gain"] * Space.gain * OPTIONS.gain
+        made: Tensor = self.last(helper(x))
+        return made
+
+
 def _set_slope(model: Any, loss: Any) -> None:
     global SLOPE
     SLOPE = 3.0
@@ -101,6 +173,177 @@ def test_what_changes_between_steps_counts_from_the_next_step_on(
             assert torch.equal(made, expected.loss), step
     loop.assert_same(loop.gradients(model), loop.gradients(alone))
     loop.assert_same(model.state_dict(), alone.state_dict())
+
+
+def _halved(self: Any, x: Tensor) -> Tensor:
+    made: Tensor = self.last(self.first(x)) / 2
+    return made
+
+
+def _hook_all(patch: pytest.MonkeyPatch) -> Any:
+    return register_module_forward_hook(
+        lambda module, args, output: output * 2 if isinstance(module, nn.Linear) else output
+    )
+
+
+SHARED: dict[str, Callable[[pytest.MonkeyPatch], Any]] = {
+    "an attribute of its class": lambda patch: patch.setattr(Reader, "gain", 2.0, raising=False),
+    "an attribute of its base": lambda patch: patch.setattr(Base, "gain", 2.0),
+    "a method": lambda patch: patch.setattr(Base, "twice", lambda self, x: x * 5),
+    "forward": lambda patch: patch.setattr(Reader, "forward", _halved),
+    "forward of a class of torch": lambda patch: patch.setattr(
+        nn.Linear, "forward", lambda self, x: F.linear(x, self.weight) * 2
+    ),
+    "an entry inside of a global": lambda patch: patch.setitem(TABLE["rows"][0], "gain", 2.0),
+    "a global function": lambda patch: patch.setitem(globals(), "helper", other),
+    "the code of a function": lambda patch: patch.setattr(helper, "__code__", other.__code__),
+    "a default of a function": lambda patch: patch.setattr(helper, "__defaults__", (2.0,)),
+    "an attribute of a global class": lambda patch: patch.setattr(Space, "gain", 2.0),
+    "an attribute of an imported module": lambda patch: patch.setattr(OPTIONS, "gain", 2.0),
+    "a hook of all modules": _hook_all,
+}
+DEEP: dict[str, Callable[[Any], Any]] = {
+    "an entry of a list in a dict": lambda model: model.nested["rows"][0].update(gain=2.0),
+    "a list in a dict": lambda model: model.nested.update(rows=[{"gain": 2.0}]),
+    "an entry of a list in a tuple": lambda model: model.pair[0].__setitem__(0, 2.0),
+    "an object in an object in a list": lambda model: setattr(model.objects[0].inner, "gain", 2.0),
+    "an object without a dictionary": lambda model: setattr(model.slotted, "gain", 2.0),
+}
+
+
+@pytest.mark.parametrize("what", [*SHARED, *DEEP])
+def test_what_is_deep_inside_or_shared_counts_from_the_next_step_on(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    model = Reader()
+    x, target = torch.randn(8, 4), torch.randint(3, (8,))
+    handle = None
+    try:
+        with fxpipe.compile(model, 2 * ["cpu"], microbatches=2, loss=F.cross_entropy) as pipe:
+            before = pipe.step(x, target=target)
+            if what in SHARED:
+                handle = SHARED[what](monkeypatch)
+            else:
+                DEEP[what](model)
+            loop.clear(model)
+            made = pipe.step(x, target=target)
+            gradients = loop.gradients(model)
+        loop.clear(model)
+        expected = loop.train(model, 2, x, loss=F.cross_entropy, target=target)
+        assert torch.equal(made, expected.loss)
+        assert not torch.equal(made, before)
+        loop.assert_same(gradients, loop.gradients(model))
+    finally:
+        if handle is not None:
+            handle.remove()
+
+
+def test_a_backward_hook_of_all_modules_is_refused() -> None:
+    handle = register_module_full_backward_hook(lambda module, given, made: None)
+    try:
+        with (
+            fxpipe.compile(Net(), ["cpu"], microbatches=2, loss=F.mse_loss) as pipe,
+            pytest.raises(fxpipe.TraceError, match="backward hook for all modules"),
+        ):
+            pipe.step(torch.randn(8, 4), target=torch.randn(8, 3))
+    finally:
+        handle.remove()
+
+
+_TREES = st.recursive(
+    st.integers(0, 3),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(st.sampled_from("abc"), inner, max_size=3)
+        | st.builds(types.SimpleNamespace, left=inner, right=inner)
+    ),
+    max_leaves=12,
+)
+
+
+def _read(tree: Any) -> str:
+    """All that a tree holds, read as a model would."""
+    if isinstance(tree, types.SimpleNamespace):
+        return f"<{_read(tree.left)} {_read(tree.right)}>"
+    if isinstance(tree, dict):
+        return f"{ {key: _read(value) for key, value in tree.items()} }"
+    return (
+        f"{type(tree)}{[_read(each) for each in tree]}" if not isinstance(tree, int) else f"{tree}"
+    )
+
+
+def _places(tree: Any) -> Iterator[tuple[Any, Any]]:
+    """Where something can be put in place: a container or an object, and a key of it."""
+    if isinstance(tree, types.SimpleNamespace):
+        tree = vars(tree)
+    pairs = [*tree.items()] if isinstance(tree, dict) else [*enumerate(tree)]
+    for key, value in pairs:
+        if not isinstance(tree, tuple):
+            yield tree, key
+        if not isinstance(value, int):
+            yield from _places(value)
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_whatever_changes_in_place_inside_of_an_attribute_is_another_state(data: Any) -> None:
+    class Holds(nn.Module):
+        def forward(self) -> str:
+            return _read(self.tree)
+
+    model = Holds()
+    model.tree = [data.draw(_TREES), data.draw(_TREES)]  # type: ignore[assignment]
+    guards = Guards(model, None, ())
+    first = guards.variant()
+    with without_collection(), guards.reading():  # collection runs code of others in between
+        before = model()
+    guards.settle()
+    assert guards.variant() == first
+    container, key = data.draw(st.sampled_from([*_places(model.tree)]))
+    old = container[key]
+    container[key] = data.draw(_TREES)
+    if model() != before:
+        assert guards.variant() != first
+    container[key] = old
+    assert guards.variant() == first
+
+
+def test_each_object_whose_method_makes_names_counts() -> None:
+    class Made(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gain_a = 1.0
+
+        def forward(net, x: float) -> float:
+            for letter in "a":
+                x = x * getattr(net, f"gain_{letter}")
+            return x
+
+    model = nn.Sequential(Made(), Made())
+    guards = Guards(model, None, ())
+    first = guards.variant()
+    with guards.reading():
+        model(1.0)
+    guards.settle()
+    model[1].gain_a = 2.0  # type: ignore[assignment]
+    assert guards.variant() != first
+
+
+def test_the_default_type_of_numbers_counts() -> None:
+    class Sized(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * torch.ones(()).element_size()
+
+    x = torch.ones(4, 2)
+    with fxpipe.compile(Sized(), ["cpu"], microbatches=2) as pipe, torch.no_grad():
+        assert torch.equal(pipe(x), 4 * x)
+        torch.set_default_dtype(torch.float64)
+        try:
+            assert torch.equal(pipe(x), 8 * x)
+        finally:
+            torch.set_default_dtype(torch.float32)
 
 
 def test_a_number_in_the_closure_of_a_loss_counts() -> None:
@@ -144,6 +387,27 @@ def test_what_no_code_reads_is_no_reason_to_trace(caplog: pytest.LogCaptureFixtu
     assert "anew" not in caplog.text
 
 
+def test_counters_that_no_code_reads_are_no_reason_to_trace(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Reader()
+    x, target = torch.randn(8, 4), torch.randint(3, (8,))
+    with (
+        caplog.at_level(logging.INFO, "fxpipe"),
+        fxpipe.compile(model, ["cpu"], microbatches=2, loss=F.cross_entropy) as pipe,
+    ):
+        for count in range(3):
+            pipe.step(x, target=target)
+            monkeypatch.setattr(Reader, "unread", count)
+            monkeypatch.setattr(Space, "unread", count)
+            monkeypatch.setattr(OPTIONS, "unread", count, raising=False)
+            monkeypatch.setitem(globals(), "UNREAD", count)
+            model.objects[0].unread = count
+            model.objects[0].inner.unread = count
+            model.slotted.gain = float(1)  # another object of the same value
+    assert "anew" not in caplog.text
+
+
 def test_a_state_that_comes_back_has_its_graphs_back(caplog: pytest.LogCaptureFixture) -> None:
     model = Net()
     x, target = torch.randn(8, 4), torch.randint(3, (8,))
@@ -155,7 +419,7 @@ def test_a_state_that_comes_back_has_its_graphs_back(caplog: pytest.LogCaptureFi
             model.scale = scale
             pipe.step(x, target=target)
     assert caplog.text.count("anew") == 1
-    assert "Net is traced anew, as .scale has changed" in caplog.text
+    assert "Net is traced anew, as model.scale has changed" in caplog.text
 
 
 def test_graphs_of_old_states_are_forgotten() -> None:

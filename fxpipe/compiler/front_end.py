@@ -92,14 +92,14 @@ class FrontEnd:
         dims, target_dims = every[: batch.inputs], every[batch.inputs :]
         refuse_hooks(self.model, self._is_leaf)
         with untouched(self.model), intra_op_threads(self._threads):
-            with self.guards.reading(), same_sizes(self.model):
-                output = refuse_changes(
-                    self.model, self._leaves, lambda: try_model(self.model, args, kwargs)
-                )
-                if with_loss_ and self.objective.loss is not None:
+            with same_sizes(self.model):
+                run = self.guards.reading()(lambda: try_model(self.model, args, kwargs))
+                output = refuse_changes(self.model, self._leaves, run)
+            if with_loss_ and self.objective.loss is not None:
+                with self.guards.reading():
                     try_loss(self.model, self.objective, output, targets, size)
-                elif with_loss_:
-                    try_own_loss(output)
+            elif with_loss_:
+                try_own_loss(output)
             traced = self._front_end(self.model, args, kwargs, dims, size, fixed)
             if not fixed and any(out.dims is None for out in traced.outputs):
                 told = output_dims(self.model, args, kwargs, dims, _flat_outputs(traced), size)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from torch import nn
+from torch.nn.modules import module as module_hooks
 
-from fxpipe.compiler.guards import hooked
+from fxpipe.compiler.looking import hooked
 from fxpipe.errors import TraceError, way_out
 
 
@@ -27,6 +28,11 @@ def refuse_hooks(model: nn.Module, is_leaf: Callable[[str, nn.Module], bool]) ->
                 "call: its gradients are sums over micro-batches, made without autograd; remove "
                 "it, and change .grad after step, or give an optimizer that does"
             )
+    if module_hooks._global_backward_hooks or module_hooks._global_backward_pre_hooks:
+        raise TraceError(
+            "there is a backward hook for all modules, which no graph would call; remove it "
+            "(the handle that register_module_full_backward_hook gave has .remove())"
+        )
     leaves = [name for name, module in model.named_modules() if is_leaf(name, module)]
     for name, module in model.named_modules():
         if any(name == leaf or name.startswith(f"{leaf}.") for leaf in leaves):

@@ -166,16 +166,21 @@ class Plans:
         self._checked: set[tuple[int, bool, bool]] = set()
         self._traced: dict[Any, Traced] = {}
         self._variants: set[int] = set()
-        self._variant = 0
+        self._state: tuple[Any, ...] = ()
 
     def look(self) -> None:
-        """See whether what traces depend on besides tensors is as it was; call it before ``plan``.
+        """See what traces depend on besides the call, and whether it is as it was, before ``plan``.
 
         Graphs of what was long ago are forgotten.
         """
         guards = self.front_end.guards
-        self._variant = guards.variant()
-        if self._variant not in self._variants:
+        variant = guards.variant()
+        flags = tuple([module.training for module in guards.modules])
+        trained = tuple([parameter.requires_grad for parameter in guards.parameters])
+        device = self.places[0].type if self.places else "cpu"
+        cast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
+        self._state = variant, flags, trained, cast, torch.get_default_dtype()
+        if variant not in self._variants:
             kept = self._variants = guards.kept
             self.graphs = {k: g for k, g in self.graphs.items() if k[0][0] in kept}
             self._plans = {k: p for k, p in self._plans.items() if k[0][0] in kept}
@@ -231,6 +236,7 @@ class Plans:
         Raises:
             FxpipeError: as ``plan``, or the model does not take zeros.
         """
+        self.look()
         self.quiet()
         with self._gathered(replace(graph.call.zeros(), fixed=False)) as call:
             traced = self._trace(call)
@@ -294,6 +300,7 @@ class Plans:
         if like in self._checked:
             return
         batch, leaves = call.batch, call.leaves
+        values, state = _values(traced, leaves, call.wants), traced.state_of(self._model)
 
         def run() -> tuple[Any, Tensor | None]:
             output, loss = self.front_end.call(batch, leaves, call.with_loss)
@@ -304,14 +311,7 @@ class Plans:
         with untouched(self._model), intra_op_threads(self._threads):
             try:
                 with telling("check against the model"):
-                    check(
-                        traced,
-                        plan,
-                        _values(traced, leaves, call.wants),
-                        traced.state_of(self._model),
-                        run,
-                        gradients,
-                    )
+                    check(traced, plan, values, state, run, gradients)
             except TraceError as error:
                 self.front_end.refuse_two_traces(batch, leaves, call.size, call.with_loss, error)
                 raise
@@ -319,6 +319,7 @@ class Plans:
                 with torch.enable_grad():
                     self.front_end.refuse_hidden(batch, leaves, made.pop())
         self._checked.add(like)
+        self.front_end.guards.settle()  # what the model has set as it ran is no new state
 
     def _graph(self, call: Call) -> Graph:
         key = self._graph_key(call)
@@ -333,12 +334,7 @@ class Plans:
         values, state = _values(traced, call.leaves), traced.state_of(self._model)
         wanted = _wanted(traced, call.purpose)
         assignment = self._placement.place(
-            traced,
-            values,
-            state,
-            wanted,
-            call.schedule.microbatches,
-            step=call.purpose == "step",
+            traced, values, state, wanted, call.schedule.microbatches, step=call.purpose == "step"
         )
         graph = self.graphs[key, call.size] = self._relayed(call, traced, assignment)
         self._first.setdefault(tuple(kind), own)
@@ -372,11 +368,7 @@ class Plans:
 
     def _graph_key(self, call: Call) -> tuple[Any, ...]:
         """All that a trace depends on, its size last if it is for that alone."""
-        flags = tuple(module.training for module in self._model.modules())
-        trained = tuple(p.requires_grad for p in self._model.parameters())
-        device = self.places[0].type if self.places else "cpu"
-        cast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
-        kind = self._variant, flags, trained, cast, call.batch.key, call.with_loss
+        kind = *self._state, call.batch.key, call.with_loss
         fixed = call.fixed
         if fixed is None:
             alone = call.uniform and self.front_end.tracer == "export"

@@ -1,0 +1,326 @@
+"""A look at all plain Python state that code which ran can read: its values, to compare later.
+
+From the model, its loss, the hooks of modules and the globals that the code names, it goes through
+attributes, entries of collections, classes, closures and functions, as far as code which ran reads
+them. It does not go into torch, nor into Python's own modules and objects.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from types import CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules import module as torchs
+from torch.nn.parameter import is_lazy
+
+LONG = 1000
+"""Collections of more entries are looked at as one object."""
+MOST = 10_000
+"""So many values are looked at, besides the tensors, hooks and classes of modules."""
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_SEQUENCES = (list, tuple, set, frozenset, deque)
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_GLOBAL_HOOKS = tuple(f"_global{name}" for name in _HOOKS)
+_APART = frozenset(vars(nn.Module())) - {*_HOOKS}
+"""Attributes of every module that are looked at in another way, or not at all."""
+_RECORDS = ("types.SimpleNamespace", "argparse.Namespace")
+"""Python's own classes whose objects are looked into."""
+_OUTSIDE = frozenset((*sys.stdlib_module_names, "torch", "fxpipe"))
+_MISSING = object()
+
+
+@dataclass
+class Reads:
+    """What code that ran names.
+
+    Attributes:
+        names: in it, and strings, by which ``getattr`` may ask.
+        codes: what ran.
+        variables: a module's globals, by their identity and the name of one that is read.
+        makers: classes with methods that make names of attributes; any attribute may be read.
+    """
+
+    names: set[str] = field(default_factory=set)
+    codes: set[CodeType] = field(default_factory=set)
+    variables: dict[tuple[int, str], dict[str, Any]] = field(default_factory=dict)
+    makers: set[type] = field(default_factory=set)
+
+    def copied(self) -> Reads:
+        """The same, which may grow."""
+        return Reads({*self.names}, {*self.codes}, {**self.variables}, {*self.makers})
+
+
+@dataclass
+class Seen:
+    """What was there when it was last looked at, to see quickly that nothing has changed.
+
+    Attributes:
+        dicts: a dictionary, its length or None where that does not count, and some of its items.
+        lists: a list or a set, and a copy of it.
+        attributes: an object, the name of one of its attributes, and its value.
+        modules: the model's.
+        parameters: the model's.
+    """
+
+    dicts: list[tuple[Mapping[str, Any], int | None, list[tuple[str, Any]]]]
+    lists: list[tuple[Any, list[Any]]]
+    attributes: list[tuple[Any, str, Any]]
+    modules: list[nn.Module]
+    parameters: list[Tensor]
+
+    def holds(self) -> bool:
+        """Whether all is as it was."""
+        for held, length, items in self.dicts:
+            if length is not None and len(held) != length:
+                return False
+            for name, value in items:
+                new = held.get(name, _MISSING)
+                if new is not value and _differ(new, value):
+                    return False
+        for held_list, copy in self.lists:
+            if len(held_list) != len(copy):
+                return False
+            for new, value in zip(held_list, copy, strict=True):
+                if new is not value and _differ(new, value):
+                    return False
+        for owner, name, value in self.attributes:
+            if _attribute(owner, name) is not value:
+                return False
+        return not any(map(hooked, self.parameters))
+
+
+class Look:
+    """One look.
+
+    Attributes:
+        values: what was found, by the expression that gives it.
+        seen: the same, to compare quickly.
+    """
+
+    def __init__(self, reads: Reads, model: nn.Module, leaves: Sequence[str], loss: Any) -> None:
+        """Look at everything.
+
+        Args:
+            reads: what code that ran names.
+            model: the model.
+            leaves: names of submodules that are called as they are, which no trace looks into.
+            loss: its loss function, if there is one.
+        """
+        self.values: dict[str, Any] = {}
+        self.seen = Seen([], [], [], [*model.modules()], [*model.parameters()])
+        self._reads = reads
+        self._first: dict[int, str] = {}  # identity → the first expression that gives it
+        self._rest: deque[tuple[str, Any]] = deque()
+        self._module("model", model, leaves)
+        for name in _GLOBAL_HOOKS:
+            self._hooks(f"torch.nn.modules.module.{name}", getattr(torchs, name))
+        self._at("loss", loss)
+        every: dict[int, tuple[dict[str, Any], None, list[tuple[str, Any]]]] = {}
+        for (number, name), module in reads.variables.items():
+            value = module.get(name, _MISSING)
+            every.setdefault(number, (module, None, []))[2].append((name, value))
+            self._at(f"{module.get('__name__')}.{name}", value)
+        self.seen.dicts += every.values()
+        left = len(self.values) + MOST
+        while self._rest:
+            path, value = self._rest.popleft()
+            if len(self.values) < left:
+                self._into(path, value)
+            else:
+                self.values[path] = Same(value)
+
+    def _at(self, path: str, value: Any) -> None:
+        """Take down what an expression gives; what it holds will be looked at later."""
+        while path in self.values:
+            path += "'"
+        if isinstance(value, _PLAIN):
+            self.values[path] = type(value), value
+            return
+        first = self._first.setdefault(id(value), path)
+        if first is path:
+            self._rest.append((path, value))
+        self.values[path] = first, _kind(value)  # the first says what it holds
+
+    def _into(self, path: str, value: Any) -> None:
+        """Look at what a value holds."""
+        if isinstance(value, _SEQUENCES):
+            if len(value) <= LONG:
+                content = [*value]
+                self.seen.lists.append((value, content))
+                for index, each in enumerate(content):
+                    self._at(f"{path}[{index}]", each)
+        elif _is_dict(value):
+            if len(value) <= LONG:
+                items = [*value.items()]
+                self.seen.dicts.append((value, len(value), items))
+                for key, each in items:
+                    self._at(f"{path}[{key!r}]" if isinstance(key, _PLAIN) else f"{path}[?]", each)
+        elif isinstance(value, nn.Module):
+            self._module(path, value)
+        elif isinstance(value, FunctionType):
+            self._function(path, value)
+        elif isinstance(value, MethodType):
+            self._held(path, value, ("__self__", "__func__"))
+        elif isinstance(value, partial):
+            self._held(path, value, ("func", "args", "keywords"))
+        elif isinstance(value, property):
+            self._held(path, value, ("fget",))
+        elif isinstance(value, staticmethod | classmethod):
+            self._held(path, value, ("__func__",))
+        elif isinstance(value, type):
+            self._class(path, value)
+        elif isinstance(value, ModuleType):
+            if _top(value.__name__) not in _OUTSIDE:
+                self._attributes(path, vars(value))
+        elif not isinstance(value, Tensor) and _is_record(type(value)):
+            every = type(value) in self._reads.makers
+            self._attributes(path, getattr(value, "__dict__", {}), every)
+            for base in type(value).__mro__:
+                slots = (n for n, v in vars(base).items() if isinstance(v, MemberDescriptorType))
+                read = (n for n in slots if every or n in self._reads.names)
+                self._held(path, value, (name for name in read if name != "__dict__"))
+            self._at(f"{path}.__class__", type(value))
+
+    def _module(self, path: str, root: nn.Module, leaves: Sequence[str] | None = None) -> None:
+        """A module with its submodules; without ``leaves``, graphs hold its very tensors."""
+        modules = [(f"{path}.{name}" if name else path, m) for name, m in root.named_modules()]
+        self._first.update((id(module), where) for where, module in modules)
+        without = tuple(f"{path}.{leaf}" for leaf in leaves or ())
+        for where, module in modules:
+            for held in (module._modules, module._parameters, module._buffers):
+                self.seen.dicts.append((held, len(held), [*held.items()]))
+            if any(where == leaf or where.startswith(f"{leaf}.") for leaf in without):
+                continue
+            for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+                self.values[f"{where}.{name}"] = Same(tensor) if leaves is None else _form(tensor)
+            for name in _HOOKS:
+                self._hooks(f"{where}.{name}", vars(module).get(name, {}))
+            every = type(module) in self._reads.makers
+            self._attributes(where, vars(module), every, {*_APART, *_HOOKS})
+            self._at(f"{where}.__class__", type(module))
+
+    def _hooks(self, path: str, hooks: Mapping[Any, Any]) -> None:
+        items = [*hooks.items()]
+        self.seen.dicts.append((hooks, len(hooks), items))
+        for index, (_, hook) in enumerate(items):
+            self._at(f"{path}[{index}]", hook)
+
+    def _class(self, path: str, cls: type) -> None:
+        top = _top(cls.__module__)
+        if top in sys.stdlib_module_names:
+            return
+        if top in _OUTSIDE:
+            items = [(n, v) for n, v in vars(cls).items() if n in self._reads.names]
+            self.seen.dicts.append((vars(cls), len(vars(cls)), items))
+            self.values.update((f"{path}.{name}", Same(value)) for name, value in items)
+        else:
+            self._attributes(path, vars(cls), cls in self._reads.makers)
+        for index, base in enumerate(cls.__bases__):
+            self._at(f"{path}.__bases__[{index}]", base)
+
+    def _function(self, path: str, function: FunctionType) -> None:
+        """What a function reads besides its arguments and globals."""
+        self.seen.attributes.append((function, "__code__", function.__code__))
+        if function.__code__ in self._reads.codes:
+            self._held(path, function, ("__defaults__", "__kwdefaults__"))
+            for name, cell in zip(
+                function.__code__.co_freevars, function.__closure__ or (), strict=True
+            ):
+                content = _attribute(cell, "cell_contents")
+                self.seen.attributes.append((cell, "cell_contents", content))
+                self._at(f"{path}.{name}", content)
+
+    def _held(self, path: str, owner: Any, names: Iterable[str]) -> None:
+        for name in names:
+            value = _attribute(owner, name)
+            self.seen.attributes.append((owner, name, value))
+            self._at(f"{path}.{name}", value)
+
+    def _attributes(
+        self,
+        path: str,
+        held: Mapping[str, Any],
+        every: bool = False,
+        apart: Iterable[str] = (),
+    ) -> None:
+        names = self._reads.names
+        items = [(n, v) for n, v in held.items() if (every or n in names) and n not in apart]
+        self.seen.dicts.append((held, len(held), items))
+        for name, value in items:
+            self._at(f"{path}.{name}", value)
+
+
+def hooked(parameter: Tensor) -> bool:
+    """Whether hooks wait for a parameter's gradient."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
+@dataclass(frozen=True, eq=False)
+class Same:
+    """Equal to the same object alone."""
+
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+def _kind(value: Any) -> Any:
+    """A value without what it holds, which is looked at for itself."""
+    if isinstance(value, _SEQUENCES) and len(value) <= LONG:
+        return type(value), len(value)
+    if _is_dict(value) and len(value) <= LONG:
+        keys = [(type(k), k) if isinstance(k, _PLAIN) else Same(k) for k in value]
+        return type(value), keys
+    if isinstance(value, FunctionType):
+        return value.__code__, Same(value.__globals__)
+    if isinstance(value, nn.Module | MethodType | partial):
+        return type(value)
+    return Same(value)
+
+
+def _form(tensor: Tensor | None) -> Any:
+    """What a graph holds of a parameter or buffer."""
+    if tensor is None:
+        return None
+    if is_lazy(tensor):
+        return Same(tensor)  # it has no shape before the model has run
+    hooks = isinstance(tensor, nn.Parameter) and hooked(tensor)
+    return tensor.shape, tensor.dtype, tensor.layout, hooks
+
+
+def _differ(new: Any, old: Any) -> bool:
+    """Whether two objects are more than two of the same plain value."""
+    return not (isinstance(old, _PLAIN) and type(new) is type(old) and new == old)
+
+
+def _attribute(owner: Any, name: str) -> Any:
+    try:
+        return getattr(owner, name, _MISSING)
+    except ValueError:  # a variable of a closure that is not set yet
+        return _MISSING
+
+
+def _top(name: str) -> str:
+    return str(name).partition(".")[0]
+
+
+def _is_dict(value: Any) -> bool:
+    """Whether a value answers as dictionaries do."""
+    return isinstance(value, dict) and type(value).get is dict.get
+
+
+def _is_record(cls: type) -> bool:
+    """Whether objects of a class have attributes to look at, as a model's configuration has."""
+    own = _top(cls.__module__) not in _OUTSIDE
+    return own or f"{cls.__module__}.{cls.__qualname__}" in _RECORDS
