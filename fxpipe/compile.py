@@ -145,8 +145,9 @@ def compile(
         cuda_graphs: on CUDA devices, capture what a stage computes into CUDA graphs, in the first
             steps that come to it, and replay them from then on: one launch instead of one for
             each operation. Results are the same to the bit. For each size of micro-batches a stage
-            has fixed memory for as many as the schedule has in flight there, and for the gradients
-            of its parameters once more; ``simulate`` counts neither. Parameters are read where
+            has fixed memory for as many as the schedule has in flight there, each with what its
+            operations need for a moment, and for the gradients of its parameters once more;
+            ``simulate`` counts none of it. Parameters are read where
             they are: those that are elsewhere later (an assigned state dict) are captured anew.
             Stages that draw random numbers, have leaf modules, or compute sizes from data run as
             without it; the logger "fxpipe" has an info record of each, which ``verbose`` prints.
@@ -204,7 +205,7 @@ def compile(
         clips=clipping is not None,
         recompute=read_recompute(recompute, recipe.stages(len(places))),
         places=homes if homes[0].type == "cuda" else (),
-        capturing=Capturing([CudaGraphs() for _ in places]) if cuda_graphs else None,
+        capturing=Capturing(CudaGraphs) if cuda_graphs else None,
         verbose=verbose,
     )
     dims = read_batch_dims(batch_dims, model)

@@ -30,7 +30,7 @@ def capturing(
     pipe = fxpipe.compile(model, ["cpu"] * devices, **given)
     places: Any = [Stream() for _ in range(devices)]
     use(pipe, CudaBackend(places, dispatch))
-    pipe._compiler.capturing = Capturing([CudaGraphs() for _ in places])
+    pipe._compiler.capturing = Capturing(CudaGraphs)
     return pipe
 
 

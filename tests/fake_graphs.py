@@ -3,11 +3,14 @@
 It is as unforgiving as the real ones. A capture computes nothing: what it has made is garbage until
 it is replayed. A replay reads and writes where the capture did, and never looks at Python again.
 What was made in it and is held by nobody is garbage after every replay, as other captures of
-the pool may use that memory. To ask the device something fails; so does a second capture at a time.
+the pool may use that memory. So is, before it, all that later captures of the pool have made, held
+or not: they may have found room where this one needs it for a moment. To ask the device something
+fails; so does a second capture at a time.
 """
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -87,14 +90,14 @@ class Graphs:
         captures: how many captures were done.
         refuses: operation's name → what it raises inside a capture.
         replays: how many replays.
-        pools: the pools of the captures.
+        pools: pool → its captures, in order.
         capturing: whether one goes on.
     """
 
     def __init__(self) -> None:
         self.captures = 0
         self.replays = 0
-        self.pools: set[Any] = set()
+        self.pools: dict[Any, list[Recorder]] = {}
         self.capturing = False
         self.refuses: dict[str, Exception] = {}
 
@@ -102,14 +105,19 @@ class Graphs:
 def install(monkeypatch: pytest.MonkeyPatch) -> Graphs:
     """Put them in place of those of torch.cuda."""
     counted = Graphs()
+    numbers = itertools.count(1)
 
     class CUDAGraph:
         def __init__(self) -> None:
             self.recorder = Recorder(counted.refuses)
+            self.pool: Any = None
 
         def replay(self) -> None:
             counted.replays += 1
+            own = counted.pools[self.pool]
             with torch.no_grad():
+                for later in own[own.index(self.recorder) + 1 :]:
+                    later.forget(unheld=False)
                 self.recorder.replay()
 
     class Capture:
@@ -119,7 +127,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Graphs:
             assert capture_error_mode == "thread_local"
             assert stream != torch.cuda.default_stream()
             self.graph = graph
-            counted.pools.add(pool)
+            graph.pool = pool
+            counted.pools.setdefault(pool, [])
 
         def __enter__(self) -> None:
             assert not counted.capturing, "two captures at a time"
@@ -134,11 +143,12 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Graphs:
             if error[0] is not None:
                 raise torch.AcceleratorError("CUDA error: the capture was invalidated")
             self.graph.recorder.forget(unheld=False)
+            counted.pools[self.graph.pool].append(self.graph.recorder)
 
     for name, value in {
         "CUDAGraph": CUDAGraph,
         "graph": Capture,
-        "graph_pool_handle": lambda: (0, len(counted.pools) + 1),
+        "graph_pool_handle": lambda: (0, next(numbers)),
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
     return counted

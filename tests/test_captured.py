@@ -15,6 +15,7 @@ from fxpipe import ExecutionError
 from fxpipe.compiler.capturing import slots
 from fxpipe.kernels.captured import Captured
 from fxpipe.kernels.slot import Fixed
+from fxpipe.runtime.cuda_graphs import CudaGraphs
 from tests import fake_cuda, fake_graphs, loop
 from tests.captured_pipes import adam, capturing, kernels, sgd, train
 from tests.fake_graphs import Graphs
@@ -48,7 +49,7 @@ def test_training_equals_that_without_graphs_and_later_steps_capture_nothing(
     graphs: Graphs, schedule: str, devices: int, recompute: str, dispatch: str
 ) -> None:
     torch.manual_seed(0)
-    _, counts = train(
+    pipe, counts = train(
         Tiny(),
         devices=devices,
         schedule=schedule,
@@ -57,7 +58,7 @@ def test_training_equals_that_without_graphs_and_later_steps_capture_nothing(
         dispatch=dispatch,
     )
     assert counts[0] == counts[-1] == graphs.captures
-    assert len(graphs.pools) == devices
+    assert len(graphs.pools) == sum(kernel._made for kernel in kernels(pipe))
 
 
 def test_whole_and_parted_backwards_of_one_stage_are_captured_each(graphs: Graphs) -> None:
@@ -203,6 +204,18 @@ def test_an_output_that_stays_in_its_slot_is_noticed(
     expected = torch.cat([model(part) for part in x.tensor_split(4)]).detach()
     with within(300), capturing(model, partition=["middle"]) as pipe:
         assert torch.equal(pipe(x), expected) != slip  # one slot for all micro-batches
+
+
+def test_memory_that_several_slots_share_is_noticed(
+    graphs: Graphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In 1F1B the third forward runs between the second one and its backward."""
+    shared: dict[str, CudaGraphs] = {}
+    monkeypatch.setattr(
+        "tests.captured_pipes.CudaGraphs", lambda: shared.setdefault("one", CudaGraphs())
+    )
+    with pytest.raises(AssertionError):
+        train(Tiny(), devices=2, schedule="1f1b", partition=["middle"])
 
 
 def test_a_slot_that_is_taken_again_too_early_is_noticed(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.torch_version import TorchVersion
 
 import fxpipe
 from fxpipe import CaptureError, DeviceMemoryError, ExecutionError, InputError
@@ -373,6 +374,21 @@ def test_a_failure_of_earlier_work_is_none_of_the_capture(
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
     with pytest.raises(torch.AcceleratorError, match="illegal memory access"):
         CudaGraphs().capture(lambda: None, "nothing")
+
+
+@pytest.mark.parametrize(("version", "ended"), [("2.11.0+cu130", 1), ("2.12.0", 0)])
+def test_a_failed_capture_leaves_no_allocation_to_its_pool(
+    graphs: Graphs, monkeypatch: pytest.MonkeyPatch, version: str, ended: int
+) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(torch, "__version__", TorchVersion(version))
+    monkeypatch.setattr(
+        torch._C, "_cuda_endAllocateToPool", lambda *at: calls.append(at), raising=False
+    )
+    graphs.refuses["add"] = RuntimeError("no")
+    with pytest.raises(CaptureError, match="the sum cannot be captured"):
+        CudaGraphs().capture(lambda: torch.zeros(3) + 1, "sum")
+    assert len(calls) == ended
 
 
 def test_small_micro_batches_train_as_without_graphs(graphs: Graphs) -> None:

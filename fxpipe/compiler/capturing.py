@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 
 import torch
 from torch import fx
@@ -10,9 +10,10 @@ from torch import fx
 from fxpipe import source
 from fxpipe.edge import HOST
 from fxpipe.errors import InputError
-from fxpipe.kernels.captured import Captured, Graphs
+from fxpipe.kernels.captured import Captured
 from fxpipe.kernels.graph import GraphKernel
 from fxpipe.kernels.kernel import Kernel
+from fxpipe.kernels.slot import Graphs
 from fxpipe.plan import Plan, Stage
 from fxpipe.program import Backward, Forward, Program, Recompute, WeightGrad
 from fxpipe.schedule import Schedule
@@ -47,13 +48,13 @@ def check_cuda_graphs(
 class Capturing:
     """Puts captured kernels in place of plain ones, and keeps them."""
 
-    def __init__(self, graphs: Sequence[Graphs]) -> None:
+    def __init__(self, graphs: Callable[[], Graphs]) -> None:
         """Nothing is captured yet.
 
         Args:
-            graphs: device of the program → what captures for it.
+            graphs: makes what captures for a slot.
         """
-        self._graphs = tuple(graphs)
+        self._graphs = graphs
         self._made: dict[int, Captured] = {}
         self._found: dict[tuple[int, int], tuple[Plan, Program, list[Kernel]]] = {}
         self._versions: dict[int, int] = {}
@@ -91,7 +92,7 @@ class Capturing:
                 made = self._made[id(kernel)] = Captured(
                     kernel,
                     stage.index,
-                    self._graphs[program.placement[stage.index]],
+                    self._graphs,
                     slots=0,
                     changing=[argument.target in written for argument in stage.buffers],
                 )

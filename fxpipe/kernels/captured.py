@@ -14,18 +14,16 @@ one stream, so that memory is used again only after what came before is done.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fxpipe.kernels.graph import GraphKernel
 from fxpipe.kernels.kernel import Backwarded, Forwarded, InputGraded, Totals
-from fxpipe.kernels.slot import Fixed, Hold, Key, Part, Slot
+from fxpipe.kernels.slot import Fixed, Graphs, Hold, Key, Part, Slot
 from fxpipe.kernels.wrapping import Wrapping
 from fxpipe.telling import LOGGER
-
-T = TypeVar("T")
 
 WARM_UP = 3
 """Runs of a graph before it is captured for the first time: libraries choose their kernels and
@@ -37,29 +35,6 @@ PATIENCE = 8
 SELDOM = 100
 """Forwards that a capture has to last, on average: an optimizer that puts its parameters elsewhere
 in every step would have every step captured."""
-
-
-class Graphs(Protocol):
-    """What captures for one device. What it has captured is replayed by one stream, in any order.
-
-    Captures share memory for what none of them returns: a replay may write over everything that
-    another one has made, but for the tensors that somebody still has.
-    """
-
-    def capture(self, run: Callable[[], T], what: str) -> tuple[T, Callable[[], None]]:
-        """Capture a call. It computes nothing yet.
-
-        Args:
-            run: the call.
-            what: what messages call it.
-
-        Returns:
-            What the call returned, and what replays it: it writes those tensors anew.
-
-        Raises:
-            CaptureError: something in it cannot be captured.
-        """
-        ...
 
 
 class Captured(Wrapping):
@@ -83,7 +58,7 @@ class Captured(Wrapping):
         self,
         kernel: GraphKernel,
         stage: int,
-        graphs: Graphs,
+        graphs: Callable[[], Graphs],
         *,
         slots: int,
         versions: int = 1,
@@ -94,7 +69,7 @@ class Captured(Wrapping):
         Args:
             kernel: the stage's own.
             stage: its number, for messages.
-            graphs: captures for its device.
+            graphs: makes what captures for a slot.
             slots: how many slots there may be.
             versions: for how many sets of addresses a slot keeps captures.
             changing: for each buffer whether micro-batches write it: it is then at another
@@ -220,7 +195,7 @@ class Captured(Wrapping):
         if self._free:
             slot = self._free.pop(at)
         elif self._made < self.slots:
-            slot = Slot()
+            slot = Slot(self._graphs())
             self._made += 1
         else:
             self.overflows += 1
@@ -271,7 +246,7 @@ class Captured(Wrapping):
                     run()
                 self._warm.add(task)
             what = f"{task.replace('_', ' ')} of stage {self._stage}"
-            part = hold.parts[task] = Part(*self._graphs.capture(run, what))
+            part = hold.parts[task] = Part(*hold.slot.graphs.capture(run, what))
             self.captures += 1
         part.replay()
         return part.made

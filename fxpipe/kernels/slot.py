@@ -4,15 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from fxpipe.kernels.graph import layout
 
+T = TypeVar("T")
+
 Key = tuple[Any, ...]
 """What a capture is valid for: where parameters lie, and what inputs are that are no tensors."""
+
+
+class Graphs(Protocol):
+    """What captures for one slot. What it has captured is replayed by one stream.
+
+    Captures share memory: a replay may write over all that later captures have made, and over what
+    earlier ones have made and nobody has any more. A slot is one micro-batch's at a time, so that
+    what a later capture has made is used up when an earlier one is replayed.
+    """
+
+    def capture(self, run: Callable[[], T], what: str) -> tuple[T, Callable[[], None]]:
+        """Capture a call. It computes nothing yet.
+
+        Args:
+            run: the call.
+            what: what messages call it.
+
+        Returns:
+            What the call returned, and what replays it: it writes those tensors anew.
+
+        Raises:
+            CaptureError: something in it cannot be captured.
+        """
+        ...
 
 
 class Fixed:
@@ -66,11 +92,13 @@ class Slot:
     """Room for one micro-batch.
 
     Attributes:
+        graphs: captures on it.
         inputs: of forward: the stage's inputs, then the buffers that change.
         gradients: of the stage's outputs.
         takes: key → task's name → what was captured of it; the last used key comes last.
     """
 
+    graphs: Graphs
     inputs: Fixed | None = None
     gradients: Fixed | None = None
     takes: dict[Key, dict[str, Part]] = field(default_factory=dict)

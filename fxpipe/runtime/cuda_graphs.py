@@ -27,11 +27,11 @@ ALONE = threading.RLock()
 
 
 class CudaGraphs:
-    """Captures what one device of a program computes, on the stream that is current; see Graphs.
+    """Captures what is computed on one slot, on the stream that is current; see Graphs.
 
-    All of its captures share one memory pool. That is right where they are replayed in the order
-    of their captures, or one after another while all that outlives a replay is held by somebody;
-    here it is the latter. A pool for each slot would hold the scratch memory of each.
+    Its captures share a memory pool of their own. A pool for several slots would not do: what one
+    capture needs for a moment, a later one may keep its results in, and graphs that share a pool
+    may only be replayed in the order of their captures. Micro-batches in flight have another.
     """
 
     def __init__(self) -> None:
@@ -61,6 +61,7 @@ class CudaGraphs:
                 ):
                     made = run()
             except Exception as error:
+                _end_allocation(stream.device, self._pool)
                 cause = error.__context__ or error  # to end a broken capture fails as well
                 if isinstance(cause, torch.OutOfMemoryError):
                     raise cause from None
@@ -71,3 +72,10 @@ class CudaGraphs:
                 ) from cause
             self._first = self._first or graph
         return made, graph.replay
+
+
+def _end_allocation(device: torch.device, pool: Any) -> None:
+    """End what a failed capture has left: before 2.12 torch goes on to allocate in its pool
+    (pytorch#180395), and takes whatever comes after it for a part of the capture."""
+    if torch.__version__ < (2, 12):
+        torch._C._cuda_endAllocateToPool(device.index or 0, pool)
