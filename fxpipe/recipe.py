@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from fxpipe.errors import InputError, near
+from fxpipe.garbage import without_collection
 from fxpipe.schedule import Schedule
 from fxpipe.task import Task
 
@@ -30,6 +31,7 @@ Placement = Callable[[int], tuple[int, ...]]
 Delay = int | tuple[int, ...]
 
 _TASKS_PER_STAGE_AND_MICROBATCH = 16
+_MOST = 10_000_000
 
 
 def one_each(devices: int) -> tuple[int, ...]:
@@ -70,6 +72,7 @@ class Recipe:
     microbatches: int | None = None
     predict: bool = False
 
+    @without_collection()
     def __call__(self, devices: int, microbatches: int) -> Schedule:
         """Make the schedule. It is not verified yet.
 
@@ -80,6 +83,11 @@ class Recipe:
         for word, count in (("devices", devices), ("microbatches", microbatches)):
             if not isinstance(count, int) or count < 1:
                 raise InputError(f"{word} is {count!r}; a schedule needs at least 1")
+        if devices * microbatches > _MOST:
+            raise InputError(
+                f"devices is {devices} and microbatches is {microbatches}; a schedule is made for "
+                f"at most {_MOST} forwards"
+            )
         placement = self.placement(devices)
         delay = self.delay(devices, microbatches) if callable(self.delay) else self.delay
         rows = tuple(

@@ -28,6 +28,11 @@ from fxpipe.schedule import Schedule
 
 Item = TypeVar("Item")
 
+FURTHEST = 1_000
+"""How many batches back tasks, delays and versions reach at most."""
+
+_MOST = 10_000_000
+
 
 def unroll(program: Program, steps: int) -> Program:
     """The whole run of a program over so many steps, and the flush after the last.
@@ -135,6 +140,11 @@ def _repeated(
     """The step and the item of all windows, without those of batches that do not exist."""
     if steps < 1:
         raise InputError(f"steps is {steps}; a run needs at least 1")
+    if (steps + depth) * max(len(own), 1) > _MOST:
+        raise InputError(
+            f"{steps + depth} steps of a device's {len(own)} tasks or instructions are more than "
+            f"{_MOST}; give fewer steps"
+        )
     for step in range(steps + depth):
         for batch, item in own:
             if 0 <= step + batch < steps:

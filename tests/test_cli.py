@@ -124,6 +124,30 @@ def test_the_text_can_be_read_back(capsys: pytest.CaptureFixture[str], tmp_path:
     assert run(capsys, "verify", path) == (0, f"{path}: a valid schedule\n", "")
 
 
+def test_the_grid_of_a_huge_schedule_is_left_out_by_name(
+    capsys: pytest.CaptureFixture[str], own: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    line = ["schedule", "gpipe", "-p", "2", "-m", "3"]
+    _, whole, _ = run(capsys, *line)
+    monkeypatch.setattr("fxpipe.cli.commands._SHOWN", 13)
+    assert run(capsys, *line, "--all") == (0, whole, "")
+    status, out, _ = run(capsys, *line)
+    head = "gpipe: the grid and the figures of 14 tasks, more than 13, are left out; --all shows"
+    assert (status, out) == (0, f"{head} them\n\n{whole[whole.index('gpipe, given') :]}")
+    _, out, _ = run(capsys, "schedule", "gpipe", "-p", "2", "-m", "1", "--steps", "3")
+    assert "figures of 18 tasks" in out
+    status, out, _ = run(capsys, "schedule", f"{own}:plain", "-p", "2", "-m", "6")
+    assert status == 1
+    assert "are left out" not in out  # of 6 tasks
+    monkeypatch.setattr("fxpipe.cli.commands._SHOWN", 5)
+    status, out, _ = run(capsys, "schedule", f"{own}:plain", "-p", "2", "-m", "6")
+    assert status == 1
+    assert "stage 0 has no forward of micro-batches 1-5" in out
+    trace = tmp_path / "trace.json"
+    assert run(capsys, *line, "--trace", trace)[0] == 0
+    assert json.loads(trace.read_text())["traceEvents"]
+
+
 @pytest.mark.parametrize("ending", ["svg", "png", "pdf"])
 def test_a_picture_is_written(
     ending: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
@@ -213,6 +237,9 @@ def test_plans_and_programs_are_checked(
         ("schedule 1f1b --costs Q=1", "no kind of task 'Q'"),
         ("schedule 1f1b --costs F@9=1", "is for stage 9; the stages are 0 to 3"),
         ("schedule 1f1b --costs F=-1", "at least 0"),
+        ("schedule 1f1b --costs F=1e308,B=1e308", "at most 1e+100"),
+        (f"schedule 1f1b --costs F={'9' * 5000}", "at most 1e+100"),
+        (f"schedule 1f1b --costs F@{'9' * 5000}=1", "write a kind of task and its time"),
         ("schedule 1f1b --draw x.docx", "no format 'docx'"),
         ("schedule 1f1b --draw own.py/x.svg", "own.py: File exists"),
         ("schedule 1f1b --trace nowhere/x.json", "cannot be written"),

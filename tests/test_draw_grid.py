@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from statistics import median
 from textwrap import dedent
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -132,6 +134,19 @@ def test_arguments_that_make_no_sense_are_refused(
 ) -> None:
     with pytest.raises(InputError, match=message):
         one_f_one_b(2, 2).grid(**arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("costs", [{("F", 0): 1e-9, ("B", 0): 1e-9, ("B", 1): 1e9}, {"U": 1e99}])
+def test_a_grid_of_more_characters_than_anyone_reads_is_refused(costs: Costs) -> None:
+    with pytest.raises(InputError, match="more than 100000000 characters; show fewer"):
+        one_f_one_b(2, 3).grid(costs=costs)
+
+
+def test_the_usual_time_is_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = Mock(wraps=median)
+    monkeypatch.setattr("fxpipe.draw.grid.median", calls)
+    one_f_one_b(2, 50).grid()
+    assert calls.call_count == 1
 
 
 def test_an_empty_schedule_has_a_grid() -> None:

@@ -182,6 +182,12 @@ def test_counts_below_one_are_refused(devices: int, microbatches: int) -> None:
         gpipe(devices, microbatches)
 
 
+@pytest.mark.parametrize("counts", [(1, 999_999_999), (999_999_999, 1), (10, 1_000_001)])
+def test_counts_of_which_no_schedule_can_be_made_are_refused(counts: tuple[int, int]) -> None:
+    with pytest.raises(InputError, match="a schedule is made for at most 10000000 forwards"):
+        gpipe(*counts)
+
+
 def test_a_generator_that_does_not_end_is_stopped() -> None:
     recipe = Recipe("endless", lambda device, devices, microbatches: map(F, count()))
     with pytest.raises(InputError, match="let the generator end"):

@@ -289,6 +289,7 @@ def test_what_waits_for_ever_is_told_or_shown() -> None:
         ({"costs": {"Q": 1}}, "no kind of task 'Q'"),
         ({"costs": {("F", 2): 1}}, "the stages are 0 to 1"),
         ({"costs": {"F": -1}}, "at least 0"),
+        ({"costs": {"F": 1e101}}, "at most 1e\\+100"),
         ({"links": {(0, 5): Link()}}, "map pairs of the devices 0 to 1"),
         ({"steps": 0}, "needs at least 1"),
     ],

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from fxpipe.errors import Fault, VerificationError
+from fxpipe.errors import Fault, InputError, VerificationError
 from fxpipe.passes.add_clip import add_clip
 from fxpipe.passes.communicate import communicate
 from fxpipe.passes.free import free
@@ -245,6 +245,29 @@ def test_a_valid_program_is_returned_as_it_is() -> None:
         program = Lower(chain(schedule.stages), updates=updates, pause=pause)(schedule)
         for each in (program, communicate(program), free(communicate(program))):
             assert verify_program(each) is each
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("microbatches=2", "microbatches=999999999", "its 999999999 micro-batches"),
+        (" v0", " v999999999", "reaches 999999999 batches back; .* at most 1000"),
+        ("s0[0]", "s0[0" + 9000 * "'" + "]", "reaches 9000 batches back"),
+    ],
+)
+def test_counts_that_one_line_asks_for_are_refused_before_any_work(
+    old: str, new: str, message: str
+) -> None:
+    text = str(lowered(gpipe(2, 2), chain(2)))
+    assert old in text
+    program = Program.parse(text.replace(old, new))
+    with pytest.raises(VerificationError, match=message):
+        program.verify()
+    with pytest.raises(InputError, match=r"more than 10000000; give fewer|at most 1000 are simul"):
+        program.simulate(steps=999_999_999)
+    if "'" in new:
+        with pytest.raises(InputError, match="reaches 9000 batches back; at most 1000 are simul"):
+            program.simulate()
 
 
 def test_the_work_grows_with_the_number_of_instructions_alone() -> None:

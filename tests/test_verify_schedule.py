@@ -282,6 +282,48 @@ def test_counts_and_placement_are_checked_first(schedule: Schedule) -> None:
     assert len(faults_of(schedule)) == 1
 
 
+HUGE = 999_999_999
+
+
+@pytest.mark.parametrize(
+    ("counts", "row", "message"),
+    [
+        (f"microbatches={HUGE} delay=0", "F0 B0 U", f"its {HUGE} micro-batches .* holds 3 tasks"),
+        (
+            f"microbatches=1 delay={HUGE}",
+            "F0 B0 U",
+            f"reaches {HUGE} batches back; .* at most 1000",
+        ),
+        ("microbatches=1 delay=1001", "F0 B0 U", "reaches 1001 batches back"),
+        ("microbatches=1 delay=0", "F0 B0" + 9000 * "'" + " U", "reaches 9000 batches back"),
+    ],
+)
+def test_counts_that_one_line_asks_for_are_refused_before_any_work(
+    counts: str, row: str, message: str
+) -> None:
+    text = f"schedule mine stages=1 {counts}\nplace 0\n0: {row}\n"
+    schedule = Schedule.parse(text)
+    for look in (
+        *(schedule.verify, schedule.simulate, schedule.versions, schedule.stash),
+        schedule.formulas,
+    ):
+        with pytest.raises(VerificationError, match=message) as caught:
+            look()
+        assert len(caught.value.faults) == 1
+    assert re.search(message, schedule.grid())
+    assert schedule.draw().source
+
+
+def test_limits_of_counts_refuse_nothing_that_can_be_told() -> None:
+    head = "schedule mine stages=1 microbatches={} delay={}\nplace 0\n0: F0 B0 U\n"
+    verify_schedule(Schedule.parse(head.format(1, 1000)))
+    message = "no forward of micro-batches 1-10002"
+    assert any(message in str(f) for f in faults_of(Schedule.parse(head.format(10_003, 0))))
+    (fault,) = faults_of(Schedule.parse(head.format(10_004, 0)))
+    assert "its 10004 micro-batches have at least 10004 forwards on 1 stages" in str(fault)
+    verify_schedule(one_f_one_b(1, 20_000))
+
+
 def test_a_device_without_a_stage_is_accepted() -> None:
     text = "schedule mine stages=2 microbatches=1 delay=0\nplace 0 | - | 1\n0: F0\n1:\n2: F0\n"
     verify_schedule(Schedule.parse(text))

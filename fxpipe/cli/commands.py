@@ -21,7 +21,8 @@ from fxpipe.schedule import Schedule
 from fxpipe.simulator import simulate_schedule
 
 _WIDTH = 100
-_COST = re.compile(r"(?P<letter>\w)(?:@(?P<stage>[0-9]+))?=(?P<time>\S+)")
+_SHOWN = 200_000
+_COST = re.compile(r"(?P<letter>\w)(?:@(?P<stage>[0-9]{1,9}))?=(?P<time>\S+)")
 
 
 def list_schedules(given: Namespace) -> bool:
@@ -40,10 +41,15 @@ def show_schedule(given: Namespace) -> bool:
     """``fxpipe schedule``: the grid, the figures and the formulas of one."""
     schedule, recipe = read_schedule(given.schedule, given.devices, given.microbatches)
     costs = read_costs(given.costs)
-    sound = _sound(schedule)
+    fault = _fault(schedule)
+    sound = fault is None
+    tasks = sum(map(len, schedule.rows)) * (given.steps or 1)
+    shown = given.all or tasks <= _SHOWN
     if given.draw is not None:
         _wrote(schedule.draw(costs=costs, steps=given.steps).render(given.draw))
-    simulation = simulate_schedule(schedule, costs, steps=given.steps) if sound else None
+    simulation = None
+    if sound and (given.trace is not None or (shown and not given.text)):
+        simulation = simulate_schedule(schedule, costs, steps=given.steps)
     if given.trace is not None:
         if simulation is None:
             raise InputError(
@@ -58,12 +64,19 @@ def show_schedule(given: Namespace) -> bool:
     width = given.width
     if width is None and sys.stdout.isatty():
         width = shutil.get_terminal_size().columns
-    print(schedule.grid(costs=costs, steps=given.steps, width=width))
+    if shown:
+        print(schedule.grid(costs=costs, steps=given.steps, width=width))
+    else:
+        print(
+            f"{schedule.name}: the grid and the figures of {tasks} tasks, more than {_SHOWN}, are "
+            "left out; --all shows them"
+        )
+        if fault is not None:
+            print(fault)
     if simulation is not None:
-        # The formulas take a few seconds.
-        print(f"\n{simulation}", flush=True)
-        if given.formulas:
-            print(f"\n{formulas_text(schedule, recipe, costs)}")
+        print(f"\n{simulation}", flush=True)  # The formulas take a few seconds.
+    if sound and given.formulas and (shown or recipe is not None):
+        print(f"\n{formulas_text(schedule, recipe, costs)}")
     return sound
 
 
@@ -111,12 +124,12 @@ def _wrote(path: str) -> None:
     print(f"wrote {path}", file=sys.stderr)
 
 
-def _sound(schedule: Schedule) -> bool:
+def _fault(schedule: Schedule) -> VerificationError | None:
     try:
         schedule.verify()
-    except VerificationError:
-        return False
-    return True
+    except VerificationError as error:
+        return error
+    return None
 
 
 def _summary(recipe: Recipe) -> str:

@@ -53,6 +53,9 @@ def make_parser() -> argparse.ArgumentParser:
         default=True,
         help="derive the formulas, which takes a few seconds",
     )
+    shown.add_argument(
+        "--all", action="store_true", help="the grid and the figures of a huge schedule, too"
+    )
     shown.add_argument("--steps", type=int, metavar="N", help="how many steps in a row")
     shown.add_argument(
         "--width", type=int, metavar="N", help="characters a line; by default the terminal's"

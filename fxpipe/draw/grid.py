@@ -19,6 +19,7 @@ _SHORT = 0.25
 """Tasks that take less than this share of the median do not widen the grid."""
 
 _NARROWEST = 20
+_MOST = 100_000_000
 
 _APART = 6
 """Characters from one time of the ruler to the next, at least."""
@@ -78,13 +79,19 @@ class _Grid:
         self._end = timeline.end
         spans = [s for s in (*timeline.spans, *timeline.unrun) if s.end > s.start]
         times = [s.end - s.start for s in spans if s.task.microbatch is not None] or [1.0]
+        least = _SHORT * median(times)
         usual = [
             (len(self._name(s)) + 1, s.end - s.start)
             for s in spans
-            if s.task.microbatch is not None and s.end - s.start >= _SHORT * median(times)
+            if s.task.microbatch is not None and s.end - s.start >= least
         ]
         self._scale = max((room / time for room, time in usual), default=1.0)
         self._unit = min((time for _, time in usual), default=1.0)
+        if not self._end * self._scale * timeline.devices <= _MOST:  # nor if it is no number
+            raise InputError(
+                f"the grid would have more than {_MOST} characters; show fewer micro-batches or "
+                "steps, or give costs that are nearer to each other"
+            )
         self._rows = [self._blank() for _ in range(timeline.devices)]
         for span in spans:
             self._put(span)
@@ -95,20 +102,20 @@ class _Grid:
         indent = max(map(len, heads), default=0)
         whole = self._column(self._end)
         room = whole if width is None else width - indent
-        ruler = self._ruler()
+        ruler = "".join(self._ruler())
         start = stop = 0
         while stop < whole:
             if start:
                 yield ""
-            stop = self._cut(start, start + room)
+            stop = self._cut(ruler, start, start + room)
             yield " " * indent + ruler[start:stop]
             for head, row in zip(heads, self._rows, strict=True):
                 yield head.rjust(indent) + "".join(row[start:stop])
             start = stop
 
-    def _cut(self, start: int, stop: int) -> int:
+    def _cut(self, ruler: str, start: int, stop: int) -> int:
         """Where a line ends that ends before ``stop``: not in the midst of a name."""
-        lines = [self._ruler(), *self._rows]
+        lines = [ruler, *self._rows]
         for column in range(stop, (start + stop) // 2, -1):
             if not any(_named(line, column - 1) and _named(line, column) for line in lines):
                 return column
@@ -142,16 +149,16 @@ class _Grid:
         name += "?" if span in self._never else ""
         return name + ("!" if (span.device, span.position) in self._marks.at else "")
 
-    def _ruler(self) -> str:
-        """Round times, each where it is."""
+    def _ruler(self) -> Iterator[str]:
+        """Round times, each where it is, and the blanks between them."""
         step = nice_step(TICKS * _APART / self._scale)
-        line = ""
+        length = 0
         for tick in range(int(self._end / step + 1e-9) + 1):
             at = self._column(tick * step)
             text = f"{tick * step:g}"
-            if not line or len(line) < at <= self._column(self._end) - len(text):
-                line = line.ljust(at) + text
-        return line
+            if not length or length < at <= self._column(self._end) - len(text):
+                yield " " * (at - length) + text
+                length = at + len(text)
 
 
 def _named(row: Sequence[str], column: int) -> bool:

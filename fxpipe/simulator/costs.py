@@ -56,6 +56,9 @@ class Link:
             raise InputError(f"a link's bandwidth is {self.bandwidth}; give one above 0")
 
 
+_LONGEST = 1e100
+"""The longest time of a task: sums of as many as there can be are numbers still."""
+
 Links = Link | Mapping[tuple[int, int], Link]
 """One link for every pair of devices, or (from, to) → link."""
 
@@ -94,8 +97,11 @@ def times_of(
             raise InputError(
                 f"costs[{key!r}] is for stage {stage}; the stages are 0 to {stages - 1}"
             )
-        if not isinstance(time, Real) or not 0 <= time < inf:
-            raise InputError(f"costs[{key!r}] is {time!r}; a task takes a time of at least 0")
+        if not isinstance(time, Real) or not 0 <= time <= _LONGEST:
+            raise InputError(
+                f"costs[{key!r}] is {time!r:.99}; a task takes a time of at least 0, and at most "
+                f"{_LONGEST:g}"
+            )
     own = dict.fromkeys(letters, _UNKNOWN_TIME)
     own |= {letter: kind.cost for letter, kind in KINDS.items()}
     return {

@@ -15,7 +15,7 @@ from fxpipe.simulator.order import find_order
 from fxpipe.simulator.simulation import Simulation, Span
 from fxpipe.simulator.sizes import Sizes
 from fxpipe.text.instruction import print_instruction
-from fxpipe.unroll import unroll
+from fxpipe.unroll import FURTHEST, unroll
 
 
 def simulate(
@@ -125,4 +125,9 @@ def default_steps(program: Program) -> int:
         default=0,
     )
     reach = max(program.depth, delay)
+    if reach > FURTHEST:
+        raise InputError(
+            f"program {program.name!r} reaches {reach} batches back; at most {FURTHEST} are "
+            "simulated"
+        )
     return 4 * (reach + 1) if reach else 1

@@ -12,6 +12,7 @@ from fxpipe.program import (
     Barrier,
     Buffer,
     Clip,
+    Compute,
     Forward,
     Free,
     InputGrad,
@@ -37,6 +38,7 @@ from fxpipe.program import (
 from fxpipe.task import KINDS
 from fxpipe.text.edge import is_name
 from fxpipe.text.instruction import print_instruction
+from fxpipe.verify.spans import counts_faults
 from fxpipe.verify.waits import Place
 
 
@@ -63,6 +65,12 @@ def frame_faults(program: Program) -> Iterator[Fault]:
         )
     elif "streams" in program.passes and not program.launches and any(program.lists):
         yield Fault("its instructions have streams and no launches", "run the pass streams again")
+    held = sum(map(len, program.lists))
+    lists = program.lists
+    older = (abs(x.version - x.batch) for own in lists for x in own if isinstance(x, Compute))
+    reach = max(program.depth, max(older, default=0))
+    tasks = program.microbatches if {"lower", "communicate"} & {*program.passes} else 0
+    yield from counts_faults(program.stages, tasks, held, reach)
     sources: dict[str, int] = {}
     known: set[tuple[str, int, int]] = set()
     for edge in program.edges:

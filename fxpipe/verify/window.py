@@ -9,6 +9,7 @@ from typing import NamedTuple
 from fxpipe.errors import Fault, near
 from fxpipe.schedule import Schedule
 from fxpipe.task import KINDS, Task
+from fxpipe.verify.spans import counts_faults
 
 Key = tuple[str, int | None, int]
 """Kind, micro-batch and stage: one task of every batch."""
@@ -105,6 +106,9 @@ def frame_faults(schedule: Schedule) -> Iterator[Fault]:
         )
     if min(schedule.delays, default=0) < 0:
         yield Fault(f"its delay is {schedule.delay}", "give at least 0")
+    held = sum(map(len, schedule.rows))
+    reach = max(schedule.depth, *schedule.delays, 0)
+    yield from counts_faults(schedule.stages, schedule.microbatches, held, reach)
 
 
 def _malformed(schedule: Schedule, task: Task) -> tuple[str, str] | None:
