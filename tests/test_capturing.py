@@ -355,6 +355,32 @@ def test_no_stream_is_made_to_wait_while_something_is_captured(
     assert alone == [True, True]
 
 
+def test_a_stream_that_is_made_in_a_run_starts_after_what_the_caller_has_launched(
+    cuda: Cuda,
+) -> None:
+    place: Any = Stream()
+    lanes = CudaLanes(place)
+    assert lanes.stream("early").given == []  # type: ignore[attr-defined]
+    lanes.begin()
+    assert lanes.stream("late").given == ["wait"]  # type: ignore[attr-defined]
+
+
+def test_a_device_may_make_a_stream_while_the_caller_begins_a_run(
+    cuda: Cuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place: Any = Stream()
+    lanes = CudaLanes(place)
+    lanes.stream("in")
+
+    def wait_event(self: Stream, event: Any) -> None:
+        if self is place:
+            lanes.stream("out")
+
+    monkeypatch.setattr(Stream, "wait_event", wait_event)
+    lanes.begin()
+    assert set(lanes._streams) == {"compute", "in", "out"}
+
+
 def test_the_default_stream_is_captured_on_another(graphs: Graphs, cuda: Cuda) -> None:
     cuda.current.append(cuda.default)  # the stand-in refuses to capture that
     made, replay = CudaGraphs().capture(lambda: torch.zeros(3) + 1, "sum")

@@ -52,11 +52,15 @@ class CudaLanes:
         )
         self._streams: dict[str, torch.cuda.Stream] = {COMPUTE: computing}
         self._leaving: dict[tuple[str, torch.device], torch.cuda.Stream] = {}
+        self._before: torch.cuda.Event | None = None
 
     def stream(self, name: str) -> torch.cuda.Stream:
-        """A stream by its name in programs."""
+        """A stream by its name in programs. One that is made in a run starts as the others do."""
         if name not in self._streams:
-            self._streams[name] = self._made.make(self.device)
+            made = self._made.make(self.device)
+            if self._before is not None:
+                made.wait_event(self._before)
+            self._streams[name] = made
         return self._streams[name]
 
     @contextmanager
@@ -82,9 +86,9 @@ class CudaLanes:
     def begin(self) -> None:
         """Let all streams start after what the calling thread has launched on its own."""
         with ALONE:
-            before = torch.cuda.Event()
+            self._before = before = torch.cuda.Event()
             before.record(torch.cuda.current_stream(self.device))
-            for stream in self._streams.values():
+            for stream in tuple(self._streams.values()):  # a device may make another meanwhile
                 stream.wait_event(before)
 
     def end(self) -> None:

@@ -77,5 +77,5 @@ class CudaGraphs:
 def _end_allocation(device: torch.device, pool: Any) -> None:
     """End what a failed capture has left: before 2.12 torch goes on to allocate in its pool
     (pytorch#180395), and takes whatever comes after it for a part of the capture."""
-    if torch.__version__ < (2, 12):
+    if torch.__version__ < (2, 12):  # type: ignore[operator]
         torch._C._cuda_endAllocateToPool(device.index or 0, pool)
