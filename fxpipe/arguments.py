@@ -19,9 +19,9 @@ from fxpipe.errors import InputError, near
 from fxpipe.passes.add_recompute import Recompute
 from fxpipe.recipe import RECIPES, Recipe, find_recipe, fixed
 from fxpipe.runtime.batch import BatchDims
+from fxpipe.runtime.choice import Dispatch
 from fxpipe.runtime.clipping import Clipping
 from fxpipe.runtime.cuda import home
-from fxpipe.runtime.launcher import Dispatch
 from fxpipe.schedule import Schedule
 
 Devices = int | Sequence[str | torch.device | torch.cuda.Stream]
@@ -97,22 +97,20 @@ def _cuda_device(device: torch.device) -> torch.device:
     return torch.device("cuda", index)
 
 
-def read_dispatch(dispatch: Any, place: torch.device) -> Dispatch:
-    """Who launches instructions.
+def read_dispatch(dispatch: Any, place: torch.device) -> Dispatch | None:
+    """Who runs or launches instructions; None for who is faster.
 
     Raises:
-        InputError: nobody known, or one thread for CPU devices.
+        InputError: nobody known.
     """
+    if dispatch == "auto":
+        return None if place.type == "cpu" else "device"
     known: tuple[Dispatch, ...] = get_args(Dispatch)
     for each in known:
-        if dispatch == each == "thread" and place.type == "cpu":
-            raise InputError(
-                'dispatch is "thread", and CPU devices compute in the threads that launch; leave '
-                "dispatch out"
-            )
         if dispatch == each:
             return each
-    raise InputError(f"there is no dispatch {dispatch!r}: {near(str(dispatch), known)}")
+    close = near(str(dispatch), ("auto", *known))
+    raise InputError(f"there is no dispatch {dispatch!r}: {close}")
 
 
 def read_schedule(

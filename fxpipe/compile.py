@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from fxpipe.arguments import (
     Devices,
-    Place,
     ScheduleLike,
     check_flag,
     check_model,
@@ -37,11 +36,11 @@ from fxpipe.engine import Engine
 from fxpipe.errors import InputError
 from fxpipe.partition import Partition, read_partition
 from fxpipe.pipeline import Pipeline
-from fxpipe.runtime.backend import Backend, CpuBackend
+from fxpipe.runtime.backend import CpuBackend
 from fxpipe.runtime.batch import BatchDims
+from fxpipe.runtime.choice import Choice, Dispatch
 from fxpipe.runtime.cuda import CudaBackend, home
 from fxpipe.runtime.cuda_graphs import CudaGraphs
-from fxpipe.runtime.launcher import Dispatch
 from fxpipe.runtime.optimizer import OptimizerFactory
 
 _compiled: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Pipeline]] = weakref.WeakKeyDictionary()
@@ -70,7 +69,7 @@ def compile(
     leaf_modules: Sequence[str | type[nn.Module] | nn.Module] = (),
     fuse_accumulation: bool = False,
     recompute_check: bool = False,
-    dispatch: Dispatch = "device",
+    dispatch: Dispatch | Literal["auto"] = "auto",
     cuda_graphs: bool = False,
     verbose: bool = False,
 ) -> Pipeline:
@@ -140,8 +139,15 @@ def compile(
         recompute_check: compare what each recomputation makes with what its forward made, to the
             bit, and fail where a stage computes something else the second time, with the first
             such node. It takes time, and on a CUDA device each recomputation is waited for.
-        dispatch: on CUDA devices, who launches: a host thread for each "device", or one "thread"
-            for all of them, in an order in which it never has to wait.
+        dispatch: who runs the devices' lists, or launches them on CUDA devices: a thread for each
+            "device", or one "thread" for all, in an order in which it never has to wait. Results
+            are the same to the bit. "auto" is "device" on CUDA devices, and on CPU devices what
+            costs less. Python runs one thread at a time, so that several hand its lock over at
+            every operation; where an operation is shorter than that, as both are measured, one
+            thread is faster, and ``profile`` shows the devices one after another. It is chosen for
+            each size of micro-batches, given up where operations turn out to be long, and told
+            to the logger. Own tasks, optimizers or leaf modules that wait for those of other
+            devices need "device".
         cuda_graphs: on CUDA devices, capture what a stage computes into CUDA graphs, in the first
             steps that come to it, and replay them from then on: one launch instead of one for
             each operation. Results are the same to the bit. For each size of micro-batches a stage
@@ -154,7 +160,8 @@ def compile(
             Where batches overlap, call ``pipe.flush()`` before ``torch.cuda.synchronize()`` as
             long as something is captured: nobody may wait for a device meanwhile.
         verbose: print every pass and its time on standard error, with a line that says what goes
-            on. The logger "fxpipe" has the same as debug records, and one for the whole as info.
+            on. The logger "fxpipe" has the same as debug records, and as info one for the whole and
+            one for who runs the devices' lists.
 
     Returns:
         The pipe: a module with the parameters, buffers and submodules of the model.
@@ -180,7 +187,7 @@ def compile(
         check_cuda_graphs(
             homes[0], recompute_check=recompute_check, fuse_accumulation=fuse_accumulation
         )
-    dispatch = read_dispatch(dispatch, homes[0])
+    choice = Choice(len(places), read_dispatch(dispatch, homes[0]))
     cuts = read_partition(partition)
     cuts.check(model, len(places))
     recipe, microbatches = read_schedule(schedule, len(places), microbatches, delay)
@@ -198,6 +205,7 @@ def compile(
         optimizer=optimizer,
         tracer=tracer,
         threads=threads,
+        choice=choice,
         microbatches=microbatches,
         leaf_modules=read_leaf_modules(leaf_modules, model),
         deferred_batchnorm=deferred_batchnorm,
@@ -212,7 +220,8 @@ def compile(
     given = None if example is None else read_example(example)
     engine = Engine(
         model,
-        _backend(places, dispatch),
+        CpuBackend() if homes[0].type == "cpu" else CudaBackend(places),
+        choice,
         threads,
         optimizer,
         clipping,
@@ -228,12 +237,6 @@ def compile(
             pipe.close()
             raise
     return pipe
-
-
-def _backend(places: Sequence[Place], dispatch: Dispatch) -> Backend:
-    if home(places[0]).type == "cuda":
-        return CudaBackend(places, dispatch)
-    return CpuBackend(len(places))
 
 
 def _check_free(model: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""The order in which one host thread can launch the lists of all devices."""
+"""The order in which one thread can run, or launch, the lists of all devices."""
 
 from __future__ import annotations
 
@@ -8,33 +8,32 @@ from collections import defaultdict
 from fxpipe.errors import InputError
 from fxpipe.instruction import (
     Barrier,
+    Forward,
     Instruction,
     Pause,
     Pop,
     Receive,
+    Run,
     Send,
     Stash,
+    Update,
 )
-from fxpipe.program import COMPUTE, Buffer, Program, letter_of
+from fxpipe.program import COMPUTE, Buffer, Launch, Program, letter_of
 from fxpipe.task import KINDS
 
 
 def dispatch_order(program: Program) -> tuple[int, ...]:
-    """The device of each launch of one window, so that none has to wait for a later one.
+    """The device of each instruction of one window, so that none has to wait for a later one.
 
     An event is recorded before it is waited for, and a value sent before it is received; a
-    barrier or a pause is launched on all devices, one right after another. Of the devices that
-    can go on it is the turn of the one whose computations are furthest behind, if each takes the
-    time of its kind: so each has work early, however many share the thread. What an earlier
-    window has recorded and sent is there already.
+    barrier or a pause comes on all devices, one right after another. Of the devices that can go
+    on it is the turn of the one whose computations are furthest behind, if each takes the time of
+    its kind: so each has work early, however many share the thread. What an earlier window has
+    recorded and sent is there already.
 
     Raises:
-        InputError: the program has no launches, or gets stuck.
+        InputError: the program gets stuck.
     """
-    if len(program.launches) != program.devices:
-        raise InputError(
-            f"program {program.name!r} has no launches to order; run it through streams first"
-        )
     return _Walk(program).run()
 
 
@@ -42,19 +41,23 @@ class _Walk:
     """All lists on their way.
 
     Attributes:
-        order: what is launched already.
+        order: what has had its turn already.
     """
 
     def __init__(self, program: Program) -> None:
         self.order: list[int] = []
         self._program = program
+        # a device that does one instruction after another has no launches
+        self._launches = program.launches or [[Launch()] * len(own) for own in program.lists]
         self._at = [0] * program.devices
         self._free: defaultdict[tuple[int, str], float] = defaultdict(float)
         self._recorded: dict[int, float] = {}
         self._unsent = {
             x.buffer for own in program.lists for x in own if isinstance(x, Send | Stash)
         }
-        self._waiting: defaultdict[int | Buffer, list[int]] = defaultdict(list)
+        self._sent: dict[Buffer, float] = {}
+        self._behind = _awaited(program)
+        self._waiting: defaultdict[int | Buffer | Update, list[int]] = defaultdict(list)
         self._ready = [(0.0, device) for device in range(program.devices)]
         self._met: list[int] = []
 
@@ -78,13 +81,15 @@ class _Walk:
             )
         return tuple(self.order)
 
-    def _missing(self, device: int) -> int | Buffer | None:
-        """The event or the value that a device's next launch has to wait for."""
+    def _missing(self, device: int) -> int | Buffer | Update | None:
+        """The event, the value or the update that a device's next instruction has to wait for."""
         at = self._at[device]
-        for event in self._program.launches[device][at].waits:
+        for event in self._launches[device][at].waits:
             if not event.batch and event.number not in self._recorded:
                 return event.number
         x = self._program.lists[device][at]
+        if isinstance(x, Update):
+            return next((each for each in self._behind[x] if each in self._behind), None)
         return x.buffer if isinstance(x, Receive | Pop) and x.buffer in self._unsent else None
 
     def _meet(self, device: int) -> None:
@@ -97,9 +102,11 @@ class _Walk:
 
     def _launch(self, device: int) -> None:
         at = self._at[device]
-        x, launch = self._program.lists[device][at], self._program.launches[device][at]
+        x, launch = self._program.lists[device][at], self._launches[device][at]
         stream = device, launch.stream
         waits = [self._recorded[e.number] for e in launch.waits if not e.batch]
+        if isinstance(x, Receive | Pop):
+            waits.append(self._sent.pop(x.buffer, 0.0))
         end = self._free[stream] = max([self._free[stream], *waits]) + usual_cost(x)
         self.order.append(device)
         self._at[device] = at + 1
@@ -108,13 +115,30 @@ class _Walk:
             self._recorded[launch.record.number] = end
             for waiter in self._waiting.pop(launch.record.number, ()):
                 self._wake(waiter)
+        if isinstance(x, Update):
+            del self._behind[x]
+            for waiter in self._waiting.pop(x, ()):
+                self._wake(waiter)
         if isinstance(x, Send | Stash):
             self._unsent.discard(x.buffer)
+            self._sent[x.buffer] = end
             for waiter in self._waiting.pop(x.buffer, ()):
                 self._wake(waiter)
 
     def _wake(self, device: int) -> None:
         heapq.heappush(self._ready, (self._free[device, COMPUTE], device))
+
+
+def _awaited(program: Program) -> dict[Update, list[Update]]:
+    """Update → the updates that it comes after, of ``Versions.awaited``: all stages then have the
+    version that a failure would take them back to."""
+    every = [x for own in program.lists for x in own]
+    updates = [x for x in every if isinstance(x, Update)]
+    delay = max((-x.version for x in every if isinstance(x, Forward)), default=0)
+    alone = len(set(program.placement)) == program.stages
+    if not delay or not alone or any(isinstance(x, Run) for x in every):
+        return {x: [] for x in updates}
+    return {x: [y for y in updates if y.writes <= x.writes - delay] for x in updates}
 
 
 def usual_cost(instruction: Instruction) -> float:

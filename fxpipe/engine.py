@@ -17,6 +17,7 @@ from fxpipe.figures import plan_sizes, predicted_peaks
 from fxpipe.kernels.kernel import Kernel
 from fxpipe.runtime.backend import Backend
 from fxpipe.runtime.batch import Batch
+from fxpipe.runtime.choice import Choice
 from fxpipe.runtime.clipping import Clipping
 from fxpipe.runtime.clock import Clock
 from fxpipe.runtime.cpu import Worker
@@ -46,6 +47,7 @@ class Engine:
         self,
         model: nn.Module,
         backend: Backend,
+        choice: Choice,
         threads: int,
         optimizer: OptimizerFactory | None = None,
         clipping: Clipping | None = None,
@@ -57,6 +59,7 @@ class Engine:
         Args:
             model: the model.
             backend: the devices.
+            choice: how many threads run the devices' lists.
             threads: intra-op threads of each worker.
             optimizer: from a stage's parameters to its optimizer; without it a step adds to
                 ``.grad``.
@@ -71,7 +74,8 @@ class Engine:
         self._clipping = clipping
         self._recompute_check = recompute_check
         self._backend = backend
-        self._workers = [Worker(f"fxpipe-{index}", threads) for index in range(backend.threads)]
+        self._choice = choice
+        self._workers = [Worker(f"fxpipe-{index}", threads) for index in range(choice.most)]
         self._clock: Clock | None = None
         self._flight: Flight | None = None
 
@@ -129,6 +133,7 @@ class Engine:
         if self._clipping is not None:
             self._clipping.settle(1)
         self.stashed = execution.peak_kept
+        self._choice.took(compiled.plan, execution.busy, len(parts), backward=True)
         return made
 
     def infer(self, compiled: Compiled, batch: Batch, parts: Sequence[Sequence[Any]]) -> list[Any]:
@@ -139,12 +144,16 @@ class Engine:
             draw_seed(compiled.traced)
             return host.flat_output()
 
-        return execution.advance(result)
+        made = execution.advance(result)
+        self._choice.took(compiled.plan, execution.busy, len(parts), backward=False)
+        return made
 
     def call(self, compiled: Compiled, batch: Batch, parts: Sequence[Sequence[Any]]) -> list[Any]:
         """The flat outputs of the model for a batch, whose backward drains the pipeline."""
         host, execution = self._called(compiled, batch, parts)
-        return differentiable_call(compiled, host, execution, batch)
+        made = differentiable_call(compiled, host, execution, batch)
+        self._choice.took(compiled.plan, execution.busy, len(parts), backward=False)
+        return made
 
     @contextmanager
     def timed(self, devices: int) -> Iterator[list[list[int]]]:
@@ -203,6 +212,8 @@ class Engine:
         """Train on a batch that overlaps with others; its loss may come later."""
         flight = self._airborne(compiled, optimizers)
         number = flight.count
+        if flight.busy is not None:
+            self._choice.took(compiled.plan, flight.busy, len(host.sizes), backward=True)
         if self._clipping is not None:
             # of later batches it may not be known yet what becomes of them
             self._clipping.settle(number - 2 - compiled.schedule.depth)
@@ -261,13 +272,14 @@ class Engine:
                 f"schedule {compiled.schedule.name!r} updates the weights while batches are in "
                 "flight, and there is no optimizer; give compile(..., optimizer=...)"
             )
-        if self._flight is not None and self._flight.program is not compiled.program:
+        flight = self._flight
+        if flight is not None and (
+            flight.program is not compiled.program or flight.threads != compiled.threads
+        ):
             self.flush()
         if self._flight is None or self._flight.failed:
             state = compiled.traced.state_of(self._model)
-            versions = self.progress.versions_of(
-                compiled.plan, compiled.schedule, self._backend.threads
-            )
+            versions = self.progress.versions_of(compiled.plan, compiled.schedule)
             versions.open(compiled.plan.stages, state, compiled.traced.deferred)
             self._flight = Flight(self._setting(compiled, state, optimizers), versions)
         return self._flight
@@ -281,7 +293,7 @@ class Engine:
         return Setting(
             compiled.program,
             compiled.plan,
-            self._workers,
+            self._workers[: compiled.threads],
             self._backend,
             clock=self._clock,
             expected=lambda: predicted_peaks(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
 from fxpipe.buffer import (
@@ -54,6 +55,9 @@ if TYPE_CHECKING:
     from fxpipe.draw.picture import Picture
     from fxpipe.simulator import Simulation, Sizes
     from fxpipe.simulator.costs import Costs, Links
+
+Turn = tuple[int, int]
+"""A device, and the position in its list up to which it goes on."""
 
 COMPUTE = "compute"
 """The stream on which a device computes, and which all its memory belongs to."""
@@ -145,6 +149,18 @@ class Program:
     def edges_from(self) -> tuple[tuple[Edge, ...], ...]:
         """Stage → the edges that its forward writes, in the order of ``edges``."""
         return self._grouped([edge.source for edge in self.edges])
+
+    @cached_property
+    def turns(self) -> tuple[Turn, ...]:
+        """Whose turn it is, one after another, where one thread runs the lists of all devices."""
+        from fxpipe.dispatch import dispatch_order
+
+        at = [0] * self.devices
+        turns = []
+        for device, own in groupby(dispatch_order(self)):
+            at[device] += sum(1 for _ in own)
+            turns.append((device, at[device]))
+        return tuple(turns)
 
     def _grouped(self, ends: list[int]) -> tuple[tuple[Edge, ...], ...]:
         groups: list[list[Edge]] = [[] for _ in range(self.stages)]
@@ -304,6 +320,7 @@ __all__ = [
     "Run",
     "Send",
     "Stash",
+    "Turn",
     "Update",
     "WeightGrad",
     "batch_mark",

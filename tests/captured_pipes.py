@@ -13,9 +13,9 @@ from torch.nn.functional import cross_entropy
 import fxpipe
 from fxpipe.compiler.capturing import Capturing
 from fxpipe.kernels.captured import Captured
+from fxpipe.runtime.choice import Dispatch
 from fxpipe.runtime.cuda import CudaBackend
 from fxpipe.runtime.cuda_graphs import CudaGraphs
-from fxpipe.runtime.launcher import Dispatch
 from tests import loop
 from tests.eager_lanes import use
 from tests.fake_cuda import Stream
@@ -27,9 +27,9 @@ def capturing(
 ) -> fxpipe.Pipeline:
     """A pipe over streams of the stand-in, whose stages are captured."""
     given: dict[str, Any] = {"microbatches": 4, "loss": cross_entropy, **options}
-    pipe = fxpipe.compile(model, ["cpu"] * devices, **given)
+    pipe = fxpipe.compile(model, ["cpu"] * devices, dispatch=dispatch, **given)
     places: Any = [Stream() for _ in range(devices)]
-    use(pipe, CudaBackend(places, dispatch))
+    use(pipe, CudaBackend(places))
     pipe._compiler.capturing = Capturing(CudaGraphs)
     return pipe
 

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 import fxpipe
 from fxpipe.program import Program
 from fxpipe.runtime.backend import Room
-from fxpipe.runtime.cpu import CpuWires, Worker
-from fxpipe.runtime.launcher import Dispatch, Launcher
+from fxpipe.runtime.choice import Dispatch
+from fxpipe.runtime.cpu import CpuWires
+from fxpipe.runtime.launcher import Launcher
 from fxpipe.runtime.launching import LaunchingWires
 from fxpipe.runtime.trail import Unfinished
 
@@ -82,14 +83,14 @@ class Lanes:
 class Backend(Launcher):
     """Devices with such lanes."""
 
-    def __init__(self, devices: int, dispatch: Dispatch = "device") -> None:
+    def __init__(self, devices: int) -> None:
         self.lanes = [Lanes(device) for device in range(devices)]
-        super().__init__(self.lanes, [f"fake:{device}" for device in range(devices)], dispatch)
+        super().__init__(self.lanes, [f"fake:{device}" for device in range(devices)])
         self.wires_: list[LaunchingWires] = []
         self.calls: Counter[str] = Counter()
 
-    def wires(self, program: Program) -> CpuWires:
-        made = super().wires(program)
+    def wires(self, program: Program, threads: int) -> CpuWires:
+        made = super().wires(program, threads)
         assert isinstance(made, LaunchingWires)
         self.wires_.append(made)
         return made
@@ -117,18 +118,13 @@ def launched(
     model: nn.Module, devices: int, dispatch: Dispatch = "device", **options: Any
 ) -> tuple[fxpipe.Pipeline, Backend]:
     """A pipe over such devices, with four micro-batches and a loss for classes."""
-    pipe = fxpipe.compile(
-        model, ["cpu"] * devices, loss=nn.functional.cross_entropy, microbatches=4, **options
-    )
-    return pipe, use(pipe, Backend(devices, dispatch))
+    options = {"loss": nn.functional.cross_entropy, "microbatches": 4, **options}
+    pipe = fxpipe.compile(model, ["cpu"] * devices, dispatch=dispatch, **options)
+    return pipe, use(pipe, Backend(devices))
 
 
 def use(pipe: fxpipe.Pipeline, backend: Any) -> Any:
     """Let a pipe that has run nothing yet run on another backend with streams."""
-    engine = pipe._engine
-    for worker in engine._workers[backend.threads :]:
-        worker.close()
-    engine._workers[backend.threads :] = list[Worker]()
-    engine._backend = backend
+    pipe._engine._backend = backend
     pipe._compiler.plans.places = (torch.device("cpu"),) * len(pipe.devices)
     return backend

@@ -13,8 +13,8 @@ from torch import nn
 import fxpipe
 from fxpipe import DeviceError, DeviceMemoryError, InputError
 from fxpipe.arguments import read_devices
+from fxpipe.runtime.choice import Dispatch
 from fxpipe.runtime.cuda import CudaBackend, home
-from fxpipe.runtime.launcher import Dispatch
 from fxpipe.stopwatch import CudaStopwatch
 from fxpipe.text.instruction import print_instruction
 from tests import fake_cuda, loop
@@ -38,11 +38,10 @@ def on_cuda(
     model: nn.Module, dispatch: Dispatch = "device", **options: Any
 ) -> tuple[fxpipe.Pipeline, list[Stream]]:
     """A pipe over two streams of the stand-in, and these."""
-    pipe = fxpipe.compile(
-        model, ["cpu"] * 2, loss=nn.functional.cross_entropy, microbatches=4, **options
-    )
+    options = {"loss": nn.functional.cross_entropy, "microbatches": 4, **options}
+    pipe = fxpipe.compile(model, ["cpu"] * 2, dispatch=dispatch, **options)
     streams = [Stream(), Stream()]
-    use(pipe, CudaBackend(streams, dispatch))  # type: ignore[arg-type]
+    use(pipe, CudaBackend(streams))  # type: ignore[arg-type]
     return pipe, streams
 
 
@@ -228,14 +227,11 @@ def test_devices_that_are_not_there_are_refused(
 @pytest.mark.parametrize(
     ("dispatch", "part"),
     [
-        ("thread", 'dispatch is "thread", and CPU devices compute in the threads that launch'),
         ("treads", "there is no dispatch 'treads': did you mean 'thread'?"),
-        (None, "there is no dispatch None: the known ones are 'device', 'thread'"),
+        (None, "there is no dispatch None: the known ones are 'auto', 'device', 'thread'"),
     ],
 )
-def test_an_unknown_dispatch_or_one_thread_for_cpu_devices_is_refused(
-    dispatch: Any, part: str
-) -> None:
+def test_an_unknown_dispatch_is_refused(dispatch: Any, part: str) -> None:
     with pytest.raises(InputError) as raised:
         fxpipe.compile(Tiny(), ["cpu"] * 2, dispatch=dispatch)
     assert part in str(raised.value)

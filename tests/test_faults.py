@@ -52,15 +52,16 @@ def everywhere(pipe: fxpipe.Pipeline) -> Iterator[tuple[int, int, Instruction]]:
 
 @pytest.mark.parametrize("optimizer", [None, adam], ids=["grad", "adam"])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-@pytest.mark.parametrize("devices", [2, 3])
+@pytest.mark.parametrize(("devices", "dispatch"), [(2, "device"), (3, "device"), (3, "thread")])
 def test_a_fault_at_any_instruction_has_not_happened(
     devices: int,
+    dispatch: str,
     schedule: str,
     optimizer: Callable[[Any], torch.optim.Optimizer] | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     x, y = batch()
-    with pipe_of(devices, schedule, optimizer=optimizer) as pipe:
+    with pipe_of(devices, schedule, optimizer=optimizer, dispatch=dispatch) as pipe:
         for parameter in pipe.parameters():
             parameter.grad = torch.full_like(parameter, 0.5)
         pipe.step(x, target=y)  # the optimizers have state
@@ -87,12 +88,14 @@ def test_a_fault_at_any_instruction_has_not_happened(
                 assert not list(expected.differences(Snapshot.of(pipe))), where
 
 
+@pytest.mark.parametrize("dispatch", ["device", "thread"])
 def test_a_fault_at_any_instruction_of_a_call_or_its_backward_has_not_happened(
+    dispatch: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     x, _ = batch()
     x.requires_grad_()
-    with pipe_of(3) as pipe:
+    with pipe_of(3, dispatch=dispatch) as pipe:
         pipe(x).sum().backward()
         before = Snapshot.of(pipe)
         pipe(x)

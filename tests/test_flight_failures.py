@@ -25,6 +25,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 HANDLERS = interpreter.HANDLERS
 
 
+dispatches = pytest.mark.parametrize("dispatch", ["device", "thread"])
+
+
 class Planted(Exception):
     """A failure that a test has planted."""
 
@@ -52,10 +55,11 @@ def pull(do: Callable[[], Any]) -> fxpipe.ExecutionError:
     return caught.value
 
 
+@dispatches
 @pytest.mark.parametrize("device", [0, 1, 2])
 @pytest.mark.parametrize("kind", [Forward, Backward, Update])
 def test_after_a_failure_all_stages_have_the_weights_of_one_batch_and_go_on_from_there(
-    kind: type[Instruction], device: int
+    kind: type[Instruction], device: int, dispatch: str
 ) -> None:
     model, data = make("unet" if device == 1 else "mlp", 10, 4)
     expected = DelayedLoop.beside(model, ADAMW, 3)
@@ -64,7 +68,7 @@ def test_after_a_failure_all_stages_have_the_weights_of_one_batch_and_go_on_from
     for x, y in data:
         expected.step(x, y)
         snapshots.append(copy.deepcopy((alone.state_dict(), theirs.state_dict())))
-    with compiled(model, 3, 3, ADAMW) as pipe:
+    with compiled(model, 3, 3, ADAMW, dispatch=dispatch) as pipe:
         plant(kind, device, batch=5)
 
         def train() -> None:
@@ -90,9 +94,10 @@ def test_after_a_failure_all_stages_have_the_weights_of_one_batch_and_go_on_from
     expected.assert_same(model)
 
 
+@dispatches
 @pytest.mark.parametrize(("microbatches", "delay"), [(3, 1), (2, 2), (1, 3)])
 def test_going_back_takes_no_more_versions_than_reading_where_the_first_stage_is_slow(
-    microbatches: int, delay: int
+    microbatches: int, delay: int, dispatch: str
 ) -> None:
     """d · m ≥ p − 1 and no more: the last stage could update twice before the first does once."""
     model, data = make("mlp", 9, 4)
@@ -106,7 +111,7 @@ def test_going_back_takes_no_more_versions_than_reading_where_the_first_stage_is
         HANDLERS[Update](machine, instruction)
 
     options: dict[str, Any] = {"schedule": "1f1b-async", "tracer": "symbolic"}
-    with compiled(model, 4, microbatches, ADAMW, **options) as pipe:
+    with compiled(model, 4, microbatches, ADAMW, dispatch=dispatch, **options) as pipe:
         interpreter.HANDLERS = {**HANDLERS, Update: slow}
 
         def train() -> None:
@@ -224,8 +229,11 @@ def test_a_loss_that_fails_names_the_batches_that_count() -> None:
     assert error.device == 1
 
 
+@dispatches
 @pytest.mark.parametrize("kind", [Forward, Update])
-def test_ctrl_c_in_flight_leaves_the_weights_of_one_batch(kind: type[Instruction]) -> None:
+def test_ctrl_c_in_flight_leaves_the_weights_of_one_batch(
+    kind: type[Instruction], dispatch: str
+) -> None:
     model, data = make("mlp", 8, 4)
     states = DelayedLoop.beside(model, ADAMW, 3).states(data)
 
@@ -234,7 +242,7 @@ def test_ctrl_c_in_flight_leaves_the_weights_of_one_batch(kind: type[Instruction
         if machine.device == 1 and machine.step + instruction.batch == 4:
             _thread.interrupt_main()
 
-    with compiled(model, 3, 3, ADAMW) as pipe:
+    with compiled(model, 3, 3, ADAMW, dispatch=dispatch) as pipe:
         for x, y in data[:4]:
             pipe.step(x, target=y)
         interpreter.HANDLERS = {**HANDLERS, kind: interrupting}

@@ -52,9 +52,9 @@ WAYS: dict[str, Callable[[], None]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def pipe() -> Iterator[fxpipe.Pipeline]:
-    with pipe_of(2, optimizer=adam) as pipe:
+@pytest.fixture(scope="module", params=["device", "thread"])
+def pipe(request: pytest.FixtureRequest) -> Iterator[fxpipe.Pipeline]:
+    with pipe_of(2, optimizer=adam, dispatch=request.param) as pipe:
         x, y = batch()
         pipe.step(x, target=y)
         yield pipe

@@ -14,7 +14,7 @@ import fxpipe
 from fxpipe.errors import DeviceError, DeviceMemoryError
 from fxpipe.program import Backward, Program
 from fxpipe.runtime.backend import Room
-from fxpipe.runtime.launcher import Dispatch
+from fxpipe.runtime.choice import Dispatch
 from fxpipe.text.instruction import print_instruction
 from tests import loop
 from tests.eager_lanes import LateError, launched

@@ -32,6 +32,7 @@ from fxpipe.recipe import Recipe as Schedules
 from fxpipe.recipe import find_recipe
 from fxpipe.runtime.backend import CpuBackend
 from fxpipe.runtime.batch import Batch
+from fxpipe.runtime.choice import Choice
 from fxpipe.task import Task
 from fxpipe.traced import Traced
 from tests import loop
@@ -185,6 +186,7 @@ def test_a_random_model_equals_the_loop(
             partition=read_partition(cut.partition(recipe)),
             tracer="export",
             threads=1,
+            choice=Choice(cut.stages, "device"),
         )
         compiler.plans.front_end = front_end
         with cut.applied():
@@ -216,8 +218,9 @@ def compare(
     compiler.timetable = Timetable(SCHEDULES[step.schedule], stages, recompute="never")
     compiler._programs.clear()
     devices = [torch.device("cpu")] * stages
-    backend = CpuBackend(stages)
-    pipe = Pipeline(model, compiler, Engine(model, backend, 1), devices, step.microbatches)
+    pipe = Pipeline(
+        model, compiler, Engine(model, CpuBackend(), compiler.choice, 1), devices, step.microbatches
+    )
     try:
         loss, output = pipe.step(*inputs, return_output=True)
     finally:

@@ -41,7 +41,8 @@ def records() -> Iterator[list[logging.LogRecord]]:
 
 def pipe(**options: object) -> fxpipe.Pipeline:
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
-    return fxpipe.compile(model, ["cpu"] * 2, microbatches=2, loss=mse_loss, **options)  # type: ignore[arg-type]
+    options = {"loss": mse_loss, "dispatch": "device", **options}  # who runs the lists is not told
+    return fxpipe.compile(model, ["cpu"] * 2, microbatches=2, **options)  # type: ignore[arg-type]
 
 
 def test_the_logger_is_told_of_each_pass_with_its_seconds(

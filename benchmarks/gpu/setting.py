@@ -19,7 +19,7 @@ import torch
 from benchmarks.machine import describe
 from benchmarks.report import RESULTS, Figure, Grid, Report
 from fxpipe.errors import ExecutionError
-from fxpipe.runtime.launcher import Dispatch
+from fxpipe.runtime.choice import Dispatch
 
 T = TypeVar("T")
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import fxpipe
 from benchmarks.gpu.setting import HOW, Setting, arguments, read
 from benchmarks.report import Figure, Grid
-from fxpipe.runtime.launcher import Dispatch
+from fxpipe.runtime.choice import Dispatch
 
 STAGES_A_DEVICE = {"gpipe": 1, "1f1b": 1, "interleaved-1f1b": 2, "zb-h1": 1}
 """The schedules to run."""

@@ -27,6 +27,7 @@ class Compiled:
         program: the program.
         purpose: what the call is for.
         samples: those of the first micro-batch.
+        threads: how many run the devices' lists: 1, or one a device.
     """
 
     traced: Traced
@@ -36,6 +37,7 @@ class Compiled:
     program: Program
     purpose: Purpose
     samples: int
+    threads: int
 
     @property
     def results(self) -> frozenset[str]:

@@ -36,6 +36,7 @@ from fxpipe.plan import Plan
 from fxpipe.program import Program
 from fxpipe.recipe import Recipe
 from fxpipe.runtime.batch import Batch
+from fxpipe.runtime.choice import Choice
 from fxpipe.runtime.optimizer import OptimizerFactory, make_optimizer, state_size
 from fxpipe.schedule import Schedule
 from fxpipe.signals import SignalsAtOperations
@@ -52,6 +53,7 @@ class Compiler:
         objective: its loss.
         timetable: the schedules.
         plans: the plans.
+        choice: how many threads run the devices' lists.
         capturing: captures the stages' graphs, where that is asked for.
         verbose: whether passes are printed as they run.
     """
@@ -67,6 +69,7 @@ class Compiler:
         optimizer: OptimizerFactory | None = None,
         tracer: Tracer,
         threads: int,
+        choice: Choice,
         microbatches: int | None = None,
         leaf_modules: Mapping[str, nn.Module] | None = None,
         deferred_batchnorm: bool = False,
@@ -88,6 +91,7 @@ class Compiler:
             optimizer: for what it holds, where memory is limited.
             tracer: "export" or "symbolic".
             threads: intra-op threads of a device, for the measurement of costs.
+            choice: how many threads run the devices' lists.
             microbatches: into how many a whole batch is split; None where nobody has said.
             leaf_modules: name → submodule that is called as it is.
             deferred_batchnorm: whether BatchNorm's statistics are updated once a step.
@@ -101,6 +105,7 @@ class Compiler:
         """
         self.model = model
         self.objective = objective
+        self.choice = choice
         self.capturing = capturing
         self.verbose = verbose
         self.timetable = Timetable(
@@ -211,7 +216,8 @@ class Compiler:
             for size, (_, plan) in plans.items()
         }
         kernels = [by_size[size] for size in sizes]
-        return Compiled(traced, plan, kernels, schedule, program, purpose, sizes[0])
+        threads = self.choice.threads(plan)
+        return Compiled(traced, plan, kernels, schedule, program, purpose, sizes[0], threads)
 
     @property
     def verdict(self) -> Verdict | None:

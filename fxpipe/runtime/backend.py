@@ -11,7 +11,6 @@ import torch
 from fxpipe.plan import Stage
 from fxpipe.program import Program
 from fxpipe.runtime.cpu import CpuWires
-from fxpipe.runtime.driver import Alone, Driver
 from fxpipe.runtime.interpreter import Job, Machine, Weights
 from fxpipe.runtime.trail import Unfinished
 
@@ -42,21 +41,12 @@ class Room(NamedTuple):
 class Backend(Protocol):
     """Devices of one kind, kept from run to run."""
 
-    @property
-    def threads(self) -> int:
-        """How many threads drive the devices."""
-        ...
-
-    def wires(self, program: Program) -> CpuWires:
-        """The way between the devices in one run."""
+    def wires(self, program: Program, threads: int) -> CpuWires:
+        """The way between the devices in one run, which so many threads drive."""
         ...
 
     def machine(self, wires: CpuWires, device: int, common: Common, first: int) -> Machine:
         """One device in one run, whose first step has this number."""
-        ...
-
-    def drivers(self, machines: Sequence[Machine]) -> Sequence[Driver]:
-        """Thread → its share of a run."""
         ...
 
     def begin(self) -> None:
@@ -87,21 +77,14 @@ class Backend(Protocol):
 class CpuBackend:
     """CPU devices, which do one instruction after another. See Backend."""
 
-    def __init__(self, devices: int) -> None:
-        self.threads = devices
-
-    def wires(self, program: Program) -> CpuWires:
+    def wires(self, program: Program, threads: int) -> CpuWires:
         """See Backend.wires."""
-        return CpuWires(program.devices)
+        return CpuWires(program.devices, threads)
 
     def machine(self, wires: CpuWires, device: int, common: Common, first: int) -> Machine:
         """See Backend.machine."""
         program, stages, jobs, weights = common
         return Machine(program, device, stages, jobs, wires, weights)
-
-    def drivers(self, machines: Sequence[Machine]) -> Sequence[Driver]:
-        """See Backend.drivers: a thread a device."""
-        return [Alone(machine) for machine in machines]
 
     def begin(self) -> None:
         """See Backend.begin: a run has its results when it is through."""

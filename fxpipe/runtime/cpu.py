@@ -1,4 +1,4 @@
-"""CPU devices: a worker thread each, kept between runs, and the wires between them."""
+"""CPU devices: worker threads, kept between runs, and the wires between devices."""
 
 from __future__ import annotations
 
@@ -98,19 +98,19 @@ def _end_all() -> None:
 class CpuWires:
     """The way between the CPU devices of one run: a queue into each, tensors by reference."""
 
-    def __init__(self, devices: int, threads: int | None = None) -> None:
+    def __init__(self, devices: int, threads: int) -> None:
         """Nothing is on its way.
 
         Args:
             devices: how many.
-            threads: how many drive them; by default one each.
+            threads: how many drive them; at a barrier each waits for the others.
         """
         self.stopping = False
         self._inboxes: list[SimpleQueue[tuple[Buffer, Any] | None]] = [
             SimpleQueue() for _ in range(devices)
         ]
         self._arrived: list[dict[Buffer, Any]] = [{} for _ in range(devices)]
-        self._barrier = threading.Barrier(threads or devices)
+        self._barrier = threading.Barrier(threads)
 
     def put(self, device: int, buffer: Buffer, value: Any) -> None:
         """See Wires.put."""

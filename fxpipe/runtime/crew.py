@@ -16,7 +16,7 @@ from fxpipe.program import Program
 from fxpipe.runtime.backend import Backend, Common
 from fxpipe.runtime.clock import Clock
 from fxpipe.runtime.cpu import Worker
-from fxpipe.runtime.driver import Driver
+from fxpipe.runtime.driver import Driver, drivers
 from fxpipe.runtime.failure import Expected, explained, whereabouts
 from fxpipe.runtime.interpreter import Job, Stopped
 from fxpipe.runtime.versions import VersionedWeights
@@ -38,7 +38,7 @@ class Setting:
     Attributes:
         program: a verified program.
         plan: the plan that it was lowered from.
-        workers: one for each thread of the backend.
+        workers: one for each device, or one for all.
         backend: what runs the devices' lists.
         clock: takes the time of every instruction, if given.
         expected: what the devices are predicted to hold, for messages.
@@ -97,12 +97,13 @@ class Crew:
         program, backend = setting.program, setting.backend
         self._setting = setting
         self._weights = weights
-        self._wires = backend.wires(program)
+        threads = len(setting.workers)
+        self._wires = backend.wires(program, threads)
         common = Common(program, setting.plan.stages, jobs, weights)
         self.machines = [
             backend.machine(self._wires, device, common, first) for device in range(program.devices)
         ]
-        self._drivers = backend.drivers(self.machines)
+        self._drivers = drivers(self.machines, threads)
         if setting.clock is not None:
             setting.clock.watch(self.machines)
         self._reports: SimpleQueue[Left | Landed | None] = SimpleQueue()
@@ -113,6 +114,11 @@ class Crew:
         """Stage → the most micro-batches whose saved values were alive at once."""
         peaks = (Counter(dict(machine.store.peak)) for machine in self.machines)
         return sum(peaks, Counter())
+
+    @property
+    def busy(self) -> float:
+        """Processor seconds of all workers in the last step that they have run."""
+        return sum(driver.busy for driver in self._drivers)
 
     @property
     def whereabouts(self) -> str:

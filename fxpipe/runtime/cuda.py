@@ -22,7 +22,7 @@ from fxpipe.program import COMPUTE
 from fxpipe.runtime.backend import Room
 from fxpipe.runtime.cuda_graphs import ALONE
 from fxpipe.runtime.cuda_streams import Streams
-from fxpipe.runtime.launcher import Dispatch, Launcher
+from fxpipe.runtime.launcher import Launcher
 from fxpipe.runtime.trail import Unfinished
 
 CudaPlace = torch.device | torch.cuda.Stream
@@ -196,15 +196,14 @@ def is_late(error: BaseException) -> bool:
 class CudaBackend(Launcher):
     """CUDA devices. See Backend."""
 
-    def __init__(self, places: Sequence[CudaPlace], dispatch: Dispatch = "device") -> None:
+    def __init__(self, places: Sequence[CudaPlace]) -> None:
         """Make the streams.
 
         Args:
             places: device of the program → where it is; a CUDA device may stand several times.
-            dispatch: who launches; see Launcher.
         """
         self.lanes = [CudaLanes(place) for place in places]
-        super().__init__(self.lanes, [str(lanes.device) for lanes in self.lanes], dispatch)
+        super().__init__(self.lanes, [str(lanes.device) for lanes in self.lanes])
 
     def begin(self) -> None:
         """See Backend.begin."""

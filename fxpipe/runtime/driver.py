@@ -3,65 +3,56 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from time import thread_time
 
-from fxpipe.program import Pause
+from fxpipe.program import Turn
 from fxpipe.runtime.interpreter import Machine
-from fxpipe.runtime.launching import LaunchingMachine
 
 
-class Driver(Protocol):
+class Driver:
     """One thread's share of a run.
 
     Attributes:
         machines: whom it drives.
         at: the one whose instruction is running, or has failed.
+        busy: processor seconds of the thread in the last run.
     """
 
-    @property
-    def machines(self) -> Sequence[Machine]: ...
-
-    @property
-    def at(self) -> Machine: ...
-
-    def run(self) -> None:
-        """Bring all to the end of their lists or to their next pause. Raises as Machine.run."""
-        ...
-
-
-class Alone:
-    """A thread with one machine. See Driver."""
-
-    def __init__(self, machine: Machine) -> None:
-        self.at = machine
-        self.machines = (machine,)
-
-    def run(self) -> None:
-        """See Driver.run."""
-        self.at.run()
-
-
-class InTurn:
-    """A thread that launches for several machines. See Driver."""
-
-    def __init__(self, machines: Sequence[LaunchingMachine], order: Sequence[int]) -> None:
-        """Nothing is launched yet.
+    def __init__(self, machines: Sequence[Machine], turns: Sequence[Turn]) -> None:
+        """Nothing is run yet.
 
         Args:
-            machines: device → its machine.
-            order: the device of each launch; see ``dispatch_order``.
+            machines: whom it drives.
+            turns: which of them goes on, and how far; see ``Program.turns``.
         """
         self.machines = tuple(machines)
         self.at = self.machines[0]
-        self._order = order
+        self.busy = 0.0
+        self._turns = turns
         self._next = 0
 
     def run(self) -> None:
-        """See Driver.run."""
-        if self._next == len(self._order):  # another step
+        """Bring all to the end of their lists or to their next pause. Raises as Machine.run."""
+        if self._next == len(self._turns):  # another step
             self._next = 0
+        start = thread_time()
         paused = 0
-        while self._next < len(self._order) and paused < len(self.machines):
-            self.at = self.machines[self._order[self._next]]
-            paused += type(self.at.launch_next()) is Pause
-            self._next += 1
+        while self._next < len(self._turns) and paused < len(self.machines):
+            index, end = self._turns[self._next]
+            self.at = self.machines[index]
+            paused += not self.at.run(end)
+            self._next += self.at.position == end
+        self.busy = thread_time() - start
+
+
+def drivers(machines: Sequence[Machine], threads: int) -> list[Driver]:
+    """Thread → its share: one thread's is all machines, else each has its own.
+
+    Args:
+        machines: device → its machine.
+        threads: how many there are: 1, or one a device.
+    """
+    program = machines[0].program
+    if threads == 1:
+        return [Driver(machines, program.turns)]
+    return [Driver([m], [(0, len(program.lists[m.device]))]) for m in machines]

@@ -65,6 +65,11 @@ class Execution:
         return self._crew.peak_kept
 
     @property
+    def busy(self) -> float:
+        """Processor seconds of the workers in the last ``advance``."""
+        return self._crew.busy
+
+    @property
     def alive(self) -> int:
         """Buffers that are alive on all devices."""
         return sum(len(machine.store.values) for machine in self._crew.machines)

@@ -36,6 +36,7 @@ class Flight:
 
     Attributes:
         program: the program.
+        threads: how many drive the devices.
         count: the number of the next batch, from the first that the pipe has trained on.
         failed: whether it is over: what was in flight is dropped.
     """
@@ -48,6 +49,7 @@ class Flight:
             weights: the versions, bound to the plan.
         """
         self.program = setting.program
+        self.threads = len(setting.workers)
         self.count = weights.slowest
         self.failed = False
         self._backend = setting.backend
@@ -66,6 +68,12 @@ class Flight:
     def peak_kept(self) -> Counter[int]:
         """Stage → the most micro-batches whose saved values were alive at once."""
         return self._crew.peak_kept
+
+    @property
+    def busy(self) -> float | None:
+        """Processor seconds of the workers in the last step, once there was a whole one."""
+        whole = min(self._left) - self._first >= self.program.depth
+        return self._crew.busy if whole else None
 
     def step(
         self,

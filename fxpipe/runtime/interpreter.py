@@ -157,18 +157,22 @@ class Machine:
     batches: range = range(1)
     times: list[Any] | None = None
 
-    def run(self) -> bool:
+    def run(self, end: int | None = None) -> bool:
         """Run the list from ``position`` on.
 
+        Args:
+            end: the position to stop at; by default the list's end.
+
         Returns:
-            True at its end, False at a pause, after which it can be run again.
+            True there, False at a pause, after which it can be run again.
 
         Raises:
             Stopped: another device failed or the run was stopped.
         """
         instructions = self.program.lists[self.device]
         overlaps = self.program.depth > 0
-        while self.position < len(instructions):
+        end = len(instructions) if end is None else end
+        while self.position < end:
             instruction = instructions[self.position]
             if self.wires.stopping:
                 raise Stopped

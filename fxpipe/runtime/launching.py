@@ -127,16 +127,16 @@ class LaunchingMachine(Machine):
     trail: Trail
     first: int = 0
 
-    def run(self) -> bool:
+    def run(self, end: int | None = None) -> bool:
         """See Machine.run. It returns when all is launched, not when it is done."""
-        instructions = self.program.lists[self.device]
-        while self.position < len(instructions):
-            if type(self.launch_next()) is Pause:
+        end = len(self.program.lists[self.device]) if end is None else end
+        while self.position < end:
+            if type(self._launch_next()) is Pause:
                 return False
         return True
 
-    def launch_next(self) -> Instruction:
-        """Launch the instruction at ``position``, and return it. Raises Stopped as ``run``."""
+    def _launch_next(self) -> Instruction:
+        """Launch the instruction at ``position``, and return it."""
         instruction = self.program.lists[self.device][self.position]
         launch = self.program.launches[self.device][self.position]
         if self.wires.stopping:

@@ -119,14 +119,12 @@ class Progress:
                     "the new values into the old parameter, or close() the pipe and compile again"
                 )
 
-    def versions_of(self, plan: Plan, schedule: Schedule, threads: int) -> VersionedWeights:
+    def versions_of(self, plan: Plan, schedule: Schedule) -> VersionedWeights:
         """The versions for a schedule whose batches overlap.
 
         Args:
             plan: the stages.
             schedule: tells what they read.
-            threads: how many drive the devices: an update can wait for another device's where
-                each has its own.
 
         Raises:
             InputError: an optimizer does not tell what to predict.
@@ -139,7 +137,7 @@ class Progress:
                 self.optimizers_of(plan),
                 schedule.delays,
                 predicts=schedule.predict,
-                awaits=threads == schedule.devices and schedule.versions().awaited,
+                awaits=schedule.versions().awaited,
             )
             names = self._names()
             targets = {names[own[a.target]]: a.target for s in plan.stages for a in s.parameters}

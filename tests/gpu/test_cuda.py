@@ -17,8 +17,8 @@ from torch.cuda import green_contexts
 
 import fxpipe
 from fxpipe import DeviceMemoryError, InputError
+from fxpipe.runtime.choice import Dispatch
 from fxpipe.runtime.cuda import CudaLanes
-from fxpipe.runtime.launcher import Dispatch
 from tests import loop
 from tests.delayed import DelayedLoop
 

@@ -12,7 +12,7 @@ from torch.cuda import green_contexts
 
 import fxpipe
 from fxpipe import CaptureError, ExecutionError
-from fxpipe.runtime.launcher import Dispatch
+from fxpipe.runtime.choice import Dispatch
 from tests import loop
 from tests.captured_pipes import kernels
 

@@ -1,0 +1,181 @@
+"""How many threads run the lists of CPU devices: what is faster, as measured.
+
+A thread gives the interpreter lock away at every operation, and when it has to wait to get it back,
+handing over has cost a few microseconds; on some machines it is some tens. Threads of several
+devices pay that at every operation, and win what they do side by side. Operations that take less
+than a hand-over are faster one after another, in one thread that has the lock to itself.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+import threading
+from functools import cache
+from itertools import pairwise
+from queue import SimpleQueue
+from time import perf_counter
+from typing import Literal
+from weakref import WeakKeyDictionary
+
+from torch import fx
+
+from fxpipe.kernels.kernel import Kernel
+from fxpipe.plan import Plan
+from fxpipe.telling import noted
+
+Dispatch = Literal["device", "thread"]
+"""Who runs or launches the devices' lists: a thread for each of them, or one thread for all."""
+
+LONG = 5e-5
+"""Seconds of an operation that is worth a hand-over on any machine."""
+
+CLEARLY = 2.0
+"""How much longer than a hand-over an operation must turn out to be, for one thread to be given up:
+the time of a step has that of updates in it, and of all that is between operations."""
+
+RUNS = 3
+"""So many runs by one thread are timed; the best of them counts."""
+
+_ROUNDS = 15
+_TURNS = 40
+
+
+class Choice:
+    """Whether the devices have a thread each, for each plan.
+
+    Attributes:
+        most: how many threads are needed.
+    """
+
+    def __init__(self, devices: int, dispatch: Dispatch | None) -> None:
+        """Nothing is chosen yet.
+
+        Args:
+            devices: how many.
+            dispatch: what holds for all plans, if it is given.
+        """
+        self.most = 1 if dispatch == "thread" else devices
+        self._given = dispatch is not None or devices == 1
+        # what runs the first stage stands for the plan
+        self._threads: WeakKeyDictionary[Kernel, int] = WeakKeyDictionary()
+        self._times: WeakKeyDictionary[Kernel, list[float]] = WeakKeyDictionary()
+
+    def threads(self, plan: Plan) -> int:
+        """How many run the devices' lists: 1, or one a device."""
+        kernel = _first(plan)
+        if self._given or kernel is None:
+            return self.most
+        if kernel not in self._threads:
+            self._threads[kernel] = self._choose(plan)
+        return self._threads[kernel]
+
+    def took(self, plan: Plan, seconds: float, microbatches: int, *, backward: bool) -> None:
+        """One thread has run all lists. If operations are longer than thought, it was the last.
+
+        What was measured may have been of smaller micro-batches.
+
+        Args:
+            plan: the plan.
+            seconds: processor time of the thread.
+            microbatches: how many it ran.
+            backward: whether backwards were among it.
+        """
+        kernel = _first(plan)
+        if kernel is None or processors() == 1 or self._threads.get(kernel) != 1:
+            return
+        times = self._times.setdefault(kernel, [])
+        if len(times) == RUNS or not (count := operations(plan, backward)):
+            return
+        times.append(seconds / microbatches / count)
+        if len(times) == RUNS and min(times) > CLEARLY * hand_over():
+            self._threads[kernel] = self.most
+            noted(f"a thread for each device from now on: {_compared(min(times), hand_over())}")
+
+    def _choose(self, plan: Plan) -> int:
+        if processors() == 1:
+            noted("one thread runs the lists of all devices, as there is one processor")
+            return 1
+        costs = [stage.costs for stage in plan.stages if stage.costs is not None]
+        back = any(stage.backward is not None or stage.leaves for stage in plan.stages)
+        seconds = sum(cost.forward + cost.backward * back for cost in costs)
+        count = operations(plan, back)
+        if not costs or not count:
+            return self.most
+        mean = seconds / count
+        if mean > LONG:
+            noted(f"a thread for each device: an operation takes {1e6 * mean:.1f} µs on average")
+            return self.most
+        lock = hand_over()
+        one = mean < lock
+        who = "one thread runs the lists of all devices" if one else "a thread for each device"
+        noted(f"{who}: {_compared(mean, lock)}")
+        return 1 if one else self.most
+
+
+def _compared(operation: float, lock: float) -> str:
+    return (
+        f"an operation takes {1e6 * operation:.1f} µs on average, and {1e6 * lock:.1f} µs to hand "
+        "the interpreter lock over"
+    )
+
+
+def _first(plan: Plan) -> Kernel | None:
+    return plan.stages[0].kernel
+
+
+def operations(plan: Plan, backward: bool) -> int:
+    """How many operations a micro-batch takes, over all stages."""
+    count = 0
+    for stage in plan.stages:
+        if stage.forward is not None:
+            count += _count(stage.forward)
+        if backward and stage.backward is not None:
+            count += _count(stage.backward)
+        elif backward and stage.leaves and stage.forward is not None:
+            count += _count(stage.forward)  # autograd has about as many
+    return count
+
+
+def _count(graph: fx.GraphModule) -> int:
+    """A leaf module counts as many as it has modules in it."""
+    return sum(
+        len(list(graph.get_submodule(str(node.target)).modules()))
+        if node.op == "call_module"
+        else node.op in ("call_function", "call_method") and node.target is not operator.getitem
+        for node in graph.graph.nodes
+    )
+
+
+def processors() -> int:
+    """How many this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+@cache
+def hand_over() -> float:
+    """Seconds from when a thread waits until another one that waited for it goes on.
+
+    It is measured once, in some hundredths of a second: the lower quartile, so that other work on
+    the machine counts little.
+    """
+    there, back = SimpleQueue[None](), SimpleQueue[None]()
+    every = range(_ROUNDS * _TURNS)
+
+    def answer() -> None:
+        for _ in every:
+            back.put(there.get())
+
+    thread = threading.Thread(target=answer, name="fxpipe-measure", daemon=True)
+    thread.start()
+    times = [perf_counter()]
+    for _ in range(_ROUNDS):
+        for _ in range(_TURNS):
+            there.put(None)
+            back.get()
+        times.append(perf_counter())
+    thread.join()
+    rounds = sorted(after - before for before, after in pairwise(times))
+    return rounds[_ROUNDS // 4] / (2 * _TURNS)
