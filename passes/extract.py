@@ -6,6 +6,7 @@ after:   g1 = df(g, a, w);  return (g1,)          of the inputs a, w, g, the nod
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -74,9 +75,27 @@ def runnable(graph: fx.Graph, name: str, inputs: int | None = None) -> fx.GraphM
     return lazy_module(torch.nn.Module(), graph, name)
 
 
+_OPERATOR = re.compile(r"torch\.ops\.(\w+)\.(\w+)\.(\w+)(?=\()")
+
+
 class _Boxed(fx.graph.CodeGen):
     """Generated code that takes its arguments in a list and empties it, so that each is freed
-    at its last use."""
+    at its last use. It calls what operators call, which saves a fifth of a short operation."""
+
+    def _gen_python_code(self, *args: Any, **kwargs: Any) -> fx.graph.PythonCode:
+        made = super()._gen_python_code(*args, **kwargs)
+
+        def bound(match: re.Match[str]) -> str:
+            called: Any = torch.ops
+            for name in match.groups():
+                called = getattr(called, name)
+            if type(called) is not torch._ops.OpOverload or not hasattr(called, "_op"):
+                return match[0]
+            made.globals["_".join(("", *match.groups()))] = called._op
+            return "_".join(("", *match.groups()))
+
+        made.src = _OPERATOR.sub(bound, made.src)
+        return made
 
     def gen_fn_def(self, free_vars: list[str], *args: Any, **kwargs: Any) -> str:
         names = [variable.split(":")[0].split("=")[0].strip() for variable in free_vars]
