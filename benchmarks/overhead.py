@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 from statistics import median
+from typing import get_args
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from benchmarks.machine import describe
 from benchmarks.report import Figure, Report, timed
 from examples import plain
 from examples.unet import UNet
+from fxpipe.runtime.choice import Dispatch, hand_over
 
 LAYERS = 4
 WIDTH = 8
@@ -30,7 +32,7 @@ def tiny() -> nn.Module:
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
 
 
-def pipelined(devices: int, x: Tensor, y: Tensor, rounds: int) -> float:
+def pipelined(devices: int, dispatch: Dispatch, x: Tensor, y: Tensor, rounds: int) -> float:
     """Median seconds of a step over so many devices."""
     with fxpipe.compile(
         tiny(),
@@ -38,6 +40,7 @@ def pipelined(devices: int, x: Tensor, y: Tensor, rounds: int) -> float:
         microbatches=MICROBATCHES,
         loss=mse_loss,
         optimizer=torch.optim.SGD,
+        dispatch=dispatch,
     ) as pipe:
         seconds = [timed(lambda: pipe.step(x, target=y))[1] for _ in range(WARM_UP + rounds)]
     return median(seconds[WARM_UP:])
@@ -74,13 +77,16 @@ def main() -> int:
 
     torch.set_num_threads(2)  # one for each device
     x, y = torch.rand(MICROBATCHES * WIDTH, WIDTH), torch.rand(MICROBATCHES * WIDTH, WIDTH)
-    single, one, two = alone(x, y, rounds), pipelined(1, x, y, rounds), pipelined(2, x, y, rounds)
+    single, one = alone(x, y, rounds), pipelined(1, "device", x, y, rounds)
+    each, all_ = (pipelined(2, dispatch, x, y, rounds) for dispatch in get_args(Dispatch))
     tasks = 2 * MICROBATCHES  # a forward and a backward each, on every device
     figures = [
         Figure("plain loop, one thread, a forward or backward", 1e3 * single / tasks, "ms"),
         Figure("one device, a task", 1e3 * one / tasks, "ms"),
         Figure("one device, a task above the plain loop", 1e3 * (one - single) / tasks, "ms"),
-        Figure("two devices, a task of either", 1e3 * two / tasks, "ms"),
+        Figure("two devices, a thread each, a task of either", 1e3 * each / tasks, "ms"),
+        Figure("two devices, one thread, a task of either", 1e3 * all_ / tasks, "ms"),
+        Figure("to hand the interpreter lock over", 1e6 * hand_over(), "µs"),
         Figure("compile time of the U-Net, with the first step", compiling(), "s"),
     ]
     settings = {

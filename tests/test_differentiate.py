@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from examples.unet import UNet
@@ -271,6 +271,19 @@ def test_arguments_are_emptied(name: str) -> None:
     kernel.backward(result.saved, gradients)
     assert result.saved == []
     assert gradients == []
+
+
+@cases
+def test_generated_code_looks_up_no_operator_and_gives_what_the_graph_says(name: str) -> None:
+    model, args, traced = made(name)
+    kernel, parameters, buffers, inputs, _ = parts(model, traced, in_one(name), args)
+    graph = kernel.forward_graph
+    assert "torch.ops.aten." not in graph.code
+    with torch.no_grad():
+        wanted = fx.Interpreter(graph).boxed_run([*parameters, *buffers, *inputs])
+        found = graph.forward([*parameters, *buffers, *inputs])
+    count = kernel.outputs + kernel.writes  # what is saved may be an LSTM's scratch memory
+    torch.testing.assert_close(list(found)[:count], list(wanted)[:count], rtol=0, atol=0)
 
 
 @cases

@@ -64,11 +64,14 @@ def _pipelining() -> Make:
     return Pipelining
 
 
-def _pipe(schedule: str, *, late: bool = False, fused: bool = False) -> Entry:
+def _pipe(
+    schedule: str, *, late: bool = False, fused: bool = False, dispatch: str = "auto"
+) -> Entry:
     def load() -> Make:
         from benchmarks.peers.pipe import Pipe
 
-        return lambda case, rank, meeting: Pipe(case, schedule, fused)
+        options = {"schedule": schedule, "fuse_accumulation": fused, "dispatch": dispatch}
+        return lambda case, rank, meeting: Pipe(case, **options)
 
     return Entry(load, late=late, turn=LATE_TURN if late else 1, rounded=fused)
 
@@ -83,6 +86,7 @@ CONTENDERS = {
     "torchgpipe": Entry(_gpipe),
     PIPELINING: Entry(_pipelining, processes=DEVICES, threads=1),
     "fxpipe, 1f1b": _pipe("1f1b"),
+    "fxpipe, 1f1b, a thread a device": _pipe("1f1b", dispatch="device"),
     "fxpipe, 1f1b, fused": _pipe("1f1b", fused=True),
     "fxpipe, zb-h1": _pipe("zb-h1"),
     "fxpipe, 2bw": _pipe("2bw", late=True),

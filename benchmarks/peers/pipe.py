@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -13,17 +15,16 @@ from benchmarks.peers.contender import Contender
 class Pipe(Contender):
     """It is told nothing of the model but the model."""
 
-    def __init__(self, case: Case, schedule: str, fused: bool) -> None:
+    def __init__(self, case: Case, **options: Any) -> None:
         torch.set_num_threads(DEVICES)  # one for each device
         model, self.x, self.y = case.make()
         self.pipe = fxpipe.compile(
             model,
             ["cpu"] * DEVICES,
-            schedule=schedule,
             microbatches=case.microbatches,
             loss=case.loss,
             optimizer=case.optimizer,
-            fuse_accumulation=fused,
+            **options,
         )
 
     def step(self) -> Tensor:
