@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.distributions import Distribution
 from torch.export import Dim, ExportedProgram
+from torch.nn.modules import transformer
 from torch.utils import _pytree as pytree
 
 from fxpipe.apart import returning_parts
@@ -147,8 +148,12 @@ def _export(
         as_export: let it compute what it would under ``torch.export``: some models then take
             another way than in eager mode, equal but for rounding, so that no value decides.
     """
+    from torch.export import _trace as exporter  # takes its time
+
     level = _TORCH_LOG.level
-    _TORCH_LOG.setLevel(logging.CRITICAL)  # what fails here is told once, by our own error
+    # what fails here is told once, by our own error, and not with the graph so far
+    _TORCH_LOG.setLevel(logging.CRITICAL)
+    vars(exporter)["print"] = lambda *args, **kwargs: None
     try:
         with (
             warnings.catch_warnings(),
@@ -157,6 +162,7 @@ def _export(
             returning_parts(model),
             _announced(model, as_export),
             _distributions_unchecked(),
+            _masks_unread(),
             averages_traced(model),
         ):
             warnings.simplefilter("ignore")  # notes on attributes that the model itself assigns
@@ -164,6 +170,7 @@ def _export(
                 model, args, dict(kwargs), dynamic_shapes=dynamic, strict=False
             )
     finally:
+        vars(exporter).pop("print", None)
         _TORCH_LOG.setLevel(level)
 
 
@@ -192,6 +199,19 @@ def _distributions_unchecked() -> Iterator[None]:
         yield
     finally:
         Distribution.set_default_validate_args(checked)
+
+
+@contextmanager
+def _masks_unread() -> Iterator[None]:
+    """Inside, ``nn.TransformerEncoder`` and ``nn.TransformerDecoder`` apply an attention mask as it
+    is. They would compare its values with those of a causal one, to choose a kernel that computes
+    the same without it."""
+    detect = transformer._detect_is_causal_mask
+    transformer._detect_is_causal_mask = lambda mask, is_causal=None, size=None: is_causal is True
+    try:
+        yield
+    finally:
+        transformer._detect_is_causal_mask = detect
 
 
 def _usual_dims(args: tuple[Any, ...], kwargs: Mapping[str, Any], batch: int) -> Dims:

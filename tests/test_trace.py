@@ -234,3 +234,23 @@ def test_an_error_of_the_model_itself_is_told_with_its_line() -> None:
 
 def _fails(y: Tensor) -> Tensor:
     raise ValueError("oops")  # unsupported here
+
+
+@pytest.mark.parametrize("decoder", [True, False])
+def test_an_attention_mask_is_applied_as_it_is_and_not_compared(decoder: bool) -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Transformer(8, 2, 1, 1, 16, dropout=0.0, batch_first=True)
+
+        def forward(self, x: Tensor, mask: Tensor) -> Any:
+            if decoder:
+                return self.layers(x.flip(1), x, src_mask=mask.T, tgt_mask=mask)
+            return self.layers.encoder(x, mask=mask)
+
+    torch.manual_seed(0)
+    model = Masked()
+    x, causal = torch.randn(3, 5, 8), nn.Transformer.generate_square_subsequent_mask(5)
+    graph = trace(model, (x, causal), {}, 3, fixed=True).module()
+    for mask in (causal, -2 * torch.eye(5), causal.clamp(min=-1)):
+        torch.testing.assert_close(graph(x, mask), model(x, mask))
