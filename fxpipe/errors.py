@@ -24,7 +24,17 @@ class CheckpointError(FxpipeError):
 
 
 class TraceError(FxpipeError):
-    """The model (or the loss) cannot be traced, or the traced graph does not compute the same."""
+    """The model (or the loss) cannot be traced, or the traced graph does not compute the same.
+
+    Attributes:
+        where: the line that cannot be traced and why, or "" where it is no line's fault.
+        submodules: the names of those that were being called there, outermost first.
+    """
+
+    def __init__(self, message: str, where: str = "", submodules: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.where = where
+        self.submodules = tuple(submodules)
 
 
 def way_out(submodule: str) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fxpipe.errors import TraceError
 from fxpipe.signals import SignalsAtOperations
@@ -14,12 +14,14 @@ from fxpipe.signals import SignalsAtOperations
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """Whatever runs inside, the model's buffers and the random generators are as before after.
+    """Whatever runs inside, the model's buffers and the random generators are as before after; so
+    are the weights that an embedding scales when it runs.
 
     Ctrl-C ends it at the next operation.
     """
     with SignalsAtOperations():
-        buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+        written = [*model.buffers(), *_scaled(model)]
+        buffers = [(buffer, buffer.detach().clone()) for buffer in written]
         devices = {p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"}
         try:
             with assigned_in_place(model), torch.random.fork_rng(devices=sorted(devices)):
@@ -30,6 +32,12 @@ def untouched(model: nn.Module) -> Iterator[None]:
                     if buffer.shape != before.shape:
                         buffer.resize_(before.shape)
                     buffer.copy_(before)
+
+
+def _scaled(model: nn.Module) -> list[Tensor]:
+    """The weights of embeddings with a greatest norm."""
+    embeddings = (m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag))
+    return [module.weight for module in embeddings if module.max_norm is not None]
 
 
 @contextmanager

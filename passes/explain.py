@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import traceback
 from collections.abc import Sequence
 
 from torch import fx, nn
@@ -40,6 +41,8 @@ def explained(model: nn.Module, error: Exception, tracer: str) -> TraceError:
     if isinstance(error, TraceError):
         return error
     where = source.of_exception(error)
+    if not where and (node := _treated(error)) is not None:
+        where = source.of_node(node)
     text = str(error).strip().splitlines()
     summary = f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
     whole = f"{type(error).__name__} {error}"
@@ -62,7 +65,7 @@ def explained(model: nn.Module, error: Exception, tracer: str) -> TraceError:
         cure = "make that line independent of the size, or give inputs of one size"
     else:
         reason, cure = summary[:300], f"rewrite that line, or {other}"
-    return _error(model, where, reason, cure, _submodule(model, error))
+    return _error(model, where, reason, cure, called(model, error))
 
 
 def refuse_values(model: nn.Module, traced: Traced) -> None:
@@ -71,12 +74,21 @@ def refuse_values(model: nn.Module, traced: Traced) -> None:
     Raises:
         TraceError: one does; names its line.
     """
-    for node in traced.graph.nodes:
-        if free_unbacked_symbols(node.meta.get("val")):
-            where = source.of_node(node)
-            construct, cure = _construct(where)
-            reason = f"{construct}: what it computes depends on the values of a tensor"
-            raise _error(model, where, reason, cure, _last_path(node))
+    free = {node: free_unbacked_symbols(node.meta.get("val")) for node in traced.graph.nodes}
+    node = next((node for node, symbols in free.items() if symbols), None)
+    if node is not None:
+        where = source.of_node(node)
+        construct, cure = _construct(where)
+        reason = f"{construct}: what it computes depends on the values of a tensor"
+        # the submodules that no such number or shape leaves
+        same = [_paths(other) for other in free if free[other] & free[node]]
+        around = [path for path in _paths(node) if all(path in paths for paths in same)]
+        raise _error(model, where, reason, cure, around)
+
+
+def at_node(message: str, node: fx.Node, reason: str) -> TraceError:
+    """An error for what a graph's node does."""
+    return TraceError(message, f"{source.of_node(node)} ({reason})", _paths(node))
 
 
 def differing_line(first: fx.Graph, second: fx.Graph) -> str:
@@ -92,11 +104,25 @@ def differing_line(first: fx.Graph, second: fx.Graph) -> str:
     return ""
 
 
-def _error(model: nn.Module, where: str, reason: str, cure: str, submodule: str) -> TraceError:
+def called(model: nn.Module, error: BaseException) -> list[str]:
+    """The submodules that were being called when an exception was raised, outermost first."""
+    names = {id(vars(module)): name for name, module in model.named_modules()}
+    found = [
+        names.get(id(vars(frame.f_locals["self"])), "")
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+        if frame.f_code is nn.Module._call_impl.__code__
+    ]
+    node = None if found else _treated(error)
+    return [name for name in found if name] if node is None else _paths(node)
+
+
+def _error(
+    model: nn.Module, where: str, reason: str, cure: str, submodules: Sequence[str]
+) -> TraceError:
     name = model._get_name()
-    return TraceError(
-        f"{name} cannot be traced at {where or name} ({reason}); {cure}, or {way_out(submodule)}"
-    )
+    where = f"{where or name} ({reason})"
+    out = way_out(submodules[-1] if submodules else "")
+    return TraceError(f"{name} cannot be traced at {where}; {cure}, or {out}", where, submodules)
 
 
 def _construct(where: str) -> tuple[str, str]:
@@ -108,20 +134,19 @@ def _construct(where: str) -> tuple[str, str]:
     return "control flow that depends on data", _VALUES
 
 
-def _submodule(model: nn.Module, error: Exception) -> str:
-    """The innermost submodule on the way to an exception, or ""."""
-    names = {id(module.__dict__): name for name, module in model.named_modules()}
-    found = ""
-    tb = error.__traceback__
-    while tb is not None:
-        own = tb.tb_frame.f_locals.get("self")
-        if source.is_users(tb.tb_frame.f_code.co_filename) and hasattr(own, "__dict__"):
-            found = names.get(id(own.__dict__), found) or found
-        tb = tb.tb_next
-    return found
+def _treated(error: BaseException) -> fx.Node | None:
+    """The node of a finished graph that was treated when an exception was raised."""
+    for frame, _ in reversed([*traceback.walk_tb(error.__traceback__)]):
+        for name in ("node", "n"):  # as PyTorch's passes and interpreters call it
+            node = frame.f_locals.get(name)
+            if isinstance(node, fx.Node) and _paths(node):
+                return node
+    return None
 
 
-def _last_path(node: fx.Node) -> str:
-    stack = node.meta.get("nn_module_stack") or {}
-    paths = [path for path, _ in stack.values() if path]
-    return str(paths[-1]) if paths else ""
+def _paths(node: fx.Node) -> list[str]:
+    """The submodules that a node, or else what uses it, belongs to, outermost first."""
+    for each in (node, *node.users):
+        if stack := each.meta.get("nn_module_stack"):
+            return [path for path, _ in stack.values() if path]
+    return []

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import fx
 
+from fxpipe.errors import PartitionError
 from fxpipe.passes.partition import (
     Assignment,
     bonds,
@@ -23,6 +24,9 @@ def place_like(traced: Traced, reference: Traced, assignment: Assignment) -> Ass
 
     Nodes go where the same call of the same submodule went, parameters stay on their stage, and
     what the reference does not know goes where its inputs are.
+
+    Raises:
+        PartitionError: a leaf module, which was none in the reference, has weights on two stages.
     """
     parameter_stage = owners(reference, assignment)
     read: dict[str, list[int]] = {}
@@ -44,6 +48,15 @@ def place_like(traced: Traced, reference: Traced, assignment: Assignment) -> Ass
         wish = by_call.get(key, unknown)
         placed[node.name] = max(wish, earliest)
     _settle(traced, placed)
+    for node in compute_nodes(traced.graph):
+        stages = {placed[node.name], *read.get(node.name, [])}
+        if node.op == "call_module" and len(stages) > 1:
+            raise PartitionError(
+                f"submodule {node.target!r} is called as it is, in one stage, and the model was "
+                "cut inside of it for a call that came before, where that was not needed; let a "
+                "step come first, as with compile(..., example=...), or give compile(..., "
+                f"leaf_modules=[{node.target!r}])"
+            )
     return Assignment(assignment.stages, placed)
 
 

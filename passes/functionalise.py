@@ -26,6 +26,7 @@ from torch.export.graph_signature import (
 
 from fxpipe.errors import TraceError
 from fxpipe.own_backward import functions_kept
+from fxpipe.passes.explain import at_node
 from fxpipe.passes.lazy_module import lazy_module
 from fxpipe.passes.open_instance_norm import open_instance_norms
 from fxpipe.passes.part_recurrent import part_recurrent
@@ -109,11 +110,15 @@ def functionalise(program: ExportedProgram, accepts: Callable[[int], bool]) -> T
                     "(x = x.clone())"
                 )
             case OutputKind.PARAMETER_MUTATION:
-                raise TraceError(
+                message = (
                     f"the model writes into its parameter {out.target!r} while it runs, as an "
                     "embedding with max_norm does, and weights change in updates alone; make it a "
                     "buffer, or work on a copy of it"
                 )
+                # an embedding's own rows are the same however often they are scaled
+                if node.target is torch.ops.aten.embedding_renorm.default:
+                    raise at_node(message, node, "it scales rows of its parameter")
+                raise TraceError(message)
             case kind:
                 raise TraceError(f"the model has an output of kind {kind.name}; return tensors")
     _let_copies_have_gradients(module)

@@ -12,7 +12,7 @@ its leaf modules are called as they are, with their own hooks, control flow and 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,6 +22,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from fxpipe.errors import TraceError
+from fxpipe.passes.leaf_nests import Place, UnfitLeaf, can_be_given, indices, with_places
 from fxpipe.passes.symbolic import Example, leaf_tensors, reserve_names
 from fxpipe.plan import Argument, Write
 from fxpipe.traced import Traced, Value
@@ -35,6 +36,22 @@ _known: dict[int, Sequence[Tensor]] = {}
 """Number of a call → what it returned, without data; for as long as its model is being traced."""
 
 _LIBRARY.impl("leaf", lambda inputs, call: [torch.empty_like(x) for x in _known[call]], "Meta")
+
+
+def _sized(x: Tensor, size: Sequence[int], leaf: str) -> Tensor:
+    """What a leaf module returned, which must have a size as when the model was traced."""
+    if list(x.shape) != list(size):
+        raise TraceError(
+            f"leaf module {leaf!r} returns a tensor of size {list(x.shape)}, and returned "
+            f"{list(size)} when the model was traced, so that its size depends on values; mark a "
+            "module around it as the leaf, one that returns tensors of one size"
+        )
+    return x
+
+
+_LIBRARY.define("sized(Tensor(a) x, int[] size, str leaf) -> Tensor(a)")
+_LIBRARY.impl("sized", _sized, "CompositeImplicitAutograd")
+_SIZED = torch.ops.fxpipe.sized.default
 
 
 @dataclass(frozen=True)
@@ -56,22 +73,20 @@ class Call:
     returned: Any
 
 
-@dataclass(frozen=True)
-class _Place:
-    index: int
-
-
 class LeafCalls:
     """The calls of leaf modules in one run of a model."""
 
-    def __init__(self, leaves: Mapping[str, nn.Module]) -> None:
+    def __init__(self, leaves: Mapping[str, nn.Module], unasked: Collection[str] = ()) -> None:
         """Nothing has run yet.
 
         Args:
             leaves: name in the model → module.
+            unasked: those that nobody asked for; the sizes of what they return are checked.
         """
         self.leaves = leaves
+        self.unasked = unasked
         self.calls: list[Call] = []
+        self._rest: Iterator[int] = iter(())
         self._inside = False
 
     @contextmanager
@@ -81,13 +96,18 @@ class LeafCalls:
             yield
 
     @contextmanager
-    def opaque(self) -> Iterator[None]:
-        """Inside, trace the model: a leaf module is one operation."""
-        rest = iter(self.calls)
-        with self._instead(
-            lambda name, module, args, kwargs: self._stand_in(rest, name, args, kwargs)
-        ):
-            yield
+    def opaque(self, model: nn.Module) -> Iterator[None]:
+        """Inside, trace the model, maybe several times: a leaf module is one operation."""
+
+        def begin(model: nn.Module, args: Any) -> None:
+            self._rest = iter(range(len(self.calls)))
+
+        hook = model.register_forward_pre_hook(begin)
+        try:
+            with self._instead(self._stand_in):
+                yield
+        finally:
+            hook.remove()
 
     def forget(self) -> None:
         """After tracing: nothing is kept of the run."""
@@ -124,42 +144,45 @@ class LeafCalls:
             self._inside = False
         for leaf, version in zip(flat, versions, strict=True):
             if isinstance(leaf, Tensor) and leaf._version != version:
-                raise TraceError(
-                    f"leaf module {name!r} writes into what it is given; let it work on a copy "
-                    "(x = x.clone())"
+                raise UnfitLeaf(
+                    name, "writes into what it is given; let it work on a copy (x = x.clone())"
                 )
         paths, _ = pytree.tree_flatten_with_path(output)
         for path, leaf in paths:
             if not isinstance(leaf, Tensor) and leaf is not None:
-                raise TraceError(
-                    f"leaf module {name!r} returns {type(leaf).__name__} {leaf!r:.40} at "
+                raise UnfitLeaf(
+                    name,
+                    f"returns {type(leaf).__name__} {leaf!r:.40} at "
                     f"{pytree.keystr(path) or 'its output'}, which may differ from call to call; "
-                    "return tensors"
+                    "return tensors",
                 )
         tensors = [leaf for _, leaf in paths if isinstance(leaf, Tensor)]
         number = max(_known, default=-1) + 1
         call = Call(
             number,
             name,
-            _with_places(name, "is given", (args, kwargs)),
-            tuple(_indices(name, path) for path, leaf in paths if isinstance(leaf, Tensor)),
-            _with_places(name, "returns", output),
+            with_places(name, "is given", (args, kwargs)),
+            tuple(indices(name, output, path) for path, leaf in paths if isinstance(leaf, Tensor)),
+            with_places(name, "returns", output),
         )
         _known[number] = [torch.empty_like(x, device="meta") for x in tensors]
         self.calls.append(call)
         return output
 
-    def _stand_in(self, rest: Iterator[Call], name: str, args: Any, kwargs: Any) -> Any:
+    def _stand_in(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         flat = pytree.tree_leaves((args, kwargs))
-        known = next(rest, None)
-        placed = _with_places(name, "is given", (args, kwargs))
-        if known is None or known.name != name or known.given != placed:
-            raise TraceError(
-                f"the model calls its leaf module {name!r} otherwise when it is traced than when "
-                "it runs; let its calls depend on nothing but its inputs' shapes"
+        index = next(self._rest, len(self.calls))
+        known = self.calls[index] if index < len(self.calls) else None
+        placed = with_places(name, "is given", (args, kwargs))
+        if known is None or known.name != name or not can_be_given(placed, known.given):
+            raise UnfitLeaf(
+                name,
+                "is called otherwise when the model is traced than when it runs; let its calls "
+                "depend on nothing but its inputs' shapes",
             )
+        self.calls[index] = replace(known, given=placed)
         results = torch.ops.fxpipe.leaf([x for x in flat if isinstance(x, Tensor)], known.number)
-        return pytree.tree_map_only(_Place, lambda place: results[place.index], known.returned)
+        return pytree.tree_map_only(Place, lambda place: results[place.index], known.returned)
 
 
 def call_leaves(
@@ -212,6 +235,7 @@ class _Rewriter:
     def __init__(self, traced: Traced, model: nn.Module, calls: LeafCalls) -> None:
         self.traced = traced
         self.calls = {call.number: call for call in calls.calls}
+        self.unasked = calls.unasked
         self.root: dict[str, Any] = dict(calls.leaves)
         self.state: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
         self.state.update(model.named_buffers(remove_duplicate=False))
@@ -287,7 +311,7 @@ class _Rewriter:
         tensors: Any = node.args[0]
         call = self.calls[int(str(node.args[1]))]
         args, kwargs = pytree.tree_map_only(
-            _Place,
+            Place,
             lambda place: tensors[place.index],
             call.given,
         )
@@ -300,54 +324,13 @@ class _Rewriter:
             for index in path[:-1]:
                 with self.graph.inserting_before(item):
                     value = self.graph.call_function(operator.getitem, (value, index))
+            if call.name in self.unasked:
+                if path:
+                    with self.graph.inserting_before(item):
+                        value = self.graph.call_function(operator.getitem, (value, path[-1]))
+                item.args = (value, list(item.meta["val"].shape), call.name)
+                item.target = _SIZED
+                continue
             item.args = (value, path[-1]) if path else (value,)
             item.target = operator.getitem if path else torch.ops.aten.alias.default
         self.graph.erase_node(node)
-
-
-def _with_places(name: str, what: str, values: Any) -> Any:
-    """What a leaf module is given or returns, each tensor replaced by its place among them.
-
-    Raises:
-        TraceError: an object of it cannot be made of places.
-    """
-    flat, spec = pytree.tree_flatten(values)
-    count = iter(range(len(flat)))
-    placed = [_Place(next(count)) if isinstance(leaf, Tensor) else leaf for leaf in flat]
-    try:
-        return pytree.tree_unflatten(placed, spec)
-    except Exception as error:
-        kinds = sorted({type(each).__name__ for each in _nodes(values)}) or ["nest"]
-        raise TraceError(
-            f"leaf module {name!r} {what} a {' and a '.join(kinds)}, which cannot be taken apart "
-            f"and put together ({type(error).__name__}: {error}); mark a module around it as the "
-            "leaf, one that takes tensors and returns tensors"
-        ) from error
-
-
-def _nodes(values: Any) -> Iterator[Any]:
-    """The containers in a nest that are of a class of their own."""
-    if isinstance(values, dict):
-        inner: Iterable[Any] = values.values()
-    elif isinstance(values, (tuple, list)):
-        inner = values
-    else:
-        return
-    if type(values) not in (dict, tuple, list):
-        yield values
-    for each in inner:
-        yield from _nodes(each)
-
-
-def _indices(name: str, path: Sequence[Any]) -> tuple[Any, ...]:
-    """A path into a nest as the indices on the way."""
-    found: list[Any] = []
-    for key in path:
-        index = getattr(key, "idx", getattr(key, "key", None))
-        if index is None:
-            raise TraceError(
-                f"leaf module {name!r} returns an object with {pytree.keystr((key,))}; return "
-                "tensors, tuples, lists or dicts of them"
-            )
-        found.append(index)
-    return tuple(found)

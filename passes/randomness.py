@@ -53,6 +53,8 @@ def seed_randomness(traced: Traced) -> Traced:
             with graph.inserting_before(node):
                 begun = graph.call_function(draw_from, (source_node, seed, number))
             begun.meta.update(source_node.meta)
+            for key in ("nn_module_stack", "stack_trace"):  # it belongs to the module that draws
+                begun.meta[key] = node.meta.get(key)
             node.replace_input_with(source_node, begun)
             number += 1
             continue

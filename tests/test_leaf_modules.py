@@ -187,6 +187,20 @@ def test_a_leaf_that_is_called_twice_keeps_both_calls_in_one_stage() -> None:
     train_both(Twice(), "auto", "export", [Branching])
 
 
+class Draws(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * torch.rand([])
+
+
+def test_a_stage_can_begin_at_a_leaf_that_draws() -> None:
+    model, x = Around(Draws(4, 4)), torch.randn(8, 4)
+    options: dict[str, Any] = {"microbatches": 2, "loss": mse_loss, "leaf_modules": ["inner"]}
+    with fxpipe.compile(model, 2 * ["cpu"], partition=["inner"], **options) as pipe:
+        pipe.step(x, target=x)
+        read = {a.target for a in pipe.plan.stages[0].parameters}
+    assert read == {"first.weight", "first.bias", "relu"}
+
+
 def test_a_leaf_in_a_model_of_transformers() -> None:
     torch.manual_seed(0)
     case = next(case for case in CASES if case.name == "GPT-2")

@@ -15,6 +15,7 @@ from fxpipe.apart import apart
 from fxpipe.compiler.guards import Guards
 from fxpipe.compiler.hidden import hidden, refuse_hidden
 from fxpipe.compiler.hooks import refuse_hooks
+from fxpipe.compiler.leaves import Leaves
 from fxpipe.compiler.objective import Objective
 from fxpipe.compiler.pythonic import refuse_changes
 from fxpipe.compiler.tryout import output_dims, try_loss, try_model, try_own_loss
@@ -72,8 +73,8 @@ class FrontEnd:
         self.objective = objective
         self.tracer = tracer
         self._threads = threads
-        self._leaves = dict(leaf_modules)
-        self.guards = Guards(model, objective.loss, self._leaves)
+        self._leaves = Leaves(model, leaf_modules)
+        self.guards = Guards(model, objective.loss, leaf_modules)
 
     def trace(
         self, batch: Batch, leaves: list[Any], size: int, with_loss_: bool, fixed: bool
@@ -94,13 +95,13 @@ class FrontEnd:
         with untouched(self.model), intra_op_threads(self._threads):
             with same_sizes(self.model):
                 run = self.guards.reading()(lambda: try_model(self.model, args, kwargs))
-                output = refuse_changes(self.model, self._leaves, run)
+                output = refuse_changes(self.model, self._leaves.modules, run)
             if with_loss_ and self.objective.loss is not None:
                 with self.guards.reading():
                     try_loss(self.model, self.objective, output, targets, size)
             elif with_loss_:
                 try_own_loss(output)
-            traced = self._front_end(self.model, args, kwargs, dims, size, fixed)
+            traced = self._front_end(args, kwargs, dims, size, fixed)
             if not fixed and any(out.dims is None for out in traced.outputs):
                 told = output_dims(self.model, args, kwargs, dims, _flat_outputs(traced), size)
                 traced = traced if told is None else with_dims(traced, told)
@@ -119,7 +120,11 @@ class FrontEnd:
             if traced.leaves:
                 return seed_randomness(attach_leaf_loss(traced, module, flat, targets))
             dims = [*_output_dims(traced, size), *target_dims]
-            loss = self._front_end(module, (*flat, *targets), {}, dims, size, fixed)
+            try:
+                loss = self._traced(module, (*flat, *targets), {}, dims, size, fixed)
+            except TraceError as error:
+                self._leaves.take_loss(error)
+                return self.trace(batch, leaves, size, with_loss_, fixed)
             source.credit(loss.graph, self.objective.loss)
         # seeded as one graph: no draw of the loss has the number of one of the model's
         return seed_randomness(attach_loss(traced, loss, dict(module.named_buffers())))
@@ -142,7 +147,7 @@ class FrontEnd:
 
     def _is_leaf(self, name: str, module: nn.Module) -> bool:
         """Whether a submodule is called as it is."""
-        return name in self._leaves or (self.tracer == "symbolic" and is_torchs(module))
+        return name in self._leaves.modules or (self.tracer == "symbolic" and is_torchs(module))
 
     def refuse_two_traces(
         self, batch: Batch, leaves: list[Any], size: int, with_loss_: bool, error: TraceError
@@ -162,6 +167,19 @@ class FrontEnd:
             ) from error
 
     def _front_end(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], dims: Dims, size: int, fixed: bool
+    ) -> Traced:
+        """The model's graph; where a line cannot be traced, a submodule around it is a leaf."""
+        while True:
+            try:
+                traced = self._traced(self.model, args, kwargs, dims, size, fixed)
+            except TraceError as error:
+                self._leaves.grow(error)
+            else:
+                self._leaves.tell()
+                return traced
+
+    def _traced(
         self,
         model: nn.Module,
         args: tuple[Any, ...],
@@ -172,8 +190,8 @@ class FrontEnd:
     ) -> Traced:
         if self.tracer == "symbolic":
             with telling(f"trace {type(model).__name__}"):
-                return trace_symbolically(model, args, kwargs, self._leaves.values())
-        if self._leaves and model is self.model:
+                return trace_symbolically(model, args, kwargs, self._leaves.modules.values())
+        if model is self.model and (self._leaves.modules or self._leaves.loss):
             return self._with_leaves(args, kwargs, size)
         with telling(f"trace {type(model).__name__}"):
             program = trace(model, args, kwargs, size, fixed, dims)
@@ -181,11 +199,11 @@ class FrontEnd:
 
     def _with_leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any], size: int) -> Traced:
         """The exported model's graph with its leaf modules; it holds for this size alone."""
-        calls = LeafCalls(self._leaves)
+        calls = LeafCalls(self._leaves.modules, self._leaves.unasked)
         try:
             with calls.recorded(), torch.no_grad():
                 self.model(*args, **kwargs)
-            with calls.opaque(), telling(f"trace {type(self.model).__name__}"):
+            with calls.opaque(self.model), telling(f"trace {type(self.model).__name__}"):
                 program = trace(self.model, args, kwargs, size, fixed=True)
             traced = _functional(self.model, program, accepts(program, args, kwargs, size))
         finally:
