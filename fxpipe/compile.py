@@ -106,12 +106,16 @@ def compile(
         loss: ``loss(output, *targets)`` → a scalar, or one loss per sample. None where the model
             returns the loss, alone or as ``.loss``. What it reads of the model by itself gets no
             gradient, and where batches overlap it is of the newest version.
-        reduction: whether the loss is a "mean" over samples, so that a micro-batch's counts by its
-            share of them, or a "sum" over them.
-        loss_weight: for a mean over something else than samples, ``loss_weight(*targets)`` → how
-            much of it a micro-batch has: with ``cross_entropy(ignore_index=-100)`` it is
-            ``lambda target: (target != -100).sum()``. Where the model returns the loss, it is
-            given the model's inputs.
+        reduction: whether the loss is a "mean", so that a micro-batch's counts by its share of the
+            samples, or a "sum" over them. Where a mean ``cross_entropy`` or ``nll_loss`` ignores
+            targets or weights classes (and so in the loss that transformers make of ``labels=``),
+            a micro-batch's counts by its share of the targets that count: the loss and the
+            gradients are those of the whole batch.
+        loss_weight: for any other mean over something else than samples, such as
+            ``(losses * mask).sum() / mask.sum()``: ``loss_weight(*targets)`` → how much of it a
+            micro-batch has, as ``lambda target, mask: mask.sum()``. Where the model returns the
+            loss, it is given the model's inputs. It goes before all that the loss itself tells;
+            without it a loss that is not that of the whole batch is warned of, once.
         optimizer: a function from parameters to a torch optimizer, called once a stage; with it
             ``step`` updates the weights. Without it ``step`` adds to ``.grad``.
         example: a tuple of inputs of a batch, or ``(args, kwargs)`` with what ``step`` takes,

@@ -85,9 +85,9 @@ class Pipeline(StandIn):
             **kwargs: the model's keyword inputs.
 
         Returns:
-            The loss of the batch, a detached scalar: by default the mean over micro-batches, each
-            weighted by its samples; see ``compile``. Where batches overlap it may still be on its
-            way, as a tensor on a CUDA device may be: whatever reads it waits for it. With
+            The loss of the batch, a detached scalar: the mean over micro-batches, each weighted by
+            its samples or its targets that count; see ``compile``. Where batches overlap it may be
+            on its way, as a tensor on a CUDA device may be: whatever reads it waits for it. With
             ``return_output`` the pair (loss, detached output), where tensors are joined as the
             inputs were split, floating-point numbers averaged by samples, and all else must be the
             same in every micro-batch.
@@ -101,10 +101,10 @@ class Pipeline(StandIn):
         with SignalsAtOperations() as signals:
             batch = self._batch(args, kwargs, target)
             parts = self._intake.parts(batch, step=True)
-            weights = self._compiler.objective.weights(batch, parts)
             compiled = self._compiler.compile(
                 batch, parts, "step", updates=self._engine.updates, outputs=return_output
             )
+            weights = self._compiler.weights(compiled, batch, parts)
             compiled = compiled.weighted(weights)
             made = self._engine.step(compiled, batch, parts, weights, with_output=return_output)
             self._shown = compiled

@@ -7,13 +7,16 @@ after:   (x, target) → conv, mse, with the loss value mse
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
+from fxpipe import source
 from fxpipe.apart import together
 from fxpipe.errors import InputError, TraceError
 from fxpipe.passes.lazy_module import lazy_module
@@ -23,6 +26,10 @@ from fxpipe.traced import DRAWS, Literal, Traced, Value
 
 LEAF_LOSS = "fxpipe_loss"
 """What the loss is called among leaf modules."""
+
+LOSS_GRAPH = "fxpipe.loss_graph"
+"""Key of that node's metadata: a graph of the loss, which is only read, and for each of its
+placeholders the input that it stands for, or None."""
 
 
 class LossModule(nn.Module):
@@ -167,6 +174,8 @@ def attach_leaf_loss(
     with torch.no_grad(), DrawsWatched() as watch:
         value.meta["val"] = loss(*output, *targets)
     value.meta[DRAWS] = watch.drew
+    with suppress(Exception):  # not every loss that can be called can be traced
+        value.meta[LOSS_GRAPH] = _readable(loss, output, leaves, spec)
     written = [node for node in outputs if isinstance(node, fx.Node)]
     graph.output((*written, value))
     graph.lint()
@@ -182,6 +191,26 @@ def attach_leaf_loss(
         ),
         value.name,
     )
+
+
+def _readable(
+    loss: LossModule, output: Sequence[Any], targets: Sequence[Any], spec: pytree.TreeSpec
+) -> tuple[fx.GraphModule, list[str | None]]:
+    """See LOSS_GRAPH."""
+    given = [*output, *targets]
+    at = [index for index, value in enumerate(given) if isinstance(value, torch.Tensor)]
+
+    def call(*tensors: torch.Tensor) -> Any:
+        values = [*given]
+        for index, tensor in zip(at, tensors, strict=True):
+            values[index] = tensor
+        count = len(output)
+        return loss(*values[:count], *pytree.tree_unflatten(values[count:], spec))
+
+    with torch.no_grad():
+        module = make_fx(call, pre_dispatch=True)(*(given[index] for index in at))
+    source.credit(module.graph, loss.function)
+    return module, [f"target_{i - len(output)}" if i >= len(output) else None for i in at]
 
 
 def with_loss(traced: Traced, name: str) -> Traced:

@@ -37,6 +37,7 @@ def train(
     *args: Any,
     loss: Callable[..., Tensor] | None = None,
     target: Any = None,
+    weight: Callable[..., Any] | None = None,
     **kwargs: Any,
 ) -> Looped:
     """Forward and backward of one batch; gradients are added to ``.grad``.
@@ -47,6 +48,8 @@ def train(
         *args: inputs; tensors with as many rows as the first one has are split.
         loss: ``loss(output, *targets)``; None where the model returns ``{"loss": …}``.
         target: a tensor or a tuple of them.
+        weight: from the targets of a micro-batch to what its loss counts; else it counts by its
+            rows. One of 0 is left out.
         **kwargs: keyword inputs.
     """
     targets = () if target is None else target if isinstance(target, tuple) else (target,)
@@ -54,13 +57,17 @@ def train(
     total: Tensor | None = None
     sizes: list[int] = []
     outputs: list[Any] = []
-    for part_args, part_kwargs, part_targets in split((args, kwargs, targets), rows, microbatches):
+    parts = split((args, kwargs, targets), rows, microbatches)
+    counts = [_rows(part[:2]) if weight is None else float(weight(*part[2])) for part in parts]
+    every = rows if weight is None else sum(counts)
+    for (part_args, part_kwargs, part_targets), count in zip(parts, counts, strict=True):
         output = model(*part_args, **part_kwargs)
         part = output["loss"] if loss is None else loss(output, *part_targets)
         sizes.append(_rows((part_args, part_kwargs)))
-        part = part * (sizes[-1] / rows)
-        part.backward()
-        total = part.detach() if total is None else total + part.detach()
+        if count:
+            part = part * (count / every)
+            part.backward()
+            total = part.detach() if total is None else total + part.detach()
         outputs.append(pytree.tree_map_only(Tensor, torch.detach, output))
     assert total is not None
     return Looped(total, sizes, outputs)

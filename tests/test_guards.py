@@ -169,7 +169,15 @@ def test_what_changes_between_steps_counts_from_the_next_step_on(
                 CHANGES[what](model, loss)
                 CHANGES[what](alone, loss_alone)
             made = pipe.step(x, target=target)
-            expected = loop.train(alone, 2, x, loss=loss_alone, target=target)
+            classes = loss_alone.weight.double()
+            expected = loop.train(
+                alone,
+                2,
+                x,
+                loss=loss_alone,
+                target=target,
+                weight=lambda y, classes=classes: classes[y].sum(),
+            )
             assert torch.equal(made, expected.loss), step
     loop.assert_same(loop.gradients(model), loop.gradients(alone))
     loop.assert_same(model.state_dict(), alone.state_dict())

@@ -9,6 +9,7 @@ from fxpipe.compiler.timetable import Purpose
 from fxpipe.kernels.discarding import Discarding
 from fxpipe.kernels.kernel import Kernel
 from fxpipe.kernels.rechecked import Rechecked
+from fxpipe.passes.loss_terms import Divisor
 from fxpipe.plan import Plan
 from fxpipe.program import Program, Recompute
 from fxpipe.schedule import Schedule
@@ -28,6 +29,8 @@ class Compiled:
         purpose: what the call is for.
         samples: those of the first micro-batch.
         threads: how many run the devices' lists: 1, or one a device.
+        terms: micro-batch → what the terms of its loss are divided by, see loss_terms; empty where
+            the caller says how losses are weighted.
     """
 
     traced: Traced
@@ -38,6 +41,7 @@ class Compiled:
     purpose: Purpose
     samples: int
     threads: int
+    terms: Sequence[tuple[Divisor | None, ...]] = ()
 
     @property
     def results(self) -> frozenset[str]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import operator
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +16,7 @@ from torch.optim import Optimizer
 from fxpipe.compiler.capturing import Capturing
 from fxpipe.compiler.compiled import Compiled
 from fxpipe.compiler.front_end import FrontEnd, Tracer
-from fxpipe.compiler.objective import Objective
+from fxpipe.compiler.objective import Objective, weighed
 from fxpipe.compiler.placement import Placement
 from fxpipe.compiler.plans import Call, Graph, Plans
 from fxpipe.compiler.remedies import remedies
@@ -29,6 +31,7 @@ from fxpipe.passes.communicate import communicate
 from fxpipe.passes.extents import extents
 from fxpipe.passes.free import free
 from fxpipe.passes.lazy_module import sources_forgotten
+from fxpipe.passes.loss_terms import Divisor, loss_terms
 from fxpipe.passes.lower import Lower
 from fxpipe.passes.partition import Verdict
 from fxpipe.passes.streams import Streams
@@ -124,6 +127,8 @@ class Compiler:
             places=places,
         )
         self._programs: dict[Any, Program] = {}
+        self._terms = WeakKeyDictionary[nn.Module, tuple[Divisor | None, ...]]()
+        self._warned = False
 
     def compile(
         self,
@@ -215,9 +220,42 @@ class Compiler:
             else [stage.kernel for stage in plan.stages if stage.kernel is not None]
             for size, (_, plan) in plans.items()
         }
+        terms: list[tuple[Divisor | None, ...]] = []
+        if purpose == "step" and self.objective.averages:
+            split = [index for index, dim in enumerate(batch.dims) if dim is not None]
+            of_size = {size: self._terms_of(made, split) for size, (made, _) in plans.items()}
+            terms = [of_size[size] for size in sizes]
         kernels = [by_size[size] for size in sizes]
         threads = self.choice.threads(plan)
-        return Compiled(traced, plan, kernels, schedule, program, purpose, sizes[0], threads)
+        made = (traced, plan, kernels, schedule, program, purpose, sizes[0], threads)
+        return Compiled(*made, terms)
+
+    def weights(self, compiled: Compiled, batch: Batch, parts: Sequence[list[Any]]) -> list[float]:
+        """What each micro-batch's loss is multiplied by.
+
+        Warns once where the loss is not that of the whole batch.
+
+        Raises:
+            InputError: as ``Objective.weights``.
+        """
+        weights = self.objective.weights(batch, parts)
+        if len(parts) == 1 or not any(map(any, compiled.terms)):
+            return weights
+        constants = compiled.traced.constants
+
+        def buffer(name: str) -> Tensor:
+            return constants[name] if name in constants else self.model.get_buffer(name)
+
+        weights, wrong = weighed(compiled.terms, batch, parts, weights, buffer)
+        if wrong is not None and not self._warned:
+            self._warned = True
+            warnings.warn(self.objective.advice(wrong, batch), stacklevel=3)
+        return weights
+
+    def _terms_of(self, traced: Traced, split: Sequence[int]) -> tuple[Divisor | None, ...]:
+        if traced.module not in self._terms:
+            self._terms[traced.module] = loss_terms(traced, split)
+        return self._terms[traced.module]
 
     @property
     def verdict(self) -> Verdict | None:

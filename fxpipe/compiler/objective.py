@@ -7,7 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from torch import Tensor
+
 from fxpipe.errors import InputError
+from fxpipe.passes.loss_terms import Divisor
 from fxpipe.runtime.batch import Batch
 
 Loss = Callable[..., Any]
@@ -20,7 +23,8 @@ class Objective:
     """What a step minimises.
 
     With micro-batches i of n_i samples, losses l_i and weights w_i, the loss of the batch is
-    Σ n_i l_i / Σ n_i for "mean", Σ l_i for "sum", and Σ w_i l_i / Σ w_i with a weight function.
+    Σ n_i l_i / Σ n_i for "mean", Σ l_i for "sum", and Σ w_i l_i / Σ w_i with a weight function, or
+    with what a mean over targets that count is divided by, see ``weighed``.
 
     Attributes:
         loss: ``loss(output, *targets)``, a scalar or one loss per sample; None where the model
@@ -71,6 +75,37 @@ class Objective:
             )
         return [weight / total for weight in found]
 
+    @property
+    def averages(self) -> bool:
+        """Whether losses are averaged, and the caller does not say by what they are weighted."""
+        return self.weight is None and self.reduction == "mean"
+
+    def advice(self, wrong: Divisor, batch: Batch) -> str:
+        """What to say where a loss is not that of the whole batch.
+
+        Args:
+            wrong: what divides it.
+            batch: the call, whose inputs have names.
+        """
+        where = f"the loss ({wrong.line})" if wrong.line else "the loss"
+        if wrong.sums:
+            return (
+                f'{where} is a sum over targets, and reduction="mean" averages it over '
+                'micro-batches; give fxpipe.compile(..., reduction="sum"), which adds it up'
+            )
+        named = batch.names[wrong.leaves[0] if wrong.leaves else -1]
+        told = (wrong.told or "({} != -100).sum()").replace("{}", named)
+        given = "*target" if named.startswith("target[") else "target"
+        if self.loss is None:
+            given = ", ".join(dict.fromkeys(batch.call.heads))
+        return (
+            f"{where} is divided by what counts of the targets, as some are ignored, masked or "
+            "weighted, and micro-batches have other shares in that than in the samples, by which "
+            "their losses are averaged: the loss is not that of the whole batch, nor are its "
+            "gradients. Say how much of it a micro-batch has: fxpipe.compile(..., "
+            f"loss_weight=lambda {given}: {told})"
+        )
+
     def _weight(self, weight: Weight, batch: Batch, leaves: Sequence[Any]) -> float:
         args, kwargs, targets = batch.unflatten(leaves)
         try:
@@ -88,3 +123,79 @@ class Objective:
                 "0, such as how many targets count"
             )
         return number
+
+
+def weighed(
+    terms: Sequence[Sequence[Divisor | None]],
+    batch: Batch,
+    parts: Sequence[Sequence[Any]],
+    shares: list[float],
+    buffer: Callable[[str], Tensor],
+) -> tuple[list[float], Divisor | None]:
+    """What each micro-batch's loss is multiplied by, so that the sum is the loss of the batch.
+
+    Args:
+        terms: micro-batch → what the terms of its loss are divided by.
+        batch: the batch.
+        parts: micro-batch → its leaves.
+        shares: each micro-batch's share of the samples.
+        buffer: name → buffer.
+
+    Returns:
+        The shares of the divisors, where all terms are means that have the same; else those of the
+        samples, and a divisor that has others, if one does.
+    """
+    wanted: list[list[float]] = []
+    wrong: list[Divisor] = []
+    for divisors in zip(*terms, strict=True):
+        divisor = divisors[0]
+        ratios = shares
+        if divisor is not None and not _counts_all(divisor, batch):
+            ratios = _ratios(divisors, parts, shares, buffer)
+        wanted.append(ratios)
+        if divisor is not None and not _near(ratios, shares):
+            # what is the same in every micro-batch may divide a mean over samples
+            if divisor.told or not _near(ratios, [1 / len(parts)] * len(parts)):
+                wrong.append(divisor)
+    means = all(divisor is not None and divisor.told for divisor in terms[0])
+    if means and wanted[0] and all(ratios == wanted[0] for ratios in wanted):
+        return wanted[0], None
+    return shares, wrong[0] if wrong else None
+
+
+def _ratios(
+    divisors: Sequence[Divisor | None],
+    parts: Sequence[Sequence[Any]],
+    shares: list[float],
+    buffer: Callable[[str], Tensor],
+) -> list[float]:
+    """The shares of a term's divisors; none where they are not known. Those of the samples where
+    nothing counts, as in a batch of ignored targets, or where it fails, as the run then will."""
+    found: list[float] = []
+    try:
+        for divisor, leaves in zip(divisors, parts, strict=True):
+            assert divisor is not None
+            if divisor.made is None:
+                return []
+            given = [*(leaves[i] for i in divisor.leaves), *map(buffer, divisor.buffers)]
+            found.append(divisor.made(*given))
+        total = sum(found)
+    except Exception:
+        return shares
+    if not math.isfinite(total):
+        return []
+    return [value / total for value in found] if total else shares
+
+
+def _counts_all(divisor: Divisor, batch: Batch) -> bool:
+    """Whether nothing is ignored, which a look at the whole batch tells soonest."""
+    if divisor.ignored is None:
+        return False
+    return not bool((batch.leaves[divisor.leaves[0]] == divisor.ignored).any())
+
+
+def _near(ratios: Sequence[float], others: Sequence[float]) -> bool:
+    """Whether two shares are one, up to rounding in single precision."""
+    return len(ratios) == len(others) and all(
+        math.isclose(one, other, rel_tol=1e-5) for one, other in zip(ratios, others, strict=True)
+    )
