@@ -144,7 +144,8 @@ def test_a_refusal_shows_the_line_the_construct_and_the_way_out(
     assert f"{__file__}:" in message
     assert "# here (" in message
     assert construct in message
-    assert "leaf_modules=[" in message
+    # whose draws those generators' are would depend on the threads of the devices, in leaves too
+    assert ("leaf_modules=[" in message) == (function not in (rolls, rolls_numpy))
 
 
 @tracers
@@ -174,11 +175,10 @@ def test_a_number_that_a_graph_would_read_from_values_is_refused() -> None:
 
 
 @tracers
-@pytest.mark.parametrize("function", [branches, loops, array, counts, appends, remembers, rolls])
+@pytest.mark.parametrize("function", [branches, loops, array, counts, appends, remembers])
 def test_the_way_out_leads_out(tracer: str, function: Any) -> None:
-    random.seed(0)
     inner = Inner(function)
-    if function in (array, rolls, remembers):
+    if function in (array, remembers):
         # what it computes differs from call to call, so that it cannot be compared with itself
         inner.requires_grad_(False)
         if function is not array:

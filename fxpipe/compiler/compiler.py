@@ -274,8 +274,8 @@ class Compiler:
         """
         if compiled.traced.leaves:
             raise InputError(
-                'sizes are read from the graphs of tracer="export", and this pipe calls leaf '
-                "modules; compile with that tracer"
+                "sizes are read from graphs, and no graph tells those of leaf modules, which this pipe "
+                'calls; compile with tracer="export", and without leaf modules'
             )
         graph = self.plans.graph_of(compiled.traced)
         try:

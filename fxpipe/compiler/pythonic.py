@@ -65,7 +65,7 @@ def refuse_changes(
                 other.put_back(value)
             raise TraceError(
                 f"{type(model).__name__} cannot be traced at {where or each.owner} "
-                f"({each.construct}); {each.cure}, or {way_out(each.module)}"
+                f"({each.construct}); {each.cure}"
             )
     return output
 
@@ -88,7 +88,10 @@ class _Attribute:
 
     @property
     def cure(self) -> str:
-        return f"keep {self.name} in a buffer (register_buffer) that is written in place"
+        return (
+            f"keep {self.name} in a buffer (register_buffer) that is written in place, or "
+            f"{way_out(self.module)}"
+        )
 
     def look(self) -> Any:
         value = self.values.get(self.name, _Missing)
