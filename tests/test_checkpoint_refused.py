@@ -174,8 +174,13 @@ def test_the_trial_of_a_state_changes_nothing_of_the_optimizer_and_draws_nothing
     with fxpipe.compile(model, 2, loss=MSE, **options) as pipe:
         run(pipe, data)
         pipe.checkpoint(tmp_path / "run")
-        state = torch.get_rng_state()
         pipe.restore(tmp_path / "run")
+        saved: Any = checkpoint.read(tmp_path / "run")
+        saved.optimizer.parameters["3.0.bias"].state["momentum_buffer"] = torch.zeros(1, 2, 3)
+        checkpoint.write(saved, tmp_path / "wrong")
+        state = torch.get_rng_state()
+        with pytest.raises(fxpipe.CheckpointError, match="Counting keeps for '3.0.bias', is 1×2×3"):
+            pipe.restore(tmp_path / "wrong")
         assert torch.equal(torch.get_rng_state(), state)
         for each in pipe.optimizers:
             assert isinstance(each, Counting)
