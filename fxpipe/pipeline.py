@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -77,6 +76,10 @@ class Pipeline(StandIn):
         another size, the model is traced once more, for any size that it allows. Where a batch has
         something compiled, those in flight are run to their end first.
 
+        Where batches overlap, a failure takes all stages back to one batch: go on with batch number
+        ``batches``. The next ones read the weights of then, as after ``load_state_dict``, since
+        older versions are dropped; a checkpoint keeps these.
+
         Args:
             *args: the model's positional inputs. Tensors are split along dimension 0, or what
                 ``batch_dims`` says; one without dimensions, or with a single row, is for all.
@@ -96,7 +99,7 @@ class Pipeline(StandIn):
             InputError: inputs, target or loss do not fit.
             TraceError: the first call of its kind: the model or the loss cannot be traced.
             PartitionError: the first call: the model cannot be cut as asked.
-            ExecutionError: something raised while it ran; the weights are as before the step.
+            ExecutionError: something raised; the weights are as before, or as it says.
         """
         with SignalsAtOperations() as signals:
             batch = self._batch(args, kwargs, target)
@@ -388,12 +391,7 @@ class Pipeline(StandIn):
     def __enter__(self) -> Pipeline:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
             self._engine.abandon()  # what it has left half done shall not go on
         self.close()

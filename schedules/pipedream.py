@@ -5,6 +5,9 @@ a stage adds up the gradients of m micro-batches before it updates.
 Bubble: (p − 1)/(m T + p − 1) over T steps. Stash: p − s micro-batches on stage s.
 Delay: ⌈(p − 1 − s)/m⌉ on stage s, the paper's weight stashing: a micro-batch reads the newest
 version that each stage has, and reads it again in its backward. Asks nothing of m and p.
+Versions: ⌈(p − 1 − s)/m⌉ + 1 on stage s are read. While batches are in flight, a stage that is
+ahead of the slowest also keeps what it would go back to after a failure: up to ⌈(p − 1)/m⌉ + 2
+versions in all, and the optimizer's states from before these updates.
 """
 
 from __future__ import annotations

@@ -179,7 +179,7 @@ def test_the_trial_of_a_state_changes_nothing_of_the_optimizer_and_draws_nothing
         saved.optimizer.parameters["3.0.bias"].state["momentum_buffer"] = torch.zeros(1, 2, 3)
         checkpoint.write(saved, tmp_path / "wrong")
         state = torch.get_rng_state()
-        with pytest.raises(fxpipe.CheckpointError, match="Counting keeps for '3.0.bias', is 1×2×3"):
+        with pytest.raises(fxpipe.CheckpointError, match=r"Counting keeps for '3\.0\.bias', is 1"):
             pipe.restore(tmp_path / "wrong")
         assert torch.equal(torch.get_rng_state(), state)
         for each in pipe.optimizers:

@@ -17,7 +17,7 @@ from fxpipe.program import Backward, Forward, Instruction, Update
 from fxpipe.runtime import interpreter
 from fxpipe.runtime.interpreter import Machine
 from tests import loop
-from tests.delayed import DelayedLoop
+from tests.delayed import MSE, DelayedLoop
 from tests.overlapping import ADAMW, compiled, make
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -95,6 +95,43 @@ def test_after_a_failure_all_stages_have_the_weights_of_one_batch_and_go_on_from
 
 
 @dispatches
+@pytest.mark.parametrize("device", [0, 1, 2])
+@pytest.mark.parametrize("kind", [Forward, Backward, Update])
+def test_stages_that_read_differently_late_go_back_to_one_batch_as_well(
+    kind: type[Instruction], device: int, dispatch: str
+) -> None:
+    model, data = make("mlp", 12, 2)
+    alone = copy.deepcopy(model)
+    delays = {name: 2 - int(name.split(".")[0]) // 2 for name, _ in model.named_parameters()}
+    theirs = ADAMW(alone.parameters())
+    expected = DelayedLoop(alone, theirs, MSE, 1, delays.__getitem__)
+    options: dict[str, Any] = {"schedule": "pipedream", "tracer": "symbolic", "dispatch": dispatch}
+    with compiled(model, 3, 1, ADAMW, **options) as pipe:
+        plant(kind, device, batch=6)
+
+        def train() -> None:
+            for x, y in data:
+                pipe.step(x, target=y)
+            pipe.flush()
+
+        error = pull(train)
+        done = pipe.batches
+        assert f"the weights are those after {done} batches, and the " in str(error)
+        assert 4 <= done <= 6
+        interpreter.HANDLERS = HANDLERS
+        expected.run(data[:done])
+        expected.assert_same(model)
+        # each batch that is given again trains every stage once, from the only version that is left
+        expected.restart()
+        for x, y in data[done:]:
+            assert torch.equal(pipe.step(x, target=y), expected.step(x, y))
+        pipe.flush()
+        assert pipe.batches == len(data)
+        assert pipe.weight_versions == [3, 2, 1]
+    expected.assert_same(model)
+
+
+@dispatches
 @pytest.mark.parametrize(("microbatches", "delay"), [(3, 1), (2, 2), (1, 3)])
 def test_going_back_takes_no_more_versions_than_reading_where_the_first_stage_is_slow(
     microbatches: int, delay: int, dispatch: str
@@ -127,7 +164,10 @@ def test_going_back_takes_no_more_versions_than_reading_where_the_first_stage_is
     loop.assert_same(model.state_dict(), states[6])
 
 
-def test_an_optimizer_that_fails_in_the_middle_of_its_step_leaves_no_half_of_it() -> None:
+@pytest.mark.parametrize(("schedule", "microbatches"), [("2bw", 3), ("pipedream", 1)])
+def test_an_optimizer_that_fails_in_the_middle_of_its_step_leaves_no_half_of_it(
+    schedule: str, microbatches: int
+) -> None:
     class Breaking(torch.optim.SGD):
         """Fails after it has updated its first parameter."""
 
@@ -144,20 +184,27 @@ def test_an_optimizer_that_fails_in_the_middle_of_its_step_leaves_no_half_of_it(
 
     model, data = make("mlp", 6, 4)
     settings: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
-    expected = DelayedLoop.beside(model, lambda p: torch.optim.SGD(p, **settings), 3)
-    with compiled(model, 2, 3, lambda p: Breaking(p, **settings), tracer="symbolic") as pipe:
+    alone = copy.deepcopy(model)
+    theirs = torch.optim.SGD(alone.parameters(), **settings)
+    last = () if schedule == "2bw" else ("3", "4", "5")  # these read the newest version
+    expected = DelayedLoop(alone, theirs, MSE, microbatches, lambda name: name[0] not in last)
+    options: dict[str, Any] = {"schedule": schedule, "tracer": "symbolic"}
+    with compiled(model, 2, microbatches, lambda p: Breaking(p, **settings), **options) as pipe:
 
         def train() -> None:
             for x, y in data:
                 pipe.step(x, target=y)
             pipe.flush()
 
-        assert "those after 3 batches" in str(pull(train))
-        expected.run(data[:3])
+        told = re.search(r"those after (\d) batches", str(pull(train)))
+        assert told is not None
+        done = int(told[1])
+        assert done == 3 or (schedule == "pipedream" and done == 2)
+        expected.run(data[:done])
         expected.assert_same(model)
         for optimizer in pipe.optimizers:
             assert isinstance(optimizer, Breaking)
-            assert (optimizer.steps, optimizer.param_groups[0]["lr"]) == (3, 0.1)
+            assert (optimizer.steps, optimizer.param_groups[0]["lr"]) == (done, 0.1)
 
 
 def test_an_error_inside_of_a_with_block_drops_what_is_in_flight() -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxpipe.program import Buffer, Program
+from fxpipe.program import Buffer, Program, Update
 from fxpipe.recipe import find_recipe
 from fxpipe.simulator import Simulation, Sizes, simulate
 from tests.test_simulator import LIBRARY, programs
@@ -85,6 +85,27 @@ def test_weights_gradients_and_versions_take_memory_too() -> None:
     double = find_recipe("2bw")(2, 2).simulate(sizes=sizes)
     # of a second version only what is trained, as much as its gradients
     assert [memory.peak for memory in double.memory] == [127, 127]
+
+
+@pytest.mark.parametrize(("devices", "microbatches"), [(2, 1), (3, 1), (4, 1), (4, 2), (3, 5)])
+def test_versions_stay_until_the_slowest_stage_has_the_next_where_stages_read_differently_late(
+    devices: int, microbatches: int
+) -> None:
+    """Where one goes back after a failure, it goes back to a version that all have had."""
+    sizes = Sizes(gradients=dict.fromkeys(range(devices), 1), undo={0: 100, devices - 1: 100})
+    schedule = find_recipe("pipedream")(devices, microbatches)
+    found = schedule.simulate(sizes=sizes, steps=4 * devices)
+    spans = [span for span in found.instructions() if isinstance(span.instruction, Update)]
+    for device, delay in enumerate(schedule.delays):
+        own = sorted((s for s in spans if s.device == device), key=lambda s: s.start)
+        # at the end nobody reads any more what in the middle is still to be read
+        for count, span in enumerate(own[:-devices], 1):
+            ended = [[s.end <= span.start for s in spans if s.device == d] for d in range(devices)]
+            ahead = count - min(map(sum, ended))
+            position = found.program.lists[device].index(span.instruction)
+            undone, versions = divmod(found.memory[device].levels[position], 100)
+            assert versions - 1 == max(min(delay, count), ahead)
+            assert undone == (ahead if device in (0, devices - 1) else 0)
 
 
 @pytest.mark.parametrize("name", LIBRARY)

@@ -75,8 +75,8 @@ class Capturing:
     def _captured(self, plan: Plan, schedule: Schedule, program: Program) -> list[Kernel]:
         written = {write.target for stage in plan.stages for write in stage.writes}
         needed = slots(program)
-        if schedule.overlaps:  # one more may be kept, to go back to after a failure
-            self._versions = {s: delay + 2 for s, delay in enumerate(schedule.delays)}
+        if schedule.overlaps:  # more may be kept, to go back to after a failure
+            self._versions = dict.fromkeys(range(schedule.stages), max(schedule.delays) + 2)
         kernels: list[Kernel] = []
         for stage in plan.stages:
             kernel = stage.kernel

@@ -38,11 +38,7 @@ def undo_bytes(schedule: Schedule, state: float, parameters: float, trained: flo
         parameters: bytes of its parameters.
         trained: bytes of those that are trained.
     """
-    undo = state
-    if not schedule.overlaps:
-        undo += parameters
-    elif len(set(schedule.delays)) > 1:
-        undo = 0  # a stage then never goes back, but stays at its own newest version
+    undo = state if schedule.overlaps else state + parameters
     return undo + trained if schedule.predict else undo
 
 

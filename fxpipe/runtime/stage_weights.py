@@ -106,15 +106,14 @@ class StageWeights:
         self,
         gradients: Mapping[str, Tensor | None],
         groups: Sequence[dict[str, Any]],
-        slowest: int | None,
+        slowest: int,
     ) -> list[dict[str, Any]]:
         """Make the next version.
 
         Args:
             gradients: name → the batch's gradient.
             groups: the settings of the optimizer's groups, as they were when the batch came.
-            slowest: the newest version that every stage has, kept for a failure; None where
-                stages do not go back together.
+            slowest: the newest version that every stage has, kept for a failure.
 
         Returns:
             The settings that the optimizer itself has changed, for each group.
@@ -124,9 +123,7 @@ class StageWeights:
                 f"the parameter {name!r} was changed by hand while batches were in flight; call "
                 "pipe.flush() before"
             )
-        needed = self.newest + 1 - (0 if self.predicts else self.delay)
-        if slowest is not None:
-            needed = min(needed, slowest)
+        needed = min(self.newest + 1 - (0 if self.predicts else self.delay), slowest)
         if self.optimizer is None:
             self.live[self.newest + 1] = self.live[self.newest]
             self.newest += 1
@@ -149,8 +146,7 @@ class StageWeights:
                 parameter.grad = own[name]
         self.newest += 1
         self.live[self.newest] = tensors
-        if slowest is not None:
-            self.undo[self.newest] = before
+        self.undo[self.newest] = before
         if self.predicts:
             self._predict(groups)
         self.most = max(self.most, len(self.live) + len(self.predicted))

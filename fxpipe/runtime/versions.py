@@ -37,10 +37,10 @@ from fxpipe.runtime.stage_weights import Buffers, StageWeights
 class VersionedWeights:
     """The parameters of all stages in as many versions as the schedule's delay asks for.
 
-    Where every stage has the same delay, a failure takes all of them back to one version, and what
+    A failure takes all stages back to one version, the newest that every one has had, and what
     that needs is kept until the last stage has it. Where delays differ, as in PipeDream without
-    vertical sync, no two stages need ever have had the same version at once: each then stays at
-    its own newest.
+    vertical sync, a stage may be further ahead of the slowest than its own delay, and then keeps
+    more versions for that than batches read.
 
     Attributes:
         base: the oldest version that can be read; earlier ones are read as this one.
@@ -72,7 +72,6 @@ class VersionedWeights:
                 if optimizer is not None:
                     check_predictable(optimizer)
         self.base = 0
-        self._together = len(set(delays)) == 1
         self._stages = [
             StageWeights(own, optimizer, delay, predicts)
             for own, optimizer, delay in zip(parameters, optimizers, delays, strict=True)
@@ -84,7 +83,7 @@ class VersionedWeights:
         self._deferred: Sequence[DeferredNorm] = ()
         self._buffers: list[list[Tensor]] = []
         self._groups: dict[tuple[int, int], list[dict[str, Any]]] = {}
-        self._awaits = awaits and self._together
+        self._awaits = awaits
         self._lock = threading.Condition()
         self._stopped = False
         self._updating = 0
@@ -211,8 +210,7 @@ class VersionedWeights:
             named = dict(zip(self._names[stage], gradients, strict=True)) if gradients else {}
             with self._lock:
                 groups = self._groups.pop((stage, reads), [])
-            keep = self.slowest if self._together else None
-            changed = own.update(named, groups, keep)
+            changed = own.update(named, groups, self.slowest)
             self._carry(stage, changed)
             slowest = self.slowest
             for each in self._stages:
@@ -249,10 +247,7 @@ class VersionedWeights:
         version = self.base = self.slowest
         with torch.no_grad():
             for stage in self._stages:
-                if self._together:
-                    stage.return_to(version)
-                else:
-                    stage.restart(version)
+                stage.return_to(version)
         self._groups.clear()
         self._stopped = False
         return version

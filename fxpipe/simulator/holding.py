@@ -51,11 +51,20 @@ class Holding:
         parts: now, part → bytes.
     """
 
-    def __init__(self, program: Program, sizes: Sizes, device: int) -> None:
-        """Before the first instruction: parameters and what else is always there."""
+    def __init__(self, program: Program, sizes: Sizes, device: int, *, apart: bool = False) -> None:
+        """Before the first instruction: parameters and what else is always there.
+
+        Args:
+            program: the program.
+            sizes: how many bytes everything takes.
+            device: the device.
+            apart: whether stages read differently late, so that one may be ahead of the slowest
+                by more versions than its batches read.
+        """
         self.program = program
         self.sizes = sizes
         self.device = device
+        self._apart = apart
         self.bytes = 0
         self.parts: Counter[str] = Counter(dict.fromkeys(PARTS, 0))
         self._list = program.lists[device]
@@ -73,6 +82,8 @@ class Holding:
         self._inside = False
         self._updated = {(x.stage, x.batch) for x in self._list if isinstance(x, Update)}
         self._undo: dict[int, list[Piece]] = {}
+        writes = [x.writes for x in self._list if isinstance(x, Update)]
+        self._slowest = min(writes, default=1) - 1
         self._peaks: dict[Hashable, int] = {}
         for stage, home in enumerate(program.placement):
             if home == device:
@@ -87,6 +98,7 @@ class Holding:
             everywhere: version → when all stages have it.
         """
         for version in [v for v in self._undo if everywhere[v] <= time]:
+            self._slowest = max(self._slowest, version)
             for piece in self._undo.pop(version):
                 self._release(piece)
 
@@ -160,7 +172,10 @@ class Holding:
         """Hold a new version, and what undoes it. Returns what the update needs besides."""
         stage = update.stage
         self._add("versions", -self._older.pop(stage, 0))
-        more = (self._versions[position] - 1) * self.sizes.gradients.get(stage, 0)
+        older = self._versions[position] - 1
+        if self._apart:
+            older = max(older, update.writes - self._slowest)
+        more = older * self.sizes.gradients.get(stage, 0)
         self._older[stage] = more
         self._add("versions", more)
         undo = Piece("undo", ("undo", stage, update.writes), self.sizes.undo.get(stage, 0))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from fxpipe.program import Update
+from fxpipe.program import Compute, Update
 from fxpipe.simulator.holding import Holding
 from fxpipe.simulator.simulation import Simulation
 from fxpipe.simulator.sizes import Sizes
@@ -40,9 +40,12 @@ def memory_over_time(simulation: Simulation, sizes: Sizes) -> tuple[Memory, ...]
     that arrives counts from its receive. One piece of memory that several buffers hold counts
     once, until the last of them is gone.
     """
-    everywhere = _updated(simulation)
+    everywhere, program = _updated(simulation), simulation.program
+    computed = (x for own in program.lists for x in own if isinstance(x, Compute))
+    apart = len({x.batch - x.version for x in computed}) > 1
     return tuple(
-        _memory(simulation, sizes, device, everywhere) for device in range(simulation.devices)
+        _memory(simulation, Holding(program, sizes, device, apart=apart), everywhere)
+        for device in range(simulation.devices)
     )
 
 
@@ -56,11 +59,8 @@ def _updated(simulation: Simulation) -> dict[int, float]:
     return found
 
 
-def _memory(
-    simulation: Simulation, sizes: Sizes, device: int, everywhere: Mapping[int, float]
-) -> Memory:
-    starts = simulation.events.starts[device]
-    holding = Holding(simulation.program, sizes, device)
+def _memory(simulation: Simulation, holding: Holding, everywhere: Mapping[int, float]) -> Memory:
+    starts = simulation.events.starts[holding.device]
     resting = holding.bytes
     levels: list[int] = []
     peak, parts = -1, dict(holding.parts)

@@ -9,7 +9,8 @@ has. So that no more buffers are needed for that, the update of batch n on a sta
 updates of batch n − d on all others. With one stage a device that is never a deadlock: behind a
 stage's update of batch n come only tasks of later batches, on every stage whose tasks depend on
 them those follow the first forward of batch n + 1, and that follows the update of batch n − d,
-whose version it reads.
+whose version it reads. Where stages have different delays no update waits, and a stage that is
+ahead keeps besides what it may have to go back to.
 """
 
 from __future__ import annotations
