@@ -198,6 +198,16 @@ class DeviceError(ExecutionError):
         self.suspects = suspects
 
 
+def told(error: BaseException) -> str:
+    """``ValueError: no luck``: what was raised, even where it has no text that can be made."""
+    name = type(error).__name__
+    try:
+        text = str(error).strip()
+    except Exception as own:
+        return f"{name}, whose text cannot be made ({type(own).__name__})"
+    return f"{name}: {text}" if text else name
+
+
 def near(name: str, names: Iterable[str]) -> str:
     """A hint for a misspelt name: the near ones, else all of them (at most eight)."""
     known = sorted(names)

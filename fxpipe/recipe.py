@@ -5,12 +5,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import index
 from typing import TYPE_CHECKING, Any
 
-from fxpipe.errors import InputError, near
+from fxpipe.errors import InputError, near, told
 from fxpipe.garbage import without_collection
 from fxpipe.schedule import Schedule
-from fxpipe.task import Task
+from fxpipe.task import Task, is_whole
 
 if TYPE_CHECKING:
     from sympy.core.relational import Relational
@@ -88,8 +89,8 @@ class Recipe:
                 f"devices is {devices} and microbatches is {microbatches}; a schedule is made for "
                 f"at most {_MOST} forwards"
             )
-        placement = self.placement(devices)
-        delay = self.delay(devices, microbatches) if callable(self.delay) else self.delay
+        placement = self._placement(devices)
+        delay = self._delay(devices, microbatches)
         rows = tuple(
             tuple(self._row(device, devices, microbatches, placement)) for device in range(devices)
         )
@@ -109,7 +110,28 @@ class Recipe:
 
     def stages(self, devices: int) -> int:
         """How many stages its schedules have."""
-        return len(self.placement(devices))
+        return len(self._placement(devices))
+
+    def _placement(self, devices: int) -> tuple[int, ...]:
+        try:
+            return tuple(index(device) for device in self.placement(devices))
+        except Exception as error:
+            raise InputError(
+                f"schedule {self.name!r}: its placement is {self.placement!r}, which gives no "
+                f"device for each stage of {devices} devices ({told(error)}); give a function of "
+                "their number, such as lambda devices: tuple(range(devices))"
+            ) from error
+
+    def _delay(self, devices: int, microbatches: int) -> Delay:
+        try:
+            delay = self.delay(devices, microbatches) if callable(self.delay) else self.delay
+            return tuple(map(index, delay)) if isinstance(delay, Sequence) else index(delay)
+        except Exception as error:
+            raise InputError(
+                f"schedule {self.name!r}: its delay is {self.delay!r}, which gives no whole number "
+                f"({told(error)}); give one, a tuple of one for each stage, or a function of the "
+                "numbers of devices and micro-batches"
+            ) from error
 
     def formulas(
         self,
@@ -150,7 +172,7 @@ class Recipe:
                     f"{where}: more than {bound} tasks for {microbatches} micro-batches; "
                     "let the generator end"
                 )
-            if not isinstance(task, Task):
+            if not isinstance(task, Task) or not is_whole(task):
                 raise InputError(f"{where}: got {task!r}; yield tasks such as F(0), B(0) or U()")
             if task.stage is not None:
                 yield task
@@ -172,7 +194,7 @@ class Recipe:
         except Exception as error:
             raise InputError(
                 f"schedule {self.name!r} fails for device {device} of {devices} and "
-                f"{microbatches} micro-batches ({type(error).__name__}: {error}); let the function "
+                f"{microbatches} micro-batches ({told(error)}); let the function "
                 "(device, devices, microbatches) yield tasks such as F(0), B(0) or U()"
             ) from error
 

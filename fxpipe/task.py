@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from numbers import Integral
 from typing import TYPE_CHECKING
 
 from fxpipe.errors import InputError
@@ -116,6 +117,16 @@ class Task:
         # A later batch than this step's is always wrong, and has no text that can be parsed.
         batch = "'" * -self.batch + "+" * self.batch
         return f"{self.kind}{index}{batch}{at}"
+
+
+def is_whole(task: Task) -> bool:
+    """Whether its micro-batch, stage and batch are whole numbers, where it has them."""
+    i, stage = task.microbatch, task.stage
+    return (
+        (i is None or isinstance(i, Integral))
+        and (stage is None or isinstance(stage, Integral))
+        and isinstance(task.batch, Integral)
+    )
 
 
 def F(microbatch: int, stage: int | None = None, *, batch: int = 0) -> Task:

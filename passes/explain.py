@@ -10,7 +10,7 @@ from torch import fx, nn
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from fxpipe import source
-from fxpipe.errors import TraceError, way_out
+from fxpipe.errors import TraceError, told, way_out
 from fxpipe.traced import Traced
 
 _VALUES = "compute it with torch.where or masks"
@@ -43,9 +43,8 @@ def explained(model: nn.Module, error: Exception, tracer: str) -> TraceError:
     where = source.of_exception(error)
     if not where and (node := _treated(error)) is not None:
         where = source.of_node(node)
-    text = str(error).strip().splitlines()
-    summary = f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
-    whole = f"{type(error).__name__} {error}"
+    whole = told(error)
+    summary = whole.splitlines()[0]
     other = (
         'give compile(..., tracer="symbolic"), which calls modules of torch.nn as they are'
         if tracer == "export"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from fxpipe.errors import TraceError
+from fxpipe.errors import TraceError, told
 
 
 class UnfitLeaf(TraceError):
@@ -55,7 +55,7 @@ def with_places(name: str, what: str, values: Any) -> Any:
         raise UnfitLeaf(
             name,
             f"{what} a {' and a '.join(kinds)}, which cannot be taken apart and put together "
-            f"({type(error).__name__}: {error}); mark a module around it as the leaf, one that "
+            f"({told(error)}); mark a module around it as the leaf, one that "
             "takes tensors and returns tensors",
         ) from error
 

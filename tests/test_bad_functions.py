@@ -19,6 +19,7 @@ from fxpipe import (
     TraceError,
     VerificationError,
 )
+from fxpipe.recipe import Recipe
 from fxpipe.task import Task
 from tests.refusals import SGD, X, compiled, refused, stepped
 from tests.tiny import Tiny
@@ -62,6 +63,29 @@ def test_a_loss_that_raises_names_its_line() -> None:
         InputError, lambda: stepped(loss=loss), __file__, "in loss: raise RuntimeError", "not today"
     )
     assert isinstance(error.__cause__, RuntimeError)
+
+
+class Mute(RuntimeError):
+    """An error whose own text cannot be made."""
+
+    def __str__(self) -> str:
+        raise AttributeError("detail")
+
+
+def mute(*args: object) -> Any:
+    raise Mute
+
+
+def empty(*args: object) -> Any:
+    raise ValueError
+
+
+@pytest.mark.parametrize("name", ["loss", "optimizer", "loss_weight", "schedule"])
+def test_errors_without_a_text_are_told_by_their_type(name: str) -> None:
+    for function, part in ((mute, "Mute, whose text cannot be made"), (empty, "(ValueError)")):
+        given: Any = Recipe("mine", function) if name == "schedule" else function
+        error = refused(InputError, functools.partial(stepped, **{name: given}), part)
+        assert type(error.__cause__) is (Mute if function is mute else ValueError)
 
 
 def test_no_loss_where_one_is_needed_is_refused() -> None:

@@ -286,6 +286,28 @@ def test_what_cannot_be_done_is_one_line_and_exit_code_2(
     assert message in err.replace(str(tmp_path), "…")
 
 
+def test_a_text_is_read_once_and_may_be_piped_in(tmp_path: Path) -> None:
+    text = str(gpipe(2, 2))
+    for command in ("verify -", "verify /dev/stdin", "schedule - --text"):
+        done = subprocess.run(
+            [sys.executable, "-m", "fxpipe", *command.split()],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            input=text,
+            check=False,
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout in (text, f"{command.split()[1]}: a valid schedule\n")
+
+
+@pytest.mark.parametrize("line", ["verify a\0b", "schedule a\0b", "schedule gpipe --draw a\0.svg"])
+def test_no_name_of_a_file_holds_a_nul(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = run(capsys, *line.split(" "))
+    assert (status, out) == (2, "")
+    assert "an argument holds a NUL character" in err
+
+
 def test_the_module_and_the_console_script_are_the_same(tmp_path: Path) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     module, _, function = project["project"]["scripts"]["fxpipe"].partition(":")

@@ -21,8 +21,16 @@ pytestmark = pytest.mark.timeout(600, method="thread")
 
 # an operation that looks at data, and does what they say
 
-FAILS, FAILS_BACK, SLEEPS, FAILS_THEN = 1.0, 2.0, 3.0, 4.0
+FAILS, FAILS_BACK, SLEEPS, FAILS_THEN, FAILS_MUTE = 1.0, 2.0, 3.0, 4.0, 5.0
 """What an operation does where it finds this: the last waits until another one sleeps."""
+
+
+class Mute(RuntimeError):
+    """An error whose own text cannot be made."""
+
+    def __str__(self) -> str:
+        raise AttributeError("detail")
+
 
 SLEEPING = threading.Event()
 WAKE = threading.Semaphore(0)
@@ -37,6 +45,8 @@ def obey(x: Tensor, orders: Tensor) -> Tensor:
         assert SLEEPING.wait(60)
     if (orders == FAILS).any() or (orders == FAILS_THEN).any():
         raise ValueError("told to fail")
+    if (orders == FAILS_MUTE).any():
+        raise Mute
     return x.clone()
 
 
@@ -80,6 +90,18 @@ def line_of(word: str, function: str = "forward") -> str:
     with open(__file__) as file:
         number = next(n for n, text in enumerate(file, 1) if text.rstrip().endswith(f"# {word}"))
     return f"{__file__}:{number}, in {function}"
+
+
+def test_an_error_whose_text_raises_is_named_all_the_same() -> None:
+    x, y = batch()
+    with obeying(loss=functional.cross_entropy) as pipe:
+        pipe.step(x, target=y)
+        x[5, 1] = FAILS_MUTE
+        with within(1), pytest.raises(ExecutionError) as raised:
+            pipe.step(x, target=y)
+    assert raised.value.stage == 1
+    assert "(Mute, whose text cannot be made (AttributeError))" in str(raised.value)
+    assert isinstance(raised.value.__cause__, Mute)
 
 
 @pytest.mark.parametrize("stage", [0, 1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import re
@@ -222,6 +223,34 @@ def test_damaged_text_raises_a_parse_error_or_is_read(at: int, cut: int, put: st
 def test_any_text_raises_nothing_but_a_parse_error(text: str) -> None:
     with pytest.raises(ParseError):
         parse_graph(text, None)
+
+
+@given(st.integers(400, 6000), st.sampled_from(["0x{}", "0b{}", "-0x{}", "0o{}", "0x1{}"]))
+def test_a_number_of_any_length_is_read_or_refused(digits: int, form: str) -> None:
+    number = form.format("1" * digits)
+    for value in ("{}", "complex({}, 1)", "range({}, 1, 1)", "slice(None, {}, {})", "{{{}: {}}}"):
+        with contextlib.suppress(ParseError):
+            parse_graph(f"y = torch.relu({value.format(number, number)})\nreturn y", None)
+        with pytest.raises(ParseError):
+            parse_graph(f"y = self[{number}](1)\nreturn y", nn.Sequential())
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "y_{} = placeholder()",
+        "y_{} = torch.relu(1)",
+        "y = self['{}'](1)",
+        "y = torch.ops.aten.relu['{}'](1)",
+        "y = y_{}.relu()",
+        "y = method('a_{}', 1)",
+    ],
+)
+def test_names_that_end_in_many_digits_are_refused(line: str) -> None:
+    text = f"x = placeholder()\n{line.format('9' * 5000)}\nreturn x"
+    with pytest.raises(ParseError) as caught:
+        parse_graph(text, nn.Sequential())
+    assert caught.value.line == 2
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,11 @@ import ast
 import inspect
 import textwrap
 from itertools import count
+from typing import Any
 
 import pytest
 
-from fxpipe.errors import InputError
+from fxpipe.errors import InputError, VerificationError
 from fxpipe.program import Update
 from fxpipe.recipe import RECIPES, Recipe, find_recipe, round_robin
 from fxpipe.schedule import Schedule
@@ -31,7 +32,7 @@ from fxpipe.schedules import (
     zb_h2,
     zb_v,
 )
-from fxpipe.task import F
+from fxpipe.task import B, F, Task, U
 from tests.timelines import (
     AS_LONG,
     HALVES,
@@ -186,6 +187,44 @@ def test_counts_below_one_are_refused(devices: int, microbatches: int) -> None:
 def test_counts_of_which_no_schedule_can_be_made_are_refused(counts: tuple[int, int]) -> None:
     with pytest.raises(InputError, match="a schedule is made for at most 10000000 forwards"):
         gpipe(*counts)
+
+
+@pytest.mark.parametrize(
+    "placement",
+    [[0, 1], None, lambda p: None, lambda p: (0.0, 1.0), lambda p: ("a",), lambda p: 1 / 0],
+)
+def test_a_placement_that_gives_no_devices_is_refused_by_name(placement: Any) -> None:
+    recipe = gpipe.placed(placement)
+    for look in (lambda: recipe(2, 1), lambda: recipe.stages(2)):
+        with pytest.raises(InputError, match=r"'gpipe': its placement is .*; give a function"):
+            look()
+
+
+@pytest.mark.parametrize(
+    "delay", ["1", None, 0.0, (0.0, 1), [None], lambda p, m: 0.5, lambda p, m: p / 0]
+)
+def test_a_delay_that_is_no_number_is_refused_by_name(delay: Any) -> None:
+    with pytest.raises(InputError, match=r"'gpipe': its delay is .*, which gives no whole number"):
+        gpipe.delayed(delay)(2, 1)
+
+
+def test_lists_of_devices_and_delays_are_as_good_as_tuples() -> None:
+    recipe: Any = gpipe.placed(lambda p: [0, 1]).delayed([1, 0])  # type: ignore[arg-type,return-value]
+    assert recipe(2, 1) == gpipe.delayed((1, 0))(2, 1)
+
+
+@pytest.mark.parametrize(
+    "task",
+    [F(0.0), F("0"), F([0]), F(0, 0.0), F(0, "0"), F(0, batch=0.0), F(0, batch=None)],  # type: ignore[arg-type]
+)
+def test_a_task_is_of_whole_numbers(task: Task) -> None:
+    recipe = Recipe("odd", lambda device, devices, microbatches: [task, B(0), U()])
+    with pytest.raises(
+        InputError, match=r"device 0, position 0: got Task.*; yield tasks such as F"
+    ):
+        recipe(1, 1)
+    with pytest.raises(VerificationError, match=r"position 0, .*: it is no task of whole numbers"):
+        Schedule("odd", 1, (0,), ((task, B(0, 0), U(0)),)).verify()
 
 
 def test_a_generator_that_does_not_end_is_stopped() -> None:

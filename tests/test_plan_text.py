@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +13,10 @@ from hypothesis import strategies as st
 from torch import fx, nn
 
 from fxpipe.edge import HOST, Edge
-from fxpipe.errors import ParseError
+from fxpipe.errors import InputError, ParseError
 from fxpipe.plan import Argument, Costs, Plan, Stage, ValueSpec, Write
+from fxpipe.program import Program
+from fxpipe.schedule import Schedule
 from fxpipe.text.edge import parse_edge
 from fxpipe.text.graph import parse_graph
 from fxpipe.text.plan import parse_plan, print_plan
@@ -262,6 +265,13 @@ def test_a_plan_may_call_what_the_caller_lists() -> None:
     again = Plan.parse(str(plan), functions=[torch_free])
     assert again == plan
     assert again.verify().stages[0].graph(3) == (4,)
+
+
+@pytest.mark.parametrize("kind", [Plan, Schedule, Program])
+@pytest.mark.parametrize("text", [None, 1, b"plan stages=0", ["plan stages=0"]])
+def test_what_is_no_string_is_refused(kind: Any, text: object) -> None:
+    with pytest.raises(InputError, match=f"this is a {type(text).__name__}; give a string"):
+        kind.parse(text)
 
 
 def torch_free(x: int) -> int:

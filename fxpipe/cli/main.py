@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from fxpipe.cli.parser import make_parser
-from fxpipe.errors import FxpipeError
+from fxpipe.errors import FxpipeError, InputError
 
 DONE, FAULTY, WRONG = 0, 1, 2
 """All is well; what was looked at has faults; the command cannot be carried out."""
@@ -23,6 +23,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: those after the program's name; by default the process's own.
     """
     try:
+        if any("\0" in argument for argument in arguments or ()):
+            raise InputError("an argument holds a NUL character, which no name of a file can")
         given = make_parser().parse_args(arguments)
         sound = given.run(given)
         sys.stdout.flush()

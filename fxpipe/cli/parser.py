@@ -10,8 +10,9 @@ from fxpipe.cli.read import DEVICES, MICROBATCHES
 from fxpipe.errors import InputError
 
 _WHAT = (
-    "a name that 'fxpipe list' shows, a file with a schedule's text, or path/to/file.py:name for "
-    "a schedule of your own: what @fxpipe.schedule made, a function or a Schedule"
+    "a name that 'fxpipe list' shows, a file with a schedule's text (- for what is piped in), or "
+    "path/to/file.py:name for a schedule of your own: what @fxpipe.schedule made, a function or a "
+    "Schedule"
 )
 
 
@@ -70,7 +71,8 @@ def make_parser() -> argparse.ArgumentParser:
     checked.add_argument(
         "file",
         metavar="FILE",
-        help="the text of a schedule, plan or program, or path/to/file.py:name",
+        help="the text of a schedule, plan or program (- for what is piped in), or path/to/file.py:"
+        "name",
     )
     _add_counts(checked)
     checked.set_defaults(run=verify_file)

@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import TypeVar
 
 import fxpipe.schedules as _library
-from fxpipe.errors import FxpipeError, InputError, near
+from fxpipe.errors import FxpipeError, InputError, near, told
 from fxpipe.plan import Plan
 from fxpipe.program import Program
 from fxpipe.recipe import RECIPES, Recipe, find_recipe
@@ -40,7 +40,12 @@ def read_schedule(
         InputError: there is no such thing, or it is for other numbers.
         ParseError: a text is no schedule.
     """
-    found = _find(named)
+    return _asked(named, _find(named), devices, microbatches)
+
+
+def _asked(
+    named: str, found: Schedule | Recipe, devices: int | None, microbatches: int | None
+) -> tuple[Schedule, Recipe | None]:
     if isinstance(found, Schedule):
         for word, asked, own in (
             ("devices", devices, found.devices),
@@ -72,7 +77,7 @@ def read_file(
     first = next((words[0] for words in lines if words), "nothing")
     match first:
         case "schedule":
-            return read_schedule(named, devices, microbatches)[0]
+            return _asked(named, _parsed(named, Schedule, text), devices, microbatches)[0]
         case "plan":
             return _parsed(named, Plan, text)
         case "program":
@@ -90,15 +95,15 @@ def _find(named: str) -> Schedule | Recipe:
     if match := _PYTHON.fullmatch(named):
         return _of_module(Path(match["path"]), match["name"])
     path = Path(named)
-    if path.exists() or path.suffix or path.name != named:
+    if path.exists() or path.suffix or path.name != named or named == "-":
         return _parsed(named, Schedule, _text(path))
     return find_recipe(named)
 
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        return sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
         raise InputError(f"{path} cannot be read: {error}; name a text file") from error
 
 
@@ -151,7 +156,7 @@ def _load(path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         where = "" if isinstance(error, SyntaxError) else f" ({of_exception(error)})"
-        raise InputError(f"{path} cannot be run: {type(error).__name__}: {error}{where}") from error
+        raise InputError(f"{path} cannot be run: {told(error)}{where}") from error
     finally:
         sys.path.remove(str(path.resolve().parent))
     return module

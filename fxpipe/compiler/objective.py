@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from fxpipe.errors import InputError
+from fxpipe.errors import InputError, told
 from fxpipe.passes.loss_terms import Divisor
 from fxpipe.runtime.batch import Batch
 
@@ -114,7 +114,7 @@ class Objective:
         except Exception as error:
             of = "inputs" if self.loss is None else "targets"
             raise InputError(
-                f"loss_weight fails on a micro-batch ({type(error).__name__}: {error}); give a "
+                f"loss_weight fails on a micro-batch ({told(error)}); give a "
                 f"function from the {of} to a number, such as lambda y: (y != -100).sum()"
             ) from error
         if not 0 <= number < math.inf:

@@ -20,7 +20,7 @@ from fxpipe import source
 from fxpipe.apart import apart
 from fxpipe.compiler.hidden import refuse_hidden_in_loss
 from fxpipe.compiler.objective import Objective
-from fxpipe.errors import InputError
+from fxpipe.errors import InputError, told
 
 
 def try_model(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -192,9 +192,7 @@ def _requires_grad(leaf: Any) -> bool:
 
 def _told(error: Exception) -> str:
     line = source.of_exception(error)
-    text = str(error).strip().splitlines()
-    what = f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
-    return (f" at {line}" if line else "") + f" ({what[:300]})"
+    return (f" at {line}" if line else "") + f" ({told(error).splitlines()[0][:300]})"
 
 
 def _a(value: Any) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fxpipe import source
-from fxpipe.errors import DeviceError, DeviceMemoryError, ExecutionError, FxpipeError
+from fxpipe.errors import DeviceError, DeviceMemoryError, ExecutionError, FxpipeError, told
 from fxpipe.program import Instruction, Load, Pop, Receive
 from fxpipe.runtime.backend import Backend, Room
 from fxpipe.runtime.interpreter import Machine
@@ -68,13 +68,12 @@ def explained(
         rooms = [backend.room(device) for device in range(machine.program.devices)]
         peaks = _peaks(expected)
         return DeviceMemoryError(
-            f"{where}: {_lack(machine.device, rooms, peaks)}; {consequence} "
-            f"({type(cause).__name__}: {cause})",
+            f"{where}: {_lack(machine.device, rooms, peaks)}; {consequence} ({told(cause)})",
             predicted=None if peaks is None else peaks[machine.device],
             capacity=rooms[machine.device].total,
             **place,
         )
-    return ExecutionError(f"{where} ({type(cause).__name__}: {cause}); {consequence}", **place)
+    return ExecutionError(f"{where} ({told(cause)}); {consequence}", **place)
 
 
 def explained_late(
@@ -97,7 +96,7 @@ def explained_late(
     streams = "".join(f"\n  {_suspected(own)}" for own in left)
     return DeviceError(
         f"a device reported, when {when}, that something had failed which it was given earlier "
-        f"({type(cause).__name__}: {cause}). As far as is known it is one of:{streams}\n"
+        f"({told(cause)}). As far as is known it is one of:{streams}\n"
         "Set the environment variable CUDA_LAUNCH_BLOCKING=1 and run it again: then the error "
         f"names the instruction itself. {LOST[0].upper()}{LOST[1:]}",
         suspects=suspects,
@@ -112,7 +111,7 @@ def explained_late(
 def lacks_memory(cause: BaseException) -> bool:
     """Whether an allocator, of a CUDA device or of the CPU, found no memory."""
     return isinstance(cause, torch.OutOfMemoryError | MemoryError) or (
-        isinstance(cause, RuntimeError) and "DefaultCPUAllocator: can't allocate" in str(cause)
+        isinstance(cause, RuntimeError) and "DefaultCPUAllocator: can't allocate" in told(cause)
     )
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from fxpipe.errors import InputError
+from fxpipe.errors import InputError, told
 
 OptimizerFactory = Callable[[list[nn.Parameter]], Optimizer]
 
@@ -26,7 +26,7 @@ def make_optimizer(factory: OptimizerFactory, parameters: Sequence[nn.Parameter]
         made: object = factory(list(parameters))
     except Exception as error:
         raise InputError(
-            f"optimizer fails ({type(error).__name__}: {str(error).splitlines()[0]}); give a "
+            f"optimizer fails ({told(error).splitlines()[0]}); give a "
             f"function from a stage's parameters to a torch optimizer, {cure}"
         ) from error
     if not isinstance(made, Optimizer):

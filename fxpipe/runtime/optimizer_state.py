@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fxpipe.errors import CheckpointError
+from fxpipe.errors import CheckpointError, told
 from fxpipe.runtime.snapshot import copied, settings, twin
 
 
@@ -175,7 +175,7 @@ class _Trial:
         if error is not None:
             raise CheckpointError(
                 f"{kind} cannot go on with what the checkpoint has for {self._name!r} "
-                f"({type(error).__name__}: {error})"
+                f"({told(error)})"
             ) from error
 
     def _step(

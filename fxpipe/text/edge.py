@@ -12,6 +12,7 @@ _FORM = "write an edge as 'act relu_3 0->1 gradient' or 'in x host->0'"
 _WORD = re.compile(r"[^ \t]+")
 _ENDS = re.compile(r"(host|0|[1-9][0-9]{0,8})->(host|0|[1-9][0-9]{0,8})")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_LONGEST = 4_000
 _KINDS = ("in", "act", "skip", "out")
 
 
@@ -49,5 +50,9 @@ def parse_edge(text: str, line: int, column: int) -> Edge:
 
 
 def is_name(text: str) -> bool:
-    """Whether a text can name a value or a node: an ASCII identifier and no keyword."""
-    return _NAME.fullmatch(text) is not None and not keyword.iskeyword(text)
+    """Whether a text can name a value or a node: an ASCII identifier and no keyword.
+
+    fx reads the digits at the end of a name as a number, and Python none of over 4,300.
+    """
+    fits = len(text) <= _LONGEST and _NAME.fullmatch(text) is not None
+    return fits and not keyword.iskeyword(text)

@@ -6,6 +6,7 @@ import ast
 from dataclasses import dataclass
 
 from fxpipe.errors import ParseError
+from fxpipe.text.scan import text_of
 
 
 @dataclass(frozen=True)
@@ -65,5 +66,5 @@ class Line:
 
 def lines_of(text: str, first_line: int = 1) -> list[Line]:
     """The lines of a text. The last end of line ends the text."""
-    parts = text.removesuffix("\n").split("\n")
+    parts = text_of(text).removesuffix("\n").split("\n")
     return [Line(part.removesuffix("\r"), number) for number, part in enumerate(parts, first_line)]

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ast
+import re
 from dataclasses import dataclass
 
 from fxpipe.errors import ParseError
 from fxpipe.text.edge import is_name
 from fxpipe.text.line import Line
+
+_INDEX = re.compile(r"0|[1-9][0-9]{0,8}")
 
 ROOTS = ("self", "torch", "operator", "math", "fxpipe")
 """What a path may start from. They win over a node of the same name."""
@@ -49,8 +52,7 @@ def print_path(start: str, target: str) -> str:
 def _print_step(step: str) -> str:
     if is_name(step):
         return f".{step}"
-    number = step.isascii() and step.isdigit() and str(int(step)) == step
-    return f"[{step}]" if number else f"[{step!r}]"
+    return f"[{step}]" if _INDEX.fullmatch(step) else f"[{step!r}]"
 
 
 def read_path(line: Line, node: ast.expr) -> Path | None:
@@ -66,7 +68,7 @@ def read_path(line: Line, node: ast.expr) -> Path | None:
             case ast.Subscript(value=inner, slice=ast.Constant(value=str(name))):
                 steps.append(name)
             case ast.Subscript(value=inner, slice=ast.Constant(value=int(index))) if (
-                type(index) is int
+                type(index) is int and index < 10**9
             ):
                 steps.append(str(index))
             case _:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 
-from fxpipe.errors import ParseError
+from fxpipe.errors import InputError, ParseError
 
 _NUMBER = re.compile(r"[0-9]+")
 _TITLE = re.compile(r'[\w.+-]+|"(?:[^"\\]|\\.)*"')
@@ -119,10 +119,18 @@ def scan_lines(text: str) -> tuple[list[Scanner], Scanner]:
 
     Comments (``# …``) and blank lines are left out.
     """
-    lines = [Scanner(line, number) for number, line in enumerate(text.split("\n"), start=1)]
+    parts = text_of(text).split("\n")
+    lines = [Scanner(line, number) for number, line in enumerate(parts, start=1)]
     end = Scanner(lines[-1].text, len(lines))
     end.at = len(end.text)
     return [scan for scan in lines if not scan.ended()], end
+
+
+def text_of(text: object) -> str:
+    """The text itself. Raises InputError if it is none."""
+    if not isinstance(text, str):
+        raise InputError(f"a text is read, and this is a {type(text).__name__}; give a string")
+    return text
 
 
 def print_title(name: str) -> str:

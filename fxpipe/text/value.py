@@ -167,7 +167,7 @@ class ValueReader:
             raise self.line.error(f"{make.__name__} takes {count} arguments by position", node)
         try:
             return make(*(read(item) for item in node.args))
-        except (TypeError, ValueError, RuntimeError) as error:
+        except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:
             message = str(error).partition("\n")[0]
             raise self.line.error(f"this {make.__name__} cannot be: {message}", node) from None
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from numbers import Integral
 from typing import NamedTuple
 
 from fxpipe.errors import Fault, near
 from fxpipe.schedule import Schedule
-from fxpipe.task import KINDS, Task
+from fxpipe.task import KINDS, Task, is_whole
 from fxpipe.verify.spans import counts_faults
 
 Key = tuple[str, int | None, int]
@@ -89,6 +90,17 @@ class Window:
 
 def frame_faults(schedule: Schedule) -> Iterator[Fault]:
     """The counts, the placement and the delays; the tasks cannot be judged without them."""
+    for device, row in enumerate(schedule.rows):
+        for position, task in enumerate(row):
+            if not isinstance(task, Task) or not is_whole(task):
+                cure = "write tasks of whole numbers, such as F(0)"
+                yield Fault("it is no task of whole numbers", cure, device, position, repr(task))
+                return
+    for number in (schedule.microbatches, *schedule.placement, *schedule.delays):
+        if not isinstance(number, Integral):
+            what = f"a count, a device or a delay is {number!r}"
+            yield Fault(what, "give whole numbers")
+            return
     if schedule.microbatches < 1:
         yield Fault(f"it has {schedule.microbatches} micro-batches", "give it at least 1")
     if not schedule.placement:
