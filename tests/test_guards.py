@@ -430,6 +430,28 @@ def test_a_state_that_comes_back_has_its_graphs_back(caplog: pytest.LogCaptureFi
     assert "Net is traced anew, as model.scale has changed" in caplog.text
 
 
+def test_what_each_call_changes_inside_of_an_attribute_is_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+            self.counts = {"calls": [0]}
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.counts["calls"][0] += 1
+            made: Tensor = self.inner(x)
+            return made
+
+    x = torch.randn(8, 4)
+    with fxpipe.compile(Counts(), ["cpu"], microbatches=2, loss=F.mse_loss) as pipe:
+        for _ in range(2):
+            pipe.step(x, target=x)
+    assert caplog.text.count("Counts changes model.counts['calls'][0] itself") == 1
+    assert "anew" not in caplog.text
+
+
 def test_graphs_of_old_states_are_forgotten() -> None:
     model = Net()
     x, target = torch.randn(4, 4), torch.randint(3, (4,))

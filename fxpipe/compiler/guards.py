@@ -113,6 +113,13 @@ class Guards:
         """What has been set since the number was asked, as by a first run, is the same variant."""
         assert self._current is not None
         look = self._look(self._reads)
+        if self._current.reads is self._reads and look.values != self._current.values:
+            LOGGER.warning(
+                "%s changes %s itself while it runs; in its graphs that stays as it was when they "
+                "were traced, so keep it in a buffer (register_buffer) that is written in place",
+                type(self._model).__name__,
+                _changed(self._current.values, look.values),
+            )
         self._current.reads, self._current.values = self._reads, look.values
         self._seen = look.seen
 
@@ -122,14 +129,12 @@ class Guards:
     def _new(self) -> tuple[_Variant, Look]:
         if self._current is not None:
             old, new = self._current.values, self._look(self._current.reads).values
-            keys = {**new, **old}
-            changed = (k for k in keys if (k in old, old.get(k)) != (k in new, new.get(k)))
             report = LOGGER.warning if self._count == VARIANTS else LOGGER.info
             report(
                 "%s is traced anew, as %s has changed; a number that changes often belongs into a "
                 "buffer that is written in place",
                 type(self._model).__name__,
-                next(changed, "something"),
+                _changed(old, new),
             )
         look = self._look(self._reads)
         made = _Variant(self._count, self._reads, look.values)
@@ -167,6 +172,12 @@ def _read(code: CodeType, module: dict[str, Any], reads: Reads) -> bool:
         if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
             reads.variables[id(module), step.argval] = module
     return _makes_names(code)
+
+
+def _changed(old: dict[str, Any], new: dict[str, Any]) -> str:
+    """The first expression that gives another value than before."""
+    keys = (k for k in {**new, **old} if (k in old, old.get(k)) != (k in new, new.get(k)))
+    return next(keys, "something")
 
 
 def _strings(constants: Iterable[Any]) -> Iterator[str]:
