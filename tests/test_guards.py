@@ -73,6 +73,7 @@ TABLE = {"rows": [{"gain": 1.0}]}
 OPTIONS = types.ModuleType("options")
 OPTIONS.gain = 1.0  # type: ignore[attr-defined]
 UNREAD = 0
+LEAF_CALLS = {"all": [0]}
 
 
 def helper(x: Tensor, gain: float = 1.0) -> Tensor:
@@ -303,7 +304,7 @@ def test_whatever_changes_in_place_inside_of_an_attribute_is_another_state(data:
 
     model = Holds()
     model.tree = [data.draw(_TREES), data.draw(_TREES)]  # type: ignore[assignment]
-    guards = Guards(model, None, ())
+    guards = Guards(model, None, {})
     first = guards.variant()
     with without_collection(), guards.reading():  # collection runs code of others in between
         before = model()
@@ -330,7 +331,7 @@ def test_each_object_whose_method_makes_names_counts() -> None:
             return x
 
     model = nn.Sequential(Made(), Made())
-    guards = Guards(model, None, ())
+    guards = Guards(model, None, {})
     first = guards.variant()
     with guards.reading():
         model(1.0)
@@ -416,6 +417,54 @@ def test_counters_that_no_code_reads_are_no_reason_to_trace(
     assert "anew" not in caplog.text
 
 
+@pytest.mark.parametrize("asked", [True, False])
+def test_what_a_leaf_module_reads_and_changes_is_no_reason_to_trace(
+    caplog: pytest.LogCaptureFixture, asked: bool
+) -> None:
+    class Leaf(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls = {"all": [0]}
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls["all"][0] += 1
+            if asked:
+                LEAF_CALLS["all"][0] += 1
+            return x if x.sum() > 1e9 else x * min(self.calls["all"][0], 1)
+
+    model = nn.Sequential(nn.Linear(4, 4), Leaf())
+    x = torch.randn(8, 4)
+    with (
+        caplog.at_level(logging.INFO, "fxpipe"),
+        fxpipe.compile(
+            model,
+            ["cpu"],
+            microbatches=2,
+            loss=F.mse_loss,
+            leaf_modules=["1"] if asked else [],
+        ) as pipe,
+    ):
+        for _ in range(3):
+            pipe.step(x, target=x)
+    assert "anew" not in caplog.text
+
+
+@pytest.mark.parametrize("tracer", ["export", "symbolic"])
+def test_a_leaf_module_that_is_replaced_counts(tracer: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 4))
+    x = torch.randn(8, 4)
+    options: dict[str, Any] = {"tracer": tracer, "leaf_modules": ["1"]}
+    with fxpipe.compile(model, ["cpu"], microbatches=2, loss=F.mse_loss, **options) as pipe:
+        pipe.step(x, target=x)
+        model[1] = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+        alone = copy.deepcopy(model)
+        loop.clear(model, alone)
+        made = pipe.step(x, target=x)
+    assert torch.equal(made, loop.train(alone, 2, x, loss=F.mse_loss, target=x).loss)
+    loop.assert_same(loop.gradients(model), loop.gradients(alone))
+
+
 def test_a_state_that_comes_back_has_its_graphs_back(caplog: pytest.LogCaptureFixture) -> None:
     model = Net()
     x, target = torch.randn(8, 4), torch.randint(3, (8,))
@@ -472,7 +521,7 @@ def test_what_a_first_run_sets_is_no_new_state() -> None:
             return x * self.table
 
     model = Lazy()
-    guards = Guards(model, None, ())
+    guards = Guards(model, None, {})
     first = guards.variant()
     with guards.reading():
         model(torch.ones(4))
@@ -507,7 +556,7 @@ def test_an_object_that_does_not_tell_its_length_may_be_held() -> None:
 
     model = Net()
     model.scale = Stream()  # type: ignore[assignment]
-    guards = Guards(model, None, ())
+    guards = Guards(model, None, {})
     with guards.reading():
         assert model.scale is not None
     assert guards.variant() == guards.variant()

@@ -74,7 +74,7 @@ class FrontEnd:
         self.tracer = tracer
         self._threads = threads
         self._leaves = Leaves(model, leaf_modules)
-        self.guards = Guards(model, objective.loss, leaf_modules)
+        self.guards = Guards(model, objective.loss, self._leaves.modules)
 
     def trace(
         self, batch: Batch, leaves: list[Any], size: int, with_loss_: bool, fixed: bool
@@ -91,6 +91,7 @@ class FrontEnd:
         args, kwargs, targets = batch.unflatten(leaves)
         every: Dims = [() if dim is None else (dim,) for dim in batch.dims]
         dims, target_dims = every[: batch.inputs], every[batch.inputs :]
+        self._leaves.renew()
         refuse_hooks(self.model, self._is_leaf)
         with untouched(self.model), intra_op_threads(self._threads):
             with same_sizes(self.model):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dis
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import CodeType, FrameType
@@ -52,18 +52,19 @@ class Guards:
     """
 
     def __init__(
-        self, model: nn.Module, loss: Callable[..., Any] | None, leaves: Iterable[str]
+        self, model: nn.Module, loss: Callable[..., Any] | None, leaves: Mapping[str, nn.Module]
     ) -> None:
         """Nothing has run yet.
 
         Args:
             model: the model.
             loss: its loss function, if there is one.
-            leaves: names of submodules that are called as they are, which no trace looks into.
+            leaves: name → submodule that is called as it is, which no trace looks into; there
+                may be more later.
         """
         self._model = model
         self._loss = loss
-        self._leaves = tuple(leaves)
+        self._leaves = leaves
         self._reads = Reads()
         self._variants: list[_Variant] = []
         self._count = 0
@@ -76,11 +77,20 @@ class Guards:
         reads = self._reads = self._reads.copied()
         # what ran by its identity, as its hash takes long, and whether it makes names of attributes
         known: dict[int, tuple[CodeType, bool]] = {}
+        leaves = {id(module) for module in self._leaves.values()}
+        called: Any = nn.Module.__call__
+        leaf: FrameType | None = None  # it reads what it reads in every step
 
         def profile(frame: FrameType, event: str, arg: Any) -> None:
-            if event != "call":
+            nonlocal leaf
+            if frame is leaf and event == "return":
+                leaf = None
+            if event != "call" or leaf is not None:
                 return
             code = frame.f_code
+            if leaves and code is called.__code__ and id(frame.f_locals.get("self")) in leaves:
+                leaf = frame
+                return
             if id(code) not in known:
                 known[id(code)] = code, _read(code, frame.f_globals, reads)
             if known[id(code)][1] and code.co_argcount:

@@ -40,6 +40,11 @@ class Leaves:
         self._model = model
         self._told: set[str] = set()
 
+    def renew(self) -> None:
+        """Take those that are there now, where the model's have been replaced."""
+        named = dict(self._model.named_modules())
+        self.modules.update((name, named[name]) for name in self.modules if name in named)
+
     def grow(self, error: TraceError) -> None:
         """Let the smallest submodule around what cannot be traced be a leaf.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from types import CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
@@ -104,7 +104,7 @@ class Look:
         seen: the same, to compare quickly.
     """
 
-    def __init__(self, reads: Reads, model: nn.Module, leaves: Sequence[str], loss: Any) -> None:
+    def __init__(self, reads: Reads, model: nn.Module, leaves: Iterable[str], loss: Any) -> None:
         """Look at everything.
 
         Args:
@@ -188,7 +188,7 @@ class Look:
                 self._held(path, value, (name for name in read if name != "__dict__"))
             self._at(f"{path}.__class__", type(value))
 
-    def _module(self, path: str, root: nn.Module, leaves: Sequence[str] | None = None) -> None:
+    def _module(self, path: str, root: nn.Module, leaves: Iterable[str] | None = None) -> None:
         """A module with its submodules; without ``leaves``, graphs hold its very tensors."""
         modules = [(f"{path}.{name}" if name else path, m) for name, m in root.named_modules()]
         self._first.update((id(module), where) for where, module in modules)
@@ -196,6 +196,8 @@ class Look:
         for where, module in modules:
             for held in (module._modules, module._parameters, module._buffers):
                 self.seen.dicts.append((held, len(held), [*held.items()]))
+            if where in without:
+                self.values[where] = Same(module)
             if any(where == leaf or where.startswith(f"{leaf}.") for leaf in without):
                 continue
             for name, tensor in (*module._parameters.items(), *module._buffers.items()):
