@@ -274,8 +274,8 @@ class Compiler:
         """
         if compiled.traced.leaves:
             raise InputError(
-                "sizes are read from graphs, and no graph tells those of leaf modules, which this pipe "
-                'calls; compile with tracer="export", and without leaf modules'
+                "sizes are read from graphs, and those of the leaf modules here are in none; "
+                'compile with tracer="export", and without leaf modules'
             )
         graph = self.plans.graph_of(compiled.traced)
         try:
