@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from fxpipe.passes.layouts import lie_alike
+
 _LIBRARY = torch.library.Library("fxpipe", "FRAGMENT")
 _LIBRARY.define(
     "batch_norm(Tensor input, Tensor? weight, Tensor? bias, Tensor running_mean, "
@@ -52,6 +54,7 @@ def _shapes(
     momentum: Tensor,
     eps: float,
 ) -> Any:
+    x = x if lie_alike([x]) else x.contiguous()
     return _FUNCTIONAL(x, weight, bias, mean, variance, training, 1.0, eps)
 
 

@@ -24,6 +24,7 @@ from fxpipe.edge import HOST, Edge, gradient_groups
 from fxpipe.kernels.autograd import AutogradKernel
 from fxpipe.kernels.kernel import Kernel, add
 from fxpipe.passes.joint import JointTrace, StageSides, callable_graph
+from fxpipe.passes.layouts import TrueLayouts
 from fxpipe.passes.split_joint import split_joint
 from fxpipe.plan import Plan, Stage, ValueSpec, outputs_of
 
@@ -175,7 +176,7 @@ class _Tracer(_Differentiator):
         return self.mode.from_tensor(tensor.detach()).requires_grad_(tensor.requires_grad)
 
     def run(self) -> Plan:
-        with self.mode:
+        with self.mode, TrueLayouts():  # type: ignore[no-untyped-call]
             return super().run()
 
     def forward(self, stage: Stage) -> None:

@@ -25,6 +25,7 @@ from fxpipe.errors import TraceError
 from fxpipe.own_backward import functions_kept
 from fxpipe.passes.average_batchnorm import averages_traced
 from fxpipe.passes.explain import explained
+from fxpipe.passes.layouts import BatchNormsLaidOut
 from fxpipe.passes.value_hooks import value_hooks_refused
 
 Dims = Sequence[tuple[int, ...]]
@@ -164,6 +165,7 @@ def _export(
             _distributions_unchecked(),
             _masks_unread(),
             averages_traced(model),
+            BatchNormsLaidOut(),
         ):
             warnings.simplefilter("ignore")  # notes on attributes that the model itself assigns
             return torch.export.export(

@@ -1,0 +1,105 @@
+"""Give tensors without data the strides that an operation's own kernel gives.
+
+before:  y = batch_norm(x.transpose(1, 2), …)      without data y lies as its input does
+after:   y = batch_norm(x.transpose(1, 2), …)      y is contiguous, as it is when it is computed
+
+What is traced depends on strides: whether a view is possible, whether ``contiguous`` copies.
+PyTorch tells those of a BatchNorm wrong, and of sizes of 1 those of many an operation. Such a one
+is run once, on zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fxpipe.passes.aliasing import may_alias
+
+
+class TrueLayouts(TorchDispatchMode):
+    """Inside, and inside a mode of fake tensors, an operation's results have their real strides."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        made = func(*args, **kwargs)
+        if not _in_doubt(func, pytree.tree_leaves((args, kwargs))):
+            return made
+        try:
+            with unset_fake_temporarily(), torch.no_grad():
+                real = func(*pytree.tree_map(_zeros, args), **pytree.tree_map(_zeros, kwargs))
+        except Exception:  # zeros are not what it takes
+            return made
+        return pytree.tree_map(_laid_out_as, made, real)
+
+
+class BatchNormsLaidOut(TorchFunctionMode):
+    """Inside, while a model is exported, what a BatchNorm gives lies as it will."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        is_norm = func in (torch.batch_norm, functional.batch_norm)
+        if is_norm and made.device.type == "cpu" and not lie_alike(args[:1]):
+            with disable_proxy_modes_tracing(), torch.no_grad():
+                made.as_strided_(made.shape, torch.empty(made.shape, device="meta").stride())
+        return made
+
+
+def _in_doubt(func: Any, operands: list[Any]) -> bool:
+    """Whether an operation's results may lie otherwise than they say."""
+    if not isinstance(func, OpOverload) or func.namespace not in ("aten", "fxpipe"):
+        return False
+    tensors = [leaf for leaf in operands if isinstance(leaf, FakeTensor)]
+    if func._schema.is_mutable or may_alias(func) or torch.Tag.nondeterministic_seeded in func.tags:
+        return False
+    if not all(x.is_floating_point() or x.dtype is torch.bool for x in tensors):
+        return False
+    turned = "batch_norm" in func._schema.name and not lie_alike(x for x in tensors if x.dim() > 1)
+    return turned or any(map(_has_ambiguous_strides, tensors))
+
+
+def lie_alike(tensors: Iterable[Tensor]) -> bool:
+    """Whether tensors are all contiguous, or all images with their channels last."""
+    orders = {torch.contiguous_format, torch.channels_last}
+    for x in tensors:
+        orders = {order for order in orders if x.is_contiguous(memory_format=order)}
+    return bool(orders)
+
+
+def _has_ambiguous_strides(x: Tensor) -> bool:
+    """Whether a size of 1 has a stride that it has not in a new tensor."""
+    place = 1
+    for size, stride in zip(reversed(x.shape), reversed(x.stride()), strict=True):
+        if size == 1 and stride != place:
+            return True
+        place *= max(size, 1)
+    return False
+
+
+def _zeros(value: Any) -> Any:
+    """Real zeros that lie as a tensor without data."""
+    if not isinstance(value, FakeTensor):
+        return value
+    made = torch.empty_strided(
+        value.shape, value.stride(), dtype=value.dtype, device=value.fake_device
+    )
+    return made.zero_()
+
+
+def _laid_out_as(made: Any, real: Any) -> Any:
+    if not isinstance(made, Tensor) or made.stride() == real.stride():
+        return made
+    return torch.empty_strided(made.shape, real.stride(), dtype=made.dtype, device=made.device)
