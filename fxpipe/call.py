@@ -6,6 +6,7 @@ and lets it drain.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,16 +19,18 @@ from fxpipe.runtime.batch import Batch
 from fxpipe.runtime.execution import Execution
 from fxpipe.runtime.host import BatchHost, draw_seed
 from fxpipe.traced import Value
+from fxpipe.turn import Turn, in_turn
 
 
 def differentiable_call(
-    compiled: Compiled, host: BatchHost, execution: Execution, batch: Batch
+    compiled: Compiled, host: BatchHost, execution: Execution, batch: Batch, turn: Turn
 ) -> list[Any]:
     """Run the forwards and return the flat outputs, joined and with their history.
 
-    An input that the model returns is returned as it came.
+    An input that the model returns is returned as it came. Backward, which may come in any thread,
+    takes the pipe's turn.
     """
-    call = _Call(compiled, host, execution)
+    call = _Call(compiled, host, execution, turn)
     inputs = {
         name: leaf
         for name, leaf in zip(compiled.traced.inputs, batch.leaves, strict=True)
@@ -49,7 +52,10 @@ def differentiable_call(
 class _Call:
     """What forward leaves for backward."""
 
-    def __init__(self, compiled: Compiled, host: BatchHost, execution: Execution) -> None:
+    def __init__(
+        self, compiled: Compiled, host: BatchHost, execution: Execution, turn: Turn
+    ) -> None:
+        self._turn = turn
         self.compiled = compiled
         self.host = host
         self.execution: Execution | None = execution
@@ -65,6 +71,32 @@ class _Call:
         back = {edge.value for edge in edges if edge.gradient and edge.target == HOST}
         names = (out.name for out in self.compiled.traced.outputs if isinstance(out, Value))
         return [name for name in dict.fromkeys(names) if name in back]
+
+    @in_turn
+    def backward(self, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+        """Let the pipeline drain; see torch.autograd.Function."""
+        execution = self.execution
+        if execution is None:
+            raise InputError(
+                "backward ran a second time through one call of the pipe, whose activations are "
+                "freed; call the pipe again"
+            )
+        if [tensor._version for tensor in self.watched] != self.versions:
+            raise InputError(
+                "a parameter, buffer or input of the pipe was changed in place between its call "
+                "and backward; run backward before the optimizer's step"
+            )
+        self.execution = None
+        totals: dict[str, Tensor | None] = dict.fromkeys(self.differentiable)
+        for spec, gradient in zip(self.compiled.traced.outputs, gradients, strict=True):
+            if isinstance(spec, Value) and spec.name in totals and gradient is not None:
+                before = totals[spec.name]
+                totals[spec.name] = gradient if before is None else before + gradient
+        self.host.set_output_gradients(list(totals), list(totals.values()))
+        found = execution.advance(
+            lambda: {**self.host.gradients_of_inputs(), **execution.take_gradients()}
+        )
+        return (None, *(found.get(name) for name in (*self.inputs, *self.parameters)))
 
 
 class _Pipe(torch.autograd.Function):
@@ -97,25 +129,4 @@ class _Pipe(torch.autograd.Function):
                 "history of its own; compute them on the model itself (close the pipe first)"
             )
         call: _Call = ctx.call
-        execution = call.execution
-        if execution is None:
-            raise InputError(
-                "backward ran a second time through one call of the pipe, whose activations are "
-                "freed; call the pipe again"
-            )
-        if [tensor._version for tensor in call.watched] != call.versions:
-            raise InputError(
-                "a parameter, buffer or input of the pipe was changed in place between its call "
-                "and backward; run backward before the optimizer's step"
-            )
-        call.execution = None
-        totals: dict[str, Tensor | None] = dict.fromkeys(call.differentiable)
-        for spec, gradient in zip(call.compiled.traced.outputs, gradients, strict=True):
-            if isinstance(spec, Value) and spec.name in totals and gradient is not None:
-                before = totals[spec.name]
-                totals[spec.name] = gradient if before is None else before + gradient
-        call.host.set_output_gradients(list(totals), list(totals.values()))
-        found = execution.advance(
-            lambda: {**call.host.gradients_of_inputs(), **execution.take_gradients()}
-        )
-        return (None, *(found.get(name) for name in (*call.inputs, *call.parameters)))
+        return call.backward(gradients)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -44,6 +45,9 @@ from fxpipe.runtime.cuda_graphs import CudaGraphs
 from fxpipe.runtime.optimizer import OptimizerFactory
 
 _compiled: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Pipeline]] = weakref.WeakKeyDictionary()
+
+_compiling = threading.RLock()
+"""Held while that is looked at."""
 
 
 def compile(
@@ -184,7 +188,8 @@ def compile(
     places = read_devices(devices)
     homes = [home(place) for place in places]
     check_model(model, homes[0])
-    _check_free(model)
+    with _compiling:
+        _check_free(model)
     check_tracer(tracer)
     check_optimizer(optimizer)
     check_flag("deferred_batchnorm", deferred_batchnorm)
@@ -237,7 +242,9 @@ def compile(
         recompute_check=recompute_check,
     )
     pipe = Pipeline(model, compiler, engine, homes, microbatches, dims)
-    _compiled[model] = weakref.ref(pipe)
+    with _compiling:
+        _check_free(model)  # as another thread may have compiled it meanwhile
+        _compiled[model] = weakref.ref(pipe)
     if given is not None:
         args, kwargs = given
         try:

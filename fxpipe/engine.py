@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from fxpipe.runtime.pending import PendingLoss
 from fxpipe.runtime.progress import Progress
 from fxpipe.runtime.weights import LiveWeights
 from fxpipe.simulator.sizes import Sizes
+from fxpipe.turn import Turn, in_turn
 
 
 class Engine:
@@ -76,6 +77,7 @@ class Engine:
         self._backend = backend
         self._choice = choice
         self._workers = [Worker(f"fxpipe-{index}", threads) for index in range(choice.most)]
+        self._turn = Turn(self._workers)
         self._clock: Clock | None = None
         self._flight: Flight | None = None
 
@@ -151,7 +153,7 @@ class Engine:
     def call(self, compiled: Compiled, batch: Batch, parts: Sequence[Sequence[Any]]) -> list[Any]:
         """The flat outputs of the model for a batch, whose backward drains the pipeline."""
         host, execution = self._called(compiled, batch, parts)
-        made = differentiable_call(compiled, host, execution, batch)
+        made = differentiable_call(compiled, host, execution, batch, self._turn)
         self._choice.took(compiled.plan, execution.busy, len(parts), backward=False)
         return made
 
@@ -172,12 +174,28 @@ class Engine:
             self._clock = None
         times += (self._backend.nanoseconds(d, own) for d, own in enumerate(clock.times))
 
+    @in_turn
     def held(self, compiled: Compiled) -> Sizes:
         """The bytes of what the stages and their optimizers hold."""
         optimizers = self.progress.optimizers_of(compiled.plan)
         state = compiled.traced.state_of(self._model)
         return plan_sizes(compiled.plan, state, optimizers, compiled.schedule)
 
+    def check(self) -> None:
+        """Raises InputError where the pipe can run nothing any more."""
+        if self.closed:
+            raise InputError("the pipe is closed; compile the model again")
+        if self._flight is not None:
+            self._flight.check()
+        for worker in self._workers:
+            worker.check()
+
+    def quiet(self) -> AbstractContextManager[None]:
+        """Flush. Within what this returns, nothing runs in any other pipe either."""
+        self.flush()
+        return self._turn.alone()
+
+    @in_turn
     def flush(self) -> None:
         """Run the batches in flight to their end. See ``Pipeline.flush``."""
         flight, self._flight = self._flight, None
@@ -186,16 +204,19 @@ class Engine:
             if self._clipping is not None:
                 self._clipping.settle(flight.count)
 
+    @in_turn
     def abandon(self) -> None:
         """Drop the batches in flight: what an error has left half done shall not go on."""
         flight, self._flight = self._flight, None
         if flight is not None:
             flight.abandon()
 
+    @in_turn
     def close(self) -> None:
         """Flush and end the workers."""
         try:
-            self.flush()
+            if self._flight is None or not self._flight.forked:
+                self.flush()
         finally:
             self.closed = True
             for worker in self._workers:
@@ -219,7 +240,8 @@ class Engine:
             self._clipping.settle(number - 2 - compiled.schedule.depth)
         dtype = self._weigh(compiled, host, weights, number)
         draw_seed(compiled.traced)
-        loss = PendingLoss(dtype, lambda: flight.wait_for(number))
+        turn = self._turn
+        loss = PendingLoss(dtype, lambda: turn.take(flight.wait_for, number))
         flight.step(self._kernels(compiled), host, self._clipping, lambda: loss.come(host.loss()))
         self.stashed = flight.peak_kept
         return (loss.read(), host.output()) if with_output else loss

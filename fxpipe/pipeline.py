@@ -32,6 +32,7 @@ from fxpipe.simulator.table import peak_texts
 from fxpipe.sizes import Sizes
 from fxpipe.stand_in import StandIn
 from fxpipe.table import stage_table
+from fxpipe.turn import in_turn
 
 
 class Pipeline(StandIn):
@@ -39,6 +40,11 @@ class Pipeline(StandIn):
 
     It has the model's own parameters, buffers and submodules under their own names, so state
     dicts move both ways. ``step`` trains on one batch; calling it is the model's forward.
+
+    Any thread may use it; they take turns, and different pipes run side by side. Nothing runs in
+    any pipe while a model is traced, as a first step does: that changes PyTorch for all threads,
+    so let your own code wait as well. Keep what changes the model by itself, such as an optimizer
+    of yours, apart from steps. A forked process has no threads of the pipe, and cannot run it.
 
     Attributes:
         devices: where the stages are, in order.
@@ -56,19 +62,16 @@ class Pipeline(StandIn):
         super().__init__(model)
         self.devices = tuple(devices)
         self._compiler = compiler
-        self._engine = engine
-        compiler.plans.quiet = engine.flush
+        self._engine, self._turn = engine, engine._turn
+        compiler.plans.quiet = engine.quiet
         self._intake = Intake(model, compiler, devices, microbatches, batch_dims)
         self._shown: Compiled | None = None
 
     # training and calling
 
+    @in_turn
     def step(
-        self,
-        *args: Any,
-        target: Any = None,
-        return_output: bool = False,
-        **kwargs: Any,
+        self, *args: Any, target: Any = None, return_output: bool = False, **kwargs: Any
     ) -> Any:
         """Train on one batch: forward, backward and, with an optimizer, the update.
 
@@ -126,6 +129,7 @@ class Pipeline(StandIn):
         """
         self._engine.flush()
 
+    @in_turn
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for a batch.
 
@@ -175,6 +179,7 @@ class Pipeline(StandIn):
         return self._compiled().program
 
     @property
+    @in_turn
     def sizes(self) -> Sizes:
         """FLOPs and bytes of the stages as sympy expressions in the samples of a micro-batch, and
         the largest micro-batch that is predicted to keep the memory limits."""
@@ -209,6 +214,7 @@ class Pipeline(StandIn):
         return self._engine.progress.weight_bytes
 
     @property
+    @in_turn
     def optimizers(self) -> tuple[Optimizer | None, ...]:
         """Stage → its optimizer, for learning-rate schedulers; None for a stage without
         parameters. The first step or ``example`` makes them.
@@ -220,6 +226,7 @@ class Pipeline(StandIn):
             raise InputError("the pipe has no optimizer; give compile(..., optimizer=...)")
         return self._engine.progress.optimizers_of(self._compiled().plan)
 
+    @in_turn
     def prepare(self, *args: Any, target: Any = None, **kwargs: Any) -> None:
         """Trace and compile for inputs like these, without running a step.
 
@@ -280,16 +287,10 @@ class Pipeline(StandIn):
             InputError: nothing is compiled or measured yet, or an argument does not fit.
         """
         compiled = self._compiled()
-        return predict(
-            compiled.plan,
-            compiled.program,
-            self._engine.held(compiled),
-            costs,
-            links=links,
-            overlap=overlap,
-            steps=steps,
-        )
+        plan, program, held = compiled.plan, compiled.program, self._engine.held(compiled)
+        return predict(plan, program, held, costs, links=links, overlap=overlap, steps=steps)
 
+    @in_turn
     def profile(self, *args: Any, target: Any = None, steps: int = 1, **kwargs: Any) -> Simulation:
         """The same, measured: train on a batch as ``step`` does, and take the time.
 
@@ -318,16 +319,19 @@ class Pipeline(StandIn):
 
     # the model's state
 
+    @in_turn
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own: its keys, its shapes. Flushes first: it is the newest version."""
         self.flush()
         return self._model.state_dict(*args, **kwargs)
 
+    @in_turn
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Into the model, as its own. Flushes first; the next batch reads what was loaded."""
         self.flush()
         return self._model.load_state_dict(state_dict, *args, **kwargs)
 
+    @in_turn
     def checkpoint(self, path: str | os.PathLike[str], *, extra: Any = None) -> None:
         """Write to a file all that a run needs to go on as if it had not stopped. Flushes first.
 
@@ -349,6 +353,7 @@ class Pipeline(StandIn):
         self.flush()
         checkpoint.write(self._engine.progress.checkpoint(extra), path)
 
+    @in_turn
     def restore(self, path: str | os.PathLike[str]) -> Any:
         """Go on from a checkpoint, at any time, on any number of devices.
 
@@ -364,12 +369,13 @@ class Pipeline(StandIn):
             CheckpointError: the file is no checkpoint, damaged, or of another model or optimizer.
                 The pipe is as it was.
         """
-        self._check_open()
+        self._engine.check()
         self.flush()
         saved = checkpoint.read(path)
         self._engine.progress.restore(saved, self._shown.plan if self._shown else None)
         return saved.extra
 
+    @in_turn
     def train(self, mode: bool = True) -> Pipeline:
         """Switch the model's mode; each mode has graphs of its own. Flushes first."""
         self.flush()
@@ -399,12 +405,8 @@ class Pipeline(StandIn):
     # inside
 
     def _batch(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any = None) -> Batch:
-        self._check_open()
+        self._engine.check()
         return self._intake.batch(args, kwargs, target)
-
-    def _check_open(self) -> None:
-        if self.closed:
-            raise InputError("the pipe is closed; compile the model again")
 
     def _compiled(self) -> Compiled:
         if self._shown is None:

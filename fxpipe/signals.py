@@ -105,6 +105,18 @@ class HeldSignals:
             self._wake()
 
 
+def raise_held() -> None:
+    """Raise what is held, for whoever waits where it would not come by itself."""
+    holder = HeldSignals._innermost
+    if holder is not None and threading.current_thread() is threading.main_thread():
+        held = holder.take()
+        try:
+            if held is not None:
+                raise held
+        finally:
+            held = None  # or the exception and this frame would hold each other
+
+
 def _in_the_end(number: int, handler: Any) -> Any:
     """What is called for a signal in the end: not the handler of one that is entered around."""
     owner = getattr(handler, "__self__", None)

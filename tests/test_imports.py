@@ -75,6 +75,7 @@ LAYERS = {
         "fxpipe.sizes",
         "fxpipe.stand_in",
         "fxpipe.table",
+        "fxpipe.turn",
     ),
 }
 """Layer → its modules; a package stands for all that is in it, save for ``fxpipe`` itself."""

@@ -283,7 +283,7 @@ class Compiler:
         except FxpipeError:  # the model refuses zeros, so that there is no other graph
             traced, plan = compiled.traced, compiled.plan
         state = traced.state_of(self.model)
-        with untouched(self.model):
+        with self.plans.quiet(), untouched(self.model):
             found = extents(plan, state, compiled.samples)
         return Sizes(
             found,

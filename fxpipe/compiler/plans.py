@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -122,9 +122,8 @@ class Plans:
         front_end: traces the model.
         graphs: what it has traced so far.
         places: device → where it is, for devices with streams; none for CPU devices.
-        quiet: called before the model is run, traced or moved: nothing may change it meanwhile.
-            While torch traces, besides, an optimizer that steps in any other thread takes itself
-            for a part of the trace, and rounds otherwise.
+        quiet: for as long as the model is run, traced or moved: nothing may change it meanwhile,
+            and nothing else may run; see ``fxpipe.turn``.
     """
 
     def __init__(
@@ -152,7 +151,7 @@ class Plans:
         self.front_end = front_end
         self.graphs: dict[Any, Graph] = {}
         self.places = tuple(places)
-        self.quiet: Callable[[], None] = lambda: None
+        self.quiet: Callable[[], AbstractContextManager[None]] = nullcontext
         self._model = model
         self._placement = placement
         self._threads = threads
@@ -200,8 +199,10 @@ class Plans:
             TraceError: the model cannot be traced, or its trace computes something else.
             PartitionError: the graph cannot be cut as asked.
         """
-        if self._plan_key(call) not in self._plans:
-            self.quiet()
+        with nullcontext() if self._plan_key(call) in self._plans else self.quiet():
+            return self._placed(call)
+
+    def _placed(self, call: Call) -> tuple[Traced, Plan]:
         if not self.places:
             traced, plan = self._plan(call)
             self._check(call, traced, plan)
@@ -237,14 +238,14 @@ class Plans:
             FxpipeError: as ``plan``, or the model does not take zeros.
         """
         self.look()
-        self.quiet()
-        with self._gathered(replace(graph.call.zeros(), fixed=False)) as call:
-            traced = self._trace(call)
+        call = replace(graph.call.zeros(), fixed=False)
+        with self.quiet(), self._gathered(call) as here:
+            traced = self._trace(here)
             if not traced.accepts(size):
-                traced = self._trace(call.resized(size))
+                traced = self._trace(here.resized(size))
             assignment = place_like(traced, graph.traced, graph.assignment)
-            other = self._relayed(call, traced, assignment)
-            return other.traced, self._differentiated(other, call.resized(size))
+            other = self._relayed(here, traced, assignment)
+            return other.traced, self._differentiated(other, here.resized(size))
 
     def output_dims(self, call: Call, traced: Traced) -> Traced:
         """The call's graph, with it known which dimensions of its outputs are the batch."""
@@ -252,8 +253,7 @@ class Plans:
             return traced
         key = self._graph_key(call), call.size
         if key not in self._dims:
-            self.quiet()
-            with self._gathered(call) as here:
+            with self.quiet(), self._gathered(call) as here:
                 self._dims[key] = self.front_end.output_dims(
                     traced, here.batch, here.leaves, here.size
                 )
@@ -308,7 +308,7 @@ class Plans:
             return output, loss
 
         made: list[Any] = []
-        with untouched(self._model), intra_op_threads(self._threads):
+        with self.quiet(), untouched(self._model), intra_op_threads(self._threads):
             try:
                 with telling("check against the model"):
                     check(traced, plan, values, state, run, gradients)

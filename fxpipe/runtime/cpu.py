@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -33,9 +34,11 @@ class Worker:
             threads: intra-op threads of its operations.
         """
         self._jobs: Jobs = SimpleQueue()
+        self._given, self._done = 0, [0]
+        self._process = os.getpid()
         ready = threading.Event()
-        thread = threading.Thread(
-            target=_work, args=(self._jobs, threads, ready), name=name, daemon=True
+        self._thread = thread = threading.Thread(
+            target=_work, args=(self._jobs, self._done, threads, ready), name=name, daemon=True
         )
         self._end = weakref.finalize(self, self._jobs.put, None)
         self._end.atexit = False  # _end_all does it, and waits
@@ -47,10 +50,46 @@ class Worker:
             # the thread's count became the default of threads to come: put the caller's back
             torch.set_num_threads(torch.get_num_threads())
 
-    def submit(self, job: Job) -> None:
-        """Run a job after those before it."""
+    @property
+    def here(self) -> bool:
+        """Whether this is asked in its thread."""
+        return self._thread is threading.current_thread()
+
+    @property
+    def forked(self) -> bool:
+        """Whether this is asked in another process, forked from that of its thread."""
+        return os.getpid() != self._process
+
+    @property
+    def idle(self) -> bool:
+        """Whether it is through with its jobs, or will never be."""
+        return self._done[0] == self._given or not self._thread.is_alive()
+
+    def check(self) -> None:
+        """See that it can run jobs.
+
+        Raises:
+            InputError: it cannot, and why.
+        """
         if not self._end.alive:
             raise InputError("the pipe is closed; compile the model again")
+        if self._thread.is_alive():
+            return
+        if self.forked:
+            raise InputError(
+                "this process was forked from the one that compiled the pipe, and the pipe's "
+                "threads run in that one alone; use the pipe there, or close() it here and compile "
+                "the model again"
+            )
+        raise InputError(
+            f"the pipe's thread {self._thread.name!r} has ended, by an exception that came from "
+            "outside, or because Python ends; close() the pipe and compile the model again"
+        )
+
+    def submit(self, job: Job) -> None:
+        """Run a job after those before it. Raises as ``check``."""
+        self.check()
+        self._given += 1
         self._jobs.put(job)
 
     def close(self) -> None:
@@ -58,7 +97,12 @@ class Worker:
         self._end()
 
 
-def _work(jobs: Jobs, threads: int, ready: threading.Event) -> None:
+def is_worker() -> bool:
+    """Whether this is asked in the thread of a worker."""
+    return threading.current_thread() in _running
+
+
+def _work(jobs: Jobs, done: list[int], threads: int, ready: threading.Event) -> None:
     torch.get_num_threads()  # a thread takes the default at its first use: let that be now
     torch.set_num_threads(threads)
     _keep_memory()
@@ -69,6 +113,7 @@ def _work(jobs: Jobs, threads: int, ready: threading.Event) -> None:
             if job is None:
                 return
             job()
+            done[0] += 1
             del job  # or the last run's tensors would live until the next
 
 

@@ -125,8 +125,22 @@ class Crew:
         """Where each device is, in words."""
         return "; ".join(map(whereabouts, self.machines))
 
+    @property
+    def forked(self) -> bool:
+        """Whether this is asked in another process, where there are no workers."""
+        return self._setting.workers[0].forked
+
+    def check(self) -> None:
+        """Raises InputError where a worker has ended, or is in another process."""
+        for worker in self._setting.workers:
+            worker.check()
+
     def start(self, step: int, work: Callable[[Driver], None]) -> None:
-        """Let every worker do its share of a step; each device reports when it has left it."""
+        """Let every worker do its share of a step; each device reports when it has left it.
+
+        Raises InputError as ``check``; nothing has begun then.
+        """
+        self.check()
         for driver, worker in zip(self._drivers, self._setting.workers, strict=True):
             worker.submit(functools.partial(self._drive, driver, step, work))
             self.running += len(driver.machines)

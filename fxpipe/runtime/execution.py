@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from queue import Empty
@@ -18,10 +17,6 @@ from fxpipe.runtime.failure import explained_late
 from fxpipe.runtime.interpreter import Host, Job, Machine
 from fxpipe.runtime.weights import LiveWeights
 from fxpipe.signals import HeldSignals
-
-_ORDER = threading.Lock()
-"""Held while a run is handed to the workers: two runs reach all workers in the same order, or
-each could wait for a device that the other holds."""
 
 R = TypeVar("R")
 
@@ -130,12 +125,12 @@ class Execution:
         failure: Left | None = None
         interrupt: BaseException | None = None
         try:
-            with _ORDER:
-                crew.start(0, lambda driver: driver.run())
+            crew.start(0, lambda driver: driver.run())
             while crew.running and failure is None and interrupt is None:
                 try:
                     report = crew.hear()
                 except Empty:
+                    crew.check()
                     continue
                 if report is None:
                     interrupt = signals.take()

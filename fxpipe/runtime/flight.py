@@ -98,6 +98,7 @@ class Flight:
                 batches count. The flight is over.
             KeyboardInterrupt: or what else a signal's handler raises, likewise.
         """
+        self.check()
         batch = self.count
         with HeldSignals(wake=lambda: self._crew.tell(None)) as signals:
             self._weights.expect(batch)
@@ -124,11 +125,13 @@ class Flight:
                 f"the loss of batch {batch} never came: a failure or an interrupt has dropped that "
                 "batch; train on it again"
             )
+        self.check()
         with HeldSignals(wake=lambda: self._crew.tell(None)) as signals:
             self._wait(signals, lambda: batch not in self._pending)
 
     def drain(self) -> None:
         """Run all batches in flight to their end. Raises as ``step`` does."""
+        self.check()
         with HeldSignals(wake=lambda: self._crew.tell(None)) as signals:
             for step in range(self.count, self.count + self.program.depth):
                 self._submit(step)
@@ -141,9 +144,27 @@ class Flight:
                 machine.store.state.clear()
             self._jobs.clear()
 
+    @property
+    def forked(self) -> bool:
+        """Whether this is asked in another process, where nothing is in flight."""
+        return self._crew.forked
+
+    def check(self) -> None:
+        """See that the workers are there.
+
+        Raises:
+            InputError: they are not. The flight is over, in the process in which it was.
+        """
+        try:
+            self._crew.check()
+        except InputError as error:
+            if not self.forked:
+                error.add_note(self._stop())
+            raise
+
     def abandon(self) -> None:
         """Drop what is in flight; the weights are then those of the last batch that was done."""
-        if not self.failed:
+        if not self.failed and not self.forked:
             self._stop()
 
     def _submit(self, step: int) -> None:
@@ -166,6 +187,7 @@ class Flight:
             try:
                 report = self._crew.hear()
             except Empty:
+                self.check()
                 continue
             if report is None:
                 interrupt = signals.take()

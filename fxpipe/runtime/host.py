@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,9 @@ from fxpipe.program import Buffer
 from fxpipe.random.generators import mix
 from fxpipe.runtime.batch import Batch, join, weighted_sum
 from fxpipe.traced import SEED, Literal, Traced, Value
+
+_DRAWING = threading.RLock()
+"""Held while torch's generator, which all pipes share, is looked at or drawn from."""
 
 
 class BatchHost:
@@ -156,13 +160,15 @@ def _split_like(
 
 def draw_seed(traced: Traced) -> int:
     """A new seed from torch's generator, if the graph draws random numbers at all."""
-    return int(torch.randint(2**62, (), dtype=torch.int64).item()) if traced.seeded else 0
+    with _DRAWING:
+        return int(torch.randint(2**62, (), dtype=torch.int64).item()) if traced.seeded else 0
 
 
 def next_seed(traced: Traced) -> int:
     """What ``draw_seed`` gives next; a run draws it when it succeeds, and so not in vain."""
-    before = torch.get_rng_state()
-    try:
-        return draw_seed(traced)
-    finally:
-        torch.set_rng_state(before)
+    with _DRAWING:
+        before = torch.get_rng_state()
+        try:
+            return draw_seed(traced)
+        finally:
+            torch.set_rng_state(before)

@@ -37,13 +37,15 @@ class PendingLoss(Tensor):
     def come(self, value: Tensor) -> None:
         """This is the value."""
         with torch._C.DisableTorchFunctionSubclass():
-            self._value, self._wait = value, None
+            self._value = value
+            self._wait = None  # last: whoever sees it reads the value
 
     def read(self) -> Tensor:
         """The value, as a plain tensor."""
         with torch._C.DisableTorchFunctionSubclass():
-            if self._wait is not None:
-                self._wait()
+            wait = self._wait  # the value may come in another thread
+            if wait is not None:
+                wait()
             return self._value
 
     @classmethod
