@@ -115,9 +115,10 @@ class Engine:
         traced = compiled.traced
         assert traced.loss is not None
         keep = frozenset({traced.loss}) | (compiled.results if with_output else frozenset())
-        host = BatchHost(traced, batch, parts, keep, next_seed(traced))
+        overlaps = compiled.schedule.overlaps
+        host = BatchHost(traced, batch, parts, keep, next_seed(traced), copies=overlaps)
         optimizers = self.progress.optimizers_of(compiled.plan)
-        if compiled.schedule.overlaps:
+        if overlaps:
             return self._fly(compiled, host, optimizers, weights, with_output)
 
         def result() -> Any:

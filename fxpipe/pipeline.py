@@ -41,10 +41,9 @@ class Pipeline(StandIn):
     It has the model's own parameters, buffers and submodules under their own names, so state
     dicts move both ways. ``step`` trains on one batch; calling it is the model's forward.
 
-    Any thread may use it; they take turns, and different pipes run side by side. Nothing runs in
-    any pipe while a model is traced, as a first step does: that changes PyTorch for all threads,
-    so let your own code wait as well. Keep what changes the model by itself, such as an optimizer
-    of yours, apart from steps. A forked process has no threads of the pipe, and cannot run it.
+    Threads take turns in it, and pipes run side by side. While a first step traces a model, which
+    changes PyTorch for all threads, no pipe runs, and other code of yours should not. What changes
+    the model past the pipe is to be kept apart from steps. A forked process cannot run it.
 
     Attributes:
         devices: where the stages are, in order.
@@ -77,7 +76,8 @@ class Pipeline(StandIn):
 
         The first batch is traced for its size alone. Where the micro-batches of a later one are of
         another size, the model is traced once more, for any size that it allows. Where a batch has
-        something compiled, those in flight are run to their end first.
+        something compiled, those in flight are run to their end first. The tensors of
+        a batch may be filled anew when it returns: where batches overlap, it has copied them.
 
         Where batches overlap, a failure takes all stages back to one batch: go on with batch number
         ``batches``. The next ones read the weights of then, as after ``load_state_dict``, since
@@ -179,7 +179,6 @@ class Pipeline(StandIn):
         return self._compiled().program
 
     @property
-    @in_turn
     def sizes(self) -> Sizes:
         """FLOPs and bytes of the stages as sympy expressions in the samples of a micro-batch, and
         the largest micro-batch that is predicted to keep the memory limits."""
@@ -401,8 +400,6 @@ class Pipeline(StandIn):
         if error is not None:
             self._engine.abandon()  # what it has left half done shall not go on
         self.close()
-
-    # inside
 
     def _batch(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any = None) -> Batch:
         self._engine.check()

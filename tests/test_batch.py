@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -202,6 +203,40 @@ def test_each_micro_batch_has_a_seed_of_its_own() -> None:
     seeds = [int(seed) for seed in host().inputs[SEED]]
     assert seeds == [mix(3, 0), mix(3, 1)]
     assert len(set(seeds)) == 2
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "rows": lambda x: x,
+    "every other column": lambda x: x[:, ::2],
+    "transposed": lambda x: x.reshape(4, 5).t(),
+    "repeated": lambda x: x[:, :1].expand(5, 4),
+    "conjugate": lambda x: torch.complex(x, x).conj(),
+}
+
+
+@pytest.mark.parametrize("way", LAYOUTS)
+def test_copies_of_a_batch_stay_as_they_were_and_lie_as_they_did(way: str) -> None:
+    x = LAYOUTS[way](torch.randn(5, 4))
+    table = torch.eye(4).to_sparse()
+
+    class Tabled(nn.Module):
+        def forward(self, x: Tensor, table: Tensor) -> Tensor:
+            return x + table.sum().to(x.dtype)
+
+    batch = Batch.of(Tabled(), (x, table), {}, (), {"table": None})
+    traced = replace(front_end(nn.ReLU(), torch.randn(5, 4)), inputs=("x", "table"))
+    given = BatchHost(traced, batch, batch.split(2), frozenset(), 0).inputs
+    copies = BatchHost(traced, batch, batch.split(2), frozenset(), 0, copies=True).inputs
+    assert copies["table"][0] is copies["table"][1]
+    before = [part.clone() for part in given["x"]]
+    assert all(map(torch.equal, copies["x"], before))
+    assert [p.data_ptr() % 64 for p in copies["x"]] == [p.data_ptr() % 64 for p in given["x"]]
+    if way != "repeated":
+        assert [part.stride() for part in copies["x"]] == [part.stride() for part in given["x"]]
+    x.zero_() if way != "repeated" else x[:, 0].zero_()
+    table.zero_()
+    assert all(map(torch.equal, copies["x"], before))
+    assert torch.equal(copies["table"][0].to_dense(), torch.eye(4))
 
 
 def test_a_micro_batchs_loss_weighs_its_share() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import fxpipe
 from fxpipe import DeviceError, DeviceMemoryError, InputError
@@ -22,7 +22,7 @@ from tests.eager_lanes import use
 from tests.fake_cuda import Cuda, Event, Stream
 from tests.test_failures import FAILS_BACK
 from tests.test_out_of_memory import Taking
-from tests.tiny import Tiny, batch, within
+from tests.tiny import Tiny, adam, batch, within
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -70,6 +70,28 @@ def test_a_step_on_given_streams_trains_as_on_cpu_devices(
     assert set(cuda.ranges) == told
     assert all({"wait", "record"} <= set(stream.given) for stream in streams)
     assert not cuda.waits  # the host has waited for nothing
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+def test_a_step_returns_when_pinned_memory_of_the_callers_is_read(
+    cuda: Cuda, monkeypatch: pytest.MonkeyPatch, schedule: str
+) -> None:
+    """Where batches overlap the pipe reads copies, so that a step need not wait for them."""
+    waited: list[str] = []
+    pinned: list[int] = []
+    x, y = batch(8)
+    monkeypatch.setattr(Event, "synchronize", lambda self: waited.append("for a copy"))
+    monkeypatch.setattr(
+        Tensor, "is_pinned", lambda self: self.untyped_storage().data_ptr() in pinned
+    )
+    monkeypatch.setattr(Tensor, "pin_memory", Tensor.clone)
+    pipe, _ = on_cuda(Tiny(), schedule=schedule, optimizer=adam)
+    with pipe, within(60):
+        pipe.step(x, target=y)
+        assert not waited
+        pinned.append(x.untyped_storage().data_ptr())
+        pipe.step(x, target=y)
+        assert len(waited) == (schedule == "1f1b")
 
 
 def test_a_batch_of_one_repeated_row_and_a_dense_one_after_it_train_as_the_loop(

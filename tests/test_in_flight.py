@@ -38,6 +38,28 @@ def test_inference_and_state_dict_see_the_newest_version_and_change_nothing() ->
     expected.assert_same(model)
 
 
+@pytest.mark.parametrize("recompute", ["never", "always", "except_last"])
+@pytest.mark.parametrize("schedule", ["2bw", "1f1b-async", "pipedream-vertical"])
+def test_a_batch_may_be_filled_anew_as_soon_as_its_step_returns(
+    schedule: str, recompute: str
+) -> None:
+    model, data = make("mlp", 6, 4)
+    expected = DelayedLoop.beside(model, SGD, 4)
+    x, y = (tensor.clone() for tensor in data[0])
+    with compiled(model, 3, 4, schedule=schedule, recompute=recompute) as pipe:
+        losses = []
+        for inputs, target in data:
+            x.copy_(inputs)
+            y.copy_(target)
+            losses.append(pipe.step(x, target=y))
+            x.fill_(torch.nan)
+            y.fill_(torch.nan)
+        (delay,) = set(pipe.schedule.delays)
+    expected.delays = lambda _: delay
+    assert [float(loss) for loss in losses] == [float(loss) for loss in expected.run(data)]
+    expected.assert_same(model)
+
+
 def test_autocast_reaches_every_stage_of_overlapping_steps() -> None:
     model, data = make("mlp", 6, 4)
     expected = DelayedLoop.beside(model.float(), SGD, 4)

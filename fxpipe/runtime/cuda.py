@@ -53,6 +53,7 @@ class CudaLanes:
         self._streams: dict[str, torch.cuda.Stream] = {COMPUTE: computing}
         self._leaving: dict[tuple[str, torch.device], torch.cuda.Stream] = {}
         self._before: torch.cuda.Event | None = None
+        self._reading: torch.cuda.Event | None = None  # the end of the last copy of pinned memory
 
     def stream(self, name: str) -> torch.cuda.Stream:
         """A stream by its name in programs. One that is made in a run starts as the others do."""
@@ -93,11 +94,14 @@ class CudaLanes:
 
     def end(self) -> None:
         """Let what the calling thread launches next start after all streams; it waits itself for
-        nothing."""
+        nothing but copies of its own pinned memory, which it may fill again."""
         with ALONE:
             current = torch.cuda.current_stream(self.device)
             for name in tuple(self._streams):
                 current.wait_event(self.mark(name))
+            if self._reading is not None:
+                self._reading.synchronize()
+                self._reading = None
 
     def reached(self, mark: torch.cuda.Event) -> bool:
         """See Lanes.reached."""
@@ -130,7 +134,10 @@ class CudaLanes:
             made = torch.empty_like(value, device=self.device)
         if value.device.type != "cuda":
             pinned = value if value.is_pinned() else value.pin_memory()
-            return made.copy_(pinned, non_blocking=True)
+            made.copy_(pinned, non_blocking=True)
+            if pinned is value:
+                self._reading = self.mark(stream)
+            return made
         if value.device == self.device:
             return made.copy_(value, non_blocking=True)
         # torch copies on the current streams of both devices, each of which waits for the other

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fxpipe.apart import together
 from fxpipe.edge import HOST
+from fxpipe.kernels.graph import layout
 from fxpipe.kernels.kernel import add
 from fxpipe.program import Buffer
 from fxpipe.random.generators import mix
@@ -31,6 +32,8 @@ class BatchHost:
         parts: Sequence[Sequence[Any]],
         keep: frozenset[str],
         seed: int,
+        *,
+        copies: bool = False,
     ) -> None:
         """Lay a batch's micro-batches out.
 
@@ -40,17 +43,20 @@ class BatchHost:
             parts: the leaves of each micro-batch, as the batch splits itself.
             keep: the outputs that the caller wants; others are dropped as they come.
             seed: of this step, where the graph draws random numbers.
+            copies: whether the caller may change the batch before all of it is read.
         """
         microbatches = len(parts)
         self.traced = traced
-        self.batch = batch
-        self.whole = dict(zip(traced.inputs, batch.leaves, strict=True))
+        self._size, self._dims = batch.size, batch.dims
+        handed = {out.name for out in traced.outputs if isinstance(out, Value)}
+        leaves = zip(traced.inputs, batch.leaves, strict=True)
+        self.whole = {name: leaf for name, leaf in leaves if name in handed}
         self.sizes = batch.sizes(microbatches)
         self.loss_weights: Sequence[float] = self.shares
         self.inputs: dict[str, Sequence[Any]] = {}
         for name, column in zip(traced.inputs, zip(*parts, strict=True), strict=True):
             if name is not None:
-                self.inputs[name] = column
+                self.inputs[name] = _copied(column) if copies else column
         if traced.seeded:
             self.inputs[SEED] = [torch.tensor(mix(seed, i)) for i in range(microbatches)]
         self.keep = keep
@@ -74,7 +80,7 @@ class BatchHost:
     @property
     def shares(self) -> list[float]:
         """Each micro-batch's share of the batch: its weight in the mean."""
-        return [size / self.batch.size for size in self.sizes]
+        return [size / self._size for size in self.sizes]
 
     def weigh_loss(self, weights: Sequence[float], dtype: torch.dtype, scale: float = 1.0) -> None:
         """Let each micro-batch's loss have a weight in that of the batch.
@@ -104,7 +110,7 @@ class BatchHost:
 
     def _joined(self, index: int, out: Value | Literal) -> Any:
         if isinstance(out, Literal):
-            return self.batch.size if out.dims else out.value
+            return self._size if out.dims else out.value
         if out.name in self.whole:  # an input that the model hands through
             leaf = self.whole[out.name]
             return leaf.detach() if isinstance(leaf, Tensor) else leaf
@@ -123,12 +129,30 @@ class BatchHost:
     def gradients_of_inputs(self) -> Mapping[str, Tensor]:
         """The gradient of each input that gets one, for the whole batch."""
         found: dict[str, Tensor] = {}
-        dims = dict(zip(self.traced.inputs, self.batch.dims, strict=True))
+        dims = dict(zip(self.traced.inputs, self._dims, strict=True))
         for name, by_microbatch in self.input_gradients.items():
             parts = [add(by_microbatch[i]) for i in sorted(by_microbatch)]
             dim = dims[name]
             found[name] = torch.stack(parts).sum(0) if dim is None else torch.cat(parts, dim)
         return found
+
+
+def _copied(column: Sequence[Any]) -> list[Any]:
+    """Micro-batches in memory of their own; what all of them get whole is one tensor again."""
+    own: dict[int, Any] = {}
+    for part in column:
+        if id(part) in own or not isinstance(part, Tensor):
+            own.setdefault(id(part), part)
+        elif part.layout is torch.strided:
+            # strides and alignment stay: by them kernels are chosen, which round differently
+            strides, before = layout(part, part.stride()), part.data_ptr() % 64
+            before //= part.element_size()
+            size = before + 1 + sum((n - 1) * s for n, s in zip(part.shape, strides, strict=True))
+            made = torch.empty(max(size, before), dtype=part.dtype, device=part.device)
+            own[id(part)] = made.as_strided(part.shape, strides, before).copy_(part)
+        else:
+            own[id(part)] = part.clone()
+    return [own[id(part)] for part in column]
 
 
 def _alone(value: Any) -> Any:
