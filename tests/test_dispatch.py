@@ -41,7 +41,7 @@ from fxpipe.recipe import RECIPES
 from fxpipe.runtime import choice
 from fxpipe.runtime.choice import hand_over
 from tests.overlapping import OPTIMIZERS, compiled
-from tests.plans import chain
+from tests.plans import chain, skipping
 from tests.profiles import DEEP
 from tests.test_lower import plans, schedules
 from tests.test_streams import LIBRARY, plain
@@ -132,25 +132,29 @@ def ahead(
     return [(one, two) for k, one in enumerate(forwards) for two in forwards[k + 1 :]]
 
 
-@pytest.mark.parametrize("name", [name for name in LIBRARY if plain(name, 3, 3).depth])
-def test_an_update_comes_after_those_that_it_awaits(name: str) -> None:
+@pytest.mark.parametrize("slow", range(4))
+@pytest.mark.parametrize(("microbatches", "delay"), [(3, 1), (2, 2), (1, 3), (5, 2)])
+def test_an_update_comes_after_those_that_it_awaits_whoever_is_slow(
+    microbatches: int, delay: int, slow: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A failure takes all stages back to one version, which each must still have."""
-    for devices, microbatches in ((2, 1), (2, 4), (3, 2), (4, 9)):
-        recipe = RECIPES[name]
-        schedule = recipe(devices, microbatches)
-        if not schedule.versions().awaited:
-            continue
-        program, (delay, *_) = plain(name, devices, microbatches), schedule.delays
-        newest = dict.fromkeys(range(program.stages), 0)
-        for step in range(5):
-            at = [0] * program.devices
-            for device in dispatch_order(program):
-                x = program.lists[device][at[device]]
-                at[device] += 1
-                if isinstance(x, Update) and step + x.batch >= 0:
-                    assert newest[x.stage] == step + x.writes - 1
-                    assert min(newest.values()) >= newest[x.stage] + 1 - delay
-                    newest[x.stage] += 1
+    costs = {slow: 100.0}
+    monkeypatch.setattr(
+        "fxpipe.dispatch.usual_cost", lambda x: costs.get(getattr(x, "stage", None), 1.0)
+    )
+    schedule = RECIPES["1f1b-async"].delayed(delay)(4, microbatches)
+    assert schedule.versions().awaited
+    program = run(schedule, Lower(skipping(4)), communicate, free)
+    newest = [0] * 4
+    for step in range(6):
+        at = [0] * 4
+        for device in dispatch_order(program):
+            x = program.lists[device][at[device]]
+            at[device] += 1
+            if isinstance(x, Update) and step + x.batch >= 0:
+                assert newest[x.stage] == step + x.writes - 1
+                assert min(newest) >= newest[x.stage] + 1 - delay
+                newest[x.stage] += 1
 
 
 def test_turns_take_every_device_to_the_end_of_its_list() -> None:
