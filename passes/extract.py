@@ -69,10 +69,22 @@ def runnable(graph: fx.Graph, name: str, inputs: int | None = None) -> fx.GraphM
             are added to sums; None if it returns no such.
     """
     graph.set_codegen(_Boxed())
+    _transpose_once(graph)
     reuse(graph)
     if inputs is not None:
         accumulate(graph, inputs)
     return lazy_module(torch.nn.Module(), graph, name)
+
+
+def _transpose_once(graph: fx.Graph) -> None:
+    """Take what is transposed and back as it was: gradients of linear layers' weights are."""
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.t.default):
+        source: Any = node.args[0]
+        if source.target is torch.ops.aten.t.default:
+            node.replace_all_uses_with(source.args[0])
+            graph.erase_node(node)
+            if not source.users:
+                graph.erase_node(source)
 
 
 _OPERATOR = re.compile(r"torch\.ops\.(\w+)\.(\w+)\.(\w+)(?=\()")

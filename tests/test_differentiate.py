@@ -286,6 +286,15 @@ def test_generated_code_looks_up_no_operator_and_gives_what_the_graph_says(name:
     torch.testing.assert_close(list(found)[:count], list(wanted)[:count], rtol=0, atol=0)
 
 
+def test_nothing_is_transposed_and_back() -> None:
+    plan = in_one("transformer")
+    for graph in (plan.stages[0].forward, plan.stages[0].backward):
+        assert graph is not None
+        turned = graph.graph.find_nodes(op="call_function", target=torch.ops.aten.t.default)
+        assert turned
+        assert not any(source in turned for node in turned for source in node.all_input_nodes)
+
+
 @cases
 def test_no_copy_of_a_parameter_is_saved(name: str) -> None:
     model, args, traced = made(name)
