@@ -156,11 +156,13 @@ def compile(
             "device", or one "thread" for all, in an order in which it never has to wait. Results
             are the same to the bit. "auto" is "device" on CUDA devices, and on CPU devices what
             costs less. Python runs one thread at a time, so that several hand its lock over at
-            every operation; where an operation is shorter than that, as both are measured, one
-            thread is faster, and ``profile`` shows the devices one after another. It is chosen for
-            each size of micro-batches, given up where operations turn out to be long, and told
-            to the logger. Own tasks, optimizers or leaf modules that wait for those of other
-            devices need "device".
+            every operation; where operations are shorter than that, one thread is faster, and
+            ``profile`` shows the devices one after another. It is chosen for whatever is compiled,
+            by what operations took on the first micro-batch and a hand-over takes on this machine,
+            and told to the logger; where operations of a larger one turn out to be long, each
+            device gets a thread after all. Operations have the same intra-op threads either way.
+            Own tasks, optimizers or leaf modules that wait for those of other devices need
+            "device".
         cuda_graphs: on CUDA devices, capture what a stage computes into CUDA graphs, in the first
             steps that come to it, and replay them from then on: one launch instead of one for
             each operation. Results are the same to the bit. For each size of micro-batches a stage

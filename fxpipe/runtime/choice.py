@@ -1,9 +1,10 @@
 """How many threads run the lists of CPU devices: what is faster, as measured.
 
 A thread gives the interpreter lock away at every operation, and when it has to wait to get it back,
-handing over has cost a few microseconds; on some machines it is some tens. Threads of several
-devices pay that at every operation, and win what they do side by side. Operations that take less
-than a hand-over are faster one after another, in one thread that has the lock to itself.
+handing over has cost a few microseconds; on some machines it is some tens. Two threads that each do
+an operation of t side by side and wait w for the lock take t + w, one thread takes 2t: operations
+that take less than a hand-over are faster one after another. With more threads it is the same, as
+all wait for one lock.
 """
 
 from __future__ import annotations
