@@ -134,9 +134,9 @@ def _awaited(program: Program) -> dict[Update, list[Update]]:
     version that a failure would take them back to."""
     every = [x for own in program.lists for x in own]
     updates = [x for x in every if isinstance(x, Update)]
-    delay = max((-x.version for x in every if isinstance(x, Forward)), default=0)
+    delay, *others = {-x.version for x in every if isinstance(x, Forward)} or {0}
     alone = len(set(program.placement)) == program.stages
-    if not delay or not alone or any(isinstance(x, Run) for x in every):
+    if not delay or others or not alone or any(isinstance(x, Run) for x in every):
         return {x: [] for x in updates}
     return {x: [y for y in updates if y.writes <= x.writes - delay] for x in updates}
 

@@ -138,7 +138,7 @@ def test_an_update_comes_after_those_that_it_awaits_whoever_is_slow(
     microbatches: int, delay: int, slow: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A failure takes all stages back to one version, which each must still have."""
-    costs = {slow: 100.0}
+    costs: dict[Any, float] = {slow: 100.0}
     monkeypatch.setattr(
         "fxpipe.dispatch.usual_cost", lambda x: costs.get(getattr(x, "stage", None), 1.0)
     )
