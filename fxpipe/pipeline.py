@@ -135,7 +135,7 @@ class Pipeline(StandIn):
 
         In eval mode or without gradients, inference. In training mode the output is
         differentiable: calling ``backward`` on something computed from it drains the pipeline.
-        Batches in flight are run to their end first.
+        Batches in flight are run to their end first. ``torch.compile`` calls it as it is.
 
         Args:
             *args: the model's positional inputs, split as in ``step``.
@@ -162,10 +162,8 @@ class Pipeline(StandIn):
 
     @property
     def plan(self) -> Plan:
-        """The stages and edges of the last training step, or of what was compiled first.
-
-        It, ``schedule`` and ``program`` raise InputError as long as nothing is compiled.
-        """
+        """The stages and edges of the last training step, or of what was compiled first. It,
+        ``schedule`` and ``program`` raise InputError as long as nothing is compiled."""
         return self._compiled().plan
 
     @property

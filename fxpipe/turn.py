@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, ParamSpec, TypeVar, cast
 
+import torch
+
 from fxpipe.runtime.cpu import Worker, is_worker
 from fxpipe.signals import SignalsAtOperations, raise_held
 
@@ -114,10 +116,13 @@ if hasattr(os, "register_at_fork"):
 
 
 def in_turn(method: M) -> M:
-    """Let threads take turns in a method of a pipe, or of a part of it that has its ``_turn``."""
+    """Let threads take turns in a method of a pipe, or of a part of it that has its ``_turn``.
+
+    It is no part of what ``torch.compile`` compiles: what a pipe runs is compiled already.
+    """
 
     @functools.wraps(method)
     def taking(self: Any, *args: Any, **kwargs: Any) -> Any:
         return self._turn.take(method, self, *args, **kwargs)
 
-    return cast(M, taking)
+    return cast(M, torch.compiler.disable(taking))

@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import set_detect_anomaly
 
 from fxpipe.edge import HOST, Edge, gradient_groups
 from fxpipe.kernels.autograd import AutogradKernel
@@ -62,7 +63,8 @@ class Differentiate:
         """Differentiate a plan as it was cut."""
         if any(stage.leaves for stage in plan.stages):
             return _Probe(plan, self.values, self.state, self.wanted).run()
-        with torch.autograd.set_multithreading_enabled(False):
+        # to look for NaN needs data
+        with torch.autograd.set_multithreading_enabled(False), set_detect_anomaly(False):
             return _Tracer(plan, self.values, self.state, self.wanted).run()
 
 

@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import fxpipe
 from fxpipe.errors import TraceError
 from fxpipe.passes.trace import accepts, trace
+from tests import loop
 from tests.fronted import front_end, run_graph
 
 
@@ -254,3 +256,39 @@ def test_an_attention_mask_is_applied_as_it_is_and_not_compared(decoder: bool) -
     graph = trace(model, (x, causal), {}, 3, fixed=True).module()
     for mask in (causal, -2 * torch.eye(5), causal.clamp(min=-1)):
         torch.testing.assert_close(graph(x, mask), model(x, mask))
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_inside_torch_compile_a_pipe_is_called_as_it_is() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
+    alone = copy.deepcopy(model)
+    x, y = torch.randn(4, 4), torch.randn(4, 3)
+    with fxpipe.compile(model, 2, microbatches=2, loss=nn.functional.mse_loss) as pipe:
+        out = torch.compile(pipe, backend="eager")(x)
+        out.sum().backward()
+        expected = torch.cat([alone(part) for part in x.tensor_split(2)])
+        expected.sum().backward()
+        assert torch.equal(out, expected)
+        loop.assert_same(loop.gradients(model), loop.gradients(alone))
+        loop.clear(model, alone)
+        loss = torch.compile(lambda: pipe.step(x * 2, target=y) + 1, backend="eager")()
+        expected = loop.train(alone, 2, x * 2, loss=nn.functional.mse_loss, target=y).loss
+    assert torch.equal(loss, expected + 1)
+    loop.assert_same(loop.gradients(model), loop.gradients(alone))
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_first_step_may_be_taken_while_autograd_looks_for_anomalies() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+    alone = copy.deepcopy(model)
+    x, y = torch.randn(4, 4), torch.randn(4, 3)
+    with (
+        torch.autograd.set_detect_anomaly(True),
+        fxpipe.compile(model, 2, microbatches=2, loss=nn.functional.mse_loss) as pipe,
+    ):
+        pipe.step(x, target=y)
+        assert torch.is_anomaly_enabled()
+        loop.train(alone, 2, x, loss=nn.functional.mse_loss, target=y)
+    loop.assert_same(loop.gradients(model), loop.gradients(alone))
