@@ -192,11 +192,11 @@ def _pairs(
         )
     for source, row in enumerate(rows):
         for target, number in enumerate(row):
-            fine = _is_number(number) and (number > 0 or (zero and number == 0))
+            fine = _is_number(number) and (0 <= number < math.inf if zero else number > 0)
             if source != target and not fine:
                 raise InputError(
                     f"{what} from device {source} to device {target} is {number!r}; give a "
-                    f"positive number ({unit})"
+                    f"positive{' and finite' * zero} number ({unit})"
                 )
     return [
         [float(n) if source != target else 1.0 for target, n in enumerate(row)]

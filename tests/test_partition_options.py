@@ -63,6 +63,7 @@ def compiled(model: nn.Module, devices: int = 2, **options: Any) -> fxpipe.Pipel
             r"link_bandwidth is .*; give one number \(bytes a second\), or",
         ),
         ({"link_latency": [[0, -1], [0, 0]]}, "link_latency from device 0 to device 1 is -1"),
+        ({"link_latency": math.inf}, "device 0 to device 1 is inf; give a positive and finite"),
     ],
 )
 def test_wrong_options_are_refused_with_a_cure(options: dict[str, Any], message: str) -> None:
