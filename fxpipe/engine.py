@@ -116,7 +116,9 @@ class Engine:
         assert traced.loss is not None
         keep = frozenset({traced.loss}) | (compiled.results if with_output else frozenset())
         overlaps = compiled.schedule.overlaps
-        host = BatchHost(traced, batch, parts, keep, next_seed(traced), copies=overlaps)
+        if overlaps:  # the caller may fill it anew before all of it is read
+            parts = batch.copied().split(len(parts))
+        host = BatchHost(traced, batch, parts, keep, next_seed(traced))
         optimizers = self.progress.optimizers_of(compiled.plan)
         if overlaps:
             return self._fly(compiled, host, optimizers, weights, with_output)

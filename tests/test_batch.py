@@ -226,8 +226,7 @@ def test_copies_of_a_batch_stay_as_they_were_and_lie_as_they_did(way: str) -> No
     batch = Batch.of(Tabled(), (x, table), {}, (), {"table": None})
     traced = replace(front_end(nn.ReLU(), torch.randn(5, 4)), inputs=("x", "table"))
     given = BatchHost(traced, batch, batch.split(2), frozenset(), 0).inputs
-    copies = BatchHost(traced, batch, batch.split(2), frozenset(), 0, copies=True).inputs
-    assert copies["table"][0] is copies["table"][1]
+    copies = BatchHost(traced, batch, batch.copied().split(2), frozenset(), 0).inputs
     before = [part.clone() for part in given["x"]]
     assert all(map(torch.equal, copies["x"], before))
     assert [p.data_ptr() % 64 for p in copies["x"]] == [p.data_ptr() % 64 for p in given["x"]]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from fxpipe.errors import InputError, near
+from fxpipe.kernels.graph import layout
 from fxpipe.nest import flatten
 
 BatchDims = Mapping[str, int | None]
@@ -133,6 +134,10 @@ class Batch:
         leaves, nested = pytree.tree_map_only(Tensor, change, (self.leaves, self.call.nested))
         return replace(self, leaves=leaves, call=replace(self.call, nested=nested))
 
+    def copied(self) -> Batch:
+        """The same batch in memory of its own, to be read when the caller may have changed it."""
+        return replace(self, leaves=tuple(map(_copied, self.leaves)))
+
     def unflatten(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
         """``(args, kwargs, targets)`` of a micro-batch's leaves."""
         args, kwargs, targets = pytree.tree_unflatten(list(leaves), self.spec)
@@ -143,6 +148,20 @@ def _split(leaf: Tensor, microbatches: int, dim: int) -> Sequence[Tensor]:
     parts = leaf.tensor_split(microbatches, dim)
     # a part of rows lies as the whole does; else its strides would tell the size of the batch
     return parts if dim == 0 else [part.contiguous() for part in parts]
+
+
+def _copied(leaf: Any) -> Any:
+    """A copy with the strides and the alignment: by them kernels are chosen, which round
+    differently."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    if leaf.layout is not torch.strided:
+        return leaf.detach().clone()
+    strides = layout(leaf, leaf.stride())
+    before = leaf.data_ptr() % 64 // leaf.element_size()
+    size = before + 1 + sum((n - 1) * s for n, s in zip(leaf.shape, strides, strict=True))
+    made = torch.empty(max(size, before), dtype=leaf.dtype, device=leaf.device)
+    return made.as_strided(leaf.shape, strides, before).copy_(leaf.detach())
 
 
 def _is_split(leaf: Any, size: int) -> bool:

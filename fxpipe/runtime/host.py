@@ -11,7 +11,6 @@ from torch import Tensor
 
 from fxpipe.apart import together
 from fxpipe.edge import HOST
-from fxpipe.kernels.graph import layout
 from fxpipe.kernels.kernel import add
 from fxpipe.program import Buffer
 from fxpipe.random.generators import mix
@@ -32,8 +31,6 @@ class BatchHost:
         parts: Sequence[Sequence[Any]],
         keep: frozenset[str],
         seed: int,
-        *,
-        copies: bool = False,
     ) -> None:
         """Lay a batch's micro-batches out.
 
@@ -43,7 +40,6 @@ class BatchHost:
             parts: the leaves of each micro-batch, as the batch splits itself.
             keep: the outputs that the caller wants; others are dropped as they come.
             seed: of this step, where the graph draws random numbers.
-            copies: whether the caller may change the batch before all of it is read.
         """
         microbatches = len(parts)
         self.traced = traced
@@ -56,7 +52,7 @@ class BatchHost:
         self.inputs: dict[str, Sequence[Any]] = {}
         for name, column in zip(traced.inputs, zip(*parts, strict=True), strict=True):
             if name is not None:
-                self.inputs[name] = _copied(column) if copies else column
+                self.inputs[name] = column
         if traced.seeded:
             self.inputs[SEED] = [torch.tensor(mix(seed, i)) for i in range(microbatches)]
         self.keep = keep
@@ -135,24 +131,6 @@ class BatchHost:
             dim = dims[name]
             found[name] = torch.stack(parts).sum(0) if dim is None else torch.cat(parts, dim)
         return found
-
-
-def _copied(column: Sequence[Any]) -> list[Any]:
-    """Micro-batches in memory of their own; what all of them get whole is one tensor again."""
-    own: dict[int, Any] = {}
-    for part in column:
-        if id(part) in own or not isinstance(part, Tensor):
-            own.setdefault(id(part), part)
-        elif part.layout is torch.strided:
-            # strides and alignment stay: by them kernels are chosen, which round differently
-            strides, before = layout(part, part.stride()), part.data_ptr() % 64
-            before //= part.element_size()
-            size = before + 1 + sum((n - 1) * s for n, s in zip(part.shape, strides, strict=True))
-            made = torch.empty(max(size, before), dtype=part.dtype, device=part.device)
-            own[id(part)] = made.as_strided(part.shape, strides, before).copy_(part)
-        else:
-            own[id(part)] = part.clone()
-    return [own[id(part)] for part in column]
 
 
 def _alone(value: Any) -> Any:
