@@ -15,9 +15,12 @@ from fxpipe.errors import DeviceError, DeviceMemoryError
 from fxpipe.program import Backward, Program
 from fxpipe.runtime.backend import Room
 from fxpipe.runtime.choice import Dispatch
+from fxpipe.runtime.host import BatchHost
+from fxpipe.runtime.versions import VersionedWeights
+from fxpipe.runtime.weights import LiveWeights
 from fxpipe.text.instruction import print_instruction
 from tests import loop
-from tests.eager_lanes import LateError, launched
+from tests.eager_lanes import Backend, LateError, launched
 from tests.tiny import Tiny, batch, within
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -153,6 +156,64 @@ def test_devices_that_share_memory_are_predicted_together(monkeypatch: pytest.Mo
     x, y = batch(8)
     with pipe, within(60), pytest.raises(DeviceMemoryError, match="for the 3 devices that share"):
         pipe.step(x, target=y)
+
+
+@both
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+def test_the_caller_uses_what_devices_make_only_after_them(
+    schedule: str, dispatch: Dispatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loss, an output and a roll-back come right after the caller's stream waits for all."""
+    log: list[str] = []
+
+    def told(name: str, owner: Any, method: str) -> None:
+        original = getattr(owner, method)
+
+        def call(*args: Any) -> Any:
+            log.append(name)
+            return original(*args)
+
+        monkeypatch.setattr(owner, method, call)
+
+    told("begin", Backend, "begin")
+    told("end", Backend, "end")
+    told("use", BatchHost, "loss")
+    told("use", LiveWeights, "roll_back")
+    told("use", VersionedWeights, "recover")
+    pipe, backend = launched(
+        Tiny(), 2, dispatch, schedule=schedule, optimizer=lambda p: torch.optim.SGD(p, lr=0.1)
+    )
+    with pipe, within(60):
+        for seed in range(3):
+            x, y = batch(8, seed)
+            pipe.step(x, target=y)
+        pipe.flush()
+        assert log.count("use") == 3
+        backwards = [x for x in pipe.program.lists[1] if isinstance(x, Backward)]
+        backend.lanes[1].lacks = print_instruction(backwards[0])
+        with pytest.raises(DeviceMemoryError):
+            pipe.step(x, target=y)
+            pipe.flush()
+        backend.lanes[1].lacks = ""
+    assert log.count("use") >= 4
+    last = [log[at - 1] for at, entry in enumerate(log) if entry == "use"]
+    assert set(last) == {"end"}
+
+
+@both
+def test_statistics_of_a_batch_are_computed_where_its_forwards_are(dispatch: Dispatch) -> None:
+    pipe, backend = launched(
+        Tiny(),
+        2,
+        dispatch,
+        schedule="2bw",
+        deferred_batchnorm=True,
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
+    )
+    x, y = batch(8)
+    with pipe, within(60):
+        pipe.step(x, target=y)
+    assert all(("compute", "statistics") in lanes.log for lanes in backend.lanes)
 
 
 @both

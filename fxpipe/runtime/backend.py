@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple, Protocol
 
 import torch
@@ -57,6 +58,10 @@ class Backend(Protocol):
         """A run is launched: the caller may read what the devices make."""
         ...
 
+    def computing(self, device: int) -> AbstractContextManager[None]:
+        """Within it, what a device's thread computes comes after the device's computations."""
+        ...
+
     def nanoseconds(self, device: int, times: Sequence[object]) -> list[int]:
         """The times that a machine has taken, of one clock for all devices. It may wait."""
         ...
@@ -91,6 +96,10 @@ class CpuBackend:
 
     def end(self) -> None:
         """See Backend.end."""
+
+    def computing(self, device: int) -> AbstractContextManager[None]:
+        """See Backend.computing."""
+        return nullcontext()
 
     def nanoseconds(self, device: int, times: Sequence[object]) -> list[int]:
         """See Backend.nanoseconds: they are of the host's clock."""

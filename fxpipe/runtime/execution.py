@@ -155,6 +155,7 @@ class Execution:
     def _put_back(self, error: BaseException) -> None:
         """Make the weights what they were. A device that is lost need not let it."""
         try:
+            self._backend.end()  # updates may be on their way still
             self._weights.roll_back()
         except Exception:
             if not isinstance(error, DeviceError):

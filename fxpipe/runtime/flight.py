@@ -10,8 +10,8 @@ from __future__ import annotations
 import functools
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from queue import Empty
 from typing import Any
 
@@ -106,12 +106,10 @@ class Flight:
             self._pending[batch] = landed
             self._jobs[batch] = Job(kernels, host_, clipping)
             self.count += 1
-            with self._telling_late():
-                self._backend.begin()
+            self._ask(self._backend.begin)
             self._submit(batch)
             self._wait(signals, lambda: all(each >= batch for each in self._pending))
-            with self._telling_late():
-                self._backend.end()
+            self._ask(self._backend.end)
             if signals.held is not None:
                 signals.held.add_note("interrupted after the step, whose batch counts")
         return batch
@@ -136,8 +134,7 @@ class Flight:
             for step in range(self.count, self.count + self.program.depth):
                 self._submit(step)
             self._wait(signals, lambda: self._crew.running == 0)
-            with self._telling_late():
-                self._backend.end()
+            self._ask(self._backend.end)
             self._commit(self.count - 1)
             self._weights.trim()
             for machine in self._crew.machines:
@@ -178,7 +175,8 @@ class Flight:
         driver.run()
         for machine in driver.machines:
             # all forwards of the step's own batch are done
-            machine.store.state = self._weights.gathered(machine.store.state)
+            with self._backend.computing(machine.device):
+                machine.store.state = self._weights.gathered(machine.store.state)
             self._states[machine.device][step] = dict(machine.store.state)
 
     def _wait(self, signals: HeldSignals, done: Callable[[], bool]) -> None:
@@ -202,6 +200,7 @@ class Flight:
 
     def _note(self, report: Left | Landed) -> None:
         if isinstance(report, Landed):
+            self._ask(self._backend.end)  # the outputs are launched, and maybe not made yet
             self._pending.pop(report.batch)()
         elif report.error is None:
             self._left[report.device] = report.step
@@ -232,12 +231,13 @@ class Flight:
                 self._stop()
         return late
 
-    @contextmanager
-    def _telling_late(self) -> Iterator[None]:
-        """Inside the caller's thread uses the devices."""
+    def _ask(self, devices: Callable[[], None]) -> None:
+        """Begin or end a run on the devices; while all is stopped, what fails is told anyway."""
         try:
-            yield
+            devices()
         except Exception as error:
+            if self.failed:
+                return
             if late := self._lost(error, "a batch began or ended"):
                 raise late from error
             raise
@@ -249,6 +249,7 @@ class Flight:
         for job in self._jobs.values():
             if job.clipping is not None:
                 job.clipping.forget()
+        self._ask(self._backend.end)  # updates may be on their way still
         done = self._weights.recover()
         self._commit(done - 1)
         for machine in self._crew.machines:

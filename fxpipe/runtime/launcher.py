@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 
-from fxpipe.program import Program
+from fxpipe.program import COMPUTE, Program
 from fxpipe.runtime.backend import Common
 from fxpipe.runtime.cpu import CpuWires
 from fxpipe.runtime.interpreter import Machine
@@ -47,6 +48,10 @@ class Launcher:
             trail=self._trails[device],
             first=first,
         )
+
+    def computing(self, device: int) -> AbstractContextManager[None]:
+        """See Backend.computing."""
+        return self._lanes[device].on(COMPUTE, "statistics")
 
     def generators(self) -> Mapping[str, torch.Generator]:
         """See Backend.generators: none but that for the CPU."""
