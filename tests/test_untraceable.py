@@ -220,3 +220,43 @@ def test_an_index_by_tensors_depends_on_no_values_in_its_shape() -> None:
         return y[:, torch.tensor([3, 1, 2, 0])]
 
     compiled(Net(Inner(picks)))
+
+
+class Sparse(nn.Module):
+    adjacency: Tensor
+
+    def __init__(self, layout: torch.layout) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("adjacency", torch.eye(4).to_sparse(layout=layout))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = torch.sparse.mm(self.adjacency, self.layer(x))
+        return y
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")  # CSR is in beta
+@pytest.mark.parametrize("tracer", ["export", "symbolic"])
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_a_sparse_buffer_is_refused_by_name(tracer: Any, layout: torch.layout) -> None:
+    with (
+        fxpipe.compile(Sparse(layout), 2, microbatches=1, loss=mse_loss, tracer=tracer) as pipe,
+        pytest.raises(fxpipe.InputError, match=r"'adjacency' is torch.sparse_.*keep it dense"),
+    ):
+        pipe.step(torch.randn(4, 4), target=torch.randn(4, 4))
+
+
+class Branching(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))
+        return y
+
+
+def test_control_flow_of_torchs_own_is_refused_by_name() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Branching())
+    x = torch.randn(4, 4)
+    with (
+        fxpipe.compile(model, 2, microbatches=2, loss=mse_loss) as pipe,
+        pytest.raises(TraceError, match=r"torch's cond at .*torch.cond\(.*torch.where"),
+    ):
+        pipe.step(x, target=x)

@@ -18,7 +18,13 @@ from fxpipe.compiler.hooks import refuse_hooks
 from fxpipe.compiler.leaves import Leaves
 from fxpipe.compiler.objective import Objective
 from fxpipe.compiler.pythonic import refuse_changes
-from fxpipe.compiler.tryout import output_dims, try_loss, try_model, try_own_loss
+from fxpipe.compiler.tryout import (
+    output_dims,
+    refuse_sparse,
+    try_loss,
+    try_model,
+    try_own_loss,
+)
 from fxpipe.errors import InputError, TraceError, way_out
 from fxpipe.own_backward import checkpoints_opened
 from fxpipe.passes.attach_loss import (
@@ -92,6 +98,7 @@ class FrontEnd:
         every: Dims = [() if dim is None else (dim,) for dim in batch.dims]
         dims, target_dims = every[: batch.inputs], every[batch.inputs :]
         self._leaves.renew()
+        refuse_sparse(self.model)
         refuse_hooks(self.model, self._is_leaf)
         with untouched(self.model), intra_op_threads(self._threads):
             with same_sizes(self.model):

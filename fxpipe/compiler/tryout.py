@@ -41,6 +41,20 @@ def try_model(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) 
         ) from error
 
 
+def refuse_sparse(model: nn.Module) -> None:
+    """See that the model keeps dense tensors alone.
+
+    Raises:
+        InputError: it keeps another.
+    """
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.layout is not torch.strided:
+            raise InputError(
+                f"the model's {name!r} is {tensor.layout}, which a stage cannot hold; keep it "
+                "dense (to_dense()), or keep its indices and values and multiply by index_add"
+            )
+
+
 def output_dims(
     model: nn.Module,
     args: tuple[Any, ...],
