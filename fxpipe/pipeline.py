@@ -79,6 +79,9 @@ class Pipeline(StandIn):
         something compiled, those in flight are run to their end first. The tensors of
         a batch may be filled anew when it returns: where batches overlap, it has copied them.
 
+        An input whose strides are others than those that were traced is copied into these: the
+        result equals the loop's over the copy, in which kernels may round otherwise.
+
         Where batches overlap, a failure takes all stages back to one batch: go on with batch number
         ``batches``. The next ones read the weights of then, as after ``load_state_dict``, since
         older versions are dropped; a checkpoint keeps these.
