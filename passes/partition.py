@@ -176,7 +176,8 @@ def kept_together(nodes: Sequence[fx.Node], modules: Sequence[str]) -> Iterator[
 def bonds(traced: Traced, nodes: Sequence[fx.Node]) -> Iterator[list[fx.Node]]:
     """Nodes that must share a stage.
 
-    An operation and the parts of its result; what says how a module draws, and that module; what
+    An operation and the parts of its result; what says how a module draws, and that module; a copy
+    and the module that may work on it in place, which autograd allows on no stage's input; what
     depends on no input and its first use, or, as a counter of calls that nothing uses, its module's
     first call; all that reads or writes a buffer which is written, for the next micro-batch reads
     what this one wrote; all calls of leaf modules that share a parameter or buffer.
@@ -193,7 +194,12 @@ def bonds(traced: Traced, nodes: Sequence[fx.Node]) -> Iterator[list[fx.Node]]:
             calls.setdefault(tuple(paths), node)
     for node in nodes:
         users = [user for user in node.users if user in place]
-        parts = [user for user in users if is_part(user) or node.target is draw_from]
+        copied = node.op == "call_method" and node.target == "clone"
+        parts = [
+            user
+            for user in users
+            if is_part(user) or node.target is draw_from or (copied and user.op == "call_module")
+        ]
         if parts:
             yield [node, *parts]
         elif node in constant and users:

@@ -25,6 +25,7 @@ from fxpipe.passes.named_cuts import cut_at
 from fxpipe.passes.partition import Assignment, compute_nodes, in_order, owners, readers
 from fxpipe.passes.sizes import localise_sizes
 from fxpipe.passes.solve import SLACK
+from fxpipe.passes.symbolic import trace_symbolically
 from fxpipe.passes.work import Machine, weigh
 from fxpipe.plan import Argument, Write
 from fxpipe.traced import Traced, Value
@@ -251,6 +252,13 @@ def test_all_calls_that_write_one_buffer_share_a_stage() -> None:
     with pytest.raises(PartitionError, match=r"share a result or a buffer.*one stage"):
         cut_at(traced, 2, ["first"], model)
     assert cut_at(traced, 2, ["last"], model).stages == 2
+
+
+def test_a_copy_stays_with_the_module_that_may_work_on_it_in_place() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4))
+    traced = trace_symbolically(model, (torch.randn(2, 4),), {})
+    atoms = atoms_of(traced, free(traced), Footprint()).nodes
+    assert [[node.target for node in nodes] for nodes in atoms] == [["0"], ["clone", "1"], ["2"]]
 
 
 def test_the_parts_of_a_result_stay_with_it() -> None:
