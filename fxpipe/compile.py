@@ -80,7 +80,7 @@ def compile(
     """Cut a model into stages over devices and make a pipeline that trains it.
 
     What the model's code reads besides tensors (attributes, globals, hooks, its functions) may
-    change between steps: the model is then traced anew. The README lists what is noticed.
+    change between steps: the model is then traced anew. docs/tracing.md lists what is noticed.
 
     Args:
         model: any module; its parameters are used as they are, never copied.
