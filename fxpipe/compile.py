@@ -131,7 +131,8 @@ def compile(
             ``"target[0]"``. Every name must be there in a call, unless the model declares it and
             it is left out.
         deferred_batchnorm: whether BatchNorm's running statistics are updated once a step, by the
-            mean and the variance of the whole batch, as without micro-batches. Otherwise each
+            mean and the variance of the whole batch, as without micro-batches; gathered from those
+            of the micro-batches, they may differ from these in the last bits. Otherwise each
             micro-batch updates them, in order. Either way each is normalised by itself.
         partition: "auto", names of submodules, at each of which a stage begins, or a
             ``fxpipe.Partition`` with memory limits, device speeds, links, or submodules to keep

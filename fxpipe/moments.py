@@ -80,7 +80,8 @@ def commit(
         if norm.tracked is not None:
             updates = fresh.get(norm.tracked, state[norm.tracked]) + 1
             fresh[norm.tracked] = updates
-            factor = 1 / updates if factor is None else factor
+            # in float64 as BatchNorm's own: an integer tensor would divide to a float32
+            factor = 1 / updates.double() if factor is None else factor
         assert factor is not None
         for name, new in (
             (norm.running_mean, mean),
