@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import linecache
 import re
+import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -32,6 +33,14 @@ def is_users(filename: str) -> bool:
 def is_ours(filename: str) -> bool:
     """Whether a file is this library's."""
     return filename.startswith(_OURS)
+
+
+def users_level() -> int:
+    """How many frames up from the caller the user's own code is, as ``warnings.warn`` counts."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and not is_users(frame.f_code.co_filename):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def of_node(node: fx.Node) -> str:

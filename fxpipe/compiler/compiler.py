@@ -44,6 +44,7 @@ from fxpipe.runtime.optimizer import OptimizerFactory, make_optimizer, state_siz
 from fxpipe.schedule import Schedule
 from fxpipe.signals import SignalsAtOperations
 from fxpipe.sizes import Sizes
+from fxpipe.source import users_level
 from fxpipe.traced import Traced, Value
 from fxpipe.untouched import untouched
 
@@ -249,7 +250,7 @@ class Compiler:
         weights, wrong = weighed(compiled.terms, batch, parts, weights, buffer)
         if wrong is not None and not self._warned:
             self._warned = True
-            warnings.warn(self.objective.advice(wrong, batch), stacklevel=3)
+            warnings.warn(self.objective.advice(wrong, batch), stacklevel=users_level())
         return weights
 
     def _terms_of(self, traced: Traced, split: Sequence[int]) -> tuple[Divisor | None, ...]:
