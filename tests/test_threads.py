@@ -335,8 +335,8 @@ def test_a_forked_process_says_where_the_pipes_threads_are(schedule: str) -> Non
         def anew() -> str:
             pipe.close()
             model = copy.deepcopy(pipe._model)
-            with fxpipe.compile(model, 2, loss=CROSS_ENTROPY, microbatches=2) as other:
-                return str(float(other.step(x, target=y)))
+            with fxpipe.compile(model, 2, microbatches=2) as other, torch.no_grad():
+                return str(tuple(other(x).shape))  # autograd's threads are not here either
 
         assert in_child(lambda: str(pipe.step(x, target=y))).startswith(forked)
         assert in_child(lambda: str(pipe(x))).startswith(forked)
@@ -344,7 +344,7 @@ def test_a_forked_process_says_where_the_pipes_threads_are(schedule: str) -> Non
             assert in_child(lambda: " ".join(pipe.state_dict())) == " ".join(pipe.state_dict())
         else:
             assert in_child(lambda: str(pipe.state_dict())).startswith(forked)
-        assert float(in_child(anew)) > 0
+        assert in_child(anew) == str((len(y), 3))
         losses.append(pipe.step(x, target=y))
     with pipe_of(2, schedule, optimizer=adam) as alone:
         assert [float(loss) for loss in losses] == [

@@ -258,6 +258,7 @@ def test_an_attention_mask_is_applied_as_it_is_and_not_compared(decoder: bool) -
         torch.testing.assert_close(graph(x, mask), model(x, mask))
 
 
+@pytest.mark.filterwarnings("ignore:Guards may run slower on Python:RuntimeWarning")
 @pytest.mark.usefixtures("one_thread")
 def test_inside_torch_compile_a_pipe_is_called_as_it_is() -> None:
     torch.manual_seed(0)

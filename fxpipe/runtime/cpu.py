@@ -78,8 +78,8 @@ class Worker:
         if self.forked:
             raise InputError(
                 "this process was forked from the one that compiled the pipe, and the pipe's "
-                "threads run in that one alone; use the pipe there, or close() it here and compile "
-                "the model again"
+                "threads run in that one alone; use the pipe there, or start this process by "
+                'spawning (multiprocessing.get_context("spawn")) and compile in it'
             )
         raise InputError(
             f"the pipe's thread {self._thread.name!r} has ended, by an exception that came from "
