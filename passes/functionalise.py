@@ -28,6 +28,7 @@ from torch.export.graph_signature import (
 from fxpipe.errors import TraceError
 from fxpipe.own_backward import functions_kept
 from fxpipe.passes.explain import at_node
+from fxpipe.passes.layouts import lay_gradients
 from fxpipe.passes.lazy_module import lazy_module
 from fxpipe.passes.open_instance_norm import open_instance_norms
 from fxpipe.passes.part_recurrent import part_recurrent
@@ -69,6 +70,7 @@ def functionalise(program: ExportedProgram, accepts: Callable[[int], bool]) -> T
             )
     _detach_without_grad(program.graph_module)
     _detach_in_place(program.graph_module)
+    lay_gradients(program.graph_module)
     open_instance_norms(program.graph_module)
     held = _first_names(program)
     ruled = rewrite(program)

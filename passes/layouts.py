@@ -1,11 +1,11 @@
-"""Give tensors without data the strides that an operation's own kernel gives.
+"""Give tensors without data, and gradients, the strides that they have in PyTorch itself.
 
 before:  y = batch_norm(x.transpose(1, 2), …)      without data y lies as its input does
 after:   y = batch_norm(x.transpose(1, 2), …)      y is contiguous, as it is when it is computed
 
 What is traced depends on strides: whether a view is possible, whether ``contiguous`` copies.
 PyTorch tells those of a BatchNorm wrong, and of sizes of 1 those of many an operation. Such a one
-is run once, on zeros.
+is run once, on zeros. For gradients see ``lay_gradients``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
@@ -24,6 +24,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpipe.passes.aliasing import may_alias
+
+_NO_VIEWS = (torch.ops.aten.detach.default, torch.ops.aten._unsafe_view.default)
+"""Operations whose results lie in another tensor's memory, and are no views to autograd."""
 
 
 class TrueLayouts(TorchDispatchMode):
@@ -56,6 +59,52 @@ class BatchNormsLaidOut(TorchFunctionMode):
             with disable_proxy_modes_tracing(), torch.no_grad():
                 made.as_strided_(made.shape, torch.empty(made.shape, device="meta").stride())
         return made
+
+
+def lay_gradients(module: fx.GraphModule) -> None:
+    """Let the gradient of what is written through a view lie as that itself, as autograd does it.
+
+    before:  view = permute(linear, …);  div_(view, 3)
+    after:   flat = reshape(linear, [-1]);  laid = view_as(flat, linear)
+             view = permute(laid, …);  div_(view, 3)
+
+    A sum rounds by how its operand lies, and without the write a gradient lies as the one that
+    arrives. Both new nodes are views; backward copies such a gradient where it lies otherwise.
+    """
+    aten, graph = torch.ops.aten, module.graph
+    for base in dict.fromkeys(map(_written_base, graph.nodes)):
+        if base is None:
+            continue
+        value = base.meta["val"]
+        with graph.inserting_after(base):
+            flat = graph.call_function(aten.reshape.default, (base, [-1]))
+        with graph.inserting_after(flat):
+            laid = graph.call_function(aten.view_as.default, (flat, base))
+        with value.fake_mode, torch.no_grad():
+            line = value.reshape([-1])
+            flat.meta.update({**base.meta, "val": line})
+            laid.meta.update({**base.meta, "val": line.view_as(value)})
+        news = (flat, laid)
+        base.replace_all_uses_with(laid, lambda user, news=news: user not in news)  # type: ignore[misc]
+
+
+def _written_base(node: fx.Node) -> fx.Node | None:
+    """What a node writes to through a view, if it is contiguous and may have a gradient."""
+    if not isinstance(node.target, OpOverload) or not node.target._schema.is_mutable:
+        return None
+    base, viewed = node, False
+    while base.args and isinstance(source := base.args[0], fx.Node):
+        here, there = base.meta.get("val"), source.meta.get("val")
+        if not isinstance(here, FakeTensor) or not isinstance(there, FakeTensor):
+            break
+        shared = here.untyped_storage()._cdata == there.untyped_storage()._cdata
+        if not shared or base.target in _NO_VIEWS:
+            break
+        viewed |= (here.shape, here.stride()) != (there.shape, there.stride())
+        base = source
+    value = base.meta.get("val")
+    laid = isinstance(value, FakeTensor) and value.is_floating_point() and value.is_contiguous()
+    return base if viewed and laid and base.op == "call_function" else None
 
 
 def _in_doubt(func: Any, operands: list[Any]) -> bool:

@@ -115,12 +115,51 @@ class Video(nn.Module):
         return scores
 
 
+class Written(nn.Module):
+    """Writes to a view, and what multiplies by it gives it a gradient that lies turned."""
+
+    def __init__(self, write: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.other = nn.Linear(32, 32), nn.Linear(32, 32)
+        self.write, self.last = write, nn.Linear(20, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.write(self.first(x[:1]))
+        scores = _heads(self.other(x)) @ heads.transpose(-1, -2)
+        y: Tensor = self.last(scores.relu().sum(1))
+        return y
+
+
+def _heads(x: Tensor) -> Tensor:
+    return x.view(*x.shape[:2], 4, 8).transpose(1, 2)
+
+
+def _scaled_heads(x: Tensor) -> Tensor:
+    heads = _heads(x)
+    heads /= 3.0
+    return heads
+
+
+def _scaled_rows(x: Tensor) -> Tensor:
+    x[:, 3:5] *= 2.0
+    return _heads(x)
+
+
+def _scaled_beside(x: Tensor) -> Tensor:
+    turned = x.transpose(1, 2)
+    turned *= 2.0
+    return _heads(x)
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "BatchNorm": (lambda: Turned(nn.BatchNorm1d(6), False), (33, 4)),
     "BatchNorm, then a copy": (lambda: Turned(nn.BatchNorm1d(6), True), (33, 4)),
     "averaging": (lambda: Turned(nn.BatchNorm1d(6, momentum=None), True), (33, 4)),
     "no statistics": (lambda: Turned(nn.BatchNorm1d(6, track_running_stats=False), False), (33, 4)),
     "single pixels": (Video, (4, 8)),
+    "a view is written": (lambda: Written(_scaled_heads), (20, 32)),
+    "rows are written": (lambda: Written(_scaled_rows), (20, 32)),
+    "what a written view is of is read": (lambda: Written(_scaled_beside), (20, 32)),
 }
 
 
