@@ -142,10 +142,11 @@ def compile(
         leaf_modules: submodules, by name, by class or themselves, that are called as they are in
             every step, with their hooks, their control flow and their autograd functions, by
             either tracer. Autograd then drives backward in every stage. Where a line cannot be
-            traced, such as a branch on the values of a tensor, the smallest submodule around it
-            that can be called so becomes one by itself, and so does a loss; the logger "fxpipe"
-            then has a warning with the line, the submodule and what that costs. What a leaf module
-            returns must have a size that depends on no values, or the model computes with a size
+            traced, such as a branch on the values of a tensor or ``torch.cond``, the smallest
+            submodule around it that can be called so becomes one by itself, and so does a loss;
+            the logger "fxpipe" then has a warning with the line, the submodule and what that costs.
+            Stages with ``torch.cond``, ``while_loop`` and their like take turns on their devices,
+            for PyTorch can trace these in one thread alone. What a leaf module returns must have a size that depends on no values, or the model computes with a size
             that it had in the first micro-batch; of those that nobody named this is checked.
         fuse_accumulation: let matrix products add parameters' gradients to the sums over
             micro-batches in their own kernels. It saves time in linear layers; gradients then

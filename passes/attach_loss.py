@@ -22,7 +22,7 @@ from fxpipe.errors import InputError, TraceError
 from fxpipe.passes.lazy_module import lazy_module
 from fxpipe.plan import Argument
 from fxpipe.random.leaf_draws import DrawsWatched
-from fxpipe.traced import DRAWS, Literal, Traced, Value
+from fxpipe.traced import DRAWS, TAKES_TURNS, Literal, Traced, Value
 
 LEAF_LOSS = "fxpipe_loss"
 """What the loss is called among leaf modules."""
@@ -173,7 +173,7 @@ def attach_leaf_loss(
     value = graph.call_module(LEAF_LOSS, (*outputs, *pytree.tree_unflatten(given, spec)))
     with torch.no_grad(), DrawsWatched() as watch:
         value.meta["val"] = loss(*output, *targets)
-    value.meta[DRAWS] = watch.drew
+    value.meta[DRAWS], value.meta[TAKES_TURNS] = watch.drew, watch.traced
     with suppress(Exception):  # not every loss that can be called can be traced
         value.meta[LOSS_GRAPH] = _readable(loss, output, leaves, spec)
     written = [node for node in outputs if isinstance(node, fx.Node)]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 import traceback
 from collections.abc import Sequence
+from itertools import chain
 
 from torch import fx, nn
+from torch._ops import HigherOrderOperator
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from fxpipe import source
@@ -26,6 +28,7 @@ _CONSTRUCTS: Sequence[tuple[str, str, str]] = (
 )
 """What stands in a line whose outcome depends on values → what it is called, and the cure."""
 
+_CONTROL_FLOW = ("cond", "while_loop", "map_impl", "scan", "associative_scan")
 _ON_VALUES = ("DataDependent", "data-dependent", "cannot be used as inputs to control flow")
 _OUTSIDE = (".numpy()", "np.ndarray")
 
@@ -83,6 +86,21 @@ def refuse_values(model: nn.Module, traced: Traced) -> None:
         same = [_paths(other) for other in free if free[other] & free[node]]
         around = [path for path in _paths(node) if all(path in paths for paths in same)]
         raise _error(model, where, reason, cure, around)
+
+
+def refuse_control_flow(model: nn.Module, graph: fx.GraphModule) -> None:
+    """See that a graph, with its regions without gradients, holds no ``torch.cond`` or its like.
+
+    Raises:
+        TraceError: it does; names the line.
+    """
+    regions = [m for m in graph.modules() if isinstance(m, fx.GraphModule)]
+    for node in chain.from_iterable(region.graph.nodes for region in regions):
+        if isinstance(node.target, HigherOrderOperator) and node.target.name() in _CONTROL_FLOW:
+            name = node.target.name().removesuffix("_impl")
+            reason = f"control flow of torch's own, {name}, which no stage's graph can hold"
+            cure = "choose with torch.where, or write a Python loop of a fixed number of turns"
+            raise _error(model, source.of_node(node), reason, cure, _paths(node))
 
 
 def at_node(message: str, node: fx.Node, reason: str) -> TraceError:

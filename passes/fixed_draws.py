@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpipe.random import with_defaults
+from fxpipe.random.leaf_draws import Draws
 
 
 def pattern(like: Tensor) -> Tensor:
@@ -19,13 +19,11 @@ def pattern(like: Tensor) -> Tensor:
     return ((places + 1) * 0.6180339887498949).frac().reshape(like.shape)
 
 
-class FixedDraws(TorchDispatchMode):
+class FixedDraws(Draws):
     """Inside, every random operation draws the same fixed pattern, whoever calls it."""
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
+    def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What an operation returns inside."""
         name = func._schema.name.partition("::")[2].rstrip("_")
         if name == "native_dropout" and args[2] is not False and 0 < args[1] < 1:
             mask = pattern(args[0]) < 1 - args[1]

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._ops import HigherOrderOperator
 from torch.export import ExportedProgram
 from torch.export.graph_signature import (
     ConstantArgument,
@@ -34,7 +33,6 @@ from fxpipe.passes.open_instance_norm import open_instance_norms
 from fxpipe.passes.part_recurrent import part_recurrent
 from fxpipe.passes.rewrite import rewrite
 from fxpipe.plan import Argument, Write
-from fxpipe.source import of_node
 from fxpipe.traced import Literal, Traced, Value
 
 _ASSERTIONS = frozenset(
@@ -46,8 +44,6 @@ _ASSERTIONS = frozenset(
         torch.ops.aten.sym_constrain_range.default,
     )
 )
-
-_CONTROL_FLOW = ("cond", "while_loop", "map_impl", "scan", "associative_scan")
 
 
 def functionalise(program: ExportedProgram, accepts: Callable[[int], bool]) -> Traced:
@@ -61,13 +57,6 @@ def functionalise(program: ExportedProgram, accepts: Callable[[int], bool]) -> T
         TraceError: the model writes into one of its inputs, or keeps something that a graph
             cannot hold.
     """
-    for node in program.graph.nodes:
-        if isinstance(node.target, HigherOrderOperator) and node.target.name() in _CONTROL_FLOW:
-            raise TraceError(
-                f"the model calls torch's {node.target.name()} at {of_node(node)}, which a stage's "
-                "graph cannot hold; choose between both with torch.where, or write a Python loop "
-                "of a fixed number of turns"
-            )
     _detach_without_grad(program.graph_module)
     _detach_in_place(program.graph_module)
     lay_gradients(program.graph_module)

@@ -25,7 +25,7 @@ from fxpipe.own_backward import functions_kept
 from fxpipe.passes.explain import explained
 from fxpipe.plan import Argument, Write
 from fxpipe.random.leaf_draws import DrawsWatched
-from fxpipe.traced import DRAWS, Literal, Traced, Value
+from fxpipe.traced import DRAWS, TAKES_TURNS, Literal, Traced, Value
 
 _OUT_OF_PLACE: dict[Any, Callable[..., Any]] = {
     operator.iadd: operator.add,
@@ -301,5 +301,6 @@ class Example(fx.Interpreter):
         with DrawsWatched() as watch:
             value = super().run_node(n)
         n.meta[DRAWS] = watch.drew and bool(n.all_input_nodes)
+        n.meta[TAKES_TURNS] = watch.traced
         n.meta["val"] = value.to("meta") if isinstance(value, Tensor) else value
         return value

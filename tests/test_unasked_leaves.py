@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._higher_order_ops import map as map_
+from torch._higher_order_ops import while_loop
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
@@ -21,7 +23,10 @@ from fxpipe.random.generators import mix
 from fxpipe.random.leaf_draws import SeededDraws, draw_from
 from tests import loop
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute"),  # torch.cond's own, in any model
+]
 
 Function = Callable[[Any, Tensor], Any]
 
@@ -135,6 +140,34 @@ def scales(net: Any, x: Tensor) -> Tensor:
     return made
 
 
+def chooses(net: Any, x: Tensor) -> Tensor:
+    y: Tensor = torch.cond(x.sum() > 0, torch.sin, lambda y: y * y, (net.layer(x),))
+    return y
+
+
+def chooses_layers(net: Any, x: Tensor) -> Tensor:
+    y: Tensor = torch.cond(x.sum() > 0, net.layer, torch.tanh, (x,))
+    return y
+
+
+def goes_on(net: Any, x: Tensor) -> Tensor:
+    start = torch.tensor(0), net.layer(x)
+    more: Tensor = while_loop(lambda i, y: y.abs().sum() > i, lambda i, y: (i + 1, y / 2), start)[1]
+    return more
+
+
+def goes_on_unrecorded(net: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        factor = goes_on(net, x)
+    y: Tensor = net.layer(x) * factor
+    return y
+
+
+def maps(net: Any, x: Tensor) -> Tensor:
+    y: Tensor = map_(lambda row, other: row * other, net.layer(x), x[0])  # type: ignore[arg-type]
+    return y
+
+
 @pytest.mark.parametrize(
     ("inner", "leaf", "tracer"),
     [
@@ -146,6 +179,10 @@ def scales(net: Any, x: Tensor) -> Tensor:
         (lambda: Does(asks_a_part, Does(branches)), "inner", "export"),
         (lambda: Does(scales, Does(counts)), "inner", "export"),
         (lambda: nn.Sequential(nn.Sequential(Does(branches), nn.Tanh())), "inner.0.0", "export"),
+        (lambda: Does(chooses), "inner", "export"),
+        (lambda: Does(goes_on_unrecorded), "inner", "export"),
+        (lambda: Does(maps), "inner", "export"),
+        (lambda: Does(chooses), "inner", "symbolic"),
         (lambda: Does(as_array), "inner", "symbolic"),
         (lambda: Does(asks_a_part, Does(branches)), "inner", "symbolic"),
         (lambda: nn.Sequential(nn.Sequential(Does(branches), nn.Tanh())), "inner.0.0", "symbolic"),
@@ -163,6 +200,39 @@ def test_the_smallest_submodule_that_can_be_called_is_and_a_warning_says_so(
     assert f"{__file__}:" in message
     assert "autograd drives backward in every stage" in message
     assert f"leaf_modules=[{leaf!r}]" in message
+
+
+def test_stages_with_control_flow_of_torchs_own_trace_in_turns() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*map(Does, (chooses, goes_on, chooses_layers)), nn.Linear(4, 4))
+    alone = copy.deepcopy(model)
+    x, y = torch.randn(16, 4), torch.randn(16, 4)
+    with fxpipe.compile(
+        model, 3 * ["cpu"], microbatches=4, loss=F.mse_loss, partition=["1", "2"]
+    ) as pipe:
+        made = pipe.step(x, target=y)
+        assert torch.equal(made, loop.train(alone, 4, x, loss=F.mse_loss, target=y).loss)
+    loop.assert_same(loop.gradients(model), loop.gradients(alone))
+
+
+def test_what_is_drawn_in_a_branch_is_the_microbatchs() -> None:
+    def draws(net: Any, x: Tensor) -> Tensor:
+        noise = torch.cond(x.sum() > 0, torch.rand_like, torch.randn_like, (x.detach(),))
+        y: Tensor = net.layer(x) * noise
+        return y
+
+    losses = []
+    for cuts in (["inner"], ["inner", "last"]):
+        torch.manual_seed(0)
+        model, x = Around(Does(draws)), torch.randn(8, 4)
+        with fxpipe.compile(
+            model, (len(cuts) + 1) * ["cpu"], microbatches=4, loss=F.mse_loss, partition=cuts
+        ) as pipe:
+            torch.manual_seed(0)
+            losses.append([pipe.step(x, target=x) for _ in range(2)])
+    (first, second), again = losses
+    assert torch.equal(torch.stack([first, second]), torch.stack(again))
+    assert not torch.equal(first, second)
 
 
 def test_submodules_of_one_class_become_leaves_at_once(

@@ -34,7 +34,12 @@ from fxpipe.passes.attach_loss import (
     own_loss,
     with_loss,
 )
-from fxpipe.passes.explain import differing_line, explained, refuse_values
+from fxpipe.passes.explain import (
+    differing_line,
+    explained,
+    refuse_control_flow,
+    refuse_values,
+)
 from fxpipe.passes.functionalise import functionalise
 from fxpipe.passes.leaf_calls import LeafCalls, call_leaves
 from fxpipe.passes.randomness import seed_randomness
@@ -254,6 +259,7 @@ def _functional(
     model: nn.Module, program: ExportedProgram, accepts_: Callable[[int], bool]
 ) -> Traced:
     """The exported program as one functional graph; all that fails is a TraceError."""
+    refuse_control_flow(model, program.graph_module)
     with telling("functionalise"):
         try:
             traced = functionalise(program, accepts_)

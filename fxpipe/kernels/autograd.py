@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from copy import copy
+from threading import RLock
 from typing import Any
 
 import torch
@@ -12,6 +13,10 @@ from torch import fx
 
 from fxpipe.kernels.kernel import Backwarded, Forwarded, InputGraded, Totals, added
 from fxpipe.random.leaf_draws import SeededDraws, draw_from
+from fxpipe.traced import TAKES_TURNS
+
+_TURN = RLock()
+"""Held while PyTorch may trace; two threads that do so see each other's half-made state."""
 
 
 class AutogradKernel:
@@ -55,6 +60,7 @@ class AutogradKernel:
         self._output_gradients = tuple(output_gradients)
         self._recording = recording
         self._draws = any(node.target is draw_from for node in graph.graph.nodes)
+        self._takes_turns = any(node.meta.get(TAKES_TURNS) for node in graph.graph.nodes)
 
     def mapped(self, change: Callable[[fx.GraphModule], fx.GraphModule]) -> AutogradKernel:
         """The same kernel with its graph module changed; the modules in it are as they are."""
@@ -82,7 +88,7 @@ class AutogradKernel:
         inputs.clear()
         tensors = dict(zip(self._parameters, weights, strict=True)) | state
         seeded = SeededDraws() if self._draws else nullcontext()
-        with torch.set_grad_enabled(self._recording), seeded:
+        with self._turn(), torch.set_grad_enabled(self._recording), seeded:
             outputs = torch.func.functional_call(self.forward_graph, tensors, tuple(sources))
         keeps = any(self._output_gradients)
         saved = [list(outputs), sources, weights] if keeps else []
@@ -105,11 +111,12 @@ class AutogradKernel:
         wanted = [x for x, has in zip(sources, self._input_gradients, strict=True) if has]
         count = len(wanted)
         trained = [weight for weight in weights if weight.requires_grad]
-        found: list[torch.Tensor | None] = list(
-            torch.autograd.grad(roots, [*wanted, *trained], gradients, allow_unused=True)
-            if wanted or trained
-            else ()
-        )
+        with self._turn():
+            found: list[torch.Tensor | None] = list(
+                torch.autograd.grad(roots, [*wanted, *trained], gradients, allow_unused=True)
+                if wanted or trained
+                else ()
+            )
         gradients.clear()
         del roots
         seen: set[int] = set()
@@ -141,6 +148,9 @@ class AutogradKernel:
         found = list(deferred)
         deferred.clear()
         return added(totals, found)
+
+    def _turn(self) -> AbstractContextManager[Any]:
+        return _TURN if self._takes_turns else nullcontext()
 
 
 def _storage(tensor: torch.Tensor | None) -> int:

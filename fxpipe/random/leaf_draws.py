@@ -13,6 +13,8 @@ import threading
 from typing import Any
 
 import torch
+from torch._higher_order_ops import utils
+from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpipe.errors import InputError
@@ -38,16 +40,53 @@ def draw_from(x: Any, seed: torch.Tensor, node: int) -> Any:
     return x
 
 
-class SeededDraws(TorchDispatchMode):
-    """Inside, what ``draw_from`` says decides what is drawn."""
+class Draws(TorchDispatchMode):
+    """Inside, ``operation`` is called in place of every operation, whoever calls it.
+
+    Attributes:
+        traced: whether ``torch.cond`` or its like was called, for which PyTorch traces.
+    """
+
+    supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.traced = False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let torch.cond compile what it is given; that code's operations are seen all the same."""
+        return getattr(utils, "_in_hop_compile", bool)()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = dict(kwargs or {})
+        if isinstance(func, HigherOrderOperator):  # torch.cond …: what it calls may draw as well
+            self.traced = True
+            return func(*map(self._inside, args), **(kwargs or {}))
+        return self.operation(func, args, dict(kwargs or {}))
+
+    def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What an operation returns inside."""
+        return func(*args, **kwargs)
+
+    def _inside(self, argument: Any) -> Any:
+        """What a higher-order operator is given; a function is called inside."""
+        if not callable(argument):
+            return argument
+
+        def called(*args: Any) -> Any:
+            with self:
+                return argument(*args)
+
+        return called
+
+
+class SeededDraws(Draws):
+    """Inside, what ``draw_from`` says decides what is drawn."""
+
+    def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What an operation returns inside."""
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
         number = mix(_NOW.node, _NOW.drawn)
@@ -68,7 +107,7 @@ class SeededDraws(TorchDispatchMode):
         )
 
 
-class DrawsWatched(TorchDispatchMode):
+class DrawsWatched(Draws):
     """Notes whether anything is drawn inside.
 
     Attributes:
@@ -76,12 +115,11 @@ class DrawsWatched(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.drew = False
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if torch.Tag.nondeterministic_seeded in func.tags and draws(func, args, kwargs or {}):
+    def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What an operation returns inside."""
+        if torch.Tag.nondeterministic_seeded in func.tags and draws(func, args, kwargs):
             self.drew = True
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
