@@ -146,8 +146,9 @@ def compile(
             submodule around it that can be called so becomes one by itself, and so does a loss;
             the logger "fxpipe" then has a warning with the line, the submodule and what that costs.
             Stages with ``torch.cond``, ``while_loop`` and their like take turns on their devices,
-            for PyTorch can trace these in one thread alone. What a leaf module returns must have a size that depends on no values, or the model computes with a size
-            that it had in the first micro-batch; of those that nobody named this is checked.
+            for PyTorch can trace these in one thread alone. What a leaf module returns must have a
+            size that depends on no values, or the model computes with a size that it had in the
+            first micro-batch; of those that nobody named this is checked.
         fuse_accumulation: let matrix products add parameters' gradients to the sums over
             micro-batches in their own kernels. It saves time in linear layers; gradients then
             equal the plain loop's to rounding, not to the bit.
