@@ -182,3 +182,17 @@ def test_a_cut_anywhere_in_a_chain_equals_the_loop(cut: str) -> None:
         loss = pipe.step(x, target=y)
     assert torch.equal(loss, loop.train(alone, 2, x, loss=mse_loss, target=y).loss)
     loop.assert_same(loop.gradients(model), loop.gradients(alone))
+
+
+def test_several_devices_equal_the_loop_with_the_threads_that_one_of_them_has() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 512), nn.GELU(), nn.LayerNorm(512), nn.Linear(512, 4))
+    alone = copy.deepcopy(model)
+    x, y = torch.randn(256, 64), torch.randn(256, 4)
+    torch.set_num_threads(4)
+    with fxpipe.compile(model, ["cpu"] * 3, microbatches=2, loss=mse_loss) as pipe:
+        loss = pipe.step(x, target=y)
+    torch.set_num_threads(1)  # 4 // 3
+    expected = loop.train(alone, 2, x, loss=mse_loss, target=y)
+    assert torch.equal(loss, expected.loss)
+    loop.assert_same(loop.gradients(model), loop.gradients(alone))
