@@ -129,7 +129,7 @@ def compile(
             every micro-batch gets the whole tensor: ``{"x": 1, "table": None, "target": 1}``. A
             part of a nested input is called ``"x['left']"``, one of several targets
             ``"target[0]"``. Every name must be there in a call, unless the model declares it and
-            it is left out.
+            it is left out. A sparse tensor cannot be split: give None for it.
         deferred_batchnorm: whether BatchNorm's running statistics are updated once a step, by the
             mean and the variance of the whole batch, as without micro-batches; gathered from those
             of the micro-batches, they may differ from these in the last bits. Otherwise each

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,7 @@ from torch.nn.functional import mse_loss
 
 import fxpipe
 from fxpipe.errors import TraceError
+from tests import loop
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -244,6 +246,55 @@ def test_a_sparse_buffer_is_refused_by_name(tracer: Any, layout: torch.layout) -
         pytest.raises(fxpipe.InputError, match=r"'adjacency' is torch.sparse_.*keep it dense"),
     ):
         pipe.step(torch.randn(4, 4), target=torch.randn(4, 4))
+
+
+class Graphs(nn.Module):
+    """Takes the adjacency matrix of a graph of four nodes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, adjacency: Tensor) -> Tensor:
+        y: Tensor = self.last(torch.sparse.mm(adjacency, self.first(x)))
+        return y
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize(
+    ("tracer", "layout"),
+    [
+        ("export", torch.sparse_coo),
+        ("symbolic", torch.sparse_coo),
+        ("symbolic", torch.sparse_csr),
+        ("export", torch.sparse_csr),
+    ],
+)
+def test_a_sparse_input_is_whole_in_every_microbatch(tracer: Any, layout: torch.layout) -> None:
+    torch.manual_seed(0)
+    model = Graphs()
+    alone = copy.deepcopy(model)
+    adjacency = (torch.rand(4, 4) * torch.ones(4, 4).tril()).to_sparse(layout=layout)
+    x, y = torch.randn(8, 4), torch.randn(8, 4)
+    with fxpipe.compile(
+        model,
+        2,
+        microbatches=2,
+        loss=mse_loss,
+        tracer=tracer,
+        partition=["last"],
+        batch_dims={"adjacency": None},
+    ) as pipe:
+        if tracer == "export" and layout is torch.sparse_csr:
+            with pytest.raises(
+                fxpipe.InputError, match=r"adjacency.*_csr.*adjacency.to_sparse_coo"
+            ):
+                pipe.step(x, adjacency, target=y)
+            adjacency = adjacency.to_sparse_coo()
+        made = pipe.step(x, adjacency, target=y)
+    expected = loop.train(alone, 2, x, loss=mse_loss, target=y, adjacency=adjacency)
+    assert torch.equal(made, expected.loss)
+    loop.assert_same(loop.gradients(model), loop.gradients(alone))
 
 
 class Branching(nn.Module):

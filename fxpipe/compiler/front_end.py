@@ -103,7 +103,7 @@ class FrontEnd:
         every: Dims = [() if dim is None else (dim,) for dim in batch.dims]
         dims, target_dims = every[: batch.inputs], every[batch.inputs :]
         self._leaves.renew()
-        refuse_sparse(self.model)
+        refuse_sparse(self.model, dict(zip(batch.names, leaves, strict=True)), self.tracer)
         refuse_hooks(self.model, self._is_leaf)
         with untouched(self.model), intra_op_threads(self._threads):
             with same_sizes(self.model):

@@ -41,17 +41,31 @@ def try_model(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) 
         ) from error
 
 
-def refuse_sparse(model: nn.Module) -> None:
-    """See that the model keeps dense tensors alone.
+def refuse_sparse(model: nn.Module, inputs: Mapping[str, Any], tracer: str) -> None:
+    """See that the model keeps dense tensors alone, and is given none that cannot be traced.
+
+    Args:
+        model: the model.
+        inputs: those of one micro-batch, by name.
+        tracer: by which it will be traced.
 
     Raises:
-        InputError: it keeps another.
+        InputError: it keeps, or is given, another.
     """
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.layout is not torch.strided:
             raise InputError(
                 f"the model's {name!r} is {tensor.layout}, which a stage cannot hold; keep it "
-                "dense (to_dense()), or keep its indices and values and multiply by index_add"
+                "dense (to_dense()), keep its indices and values and multiply by index_add, or let "
+                "forward take it as an input, in COO and whole in every micro-batch: "
+                "compile(..., batch_dims={its name: None})"
+            )
+    for name, value in inputs.items() if tracer == "export" else ():
+        layout = value.layout if isinstance(value, Tensor) else torch.strided
+        if layout not in (torch.strided, torch.sparse_coo):
+            raise InputError(
+                f'{name} is {layout}, which tracer="export" does not take; give it in COO '
+                f"({name}.to_sparse_coo())"
             )
 
 

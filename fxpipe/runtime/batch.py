@@ -102,7 +102,8 @@ class Batch:
             if dim is not None and leaf.layout is not torch.strided:
                 raise InputError(
                     f"{name} is {leaf.layout}, which cannot be split along the batch; make it "
-                    f"dense ({name}.to_dense())"
+                    f"dense ({name}.to_dense()), or give it whole to every micro-batch: "
+                    "compile(..., batch_dims={its name: None})"
                 )
 
     def split(self, microbatches: int) -> list[list[Any]]:
