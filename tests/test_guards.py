@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import cProfile
+import gc
 import logging
 import pstats
 import textwrap
@@ -560,6 +561,37 @@ def test_an_object_that_does_not_tell_its_length_may_be_held() -> None:
     with guards.reading():
         assert model.scale is not None
     assert guards.variant() == guards.variant()
+
+
+COLLECTED = 0
+
+
+def _collected(phase: str, info: dict[str, int]) -> None:
+    global COLLECTED
+    COLLECTED += 1
+
+
+def test_what_the_garbage_collector_calls_is_none_of_the_models(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Collects(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            gc.collect()
+            return super().forward(x)
+
+    x, y = torch.randn(8, 4), torch.randn(8, 3)
+    gc.callbacks.append(_collected)
+    try:
+        with (
+            caplog.at_level(logging.INFO, "fxpipe"),
+            fxpipe.compile(Collects(), ["cpu"], microbatches=2, loss=F.cross_entropy) as pipe,
+        ):
+            for _ in range(2):
+                pipe.step(x, target=y.argmax(1))
+    finally:
+        gc.callbacks.remove(_collected)
+    assert COLLECTED
+    assert not [r for r in caplog.records if "COLLECTED" in r.getMessage()]
 
 
 def test_a_profiler_written_in_c_is_on_again_after_a_trace() -> None:

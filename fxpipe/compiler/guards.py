@@ -9,6 +9,7 @@ keeps in a module for itself is no reason to trace anything.
 from __future__ import annotations
 
 import dis
+import gc
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fxpipe import source
-from fxpipe.compiler.looking import Look, Reads, Seen
+from fxpipe.compiler.looking import OUTSIDE, Look, Reads, Seen
 from fxpipe.signals import put_back
 from fxpipe.telling import LOGGER
 
@@ -77,6 +78,8 @@ class Guards:
         reads = self._reads = self._reads.copied()
         # what ran by its identity, as its hash takes long, and whether it makes names of attributes
         known: dict[int, tuple[CodeType, bool]] = {}
+        # the collector runs, and calls these, in the midst of anything
+        collecting = [getattr(callback, "__code__", None) for callback in gc.callbacks]
         leaves = {id(module) for module in self._leaves.values()}
         called: Any = nn.Module.__call__
         leaf: FrameType | None = None  # it reads what it reads in every step
@@ -88,6 +91,8 @@ class Guards:
             if event != "call" or leaf is not None:
                 return
             code = frame.f_code
+            if code in collecting:
+                return
             if leaves and code is called.__code__ and id(frame.f_locals.get("self")) in leaves:
                 leaf = frame
                 return
@@ -176,7 +181,7 @@ def _read(code: CodeType, module: dict[str, Any], reads: Reads) -> bool:
     reads.names.update(code.co_names)
     reads.names.update(_strings(code.co_consts))
     top = str(module.get("__name__")).partition(".")[0]
-    if top in sys.stdlib_module_names or not source.is_users(code.co_filename):
+    if top in OUTSIDE or not source.is_users(code.co_filename):
         return False
     for step in dis.get_instructions(code):
         if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):

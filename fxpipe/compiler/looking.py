@@ -32,7 +32,7 @@ _APART = frozenset(vars(nn.Module())) - {*_HOOKS}
 """Attributes of every module that are looked at in another way, or not at all."""
 _RECORDS = ("types.SimpleNamespace", "argparse.Namespace")
 """Python's own classes whose objects are looked into."""
-_OUTSIDE = frozenset((*sys.stdlib_module_names, "torch", "fxpipe"))
+OUTSIDE = frozenset((*sys.stdlib_module_names, "torch", "fxpipe", "mpmath", "networkx", "sympy"))
 _MISSING = object()
 
 
@@ -177,7 +177,7 @@ class Look:
         elif isinstance(value, type):
             self._class(path, value)
         elif isinstance(value, ModuleType):
-            if _top(value.__name__) not in _OUTSIDE:
+            if _top(value.__name__) not in OUTSIDE:
                 self._attributes(path, vars(value))
         elif not isinstance(value, Tensor) and _is_record(type(value)):
             every = type(value) in self._reads.makers
@@ -218,7 +218,7 @@ class Look:
         top = _top(cls.__module__)
         if top in sys.stdlib_module_names:
             return
-        if top in _OUTSIDE:
+        if top in OUTSIDE:
             items = [(n, v) for n, v in vars(cls).items() if n in self._reads.names]
             self.seen.dicts.append((vars(cls), len(vars(cls)), items))
             self.values.update((f"{path}.{name}", Same(value)) for name, value in items)
@@ -324,5 +324,5 @@ def _is_dict(value: Any) -> bool:
 
 def _is_record(cls: type) -> bool:
     """Whether objects of a class have attributes to look at, as a model's configuration has."""
-    own = _top(cls.__module__) not in _OUTSIDE
+    own = _top(cls.__module__) not in OUTSIDE
     return own or f"{cls.__module__}.{cls.__qualname__}" in _RECORDS

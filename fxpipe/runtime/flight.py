@@ -175,8 +175,9 @@ class Flight:
         driver.run()
         for machine in driver.machines:
             # all forwards of the step's own batch are done
-            with self._backend.computing(machine.device):
-                machine.store.state = self._weights.gathered(machine.store.state)
+            if self._weights.defers:
+                with self._backend.computing(machine.device):
+                    machine.store.state = self._weights.gathered(machine.store.state)
             self._states[machine.device][step] = dict(machine.store.state)
 
     def _wait(self, signals: HeldSignals, done: Callable[[], bool]) -> None:

@@ -252,6 +252,11 @@ class VersionedWeights:
         self._stopped = False
         return version
 
+    @property
+    def defers(self) -> bool:
+        """Whether statistics of BatchNorm wait for the end of a batch's forwards."""
+        return bool(self._deferred)
+
     def gathered(self, written: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """What a device has written to buffers at the end of a batch's forwards.
 
