@@ -22,16 +22,16 @@ from benchmarks.models.pairs import Cell, First, Twice
 from benchmarks.models.resnet import ResNet
 from benchmarks.models.unet import UNet
 from benchmarks.report import Grid, Report
-from fxpipe.passes.atoms import Atoms, Footprint, atoms_of
-from fxpipe.passes.cut import cut
-from fxpipe.passes.differentiate import Differentiate, Wanted
-from fxpipe.passes.functionalise import functionalise
-from fxpipe.passes.measure import measure
-from fxpipe.passes.part_backward import part_backward
-from fxpipe.passes.partition import Assignment, compute_nodes
-from fxpipe.passes.solve import solve
-from fxpipe.passes.trace import accepts, trace
-from fxpipe.passes.work import Machine, Transfer, Work
+from fxpipe.passes.differentiate.differentiate import Differentiate, Wanted
+from fxpipe.passes.differentiate.part_backward import part_backward
+from fxpipe.passes.graph.functionalise import functionalise
+from fxpipe.passes.partition.assignment import Assignment, compute_nodes
+from fxpipe.passes.partition.atoms import Atoms, Footprint, atoms_of
+from fxpipe.passes.partition.cut import cut
+from fxpipe.passes.partition.measure import measure
+from fxpipe.passes.partition.solver.solve import solve
+from fxpipe.passes.partition.work import Machine, Transfer, Work
+from fxpipe.passes.tracing.trace import accepts, trace
 
 STAGES = (2, 4, 8)
 SECONDS = 10.0

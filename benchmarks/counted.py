@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 import fxpipe
+from fxpipe.ir.program import Forward, Load, Pop, Receive, Send, Stash
 from fxpipe.memory.counting import Counting
-from fxpipe.program import Forward, Load, Pop, Receive, Send, Stash
 from fxpipe.runtime import interpreter
 from fxpipe.runtime.interpreter import Machine
 

@@ -24,14 +24,14 @@ from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B, Sche
 
 from benchmarks.machine import describe
 from benchmarks.report import Figure, Report
-from fxpipe.edge import HOST, Edge
-from fxpipe.passes.communicate import communicate
-from fxpipe.passes.free import free
-from fxpipe.passes.lower import Lower
-from fxpipe.plan import Plan, Stage
-from fxpipe.program import Program
-from fxpipe.recipe import find_recipe
-from fxpipe.schedule import Schedule
+from fxpipe.ir.edge import HOST, Edge
+from fxpipe.ir.plan import Plan, Stage
+from fxpipe.ir.program import Program
+from fxpipe.ir.recipe import find_recipe
+from fxpipe.ir.schedule import Schedule
+from fxpipe.passes.lowering.communicate import communicate
+from fxpipe.passes.lowering.free import free
+from fxpipe.passes.lowering.lower import Lower
 
 PEERS: dict[str, Callable[..., Any]] = {
     "interleaved-1f1b": ScheduleInterleaved1F1B,

@@ -19,8 +19,8 @@ from statistics import median
 
 from benchmarks.machine import describe
 from benchmarks.report import Figure, Report, timed
-from fxpipe.passes.solve import SLACK, solve
-from fxpipe.passes.work import Machine, Transfer, Work
+from fxpipe.passes.partition.solver.solve import SLACK, solve
+from fxpipe.passes.partition.work import Machine, Transfer, Work
 
 ATOMS = 10_000
 REPEATS = 3

@@ -14,8 +14,8 @@ from statistics import median
 
 from benchmarks.machine import describe
 from benchmarks.report import Figure, Report, timed
-from fxpipe.program import Program
-from fxpipe.recipe import find_recipe
+from fxpipe.ir.program import Program
+from fxpipe.ir.recipe import find_recipe
 from fxpipe.simulator import Link, Simulation, Sizes, simulate
 from fxpipe.simulator.chain import chain_program
 

@@ -19,14 +19,14 @@ from fxpipe.errors import (
     TraceError,
     VerificationError,
 )
-from fxpipe.partition import Partition
+from fxpipe.ir.plan import Plan
+from fxpipe.ir.program import Program
+from fxpipe.ir.recipe import Recipe, one_each, round_robin, schedule, vee
+from fxpipe.ir.schedule import Schedule
+from fxpipe.ir.task import B, C, F, I, R, Task, TaskContext, U, W, define_task
+from fxpipe.passes.partition.options import Partition
 from fxpipe.pipeline import Pipeline
-from fxpipe.plan import Plan
-from fxpipe.program import Program
-from fxpipe.recipe import Recipe, one_each, round_robin, schedule, vee
-from fxpipe.recomputing import is_recomputing
-from fxpipe.schedule import Schedule
-from fxpipe.task import B, C, F, I, R, Task, TaskContext, U, W, define_task
+from fxpipe.torchtools.recomputing import is_recomputing
 
 __all__ = [
     "B",

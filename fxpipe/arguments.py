@@ -16,13 +16,13 @@ from fxpipe.compiler.front_end import Tracer
 from fxpipe.compiler.objective import Objective, Reduction
 from fxpipe.compiler.timetable import RecomputeLike
 from fxpipe.errors import InputError, near
-from fxpipe.passes.add_recompute import Recompute
-from fxpipe.recipe import RECIPES, Recipe, find_recipe, fixed
+from fxpipe.ir.recipe import RECIPES, Recipe, find_recipe, fixed
+from fxpipe.ir.schedule import Schedule
+from fxpipe.passes.schedule.add_recompute import Recompute
 from fxpipe.runtime.batch import BatchDims
 from fxpipe.runtime.choice import Dispatch
-from fxpipe.runtime.clipping import Clipping
-from fxpipe.runtime.cuda import home
-from fxpipe.schedule import Schedule
+from fxpipe.runtime.devices.cuda import home
+from fxpipe.runtime.weights.clipping import Clipping
 
 Devices = int | Sequence[str | torch.device | torch.cuda.Stream]
 Place = torch.device | torch.cuda.Stream

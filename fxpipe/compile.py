@@ -35,14 +35,14 @@ from fxpipe.compiler.objective import Loss, Reduction, Weight
 from fxpipe.compiler.timetable import RecomputeLike
 from fxpipe.engine import Engine
 from fxpipe.errors import InputError
-from fxpipe.partition import Partition, read_partition
+from fxpipe.passes.partition.options import Partition, read_partition
 from fxpipe.pipeline import Pipeline
-from fxpipe.runtime.backend import CpuBackend
 from fxpipe.runtime.batch import BatchDims
 from fxpipe.runtime.choice import Choice, Dispatch
-from fxpipe.runtime.cuda import CudaBackend, home
-from fxpipe.runtime.cuda_graphs import CudaGraphs
-from fxpipe.runtime.optimizer import OptimizerFactory
+from fxpipe.runtime.devices.backend import CpuBackend
+from fxpipe.runtime.devices.cuda import CudaBackend, home
+from fxpipe.runtime.devices.cuda_graphs import CudaGraphs
+from fxpipe.runtime.weights.optimizer import OptimizerFactory
 
 _compiled: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Pipeline]] = weakref.WeakKeyDictionary()
 

@@ -10,25 +10,25 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fxpipe.call import differentiable_call
 from fxpipe.compiler.compiled import Compiled
+from fxpipe.compiler.predict import plan_sizes, predicted_peaks
 from fxpipe.errors import InputError
-from fxpipe.figures import plan_sizes, predicted_peaks
 from fxpipe.kernels.kernel import Kernel
-from fxpipe.runtime.backend import Backend
 from fxpipe.runtime.batch import Batch
+from fxpipe.runtime.call import differentiable_call
 from fxpipe.runtime.choice import Choice
-from fxpipe.runtime.clipping import Clipping
 from fxpipe.runtime.clock import Clock
-from fxpipe.runtime.cpu import Worker
 from fxpipe.runtime.crew import Setting
+from fxpipe.runtime.devices.backend import Backend
+from fxpipe.runtime.devices.cpu import Worker
 from fxpipe.runtime.execution import Execution
 from fxpipe.runtime.flight import Flight
 from fxpipe.runtime.host import BatchHost, draw_seed, next_seed
-from fxpipe.runtime.optimizer import OptimizerFactory
 from fxpipe.runtime.pending import PendingLoss
-from fxpipe.runtime.progress import Progress
-from fxpipe.runtime.weights import LiveWeights
+from fxpipe.runtime.weights.clipping import Clipping
+from fxpipe.runtime.weights.live import LiveWeights
+from fxpipe.runtime.weights.optimizer import OptimizerFactory
+from fxpipe.runtime.weights.progress import Progress
 from fxpipe.simulator.sizes import Sizes
 from fxpipe.turn import Turn, in_turn
 

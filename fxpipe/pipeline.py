@@ -10,28 +10,28 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from fxpipe.apart import together
 from fxpipe.compiler.compiled import Compiled
 from fxpipe.compiler.compiler import Compiler
+from fxpipe.compiler.predict import predict, split_target
+from fxpipe.compiler.sizes import Sizes
 from fxpipe.compiler.timetable import Purpose
 from fxpipe.engine import Engine
 from fxpipe.errors import InputError
-from fxpipe.figures import predict, split_target
 from fxpipe.html import preformatted
-from fxpipe.intake import Intake
-from fxpipe.plan import Plan
-from fxpipe.program import Program
-from fxpipe.runtime import checkpoint
+from fxpipe.ir.plan import Plan
+from fxpipe.ir.program import Program
+from fxpipe.ir.schedule import Schedule
 from fxpipe.runtime.batch import Batch, BatchDims
-from fxpipe.schedule import Schedule
+from fxpipe.runtime.intake import Intake
+from fxpipe.runtime.weights import checkpoint
 from fxpipe.signals import SignalsAtOperations
 from fxpipe.simulator import Simulation
 from fxpipe.simulator.costs import Costs, Links
 from fxpipe.simulator.measured import measured_run
 from fxpipe.simulator.table import peak_texts
-from fxpipe.sizes import Sizes
-from fxpipe.stand_in import StandIn
 from fxpipe.table import stage_table
+from fxpipe.torchtools.apart import together
+from fxpipe.torchtools.stand_in import StandIn
 from fxpipe.turn import in_turn
 
 

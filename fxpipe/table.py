@@ -10,8 +10,8 @@ from rich.table import Table
 from torch import nn
 
 from fxpipe.compiler.compiled import Compiled
-from fxpipe.passes.partition import Verdict
-from fxpipe.plan import Stage
+from fxpipe.ir.plan import Stage
+from fxpipe.passes.partition.assignment import Verdict
 from fxpipe.units import bytes_text
 
 _MODULES = 4

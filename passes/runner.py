@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any, TypeVar, overload
 
 from fxpipe.errors import PassError, VerificationError
-from fxpipe.plan import Plan
-from fxpipe.program import Program
-from fxpipe.schedule import Schedule
+from fxpipe.ir.plan import Plan
+from fxpipe.ir.program import Program
+from fxpipe.ir.schedule import Schedule
 from fxpipe.telling import telling
 from fxpipe.verify.plan import verify_plan
 from fxpipe.verify.program import verify_program

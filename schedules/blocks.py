@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 
-from fxpipe.task import F, I, Task
+from fxpipe.ir.task import F, I, Task
 
 PERIOD = 6
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fxpipe.recipe import schedule
-from fxpipe.task import F, Task
+from fxpipe.ir.recipe import schedule
+from fxpipe.ir.task import F, Task
 
 
 @schedule("inference")

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import pairwise, zip_longest
 
-from fxpipe.recipe import round_robin, schedule
-from fxpipe.task import B, F, Task, U
+from fxpipe.ir.recipe import round_robin, schedule
+from fxpipe.ir.task import B, F, Task, U
 
 
 @schedule("interleaved-1f1b", placement=round_robin(2))

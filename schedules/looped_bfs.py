@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fxpipe.recipe import round_robin, schedule
-from fxpipe.task import B, F, Task, U
+from fxpipe.ir.recipe import round_robin, schedule
+from fxpipe.ir.task import B, F, Task, U
 
 
 @schedule("looped-bfs", placement=round_robin(2))

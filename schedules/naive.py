@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fxpipe.recipe import schedule
-from fxpipe.task import B, F, Task, U
+from fxpipe.ir.recipe import schedule
+from fxpipe.ir.task import B, F, Task, U
 
 
 @schedule("naive")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterator
 
-from fxpipe.task import Task
+from fxpipe.ir.task import Task
 
 
 def spell(words: str, stages: tuple[int, ...], microbatches: int) -> Iterator[Task]:

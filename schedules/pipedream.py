@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fxpipe.recipe import schedule
+from fxpipe.ir.recipe import schedule
+from fxpipe.ir.task import Task
 from fxpipe.schedules.one_f_one_b_async import one_f_one_b_async, staleness
-from fxpipe.task import Task
 
 
 def _delay(devices: int, microbatches: int) -> tuple[int, ...]:

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fxpipe.recipe import schedule, vee
+from fxpipe.ir.recipe import schedule, vee
+from fxpipe.ir.task import Task, U
 from fxpipe.schedules.blocks import repeat
-from fxpipe.task import Task, U
 
 
 @schedule("v-half", placement=vee)

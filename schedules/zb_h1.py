@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fxpipe.recipe import schedule
-from fxpipe.task import F, I, Task, U, W
+from fxpipe.ir.recipe import schedule
+from fxpipe.ir.task import F, I, Task, U, W
 
 
 @schedule("zb-h1")

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fxpipe.recipe import schedule, vee
+from fxpipe.ir.recipe import schedule, vee
+from fxpipe.ir.task import Task, U
 from fxpipe.schedules.phases import spell
-from fxpipe.task import Task, U
 
 
 @schedule("zb-v", placement=vee)

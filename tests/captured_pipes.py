@@ -14,8 +14,8 @@ import fxpipe
 from fxpipe.compiler.capturing import Capturing
 from fxpipe.kernels.captured import Captured
 from fxpipe.runtime.choice import Dispatch
-from fxpipe.runtime.cuda import CudaBackend
-from fxpipe.runtime.cuda_graphs import CudaGraphs
+from fxpipe.runtime.devices.cuda import CudaBackend
+from fxpipe.runtime.devices.cuda_graphs import CudaGraphs
 from tests import loop
 from tests.eager_lanes import use
 from tests.fake_cuda import Stream

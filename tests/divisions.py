@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from fxpipe.passes.work import Machine, Transfer, Work
+from fxpipe.passes.partition.work import Machine, Transfer, Work
 
 MANY = settings(max_examples=max(400, settings().max_examples))
 """Graphs are small here, and those that tell a wrong bound from a right one are rare."""

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 import fxpipe
-from fxpipe.program import Program
-from fxpipe.runtime.backend import Room
+from fxpipe.ir.program import Program
 from fxpipe.runtime.choice import Dispatch
-from fxpipe.runtime.cpu import CpuWires
-from fxpipe.runtime.launcher import Launcher
-from fxpipe.runtime.launching import LaunchingWires
+from fxpipe.runtime.devices.backend import Room
+from fxpipe.runtime.devices.cpu import CpuWires
+from fxpipe.runtime.devices.launcher import Launcher
+from fxpipe.runtime.devices.launching import LaunchingWires
 from fxpipe.runtime.trail import Unfinished
 
 

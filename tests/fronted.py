@@ -11,18 +11,18 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from fxpipe.errors import PartitionError
-from fxpipe.passes.balance import balance
-from fxpipe.passes.cut import cut
-from fxpipe.passes.differentiate import Differentiate, Wanted
-from fxpipe.passes.functionalise import functionalise
-from fxpipe.passes.measure import NodeCost
-from fxpipe.passes.partition import Assignment, compute_nodes, owners
-from fxpipe.passes.randomness import seed_randomness
-from fxpipe.passes.sizes import localise_sizes
-from fxpipe.passes.trace import accepts, trace
-from fxpipe.plan import Plan
-from fxpipe.serial import Ran, run_serially
-from fxpipe.traced import SEED, Literal, Traced, Value
+from fxpipe.ir.plan import Plan
+from fxpipe.ir.traced import SEED, Literal, Traced, Value
+from fxpipe.kernels.serial import Ran, run_serially
+from fxpipe.passes.differentiate.differentiate import Differentiate, Wanted
+from fxpipe.passes.graph.functionalise import functionalise
+from fxpipe.passes.graph.localise_sizes import localise_sizes
+from fxpipe.passes.graph.randomness import seed_randomness
+from fxpipe.passes.partition.assignment import Assignment, compute_nodes, owners
+from fxpipe.passes.partition.balance import balance
+from fxpipe.passes.partition.cut import cut
+from fxpipe.passes.partition.measure import NodeCost
+from fxpipe.passes.tracing.trace import accepts, trace
 
 
 def front_end(model: nn.Module, *args: Any, **kwargs: Any) -> Traced:

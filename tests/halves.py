@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from fxpipe.ir.plan import Plan, Stage
+from fxpipe.ir.traced import Traced
 from fxpipe.kernels.kernel import Backwarded, Forwarded, InputGraded, Totals
 from fxpipe.kernels.wrapping import Wrapping
-from fxpipe.passes.part_backward import part_backward
-from fxpipe.plan import Plan, Stage
-from fxpipe.traced import Traced
+from fxpipe.passes.differentiate.part_backward import part_backward
 from tests.fronted import (
     differentiated,
     front_end,

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TypeVar
 
-from fxpipe.program import (
+from fxpipe.ir.program import (
     Backward,
     Barrier,
     Clip,
@@ -30,8 +30,8 @@ from fxpipe.program import (
     Update,
     WeightGrad,
 )
-from fxpipe.schedule import Schedule
-from fxpipe.task import Task
+from fxpipe.ir.schedule import Schedule
+from fxpipe.ir.task import Task
 
 Item = TypeVar("Item")
 Lists = tuple[tuple[Item, ...], ...]

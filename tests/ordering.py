@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from fxpipe.program import (
+from fxpipe.ir.program import (
     Backward,
     Barrier,
     Buffer,

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from dataclasses import replace
 
-from fxpipe.edge import HOST, Edge
-from fxpipe.program import (
+from fxpipe.ir.edge import HOST, Edge
+from fxpipe.ir.program import (
     Backward,
     Barrier,
     Buffer,

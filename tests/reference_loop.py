@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from fxpipe.edge import HOST, Edge
-from fxpipe.task import KINDS
+from fxpipe.ir.edge import HOST, Edge
+from fxpipe.ir.task import KINDS
 
 
 def tensor(*origin: object) -> int:

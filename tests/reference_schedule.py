@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 
-from fxpipe.schedule import Schedule
-from fxpipe.task import KINDS, Task
+from fxpipe.ir.schedule import Schedule
+from fxpipe.ir.task import KINDS, Task
 
 
 def schedule_is_right(schedule: Schedule) -> bool:

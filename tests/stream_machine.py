@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from fxpipe.dispatch import dispatch_order
-from fxpipe.plan import Stage
-from fxpipe.program import (
+from fxpipe.ir.dispatch import dispatch_order
+from fxpipe.ir.plan import Stage
+from fxpipe.ir.program import (
     Barrier,
     Buffer,
     Event,

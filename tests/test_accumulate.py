@@ -15,10 +15,10 @@ from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxpipe
+from fxpipe.ir.plan import Stage
 from fxpipe.kernels.kernel import Totals, onto
-from fxpipe.passes.fuse_accumulation import _fused, product_onto
-from fxpipe.passes.part_backward import part_backward
-from fxpipe.plan import Stage
+from fxpipe.passes.differentiate.fuse_accumulation import _fused, product_onto
+from fxpipe.passes.differentiate.part_backward import part_backward
 from tests import loop
 from tests.fronted import differentiated, front_end, whole
 

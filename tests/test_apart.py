@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import fxpipe
-from fxpipe.apart import Parts, _Walk, apart, together
+from fxpipe.torchtools.apart import Parts, _Walk, apart, together
 from tests import loop
 
 pytestmark = pytest.mark.usefixtures("one_thread")

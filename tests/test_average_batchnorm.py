@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import fxpipe
-from fxpipe.traced import Value
+from fxpipe.ir.traced import Value
 from tests import loop
 from tests.fronted import Answer, assert_equal, differentiated, front_end, in_stages, run_plan
 

@@ -19,8 +19,8 @@ from fxpipe import (
     TraceError,
     VerificationError,
 )
-from fxpipe.recipe import Recipe
-from fxpipe.task import Task
+from fxpipe.ir.recipe import Recipe
+from fxpipe.ir.task import Task
 from tests.refusals import SGD, X, compiled, refused, stepped
 from tests.tiny import Tiny
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fxpipe.errors import InputError
+from fxpipe.ir.traced import SEED
 from fxpipe.random.generators import mix
 from fxpipe.runtime.batch import Batch, join
 from fxpipe.runtime.host import BatchHost, draw_seed, next_seed
-from fxpipe.traced import SEED
 from tests.fronted import front_end
 
 

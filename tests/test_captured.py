@@ -15,7 +15,7 @@ from fxpipe import ExecutionError
 from fxpipe.compiler.capturing import slots
 from fxpipe.kernels.captured import Captured
 from fxpipe.kernels.slot import Fixed
-from fxpipe.runtime.cuda_graphs import CudaGraphs
+from fxpipe.runtime.devices.cuda_graphs import CudaGraphs
 from tests import fake_cuda, fake_graphs, loop
 from tests.captured_pipes import adam, capturing, kernels, sgd, train
 from tests.fake_graphs import Graphs

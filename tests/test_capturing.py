@@ -14,8 +14,8 @@ from torch.torch_version import TorchVersion
 import fxpipe
 from fxpipe import CaptureError, DeviceMemoryError, ExecutionError, InputError
 from fxpipe.compiler.capturing import obstacle, slots
-from fxpipe.runtime.cuda import CudaLanes
-from fxpipe.runtime.cuda_graphs import ALONE, CudaGraphs
+from fxpipe.runtime.devices.cuda import CudaLanes
+from fxpipe.runtime.devices.cuda_graphs import ALONE, CudaGraphs
 from tests import fake_cuda, fake_graphs, loop
 from tests.captured_pipes import capturing, kernels, sgd, train
 from tests.fake_cuda import Cuda, Stream

@@ -16,8 +16,8 @@ from torch.nn.functional import mse_loss
 import fxpipe
 from examples.unet import UNet
 from fxpipe.compiler import front_end
-from fxpipe.passes.extents import BATCH
-from fxpipe.passes.trace import trace
+from fxpipe.passes.graph.extents import BATCH
+from fxpipe.passes.tracing.trace import trace
 from tests import loop
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -13,10 +13,10 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 
 from fxpipe.errors import TraceError
-from fxpipe.passes.check import check
-from fxpipe.passes.part_backward import part_backward
-from fxpipe.plan import Plan
-from fxpipe.traced import Traced
+from fxpipe.ir.plan import Plan
+from fxpipe.ir.traced import Traced
+from fxpipe.passes.differentiate.part_backward import part_backward
+from fxpipe.passes.graph.check import check
 from tests import loop
 from tests.exported import Recurrent
 from tests.fronted import differentiated, front_end, in_stages, values_of
@@ -215,7 +215,7 @@ def test_an_autograd_function_whose_backward_is_lost_is_noticed() -> None:
         return model.other(y)
 
     checked(Model(reversed_gradient), torch.randn(3, 4))
-    lost = patch("fxpipe.passes.trace.functions_kept", nullcontext)
+    lost = patch("fxpipe.passes.tracing.trace.functions_kept", nullcontext)
     with lost, pytest.raises(TraceError, match="gradient of 'layer"):
         checked(Model(reversed_gradient), torch.randn(3, 4))
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR, LRScheduler, MultiStepLR, OneCycleLR
 
 import fxpipe
-from fxpipe.runtime.backend import CpuBackend
+from fxpipe.runtime.devices.backend import CpuBackend
 from tests.checkpoints import PLAIN, Left, make, run
 from tests.delayed import MSE, Batch
 from tests.overlapping import ADAMW, OPTIMIZERS, SGD

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 import fxpipe
 from examples.unet import UNet
-from fxpipe.runtime import checkpoint
-from fxpipe.runtime.checkpoint import FORMAT
+from fxpipe.runtime.weights import checkpoint
+from fxpipe.runtime.weights.checkpoint import FORMAT
 from tests.checkpoints import PLAIN, Left, header_of, make, run, same, write_as
 from tests.delayed import MSE, Factory
 from tests.overlapping import ADAMW, OPTIMIZERS, SGD

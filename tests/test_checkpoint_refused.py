@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import fxpipe
-from fxpipe.runtime import checkpoint
+from fxpipe.runtime.weights import checkpoint
 from tests.checkpoints import PLAIN, everything, header_of, make, run, same, write_as
 from tests.delayed import MSE
 from tests.overlapping import ADAMW

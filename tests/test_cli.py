@@ -16,11 +16,11 @@ import pytest
 
 import fxpipe
 from fxpipe.cli import main
-from fxpipe.edge import Edge
-from fxpipe.passes.communicate import communicate
-from fxpipe.passes.free import free
-from fxpipe.passes.lower import Lower
-from fxpipe.recipe import RECIPES
+from fxpipe.ir.edge import Edge
+from fxpipe.ir.recipe import RECIPES
+from fxpipe.passes.lowering.communicate import communicate
+from fxpipe.passes.lowering.free import free
+from fxpipe.passes.lowering.lower import Lower
 from fxpipe.schedules import gpipe
 from tests.conftest import Golden
 from tests.plans import chain, plan_of

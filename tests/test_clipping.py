@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import fxpipe
-from fxpipe.passes.add_clip import add_clip
-from fxpipe.recipe import RECIPES, find_recipe
+from fxpipe.ir.recipe import RECIPES, find_recipe
+from fxpipe.passes.schedule.add_clip import add_clip
 from tests import loop
 from tests.delayed import DelayedLoop
 from tests.overlapping import LOSSES, SGD, compiled, make

@@ -14,9 +14,9 @@ import fxpipe
 from fxpipe import DeviceError, DeviceMemoryError, InputError
 from fxpipe.arguments import read_devices
 from fxpipe.runtime.choice import Dispatch
-from fxpipe.runtime.cuda import CudaBackend, home
-from fxpipe.stopwatch import CudaStopwatch
+from fxpipe.runtime.devices.cuda import CudaBackend, home
 from fxpipe.text.instruction import print_instruction
+from fxpipe.torchtools.stopwatch import CudaStopwatch
 from tests import fake_cuda, loop
 from tests.eager_lanes import use
 from tests.fake_cuda import Cuda, Event, Stream

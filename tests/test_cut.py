@@ -13,19 +13,13 @@ from torch import Tensor, nn
 
 import fxpipe
 from examples.unet import UNet
-from fxpipe.edge import HOST
-from fxpipe.passes.cut import cut
-from fxpipe.passes.follow import place_like
-from fxpipe.passes.partition import (
-    Assignment,
-    compute_nodes,
-    in_order,
-    is_part,
-    owners,
-)
-from fxpipe.passes.sizes import localise_sizes
-from fxpipe.plan import Plan, pop, stash
-from fxpipe.traced import Traced, Value
+from fxpipe.ir.edge import HOST
+from fxpipe.ir.plan import Plan, pop, stash
+from fxpipe.ir.traced import Traced, Value
+from fxpipe.passes.graph.localise_sizes import localise_sizes
+from fxpipe.passes.partition.assignment import Assignment, compute_nodes, in_order, is_part, owners
+from fxpipe.passes.partition.cut import cut
+from fxpipe.passes.partition.follow import place_like
 from tests.exported import Sliced
 from tests.fronted import Answer, differentiated, front_end, in_stages, run_plan, whole
 from tests.test_exactness import Language

@@ -15,7 +15,7 @@ from torch.nn.functional import mse_loss
 
 import fxpipe
 from fxpipe import InputError, TraceError
-from fxpipe.moments import gather, measured
+from fxpipe.torchtools.moments import gather, measured
 from tests import loop
 
 pytestmark = pytest.mark.usefixtures("one_thread")

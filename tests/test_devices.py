@@ -18,7 +18,7 @@ from torch.nn import functional
 
 import fxpipe
 from fxpipe import InputError
-from fxpipe.runtime.cpu import Worker
+from fxpipe.runtime.devices.cpu import Worker
 from tests.tiny import CUTS, Tiny, batch, soon, within
 
 pytestmark = pytest.mark.timeout(600, method="thread")

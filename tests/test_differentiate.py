@@ -13,14 +13,14 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from examples.unet import UNet
-from fxpipe import source
-from fxpipe.edge import HOST
+from fxpipe.ir.edge import HOST
+from fxpipe.ir.plan import Plan
+from fxpipe.ir.traced import Traced, Value
 from fxpipe.kernels.graph import GraphKernel
-from fxpipe.passes.cut import cut
-from fxpipe.passes.differentiate import Differentiate, Wanted
-from fxpipe.passes.joint import ORIGIN
-from fxpipe.plan import Plan
-from fxpipe.traced import Traced, Value
+from fxpipe.passes.differentiate.differentiate import Differentiate, Wanted
+from fxpipe.passes.differentiate.joint import ORIGIN
+from fxpipe.passes.partition.cut import cut
+from fxpipe.torchtools import source
 from tests.exported import Recurrent, Sliced
 from tests.fronted import (
     Answer,

@@ -17,15 +17,9 @@ from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxpipe
-from fxpipe.dispatch import dispatch_order
 from fxpipe.errors import InputError, VerificationError
-from fxpipe.passes.add_clip import add_clip
-from fxpipe.passes.communicate import communicate
-from fxpipe.passes.free import free
-from fxpipe.passes.lower import Lower
-from fxpipe.passes.runner import run
-from fxpipe.passes.streams import Streams
-from fxpipe.program import (
+from fxpipe.ir.dispatch import dispatch_order
+from fxpipe.ir.program import (
     Barrier,
     Forward,
     Launch,
@@ -37,7 +31,13 @@ from fxpipe.program import (
     Stash,
     Update,
 )
-from fxpipe.recipe import RECIPES
+from fxpipe.ir.recipe import RECIPES
+from fxpipe.passes.lowering.communicate import communicate
+from fxpipe.passes.lowering.free import free
+from fxpipe.passes.lowering.lower import Lower
+from fxpipe.passes.lowering.streams import Streams
+from fxpipe.passes.runner import run
+from fxpipe.passes.schedule.add_clip import add_clip
 from fxpipe.runtime import choice
 from fxpipe.runtime.choice import hand_over
 from tests.overlapping import OPTIMIZERS, compiled
@@ -140,7 +140,7 @@ def test_an_update_comes_after_those_that_it_awaits_whoever_is_slow(
     """A failure takes all stages back to one version, which each must still have."""
     costs: dict[Any, float] = {slow: 100.0}
     monkeypatch.setattr(
-        "fxpipe.dispatch.usual_cost", lambda x: costs.get(getattr(x, "stage", None), 1.0)
+        "fxpipe.ir.dispatch.usual_cost", lambda x: costs.get(getattr(x, "stage", None), 1.0)
     )
     schedule = RECIPES["1f1b-async"].delayed(delay)(4, microbatches)
     assert schedule.versions().awaited

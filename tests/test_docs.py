@@ -10,9 +10,9 @@ from typing import Any, get_args
 
 import pytest
 
-from fxpipe.program import OPCODES, BufferKind
-from fxpipe.recipe import RECIPES
-from fxpipe.task import BUILT_IN, KINDS
+from fxpipe.ir.program import OPCODES, BufferKind
+from fxpipe.ir.recipe import RECIPES
+from fxpipe.ir.task import BUILT_IN, KINDS
 from tests.test_readme import blocks, python_output
 
 DOCS = Path(__file__).parent.parent / "docs"

@@ -8,14 +8,14 @@ from html import unescape
 import pytest
 
 from fxpipe.draw.colours import FAULT
-from fxpipe.edge import Edge
 from fxpipe.errors import InputError, VerificationError
-from fxpipe.passes.communicate import communicate
-from fxpipe.passes.free import free
-from fxpipe.passes.lower import Lower
-from fxpipe.plan import Plan
-from fxpipe.program import Program
-from fxpipe.schedule import Schedule
+from fxpipe.ir.edge import Edge
+from fxpipe.ir.plan import Plan
+from fxpipe.ir.program import Program
+from fxpipe.ir.schedule import Schedule
+from fxpipe.passes.lowering.communicate import communicate
+from fxpipe.passes.lowering.free import free
+from fxpipe.passes.lowering.lower import Lower
 from fxpipe.schedules import gpipe, one_f_one_b
 from tests.plans import chain, plan_of
 

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from fxpipe.draw.grid import schedule_grid
 from fxpipe.draw.timeline import walk
 from fxpipe.errors import Fault, InputError
-from fxpipe.recipe import Recipe
-from fxpipe.schedule import Schedule
+from fxpipe.ir.recipe import Recipe
+from fxpipe.ir.schedule import Schedule
+from fxpipe.ir.task import B, F, U
 from fxpipe.schedules import gpipe, inference, one_f_one_b
 from fxpipe.simulator.costs import Costs
-from fxpipe.task import B, F, U
 
 TIME = st.sampled_from([0.5, 1, 1.25, 2, 3])
 

@@ -14,9 +14,9 @@ from fxpipe.draw.colours import FAULT, SKIP
 from fxpipe.draw.picture import Picture
 from fxpipe.draw.plan import draw_plan
 from fxpipe.draw.words import count_text, lines, runs
-from fxpipe.edge import HOST, Edge
 from fxpipe.errors import Fault, VerificationError
-from fxpipe.plan import Argument, Costs, Plan, Stage, ValueSpec
+from fxpipe.ir.edge import HOST, Edge
+from fxpipe.ir.plan import Argument, Costs, Plan, Stage, ValueSpec
 from fxpipe.units import bytes_text, time_text
 from tests.plans import chain, plan_of, skipping
 

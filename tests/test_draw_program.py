@@ -14,14 +14,10 @@ from fxpipe.draw.lanes import lanes_of, walk_lanes
 from fxpipe.draw.picture import Picture
 from fxpipe.draw.program import DETAILED, WITH_ARROWS, draw_program
 from fxpipe.draw.walk import Walked
-from fxpipe.edge import HOST
 from fxpipe.errors import Fault
-from fxpipe.passes.communicate import communicate
-from fxpipe.passes.free import free
-from fxpipe.passes.lower import Lower
-from fxpipe.passes.streams import Streams
-from fxpipe.plan import Plan
-from fxpipe.program import (
+from fxpipe.ir.edge import HOST
+from fxpipe.ir.plan import Plan
+from fxpipe.ir.program import (
     OPCODES,
     Backward,
     Barrier,
@@ -45,7 +41,11 @@ from fxpipe.program import (
     Update,
     WeightGrad,
 )
-from fxpipe.schedule import Schedule
+from fxpipe.ir.schedule import Schedule
+from fxpipe.passes.lowering.communicate import communicate
+from fxpipe.passes.lowering.free import free
+from fxpipe.passes.lowering.lower import Lower
+from fxpipe.passes.lowering.streams import Streams
 from fxpipe.schedules import gpipe, inference, one_f_one_b
 from tests.plans import chain, skipping
 

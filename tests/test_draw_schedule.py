@@ -17,10 +17,10 @@ from fxpipe.draw.colours import BACKWARD, FAULT, FORWARD, TASKS, UPDATE
 from fxpipe.draw.picture import Picture
 from fxpipe.draw.schedule import default_steps, draw_schedule
 from fxpipe.errors import Fault, InputError, VerificationError
-from fxpipe.recipe import Recipe
-from fxpipe.schedule import Schedule
+from fxpipe.ir.recipe import Recipe
+from fxpipe.ir.schedule import Schedule
+from fxpipe.ir.task import KINDS, B, F, Task, U
 from fxpipe.schedules import gpipe, inference, one_f_one_b
-from fxpipe.task import KINDS, B, F, Task, U
 
 
 class Box(NamedTuple):

@@ -12,7 +12,7 @@ from fxpipe.draw.colours import GRADIENT
 from fxpipe.draw.picture import Picture
 from fxpipe.draw.simulation import draw_simulations
 from fxpipe.errors import InputError
-from fxpipe.recipe import round_robin
+from fxpipe.ir.recipe import round_robin
 from fxpipe.schedules import gpipe, one_f_one_b, two_bw
 from fxpipe.simulator import Link, Simulation, simulate_schedule
 

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from fxpipe.draw.timeline import Timeline, walk
 from fxpipe.draw.walk import NOWHERE, start_times
 from fxpipe.errors import FxpipeError, InputError
-from fxpipe.recipe import RECIPES, Recipe
-from fxpipe.schedule import Schedule
+from fxpipe.ir.recipe import RECIPES, Recipe
+from fxpipe.ir.schedule import Schedule
+from fxpipe.ir.task import B, F, Task, U
 from fxpipe.schedules import gpipe, inference, one_f_one_b
 from fxpipe.simulator import simulate_schedule
 from fxpipe.simulator.costs import Costs
-from fxpipe.task import B, F, Task, U
 
 TIME = st.floats(0.125, 8)
 COUNT = st.integers(1, 9)

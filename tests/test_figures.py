@@ -13,14 +13,14 @@ from torch.nn.functional import mse_loss
 from torch.utils import _pytree as pytree
 
 import fxpipe
-from fxpipe.blocking import blocking
 from fxpipe.errors import InputError
-from fxpipe.passes.streams import Streams
-from fxpipe.program import Free, Pop, Receive, letter_of
+from fxpipe.ir.blocking import blocking
+from fxpipe.ir.program import Free, Pop, Receive, letter_of
+from fxpipe.ir.unroll import unroll
+from fxpipe.passes.lowering.streams import Streams
 from fxpipe.runtime import interpreter
 from fxpipe.runtime.interpreter import Machine
 from fxpipe.simulator.measured import measured_run
-from fxpipe.unroll import unroll
 from tests.test_streams import plain
 from tests.timing import timed
 

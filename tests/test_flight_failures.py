@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import fxpipe
-from fxpipe.program import Backward, Forward, Instruction, Update
+from fxpipe.ir.program import Backward, Forward, Instruction, Update
 from fxpipe.runtime import interpreter
 from fxpipe.runtime.interpreter import Machine
 from tests import loop

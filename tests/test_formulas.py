@@ -17,9 +17,9 @@ from torch import nn
 import fxpipe
 from fxpipe.errors import FormulaError, InputError
 from fxpipe.formulas import Formulas, T, m, p, s, time, v
-from fxpipe.recipe import Recipe, find_recipe, round_robin
-from fxpipe.schedule import Schedule
-from fxpipe.task import KINDS, B, F, U, define_task
+from fxpipe.ir.recipe import Recipe, find_recipe, round_robin
+from fxpipe.ir.schedule import Schedule
+from fxpipe.ir.task import KINDS, B, F, U, define_task
 from tests import timelines
 from tests.profiles import DEEP
 from tests.test_library_flushing import GRIDS

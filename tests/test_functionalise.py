@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe.errors import TraceError
-from fxpipe.traced import SEED, Literal, Traced, Value
+from fxpipe.ir.traced import SEED, Literal, Traced, Value
 from tests.fronted import (
     Answer,
     assert_equal,
@@ -304,7 +304,7 @@ def test_a_copy_that_the_model_returns_is_its_own() -> None:
 def test_every_node_that_computes_knows_its_line() -> None:
     model = Model(write_through_views)
     traced = front_end(model, torch.randn(5, 4))
-    from fxpipe import source
+    from fxpipe.torchtools import source
 
     lines = [source.of_node(n) for n in traced.graph.nodes if n.op == "call_function"]
     assert sum(__file__ in line for line in lines) > len(lines) / 2

@@ -14,8 +14,8 @@ from torch.fx.graph_module import _loader
 from torch.nn import functional as F
 
 import fxpipe
-from fxpipe.garbage import without_collection
 from fxpipe.kernels.graph import GraphKernel
+from fxpipe.torchtools.garbage import without_collection
 
 
 @without_collection()

@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 
 import fxpipe.random
 from fxpipe.errors import InputError, ParseError
-from fxpipe.plan import pop, stash
+from fxpipe.ir.plan import pop, stash
 from fxpipe.text.graph import parse_graph, print_graph
 from fxpipe.text.target import BARE, print_function
 from tests.exported import cases, export

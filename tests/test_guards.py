@@ -25,7 +25,7 @@ from torch.nn.modules.module import (
 
 import fxpipe
 from fxpipe.compiler.guards import VARIANTS, Guards
-from fxpipe.garbage import without_collection
+from fxpipe.torchtools.garbage import without_collection
 from tests import loop
 
 pytestmark = pytest.mark.usefixtures("one_thread")

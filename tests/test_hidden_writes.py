@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxpipe
-from fxpipe.passes import functionalise
+from fxpipe.passes.graph import functionalise
 from tests import loop
 
 pytestmark = pytest.mark.usefixtures("one_thread")

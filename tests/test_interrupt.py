@@ -21,7 +21,7 @@ import fxpipe
 from fxpipe.compiler.compiled import Compiled
 from fxpipe.runtime import interpreter
 from fxpipe.runtime.interpreter import Machine
-from fxpipe.runtime.weights import LiveWeights
+from fxpipe.runtime.weights.live import LiveWeights
 from fxpipe.signals import HeldSignals
 from tests.tiny import (
     CUTS,

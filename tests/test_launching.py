@@ -12,12 +12,12 @@ from torch import nn
 
 import fxpipe
 from fxpipe.errors import DeviceError, DeviceMemoryError
-from fxpipe.program import Backward, Program
-from fxpipe.runtime.backend import Room
+from fxpipe.ir.program import Backward, Program
 from fxpipe.runtime.choice import Dispatch
+from fxpipe.runtime.devices.backend import Room
 from fxpipe.runtime.host import BatchHost
-from fxpipe.runtime.versions import VersionedWeights
-from fxpipe.runtime.weights import LiveWeights
+from fxpipe.runtime.weights.live import LiveWeights
+from fxpipe.runtime.weights.versions import VersionedWeights
 from fxpipe.text.instruction import print_instruction
 from tests import loop
 from tests.eager_lanes import Backend, LateError, launched
@@ -273,9 +273,9 @@ def test_a_failure_that_nobody_asked_about_is_told_when_the_next_step_begins() -
 
 
 def test_who_waits_for_an_event_is_woken_when_the_run_stops() -> None:
-    from fxpipe.program import Event, Launch
+    from fxpipe.ir.program import Event, Launch
+    from fxpipe.runtime.devices.launching import Events
     from fxpipe.runtime.interpreter import Stopped
-    from fxpipe.runtime.launching import Events
 
     program = Program("x", 1, (0,), (), ((),), (), ((Launch(waits=(Event(0),)),),))
     events = Events(program)

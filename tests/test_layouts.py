@@ -17,7 +17,7 @@ from torch.nn.functional import mse_loss
 from torch.utils import _pytree as pytree
 
 import fxpipe
-from fxpipe.passes.layouts import TrueLayouts
+from fxpipe.passes.graph.layouts import TrueLayouts
 from tests import loop
 
 pytestmark = pytest.mark.usefixtures("one_thread")

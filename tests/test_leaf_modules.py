@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 import fxpipe
 from benchmarks.models.others import CASES
 from fxpipe.errors import InputError, TraceError
-from fxpipe.passes import leaf_calls
+from fxpipe.passes.tracing import leaf_calls
 from tests import loop
 from tests.test_check import Backwards
 

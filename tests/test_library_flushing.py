@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import pytest
 
-from fxpipe.recipe import Recipe, find_recipe, round_robin
+from fxpipe.ir.recipe import Recipe, find_recipe, round_robin
 from fxpipe.schedules import (
     gpipe,
     inference,

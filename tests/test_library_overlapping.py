@@ -9,8 +9,9 @@ from math import ceil
 import pytest
 
 from fxpipe.errors import VerificationError
-from fxpipe.recipe import Recipe
-from fxpipe.schedule import Schedule
+from fxpipe.ir.recipe import Recipe
+from fxpipe.ir.schedule import Schedule
+from fxpipe.ir.task import Task
 from fxpipe.schedules import (
     one_f_one_b,
     one_f_one_b_async,
@@ -18,7 +19,6 @@ from fxpipe.schedules import (
     pipedream_vertical,
     two_bw,
 )
-from fxpipe.task import Task
 from tests.timelines import AS_LONG, busy, makespan, peak_stash, run_of, simulate, times
 
 STEPS = 4

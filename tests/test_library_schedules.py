@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from fxpipe.errors import InputError, VerificationError
-from fxpipe.program import Update
-from fxpipe.recipe import RECIPES, Recipe, find_recipe, round_robin
-from fxpipe.schedule import Schedule
+from fxpipe.ir.program import Update
+from fxpipe.ir.recipe import RECIPES, Recipe, find_recipe, round_robin
+from fxpipe.ir.schedule import Schedule
+from fxpipe.ir.task import B, F, Task, U
 from fxpipe.schedules import (
     dualpipe_v,
     gpipe,
@@ -32,7 +33,6 @@ from fxpipe.schedules import (
     zb_h2,
     zb_v,
 )
-from fxpipe.task import B, F, Task, U
 from tests.timelines import (
     AS_LONG,
     HALVES,

@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from fxpipe.recipe import Recipe, find_recipe
+from fxpipe.ir.recipe import Recipe, find_recipe
 from fxpipe.schedules import dualpipe_v, one_f_one_b, v_half, v_min, zb_v
 from fxpipe.schedules.blocks import repeat
 from tests.timelines import (

@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 
-from fxpipe.recipe import find_recipe
+from fxpipe.ir.recipe import find_recipe
 from fxpipe.schedules import one_f_one_b, zb_h1, zb_h2
 from tests.timelines import HALVES, grid, idle, makespan, peak_stash, simulate, times
 

@@ -17,8 +17,8 @@ from torch.utils import _pytree as pytree
 import fxpipe
 from benchmarks.models.gpt2 import GPT2, next_words
 from fxpipe.kernels.graph import GraphKernel
-from fxpipe.passes.extract import runnable
-from fxpipe.passes.liveness import liveness
+from fxpipe.passes.differentiate.extract import runnable
+from fxpipe.passes.graph.liveness import liveness
 from tests.exported import UNet
 
 aten = torch.ops.aten

@@ -9,14 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxpipe.edge import HOST, Edge
 from fxpipe.errors import InputError
-from fxpipe.passes.communicate import communicate
-from fxpipe.passes.free import free
-from fxpipe.passes.lower import Lower
-from fxpipe.passes.runner import run
-from fxpipe.plan import Plan
-from fxpipe.program import (
+from fxpipe.ir.edge import HOST, Edge
+from fxpipe.ir.plan import Plan
+from fxpipe.ir.program import (
     Backward,
     Barrier,
     Buffer,
@@ -36,9 +32,13 @@ from fxpipe.program import (
     Update,
     WeightGrad,
 )
-from fxpipe.schedule import Schedule
+from fxpipe.ir.schedule import Schedule
+from fxpipe.ir.task import B, F, I, R, Task, U, W
+from fxpipe.passes.lowering.communicate import communicate
+from fxpipe.passes.lowering.free import free
+from fxpipe.passes.lowering.lower import Lower
+from fxpipe.passes.runner import run
 from fxpipe.schedules import gpipe, inference, one_f_one_b
-from fxpipe.task import B, F, I, R, Task, U, W
 from tests.lines import lines
 from tests.plans import chain, plan_of, skipping
 from tests.reference import program_is_right

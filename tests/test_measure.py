@@ -16,13 +16,13 @@ from torch.nn.functional import mse_loss
 import fxpipe
 from examples.unet import UNet
 from fxpipe.kernels.graph import GraphKernel
-from fxpipe.nest import bytes_of
-from fxpipe.passes.measure import NodeCost, measure
-from fxpipe.passes.measure_leaves import measure_leaves
-from fxpipe.passes.part_backward import part_backward
-from fxpipe.passes.partition import compute_nodes
-from fxpipe.passes.symbolic import trace_symbolically
-from fxpipe.untouched import untouched
+from fxpipe.passes.differentiate.part_backward import part_backward
+from fxpipe.passes.partition.assignment import compute_nodes
+from fxpipe.passes.partition.measure import NodeCost, measure
+from fxpipe.passes.partition.measure_leaves import measure_leaves
+from fxpipe.passes.tracing.symbolic import trace_symbolically
+from fxpipe.torchtools.nest import bytes_of
+from fxpipe.torchtools.untouched import untouched
 from tests.fronted import (
     assert_equal,
     differentiated,

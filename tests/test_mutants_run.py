@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe.errors import InputError, VerificationError
-from fxpipe.recipe import RECIPES
-from fxpipe.schedule import Schedule
+from fxpipe.ir.recipe import RECIPES
+from fxpipe.ir.schedule import Schedule
 from fxpipe.verify.schedule import verify_schedule
 from tests import loop
 from tests.delayed import DelayedLoop

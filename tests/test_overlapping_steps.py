@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import fxpipe
-from fxpipe.recipe import find_recipe
+from fxpipe.ir.recipe import find_recipe
 from tests.delayed import MSE, DelayedLoop, Factory, PredictedLoop
 from tests.overlapping import ADAMW, LOSSES, MORE, OPTIMIZERS, SGD, compiled, make
 from tests.profiles import DEEP

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fxpipe
 from fxpipe import TraceError
-from fxpipe.own_backward import functions_kept
+from fxpipe.torchtools.own_backward import functions_kept
 from tests import loop
 
 pytestmark = pytest.mark.usefixtures("one_thread")

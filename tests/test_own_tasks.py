@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import fxpipe
-from fxpipe.recipe import Recipe
-from fxpipe.schedule import Schedule
-from fxpipe.task import BUILT_IN, KINDS, B, F, Task, TaskContext, U, define_task
+from fxpipe.ir.recipe import Recipe
+from fxpipe.ir.schedule import Schedule
+from fxpipe.ir.task import BUILT_IN, KINDS, B, F, Task, TaskContext, U, define_task
 from tests import loop
 
 pytestmark = pytest.mark.usefixtures("one_thread")

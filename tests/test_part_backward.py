@@ -16,11 +16,11 @@ from torch.nn.utils import parametrizations
 
 from examples.unet import UNet
 from fxpipe.errors import PassError
-from fxpipe.passes.cut import cut
-from fxpipe.passes.differentiate import Differentiate, Wanted
-from fxpipe.passes.part_backward import part_backward
-from fxpipe.passes.partition import Assignment, compute_nodes
-from fxpipe.passes.symbolic import trace_symbolically
+from fxpipe.passes.differentiate.differentiate import Differentiate, Wanted
+from fxpipe.passes.differentiate.part_backward import part_backward
+from fxpipe.passes.partition.assignment import Assignment, compute_nodes
+from fxpipe.passes.partition.cut import cut
+from fxpipe.passes.tracing.symbolic import trace_symbolically
 from tests.fronted import (
     differentiated,
     front_end,

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 import fxpipe
 from fxpipe import random
-from fxpipe.traced import Value
+from fxpipe.ir.traced import Value
 from tests import loop
 from tests.fronted import (
     Answer,

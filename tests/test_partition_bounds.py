@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxpipe.passes.blocks import Block, alone, latest_sources, trees
-from fxpipe.passes.bound import chain_bound, lower_bound
-from fxpipe.passes.memory_bound import memory_bound
-from fxpipe.passes.orders import densest_first
-from fxpipe.passes.work import Machine, Transfer, Work
+from fxpipe.passes.partition.solver.blocks import Block, alone, latest_sources, trees
+from fxpipe.passes.partition.solver.bound import chain_bound, lower_bound
+from fxpipe.passes.partition.solver.memory_bound import memory_bound
+from fxpipe.passes.partition.solver.orders import densest_first
+from fxpipe.passes.partition.work import Machine, Transfer, Work
 from tests.divisions import MANY, chain, fits, legal, machines, weighed, works
 
 

@@ -19,11 +19,11 @@ import fxpipe
 from benchmarks.models.gpt2 import GPT2, next_words
 from benchmarks.models.unet import UNet
 from fxpipe.compiler.room import Room
-from fxpipe.partition import Partition, arrival_peaks, stash_peaks
-from fxpipe.passes.add_recompute import add_recompute
-from fxpipe.passes.solve import solve
-from fxpipe.passes.work import Load, Machine, Transfer, Work
-from fxpipe.recipe import find_recipe
+from fxpipe.ir.recipe import find_recipe
+from fxpipe.passes.partition.options import Partition, arrival_peaks, stash_peaks
+from fxpipe.passes.partition.solver.solve import solve
+from fxpipe.passes.partition.work import Load, Machine, Transfer, Work
+from fxpipe.passes.schedule.add_recompute import add_recompute
 from fxpipe.text.schedule import parse_schedule
 
 Case = tuple[nn.Module, Tensor, Tensor, Any]

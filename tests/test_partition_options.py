@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 import fxpipe
-from fxpipe.partition import Partition, stash_peaks
-from fxpipe.recipe import find_recipe
-from fxpipe.runtime.optimizer import state_size
-from fxpipe.schedule import Schedule
-from fxpipe.task import B, F, U
+from fxpipe.ir.recipe import find_recipe
+from fxpipe.ir.schedule import Schedule
+from fxpipe.ir.task import B, F, U
+from fxpipe.passes.partition.options import Partition, stash_peaks
+from fxpipe.runtime.weights.optimizer import state_size
 
 
 class Blocks(nn.Module):

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxpipe.passes.downsets import Search, downsets
-from fxpipe.passes.lattice import Lattice
-from fxpipe.passes.solve import SLACK, least_limits, solve
-from fxpipe.passes.work import Machine, Transfer, Work
+from fxpipe.passes.partition.solver.downsets import Search, downsets
+from fxpipe.passes.partition.solver.lattice import Lattice
+from fxpipe.passes.partition.solver.solve import SLACK, least_limits, solve
+from fxpipe.passes.partition.work import Machine, Transfer, Work
 from tests.divisions import MANY, chain, fits, legal, machines, weighed, works
 
 

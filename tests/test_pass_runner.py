@@ -11,12 +11,12 @@ from typing import ClassVar
 import pytest
 
 from fxpipe.errors import PassError, VerificationError
-from fxpipe.passes.communicate import communicate
-from fxpipe.passes.free import free
-from fxpipe.passes.lower import Lower
+from fxpipe.ir.program import Program
+from fxpipe.ir.schedule import Schedule
+from fxpipe.passes.lowering.communicate import communicate
+from fxpipe.passes.lowering.free import free
+from fxpipe.passes.lowering.lower import Lower
 from fxpipe.passes.runner import run
-from fxpipe.program import Program
-from fxpipe.schedule import Schedule
 from fxpipe.schedules import gpipe
 from tests.plans import chain
 

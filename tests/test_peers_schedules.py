@@ -17,10 +17,10 @@ from torch.nn.functional import mse_loss
 
 import fxpipe
 from fxpipe import ExecutionError, ParseError, VerificationError
-from fxpipe.passes.communicate import communicate
-from fxpipe.passes.lower import Lower
-from fxpipe.program import Instruction, Program, Receive, Send
-from fxpipe.recipe import RECIPES, find_recipe
+from fxpipe.ir.program import Instruction, Program, Receive, Send
+from fxpipe.ir.recipe import RECIPES, find_recipe
+from fxpipe.passes.lowering.communicate import communicate
+from fxpipe.passes.lowering.lower import Lower
 from fxpipe.schedules import one_f_one_b
 from fxpipe.verify.program import verify_program
 from tests import loop

@@ -10,9 +10,9 @@ from torch import Tensor, fx, nn
 
 import fxpipe
 from fxpipe.errors import PassError
+from fxpipe.ir.plan import Plan
 from fxpipe.kernels.graph import GraphKernel
-from fxpipe.passes.place_devices import PlaceDevices, moved
-from fxpipe.plan import Plan
+from fxpipe.passes.graph.place_devices import PlaceDevices, moved
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 import fxpipe
 from examples.unet import UNet
-from fxpipe.recipe import Placement, Recipe, one_each, round_robin, vee
-from fxpipe.schedule import Schedule
+from fxpipe.ir.recipe import Placement, Recipe, one_each, round_robin, vee
+from fxpipe.ir.schedule import Schedule
+from fxpipe.ir.task import B, F, R, Task, U
 from fxpipe.schedules import gpipe
-from fxpipe.task import B, F, R, Task, U
 from tests import loop
 
 pytestmark = pytest.mark.usefixtures("one_thread")

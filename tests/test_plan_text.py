@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import fx, nn
 
-from fxpipe.edge import HOST, Edge
 from fxpipe.errors import InputError, ParseError
-from fxpipe.plan import Argument, Costs, Plan, Stage, ValueSpec, Write
-from fxpipe.program import Program
-from fxpipe.schedule import Schedule
+from fxpipe.ir.edge import HOST, Edge
+from fxpipe.ir.plan import Argument, Costs, Plan, Stage, ValueSpec, Write
+from fxpipe.ir.program import Program
+from fxpipe.ir.schedule import Schedule
 from fxpipe.text.edge import parse_edge
 from fxpipe.text.graph import parse_graph
 from fxpipe.text.plan import parse_plan, print_plan

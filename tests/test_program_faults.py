@@ -7,10 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from fxpipe.edge import HOST, Edge
-from fxpipe.passes.communicate import communicate
-from fxpipe.passes.lower import Lower
-from fxpipe.program import (
+from fxpipe.ir.edge import HOST, Edge
+from fxpipe.ir.program import (
     Backward,
     Barrier,
     Buffer,
@@ -27,8 +25,10 @@ from fxpipe.program import (
     Stash,
     Update,
 )
-from fxpipe.recipe import Recipe
-from fxpipe.schedule import Schedule
+from fxpipe.ir.recipe import Recipe
+from fxpipe.ir.schedule import Schedule
+from fxpipe.passes.lowering.communicate import communicate
+from fxpipe.passes.lowering.lower import Lower
 from fxpipe.schedules import gpipe, inference, one_f_one_b
 from fxpipe.verify.program import verify_program
 from tests.plans import chain, skipping

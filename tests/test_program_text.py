@@ -9,13 +9,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from fxpipe.edge import HOST, Edge
 from fxpipe.errors import ParseError
-from fxpipe.passes.communicate import communicate
-from fxpipe.passes.free import free
-from fxpipe.passes.lower import Lower
-from fxpipe.passes.streams import Streams
-from fxpipe.program import (
+from fxpipe.ir.edge import HOST, Edge
+from fxpipe.ir.program import (
     KEPT,
     OPCODES,
     Backward,
@@ -44,7 +40,11 @@ from fxpipe.program import (
     WeightGrad,
     saved,
 )
-from fxpipe.recipe import RECIPES
+from fxpipe.ir.recipe import RECIPES
+from fxpipe.passes.lowering.communicate import communicate
+from fxpipe.passes.lowering.free import free
+from fxpipe.passes.lowering.lower import Lower
+from fxpipe.passes.lowering.streams import Streams
 from fxpipe.schedules import gpipe, one_f_one_b
 from fxpipe.text.instruction import print_instruction
 from tests.conftest import Golden

@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 
 from fxpipe.errors import VerificationError
-from fxpipe.passes.communicate import communicate
-from fxpipe.passes.free import free
-from fxpipe.passes.lower import Lower
+from fxpipe.ir.program import Event, Forward, Launch, Program, Receive
+from fxpipe.ir.recipe import RECIPES
+from fxpipe.passes.lowering.communicate import communicate
+from fxpipe.passes.lowering.free import free
+from fxpipe.passes.lowering.lower import Lower
+from fxpipe.passes.lowering.streams import Streams
 from fxpipe.passes.runner import run
-from fxpipe.passes.streams import Streams
-from fxpipe.program import Event, Forward, Launch, Program, Receive
-from fxpipe.recipe import RECIPES
 from fxpipe.schedules import one_f_one_b
 from tests.ordering import Ordering, launch_mutants
 from tests.plans import chain, skipping

@@ -23,18 +23,18 @@ from fxpipe.compiler.front_end import FrontEnd
 from fxpipe.compiler.objective import Objective
 from fxpipe.compiler.timetable import Timetable
 from fxpipe.engine import Engine
-from fxpipe.partition import read_partition
-from fxpipe.passes.follow import place_like
-from fxpipe.passes.measure import NodeCost
-from fxpipe.passes.partition import Assignment, compute_nodes
+from fxpipe.ir.recipe import Recipe as Schedules
+from fxpipe.ir.recipe import find_recipe
+from fxpipe.ir.task import Task
+from fxpipe.ir.traced import Traced
+from fxpipe.passes.partition.assignment import Assignment, compute_nodes
+from fxpipe.passes.partition.follow import place_like
+from fxpipe.passes.partition.measure import NodeCost
+from fxpipe.passes.partition.options import read_partition
 from fxpipe.pipeline import Pipeline
-from fxpipe.recipe import Recipe as Schedules
-from fxpipe.recipe import find_recipe
-from fxpipe.runtime.backend import CpuBackend
 from fxpipe.runtime.batch import Batch
 from fxpipe.runtime.choice import Choice
-from fxpipe.task import Task
-from fxpipe.traced import Traced
+from fxpipe.runtime.devices.backend import CpuBackend
 from tests import loop
 from tests.profiles import DEEP
 from tests.random_models import OPERATIONS, ROW, SCALAR, RandomModel, Recipe, recipes

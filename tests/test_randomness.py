@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention as attend
 import fxpipe
 from fxpipe import random
 from fxpipe.errors import TraceError
-from fxpipe.traced import SEED, Traced
+from fxpipe.ir.traced import SEED, Traced
 from tests.draws import Draws, drawn
 from tests.fronted import (
     Answer,

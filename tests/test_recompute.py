@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 import fxpipe
 from examples.unet import UNet
+from fxpipe.ir.recipe import RECIPES, find_recipe
 from fxpipe.kernels.rechecked import fingerprint
-from fxpipe.passes.add_recompute import add_recompute
-from fxpipe.recipe import RECIPES, find_recipe
+from fxpipe.passes.schedule.add_recompute import add_recompute
 from tests import loop
 from tests.delayed import DelayedLoop
 from tests.overlapping import ADAMW, compiled, make

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
-from fxpipe.passes.record import NotRecorded, record
+from fxpipe.passes.differentiate.record import NotRecorded, record
 
 
 def _lines(graph: fx.Graph) -> list[Any]:

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 import fxpipe
-from fxpipe.passes.balance import balance
-from fxpipe.passes.measure import NodeCost
-from fxpipe.passes.partition import Assignment
-from fxpipe.passes.relay import relay
-from fxpipe.passes.symbolic import trace_symbolically
-from fxpipe.traced import Traced, Value
+from fxpipe.ir.traced import Traced, Value
+from fxpipe.passes.graph.relay import relay
+from fxpipe.passes.partition.assignment import Assignment
+from fxpipe.passes.partition.balance import balance
+from fxpipe.passes.partition.measure import NodeCost
+from fxpipe.passes.tracing.symbolic import trace_symbolically
 from tests import loop
 from tests.fronted import front_end
 

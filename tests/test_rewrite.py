@@ -10,8 +10,8 @@ from torch import Tensor, fx, nn
 from torch.export.graph_signature import InputKind
 from torch.nn import functional as F
 
-from fxpipe.passes.rewrite import rewrite
-from fxpipe.passes.trace import trace
+from fxpipe.passes.graph.rewrite import rewrite
+from fxpipe.passes.tracing.trace import trace
 
 
 class Model(nn.Module):

@@ -7,9 +7,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fxpipe.errors import ParseError
-from fxpipe.schedule import Schedule
+from fxpipe.ir.schedule import Schedule
+from fxpipe.ir.task import B, F, Task, U
 from fxpipe.schedules import gpipe, inference, one_f_one_b
-from fxpipe.task import B, F, Task, U
 
 TEXT = """\
 schedule mine stages=3 microbatches=4 delay=1

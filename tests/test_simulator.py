@@ -12,25 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxpipe.errors import InputError, VerificationError
-from fxpipe.passes.communicate import communicate
-from fxpipe.passes.lower import Lower
-from fxpipe.program import (
-    OPCODES,
-    Barrier,
-    Pause,
-    Pop,
-    Program,
-    Receive,
-    Send,
-    Stash,
-    letter_of,
-)
-from fxpipe.recipe import find_recipe
-from fxpipe.schedule import Schedule
+from fxpipe.ir.program import OPCODES, Barrier, Pause, Pop, Program, Receive, Send, Stash, letter_of
+from fxpipe.ir.recipe import find_recipe
+from fxpipe.ir.schedule import Schedule
+from fxpipe.ir.unroll import unroll
+from fxpipe.passes.lowering.communicate import communicate
+from fxpipe.passes.lowering.lower import Lower
 from fxpipe.schedules import one_f_one_b
 from fxpipe.simulator import Link, Sizes, simulate
 from fxpipe.simulator.events import Transfer
-from fxpipe.unroll import unroll
 from tests.plans import chain, skipping
 from tests.test_lower import plans, schedules, whole
 

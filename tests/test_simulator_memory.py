@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxpipe.program import Buffer, Program, Update
-from fxpipe.recipe import find_recipe
+from fxpipe.ir.program import Buffer, Program, Update
+from fxpipe.ir.recipe import find_recipe
 from fxpipe.simulator import Simulation, Sizes, simulate
 from tests.test_simulator import LIBRARY, programs
 

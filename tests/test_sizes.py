@@ -14,8 +14,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
 import fxpipe
-from fxpipe.passes.extents import BATCH, Extent
-from fxpipe.sizes import Sizes
+from fxpipe.compiler.sizes import Sizes
+from fxpipe.passes.graph.extents import BATCH, Extent
 from tests.exported import UNet
 
 ZERO = sympy.Integer(0)

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import fxpipe
 from examples.unet import UNet
-from fxpipe.recipe import RECIPES, Recipe, one_each, vee
-from fxpipe.task import B, F, I, Task, U, W
+from fxpipe.ir.recipe import RECIPES, Recipe, one_each, vee
+from fxpipe.ir.task import B, F, I, Task, U, W
 from tests import loop
 
 pytestmark = pytest.mark.usefixtures("one_thread")

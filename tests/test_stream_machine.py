@@ -14,13 +14,13 @@ from torch import Tensor, nn
 import fxpipe
 from fxpipe.compiler.compiled import Compiled
 from fxpipe.errors import VerificationError
-from fxpipe.passes.streams import Streams
-from fxpipe.program import Buffer, Pop, Program, Recompute
+from fxpipe.ir.program import Buffer, Pop, Program, Recompute
+from fxpipe.passes.lowering.streams import Streams
 from fxpipe.runtime.batch import Batch
 from fxpipe.runtime.host import BatchHost
 from fxpipe.runtime.interpreter import Job
-from fxpipe.runtime.versions import VersionedWeights
-from fxpipe.runtime.weights import LiveWeights
+from fxpipe.runtime.weights.live import LiveWeights
+from fxpipe.runtime.weights.versions import VersionedWeights
 from tests import loop
 from tests.launched_memory import Layout
 from tests.ordering import launch_mutants

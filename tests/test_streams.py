@@ -8,16 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxpipe.blocking import blocking
 from fxpipe.draw.lanes import lanes_of, walk_lanes
 from fxpipe.errors import InputError
-from fxpipe.passes.add_clip import add_clip
-from fxpipe.passes.communicate import communicate
-from fxpipe.passes.free import free
-from fxpipe.passes.lower import Lower
-from fxpipe.passes.runner import run
-from fxpipe.passes.streams import Streams
-from fxpipe.program import (
+from fxpipe.ir.blocking import blocking
+from fxpipe.ir.program import (
     OPCODES,
     Barrier,
     Event,
@@ -33,12 +27,18 @@ from fxpipe.program import (
     Update,
     batch_of,
 )
-from fxpipe.recipe import RECIPES, Recipe
+from fxpipe.ir.recipe import RECIPES, Recipe
+from fxpipe.ir.unroll import unroll
+from fxpipe.passes.lowering.communicate import communicate
+from fxpipe.passes.lowering.free import free
+from fxpipe.passes.lowering.lower import Lower
+from fxpipe.passes.lowering.streams import Streams
+from fxpipe.passes.runner import run
+from fxpipe.passes.schedule.add_clip import add_clip
 from fxpipe.runtime.interpreter import HANDLERS
 from fxpipe.schedules import gpipe, one_f_one_b
 from fxpipe.simulator import Sizes, simulate
 from fxpipe.simulator.costs import Link
-from fxpipe.unroll import unroll
 from tests.plans import chain, skipping
 from tests.test_lower import plans, schedules
 from tests.test_program_text import LINES

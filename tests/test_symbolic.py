@@ -16,8 +16,8 @@ from torch.nn.utils import parametrize
 import fxpipe
 from examples.unet import UNet
 from fxpipe.errors import TraceError
-from fxpipe.passes.symbolic import trace_symbolically
-from fxpipe.traced import Traced, Value
+from fxpipe.ir.traced import Traced, Value
+from fxpipe.passes.tracing.symbolic import trace_symbolically
 from tests import loop
 from tests.test_check import Backwards
 

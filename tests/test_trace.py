@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe.errors import TraceError
-from fxpipe.passes.trace import accepts, trace
+from fxpipe.passes.tracing.trace import accepts, trace
 from tests import loop
 from tests.fronted import front_end, run_graph
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fxpipe.program import Backward, Forward, Instruction
+from fxpipe.ir.program import Backward, Forward, Instruction
 from fxpipe.runtime.trail import Given, Trail
 
 

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import fxpipe
-import fxpipe.passes.trace
+import fxpipe.passes.tracing.trace
 from fxpipe.errors import ExecutionError, PartitionError, TraceError
 from fxpipe.random.generators import mix
 from fxpipe.random.leaf_draws import SeededDraws, draw_from
@@ -242,7 +242,7 @@ def test_submodules_of_one_class_become_leaves_at_once(
 
     def trace(model: nn.Module, *args: Any, **options: Any) -> Any:
         traces.append(type(model).__name__)
-        return fxpipe.passes.trace.trace(model, *args, **options)
+        return fxpipe.passes.tracing.trace.trace(model, *args, **options)
 
     monkeypatch.setattr("fxpipe.compiler.front_end.trace", trace)
     torch.manual_seed(0)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from fxpipe.errors import InputError
-from fxpipe.passes.communicate import communicate
-from fxpipe.passes.free import free
-from fxpipe.passes.lower import Lower
-from fxpipe.program import Barrier, Forward, Run, Update, batch_of
-from fxpipe.schedule import Schedule
+from fxpipe.ir.program import Barrier, Forward, Run, Update, batch_of
+from fxpipe.ir.schedule import Schedule
+from fxpipe.ir.unroll import absolute, unroll, unroll_schedule
+from fxpipe.passes.lowering.communicate import communicate
+from fxpipe.passes.lowering.free import free
+from fxpipe.passes.lowering.lower import Lower
 from fxpipe.schedules import one_f_one_b
 from fxpipe.text.instruction import print_instruction
-from fxpipe.unroll import absolute, unroll, unroll_schedule
 from tests.plans import chain
 
 TEXT = """\

@@ -8,20 +8,11 @@ from collections.abc import Sequence
 import pytest
 
 from fxpipe.errors import InputError, VerificationError
-from fxpipe.passes.communicate import communicate
-from fxpipe.passes.free import free
-from fxpipe.passes.lower import Lower
-from fxpipe.program import (
-    Barrier,
-    Instruction,
-    Pause,
-    Pop,
-    Program,
-    Receive,
-    Send,
-    Stash,
-)
-from fxpipe.recipe import RECIPES
+from fxpipe.ir.program import Barrier, Instruction, Pause, Pop, Program, Receive, Send, Stash
+from fxpipe.ir.recipe import RECIPES
+from fxpipe.passes.lowering.communicate import communicate
+from fxpipe.passes.lowering.free import free
+from fxpipe.passes.lowering.lower import Lower
 from fxpipe.schedules import gpipe, one_f_one_b
 from fxpipe.verify.channels import smallest_channel
 from tests.plans import chain, skipping

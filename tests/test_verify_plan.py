@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import fx, nn
 
-from fxpipe.edge import HOST, Edge
 from fxpipe.errors import VerificationError
-from fxpipe.plan import Argument, Plan, Stage, ValueSpec, Write
+from fxpipe.ir.edge import HOST, Edge
+from fxpipe.ir.plan import Argument, Plan, Stage, ValueSpec, Write
 from fxpipe.text.plan import parse_plan
 from fxpipe.verify.plan import verify_plan
 from tests.lines import lines

@@ -10,19 +10,16 @@ from dataclasses import replace
 import pytest
 
 from fxpipe.errors import Fault, InputError, VerificationError
-from fxpipe.passes.add_clip import add_clip
-from fxpipe.passes.communicate import communicate
-from fxpipe.passes.free import free
-from fxpipe.passes.lower import Lower
-from fxpipe.plan import Plan
-from fxpipe.program import (
-    OPCODES,
-    Program,
-)
-from fxpipe.recipe import RECIPES
-from fxpipe.schedule import Schedule
+from fxpipe.ir.plan import Plan
+from fxpipe.ir.program import OPCODES, Program
+from fxpipe.ir.recipe import RECIPES
+from fxpipe.ir.schedule import Schedule
+from fxpipe.ir.task import KINDS, define_task
+from fxpipe.passes.lowering.communicate import communicate
+from fxpipe.passes.lowering.free import free
+from fxpipe.passes.lowering.lower import Lower
+from fxpipe.passes.schedule.add_clip import add_clip
 from fxpipe.schedules import gpipe, one_f_one_b, two_bw, zb_h1
-from fxpipe.task import KINDS, define_task
 from fxpipe.verify.program import verify_program
 from tests.lines import lines
 from tests.mutants import program_mutants, sampled

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxpipe.errors import Fault, VerificationError
-from fxpipe.recipe import RECIPES, Recipe
-from fxpipe.schedule import Schedule
+from fxpipe.ir.recipe import RECIPES, Recipe
+from fxpipe.ir.schedule import Schedule
+from fxpipe.ir.task import KINDS, B, F, Task, U, define_task
 from fxpipe.schedules import one_f_one_b
-from fxpipe.task import KINDS, B, F, Task, U, define_task
 from fxpipe.verify.schedule import verify_schedule
 from tests.lines import lines
 from tests.mutants import sampled, schedule_mutants

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from fxpipe.errors import InputError, VerificationError
-from fxpipe.recipe import RECIPES, round_robin
-from fxpipe.schedule import Schedule
+from fxpipe.ir.recipe import RECIPES, round_robin
+from fxpipe.ir.schedule import Schedule
 from fxpipe.schedules import (
     gpipe,
     inference,

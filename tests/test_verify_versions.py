@@ -8,8 +8,10 @@ from dataclasses import replace
 import pytest
 
 from fxpipe.errors import VerificationError
-from fxpipe.recipe import RECIPES
-from fxpipe.schedule import Schedule
+from fxpipe.ir.recipe import RECIPES
+from fxpipe.ir.schedule import Schedule
+from fxpipe.ir.task import B, F, Task, U
+from fxpipe.ir.unroll import unroll_schedule
 from fxpipe.schedules import (
     gpipe,
     inference,
@@ -19,8 +21,6 @@ from fxpipe.schedules import (
     pipedream_vertical,
     two_bw,
 )
-from fxpipe.task import B, F, Task, U
-from fxpipe.unroll import unroll_schedule
 
 GRID = [(p, m) for p in range(1, 9) for m in range(1, 2 * p + 1)]
 

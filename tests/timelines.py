@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-from fxpipe.recipe import Recipe
-from fxpipe.schedule import Schedule
-from fxpipe.task import Task
+from fxpipe.ir.recipe import Recipe
+from fxpipe.ir.schedule import Schedule
+from fxpipe.ir.task import Task
 
 AS_LONG = {"F": 1, "B": 1, "I": 1, "W": 1, "U": 0}
 """A backward as long as a forward, as many papers draw it."""

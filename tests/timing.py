@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from fxpipe.program import Event, Instruction, Load, Move, Pop, Program, Receive, letter_of
-from fxpipe.task import KINDS
+from fxpipe.ir.program import Event, Instruction, Load, Move, Pop, Program, Receive, letter_of
+from fxpipe.ir.task import KINDS
 
 
 @dataclass

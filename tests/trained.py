@@ -12,7 +12,7 @@ import torch
 
 import fxpipe
 from benchmarks.models.cases import Case
-from fxpipe.recipe import RECIPES
+from fxpipe.ir.recipe import RECIPES
 from tests import loop
 from tests.profiles import DEEP
 

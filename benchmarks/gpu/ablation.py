@@ -25,7 +25,7 @@ from benchmarks.gpu.setting import HOW, Setting, add_dispatch, arguments, read
 from benchmarks.gpu.workloads import Workload, balance, begins, layers, workload
 from benchmarks.models.unet import UNet
 from benchmarks.report import Figure, Grid
-from fxpipe.passes.streams import Streams
+from fxpipe.passes.lowering.streams import Streams
 
 SECONDS = 15.0
 

@@ -23,7 +23,7 @@ from benchmarks.models.cases import Case
 from benchmarks.models.exact import MICROBATCHES, ROWS, STEPS, Run, run, split
 from benchmarks.report import Figure, Grid, Report
 from examples.plain import one_thread
-from fxpipe.recipe import RECIPES
+from fxpipe.ir.recipe import RECIPES
 
 STAGES = (2, 3, 4)
 WANTED = ("gpipe", "1f1b", "zb-h1")

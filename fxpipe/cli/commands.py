@@ -16,8 +16,8 @@ from rich.table import Table
 from fxpipe.cli.formulas import formulas_text
 from fxpipe.cli.read import read_file, read_schedule
 from fxpipe.errors import InputError, VerificationError
-from fxpipe.recipe import RECIPES, Recipe
-from fxpipe.schedule import Schedule
+from fxpipe.ir.recipe import RECIPES, Recipe
+from fxpipe.ir.schedule import Schedule
 from fxpipe.simulator import simulate_schedule
 
 _WIDTH = 100

@@ -9,9 +9,9 @@ from sympy.core.relational import Relational
 
 from fxpipe.errors import FxpipeError, VerificationError
 from fxpipe.formulas import Formulas, time
-from fxpipe.recipe import Recipe
-from fxpipe.schedule import Schedule
-from fxpipe.task import KINDS
+from fxpipe.ir.recipe import Recipe
+from fxpipe.ir.schedule import Schedule
+from fxpipe.ir.task import KINDS
 
 
 def formulas_text(

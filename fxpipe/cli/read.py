@@ -12,11 +12,11 @@ from typing import TypeVar
 
 import fxpipe.schedules as _library
 from fxpipe.errors import FxpipeError, InputError, near, told
-from fxpipe.plan import Plan
-from fxpipe.program import Program
-from fxpipe.recipe import RECIPES, Recipe, find_recipe
-from fxpipe.schedule import Schedule
-from fxpipe.source import of_exception
+from fxpipe.ir.plan import Plan
+from fxpipe.ir.program import Program
+from fxpipe.ir.recipe import RECIPES, Recipe, find_recipe
+from fxpipe.ir.schedule import Schedule
+from fxpipe.torchtools.source import of_exception
 
 DEVICES, MICROBATCHES = 4, 8
 """What is shown of a schedule that leaves them open."""

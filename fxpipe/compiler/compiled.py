@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from fxpipe.compiler.timetable import Purpose
+from fxpipe.ir.plan import Plan
+from fxpipe.ir.program import Program, Recompute
+from fxpipe.ir.schedule import Schedule
+from fxpipe.ir.traced import Traced, Value
 from fxpipe.kernels.discarding import Discarding
 from fxpipe.kernels.kernel import Kernel
 from fxpipe.kernels.rechecked import Rechecked
-from fxpipe.passes.loss_terms import Divisor
-from fxpipe.plan import Plan
-from fxpipe.program import Program, Recompute
-from fxpipe.schedule import Schedule
-from fxpipe.traced import Traced, Value
+from fxpipe.passes.tracing.loss_terms import Divisor
 
 
 @dataclass(frozen=True)

@@ -19,34 +19,34 @@ from fxpipe.compiler.front_end import FrontEnd, Tracer
 from fxpipe.compiler.objective import Objective, weighed
 from fxpipe.compiler.placement import Placement
 from fxpipe.compiler.plans import Call, Graph, Plans
+from fxpipe.compiler.predict import plan_sizes, predicted_peaks
 from fxpipe.compiler.remedies import remedies
+from fxpipe.compiler.sizes import Sizes
 from fxpipe.compiler.timetable import Purpose, RecomputeLike, Timetable
 from fxpipe.compiler.verbose import told
 from fxpipe.errors import FxpipeError, InputError, PartitionError
-from fxpipe.figures import plan_sizes, predicted_peaks
-from fxpipe.garbage import without_collection
-from fxpipe.partition import Partition
+from fxpipe.ir.plan import Plan
+from fxpipe.ir.program import Program
+from fxpipe.ir.recipe import Recipe
+from fxpipe.ir.schedule import Schedule
+from fxpipe.ir.traced import Traced, Value
 from fxpipe.passes import runner
-from fxpipe.passes.communicate import communicate
-from fxpipe.passes.extents import extents
-from fxpipe.passes.free import free
-from fxpipe.passes.lazy_module import sources_forgotten
-from fxpipe.passes.loss_terms import Divisor, loss_terms
-from fxpipe.passes.lower import Lower
-from fxpipe.passes.partition import Verdict
-from fxpipe.passes.streams import Streams
-from fxpipe.plan import Plan
-from fxpipe.program import Program
-from fxpipe.recipe import Recipe
+from fxpipe.passes.graph.extents import extents
+from fxpipe.passes.graph.lazy_module import sources_forgotten
+from fxpipe.passes.lowering.communicate import communicate
+from fxpipe.passes.lowering.free import free
+from fxpipe.passes.lowering.lower import Lower
+from fxpipe.passes.lowering.streams import Streams
+from fxpipe.passes.partition.assignment import Verdict
+from fxpipe.passes.partition.options import Partition
+from fxpipe.passes.tracing.loss_terms import Divisor, loss_terms
 from fxpipe.runtime.batch import Batch
 from fxpipe.runtime.choice import Choice
-from fxpipe.runtime.optimizer import OptimizerFactory, make_optimizer, state_size
-from fxpipe.schedule import Schedule
+from fxpipe.runtime.weights.optimizer import OptimizerFactory, make_optimizer, state_size
 from fxpipe.signals import SignalsAtOperations
-from fxpipe.sizes import Sizes
-from fxpipe.source import users_level
-from fxpipe.traced import Traced, Value
-from fxpipe.untouched import untouched
+from fxpipe.torchtools.garbage import without_collection
+from fxpipe.torchtools.source import users_level
+from fxpipe.torchtools.untouched import untouched
 
 
 class Compiler:

@@ -10,8 +10,6 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from fxpipe import source
-from fxpipe.apart import apart
 from fxpipe.compiler.guards import Guards
 from fxpipe.compiler.hidden import hidden, refuse_hidden
 from fxpipe.compiler.hooks import refuse_hooks
@@ -26,29 +24,31 @@ from fxpipe.compiler.tryout import (
     try_own_loss,
 )
 from fxpipe.errors import InputError, TraceError, way_out
-from fxpipe.own_backward import checkpoints_opened
-from fxpipe.passes.attach_loss import (
+from fxpipe.ir.traced import Traced, Value, with_dims
+from fxpipe.passes.graph.functionalise import functionalise
+from fxpipe.passes.graph.randomness import seed_randomness
+from fxpipe.passes.tracing.attach_loss import (
     LossModule,
     attach_leaf_loss,
     attach_loss,
     own_loss,
     with_loss,
 )
-from fxpipe.passes.explain import (
+from fxpipe.passes.tracing.explain import (
     differing_line,
     explained,
     refuse_control_flow,
     refuse_values,
 )
-from fxpipe.passes.functionalise import functionalise
-from fxpipe.passes.leaf_calls import LeafCalls, call_leaves
-from fxpipe.passes.randomness import seed_randomness
-from fxpipe.passes.symbolic import is_torchs, trace_symbolically
-from fxpipe.passes.trace import accepts, trace
+from fxpipe.passes.tracing.leaf_calls import LeafCalls, call_leaves
+from fxpipe.passes.tracing.symbolic import is_torchs, trace_symbolically
+from fxpipe.passes.tracing.trace import accepts, trace
 from fxpipe.runtime.batch import Batch
 from fxpipe.telling import telling
-from fxpipe.traced import Traced, Value, with_dims
-from fxpipe.untouched import assigned_in_place, intra_op_threads, same_sizes, untouched
+from fxpipe.torchtools import source
+from fxpipe.torchtools.apart import apart
+from fxpipe.torchtools.own_backward import checkpoints_opened
+from fxpipe.torchtools.untouched import assigned_in_place, intra_op_threads, same_sizes, untouched
 
 Tracer = Literal["export", "symbolic"]
 

@@ -19,10 +19,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fxpipe import source
 from fxpipe.compiler.looking import OUTSIDE, Look, Reads, Seen
 from fxpipe.signals import put_back
 from fxpipe.telling import LOGGER
+from fxpipe.torchtools import source
 
 VARIANTS = 8
 """How many variants are kept, each with its graphs."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxpipe.plan import Plan
+from fxpipe.ir.plan import Plan
 
 
 def settle(plan: Plan, state: Mapping[str, Tensor], homes: tuple[torch.device, ...]) -> None:

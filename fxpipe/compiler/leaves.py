@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from torch import nn
 
 from fxpipe.errors import TraceError
-from fxpipe.passes.explain import called
-from fxpipe.passes.leaf_nests import UnfitLeaf
+from fxpipe.passes.tracing.explain import called
+from fxpipe.passes.tracing.leaf_nests import UnfitLeaf
 from fxpipe.telling import LOGGER
 
 _COST = (

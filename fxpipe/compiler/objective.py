@@ -10,7 +10,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from fxpipe.errors import InputError, told
-from fxpipe.passes.loss_terms import Divisor
+from fxpipe.passes.tracing.loss_terms import Divisor
 from fxpipe.runtime.batch import Batch
 
 Loss = Callable[..., Any]

@@ -11,26 +11,26 @@ from torch import Tensor, nn
 
 from fxpipe.compiler.room import Room
 from fxpipe.compiler.timetable import Timetable
+from fxpipe.ir.plan import Costs, Plan
+from fxpipe.ir.schedule import Schedule
+from fxpipe.ir.traced import Traced
 from fxpipe.memory.held import undo_bytes
-from fxpipe.partition import Partition
-from fxpipe.passes.atoms import Footprint
-from fxpipe.passes.balance import balance, judge
-from fxpipe.passes.cut import cut
-from fxpipe.passes.differentiate import Differentiate, Wanted
-from fxpipe.passes.follow import place_like
-from fxpipe.passes.footprint import footprint_of
-from fxpipe.passes.measure import NodeCost, measure
-from fxpipe.passes.measure_leaves import measure_leaves
-from fxpipe.passes.named_cuts import cut_at
-from fxpipe.passes.part_backward import part_backward
-from fxpipe.passes.partition import Assignment, Verdict, compute_nodes, owners
-from fxpipe.passes.work import Machine
-from fxpipe.plan import Costs, Plan
-from fxpipe.runtime.optimizer import OptimizerFactory, state_size
-from fxpipe.schedule import Schedule
+from fxpipe.passes.differentiate.differentiate import Differentiate, Wanted
+from fxpipe.passes.differentiate.part_backward import part_backward
+from fxpipe.passes.partition.assignment import Assignment, Verdict, compute_nodes, owners
+from fxpipe.passes.partition.atoms import Footprint
+from fxpipe.passes.partition.balance import balance, judge
+from fxpipe.passes.partition.cut import cut
+from fxpipe.passes.partition.follow import place_like
+from fxpipe.passes.partition.footprint import footprint_of
+from fxpipe.passes.partition.measure import NodeCost, measure
+from fxpipe.passes.partition.measure_leaves import measure_leaves
+from fxpipe.passes.partition.named_cuts import cut_at
+from fxpipe.passes.partition.options import Partition
+from fxpipe.passes.partition.work import Machine
+from fxpipe.runtime.weights.optimizer import OptimizerFactory, state_size
 from fxpipe.telling import telling
-from fxpipe.traced import Traced
-from fxpipe.untouched import intra_op_threads, untouched
+from fxpipe.torchtools.untouched import intra_op_threads, untouched
 
 
 class Placement:

@@ -16,24 +16,24 @@ from fxpipe.compiler.homes import brought, gathered, settle
 from fxpipe.compiler.placement import Placement
 from fxpipe.compiler.timetable import Purpose
 from fxpipe.errors import TraceError
+from fxpipe.ir.plan import Plan
+from fxpipe.ir.schedule import Schedule
+from fxpipe.ir.traced import SEED, Traced, Value, with_dims
 from fxpipe.passes import runner
-from fxpipe.passes.check import check
-from fxpipe.passes.cut import cut
-from fxpipe.passes.defer_batchnorm import defer_batchnorm
-from fxpipe.passes.differentiate import Differentiate, Wanted
-from fxpipe.passes.follow import place_like
-from fxpipe.passes.fuse_accumulation import fuse_accumulation as fuse_accumulation_
-from fxpipe.passes.part_backward import part_backward
-from fxpipe.passes.partition import Assignment
-from fxpipe.passes.place_devices import PlaceDevices
-from fxpipe.passes.relay import relay
-from fxpipe.passes.sizes import localise_sizes
-from fxpipe.plan import Plan
+from fxpipe.passes.differentiate.differentiate import Differentiate, Wanted
+from fxpipe.passes.differentiate.fuse_accumulation import fuse_accumulation as fuse_accumulation_
+from fxpipe.passes.differentiate.part_backward import part_backward
+from fxpipe.passes.graph.check import check
+from fxpipe.passes.graph.defer_batchnorm import defer_batchnorm
+from fxpipe.passes.graph.localise_sizes import localise_sizes
+from fxpipe.passes.graph.place_devices import PlaceDevices
+from fxpipe.passes.graph.relay import relay
+from fxpipe.passes.partition.assignment import Assignment
+from fxpipe.passes.partition.cut import cut
+from fxpipe.passes.partition.follow import place_like
 from fxpipe.runtime.batch import Batch
-from fxpipe.schedule import Schedule
 from fxpipe.telling import telling
-from fxpipe.traced import SEED, Traced, Value, with_dims
-from fxpipe.untouched import intra_op_threads, untouched
+from fxpipe.torchtools.untouched import intra_op_threads, untouched
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from typing import Any
 
 from torch import nn
 
-from fxpipe import source
 from fxpipe.errors import TraceError, way_out
+from fxpipe.torchtools import source
 
 _OWN = frozenset(vars(nn.Module()))
 """The attributes that every module has."""

@@ -7,8 +7,8 @@ from contextlib import suppress
 
 from fxpipe.compiler.timetable import Timetable
 from fxpipe.errors import FxpipeError
-from fxpipe.recipe import find_recipe
-from fxpipe.schedule import Schedule
+from fxpipe.ir.recipe import find_recipe
+from fxpipe.ir.schedule import Schedule
 
 _LESS_MEMORY = ("1f1b", "interleaved-1f1b", "zb-h1", "v-half", "v-min")
 """Schedules with a flush that keep fewer micro-batches than others of the same placement."""

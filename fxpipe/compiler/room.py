@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from fxpipe.errors import PartitionError
-from fxpipe.passes.work import Load, Machine
+from fxpipe.passes.partition.work import Load, Machine
 from fxpipe.units import bytes_text
 
 _TRIES = 8

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from fxpipe.errors import InputError
-from fxpipe.passes.add_clip import add_clip
-from fxpipe.passes.add_recompute import Recompute, add_recompute
-from fxpipe.passes.end_with_flush import end_with_flush
-from fxpipe.recipe import Recipe, find_recipe
-from fxpipe.schedule import Schedule
+from fxpipe.ir.recipe import Recipe, find_recipe
+from fxpipe.ir.schedule import Schedule
+from fxpipe.passes.schedule.add_clip import add_clip
+from fxpipe.passes.schedule.add_recompute import Recompute, add_recompute
+from fxpipe.passes.schedule.end_with_flush import end_with_flush
 
 Purpose = Literal["step", "call", "infer"]
 """A training step with its loss, a differentiable call, or a call without gradients."""

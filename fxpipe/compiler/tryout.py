@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from fxpipe import source
-from fxpipe.apart import apart
 from fxpipe.compiler.hidden import refuse_hidden_in_loss
 from fxpipe.compiler.objective import Objective
 from fxpipe.errors import InputError, told
+from fxpipe.torchtools import source
+from fxpipe.torchtools.apart import apart
 
 
 def try_model(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -10,8 +10,8 @@ from functools import cached_property
 from fxpipe.draw.canvas import Look
 from fxpipe.draw.chart import Entry
 from fxpipe.draw.colours import FAINT, IDLE, INK, OTHER, PAPER, SKIP, TASKS, tint
-from fxpipe.schedule import Schedule
-from fxpipe.task import KINDS, Task
+from fxpipe.ir.schedule import Schedule
+from fxpipe.ir.task import KINDS, Task
 
 BORDERS = ((PAPER, 0.6, ""), (INK, 0.8, "dashed"), (INK, 1.0, ""))
 """Colour, width and style of the outline; batches take turns."""

@@ -7,9 +7,9 @@ from fxpipe.draw.plan import draw_plan
 from fxpipe.draw.program import draw_program
 from fxpipe.draw.schedule import draw_schedule
 from fxpipe.errors import InputError, VerificationError
-from fxpipe.plan import Plan
-from fxpipe.program import Program
-from fxpipe.schedule import Schedule
+from fxpipe.ir.plan import Plan
+from fxpipe.ir.program import Program
+from fxpipe.ir.schedule import Schedule
 
 
 def draw_faults(error: VerificationError) -> Picture:

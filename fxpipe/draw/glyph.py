@@ -19,7 +19,7 @@ from fxpipe.draw.colours import (
     SKIP,
     TASKS,
 )
-from fxpipe.program import (
+from fxpipe.ir.program import (
     Backward,
     Barrier,
     Buffer,

@@ -11,9 +11,9 @@ from fxpipe.draw.schedule import default_steps
 from fxpipe.draw.timeline import Timeline, walk
 from fxpipe.draw.walk import Span
 from fxpipe.errors import Fault, InputError
-from fxpipe.schedule import Schedule
+from fxpipe.ir.schedule import Schedule
+from fxpipe.ir.task import Task
 from fxpipe.simulator.costs import Costs
-from fxpipe.task import Task
 
 _SHORT = 0.25
 """Tasks that take less than this share of the median do not widen the grid."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from fxpipe.draw.program_timeline import instruction_time, needs_of
 from fxpipe.draw.walk import Place, Walked, walk_rows
-from fxpipe.program import COMPUTE, Barrier, Event, Instruction, Pause, Program
+from fxpipe.ir.program import COMPUTE, Barrier, Event, Instruction, Pause, Program
 
 
 @dataclass(frozen=True)

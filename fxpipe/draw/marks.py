@@ -11,9 +11,9 @@ from fxpipe.draw.chart import Chart
 from fxpipe.draw.colours import FAINT, FAULT, PAPER
 from fxpipe.draw.walk import Place
 from fxpipe.errors import Fault, VerificationError
-from fxpipe.plan import Plan
-from fxpipe.program import Program
-from fxpipe.schedule import Schedule
+from fxpipe.ir.plan import Plan
+from fxpipe.ir.program import Program
+from fxpipe.ir.schedule import Schedule
 
 FAULTY = Look(PAPER, FAULT, 2.0)
 """A task or an instruction at fault; its own colour is kept where it runs at all."""

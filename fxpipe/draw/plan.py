@@ -12,9 +12,9 @@ from fxpipe.draw.colours import FAINT, FAULT, FORWARD, IDLE, INPUT, PAPER, PARAM
 from fxpipe.draw.marks import faults_of, mark
 from fxpipe.draw.picture import Picture, blank, markup
 from fxpipe.draw.words import count_text, lines, plural, runs, shape_text
-from fxpipe.edge import HOST, Edge
 from fxpipe.errors import Fault
-from fxpipe.plan import Argument, Plan, Stage
+from fxpipe.ir.edge import HOST, Edge
+from fxpipe.ir.plan import Argument, Plan, Stage
 from fxpipe.units import bytes_text, time_text
 
 _LINE, _MODULE_LINES = 44, 4

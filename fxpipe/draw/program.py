@@ -22,7 +22,17 @@ from fxpipe.draw.picture import Picture
 from fxpipe.draw.schedule import row_label
 from fxpipe.draw.walk import Place, Span, Walked
 from fxpipe.errors import Fault
-from fxpipe.program import OPCODES, Buffer, Forward, Instruction, Pop, Program, Receive, Send, Stash
+from fxpipe.ir.program import (
+    OPCODES,
+    Buffer,
+    Forward,
+    Instruction,
+    Pop,
+    Program,
+    Receive,
+    Send,
+    Stash,
+)
 from fxpipe.text.instruction import print_instruction
 
 DETAILED = 600

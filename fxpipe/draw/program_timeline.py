@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import assert_never
 
 from fxpipe.draw.walk import NOWHERE, Place
-from fxpipe.program import (
+from fxpipe.ir.program import (
     Backward,
     Barrier,
     Buffer,
@@ -28,7 +28,7 @@ from fxpipe.program import (
     Update,
     WeightGrad,
 )
-from fxpipe.task import KINDS
+from fxpipe.ir.task import KINDS
 
 
 def instruction_time(instruction: Instruction, mark: float) -> float:

@@ -15,9 +15,9 @@ from fxpipe.draw.picture import Picture
 from fxpipe.draw.timeline import Timeline, walk
 from fxpipe.draw.walk import Span
 from fxpipe.errors import Fault, InputError
-from fxpipe.schedule import Schedule
+from fxpipe.ir.schedule import Schedule
+from fxpipe.ir.task import KINDS, Task
 from fxpipe.simulator.costs import Costs
-from fxpipe.task import KINDS, Task
 
 _STAGES_SHOWN = 6
 _STRIP = 3.0

@@ -12,9 +12,9 @@ from fxpipe.draw.schedule import draw_tasks, fit_timelines, row_labels
 from fxpipe.draw.timeline import Timeline
 from fxpipe.draw.walk import Span
 from fxpipe.errors import InputError
+from fxpipe.ir.task import Task
 from fxpipe.simulator.events import Transfer
 from fxpipe.simulator.simulation import Simulation, task_of
-from fxpipe.task import Task
 from fxpipe.units import time_text
 
 WITH_ARROWS = 1000

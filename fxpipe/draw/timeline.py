@@ -7,10 +7,10 @@ from dataclasses import replace
 from functools import cached_property
 
 from fxpipe.draw.walk import NOWHERE, Place, Walked, walk_rows
-from fxpipe.schedule import Schedule
+from fxpipe.ir.schedule import Schedule
+from fxpipe.ir.task import BUILT_IN, KINDS, Task
+from fxpipe.ir.unroll import unroll_schedule
 from fxpipe.simulator.costs import Costs, Times, times_of
-from fxpipe.task import BUILT_IN, KINDS, Task
-from fxpipe.unroll import unroll_schedule
 
 _UNKNOWN_TIME = 1.0
 

@@ -31,12 +31,12 @@ from fxpipe.formulas.formulas import Formula, Formulas
 from fxpipe.formulas.given import Basis
 from fxpipe.formulas.samples import Bases, Sample, sample
 from fxpipe.formulas.symbols import T, m, p, s, time, v
-from fxpipe.program import Program
-from fxpipe.recipe import Recipe, round_robin
-from fxpipe.schedule import Schedule
+from fxpipe.ir.program import Program
+from fxpipe.ir.recipe import Recipe, round_robin
+from fxpipe.ir.schedule import Schedule
+from fxpipe.ir.task import KINDS
+from fxpipe.ir.unroll import unroll
 from fxpipe.simulator.chain import chain_program
-from fxpipe.task import KINDS
-from fxpipe.unroll import unroll
 
 
 class Region(NamedTuple):

@@ -9,11 +9,11 @@ from functools import cached_property
 
 from fxpipe.errors import InputError
 from fxpipe.formulas.envelope import Vector, dot
-from fxpipe.program import Barrier, Instruction, Program, letter_of
+from fxpipe.ir.program import Barrier, Instruction, Program, letter_of
+from fxpipe.ir.task import KINDS
 from fxpipe.simulator.costs import task_times
 from fxpipe.simulator.events import run
 from fxpipe.simulator.order import Order, find_order
-from fxpipe.task import KINDS
 
 
 @dataclass(frozen=True)

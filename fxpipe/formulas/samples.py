@@ -10,9 +10,9 @@ from sympy.core.relational import Relational
 from fxpipe.formulas.envelope import Envelope, Vector, envelope
 from fxpipe.formulas.given import Basis, basis
 from fxpipe.formulas.longest import Paths
-from fxpipe.program import Program
+from fxpipe.ir.program import Program
+from fxpipe.ir.task import KINDS
 from fxpipe.simulator.stash import peak_stash
-from fxpipe.task import KINDS
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpipe.ir.traced import TAKES_TURNS
 from fxpipe.kernels.kernel import Backwarded, Forwarded, InputGraded, Totals, added
 from fxpipe.random.leaf_draws import SeededDraws, draw_from
-from fxpipe.traced import TAKES_TURNS
 
 _TURN = RLock()
 """Held while PyTorch may trace; two threads that do so see each other's half-made state."""

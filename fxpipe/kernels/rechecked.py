@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxpipe import source
 from fxpipe.errors import RecomputeError
 from fxpipe.kernels.kernel import Forwarded, Kernel
 from fxpipe.kernels.wrapping import Wrapping
-from fxpipe.recomputing import is_recomputing
+from fxpipe.torchtools import source
+from fxpipe.torchtools.recomputing import is_recomputing
 
 
 class Rechecked(Wrapping):

@@ -10,9 +10,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, fx
 
+from fxpipe.ir.plan import Plan, Stage, outputs_of
 from fxpipe.kernels.graph import GraphKernel
-from fxpipe.passes.liveness import Liveness, liveness
-from fxpipe.plan import Plan, Stage, outputs_of
+from fxpipe.passes.graph.liveness import Liveness, liveness
 from fxpipe.simulator.sizes import Place
 from fxpipe.simulator.workspace import Crossing, Given, Workspace
 

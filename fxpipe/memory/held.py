@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from fxpipe.ir.plan import Plan
+from fxpipe.ir.schedule import Schedule
 from fxpipe.kernels.graph import GraphKernel
 from fxpipe.memory.graph import GraphMemory
-from fxpipe.plan import Plan
-from fxpipe.schedule import Schedule
 from fxpipe.simulator.sizes import Sizes
 
 

@@ -21,8 +21,8 @@ from weakref import WeakKeyDictionary
 
 from torch import fx
 
+from fxpipe.ir.plan import Plan
 from fxpipe.kernels.kernel import Kernel
-from fxpipe.plan import Plan
 from fxpipe.telling import noted
 
 Dispatch = Literal["device", "thread"]

@@ -11,16 +11,16 @@ from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
 from fxpipe.errors import ExecutionError
-from fxpipe.plan import Plan
-from fxpipe.program import Program
-from fxpipe.runtime.backend import Backend, Common
+from fxpipe.ir.plan import Plan
+from fxpipe.ir.program import Program
 from fxpipe.runtime.clock import Clock
-from fxpipe.runtime.cpu import Worker
+from fxpipe.runtime.devices.backend import Backend, Common
+from fxpipe.runtime.devices.cpu import Worker
 from fxpipe.runtime.driver import Driver, drivers
 from fxpipe.runtime.failure import Expected, explained, whereabouts
 from fxpipe.runtime.interpreter import Job, Stopped
-from fxpipe.runtime.versions import VersionedWeights
-from fxpipe.runtime.weights import LiveWeights
+from fxpipe.runtime.weights.live import LiveWeights
+from fxpipe.runtime.weights.versions import VersionedWeights
 
 GRACE = 0.5
 """Seconds that the devices get to leave their lists before a failure is raised regardless; a

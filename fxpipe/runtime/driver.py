@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from time import thread_time
 
-from fxpipe.program import Turn
+from fxpipe.ir.program import Turn
 from fxpipe.runtime.interpreter import Machine
 
 

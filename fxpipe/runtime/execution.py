@@ -11,11 +11,11 @@ from torch import Tensor
 
 from fxpipe.errors import DeviceError
 from fxpipe.kernels.kernel import Kernel
-from fxpipe.runtime.clipping import Clipping
 from fxpipe.runtime.crew import Crew, Left, Setting
 from fxpipe.runtime.failure import explained_late
 from fxpipe.runtime.interpreter import Host, Job, Machine
-from fxpipe.runtime.weights import LiveWeights
+from fxpipe.runtime.weights.clipping import Clipping
+from fxpipe.runtime.weights.live import LiveWeights
 from fxpipe.signals import HeldSignals
 
 R = TypeVar("R")

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from fxpipe import source
 from fxpipe.errors import DeviceError, DeviceMemoryError, ExecutionError, FxpipeError, told
-from fxpipe.program import Instruction, Load, Pop, Receive
-from fxpipe.runtime.backend import Backend, Room
+from fxpipe.ir.program import Instruction, Load, Pop, Receive
+from fxpipe.runtime.devices.backend import Backend, Room
 from fxpipe.runtime.interpreter import Machine
 from fxpipe.runtime.trail import Given, Unfinished
 from fxpipe.text.instruction import print_instruction
+from fxpipe.torchtools import source
 from fxpipe.units import bytes_text
 
 Expected = Callable[[], Sequence[int]]

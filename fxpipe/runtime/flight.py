@@ -17,17 +17,17 @@ from typing import Any
 
 from torch import Tensor
 
-from fxpipe.edge import HOST
 from fxpipe.errors import DeviceError, ExecutionError, InputError
+from fxpipe.ir.edge import HOST
+from fxpipe.ir.program import Buffer
 from fxpipe.kernels.kernel import Kernel
-from fxpipe.program import Buffer
-from fxpipe.runtime.clipping import Clipping
 from fxpipe.runtime.crew import Crew, Landed, Left, Setting
 from fxpipe.runtime.driver import Driver
 from fxpipe.runtime.failure import explained_late
 from fxpipe.runtime.host import BatchHost
 from fxpipe.runtime.interpreter import Job
-from fxpipe.runtime.versions import VersionedWeights
+from fxpipe.runtime.weights.clipping import Clipping
+from fxpipe.runtime.weights.versions import VersionedWeights
 from fxpipe.signals import HeldSignals
 
 

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxpipe.apart import together
-from fxpipe.edge import HOST
+from fxpipe.ir.edge import HOST
+from fxpipe.ir.program import Buffer
+from fxpipe.ir.traced import SEED, Literal, Traced, Value
 from fxpipe.kernels.kernel import add
-from fxpipe.program import Buffer
 from fxpipe.random.generators import mix
 from fxpipe.runtime.batch import Batch, join, weighted_sum
-from fxpipe.traced import SEED, Literal, Traced, Value
+from fxpipe.torchtools.apart import together
 
 _DRAWING = threading.RLock()
 """Held while torch's generator, which all pipes share, is looked at or drawn from."""

@@ -13,9 +13,8 @@ from typing import Any, Protocol
 
 import torch
 
-from fxpipe.kernels.kernel import Forwarded, Kernel, add
-from fxpipe.plan import Stage, outputs_of
-from fxpipe.program import (
+from fxpipe.ir.plan import Stage, outputs_of
+from fxpipe.ir.program import (
     Backward,
     Barrier,
     Buffer,
@@ -45,11 +44,12 @@ from fxpipe.program import (
     saved,
     state,
 )
-from fxpipe.recomputing import recomputing
-from fxpipe.runtime.clipping import Clipping, norms_of
+from fxpipe.ir.task import KINDS
+from fxpipe.kernels.kernel import Forwarded, Kernel, add
 from fxpipe.runtime.own_task import run_task
 from fxpipe.runtime.store import Store
-from fxpipe.task import KINDS
+from fxpipe.runtime.weights.clipping import Clipping, norms_of
+from fxpipe.torchtools.recomputing import recomputing
 
 
 class Stopped(Exception):

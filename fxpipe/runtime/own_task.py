@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from fxpipe.errors import InputError
-from fxpipe.task import TaskContext, TaskKind
+from fxpipe.ir.task import TaskContext, TaskKind
 
 
 def run_task(

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fxpipe.program import Buffer
+from fxpipe.ir.program import Buffer
 
 
 class Store:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from fxpipe.program import Instruction
+from fxpipe.ir.program import Instruction
 
 
 class Given(NamedTuple):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from fxpipe.edge import HOST, Edge
-from fxpipe.plan import Plan, Stage
-from fxpipe.program import Program
-from fxpipe.schedule import Schedule
+from fxpipe.ir.edge import HOST, Edge
+from fxpipe.ir.plan import Plan, Stage
+from fxpipe.ir.program import Program
+from fxpipe.ir.schedule import Schedule
 
 
 def chain(stages: int) -> Plan:
@@ -23,9 +23,9 @@ def chain(stages: int) -> Plan:
 
 def chain_program(schedule: Schedule, *, frees: bool = True) -> Program:
     """Lower a verified schedule over a chain, with or without the frees."""
-    from fxpipe.passes.communicate import communicate
-    from fxpipe.passes.free import free
-    from fxpipe.passes.lower import Lower
+    from fxpipe.passes.lowering.communicate import communicate
+    from fxpipe.passes.lowering.free import free
+    from fxpipe.passes.lowering.lower import Lower
 
     lower = Lower(chain(schedule.stages), updates="U" in schedule.kinds)
     program = communicate(lower(schedule))

@@ -8,7 +8,7 @@ from math import inf
 from numbers import Real
 
 from fxpipe.errors import InputError, near
-from fxpipe.program import (
+from fxpipe.ir.program import (
     Backward,
     Clip,
     Forward,
@@ -19,7 +19,7 @@ from fxpipe.program import (
     WeightGrad,
     letter_of,
 )
-from fxpipe.task import KINDS
+from fxpipe.ir.task import KINDS
 
 Key = str | tuple[str, int]
 Costs = Mapping[str, float] | Mapping[tuple[str, int], float] | Mapping[Key, float]

@@ -8,7 +8,7 @@ from math import inf
 from typing import NamedTuple
 
 from fxpipe.errors import InputError
-from fxpipe.program import (
+from fxpipe.ir.program import (
     LETTERS,
     Barrier,
     Buffer,

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from fxpipe.edge import Edge
-from fxpipe.program import (
+from fxpipe.ir.edge import Edge
+from fxpipe.ir.program import (
     Backward,
     Buffer,
     Forward,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fxpipe.program import Barrier, Clip, Pause, Pop, Receive, Send, Stash, letter_of
+from fxpipe.ir.program import Barrier, Clip, Pause, Pop, Receive, Send, Stash, letter_of
 from fxpipe.simulator.simulation import Simulation
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Sequence
 
-from fxpipe.blocking import Arrival, blocking
 from fxpipe.errors import InputError
-from fxpipe.program import Instruction, Program, Send, Stash
+from fxpipe.ir.blocking import Arrival, blocking
+from fxpipe.ir.program import Instruction, Program, Send, Stash
+from fxpipe.ir.unroll import unroll
 from fxpipe.simulator.events import Events, Transfer
 from fxpipe.simulator.simulation import Simulation
 from fxpipe.simulator.sizes import Sizes
-from fxpipe.unroll import unroll
 
 _SECOND = 1e9
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from fxpipe.program import Compute, Update
+from fxpipe.ir.program import Compute, Update
 from fxpipe.simulator.holding import Holding
 from fxpipe.simulator.simulation import Simulation
 from fxpipe.simulator.sizes import Sizes

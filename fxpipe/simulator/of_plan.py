@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from fxpipe.plan import Plan
-from fxpipe.task import KINDS
+from fxpipe.ir.plan import Plan
+from fxpipe.ir.task import KINDS
 
 
 def measured_costs(plan: Plan) -> dict[tuple[str, int], float]:

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fxpipe.program import (
+from fxpipe.ir.program import (
     Barrier,
     Buffer,
     Clip,

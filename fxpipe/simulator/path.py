@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fxpipe.program import Barrier, Buffer, Clip, Instruction, Norm, Pause, Pop, Receive
+from fxpipe.ir.program import Barrier, Buffer, Clip, Instruction, Norm, Pause, Pop, Receive
 from fxpipe.simulator.events import Transfer
 from fxpipe.simulator.simulation import Simulation, Span
 

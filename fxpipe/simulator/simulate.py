@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from math import inf
 
-from fxpipe.blocking import blocking
 from fxpipe.errors import InputError
-from fxpipe.program import Compute, Program
-from fxpipe.schedule import Schedule
+from fxpipe.ir.blocking import blocking
+from fxpipe.ir.program import Compute, Program
+from fxpipe.ir.schedule import Schedule
+from fxpipe.ir.unroll import FURTHEST, unroll
 from fxpipe.simulator.chain import chain_program
 from fxpipe.simulator.costs import Costs, Links, task_times
 from fxpipe.simulator.events import run
@@ -15,7 +16,6 @@ from fxpipe.simulator.order import find_order
 from fxpipe.simulator.simulation import Simulation, Span
 from fxpipe.simulator.sizes import Sizes
 from fxpipe.text.instruction import print_instruction
-from fxpipe.unroll import FURTHEST, unroll
 
 
 def simulate(

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from fxpipe.errors import InputError
 from fxpipe.html import preformatted
-from fxpipe.program import Instruction, Program, batch_of, letter_of
+from fxpipe.ir.program import Instruction, Program, batch_of, letter_of
+from fxpipe.ir.task import Task
 from fxpipe.simulator.events import Events, Transfer
 from fxpipe.simulator.sizes import Sizes
-from fxpipe.task import Task
 
 if TYPE_CHECKING:
     from os import PathLike
@@ -238,7 +238,7 @@ class Simulation:
         Raises:
             InputError: the file cannot be written.
         """
-        from fxpipe.trace import write_trace
+        from fxpipe.simulator.chrome_trace import write_trace
 
         write_trace(path, self, *beside)
 

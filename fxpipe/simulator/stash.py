@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fxpipe.program import (
+from fxpipe.ir.program import (
     Backward,
     Forward,
     InputGrad,

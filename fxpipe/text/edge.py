@@ -5,8 +5,8 @@ from __future__ import annotations
 import keyword
 import re
 
-from fxpipe.edge import HOST, Edge
 from fxpipe.errors import ParseError
+from fxpipe.ir.edge import HOST, Edge
 
 _FORM = "write an edge as 'act relu_3 0->1 gradient' or 'in x host->0'"
 _WORD = re.compile(r"[^ \t]+")

@@ -6,9 +6,9 @@ import re
 from collections.abc import Callable
 from typing import assert_never, cast, get_args
 
-from fxpipe.edge import HOST
 from fxpipe.errors import near
-from fxpipe.program import (
+from fxpipe.ir.edge import HOST
+from fxpipe.ir.program import (
     KEPT,
     OPCODES,
     Backward,

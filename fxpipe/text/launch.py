@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from fxpipe.program import COMPUTE, Event, Launch
+from fxpipe.ir.program import COMPUTE, Event, Launch
 from fxpipe.text.scan import Scanner
 
 STARTS = re.compile(r"(?:stream|wait|record)=")

@@ -30,9 +30,9 @@ from collections.abc import Iterable, Iterator
 
 from torch import nn
 
-from fxpipe.edge import Edge
 from fxpipe.errors import ParseError
-from fxpipe.plan import Argument, Plan, Stage, Write
+from fxpipe.ir.edge import Edge
+from fxpipe.ir.plan import Argument, Plan, Stage, Write
 from fxpipe.text.edge import is_name, parse_edge
 from fxpipe.text.graph import parse_graph
 from fxpipe.text.line import Line, lines_of

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fxpipe.edge import Edge
-from fxpipe.program import Instruction, Launch, Program
+from fxpipe.ir.edge import Edge
+from fxpipe.ir.program import Instruction, Launch, Program
 from fxpipe.text.edge import parse_edge
 from fxpipe.text.instruction import parse_instruction, print_column
 from fxpipe.text.launch import parse_launch, print_launch

@@ -8,8 +8,8 @@ from os import PathLike
 from pathlib import Path
 
 from fxpipe.errors import InputError, near
-from fxpipe.schedule import Schedule
-from fxpipe.task import KINDS, Task, TaskKind
+from fxpipe.ir.schedule import Schedule
+from fxpipe.ir.task import KINDS, Task, TaskKind
 from fxpipe.text.place import parse_place, placement_of, print_place
 from fxpipe.text.scan import Scanner, print_title, scan_lines
 

@@ -23,7 +23,7 @@ from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket, _OpNam
 
 import fxpipe.random
 from fxpipe.errors import InputError, near
-from fxpipe.plan import pop, stash
+from fxpipe.ir.plan import pop, stash
 from fxpipe.random.leaf_draws import draw_from
 from fxpipe.text.path import Path, print_path
 

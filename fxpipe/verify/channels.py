@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fxpipe.errors import Fault, InputError
-from fxpipe.program import Program
+from fxpipe.ir.program import Program
 from fxpipe.text.instruction import print_instruction
 from fxpipe.verify.facts import Facts, Move
 from fxpipe.verify.waits import Place, Wait, deadlock_faults

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from fxpipe.errors import Fault
-from fxpipe.program import (
+from fxpipe.ir.program import (
     Backward,
     Barrier,
     Clip,
@@ -20,7 +20,7 @@ from fxpipe.program import (
     WeightGrad,
     letter_of,
 )
-from fxpipe.task import KINDS
+from fxpipe.ir.task import KINDS
 from fxpipe.verify.facts import Facts
 from fxpipe.verify.spans import microbatches
 

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from fxpipe.errors import Fault
-from fxpipe.program import (
+from fxpipe.ir.program import (
     Backward,
     Barrier,
     Buffer,
@@ -29,8 +29,8 @@ from fxpipe.program import (
     WeightGrad,
     batch_of,
 )
+from fxpipe.ir.unroll import shifted
 from fxpipe.text.instruction import print_instruction
-from fxpipe.unroll import shifted
 from fxpipe.verify.waits import Place
 
 

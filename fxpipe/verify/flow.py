@@ -4,16 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fxpipe.edge import HOST
 from fxpipe.errors import Fault
-from fxpipe.program import (
-    Buffer,
-    Load,
-    Output,
-    Pause,
-    forward_buffer,
-    gradient_buffer,
-)
+from fxpipe.ir.edge import HOST
+from fxpipe.ir.program import Buffer, Load, Output, Pause, forward_buffer, gradient_buffer
 from fxpipe.verify.facts import Facts, Move
 from fxpipe.verify.spans import microbatches
 

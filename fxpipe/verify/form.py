@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from fxpipe.edge import HOST, Edge, stage_name
 from fxpipe.errors import Fault
-from fxpipe.program import (
+from fxpipe.ir.edge import HOST, Edge, stage_name
+from fxpipe.ir.program import (
     KEPT,
     Backward,
     Barrier,
@@ -35,7 +35,7 @@ from fxpipe.program import (
     gradient_buffer,
     norm_buffer,
 )
-from fxpipe.task import KINDS
+from fxpipe.ir.task import KINDS
 from fxpipe.text.edge import is_name
 from fxpipe.text.instruction import print_instruction
 from fxpipe.verify.spans import counts_faults

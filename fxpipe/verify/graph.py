@@ -10,9 +10,9 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from fxpipe.edge import Edge
 from fxpipe.errors import Fault
-from fxpipe.plan import Stage, outputs_of, pop, stash
+from fxpipe.ir.edge import Edge
+from fxpipe.ir.plan import Stage, outputs_of, pop, stash
 from fxpipe.text.target import print_function
 
 _WRITING = frozenset(

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from fxpipe.errors import Fault
-from fxpipe.task import KINDS
+from fxpipe.ir.task import KINDS
 from fxpipe.verify.waits import Place, Wait, deadlock_faults
 from fxpipe.verify.window import Key, Spot, Window
 

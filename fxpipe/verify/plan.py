@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from fxpipe.edge import HOST, Edge, stage_name
 from fxpipe.errors import Fault, VerificationError
-from fxpipe.plan import Argument, Plan
+from fxpipe.ir.edge import HOST, Edge, stage_name
+from fxpipe.ir.plan import Argument, Plan
 from fxpipe.verify.graph import verify_graph
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from fxpipe.errors import Fault, VerificationError
-from fxpipe.garbage import without_collection
-from fxpipe.program import Program
+from fxpipe.ir.program import Program
+from fxpipe.torchtools.garbage import without_collection
 from fxpipe.verify import compute, flow, races, reads
 from fxpipe.verify.channels import Unstuck
 from fxpipe.verify.facts import Facts

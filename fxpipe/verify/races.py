@@ -21,9 +21,9 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterator
 from typing import NamedTuple
 
-from fxpipe.edge import HOST
 from fxpipe.errors import Fault
-from fxpipe.program import (
+from fxpipe.ir.edge import HOST
+from fxpipe.ir.program import (
     Backward,
     Barrier,
     Buffer,
@@ -47,7 +47,7 @@ from fxpipe.program import (
     Update,
     WeightGrad,
 )
-from fxpipe.task import KINDS
+from fxpipe.ir.task import KINDS
 from fxpipe.text.instruction import print_instruction
 from fxpipe.verify.facts import Facts
 

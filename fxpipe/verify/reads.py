@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from fxpipe.errors import Fault
-from fxpipe.program import Backward, Forward, InputGrad, Recompute, Run, Update, WeightGrad
+from fxpipe.ir.program import Backward, Forward, InputGrad, Recompute, Run, Update, WeightGrad
 from fxpipe.verify.facts import Facts
 
 

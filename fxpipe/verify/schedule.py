@@ -6,9 +6,9 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from fxpipe.errors import Fault, VerificationError
-from fxpipe.garbage import without_collection
-from fxpipe.schedule import Schedule
-from fxpipe.task import KINDS
+from fxpipe.ir.schedule import Schedule
+from fxpipe.ir.task import KINDS
+from fxpipe.torchtools.garbage import without_collection
 from fxpipe.verify.order import ascending, dependencies, gradients_used_up
 from fxpipe.verify.spans import microbatches
 from fxpipe.verify.stash import Stash, StashLimit, stash_of, too_much

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from fxpipe.errors import Fault
-from fxpipe.unroll import FURTHEST
+from fxpipe.ir.unroll import FURTHEST
 
 _MISSING = 10_000
 """How many forwards may be missing and still be told one by one."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from fxpipe.errors import Fault, InputError
-from fxpipe.schedule import Schedule
+from fxpipe.ir.schedule import Schedule
 from fxpipe.verify.window import Spot, Window
 
 StashLimit = int | Sequence[int]

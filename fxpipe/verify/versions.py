@@ -19,8 +19,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fxpipe.errors import Fault
-from fxpipe.schedule import Schedule
-from fxpipe.task import BUILT_IN, KINDS
+from fxpipe.ir.schedule import Schedule
+from fxpipe.ir.task import BUILT_IN, KINDS
 from fxpipe.verify.window import Spot, Window
 
 

@@ -8,8 +8,8 @@ from numbers import Integral
 from typing import NamedTuple
 
 from fxpipe.errors import Fault, near
-from fxpipe.schedule import Schedule
-from fxpipe.task import KINDS, Task, is_whole
+from fxpipe.ir.schedule import Schedule
+from fxpipe.ir.task import KINDS, Task, is_whole
 from fxpipe.verify.spans import counts_faults
 
 Key = tuple[str, int | None, int]

@@ -18,7 +18,7 @@ from torch.cuda import green_contexts
 import fxpipe
 from fxpipe import DeviceMemoryError, InputError
 from fxpipe.runtime.choice import Dispatch
-from fxpipe.runtime.cuda import CudaLanes
+from fxpipe.runtime.devices.cuda import CudaLanes
 from tests import loop
 from tests.delayed import DelayedLoop
 

@@ -1,0 +1,109 @@
+"""``pipe.sizes``: what stages compute as expressions in the samples of a micro-batch, and the
+largest micro-batch that fits."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from rich.console import Console
+from rich.table import Table
+
+from fxpipe.errors import FxpipeError
+from fxpipe.passes.graph.extents import Extent
+from fxpipe.units import bytes_text
+
+_MOST = 1 << 20
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Bytes and FLOPs of the stages in ``b``, the samples of a micro-batch, and what that needs.
+
+    Attributes:
+        stages: stage → FLOPs, and bytes saved and sent, for a micro-batch.
+        devices: what each device is called.
+        limits: device → bytes that it may hold; infinite where there is no limit.
+        samples: those of a micro-batch as it is.
+        peaks: samples of a micro-batch → device → the most bytes that it is predicted to hold in a
+            step with these stages, recompute and optimizer: ``simulate``'s figure. Without an
+            optimizer, with the state of an Adam outside.
+    """
+
+    stages: tuple[Extent, ...]
+    devices: tuple[str, ...]
+    limits: tuple[float, ...]
+    samples: int
+    peaks: Callable[[int], Sequence[float]] = field(repr=False, compare=False)
+
+    @cached_property
+    def largest(self) -> int | None:
+        """The most samples of a micro-batch with which all devices are predicted to keep their
+        limits, for these stages; 0 where none does, None where there is no limit or none is reached
+        by 2²⁰ samples.
+
+        Raises:
+            TraceError: the model cannot be traced for another size.
+        """
+        if all(limit == math.inf for limit in self.limits):
+            return None
+        known: dict[int, Sequence[float]] = {}
+        low, high, next_ = 0, _MOST + 1, self.samples
+        while high - low > 1:
+            known[next_] = self.peaks(next_)
+            if all(map(operator.le, known[next_], self.limits)):
+                low = next_
+            else:
+                high = next_
+            next_ = min(max(self._guess(known), low + 1), high - 1, max(8 * low, self.samples))
+        return None if low == _MOST else low
+
+    def _guess(self, known: dict[int, Sequence[float]]) -> int:
+        """Where the limits are reached if memory grows as between the two sizes nearest to that."""
+        if len(known) == 1:
+            return max(known) // 2
+        (a, at_a), (b, at_b) = sorted(known.items())[-2:]
+        slopes = [(y - x) / (b - a) for x, y in zip(at_a, at_b, strict=True)]
+        ends = [
+            b + (limit - y) / slope
+            for slope, y, limit in zip(slopes, at_b, self.limits, strict=True)
+            if slope > 0
+        ]
+        return int(min(ends, default=_MOST))
+
+    def __str__(self) -> str:
+        """A table, and the largest micro-batch where memory is limited."""
+        table = Table()
+        for heading in ("stage", "forward FLOPs", "backward FLOPs", "saved B", "sent B"):
+            table.add_column(heading, justify="right", overflow="fold")
+        for stage, extent in enumerate(self.stages):
+            terms = (extent.forward, extent.backward, extent.saved, extent.sent)
+            table.add_row(str(stage), *map(str, terms))
+        console = Console(width=130, color_system=None)
+        with console.capture() as capture:
+            console.print(table)
+        lines = [line.rstrip() for line in capture.get().rstrip().splitlines()]
+        return "\n".join([*lines, "b: samples in a micro-batch", *self.verdict()])
+
+    def verdict(self) -> Sequence[str]:
+        """A line on the largest micro-batch; none where memory is not limited."""
+        if all(limit == math.inf for limit in self.limits):
+            return []
+        try:
+            largest = self.largest
+        except FxpipeError:
+            return ["the largest micro-batch that fits is not known: the model takes one size only"]
+        if largest is None:
+            return ["any micro-batch fits the memory limits, as predicted"]
+        if not largest:
+            return ["no micro-batch fits the memory limits with these stages, as predicted"]
+        peaks = self.peaks(largest)
+        tightest = max(range(len(peaks)), key=lambda device: peaks[device] / self.limits[device])
+        return [
+            f"the largest micro-batch that fits the memory limits with these stages has {largest} "
+            f"samples, as predicted ({self.devices[tightest]} then holds "
+            f"{bytes_text(peaks[tightest])} of {bytes_text(self.limits[tightest])})"
+        ]

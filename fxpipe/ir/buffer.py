@@ -1,0 +1,73 @@
+"""Buffers: the places for values on their way through a program."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from fxpipe.ir.edge import Edge, stage_name
+
+BufferKind = Literal["in", "act", "skip", "out", "grad", "saved", "deferred", "state", "norm"]
+
+KEPT = ("saved", "deferred", "state")
+"""The kinds of what a stage keeps for itself."""
+
+
+class Buffer(NamedTuple):
+    """A place for one value of one micro-batch on one device.
+
+    ``in``, ``act``, ``skip`` and ``out`` hold a value on its way along an edge, ``grad`` the
+    gradient that comes back along it (so its source is the edge's target). A stage keeps for
+    itself ``saved`` from forward to backward, ``deferred`` from the input-gradient half of its
+    backward to the weight-gradient half, and ``state``, the buffers that its forward read, until
+    it recomputes. ``norm`` holds the norms of its gradients on their way to another stage.
+    """
+
+    kind: BufferKind
+    value: str
+    source: int
+    target: int
+    microbatch: int
+    batch: int = 0
+
+    def __str__(self) -> str:
+        index = f"[{self.microbatch}{batch_mark(self.batch)}]"
+        if self.kind in KEPT:
+            return f"{self.kind}:{self.source}{index}"
+        return (
+            f"{self.kind}:{self.value}:{stage_name(self.source)}->{stage_name(self.target)}{index}"
+        )
+
+
+def batch_mark(batch: int) -> str:
+    """How text tells a batch: ``'`` for the one before this step's, ``+`` for the one after."""
+    return "'" * -batch + "+" * batch
+
+
+def saved(stage: int, microbatch: int, batch: int = 0) -> Buffer:
+    """What a stage keeps of a micro-batch for its backward."""
+    return Buffer("saved", "", stage, stage, microbatch, batch)
+
+
+def deferred(stage: int, microbatch: int, batch: int = 0) -> Buffer:
+    """What the first half of a stage's backward leaves for the second."""
+    return Buffer("deferred", "", stage, stage, microbatch, batch)
+
+
+def state(stage: int, microbatch: int, batch: int = 0) -> Buffer:
+    """The stage's buffers as the forward of a micro-batch read them."""
+    return Buffer("state", "", stage, stage, microbatch, batch)
+
+
+def norm_buffer(source: int, target: int, batch: int = 0) -> Buffer:
+    """The norms of a stage's gradients of a batch, for another stage or itself."""
+    return Buffer("norm", "norm", source, target, 0, batch)
+
+
+def forward_buffer(edge: Edge, microbatch: int, batch: int = 0) -> Buffer:
+    """The buffer of a value along an edge."""
+    return Buffer(edge.kind, edge.value, edge.source, edge.target, microbatch, batch)
+
+
+def gradient_buffer(edge: Edge, microbatch: int, batch: int = 0) -> Buffer:
+    """The buffer of the gradient that comes back along an edge."""
+    return Buffer("grad", edge.value, edge.target, edge.source, microbatch, batch)

@@ -1,0 +1,257 @@
+"""The instructions of a Program, one class each. Every backend and every tool handles them all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fxpipe.ir.buffer import Buffer
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Take a value of this micro-batch from the caller. Roughly: buffers[b] = host.give(b)."""
+
+    buffer: Buffer
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """Hand a value to the caller. Roughly: host.take(b, buffers[b])."""
+
+    buffer: Buffer
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send to the next stage's device, or a gradient back. Roughly: peer.put(b, buffers[b])."""
+
+    buffer: Buffer
+
+
+@dataclass(frozen=True, slots=True)
+class Receive:
+    """Wait for what a peer sends. Roughly: buffers[b] = self.get(b)."""
+
+    buffer: Buffer
+
+
+@dataclass(frozen=True, slots=True)
+class Stash:
+    """Send a value over the stages between, straight to its consumer."""
+
+    buffer: Buffer
+
+
+@dataclass(frozen=True, slots=True)
+class Pop:
+    """Wait for a value that was stashed for this stage."""
+
+    buffer: Buffer
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """Run a stage's forward graph. Roughly: outputs, saved = forward(weights[version], inputs).
+
+    Attributes:
+        stage: the stage.
+        microbatch: the micro-batch.
+        version: of the weights: 0 is the one that this step's number of updates has made, −1 the
+            one before it; none is older than the first.
+        keeps: whether it keeps what its backward needs.
+        again: whether it will be recomputed, and so keeps the buffers that it reads.
+        batch: 0 for this step's, −1 for the one before.
+    """
+
+    stage: int
+    microbatch: int
+    version: int = 0
+    keeps: bool = True
+    again: bool = False
+    batch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Recompute:
+    """Run a stage's forward graph once more, for what its backward needs.
+
+    Roughly: _, saved = forward(weights[version], inputs), with the buffers of the first time.
+    """
+
+    stage: int
+    microbatch: int
+    version: int = 0
+    batch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Backward:
+    """Run a stage's backward graph, which uses up ``saved``, and add to its gradients.
+
+    Roughly: input_gradients, g = backward(saved, output_gradients); gradients[stage] += g.
+    """
+
+    stage: int
+    microbatch: int
+    version: int = 0
+    batch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class InputGrad:
+    """The half of a backward that other stages wait for; it uses up ``saved``.
+
+    Roughly: input_gradients, deferred = input_grad(saved, output_gradients).
+    """
+
+    stage: int
+    microbatch: int
+    version: int = 0
+    batch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class WeightGrad:
+    """The other half, which uses up ``deferred``.
+
+    Roughly: gradients[stage] += weight_grad(deferred).
+    """
+
+    stage: int
+    microbatch: int
+    version: int = 0
+    batch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Run a user's own task. Roughly: KINDS[kind].run(stage, parameters, gradients).
+
+    Attributes:
+        kind: the letter of its kind.
+        stage: the stage.
+        microbatch: the micro-batch, or None for a task once a step.
+        version: of the weights that it may read.
+        batch: 0 for this step's, −1 for the one before.
+    """
+
+    kind: str
+    stage: int
+    microbatch: int | None = None
+    version: int = 0
+    batch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """Tell all stages the norms of a stage's gradients. Roughly: norms = [g.norm() for g in …]."""
+
+    stage: int
+    batch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Clip:
+    """Scale a stage's gradients by the norm of those of all stages.
+
+    Roughly: gradients[stage] *= min(1, limit / norm(all norms)).
+    """
+
+    stage: int
+    batch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    """Drop a buffer. Roughly: del buffers[b]."""
+
+    buffer: Buffer
+
+
+@dataclass(frozen=True, slots=True)
+class Barrier:
+    """Wait until every device is here, so that no weight changes before all gradients exist."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """Give control back to the caller until it resumes the program with more to load."""
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """Step a stage's optimizer. Roughly: weights[writes] = optimizer(weights[reads], gradients).
+
+    Attributes:
+        stage: the stage.
+        reads: the newest version, as Forward counts them.
+        writes: the next one.
+        batch: whose gradients it uses: 0 for this step's, −1 for the one before.
+    """
+
+    stage: int
+    reads: int = 0
+    writes: int = 1
+    batch: int = 0
+
+
+Compute = Forward | Recompute | Backward | InputGrad | WeightGrad
+"""What runs a graph of a stage for one micro-batch."""
+
+Move = Load | Output | Send | Receive | Stash | Pop | Free
+"""What does something with one buffer."""
+
+Instruction = Compute | Run | Norm | Clip | Update | Barrier | Pause | Move
+
+
+LETTERS: dict[type[Instruction], str] = {
+    Forward: "F",
+    Recompute: "R",
+    Backward: "B",
+    InputGrad: "I",
+    WeightGrad: "W",
+    Clip: "C",
+    Update: "U",
+}
+"""Instruction → the letter of the task that it runs; a ``Run`` has that of its own kind."""
+
+
+def letter_of(instruction: Instruction) -> str | None:
+    """The letter of the task that an instruction runs; None for one that computes nothing."""
+    if isinstance(instruction, Run):
+        return instruction.kind
+    return LETTERS.get(type(instruction))
+
+
+def batch_of(instruction: Instruction) -> int:
+    """The batch that an instruction belongs to: 0 for this step's, −1 for the one before."""
+    match instruction:
+        case Free() | Receive() | Send() | Load() | Output() | Pop() | Stash():
+            return instruction.buffer.batch
+        case Barrier() | Pause():
+            return 0
+        case _:
+            return instruction.batch
+
+
+OPCODES: dict[str, type[Instruction]] = {
+    "load": Load,
+    "output": Output,
+    "send": Send,
+    "recv": Receive,
+    "stash": Stash,
+    "pop": Pop,
+    "forward": Forward,
+    "recompute": Recompute,
+    "backward": Backward,
+    "input_grad": InputGrad,
+    "weight_grad": WeightGrad,
+    "run": Run,
+    "norm": Norm,
+    "clip": Clip,
+    "free": Free,
+    "barrier": Barrier,
+    "pause": Pause,
+    "update": Update,
+}
+"""Every opcode by its word in the text."""

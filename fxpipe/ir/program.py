@@ -1,0 +1,335 @@
+"""The Program: per device the list of instructions that runs. Nothing is left to decide.
+
+Every backend, the verifier, the printer and the drawings consume this one representation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+from typing import TYPE_CHECKING, NamedTuple
+
+from fxpipe.ir.buffer import (
+    KEPT,
+    Buffer,
+    BufferKind,
+    batch_mark,
+    deferred,
+    forward_buffer,
+    gradient_buffer,
+    norm_buffer,
+    saved,
+    state,
+)
+from fxpipe.ir.edge import HOST, Edge, gradient_groups
+from fxpipe.ir.instruction import (
+    LETTERS,
+    OPCODES,
+    Backward,
+    Barrier,
+    Clip,
+    Compute,
+    Forward,
+    Free,
+    InputGrad,
+    Instruction,
+    Load,
+    Move,
+    Norm,
+    Output,
+    Pause,
+    Pop,
+    Receive,
+    Recompute,
+    Run,
+    Send,
+    Stash,
+    Update,
+    WeightGrad,
+    batch_of,
+    letter_of,
+)
+
+if TYPE_CHECKING:
+    from fxpipe.draw.picture import Picture
+    from fxpipe.simulator import Simulation, Sizes
+    from fxpipe.simulator.costs import Costs, Links
+
+Turn = tuple[int, int]
+"""A device, and the position in its list up to which it goes on."""
+
+COMPUTE = "compute"
+"""The stream on which a device computes, and which all its memory belongs to."""
+
+
+def arrivals(source: int) -> str:
+    """The stream on which values arrive from a device: ``in0``; ``in`` for the caller's."""
+    return "in" if source == HOST else f"in{source}"
+
+
+class Event(NamedTuple):
+    """A point in the work of a stream: the end of the instruction that records it.
+
+    Attributes:
+        number: one instruction records it, once a step.
+        batch: the step in which it does: 0 for this one, −1 for the one before. Before the first
+            step there was nothing to wait for.
+    """
+
+    number: int
+    batch: int = 0
+
+    def __str__(self) -> str:
+        return f"e{self.number}{batch_mark(self.batch)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How an instruction is handed to a device that works by itself.
+
+    A stream does its instructions in the order in which they are launched, streams side by side.
+    Launching waits for nothing but this: an event that is waited for has been recorded, a value
+    that arrives has been sent. Where an instruction is left out, because its batch does not exist
+    in the first steps or in the flush, it still waits and records.
+
+    Attributes:
+        stream: the stream of its device that does it.
+        waits: the events that it starts after, of any device.
+        record: the event at its end, if somebody waits for it.
+    """
+
+    stream: str = COMPUTE
+    waits: tuple[Event, ...] = ()
+    record: Event | None = None
+
+
+@dataclass(frozen=True)
+class Program:
+    """The instruction lists of all devices for one step.
+
+    Attributes:
+        name: the schedule's name.
+        microbatches: micro-batches a step, m.
+        placement: stage → device.
+        edges: what goes between stages, and from and to the caller.
+        lists: device → its instructions in order.
+        passes: the lowering passes that are done; the verifier holds the rules of each.
+        launches: device → how each of its instructions is launched; empty for devices that do one
+            instruction after another.
+    """
+
+    name: str
+    microbatches: int
+    placement: tuple[int, ...]
+    edges: tuple[Edge, ...]
+    lists: tuple[tuple[Instruction, ...], ...]
+    passes: tuple[str, ...] = ()
+    launches: tuple[tuple[Launch, ...], ...] = ()
+
+    @property
+    def stages(self) -> int:
+        return len(self.placement)
+
+    @property
+    def devices(self) -> int:
+        return len(self.lists)
+
+    @cached_property
+    def depth(self) -> int:
+        """How many batches back its instructions reach: 0 where every step ends with a flush."""
+        return max((-batch_of(x) for list_ in self.lists for x in list_), default=0)
+
+    @cached_property
+    def edges_into(self) -> tuple[tuple[Edge, ...], ...]:
+        """Stage → the edges that its forward reads, in the order of ``edges``."""
+        return self._grouped([edge.target for edge in self.edges])
+
+    @cached_property
+    def edges_from(self) -> tuple[tuple[Edge, ...], ...]:
+        """Stage → the edges that its forward writes, in the order of ``edges``."""
+        return self._grouped([edge.source for edge in self.edges])
+
+    @cached_property
+    def turns(self) -> tuple[Turn, ...]:
+        """Whose turn it is, one after another, where one thread runs the lists of all devices."""
+        from fxpipe.ir.dispatch import dispatch_order
+
+        at = [0] * self.devices
+        turns = []
+        for device, own in groupby(dispatch_order(self)):
+            at[device] += sum(1 for _ in own)
+            turns.append((device, at[device]))
+        return tuple(turns)
+
+    def _grouped(self, ends: list[int]) -> tuple[tuple[Edge, ...], ...]:
+        groups: list[list[Edge]] = [[] for _ in range(self.stages)]
+        for edge, stage in zip(self.edges, ends, strict=True):
+            if stage != HOST:
+                groups[stage].append(edge)
+        return tuple(map(tuple, groups))
+
+    @cached_property
+    def gradients_of(self) -> tuple[tuple[tuple[Edge, ...], ...], ...]:
+        """Stage → for each value that gets a gradient, its edges in the order of the sum."""
+        return tuple(gradient_groups(edges) for edges in self.edges_from)
+
+    def reads(self, instruction: Instruction) -> tuple[Buffer, ...]:
+        """The buffers that an instruction needs on its device."""
+        match instruction:  # the frequent ones first
+            case Free() | Receive() | Load() | Pop():
+                return ()
+            case Send(buffer) | Output(buffer) | Stash(buffer):
+                return (buffer,)
+            case Forward(stage, i, batch=b):
+                return tuple([forward_buffer(edge, i, b) for edge in self.edges_into[stage]])
+            case Recompute(stage, i, batch=b):
+                inputs = [forward_buffer(edge, i, b) for edge in self.edges_into[stage]]
+                return (state(stage, i, b), *inputs)
+            case Backward(stage, i, batch=b) | InputGrad(stage, i, batch=b):
+                edges = self.edges_from[stage]
+                returned = [gradient_buffer(edge, i, b) for edge in edges if edge.gradient]
+                return (saved(stage, i, b), *returned)
+            case WeightGrad(stage, i, batch=b):
+                return (deferred(stage, i, b),)
+            case Clip(stage, b):
+                return tuple([norm_buffer(other, stage, b) for other in range(self.stages)])
+        return ()
+
+    def writes(self, instruction: Instruction) -> tuple[Buffer, ...]:
+        """The buffers that an instruction makes on its device."""
+        match instruction:
+            case Free() | Send() | Output() | Stash():
+                return ()
+            case Receive(buffer) | Load(buffer) | Pop(buffer):
+                return (buffer,)
+            case Forward(stage, i, keeps=keeps, again=again, batch=b):
+                made = [forward_buffer(edge, i, b) for edge in self.edges_from[stage]]
+                if keeps:
+                    made.append(saved(stage, i, b))
+                if again:
+                    made.append(state(stage, i, b))
+                return tuple(made)
+            case Recompute(stage, i, batch=b):
+                return (saved(stage, i, b),)
+            case Backward(stage, i, batch=b):
+                return self._input_gradients(stage, i, b)
+            case InputGrad(stage, i, batch=b):
+                return (deferred(stage, i, b), *self._input_gradients(stage, i, b))
+            case Norm(stage, b):
+                return tuple([norm_buffer(stage, other, b) for other in range(self.stages)])
+        return ()
+
+    def _input_gradients(self, stage: int, i: int, batch: int) -> tuple[Buffer, ...]:
+        edges = self.edges_into[stage]
+        return tuple([gradient_buffer(edge, i, batch) for edge in edges if edge.gradient])
+
+    def ends(self, instruction: Instruction) -> tuple[Buffer, ...]:
+        """The buffers whose life on the device ends with an instruction."""
+        match instruction:
+            case Free(buffer):
+                return (buffer,)
+            case Receive() | Send() | Load() | Output() | Pop() | Stash():
+                return ()
+            case Backward(stage, i, batch=b) | InputGrad(stage, i, batch=b):
+                return (saved(stage, i, b),)
+            case WeightGrad(stage, i, batch=b):
+                return (deferred(stage, i, b),)
+            case Recompute(stage, i, batch=b):
+                return (state(stage, i, b),)
+        return ()
+
+    def destination(self, instruction: Send | Stash) -> int:
+        """The device that a send or a stash goes to."""
+        return self.placement[instruction.buffer.target]
+
+    def origin(self, instruction: Receive | Pop) -> int:
+        """The device that a receive or a pop waits for."""
+        return self.placement[instruction.buffer.source]
+
+    def __str__(self) -> str:
+        """Text that ``Program.parse`` reads back to an equal value."""
+        from fxpipe.text.program import print_program
+
+        return print_program(self)
+
+    @staticmethod
+    def parse(text: str) -> Program:
+        """Read a program's text. Raises ParseError with line and column."""
+        from fxpipe.text.program import parse_program
+
+        return parse_program(text)
+
+    def verify(self, *, channel: int | None = None) -> Program:
+        """Return self, or raise VerificationError with every fault.
+
+        Args:
+            channel: how many values may be on their way from one device to another, before a
+                send waits for room; 0 where it waits for its receive, None for any number.
+        """
+        from fxpipe.verify.program import verify_program
+
+        return verify_program(self, channel)
+
+    def simulate(
+        self,
+        costs: Costs | None = None,
+        *,
+        links: Links | None = None,
+        overlap: bool = True,
+        sizes: Sizes | None = None,
+        steps: int | None = None,
+    ) -> Simulation:
+        """Run it on paper. See ``fxpipe.simulator.simulate``."""
+        from fxpipe.simulator import simulate
+
+        return simulate(self, costs, links=links, overlap=overlap, sizes=sizes, steps=steps)
+
+    def draw(self) -> Picture:
+        """The program as a picture: devices as rows, time to the right, transfers as arrows."""
+        from fxpipe.draw.program import draw_program
+
+        return draw_program(self)
+
+
+__all__ = [
+    "COMPUTE",
+    "HOST",
+    "KEPT",
+    "LETTERS",
+    "OPCODES",
+    "Backward",
+    "Barrier",
+    "Buffer",
+    "BufferKind",
+    "Clip",
+    "Compute",
+    "Forward",
+    "Free",
+    "InputGrad",
+    "Instruction",
+    "Load",
+    "Move",
+    "Norm",
+    "Output",
+    "Pause",
+    "Pop",
+    "Program",
+    "Receive",
+    "Recompute",
+    "Run",
+    "Send",
+    "Stash",
+    "Turn",
+    "Update",
+    "WeightGrad",
+    "batch_mark",
+    "batch_of",
+    "deferred",
+    "forward_buffer",
+    "gradient_buffer",
+    "letter_of",
+    "norm_buffer",
+    "saved",
+    "state",
+]

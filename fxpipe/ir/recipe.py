@@ -1,0 +1,256 @@
+"""Recipes: named ways to make a Schedule for any number of devices and micro-batches."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from operator import index
+from typing import TYPE_CHECKING, Any
+
+from fxpipe.errors import InputError, near, told
+from fxpipe.ir.schedule import Schedule
+from fxpipe.ir.task import Task, is_whole
+from fxpipe.torchtools.garbage import without_collection
+
+if TYPE_CHECKING:
+    from sympy.core.relational import Relational
+    from sympy.logic.boolalg import Boolean
+
+    from fxpipe.formulas import Formulas
+
+Rows = Callable[..., Iterable[Task]]
+"""What an author writes: ``(device, devices, microbatches)`` → the device's tasks in order.
+
+One that has a parameter ``stages`` gets there the stages that the device holds, in order, and
+``placement`` where every stage is.
+"""
+
+Placement = Callable[[int], tuple[int, ...]]
+"""Number of devices → the device of each stage."""
+
+Delay = int | tuple[int, ...]
+
+_TASKS_PER_STAGE_AND_MICROBATCH = 16
+_MOST = 10_000_000
+
+
+def one_each(devices: int) -> tuple[int, ...]:
+    """One stage a device, in order."""
+    return tuple(range(devices))
+
+
+def round_robin(chunks: int) -> Placement:
+    """``chunks`` stages a device: stage s on device s mod p (Megatron-LM's interleaving)."""
+    if chunks < 1:
+        raise InputError(f"chunks is {chunks}; a device holds at least 1 stage")
+    return lambda devices: tuple(range(devices)) * chunks
+
+
+def vee(devices: int) -> tuple[int, ...]:
+    """Two stages a device, down and up again: device d holds the stages d and 2p − 1 − d."""
+    return (*range(devices), *reversed(range(devices)))
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A named way to make a Schedule for any number of devices and micro-batches.
+
+    Attributes:
+        name: the name that ``fxpipe.compile(schedule=...)`` takes.
+        tasks: the author's generator.
+        delay: the version rule of the schedules that it makes: a delay, one for each stage, or a
+            function of the numbers of devices and micro-batches that gives it.
+        placement: where the stages are.
+        microbatches: the only number of micro-batches that it knows, or None for any.
+        predict: whether batches read predicted weights, see Schedule.
+    """
+
+    name: str
+    tasks: Rows
+    delay: Delay | Callable[[int, int], Delay] = 0
+    placement: Placement = one_each
+    microbatches: int | None = None
+    predict: bool = False
+
+    @without_collection()
+    def __call__(self, devices: int, microbatches: int) -> Schedule:
+        """Make the schedule. It is not verified yet.
+
+        Raises:
+            InputError: a count is below 1, the generator yields something that is not a task, or
+                it does not end.
+        """
+        for word, count in (("devices", devices), ("microbatches", microbatches)):
+            if not isinstance(count, int) or count < 1:
+                raise InputError(f"{word} is {count!r}; a schedule needs at least 1")
+        if devices * microbatches > _MOST:
+            raise InputError(
+                f"devices is {devices} and microbatches is {microbatches}; a schedule is made for "
+                f"at most {_MOST} forwards"
+            )
+        placement = self._placement(devices)
+        delay = self._delay(devices, microbatches)
+        rows = tuple(
+            tuple(self._row(device, devices, microbatches, placement)) for device in range(devices)
+        )
+        return Schedule(self.name, microbatches, placement, rows, delay, self.predict)
+
+    def placed(self, placement: Placement) -> Recipe:
+        """The same over another placement, such as ``round_robin(4)``."""
+        return replace(self, placement=placement)
+
+    def delayed(self, delay: Delay) -> Recipe:
+        """The same with batches that read a version so many behind the newest."""
+        return replace(self, delay=delay)
+
+    def predicting(self) -> Recipe:
+        """The same with batches that read predicted weights."""
+        return replace(self, predict=True)
+
+    def stages(self, devices: int) -> int:
+        """How many stages its schedules have."""
+        return len(self._placement(devices))
+
+    def _placement(self, devices: int) -> tuple[int, ...]:
+        try:
+            return tuple(index(device) for device in self.placement(devices))
+        except Exception as error:
+            raise InputError(
+                f"schedule {self.name!r}: its placement is {self.placement!r}, which gives no "
+                f"device for each stage of {devices} devices ({told(error)}); give a function of "
+                "their number, such as lambda devices: tuple(range(devices))"
+            ) from error
+
+    def _delay(self, devices: int, microbatches: int) -> Delay:
+        try:
+            delay = self.delay(devices, microbatches) if callable(self.delay) else self.delay
+            return tuple(map(index, delay)) if isinstance(delay, Sequence) else index(delay)
+        except Exception as error:
+            raise InputError(
+                f"schedule {self.name!r}: its delay is {self.delay!r}, which gives no whole number "
+                f"({told(error)}); give one, a tuple of one for each stage, or a function of the "
+                "numbers of devices and micro-batches"
+            ) from error
+
+    def formulas(
+        self,
+        *,
+        given: Sequence[Relational] = (),
+        where: Boolean | None = None,
+        devices: Sequence[int] | None = None,
+        microbatches: Callable[[int], Sequence[int]] | None = None,
+        chunks: Sequence[int] | None = None,
+        steps: Sequence[int] | None = None,
+    ) -> Formulas:
+        """Makespan, bubble and stash in p, m and the times of tasks.
+
+        See ``fxpipe.formulas.recipe_formulas``.
+        """
+        from fxpipe.formulas import recipe_formulas
+
+        return recipe_formulas(
+            self,
+            given=given,
+            where=where,
+            devices=devices,
+            microbatches=microbatches,
+            chunks=chunks,
+            steps=steps,
+        )
+
+    def _row(
+        self, device: int, devices: int, microbatches: int, placement: tuple[int, ...]
+    ) -> Iterator[Task]:
+        held = [stage for stage, home in enumerate(placement) if home == device]
+        bound = _TASKS_PER_STAGE_AND_MICROBATCH * (microbatches + 1) * max(len(held), 1)
+        known = {"stages": tuple(held), "placement": placement}
+        for position, task in enumerate(self._tasks(device, devices, microbatches, known)):
+            where = f"schedule {self.name!r}, device {device}, position {position}"
+            if position == bound:
+                raise InputError(
+                    f"{where}: more than {bound} tasks for {microbatches} micro-batches; "
+                    "let the generator end"
+                )
+            if not isinstance(task, Task) or not is_whole(task):
+                raise InputError(f"{where}: got {task!r}; yield tasks such as F(0), B(0) or U()")
+            if task.stage is not None:
+                yield task
+            elif len(held) == 1:
+                yield Task(task.kind, task.microbatch, held[0], task.batch)
+            else:
+                raise InputError(
+                    f"{where}: {task} names no stage and the device holds "
+                    f"{len(held)}: {', '.join(map(str, held)) or 'none'}; {_cure(task, held)}"
+                )
+
+    def _tasks(
+        self, device: int, devices: int, microbatches: int, known: dict[str, Any]
+    ) -> Iterator[Task]:
+        """What the author's function gives; what it raises is told as its own."""
+        try:
+            wanted = {name: known[name] for name in _asked(self.tasks) & known.keys()}
+            yield from self.tasks(device, devices, microbatches, **wanted)
+        except Exception as error:
+            raise InputError(
+                f"schedule {self.name!r} fails for device {device} of {devices} and "
+                f"{microbatches} micro-batches ({told(error)}); let the function "
+                "(device, devices, microbatches) yield tasks such as F(0), B(0) or U()"
+            ) from error
+
+
+def fixed(schedule: Schedule) -> Recipe:
+    """The recipe that makes one schedule, whatever is asked of it."""
+    return Recipe(
+        schedule.name,
+        lambda device, devices, microbatches: schedule.rows[device],
+        schedule.delay,
+        lambda devices: schedule.placement,
+        schedule.microbatches,
+        schedule.predict,
+    )
+
+
+def _cure(task: Task, held: list[int]) -> str:
+    if not held:
+        return "let a device without stages yield nothing"
+    index = "" if task.microbatch is None else f"{task.microbatch}, "
+    return f"name one, such as {task.kind}({index}{held[0]})"
+
+
+def _asked(function: Rows) -> set[str]:
+    """The names of a function's parameters after the first three."""
+    try:
+        return set(list(inspect.signature(function).parameters)[3:])
+    except (TypeError, ValueError):
+        return set()
+
+
+RECIPES: dict[str, Recipe] = {}
+"""Every registered recipe by name; ``fxpipe.schedules`` fills in the library's own."""
+
+
+def schedule(
+    name: str,
+    *,
+    delay: Delay | Callable[[int, int], Delay] = 0,
+    placement: Placement = one_each,
+) -> Callable[[Rows], Recipe]:
+    """Decorator: register a generator of tasks as the recipe ``name``.
+
+    Registering a name again replaces it, so that a notebook cell can be run twice.
+    """
+
+    def register(tasks: Rows) -> Recipe:
+        recipe = Recipe(name, tasks, delay, placement)
+        RECIPES[name] = recipe
+        return recipe
+
+    return register
+
+
+def find_recipe(name: str) -> Recipe:
+    """The recipe of that name. Raises InputError with the near names."""
+    if name not in RECIPES:
+        raise InputError(f"there is no schedule {name!r}: {near(name, RECIPES)}")
+    return RECIPES[name]

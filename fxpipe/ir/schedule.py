@@ -1,0 +1,207 @@
+"""The Schedule: per device an ordered list of compute tasks, and where the stages are.
+
+Only compute is written here. Communication, stash, frees and versions are derived from it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from fxpipe.ir.task import Task
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from os import PathLike
+
+    from sympy.core.relational import Relational
+
+    from fxpipe.draw.picture import Picture
+    from fxpipe.formulas import Formulas
+    from fxpipe.simulator import Simulation, Sizes
+    from fxpipe.simulator.costs import Costs, Links
+    from fxpipe.verify.stash import Stash
+    from fxpipe.verify.versions import Versions
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What every device computes in one step, in order.
+
+    A step's window may hold tasks of earlier batches. Steps in a row repeat the window; in the
+    first ones the tasks of batches that do not exist are left out, and a flush runs what is left
+    of the last ones.
+
+    Attributes:
+        name: for people.
+        microbatches: micro-batches a step, m.
+        placement: stage → device; its length is the number of stages.
+        rows: device → its tasks in order, each with its stage.
+        delay: batch t reads weight version max(t − delay, 0); one number, or one for each stage.
+        predict: whether it reads, instead of that version, what the optimizer's momentum says the
+            weights will be ``delay`` updates later (SpecTrain, XPipe).
+    """
+
+    name: str
+    microbatches: int
+    placement: tuple[int, ...]
+    rows: tuple[tuple[Task, ...], ...]
+    delay: int | tuple[int, ...] = 0
+    predict: bool = False
+
+    def __post_init__(self) -> None:
+        # One stage's delay has one form, so that equal schedules are equal.
+        if isinstance(self.delay, tuple) and len(self.delay) == self.stages == 1:
+            object.__setattr__(self, "delay", self.delay[0])
+
+    @property
+    def stages(self) -> int:
+        return len(self.placement)
+
+    @property
+    def devices(self) -> int:
+        return len(self.rows)
+
+    @cached_property
+    def kinds(self) -> frozenset[str]:
+        """The letters of its tasks."""
+        return frozenset(task.kind for row in self.rows for task in row)
+
+    @property
+    def trains(self) -> bool:
+        """False for a schedule of forwards alone."""
+        return bool(self.kinds - {"F"})
+
+    @property
+    def delays(self) -> tuple[int, ...]:
+        """Stage → its delay."""
+        if isinstance(self.delay, tuple):
+            return self.delay
+        return (self.delay,) * self.stages
+
+    @cached_property
+    def depth(self) -> int:
+        """How many batches back its tasks reach: 0 where every step ends with a flush."""
+        return max((-task.batch for row in self.rows for task in row), default=0)
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether batches overlap, so that a step ends without a flush."""
+        return self.depth > 0 or any(self.delays)
+
+    def held_by(self, device: int) -> tuple[int, ...]:
+        """The stages on a device, in order."""
+        return tuple(stage for stage, home in enumerate(self.placement) if home == device)
+
+    def __str__(self) -> str:
+        """Text that ``Schedule.parse`` reads back to an equal value."""
+        from fxpipe.text.schedule import print_schedule
+
+        return print_schedule(self)
+
+    @staticmethod
+    def parse(text: str) -> Schedule:
+        """Read a schedule's text. Raises ParseError with line and column."""
+        from fxpipe.text.schedule import parse_schedule
+
+        return parse_schedule(text)
+
+    @staticmethod
+    def from_file(path: str | PathLike[str]) -> Schedule:
+        """Read a schedule's text from a file.
+
+        Raises:
+            ParseError: with line and column.
+            InputError: the file cannot be read.
+        """
+        from fxpipe.text.schedule import read_schedule
+
+        return read_schedule(path)
+
+    def verify(self, *, stash_limit: int | Sequence[int] | None = None) -> Schedule:
+        """Return self, or raise VerificationError with every fault.
+
+        Args:
+            stash_limit: the most micro-batches that a device may keep between forward and
+                backward, over all its stages; or one number for each stage.
+        """
+        from fxpipe.verify.schedule import verify_schedule
+
+        return verify_schedule(self, stash_limit)
+
+    def versions(self) -> Versions:
+        """Weight versions: how many live on each stage, how stale, and the smallest delay."""
+        from fxpipe.verify.schedule import schedule_versions
+
+        return schedule_versions(self)
+
+    def stash(self) -> Stash:
+        """The most micro-batches that stages and devices keep between forward and backward."""
+        from fxpipe.verify.schedule import schedule_stash
+
+        return schedule_stash(self)
+
+    def simulate(
+        self,
+        costs: Costs | None = None,
+        *,
+        links: Links | None = None,
+        overlap: bool = True,
+        sizes: Sizes | None = None,
+        steps: int | None = None,
+    ) -> Simulation:
+        """Run it on paper, of stages that each hand one value to the next.
+
+        See ``fxpipe.simulator.simulate_schedule``.
+        """
+        from fxpipe.simulator import simulate_schedule
+
+        return simulate_schedule(
+            self, costs, links=links, overlap=overlap, sizes=sizes, steps=steps
+        )
+
+    def formulas(self, *, given: Sequence[Relational] = ()) -> Formulas:
+        """Makespan, bubble and stash of one step and its flush, in the times of its tasks.
+
+        ``Recipe.formulas`` has the numbers of devices and micro-batches in them too. See
+        ``fxpipe.formulas.schedule_formulas``.
+        """
+        from fxpipe.formulas import schedule_formulas
+
+        return schedule_formulas(self, given=given)
+
+    def draw(self, *, costs: Costs | None = None, steps: int | None = None) -> Picture:
+        """The schedule as a picture: devices as rows, time to the right, faults in red.
+
+        Args:
+            costs: letter of a kind of task, or letter and stage → its time.
+            steps: how many steps to draw; by default as many as it takes to see what it does.
+
+        Raises:
+            InputError: a letter is unknown, or a number makes no sense.
+        """
+        from fxpipe.draw.schedule import draw_schedule
+
+        return draw_schedule(self, costs=costs, steps=steps)
+
+    def grid(
+        self,
+        *,
+        costs: Costs | None = None,
+        steps: int | None = None,
+        width: int | None = None,
+    ) -> str:
+        """The same as text, for terminals: rows of tasks in time, faults marked.
+
+        Args:
+            costs: letter of a kind of task, or letter and stage → its time.
+            steps: how many steps to show; by default as many as it takes to see what it does.
+            width: characters a line, beyond which the grid goes on below.
+
+        Raises:
+            InputError: a letter is unknown, or a number makes no sense.
+        """
+        from fxpipe.draw.grid import schedule_grid
+
+        return schedule_grid(self, costs=costs, steps=steps, width=width)

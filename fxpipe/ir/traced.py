@@ -1,0 +1,111 @@
+"""The whole model as one functional graph: what the front end gives to the partition."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils._pytree import TreeSpec
+
+from fxpipe.ir.plan import Argument, Write
+from fxpipe.torchtools.moments import DeferredNorm
+
+SEED = "fxpipe_seed"
+"""The placeholder that carries a micro-batch's random seed, in graphs with random operations."""
+
+DRAWS = "fxpipe.draws"
+"""Key of a node's metadata in graphs with leaf modules: whether it draws random numbers."""
+
+TAKES_TURNS = "fxpipe.takes_turns"
+"""Metadata of a leaf module's node: that it calls ``torch.cond`` or its like, for which PyTorch
+traces, in the backward as well; that it can do in one thread at a time."""
+
+
+@dataclass(frozen=True)
+class Value:
+    """An output of the model that the graph computes.
+
+    Attributes:
+        name: its node.
+        dims: the dimensions that are the batch, () where it has none; of a number that counts
+            samples (0,). None where the graph does not tell.
+    """
+
+    name: str
+    dims: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Literal:
+    """An output of the model that does not depend on its inputs' values, such as a number.
+
+    Attributes:
+        value: what it is for a micro-batch of the traced size.
+        dims: (0,) where it counts samples, else (); None where the graph does not tell.
+    """
+
+    value: Any
+    dims: tuple[int, ...] | None = ()
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A model's computation on one micro-batch, as a graph without side effects.
+
+    The graph's placeholders are parameters, buffers, the inputs and, where the graph draws random
+    numbers, SEED. It returns the tuple of its ``writes`` and then its ``outputs`` that are values.
+
+    Attributes:
+        module: the graph.
+        parameters: its parameter placeholders.
+        buffers: its buffer placeholders, lifted constants among them.
+        constants: target → tensor, of the buffers that are not the model's but lifted constants.
+        inputs: for each flat input of the call the placeholder's name, or None if it is no value.
+        writes: the buffers that it writes.
+        outputs: the flat outputs.
+        out_spec: how the outputs nest.
+        leaves: whether it calls leaf modules.
+        accepts: whether the graph holds for a micro-batch of that many samples.
+        loss: the name of the loss value, where a loss is part of the graph.
+        deferred: the calls of BatchNorm whose statistics are updated at the step's end.
+    """
+
+    module: fx.GraphModule
+    parameters: tuple[Argument, ...]
+    buffers: tuple[Argument, ...]
+    constants: Mapping[str, torch.Tensor]
+    inputs: tuple[str | None, ...]
+    writes: tuple[Write, ...]
+    outputs: tuple[Value | Literal, ...]
+    out_spec: TreeSpec
+    leaves: bool = False
+    accepts: Callable[[int], bool] = lambda size: True
+    loss: str | None = None
+    deferred: tuple[DeferredNorm, ...] = ()
+
+    @property
+    def graph(self) -> fx.Graph:
+        return self.module.graph
+
+    @property
+    def seeded(self) -> bool:
+        """Whether the graph draws random numbers, and so takes SEED."""
+        return any(node.op == "placeholder" and node.name == SEED for node in self.graph.nodes)
+
+    def state_of(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """Name in the model → its parameter or buffer, or a lifted constant."""
+        found: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+        found.update(model.named_buffers(remove_duplicate=False))
+        found.update(self.constants)
+        return found
+
+
+def with_dims(traced: Traced, dims: Sequence[tuple[int, ...]]) -> Traced:
+    """The graph with it known of each flat output which of its dimensions are the batch."""
+    if len(dims) != len(traced.outputs):
+        return traced
+    pairs = zip(traced.outputs, dims, strict=True)
+    return replace(traced, outputs=tuple(replace(out, dims=told) for out, told in pairs))

@@ -1,0 +1,151 @@
+"""Steps in a row, written out: what a window that repeats does from the first step to the flush."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+from fxpipe.errors import InputError
+from fxpipe.ir.program import (
+    Backward,
+    Barrier,
+    Clip,
+    Forward,
+    InputGrad,
+    Instruction,
+    Launch,
+    Norm,
+    Pause,
+    Program,
+    Recompute,
+    Run,
+    Update,
+    WeightGrad,
+    batch_of,
+)
+from fxpipe.ir.schedule import Schedule
+
+Item = TypeVar("Item")
+
+FURTHEST = 1_000
+"""How many batches back tasks, delays and versions reach at most."""
+
+_MOST = 10_000_000
+
+
+def unroll(program: Program, steps: int) -> Program:
+    """The whole run of a program over so many steps, and the flush after the last.
+
+    Each device's list is its windows, one after another. Step t runs what belongs to the batches
+    t − depth … t; what belongs to a batch that does not exist is left out. Batches and versions
+    count from the first step, so both are at least 0: an instruction of batch b that reads
+    version v has the batch t + b and the version max(t + v, 0) in step t. An event of step t is
+    of batch t; a wait for one that nothing records is left out.
+
+    Raises:
+        InputError: there is no step.
+    """
+    kept = [
+        list(_repeated([(batch_of(x), at) for at, x in enumerate(own)], steps, program.depth))
+        for own in program.lists
+    ]
+    lists = tuple(
+        tuple([absolute(own[at], step) for step, at in left])
+        for own, left in zip(program.lists, kept, strict=True)
+    )
+    launches = _launches(
+        [
+            [_later(own[at], step) for step, at in left]
+            for own, left in zip(program.launches, kept, strict=False)
+        ]
+    )
+    return replace(program, lists=lists, launches=launches)
+
+
+def _later(launch: Launch, step: int) -> Launch:
+    """A launch with its events counted from the first step."""
+    waits = tuple([event._replace(batch=event.batch + step) for event in launch.waits])
+    record = launch.record and launch.record._replace(batch=launch.record.batch + step)
+    return Launch(launch.stream, waits, record)
+
+
+def _launches(launches: Sequence[Sequence[Launch]]) -> tuple[tuple[Launch, ...], ...]:
+    """The same without waits for events that nothing records."""
+    recorded = {launch.record for own in launches for launch in own}
+    return tuple(
+        tuple(
+            [
+                replace(launch, waits=tuple([e for e in launch.waits if e in recorded]))
+                for launch in own
+            ]
+        )
+        for own in launches
+    )
+
+
+def unroll_schedule(schedule: Schedule, steps: int) -> Schedule:
+    """The same for a schedule: its rows, with batches that count from the first step.
+
+    Raises:
+        InputError: there is no step.
+    """
+    rows = tuple(
+        tuple(
+            [
+                replace(task, batch=step + task.batch)
+                for step, task in _repeated([(t.batch, t) for t in row], steps, schedule.depth)
+            ]
+        )
+        for row in schedule.rows
+    )
+    return replace(schedule, rows=rows)
+
+
+def absolute(instruction: Instruction, step: int) -> Instruction:
+    """An instruction of a window as it runs in a step: its batch and version from the first on."""
+    moved = shifted(instruction, step)
+    match moved:
+        case Update(reads=reads, writes=writes) if min(reads, writes) < 0:
+            return replace(moved, reads=max(reads, 0), writes=max(writes, 0))
+        case Forward() | Recompute() | Backward() | InputGrad() | WeightGrad() | Run():
+            return replace(moved, version=0) if moved.version < 0 else moved
+    return moved
+
+
+def shifted(instruction: Instruction, steps: int) -> Instruction:
+    """The same instruction, its batch and version counted from so many steps earlier."""
+    match instruction:
+        case Barrier() | Pause():
+            return instruction
+        case Update(stage, reads, writes, batch):
+            return Update(stage, steps + reads, steps + writes, steps + batch)
+        case Forward(stage, i, version, keeps, again, batch):
+            return Forward(stage, i, steps + version, keeps, again, steps + batch)
+        case Norm(stage, batch) | Clip(stage, batch):
+            return type(instruction)(stage, steps + batch)
+        case Run(kind, stage, index, version, batch):
+            return Run(kind, stage, index, steps + version, steps + batch)
+        case Recompute() | Backward() | InputGrad() | WeightGrad():
+            version, batch = steps + instruction.version, steps + instruction.batch
+            return type(instruction)(instruction.stage, instruction.microbatch, version, batch)
+        case _:
+            buffer = instruction.buffer
+            return type(instruction)(buffer._replace(batch=steps + buffer.batch))
+
+
+def _repeated(
+    own: Sequence[tuple[int, Item]], steps: int, depth: int
+) -> Iterator[tuple[int, Item]]:
+    """The step and the item of all windows, without those of batches that do not exist."""
+    if steps < 1:
+        raise InputError(f"steps is {steps}; a run needs at least 1")
+    if (steps + depth) * max(len(own), 1) > _MOST:
+        raise InputError(
+            f"{steps + depth} steps of a device's {len(own)} tasks or instructions are more than "
+            f"{_MOST}; give fewer steps"
+        )
+    for step in range(steps + depth):
+        for batch, item in own:
+            if 0 <= step + batch < steps:
+                yield step, item

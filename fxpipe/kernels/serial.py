@@ -1,0 +1,84 @@
+"""Run a plan's kernels one after another in this thread: the plain meaning of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from fxpipe.ir.edge import HOST, gradient_groups
+from fxpipe.ir.plan import Plan, outputs_of
+from fxpipe.kernels.kernel import Backwarded, add
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What one micro-batch gave.
+
+    Attributes:
+        values: every value that crosses, by name.
+        state: buffer → what was written to it.
+        gradients: parameter → its gradient.
+    """
+
+    values: dict[str, Any]
+    state: dict[str, Tensor]
+    gradients: dict[str, Tensor]
+
+
+def run_serially(
+    plan: Plan,
+    values: Mapping[str, Any],
+    state: Mapping[str, Tensor],
+    output_gradients: Mapping[str, Tensor],
+    *,
+    halves: bool = False,
+) -> Ran:
+    """One micro-batch through a differentiated plan, forward and, if asked, backward.
+
+    Args:
+        plan: a plan with kernels.
+        values: the inputs, by name.
+        state: name in the model → parameter, buffer or constant.
+        output_gradients: value → its gradient, for each output that carries one back.
+        halves: run the two halves of every backward, not the whole.
+    """
+    found = dict(values)
+    written: dict[str, Tensor] = {}
+    saved: list[list[Any]] = []
+    for stage in plan.stages:
+        assert stage.kernel is not None, "differentiate the plan first"
+        result = stage.kernel.forward(
+            [state[a.target] for a in stage.parameters],
+            [state[a.target] for a in stage.buffers],
+            [found[edge.value] for edge in plan.edges_into(stage.index)],
+        )
+        names = outputs_of(plan.edges_from(stage.index))
+        found.update(zip(names, result.outputs, strict=True))
+        written.update(zip((w.target for w in stage.writes), result.writes, strict=True))
+        saved.append(result.saved)
+    gradients: dict[str, Tensor] = {}
+    crossing: dict[tuple[str, int], Tensor] = {
+        (name, HOST): gradient for name, gradient in output_gradients.items()
+    }
+    for stage in reversed(plan.stages) if output_gradients else ():
+        assert stage.kernel is not None
+        totals = [
+            add([crossing[edge.value, edge.target] for edge in group])
+            for group in gradient_groups(plan.edges_from(stage.index))
+        ]
+        kernel, kept = stage.kernel, saved[stage.index]
+        if halves:
+            inputs, deferred = kernel.input_grad(kept, totals)
+            back = Backwarded(inputs, kernel.weight_grad(deferred))
+        else:
+            back = kernel.backward(kept, totals)
+        carried = [edge for edge in plan.edges_into(stage.index) if edge.gradient]
+        for edge, gradient in zip(carried, back.inputs, strict=True):
+            crossing[edge.value, stage.index] = gradient
+        for argument, parameter in zip(stage.parameters, back.parameters, strict=True):
+            if parameter is not None:
+                gradients[argument.target] = parameter
+    return Ran(found, written, gradients)

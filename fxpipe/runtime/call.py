@@ -1,0 +1,132 @@
+"""A differentiable call: autograd sees the whole pipeline as one function.
+
+Forward fills the pipeline and pauses the program; backward gives it the gradients of the outputs
+and lets it drain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxpipe.compiler.compiled import Compiled
+from fxpipe.errors import InputError
+from fxpipe.ir.edge import HOST
+from fxpipe.ir.traced import Value
+from fxpipe.runtime.batch import Batch
+from fxpipe.runtime.execution import Execution
+from fxpipe.runtime.host import BatchHost, draw_seed
+from fxpipe.turn import Turn, in_turn
+
+
+def differentiable_call(
+    compiled: Compiled, host: BatchHost, execution: Execution, batch: Batch, turn: Turn
+) -> list[Any]:
+    """Run the forwards and return the flat outputs, joined and with their history.
+
+    An input that the model returns is returned as it came. Backward, which may come in any thread,
+    takes the pipe's turn.
+    """
+    call = _Call(compiled, host, execution, turn)
+    inputs = {
+        name: leaf
+        for name, leaf in zip(compiled.traced.inputs, batch.leaves, strict=True)
+        if name is not None and isinstance(leaf, Tensor) and leaf.requires_grad
+    }
+    call.inputs = list(inputs)
+    parameters = execution.parameters
+    call.parameters = list(parameters)
+    leaves = (leaf for leaf in batch.leaves if isinstance(leaf, Tensor))
+    call.watched = [*leaves, *parameters.values(), *execution.constants]
+    tensors = (*inputs.values(), *parameters.values())
+    outputs = _Pipe.apply(call, *tensors)  # type: ignore[no-untyped-call]
+    return [
+        host.whole[spec.name] if isinstance(spec, Value) and spec.name in host.whole else out
+        for out, spec in zip(outputs, compiled.traced.outputs, strict=True)
+    ]
+
+
+class _Call:
+    """What forward leaves for backward."""
+
+    def __init__(
+        self, compiled: Compiled, host: BatchHost, execution: Execution, turn: Turn
+    ) -> None:
+        self._turn = turn
+        self.compiled = compiled
+        self.host = host
+        self.execution: Execution | None = execution
+        self.inputs: list[str] = []
+        self.parameters: list[str] = []
+        self.watched: list[Tensor] = []
+        self.versions: list[int] = []
+
+    @property
+    def differentiable(self) -> list[str]:
+        """The outputs whose gradients the program loads."""
+        edges = self.compiled.plan.edges
+        back = {edge.value for edge in edges if edge.gradient and edge.target == HOST}
+        names = (out.name for out in self.compiled.traced.outputs if isinstance(out, Value))
+        return [name for name in dict.fromkeys(names) if name in back]
+
+    @in_turn
+    def backward(self, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+        """Let the pipeline drain; see torch.autograd.Function."""
+        execution = self.execution
+        if execution is None:
+            raise InputError(
+                "backward ran a second time through one call of the pipe, whose activations are "
+                "freed; call the pipe again"
+            )
+        if [tensor._version for tensor in self.watched] != self.versions:
+            raise InputError(
+                "a parameter, buffer or input of the pipe was changed in place between its call "
+                "and backward; run backward before the optimizer's step"
+            )
+        self.execution = None
+        totals: dict[str, Tensor | None] = dict.fromkeys(self.differentiable)
+        for spec, gradient in zip(self.compiled.traced.outputs, gradients, strict=True):
+            if isinstance(spec, Value) and spec.name in totals and gradient is not None:
+                before = totals[spec.name]
+                totals[spec.name] = gradient if before is None else before + gradient
+        self.host.set_output_gradients(list(totals), list(totals.values()))
+        found = execution.advance(
+            lambda: {**self.host.gradients_of_inputs(), **execution.take_gradients()}
+        )
+        return (None, *(found.get(name) for name in (*self.inputs, *self.parameters)))
+
+
+class _Pipe(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: _Call, *tensors: Tensor) -> Any:
+        assert call.execution is not None
+
+        def result() -> list[Any]:
+            draw_seed(call.compiled.traced)
+            return call.host.flat_output()
+
+        outputs = call.execution.advance(result)
+        call.versions = [tensor._version for tensor in call.watched]
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        wanted = set(call.differentiable)
+        plain = [
+            out
+            for out, spec in zip(outputs, call.compiled.traced.outputs, strict=True)
+            if isinstance(out, Tensor) and not (isinstance(spec, Value) and spec.name in wanted)
+        ]
+        ctx.mark_non_differentiable(*plain)
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        if torch.is_grad_enabled():
+            raise InputError(
+                "create_graph=True asks for gradients of gradients, and a pipe's backward has no "
+                "history of its own; compute them on the model itself (close the pipe first)"
+            )
+        call: _Call = ctx.call
+        return call.backward(gradients)

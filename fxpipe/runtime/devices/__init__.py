@@ -1,0 +1,1 @@
+"""The backends: what runs the devices' lists, on CPU threads and on CUDA streams."""

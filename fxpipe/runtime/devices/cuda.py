@@ -1,0 +1,240 @@
+"""CUDA devices of one process: streams, events, copies between devices, and their errors.
+
+Importing it needs no CUDA. All that a device computes takes its memory from the stream of its
+computations, also what arrives on another one: then the caching allocator gives a block again
+only to what comes later in that order, and no block is held back by ``record_stream``.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from time import perf_counter_ns
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from fxpipe.ir.program import COMPUTE
+from fxpipe.runtime.devices.backend import Room
+from fxpipe.runtime.devices.cuda_graphs import ALONE
+from fxpipe.runtime.devices.cuda_streams import Streams
+from fxpipe.runtime.devices.launcher import Launcher
+from fxpipe.runtime.trail import Unfinished
+
+CudaPlace = torch.device | torch.cuda.Stream
+"""Where a device of a program is: a CUDA device with its index, or a stream to compute on."""
+
+
+def home(place: CudaPlace) -> torch.device:
+    """The device of a place."""
+    return place if isinstance(place, torch.device) else place.device
+
+
+class CudaLanes:
+    """The streams of one device of a program, kept from run to run. See Lanes."""
+
+    def __init__(self, place: CudaPlace) -> None:
+        """Make the stream of computations; others come when they are first used.
+
+        Args:
+            place: where it computes: on a stream of its own, or on the one that is given.
+        """
+        self.device = home(place)
+        self._made = Streams()
+        computing = (
+            self._made.take(place)
+            if isinstance(place, torch.cuda.Stream)
+            else self._made.make(place, computes=True)
+        )
+        self._streams: dict[str, torch.cuda.Stream] = {COMPUTE: computing}
+        self._leaving: dict[tuple[str, torch.device], torch.cuda.Stream] = {}
+        self._before: torch.cuda.Event | None = None
+        self._reading: torch.cuda.Event | None = None  # the end of the last copy of pinned memory
+
+    def stream(self, name: str) -> torch.cuda.Stream:
+        """A stream by its name in programs. One that is made in a run starts as the others do."""
+        if name not in self._streams:
+            made = self._made.make(self.device)
+            if self._before is not None:
+                made.wait_event(self._before)
+            self._streams[name] = made
+        return self._streams[name]
+
+    @contextmanager
+    def on(self, stream: str, name: str) -> Iterator[None]:
+        """See Lanes.on: the name is that of an NVTX range."""
+        with torch.cuda.stream(self.stream(stream)), torch.cuda.nvtx.range(name):
+            yield
+
+    def wait(self, stream: str, mark: torch.cuda.Event) -> None:
+        """See Lanes.wait."""
+        self.stream(stream).wait_event(mark)
+
+    def mark(self, stream: str) -> torch.cuda.Event:
+        """See Lanes.mark."""
+        event = torch.cuda.Event()
+        event.record(self.stream(stream))
+        return event
+
+    def bring(self, stream: str, value: Any) -> Any:
+        """See Lanes.bring: tensors are copied, whatever they are in, but for whole numbers."""
+        return pytree.tree_map_only(Tensor, lambda tensor: self._copied(stream, tensor), value)
+
+    def begin(self) -> None:
+        """Let all streams start after what the calling thread has launched on its own."""
+        with ALONE:
+            self._before = before = torch.cuda.Event()
+            before.record(torch.cuda.current_stream(self.device))
+            for stream in tuple(self._streams.values()):  # a device may make another meanwhile
+                stream.wait_event(before)
+
+    def end(self) -> None:
+        """Let what the calling thread launches next start after all streams; it waits itself for
+        nothing but copies of its own pinned memory, which it may fill again."""
+        with ALONE:
+            current = torch.cuda.current_stream(self.device)
+            for name in tuple(self._streams):
+                current.wait_event(self.mark(name))
+            if self._reading is not None:
+                self._reading.synchronize()
+                self._reading = None
+
+    def reached(self, mark: torch.cuda.Event) -> bool:
+        """See Lanes.reached."""
+        return bool(mark.query())
+
+    def moment(self, stream: str) -> torch.cuda.Event:
+        """See Lanes.moment."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(self.stream(stream))
+        return event
+
+    def nanoseconds(self, moments: Sequence[torch.cuda.Event]) -> list[int]:
+        """The times of moments by the host's clock. It waits until all of them are past."""
+        with ALONE:
+            torch.cuda.synchronize(self.device)
+        now = self.moment(COMPUTE)
+        now.synchronize()
+        host = perf_counter_ns()
+        return [host - round(1e6 * moment.elapsed_time(now)) for moment in moments]
+
+    def room(self) -> Room:
+        """What this process has taken of the device's memory, and what there is."""
+        _, total = torch.cuda.mem_get_info(self.device)
+        return Room(str(self.device), torch.cuda.max_memory_allocated(self.device), total)
+
+    def _copied(self, stream: str, value: Tensor) -> Tensor:
+        if value.is_cpu and value.dim() == 0 and not value.is_floating_point():
+            return value  # a seed: to read it from the device would wait for it
+        with torch.cuda.stream(self.stream(COMPUTE)):
+            made = torch.empty_like(value, device=self.device)
+        if value.device.type != "cuda":
+            pinned = value if value.is_pinned() else value.pin_memory()
+            made.copy_(pinned, non_blocking=True)
+            if pinned is value:
+                self._reading = self.mark(stream)
+            return made
+        if value.device == self.device:
+            return made.copy_(value, non_blocking=True)
+        # torch copies on the current streams of both devices, each of which waits for the other
+        leaving = self._leaves(stream, value.device)
+        with torch.cuda.stream(leaving), torch.cuda.stream(self.stream(stream)):
+            if reaches(self.device, value.device):
+                return made.copy_(value, non_blocking=True)
+        return self._through_host(made, value, self.stream(stream), leaving)
+
+    def _leaves(self, stream: str, source: torch.device) -> torch.cuda.Stream:
+        """The stream of the other device that copies for one of this device's streams."""
+        key = stream, source
+        if key not in self._leaving:
+            self._leaving[key] = self._made.make(source)
+        return self._leaving[key]
+
+    def _through_host(
+        self,
+        made: Tensor,
+        value: Tensor,
+        arriving: torch.cuda.Stream,
+        leaving: torch.cuda.Stream,
+    ) -> Tensor:
+        """Copy by pinned memory, which its allocator gives again only when both halves are done."""
+        staged = torch.empty_like(value, device="cpu", pin_memory=True)
+        ready = torch.cuda.Event()
+        ready.record(arriving)
+        leaving.wait_event(ready)
+        with torch.cuda.stream(leaving):
+            staged.copy_(value, non_blocking=True)
+            out = torch.cuda.Event()
+            out.record(leaving)
+        arriving.wait_event(out)
+        with torch.cuda.stream(arriving):
+            return made.copy_(staged, non_blocking=True)
+
+
+def reaches(device: torch.device, other: torch.device) -> bool:
+    """Whether a device can read another's memory."""
+    key = device.index or 0, other.index or 0
+    with _reach_lock:
+        if key not in _reach:
+            _reach[key] = torch.cuda.can_device_access_peer(*key)
+        return _reach[key]
+
+
+_reach: dict[tuple[int, int], bool] = {}
+_reach_lock = threading.Lock()
+
+
+def is_late(error: BaseException) -> bool:
+    """Whether CUDA may report with it what failed earlier.
+
+    It is exact where CUDA_LAUNCH_BLOCKING is set: then every launch waits until it is done.
+    """
+    if os.environ.get("CUDA_LAUNCH_BLOCKING") == "1":
+        return False
+    return isinstance(error, torch.AcceleratorError) or (
+        isinstance(error, RuntimeError) and str(error).startswith("CUDA error")
+    )
+
+
+class CudaBackend(Launcher):
+    """CUDA devices. See Backend."""
+
+    def __init__(self, places: Sequence[CudaPlace]) -> None:
+        """Make the streams.
+
+        Args:
+            places: device of the program → where it is; a CUDA device may stand several times.
+        """
+        self.lanes = [CudaLanes(place) for place in places]
+        super().__init__(self.lanes, [str(lanes.device) for lanes in self.lanes])
+
+    def begin(self) -> None:
+        """See Backend.begin."""
+        for lanes in self.lanes:
+            lanes.begin()
+
+    def end(self) -> None:
+        """See Backend.end."""
+        for lanes in self.lanes:
+            lanes.end()
+
+    def nanoseconds(self, device: int, times: Sequence[Any]) -> list[int]:
+        """See Backend.nanoseconds: instructions begin and end on their streams."""
+        return self.lanes[device].nanoseconds(times)
+
+    def room(self, device: int) -> Room:
+        """See Backend.room."""
+        return self.lanes[device].room()
+
+    def generators(self) -> Mapping[str, torch.Generator]:
+        """See Backend.generators."""
+        devices = dict.fromkeys(lanes.device for lanes in self.lanes)
+        return {str(d): torch.cuda.default_generators[d.index or 0] for d in devices}
+
+    def unfinished(self, error: BaseException) -> Sequence[Unfinished]:
+        """See Backend.unfinished."""
+        return self.left() if is_late(error) else ()

@@ -1,0 +1,191 @@
+"""A device that works by itself: its instructions are launched on streams, ordered by events.
+
+What streams and events are is the backend's, behind ``Lanes``. Launching runs ahead of the device
+and waits only for other launches: for a value to be sent, and for an event to be recorded.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from fxpipe.ir.program import (
+    Event,
+    Instruction,
+    Launch,
+    Load,
+    Pause,
+    Pop,
+    Program,
+    Receive,
+    batch_of,
+)
+from fxpipe.runtime.devices.cpu import CpuWires
+from fxpipe.runtime.interpreter import HANDLERS, Machine, Stopped
+from fxpipe.runtime.trail import Given, Trail
+from fxpipe.text.instruction import print_instruction
+
+
+class Lanes(Protocol):
+    """The streams of one device."""
+
+    def on(self, stream: str, name: str) -> AbstractContextManager[None]:
+        """Within it what is launched goes to a stream, under a name for profilers."""
+        ...
+
+    def wait(self, stream: str, mark: Any) -> None:
+        """Let what a stream is given from now on start after a mark, of any device."""
+        ...
+
+    def mark(self, stream: str) -> Any:
+        """The end of what a stream has been given so far."""
+        ...
+
+    def bring(self, stream: str, value: Any) -> Any:
+        """A copy of a value in the device's own memory, made by a stream."""
+        ...
+
+    def reached(self, mark: Any) -> bool:
+        """Whether a stream is past a mark. Raises what the device has to report."""
+        ...
+
+    def moment(self, stream: str) -> Any:
+        """A mark that keeps the time when the stream reaches it."""
+        ...
+
+
+class Events:
+    """The events of one run: who launches a wait first waits until the record is launched."""
+
+    def __init__(self, program: Program) -> None:
+        """No event is recorded yet.
+
+        Args:
+            program: what runs; it tells how often each event is waited for.
+        """
+        self._waits = Counter(
+            event.number for own in program.launches for launch in own for event in launch.waits
+        )
+        self._marks: dict[Event, tuple[Any, int]] = {}
+        self._changed = threading.Condition()
+        self._stopped = False
+
+    def record(self, event: Event, mark: Any) -> None:
+        """An event, in its step, is at this mark. It is forgotten when all have waited for it."""
+        if self._waits[event.number]:
+            with self._changed:
+                self._marks[event] = mark, self._waits[event.number]
+                self._changed.notify_all()
+
+    def find(self, event: Event) -> Any:
+        """The mark of an event, once it is recorded. Raises Stopped when the run is stopped."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._stopped or event in self._marks)
+            if self._stopped:
+                raise Stopped
+            mark, left = self._marks.pop(event)
+            if left > 1:
+                self._marks[event] = mark, left - 1
+            return mark
+
+    def stop(self) -> None:
+        """Wake everybody who waits."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+
+
+class LaunchingWires(CpuWires):
+    """The way between devices with streams: values by reference, which the receiver copies.
+
+    Attributes:
+        events: of all devices.
+    """
+
+    def __init__(self, program: Program, threads: int) -> None:
+        """Nothing is on its way.
+
+        Args:
+            program: what runs.
+            threads: how many launch it: at a barrier each waits for the others.
+        """
+        super().__init__(program.devices, threads)
+        self.events = Events(program)
+
+    def stop(self) -> None:
+        """See CpuWires.stop."""
+        self.events.stop()
+        super().stop()
+
+
+@dataclass(kw_only=True)
+class LaunchingMachine(Machine):
+    """One device with streams in one run. ``times`` gets moments of the instruction's stream.
+
+    Attributes:
+        lanes: its streams.
+        events: of all devices.
+        trail: keeps what it was given and what of that is done.
+        first: the first step of the run: events of earlier ones are long past.
+    """
+
+    lanes: Lanes
+    events: Events
+    trail: Trail
+    first: int = 0
+
+    def run(self, end: int | None = None) -> bool:
+        """See Machine.run. It returns when all is launched, not when it is done."""
+        end = len(self.program.lists[self.device]) if end is None else end
+        while self.position < end:
+            if type(self._launch_next()) is Pause:
+                return False
+        return True
+
+    def _launch_next(self) -> Instruction:
+        """Launch the instruction at ``position``, and return it."""
+        instruction = self.program.lists[self.device][self.position]
+        launch = self.program.launches[self.device][self.position]
+        if self.wires.stopping:
+            raise Stopped
+        for event in launch.waits:
+            at = event._replace(batch=self.step + event.batch)
+            if at.batch >= self.first:
+                self.lanes.wait(launch.stream, self.events.find(at))
+        if not self.program.depth or self.step + batch_of(instruction) in self.batches:
+            self.trail.give(launch.stream, Given(self.position, instruction, self.step))
+            if self.times is not None:
+                self.times.append(self.lanes.moment(launch.stream))
+            self._launch(instruction, launch)
+            if self.times is not None:
+                self.times.append(self.lanes.moment(launch.stream))
+        if launch.record is not None:
+            event = launch.record._replace(batch=self.step + launch.record.batch)
+            self.events.record(event, self._mark(launch.stream))
+        last = self.position + 1 == len(self.program.lists[self.device])
+        if last or type(instruction) is Pause:
+            for stream in sorted({launch.stream for launch in self.program.launches[self.device]}):
+                self._mark(stream)
+        self.position += 1
+        return instruction
+
+    def _mark(self, stream: str) -> Any:
+        mark = self.lanes.mark(stream)
+        self.trail.mark(stream, mark)
+        self.trail.look(stream, self.lanes.reached)
+        return mark
+
+    def _launch(self, instruction: Instruction, launch: Launch) -> None:
+        with self.lanes.on(launch.stream, print_instruction(instruction)):
+            if not isinstance(instruction, Load | Receive | Pop):
+                HANDLERS[type(instruction)](self, instruction)
+                return
+            buffer = instruction.buffer
+            if isinstance(instruction, Load):
+                value = self.jobs[self.step + buffer.batch].host.give(buffer)
+            else:
+                value = self.wires.get(self.device, self.named(buffer))
+            self.store.values[buffer] = self.lanes.bring(launch.stream, value)

@@ -1,0 +1,1 @@
+"""Weights while they train: versions, updates, optimizers, checkpoints."""

@@ -1,0 +1,170 @@
+"""The model's parameters and buffers as the running program sees them, and their update."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch.optim import Optimizer
+
+from fxpipe.ir.plan import Stage
+from fxpipe.runtime.interpreter import Stopped
+from fxpipe.runtime.weights.snapshot import OptimizerSnapshot
+from fxpipe.torchtools import moments
+from fxpipe.torchtools.moments import DeferredNorm
+
+
+class _Before:
+    """A stage's parameters and its optimizer as they are now, to be put back exactly."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor], optimizer: Optimizer) -> None:
+        self._parameters = [(parameter, parameter.detach().clone()) for parameter in parameters]
+        self._optimizer = OptimizerSnapshot(optimizer)
+
+    def put_back(self) -> None:
+        """Make it so again."""
+        for parameter, value in self._parameters:
+            parameter.copy_(value)
+        self._optimizer.put_back()
+
+
+class LiveWeights:
+    """One version of the weights: the model's own tensors, changed in place at the update.
+
+    An update is part of a transaction: until ``commit`` every stage can be put back. The copies
+    that this takes live from a stage's update to the commit, when no activation is alive any
+    more, so they seldom raise the peak of memory.
+
+    Attributes:
+        constants: the buffers that no stage writes.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        state: Mapping[str, torch.Tensor],
+        optimizers: Sequence[Optimizer | None],
+        *,
+        onto_grad: bool,
+        deferred: Sequence[DeferredNorm] = (),
+    ) -> None:
+        """Bind stages to tensors.
+
+        Args:
+            stages: the plan's stages.
+            state: name in the model → parameter, buffer or constant.
+            optimizers: stage → its optimizer; None for a stage that has none.
+            onto_grad: whether the sums of gradients start from ``.grad``, to replace it.
+            deferred: the calls of BatchNorm whose statistics ``commit`` updates.
+        """
+        self._parameters = [[state[a.target] for a in s.parameters] for s in stages]
+        written = {write.target for stage in stages for write in stage.writes}
+        # a backward may read what its forward read: not the buffer itself, which commit changes
+        first = {name: state[name].clone() for name in written}
+        self._buffers = [[first.get(a.target, state[a.target]) for a in s.buffers] for s in stages]
+        self.constants = [
+            state[a.target] for s in stages for a in s.buffers if a.target not in written
+        ]
+        self._state = state
+        self._names = [[a.target for a in s.parameters] for s in stages]
+        self._optimizers = optimizers
+        self._onto_grad = onto_grad
+        self._deferred = deferred
+        self._lock = threading.Lock()
+        self._stopped = False
+        self._updating = 0
+        self._before: list[_Before] = []
+
+    @property
+    def by_name(self) -> dict[str, torch.Tensor]:
+        """Name in the model → parameter, of all stages."""
+        return {name: self._state[name] for names in self._names for name in names}
+
+    def named(
+        self, gradients: Mapping[int, Sequence[torch.Tensor | None]]
+    ) -> dict[str, torch.Tensor]:
+        """Name in the model → gradient, where there is one."""
+        return {
+            name: total
+            for stage, totals in gradients.items()
+            for name, total in zip(self._names[stage], totals, strict=True)
+            if total is not None
+        }
+
+    def parameters(self, stage: int, version: int) -> Sequence[torch.Tensor]:
+        """See Weights.parameters."""
+        return self._parameters[stage]
+
+    def buffers(self, stage: int) -> Sequence[torch.Tensor]:
+        """See Weights.buffers."""
+        return self._buffers[stage]
+
+    def gradients(self, stage: int) -> Sequence[torch.Tensor | None]:
+        """See Weights.gradients: ``.grad`` where the step adds to it, as torch does."""
+        if not self._onto_grad:
+            return [None] * len(self._parameters[stage])
+        return [parameter.grad for parameter in self._parameters[stage]]
+
+    def update(
+        self, stage: int, reads: int, writes: int, gradients: Sequence[torch.Tensor | None]
+    ) -> None:
+        """See Weights.update. The caller's own ``.grad`` is left as it was."""
+        optimizer = self._optimizers[stage]
+        if optimizer is None or not gradients:
+            return
+        parameters = self._parameters[stage]
+        with self._lock:
+            if self._stopped:
+                raise Stopped
+            self._updating += 1
+        try:
+            self._before.append(_Before(parameters, optimizer))
+            own = [parameter.grad for parameter in parameters]
+            try:
+                for parameter, gradient in zip(parameters, gradients, strict=True):
+                    parameter.grad = gradient
+                optimizer.step()
+            finally:
+                for parameter, gradient in zip(parameters, own, strict=True):
+                    parameter.grad = gradient
+        finally:
+            with self._lock:
+                self._updating -= 1
+
+    def stop(self) -> bool:
+        """Let no further update begin. Returns whether one is running, which must be awaited."""
+        with self._lock:
+            self._stopped = True
+            return self._updating > 0
+
+    def roll_back(self) -> None:
+        """Put every stage back that this run has updated."""
+        with torch.no_grad():
+            for before in self._before:
+                before.put_back()
+        self._before.clear()
+
+    def commit(
+        self,
+        state: Mapping[str, torch.Tensor],
+        gradients: Mapping[int, Sequence[torch.Tensor | None]],
+    ) -> None:
+        """Make what a run has computed the model's.
+
+        Args:
+            state: name in the model → what the last micro-batch wrote to the buffer.
+            gradients: stage → sums of gradients, for ``.grad``.
+        """
+        with torch.no_grad():
+            for name, value in moments.commit(self._deferred, self._state, state).items():
+                self._state[name].copy_(value)
+            for stage, totals in gradients.items():
+                for parameter, total in zip(self._parameters[stage], totals, strict=True):
+                    if total is None:
+                        continue
+                    if parameter.grad is None:
+                        parameter.grad = total
+                    else:
+                        parameter.grad.copy_(total)
+        self._before.clear()

@@ -1,0 +1,342 @@
+"""What optimizers keep, by names in the model: taken from all stages, put into any others."""
+
+from __future__ import annotations
+
+import copy
+import reprlib
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fxpipe.errors import CheckpointError, told
+from fxpipe.runtime.weights.snapshot import copied, settings, twin
+
+
+@dataclass(frozen=True)
+class GroupState:
+    """A parameter group of one stage's optimizer.
+
+    Attributes:
+        kind: the optimizer's class.
+        index: the group's place among the optimizer's groups.
+        settings: all of the group but its parameters.
+    """
+
+    kind: str
+    index: int
+    settings: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class ParameterState:
+    """One parameter's.
+
+    Attributes:
+        group: the place of its group in ``OptimizerState.groups``.
+        state: what the optimizer keeps for it.
+    """
+
+    group: int
+    state: Mapping[Any, Any]
+
+
+@dataclass(frozen=True)
+class OptimizerState:
+    """The optimizers of all stages.
+
+    Attributes:
+        groups: the groups of all of them; of equal ones, the first.
+        parameters: name in the model → what is kept for that parameter.
+    """
+
+    groups: Sequence[GroupState]
+    parameters: Mapping[str, ParameterState]
+
+
+Optimizers = Sequence[Optimizer | None]
+Names = Mapping[nn.Parameter, str]
+"""Parameter → its name in the model."""
+
+
+def take(optimizers: Optimizers, names: Names) -> OptimizerState:
+    """What they keep now. The tensors are their own, not copies.
+
+    Raises:
+        CheckpointError: one keeps something that belongs to no parameter.
+    """
+    groups: list[GroupState] = []
+    parameters: dict[str, ParameterState] = {}
+    for optimizer, index, group in _groups(optimizers):
+        kind = type(optimizer).__qualname__
+        strange = [key for key in optimizer.state if key not in names]
+        if strange:
+            raise CheckpointError(
+                f"{kind} keeps state under {strange[0]!r}, which is no parameter of the model"
+            )
+        made = GroupState(kind, index, settings(group))
+        place = next((i for i, other in enumerate(groups) if _same(made, other)), len(groups))
+        groups[place:] = groups[place:] or [made]
+        for parameter in group["params"]:
+            state = dict(optimizer.state.get(parameter, {}))
+            parameters[names[parameter]] = ParameterState(place, state)
+    return OptimizerState(groups, parameters)
+
+
+def check(saved: OptimizerState, optimizers: Optimizers, names: Names) -> None:
+    """See that a state is one that such optimizers make, and that they can step on with it.
+
+    Raises:
+        CheckpointError: an optimizer is of another kind, holds other parameters, has in one group
+            what had different settings, keeps other things or does not take those.
+    """
+    for name, each in saved.parameters.items():
+        if not 0 <= each.group < len(saved.groups):
+            raise CheckpointError(
+                f"the checkpoint is damaged: {name!r} is in parameter group {each.group} of "
+                f"{len(saved.groups)}"
+            )
+    held: set[str] = set()
+    with torch.random.fork_rng(_cuda(names)):
+        for optimizer, index, group in _groups(optimizers):
+            held |= {names[parameter] for parameter in group["params"]}
+            for parameter in group["params"]:
+                _check_kind(saved, optimizer, names[parameter])
+                own = saved.parameters[names[parameter]]
+                trial = _Trial(optimizer, index, parameter, names[parameter])
+                trial.check(saved.groups[own.group].settings, own.state)
+            _settings(saved, type(optimizer).__qualname__, index, group, names)
+    missing = next((name for name in saved.parameters if name not in held), None)
+    if missing is not None:
+        raise CheckpointError(
+            f"the checkpoint holds the state of an optimizer for {missing!r}, and none of the "
+            "pipe's trains it; give compile() the optimizer that it was made with"
+        )
+
+
+def _check_kind(saved: OptimizerState, optimizer: Optimizer, name: str) -> None:
+    kind = type(optimizer).__qualname__
+    if name not in saved.parameters:
+        raise CheckpointError(
+            f"the optimizer trains {name!r}, and the one of the checkpoint did not; give "
+            "compile() the optimizer that the checkpoint was made with"
+        )
+    other = saved.groups[saved.parameters[name].group].kind
+    if kind != other:
+        raise CheckpointError(
+            f"the checkpoint holds the state of {other} for {name!r}, and the pipe trains "
+            f"it with {kind}; give compile() the optimizer that it was made with"
+        )
+
+
+class _Trial:
+    """Steps of an optimizer's twin over a stand-in for one parameter, whose gradient is zero."""
+
+    def __init__(self, optimizer: Optimizer, index: int, parameter: Tensor, name: str) -> None:
+        self._optimizer = optimizer
+        self._index = index
+        self._parameter = parameter
+        self._name = name
+
+    def check(self, saved: Mapping[str, Any], state: Mapping[Any, Any]) -> None:
+        """See that the optimizer takes a group's settings, and makes and takes a state like this.
+
+        Raises:
+            CheckpointError: it does not.
+        """
+        kind, group = type(self._optimizer).__qualname__, self._optimizer.param_groups[self._index]
+        for key, value in saved.items():
+            if key == "params" or not _alike(group.get(key), value):
+                raise CheckpointError(
+                    f"the checkpoint's {key!r} for {self._name!r} is {reprlib.repr(value)}, which "
+                    f"{kind} does not take"
+                )
+        if not self._parameter.requires_grad:
+            return
+        made, error = self._step(saved, {})
+        if error is not None:  # some make their state when they are made
+            first = self._optimizer.state.get(self._parameter, {})
+            made, error = self._step(saved, copied(first))
+            if error is not None and self._step(settings(group), copied(first))[1] is not None:
+                return  # it steps over no parameter alone, and this tells nothing
+        for key, value in made.items() if state else ():
+            if key not in state or not _alike(value, state[key], exactly=True):
+                found = _told(state[key]) if key in state else "missing"
+                raise CheckpointError(
+                    f"{key!r}, which {kind} keeps for {self._name!r}, is {found} in the "
+                    f"checkpoint, and {_told(value)} here"
+                )
+        if error is None and state:
+            error = self._step(saved, _placed(state, self._parameter, saved))[1]
+        if error is not None:
+            raise CheckpointError(
+                f"{kind} cannot go on with what the checkpoint has for {self._name!r} "
+                f"({told(error)})"
+            ) from error
+
+    def _step(
+        self, values: Mapping[str, Any], state: dict[Any, Any]
+    ) -> tuple[dict[Any, Any], Exception | None]:
+        """What is kept after a step, and what that raised."""
+        parameter = nn.Parameter(torch.zeros_like(self._parameter))
+        parameter.grad = torch.zeros_like(parameter)
+        groups = [{**group, "params": []} for group in self._optimizer.param_groups]
+        groups[self._index] |= {**_own(values), "params": [parameter]}
+        stepped = twin(self._optimizer, groups)
+        for key, value in [*vars(stepped).items()]:  # what a step may change in place
+            if isinstance(value, Tensor | list | dict):
+                vars(stepped)[key] = value.clone() if isinstance(value, Tensor) else value.copy()
+        stepped.state = defaultdict(dict, {parameter: state} if state else {})
+        stepped._optimizer_step_pre_hooks = OrderedDict()
+        stepped._optimizer_step_post_hooks = OrderedDict()
+        try:
+            type(self._optimizer).step(stepped)
+        except Exception as error:
+            return {}, error
+        return dict(stepped.state[parameter]), None
+
+
+def _cuda(names: Names) -> list[torch.device]:
+    """The CUDA devices of parameters."""
+    return list({parameter.device for parameter in names if parameter.is_cuda})
+
+
+_KINDS = (Tensor, int | float, str, list | tuple, dict)
+
+
+def _alike(own: Any, other: Any, *, exactly: bool = False) -> bool:
+    """Whether a value that was read can stand for an optimizer's own; None can for any, and so it
+    is with numbers and tensors of one.
+
+    Args:
+        own: the optimizer's.
+        other: what was read.
+        exactly: whether tensors must be of one shape and type.
+    """
+    if own is None or other is None:
+        return True
+    if _is_number(own):
+        return _is_number(other)
+    if exactly and isinstance(own, Tensor) and isinstance(other, Tensor):
+        return (own.shape, own.dtype) == (other.shape, other.dtype)
+    return all(isinstance(own, kind) == isinstance(other, kind) for kind in _KINDS)
+
+
+def _is_number(value: Any) -> bool:
+    return value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, int | float)
+
+
+def described(tensor: Tensor) -> str:
+    """``6×6 of float32``."""
+    sizes = "×".join(map(str, tensor.shape)) or "a scalar"
+    return f"{sizes} of {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def _told(value: Any) -> str:
+    return described(value) if isinstance(value, Tensor) else reprlib.repr(value)
+
+
+class Restoring:
+    """A saved state on its way into optimizers: checked when it is made, then put."""
+
+    def __init__(self, saved: OptimizerState, optimizers: Optimizers, names: Names) -> None:
+        """Check that it fits; see ``check``."""
+        check(saved, optimizers, names)
+        self._groups = [
+            (group, _settings(saved, type(optimizer).__qualname__, index, group, names))
+            for optimizer, index, group in _groups(optimizers)
+        ]
+        self._states = [
+            (optimizer, p, _placed(saved.parameters[names[p]].state, p, settings))
+            for (optimizer, _, group), (_, settings) in zip(
+                _groups(optimizers), self._groups, strict=True
+            )
+            for p in group["params"]
+        ]
+        self._optimizers = [optimizer for optimizer in optimizers if optimizer is not None]
+
+    def put(self) -> None:
+        """Make it the optimizers'."""
+        for optimizer in self._optimizers:
+            optimizer.state.clear()
+        for optimizer, parameter, state in self._states:
+            if state:
+                optimizer.state[parameter] = state
+        for group, values in self._groups:
+            group.update(values)
+
+
+def _groups(optimizers: Optimizers) -> Iterator[tuple[Optimizer, int, dict[str, Any]]]:
+    for optimizer in optimizers:
+        if optimizer is not None:
+            for index, group in enumerate(optimizer.param_groups):
+                yield optimizer, index, group
+
+
+def _settings(
+    saved: OptimizerState, kind: str, index: int, group: Mapping[str, Any], names: Names
+) -> dict[str, Any]:
+    """A group's settings: those that its parameters had; without any, those of its like."""
+    held = [names[parameter] for parameter in group["params"]]
+    if not held:
+        like = (g.settings for g in saved.groups if (g.kind, g.index) == (kind, index))
+        return _own(next(like, {}))
+    first = saved.groups[saved.parameters[held[0]].group]
+    for name in held[1:]:
+        other = saved.groups[saved.parameters[name].group]
+        key = _differing(first.settings, other.settings)
+        if key is not None:
+            raise CheckpointError(
+                f"{held[0]!r} and {name!r} are in one parameter group here, and had different "
+                f"{key!r} in the checkpoint; let the optimizer function part them as then, or, if "
+                "it goes by the stage, call prepare() before restore()"
+            )
+    return _own(first.settings)
+
+
+def _own(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy: a learning rate that is a tensor is changed in place, for each group by itself."""
+    return {
+        k: v.clone() if isinstance(v, Tensor) else copy.deepcopy(v) for k, v in settings.items()
+    }
+
+
+def _same(one: GroupState, other: GroupState) -> bool:
+    alike = (one.kind, one.index) == (other.kind, other.index)
+    return alike and _differing(one.settings, other.settings) is None
+
+
+def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
+    """The first setting that differs."""
+    for key in (*one, *other):
+        if key not in one or key not in other:
+            return key
+        pair = (one[key], other[key])
+        first, second = (x.tolist() if isinstance(x, Tensor) else x for x in pair)
+        if first != second:
+            return key
+    return None
+
+
+def _placed(
+    state: Mapping[str, Any], parameter: Tensor, settings: Mapping[str, Any]
+) -> dict[str, Any]:
+    """A parameter's state where its optimizer wants it, in the parameter's own layout.
+
+    Counts of steps stay on the CPU, as torch's optimizers make them, unless a kernel on the
+    device reads them.
+    """
+    on_device = settings.get("capturable") or settings.get("fused")
+
+    def place(key: str, value: Any) -> Any:
+        if not isinstance(value, Tensor) or (key == "step" and not on_device):
+            return value.clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+        if value.shape != parameter.shape:
+            return value.to(parameter.device, copy=True)
+        return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
+
+    return {key: place(key, value) for key, value in state.items()}

@@ -1,0 +1,326 @@
+"""How far training has come: optimizers, versions of the weights, and the checkpoints of both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fxpipe.errors import CheckpointError, InputError, near
+from fxpipe.ir.plan import Plan
+from fxpipe.ir.schedule import Schedule
+from fxpipe.runtime.weights.checkpoint import Checkpoint
+from fxpipe.runtime.weights.clipping import Clipping
+from fxpipe.runtime.weights.history import History
+from fxpipe.runtime.weights.optimizer import OptimizerFactory, make_optimizer
+from fxpipe.runtime.weights.optimizer_state import OptimizerState, Restoring, check, described, take
+from fxpipe.runtime.weights.versions import VersionedWeights
+from fxpipe.signals import HeldSignals
+
+
+class Progress:
+    """What training changes besides the model itself. It is made when the first plan is known.
+
+    Attributes:
+        batches: how many batches count, where they do not overlap.
+        optimizers: stage → its optimizer, once there are any.
+        versions: the versions of the weights, once batches have overlapped.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        factory: OptimizerFactory | None,
+        clipping: Clipping | None,
+        generators: Callable[[], Mapping[str, torch.Generator]] = dict,
+    ) -> None:
+        """Nothing is trained yet.
+
+        Args:
+            model: the model.
+            factory: from a stage's parameters to its optimizer; None for a pipe without one.
+            clipping: how gradients are clipped; None where they are not.
+            generators: tells torch's generators for the devices, besides that for the CPU.
+        """
+        self.batches = 0
+        self.optimizers: tuple[Optimizer | None, ...] | None = None
+        self.versions: VersionedWeights | None = None
+        self._model = model
+        self._factory = factory
+        self._clipping = clipping
+        self._generators = generators
+        # of a checkpoint, until a plan is known
+        self._saved: OptimizerState | None = None
+        self._offered: dict[int, nn.Parameter] = {}
+        self._history: History | None = None
+        self._restored: Mapping[str, tuple[int, int]] = {}
+
+    @property
+    def trained(self) -> int:
+        """How many batches have updated the weights."""
+        return self.batches if self.versions is None else self.versions.slowest
+
+    @property
+    def weight_versions(self) -> list[int]:
+        """Stage → how many versions of its weights live; empty where batches never overlapped."""
+        return [] if self.versions is None else self.versions.versions
+
+    @property
+    def weight_bytes(self) -> list[int]:
+        """Stage → the bytes of those; empty where batches never overlapped."""
+        return [] if self.versions is None else self.versions.bytes
+
+    def optimizers_of(self, plan: Plan) -> tuple[Optimizer | None, ...]:
+        """Stage → its optimizer; the first plan's stages are those of all.
+
+        Raises:
+            InputError: the user's function makes none, or a wrong one.
+            CheckpointError: it does not take the state that was restored.
+        """
+        if self._factory is None:
+            return self._make(plan)
+        if self.optimizers is None:
+            made = self._make(plan)
+            if self._saved is not None and self._saved.parameters:
+                Restoring(self._saved, made, self._names()).put()
+                self._saved = None
+            self.optimizers, self._offered = made, {}
+        self._refuse_unknown(plan)
+        return self.optimizers
+
+    def _make(self, plan: Plan) -> tuple[Optimizer | None, ...]:
+        if self._factory is None:
+            return (None,) * len(plan.stages)
+        state = dict(self._model.named_parameters(remove_duplicate=False))
+        owned = [[state[argument.target] for argument in stage.parameters] for stage in plan.stages]
+        return tuple(make_optimizer(self._factory, own) if own else None for own in owned)
+
+    def _refuse_unknown(self, plan: Plan) -> None:
+        """See that every parameter that a plan trains is one that the optimizers were made for.
+
+        Raises:
+            InputError: one has been exchanged since, or is new; no update would reach it.
+        """
+        state = dict(self._model.named_parameters(remove_duplicate=False))
+        read = {a.target: state[a.target] for stage in plan.stages for a in stage.parameters}
+        if not self._offered:
+            self._offered = {id(parameter): parameter for parameter in read.values()}
+        for name, parameter in read.items():
+            # a leaf module that runs now, in another thread, shows the version that it reads
+            shown = not isinstance(parameter, nn.Parameter)
+            if not shown and parameter.requires_grad and id(parameter) not in self._offered:
+                raise InputError(
+                    f"parameter {name!r} is not one that the optimizers were made for, so that no "
+                    "update would reach it: it has been exchanged (a new module, or "
+                    "load_state_dict(..., assign=True)), or the first step did not read it; copy "
+                    "the new values into the old parameter, or close() the pipe and compile again"
+                )
+
+    def versions_of(self, plan: Plan, schedule: Schedule) -> VersionedWeights:
+        """The versions for a schedule whose batches overlap.
+
+        Args:
+            plan: the stages.
+            schedule: tells what they read.
+
+        Raises:
+            InputError: an optimizer does not tell what to predict.
+        """
+        self._refuse_unknown(plan)
+        if self.versions is None:
+            own = dict(self._model.named_parameters(remove_duplicate=False))
+            versions = VersionedWeights(
+                [{a.target: own[a.target] for a in stage.parameters} for stage in plan.stages],
+                self.optimizers_of(plan),
+                schedule.delays,
+                predicts=schedule.predict,
+                awaits=schedule.versions().awaited,
+            )
+            names = self._names()
+            targets = {names[own[a.target]]: a.target for s in plan.stages for a in s.parameters}
+            versions.resume(self._current().renamed(targets))
+            self.versions, self._history = versions, None
+        return self.versions
+
+    def count(self) -> None:
+        """A batch that overlaps with no other has updated the weights."""
+        self.batches += 1
+        self._history = None
+
+    def checkpoint(self, extra: Any = None) -> Checkpoint:
+        """All that a run needs to go on, while no batch is in flight. Tensors are not copied.
+
+        Args:
+            extra: what the user adds.
+        """
+        names = self._names()
+        gradients = {name: p.grad for p, name in names.items() if p.grad is not None}
+        optimizer = None
+        if self._factory is not None:
+            optimizer = self._saved or take(self.optimizers or (), names)
+        return Checkpoint(
+            parameters={name: parameter for parameter, name in names.items()},
+            buffers=dict(self._model.named_buffers()),
+            gradients={} if self._factory is not None else gradients,
+            history=self._current(),
+            optimizer=optimizer,
+            clipping=None if self._clipping is None else self._clipping.state(),
+            random=torch.get_rng_state(),
+            device_random={name: each.get_state() for name, each in self._generators().items()},
+            extra=extra,
+        )
+
+    def restore(self, saved: Checkpoint, plan: Plan | None = None) -> None:
+        """Go on from a checkpoint, while no batch is in flight.
+
+        Args:
+            saved: the checkpoint.
+            plan: the stages, if they are known.
+
+        Raises:
+            CheckpointError: it is of another model or optimizer. Nothing has changed.
+            InputError: the user's function makes no optimizer for a stage. Nothing has changed.
+        """
+        names = self._names()
+        parameters = {name: parameter for parameter, name in names.items()}
+        buffers = dict(self._model.named_buffers())
+        _check("parameter", parameters, saved.parameters)
+        _check("buffer", buffers, saved.buffers)
+        _check("gradient", _part(parameters, saved.gradients), saved.gradients)
+        self._check_history(saved.history, parameters)
+        if self._clipping is not None and saved.clipping is not None:
+            self._clipping.check(saved.clipping)
+        generators = {
+            name: (generator, saved.device_random[name])
+            for name, generator in self._generators().items()
+            if name in saved.device_random
+        }
+        _check_random(torch.default_generator, saved.random)
+        for generator, state in generators.values():
+            _check_random(generator, state)
+        optimizers = self.optimizers
+        if optimizers is None and plan is not None and self._factory is not None:
+            optimizers = self._make(plan)
+        restoring = self._restoring(saved.optimizer, optimizers, names)
+        # a signal may not part what belongs together
+        with HeldSignals(wake=lambda: None), torch.no_grad():
+            for name, value in (*parameters.items(), *buffers.items()):
+                value.copy_((saved.parameters if name in parameters else saved.buffers)[name])
+            if self._factory is None:
+                for name, parameter in parameters.items():
+                    found = saved.gradients.get(name)
+                    parameter.grad = None if found is None else found.to(parameter.device)
+            if restoring is not None:
+                restoring.put()
+                self.optimizers, self._saved = optimizers, None
+            else:
+                self.optimizers, self._saved = None, saved.optimizer
+            self.batches, self.versions, self._history = saved.history.newest, None, saved.history
+            if self._clipping is not None and saved.clipping is not None:
+                self._clipping.load(saved.clipping)
+            self._restored = self._marks()
+            torch.set_rng_state(saved.random)
+            for generator, state in generators.values():
+                generator.set_state(state)
+
+    def _check_history(self, history: History, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Raises CheckpointError where versions are not such as the parameters can have."""
+        newest, base = history.newest, history.base
+        older = all(0 <= version < newest for version in history.older)
+        predicted = all(0 <= version <= newest for version in history.predicted)
+        if not (0 <= base <= newest and older and predicted):
+            raise CheckpointError(
+                f"the checkpoint's history is of {newest} batches, and has the versions "
+                f"{sorted({base, *history.older, *history.predicted})}; restore another checkpoint"
+            )
+        for version, tensors in (*history.older.items(), *history.predicted.items()):
+            _check(f"version {version} of parameter", _part(parameters, tensors), tensors)
+
+    def _restoring(
+        self,
+        saved: OptimizerState | None,
+        optimizers: Sequence[Optimizer | None] | None,
+        names: Mapping[nn.Parameter, str],
+    ) -> Restoring | None:
+        """The optimizers' part, checked; None where it has to wait for them, or there is none."""
+        if self._factory is None:
+            if saved is None:
+                return None
+            kind = next((group.kind for group in saved.groups), "an optimizer")
+            raise CheckpointError(
+                f"the checkpoint holds the state of {kind}, and the pipe has no optimizer; give "
+                "compile(..., optimizer=...)"
+            )
+        if saved is None:
+            raise CheckpointError(
+                "the checkpoint was made by a pipe without an optimizer, and this one has one; "
+                "leave optimizer= out of compile()"
+            )
+        if optimizers is not None and saved.parameters:
+            return Restoring(saved, optimizers, names)
+        trained = [parameter for parameter, name in names.items() if name in saved.parameters]
+        try:
+            sample = make_optimizer(self._factory, trained) if trained else None
+        except InputError as error:
+            raise CheckpointError(
+                f"before there are stages nothing tells whether the optimizer fits: {error}; call "
+                "prepare() before restore()"
+            ) from error
+        check(saved, [sample], names)
+        return None
+
+    def _current(self) -> History:
+        """The versions by the first names of parameters."""
+        if self.versions is not None:
+            own = self._model.named_parameters(remove_duplicate=False)
+            names = self._names()
+            return self.versions.history().renamed({target: names[p] for target, p in own})
+        if self._history is not None and self._marks() == self._restored:
+            return self._history
+        return History(self.batches, self.batches)
+
+    def _marks(self) -> dict[str, tuple[int, int]]:
+        return {name: (p.data_ptr(), p._version) for p, name in self._names().items()}
+
+    def _names(self) -> dict[nn.Parameter, str]:
+        return {parameter: name for name, parameter in self._model.named_parameters()}
+
+
+def _part(own: Mapping[str, nn.Parameter], names: Iterable[str]) -> dict[str, nn.Parameter]:
+    return {name: own[name] for name in names if name in own}
+
+
+def _check_random(generator: torch.Generator, state: Tensor) -> None:
+    """Raises CheckpointError where a state is none of such a generator's."""
+    try:
+        torch.Generator(generator.device).set_state(state)
+    except (RuntimeError, TypeError) as error:
+        raise CheckpointError(
+            f"the checkpoint's state of the random generator of {generator.device} is none "
+            f"({error}); restore another checkpoint"
+        ) from error
+
+
+def _check(kind: str, own: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
+    """Raises CheckpointError at the first of the model's tensors that is not so in another's."""
+    for name, tensor in own.items():
+        if name not in saved:
+            raise CheckpointError(
+                f"the checkpoint is of another model: it has no {kind} {name!r}; "
+                f"{near(name, saved)}"
+            )
+        other = saved[name]
+        if other.dtype != tensor.dtype or other.shape != tensor.shape:
+            raise CheckpointError(
+                f"the checkpoint is of another model: its {kind} {name!r} is "
+                f"{described(other)}, and the pipe's is {described(tensor)}"
+            )
+    for name in saved:
+        if name not in own:
+            raise CheckpointError(
+                f"the checkpoint is of another model: its {kind} {name!r} is none of the pipe's; "
+                f"{near(name, own)}"
+            )

@@ -1,0 +1,273 @@
+"""The versions of one stage's weights, and the update that makes the next one.
+
+An update writes into the memory of a version that nobody will read again, so that a stage with
+delay d has d + 1 buffers and no more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fxpipe.errors import InputError
+from fxpipe.runtime.weights.history import Versions, since
+from fxpipe.runtime.weights.prediction import predict
+from fxpipe.runtime.weights.snapshot import OptimizerSnapshot, frozen, settings, twin
+
+Buffers = dict[str, Tensor]
+"""Name in the model → one version of the parameter."""
+
+
+class StageWeights:
+    """The versions of one stage.
+
+    Attributes:
+        newest: the number of the newest version.
+        live: version → its tensors. Those of the newest share memory with the model's parameters.
+        predicted: version → the weights that its batches read instead, if they are predicted.
+        undo: version → the optimizer as it was before it made that version.
+        most: the most versions that lived at once.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        optimizer: Optimizer | None,
+        delay: int,
+        predicts: bool,
+    ) -> None:
+        self.parameters = dict(parameters)
+        self.optimizer = optimizer
+        self.delay = delay
+        self.predicts = predicts and optimizer is not None
+        self.newest = 0
+        self.live: dict[int, Buffers] = {}
+        self.predicted: dict[int, Buffers] = {}
+        self.undo: dict[int, OptimizerSnapshot] = {}
+        self.most = 0
+        self._changes: dict[str, int] = {}
+
+    def restart(self, version: int) -> None:
+        """Let the parameters as they are now be this version, and the only one."""
+        self.newest = version
+        tensors = {name: _alias(parameter) for name, parameter in self.parameters.items()}
+        self.live = {version: tensors}
+        self.predicted = {}
+        self.undo.clear()
+        self._note()
+        if self.predicts and self.optimizer is not None:
+            self._predict([settings(group) for group in self.optimizer.param_groups])
+
+    def resume(self, newest: int, base: int, known: Versions) -> None:
+        """Let the parameters be the newest version, and read these before it.
+
+        A parameter that has not all of them, because it was on a stage that needed fewer, is read
+        as the oldest that it has.
+        """
+        self.restart(newest)
+        for version in range(max(base, newest - self.delay), newest + self.predicts):
+            tensors = _copied(self.live[newest], {})
+            with torch.no_grad():
+                for name, tensor in tensors.items():
+                    value = since(known, version, name)
+                    if tensor.requires_grad and value is not None:
+                        tensor.copy_(value)
+            (self.predicted if self.predicts else self.live)[version] = tensors
+
+    def kept(self) -> dict[int, Buffers]:
+        """What batches to come may read, as far as it is not the model's parameters."""
+        if self.optimizer is None:
+            return {}
+        source = self.predicted if self.predicts else self.live
+        return {
+            version: {name: tensor for name, tensor in tensors.items() if tensor.requires_grad}
+            for version, tensors in source.items()
+            if self.newest - self.delay <= version < self.newest + self.predicts
+        }
+
+    def read(self, version: int) -> Buffers:
+        """What the batches of a version read."""
+        return self.predicted[version] if self.predicts else self.live[version]
+
+    def changed(self) -> str | None:
+        """The name of a parameter that somebody else has changed, or exchanged the memory of."""
+        newest = self.live[self.newest]
+        for name, parameter in self.parameters.items():
+            moved = parameter.data_ptr() != newest[name].data_ptr()
+            if moved or parameter._version != self._changes[name]:
+                return name
+        return None
+
+    def update(
+        self,
+        gradients: Mapping[str, Tensor | None],
+        groups: Sequence[dict[str, Any]],
+        slowest: int,
+    ) -> list[dict[str, Any]]:
+        """Make the next version.
+
+        Args:
+            gradients: name → the batch's gradient.
+            groups: the settings of the optimizer's groups, as they were when the batch came.
+            slowest: the newest version that every stage has, kept for a failure.
+
+        Returns:
+            The settings that the optimizer itself has changed, for each group.
+        """
+        if name := self.changed():
+            raise InputError(
+                f"the parameter {name!r} was changed by hand while batches were in flight; call "
+                "pipe.flush() before"
+            )
+        needed = min(self.newest + 1 - (0 if self.predicts else self.delay), slowest)
+        if self.optimizer is None:
+            self.live[self.newest + 1] = self.live[self.newest]
+            self.newest += 1
+            _retire(self.live, needed)
+            return []
+        before = OptimizerSnapshot(self.optimizer)
+        tensors = _copied(self.live[self.newest], _retire(self.live, needed))
+        own = {name: parameter.grad for name, parameter in self.parameters.items()}
+        try:
+            for name, parameter in self.parameters.items():
+                parameter.data = tensors[name].detach()
+                parameter.grad = gradients.get(name)
+            changed = _step(self.optimizer, groups)
+        except BaseException:
+            before.put_back()
+            self._show(self.live[self.newest])
+            raise
+        finally:
+            for name, parameter in self.parameters.items():
+                parameter.grad = own[name]
+        self.newest += 1
+        self.live[self.newest] = tensors
+        self.undo[self.newest] = before
+        if self.predicts:
+            self._predict(groups)
+        self.most = max(self.most, len(self.live) + len(self.predicted))
+        self._note()
+        return changed
+
+    def _predict(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Make what the batches of the newest version read."""
+        assert self.optimizer is not None
+        spare = _retire(self.predicted, self.newest - self.delay)
+        tensors = _copied(self.live[self.newest], spare)
+        weights: dict[Tensor, Tensor] = {
+            parameter: tensors[name]
+            for name, parameter in self.parameters.items()
+            if parameter.requires_grad
+        }
+        with torch.no_grad():
+            predict(self.optimizer, groups, weights, self.delay)
+        self.predicted[self.newest] = tensors
+
+    def forget(self, slowest: int) -> None:
+        """Every stage has this version: what was kept to go back beyond it is dropped."""
+        # of copies: the stage's own device may add at any time
+        for version in list(self.undo):
+            if version <= slowest:
+                self.undo.pop(version, None)
+        if self.predicts:  # nobody reads the older ones themselves
+            for version in list(self.live):
+                if version < slowest:
+                    self.live.pop(version, None)
+
+    def trim(self) -> None:
+        """Drop the versions that no batch to come will read."""
+        kept = self.newest if self.predicts else self.newest - self.delay
+        for version in list(self.live):
+            if version < kept:
+                del self.live[version]
+
+    def return_to(self, version: int) -> None:
+        """Go back to an older version, which then is the only one."""
+        if version < self.newest:
+            if version + 1 in self.undo:
+                self.undo[version + 1].put_back()
+            self._show(self.live[max(v for v in self.live if v <= version)])
+        self.restart(version)
+
+    def _show(self, tensors: Buffers) -> None:
+        """Let the model's parameters be these tensors."""
+        for name, parameter in self.parameters.items():
+            parameter.data = tensors[name].detach()
+
+    def _note(self) -> None:
+        self._changes = {name: p._version for name, p in self.parameters.items()}
+
+
+def _retire(versions: dict[int, Buffers], needed: int) -> Buffers:
+    """Drop the versions before one; the memory of one of them, for another version."""
+    spare: Buffers = {}
+    for version in sorted(versions):
+        if version < needed:
+            spare = versions.pop(version, {})
+    shared = [tensors for tensors in list(versions.values()) if tensors is spare]
+    return {} if shared else spare
+
+
+def _copied(now: Buffers, spare: Buffers) -> Buffers:
+    """A copy of a version, in memory that nobody reads any more where there is some."""
+    tensors: Buffers = {}
+    sources: list[Tensor] = []
+    for name, tensor in now.items():
+        if not tensor.requires_grad:
+            tensors[name] = tensor  # nobody changes it: one copy for all versions
+            continue
+        target = spare.get(name)
+        tensors[name] = torch.empty_like(tensor) if target is None else target
+        tensors[name].requires_grad_(True)
+        sources.append(tensor)
+    if sources:
+        with torch.no_grad():
+            torch._foreach_copy_([t for t in tensors.values() if t.requires_grad], sources)
+    return tensors
+
+
+def _alias(parameter: Tensor) -> Tensor:
+    """The same memory with a version counter of its own.
+
+    The next update steps the parameter in other memory, and autograd must not take that for a
+    change of this.
+    """
+    return parameter.data.requires_grad_(parameter.requires_grad)
+
+
+def _step(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Step an optimizer with settings of its groups that are not those that it shows by now.
+
+    A learning-rate scheduler may have changed those already, for a batch that came later. So the
+    step is made by a twin with groups of its own and the same state; what it changes of its own
+    attributes, the optimizer is given.
+
+    Returns:
+        The settings that the step has changed, for each group.
+    """
+    given = [frozen(group) for group in groups]
+    own = zip(optimizer.param_groups, given, strict=True)
+    stepped = twin(optimizer, [{**group, **values} for group, values in own])
+    known = dict(vars(stepped))
+    versions = {id(x): _version(x) for group in given for x in group.values()}
+    type(optimizer).step(stepped)
+    for name, value in vars(stepped).items():
+        if name != "param_groups" and value is not known.get(name):
+            setattr(optimizer, name, value)
+    return [
+        {
+            key: value
+            for key, value in settings(after).items()
+            if value is not before.get(key) or versions.get(id(value), 0) != _version(value)
+        }
+        for before, after in zip(given, stepped.param_groups, strict=True)
+    ]
+
+
+def _version(value: Any) -> int:
+    """How often a tensor was changed in place; 0 for anything else."""
+    return value._version if isinstance(value, Tensor) else 0

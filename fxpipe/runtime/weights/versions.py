@@ -1,0 +1,281 @@
+"""Weights of which several versions live: what steps that overlap without a flush read and write.
+
+PipeDream-2BW's double buffering (arXiv 2006.09503), for any delay d: batch t reads version
+max(t − d, 0), and the update from batch t writes version t + 1. A stage has d + 1 buffers, and an
+update writes the new version into the one whose version nobody will read again.
+
+After a failure all stages go back to one version. An update that would write over the newest one
+that every stage has therefore waits until the slowest stage has the next: so d + 1 buffers are
+enough for that too. It has to wait where d · m is p − 1, and never where it is more (the paper asks
+m ≥ p); the next forward of any stage needs the slowest stage's update anyway, so that the wait
+takes no time in the long run. A schedule for which it might be a deadlock, see
+``fxpipe.verify.versions``, or where one thread drives all devices, one version more may be kept
+instead while batches are in flight.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fxpipe.ir.plan import Stage
+from fxpipe.runtime.interpreter import Stopped
+from fxpipe.runtime.weights.history import History
+from fxpipe.runtime.weights.prediction import check_predictable
+from fxpipe.runtime.weights.snapshot import frozen
+from fxpipe.runtime.weights.stage_weights import Buffers, StageWeights
+from fxpipe.torchtools import moments
+from fxpipe.torchtools.moments import DeferredNorm
+
+
+class VersionedWeights:
+    """The parameters of all stages in as many versions as the schedule's delay asks for.
+
+    A failure takes all stages back to one version, the newest that every one has had, and what
+    that needs is kept until the last stage has it. Where delays differ, as in PipeDream without
+    vertical sync, a stage may be further ahead of the slowest than its own delay, and then keeps
+    more versions for that than batches read.
+
+    Attributes:
+        base: the oldest version that can be read; earlier ones are read as this one.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[Mapping[str, nn.Parameter]],
+        optimizers: Sequence[Optimizer | None],
+        delays: Sequence[int],
+        *,
+        predicts: bool = False,
+        awaits: bool = False,
+    ) -> None:
+        """The parameters as they are now are version 0.
+
+        Args:
+            parameters: stage → name in the model → the parameters that it owns.
+            optimizers: stage → its optimizer.
+            delays: stage → how many versions behind the newest its batches read.
+            predicts: whether they read predicted weights instead.
+            awaits: whether an update may wait for another stage's, see ``Versions.awaited``.
+
+        Raises:
+            InputError: an optimizer does not tell what to predict.
+        """
+        if predicts:
+            for optimizer in optimizers:
+                if optimizer is not None:
+                    check_predictable(optimizer)
+        self.base = 0
+        self._stages = [
+            StageWeights(own, optimizer, delay, predicts)
+            for own, optimizer, delay in zip(parameters, optimizers, delays, strict=True)
+        ]
+        for stage in self._stages:
+            stage.restart(0)
+        self._names: list[list[str]] = []
+        self._state: Mapping[str, Tensor] = {}
+        self._deferred: Sequence[DeferredNorm] = ()
+        self._buffers: list[list[Tensor]] = []
+        self._groups: dict[tuple[int, int], list[dict[str, Any]]] = {}
+        self._awaits = awaits
+        self._lock = threading.Condition()
+        self._stopped = False
+        self._updating = 0
+
+    @property
+    def slowest(self) -> int:
+        """The newest version that every stage has."""
+        return min(stage.newest for stage in self._stages)
+
+    @property
+    def versions(self) -> list[int]:
+        """Stage → how many versions live now. A running update is awaited."""
+        with self._no_update():
+            return [len(stage.live) + len(stage.predicted) for stage in self._stages]
+
+    @property
+    def most_versions(self) -> list[int]:
+        """Stage → the most versions that ever lived at once."""
+        return [stage.most for stage in self._stages]
+
+    @property
+    def bytes(self) -> list[int]:
+        """Stage → the bytes of all its versions; memory that several share counts once. A running
+        update is awaited."""
+        with self._no_update():
+            held = [(*s.live.values(), *s.predicted.values()) for s in self._stages]
+            storages = [
+                [t.untyped_storage() for own in each for t in own.values()] for each in held
+            ]
+        return [sum({s.data_ptr(): s.nbytes() for s in own}.values()) for own in storages]
+
+    @contextmanager
+    def _no_update(self) -> Iterator[None]:
+        """Inside no update runs: one has a version less, or one in the making."""
+        with self._lock:
+            self._lock.wait_for(lambda: self._updating == 0)
+            yield
+
+    def open(
+        self,
+        stages: Sequence[Stage],
+        state: Mapping[str, Tensor],
+        deferred: Sequence[DeferredNorm] = (),
+    ) -> None:
+        """Bind a plan, while no batch is in flight.
+
+        Parameters that were changed since the last batch become the only version.
+
+        Args:
+            stages: the plan's stages.
+            state: name in the model → parameter, buffer or constant.
+            deferred: the calls of BatchNorm whose statistics are updated once a batch.
+        """
+        if any(stage.changed() for stage in self._stages):
+            self.base = self.slowest
+            for stage in self._stages:
+                stage.restart(self.base)
+        self._state = state
+        self._deferred = deferred
+        self._names = [[a.target for a in stage.parameters] for stage in stages]
+        written = {write.target for stage in stages for write in stage.writes}
+        # a backward may read what its forward read: not the buffer itself, which commit changes
+        first = {name: state[name].clone() for name in written}
+        self._buffers = [[first.get(a.target, state[a.target]) for a in s.buffers] for s in stages]
+
+    def history(self) -> History:
+        """What a checkpoint keeps, while no batch is in flight."""
+        newest = self.slowest
+        if any(stage.changed() for stage in self._stages):  # as ``open`` will find
+            return History(newest, newest)
+        kept: dict[int, Buffers] = {}
+        for stage in self._stages:
+            for version, tensors in stage.kept().items():
+                kept.setdefault(version, {}).update(tensors)
+        if any(stage.predicts for stage in self._stages):
+            return History(newest, self.base, predicted=kept)
+        return History(newest, self.base, older=kept)
+
+    def resume(self, history: History) -> None:
+        """Go on from a checkpoint, of which the parameters are the newest version already."""
+        known = history.predicted if any(s.predicts for s in self._stages) else history.older
+        self.base = max(history.base, min(known, default=history.newest))
+        for stage in self._stages:
+            stage.resume(history.newest, self.base, known)
+
+    def expect(self, batch: int) -> None:
+        """A batch comes: its update will use the optimizers' settings as they are now."""
+        with self._lock:
+            for index, stage in enumerate(self._stages):
+                if stage.optimizer is not None:
+                    # what a learning-rate scheduler asks for, which warns of a wrong order
+                    stage.optimizer._opt_called = True  # type: ignore[attr-defined]
+                    groups = [frozen(group) for group in stage.optimizer.param_groups]
+                    self._groups[index, batch] = groups
+
+    def parameters(self, stage: int, version: int) -> Sequence[Tensor]:
+        """See Weights.parameters."""
+        tensors = self._stages[stage].read(max(version, self.base))
+        return [
+            tensors[name] if name in tensors else self._state[name] for name in self._names[stage]
+        ]
+
+    def buffers(self, stage: int) -> Sequence[Tensor]:
+        """See Weights.buffers."""
+        return self._buffers[stage]
+
+    def gradients(self, stage: int) -> Sequence[Tensor | None]:
+        """See Weights.gradients."""
+        return [None] * len(self._names[stage])
+
+    def update(
+        self, stage: int, reads: int, writes: int, gradients: Sequence[Tensor | None]
+    ) -> None:
+        """See Weights.update. The caller's own ``.grad`` is left as it was."""
+        own = self._stages[stage]
+        with self._lock:
+            if self._awaits:
+                kept = own.newest + 1 - own.delay
+                self._lock.wait_for(lambda: self._stopped or self.slowest >= kept)
+            if self._stopped:
+                raise Stopped
+            self._updating += 1
+        try:
+            named = dict(zip(self._names[stage], gradients, strict=True)) if gradients else {}
+            with self._lock:
+                groups = self._groups.pop((stage, reads), [])
+            changed = own.update(named, groups, self.slowest)
+            self._carry(stage, changed)
+            slowest = self.slowest
+            for each in self._stages:
+                each.forget(slowest)
+        finally:
+            with self._lock:
+                self._updating -= 1
+                self._lock.notify_all()
+
+    def _carry(self, stage: int, changed: Sequence[Mapping[str, Any]]) -> None:
+        """What an optimizer has changed in its groups holds for the batches to come."""
+        optimizer = self._stages[stage].optimizer
+        if optimizer is None or not any(changed):
+            return
+        with self._lock:
+            later = [groups for (s, _), groups in self._groups.items() if s == stage]
+            for groups in (optimizer.param_groups, *later):
+                for group, values in zip(groups, changed, strict=True):
+                    group.update(values)
+
+    def stop(self) -> bool:
+        """Let no further update begin. Returns whether one is running, which must be awaited."""
+        with self._lock:
+            self._stopped = True
+            self._lock.notify_all()
+            return self._updating > 0
+
+    def recover(self) -> int:
+        """After ``stop``: put all stages back to the newest version that every one has.
+
+        Returns:
+            That version, which is then the only one: so many batches count on every stage.
+        """
+        version = self.base = self.slowest
+        with torch.no_grad():
+            for stage in self._stages:
+                stage.return_to(version)
+        self._groups.clear()
+        self._stopped = False
+        return version
+
+    @property
+    def defers(self) -> bool:
+        """Whether statistics of BatchNorm wait for the end of a batch's forwards."""
+        return bool(self._deferred)
+
+    def gathered(self, written: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What a device has written to buffers at the end of a batch's forwards.
+
+        Args:
+            written: name → the newest value; moments of deferred statistics among them.
+        """
+        return moments.commit(self._deferred, {**self._state, **written}, written)
+
+    def trim(self) -> None:
+        """No batch is in flight: keep the versions that the next one may read, and no others.
+
+        A stage that did not wait for the slowest may have kept one more, to go back to if
+        something had failed.
+        """
+        for stage in self._stages:
+            stage.trim()
+
+    def commit(self, state: Mapping[str, Tensor]) -> None:
+        """Make what was written to buffers the model's."""
+        with torch.no_grad():
+            for name, value in state.items():
+                self._state[name].copy_(value)

@@ -1,0 +1,184 @@
+"""Simulations and profiles as a trace that Perfetto and chrome://tracing open.
+
+The format is Chrome's, "Trace Event Format" (Google, 2016). Each simulation is a process, each
+device a thread in it, and so is each way between two devices on which a transfer takes time.
+Arrows lead from the task that makes a value to the one that needs it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from fxpipe.errors import InputError
+from fxpipe.ir.program import Buffer
+from fxpipe.ir.task import KINDS
+from fxpipe.simulator.events import Transfer
+from fxpipe.simulator.simulation import Simulation, Span, task_of
+
+Event = dict[str, Any]
+
+_MICROSECONDS = 1e6
+_MILLISECOND = 1e-3
+_INSIDE = 1e-3
+"""An arrow begins this share of its task before the task's end: at the end it would be behind."""
+
+
+def chrome_trace(*simulations: Simulation, unit: float | None = None) -> dict[str, Any]:
+    """The trace of simulations side by side, as what JSON can hold.
+
+    Args:
+        simulations: predicted or measured ones.
+        unit: seconds in a unit of their times; by default 1 where one of them is in seconds, else
+            a thousandth, so that a forward that takes 1 is a millisecond long.
+
+    Raises:
+        InputError: there are none, or ``unit`` is not above 0.
+    """
+    if not simulations:
+        raise InputError("a trace needs at least one simulation")
+    if unit is None:
+        unit = 1.0 if any(simulation.seconds for simulation in simulations) else _MILLISECOND
+    if not 0 < unit < float("inf"):
+        raise InputError(f"unit is {unit}; give the seconds in a unit of time, above 0")
+    events: list[Event] = []
+    for process, simulation in enumerate(simulations, start=1):
+        events += _Process(process, simulation, unit * _MICROSECONDS).events()
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def write_trace(
+    path: str | PathLike[str], *simulations: Simulation, unit: float | None = None
+) -> None:
+    """Write ``chrome_trace`` to a file, for https://ui.perfetto.dev.
+
+    Raises:
+        InputError: as ``chrome_trace``, or the file cannot be written.
+    """
+    text = json.dumps(chrome_trace(*simulations, unit=unit))
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"the trace cannot be written to {path}: {error.strerror}") from error
+
+
+class _Process:
+    """The events of one simulation."""
+
+    def __init__(self, process: int, simulation: Simulation, scale: float) -> None:
+        self._process = process
+        self._simulation = simulation
+        self._scale = scale
+        ways = {(t.source, t.target) for t in simulation.transfers if t.end > t.start}
+        self._ways = {way: simulation.devices + at for at, way in enumerate(sorted(ways))}
+
+    def events(self) -> Iterator[Event]:
+        """All of them: names, tasks, transfers, arrows and counters."""
+        yield from self._names()
+        for span in self._simulation.spans:
+            yield self._task(span)
+        for transfer in self._simulation.transfers:
+            if transfer.end > transfer.start:
+                yield self._transfer(transfer)
+        yield from self._arrows()
+        yield from self._memory()
+
+    def _names(self) -> Iterator[Event]:
+        simulation, program = self._simulation, self._simulation.program
+        what = "measured" if simulation.measured else "predicted"
+        yield self._name("process_name", 0, f"{what}: {program.name}")
+        for device in range(simulation.devices):
+            yield self._name("thread_name", device, f"device {device}")
+        for (source, target), thread in self._ways.items():
+            yield self._name("thread_name", thread, f"device {source} to {target}")
+        for thread in range(simulation.devices + len(self._ways)):
+            yield self._event("M", thread, name="thread_sort_index", args={"sort_index": thread})
+
+    def _name(self, what: str, thread: int, name: str) -> Event:
+        return self._event("M", thread, name=what, args={"name": name})
+
+    def _task(self, span: Span) -> Event:
+        task = task_of(span.instruction)
+        args: dict[str, Any] = {"stage": task.stage, "batch": task.batch}
+        if task.microbatch is not None:
+            args["microbatch"] = task.microbatch
+        for name in ("version", "reads", "writes"):
+            if hasattr(span.instruction, name):
+                args[name] = getattr(span.instruction, name)
+        kind = KINDS[task.kind].name if task.kind in KINDS else task.kind
+        name = str(replace(task, batch=0))
+        if self._simulation.steps > 1:
+            name += f" of batch {task.batch}"
+        return self._slice(span.device, name, kind, span.start, span.end, args)
+
+    def _transfer(self, transfer: Transfer) -> Event:
+        thread = self._ways[transfer.source, transfer.target]
+        name = str(transfer.buffer)
+        return self._slice(thread, name, "transfer", transfer.start, transfer.end, {})
+
+    def _arrows(self) -> Iterator[Event]:
+        """From the task that makes a value over its transfer to the task that first needs it."""
+        program = self._simulation.program
+        makers: dict[Buffer, Span] = {}
+        users: dict[Buffer, Span] = {}
+        for span in self._simulation.spans:
+            for buffer in program.writes(span.instruction):
+                makers.setdefault(buffer, span)
+            for buffer in program.reads(span.instruction):
+                users.setdefault(buffer, span)
+        for number, transfer in enumerate(self._simulation.transfers):
+            buffer = transfer.buffer
+            maker, user = makers.get(buffer), users.get(buffer)
+            if maker is None or user is None or transfer.source == transfer.target:
+                continue
+            steps = [("s", transfer.source, maker.end - _INSIDE * maker.time)]
+            if transfer.end > transfer.start:
+                steps.append(("t", self._ways[transfer.source, transfer.target], transfer.start))
+            steps.append(("f", transfer.target, user.start))
+            for phase, thread, time in steps:
+                event = self._event(
+                    phase, thread, name=str(buffer), cat=buffer.kind, ts=time * self._scale
+                )
+                event["id"] = f"{self._process}.{number}"
+                if phase == "f":
+                    event["bp"] = "e"  # binds to the task that is there, not to the next
+                yield event
+
+    def _memory(self) -> Iterator[Event]:
+        """What each device holds, where sizes are known: a point wherever it changes."""
+        simulation = self._simulation
+        if simulation.sizes is None:
+            return
+        for device, memory in enumerate(simulation.memory):
+            starts = simulation.events.starts[device]
+            before: int | None = None
+            for start, level in zip(starts, memory.levels, strict=True):
+                if level != before:
+                    yield self._event(
+                        "C",
+                        device,
+                        name=f"memory of device {device}",
+                        ts=start * self._scale,
+                        args={"bytes": level},
+                    )
+                before = level
+
+    def _slice(
+        self, thread: int, name: str, kind: str, start: float, end: float, args: dict[str, Any]
+    ) -> Event:
+        return self._event(
+            "X",
+            thread,
+            name=name,
+            cat=kind,
+            ts=start * self._scale,
+            dur=(end - start) * self._scale,
+            args=args,
+        )
+
+    def _event(self, phase: str, thread: int, **more: Any) -> Event:
+        return {"ph": phase, "pid": self._process, "tid": thread, **more}

@@ -1,0 +1,1 @@
+"""What fxpipe needs of PyTorch itself, and PyTorch does not offer."""

@@ -1,0 +1,107 @@
+"""What a model returns as tensors: objects that PyTorch's trees do not know are taken apart.
+
+``torch.utils._pytree`` knows tuples, dicts and what was registered with it. A model may return any
+other object that holds tensors among its attributes, such as a cache of keys and values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+_WHOLE = (Tensor, nn.Module, type, torch.SymInt, torch.SymFloat, torch.SymBool)
+"""Never taken apart; a size in a trace leads to all that the tracer knows."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """An object taken apart; a tree of its own that PyTorch knows.
+
+    Attributes:
+        kind: its class.
+        tensors: the attributes that hold tensors, however deep.
+        others: the other ones, as they are.
+    """
+
+    kind: type
+    tensors: Mapping[str, Any]
+    others: Mapping[str, Any]
+
+
+pytree.register_pytree_node(
+    Parts,
+    lambda parts: (list(parts.tensors.values()), (parts.kind, tuple(parts.tensors), parts.others)),
+    lambda values, context: Parts(
+        context[0], dict(zip(context[1], values, strict=True)), context[2]
+    ),
+    serialized_type_name="fxpipe.torchtools.apart.Parts",
+)
+
+
+def apart(value: Any) -> Any:
+    """The value with each unknown object that holds tensors as ``Parts``."""
+    return pytree.tree_map(_Walk(), value)
+
+
+def together(leaves: Sequence[Any], spec: pytree.TreeSpec) -> Any:
+    """The value of these leaves, its objects made anew; the counterpart of ``apart``."""
+    return _objects(pytree.tree_unflatten(list(leaves), spec))
+
+
+@contextmanager
+def returning_parts(model: nn.Module) -> Iterator[None]:
+    """Inside, what the model returns is taken apart."""
+    hook = model.register_forward_hook(lambda module, args, output: apart(output))
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+class _Walk:
+    """Through objects and what they hold, each of them once: they may share parts, or be cyclic."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, tuple[Any, Any]] = {}
+        """For an object's id what it became, beside the object: it keeps its id while it lives."""
+
+    def __call__(self, leaf: Any) -> Any:
+        if isinstance(leaf, _WHOLE) or not hasattr(leaf, "__dict__"):
+            return leaf
+        if id(leaf) not in self._found:
+            self._found[id(leaf)] = leaf, leaf  # where it is met again inside of itself
+            self._found[id(leaf)] = leaf, self._parts(leaf)
+        return self._found[id(leaf)][1]
+
+    def _parts(self, leaf: Any) -> Any:
+        attributes = {name: pytree.tree_map(self, value) for name, value in vars(leaf).items()}
+        tensors = {
+            name: value
+            for name, value in attributes.items()
+            if any(isinstance(part, Tensor) for part in pytree.tree_leaves(value))
+        }
+        if not tensors:
+            return leaf
+        others = {name: value for name, value in vars(leaf).items() if name not in tensors}
+        return Parts(type(leaf), tensors, others)
+
+
+def _objects(value: Any) -> Any:
+    def made(parts: Any) -> Any:
+        if not isinstance(parts, Parts):
+            return parts
+        new: Any = object.__new__(parts.kind)
+        new.__dict__.update(parts.others)
+        new.__dict__.update({name: _objects(inner) for name, inner in parts.tensors.items()})
+        return new
+
+    return pytree.tree_map(made, value, is_leaf=lambda node: isinstance(node, Parts))
+
+
+__all__ = ["Parts", "apart", "returning_parts", "together"]

@@ -1,0 +1,107 @@
+"""Where in the user's own code something comes from, for messages."""
+
+from __future__ import annotations
+
+import linecache
+import re
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+_TORCH = str(Path(torch.__file__).parent)
+_OURS = tuple(
+    str(path)
+    for base in (Path(__file__).parents[1],)
+    for path in (base, (base / "passes").resolve(), (base / "schedules").resolve())
+)
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
+
+
+def is_users(filename: str) -> bool:
+    """Whether a file is the user's own: neither PyTorch's, nor this library's, nor generated."""
+    if filename.startswith("<") and not filename.startswith(("<stdin", "<ipython")):
+        return False
+    return not (filename.startswith(_TORCH) or filename.startswith(_OURS))
+
+
+def is_ours(filename: str) -> bool:
+    """Whether a file is this library's."""
+    return filename.startswith(_OURS)
+
+
+def users_level() -> int:
+    """How many frames up from the caller the user's own code is, as ``warnings.warn`` counts."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and not is_users(frame.f_code.co_filename):
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+def of_node(node: fx.Node) -> str:
+    """``file:line, in function: code`` of the model's line that made a graph's node, or ""."""
+    frames = [
+        (match["file"], int(match["line"]), match["function"])
+        for match in _FRAME.finditer(node.meta.get("stack_trace") or "")
+    ]
+    return _innermost(frames)
+
+
+def credit(graph: fx.Graph, function: Callable[..., Any]) -> None:
+    """Let the nodes of a graph that have no line of the user's own have that of a function."""
+    function = function.forward if isinstance(function, nn.Module) else function
+    code = getattr(function, "__code__", None)
+    if code is None or not is_users(code.co_filename):
+        return
+    frame = f'  File "{code.co_filename}", line {code.co_firstlineno}, in {code.co_name}\n'
+    for node in graph.nodes:
+        if node.op not in ("placeholder", "output") and not of_node(node):
+            node.meta["stack_trace"] = (node.meta.get("stack_trace") or "") + "\n" + frame
+
+
+def of_exception(error: BaseException) -> str:
+    """The user's innermost line on the way to an exception, or ""."""
+    return of_traceback(error.__traceback__)
+
+
+def of_traceback(tb: TracebackType | None) -> str:
+    """The user's innermost line of a traceback, or ""."""
+    return _innermost(
+        [(frame.filename, frame.lineno or 0, frame.name) for frame in traceback.extract_tb(tb)]
+    )
+
+
+def _innermost(frames: list[tuple[str, int, str]]) -> str:
+    for filename, line, function in reversed(frames):
+        if is_users(filename):
+            code = linecache.getline(filename, line).strip()
+            return f"{filename}:{line}, in {function}" + (f": {code}" if code else "")
+    return ""
+
+
+def of_frame(filename: str, line: int, function: str) -> str:
+    """One line of the user's, as the others are told."""
+    return _innermost([(filename, line, function)])
+
+
+def of_failure(error: BaseException) -> str:
+    """The model's line for an exception that an instruction raised, or "".
+
+    The line that made the graph's node, not one inside of an operation that it calls; but inside
+    of a module that is called as it is, the line there.
+    """
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        module = frame.f_locals.get("self")
+        if isinstance(module, fx.GraphModule) and frame.f_code.co_filename.startswith("<"):
+            name = linecache.getline(frame.f_code.co_filename, line).split("=")[0].strip()
+            node = next((node for node in module.graph.nodes if node.name == name), None)
+            if node is not None and node.op != "call_module":
+                return of_node(node)
+            if node is not None:
+                return of_exception(error) or of_node(node)
+    return of_exception(error)

@@ -1,0 +1,1 @@
+"""Every stage's forward and backward as graphs of their own."""

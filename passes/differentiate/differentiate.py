@@ -1,0 +1,264 @@
+"""Make every stage's forward and backward explicit: two graphs from one.
+
+before:  stage:    conv = conv2d(x, w);  relu = relu(conv);  return (relu,)
+after:   forward:  conv = convolution(x, w);  relu = relu(conv);  return (relu, x, w, relu)
+         backward: t = threshold_backward(g, relu);  c = convolution_backward(t, x, w);
+                   return (c[0], c[1])
+
+Autograd runs once, here, under a tracer and on tensors without data; what it would do in every
+step is written down. Stages are taken from the last to the first, because the layout of a
+gradient is known only when the stage that makes it is traced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import set_detect_anomaly
+
+from fxpipe.ir.edge import HOST, Edge, gradient_groups
+from fxpipe.ir.plan import Plan, Stage, ValueSpec, outputs_of
+from fxpipe.kernels.autograd import AutogradKernel
+from fxpipe.kernels.kernel import Kernel, add
+from fxpipe.passes.differentiate.joint import JointTrace, StageSides, callable_graph
+from fxpipe.passes.differentiate.split_joint import split_joint
+from fxpipe.passes.graph.layouts import TrueLayouts
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which gradients a step needs.
+
+    Attributes:
+        outputs: values for the caller whose gradients the caller gives: the loss, or, for a
+            differentiable call, every output.
+        inputs: whether inputs that require gradients hand them back to the caller.
+    """
+
+    outputs: frozenset[str] = frozenset()
+    inputs: bool = False
+
+
+@dataclass(frozen=True)
+class Differentiate:
+    """Plan → Plan: a kernel in each stage, ``gradient`` set on the edges, and the specs.
+
+    Attributes:
+        values: input value → an example of one micro-batch's size.
+        state: name in the model → parameter, buffer or constant.
+        wanted: the gradients to make; none gives kernels for inference.
+    """
+
+    values: Mapping[str, Any]
+    state: Mapping[str, Tensor]
+    wanted: Wanted
+    name: ClassVar[str] = "differentiate"
+
+    def __call__(self, plan: Plan) -> Plan:
+        """Differentiate a plan as it was cut."""
+        if any(stage.leaves for stage in plan.stages):
+            return _Probe(plan, self.values, self.state, self.wanted).run()
+        # to look for NaN needs data
+        with torch.autograd.set_multithreading_enabled(False), set_detect_anomaly(False):
+            return _Tracer(plan, self.values, self.state, self.wanted).run()
+
+
+class _Differentiator:
+    """Walks the stages forward for the values, then backward for the gradients."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        values: Mapping[str, Any],
+        state: Mapping[str, Tensor],
+        wanted: Wanted,
+    ) -> None:
+        self.plan = plan
+        self.state = state
+        self.wanted = wanted
+        self.values = dict(values)
+        self.gradients: dict[tuple[str, int], Tensor] = {}
+        self.kernels: dict[int, Kernel] = {}
+        self.specs: dict[str, ValueSpec] = {}
+
+    def run(self) -> Plan:
+        for stage in self.plan.stages:
+            self.forward(stage)
+        for stage in reversed(self.plan.stages):
+            for edge in self.plan.edges_from(stage.index):
+                if edge.target == HOST and edge.value in self.wanted.outputs:
+                    value = self.values[edge.value]
+                    if isinstance(value, Tensor) and value.requires_grad:
+                        self.gradients[edge.value, HOST] = torch.ones_like(value).detach()
+            self.backward(stage)
+        edges = tuple(
+            replace(edge, gradient=(edge.value, edge.target) in self.gradients)
+            for edge in self.plan.edges
+        )
+        stages = tuple(
+            replace(stage, kernel=self.kernels[stage.index]) for stage in self.plan.stages
+        )
+        for name, value in self.values.items():
+            if isinstance(value, Tensor):
+                self.specs[name] = ValueSpec(tuple(value.shape), value.dtype)
+        return replace(self.plan, stages=stages, edges=edges, specs=self.specs)
+
+    def forward(self, stage: Stage) -> None:
+        """Find the values that the stage makes, with their ``requires_grad``."""
+        raise NotImplementedError
+
+    def backward(self, stage: Stage) -> None:
+        """Make the stage's kernel, and find the gradients that it gives for its inputs."""
+        raise NotImplementedError
+
+    def returned(self, stage: Stage) -> tuple[str, ...]:
+        """The values that a kernel returns, in order."""
+        return outputs_of(self.plan.edges_from(stage.index))
+
+    def incoming(self, stage: Stage) -> tuple[Edge, ...]:
+        return self.plan.edges_into(stage.index)
+
+    def needs_gradient(self, edge: Edge) -> bool:
+        value = self.values[edge.value]
+        if edge.source == HOST and not self.wanted.inputs:
+            return False
+        return isinstance(value, Tensor) and value.requires_grad
+
+    def total_gradient(self, value: str) -> Tensor | None:
+        """The sum of a value's gradients from its consumers, in the order of the interpreter."""
+        edges = [
+            replace(edge, gradient=(edge.value, edge.target) in self.gradients)
+            for edge in self.plan.edges
+            if edge.value == value
+        ]
+        for group in gradient_groups(edges):
+            return add([self.gradients[edge.value, edge.target] for edge in group])
+        return None
+
+    def arguments(self, stage: Stage) -> tuple[list[Tensor], list[Tensor], list[Any]]:
+        """The stage's parameters, buffers and inputs, with their ``requires_grad``."""
+        return (
+            [self.state[a.target] for a in stage.parameters],
+            [self.state[a.target] for a in stage.buffers],
+            [
+                value.detach().requires_grad_(self.needs_gradient(edge))
+                if isinstance(value := self.values[edge.value], Tensor)
+                else value
+                for edge in self.incoming(stage)
+            ],
+        )
+
+
+class _Tracer(_Differentiator):
+    """Stages without leaf modules: autograd is traced on fake tensors, two graphs come out."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        values: Mapping[str, Any],
+        state: Mapping[str, Tensor],
+        wanted: Wanted,
+    ) -> None:
+        super().__init__(plan, values, state, wanted)
+        self.mode = FakeTensorMode()
+        self.traces: dict[int, JointTrace] = {}
+        used = {a.target for s in plan.stages for a in (*s.parameters, *s.buffers)}
+        self.state = {name: self._fake(state[name]) for name in used}
+        self.values = {
+            name: self._fake(value) if isinstance(value, Tensor) else value
+            for name, value in values.items()
+        }
+
+    def _fake(self, tensor: Tensor) -> Tensor:
+        return self.mode.from_tensor(tensor.detach()).requires_grad_(tensor.requires_grad)
+
+    def run(self) -> Plan:
+        with self.mode, TrueLayouts():  # type: ignore[no-untyped-call]
+            return super().run()
+
+    def forward(self, stage: Stage) -> None:
+        sides = StageSides(stage, self.incoming(stage), self.returned(stage))
+        trace = self.traces[stage.index] = JointTrace(sides, *self.arguments(stage))
+        for name, value in zip(sides.returned, trace.outputs, strict=True):
+            if isinstance(value, Tensor):
+                value = value.detach().requires_grad_(value.requires_grad)
+            self.values[name] = value
+
+    def backward(self, stage: Stage) -> None:
+        gradients = [self.total_gradient(name) for name in self.returned(stage)]
+        joint = self.traces.pop(stage.index).backward(gradients)
+        self.kernels[stage.index] = split_joint(joint, stage.index)
+        for edge, gradient in zip(self.incoming(stage), joint.input_gradients, strict=True):
+            if gradient is not None:
+                self.gradients[edge.value, stage.index] = gradient
+
+
+class _Probe(_Differentiator):
+    """Stages with leaf modules: one real run tells which gradients exist."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        values: Mapping[str, Any],
+        state: Mapping[str, Tensor],
+        wanted: Wanted,
+    ) -> None:
+        super().__init__(plan, values, state, wanted)
+        self.saved: dict[int, list[Any]] = {}
+
+    def forward(self, stage: Stage) -> None:
+        names = self.returned(stage)
+        flags = [self.needs_gradient(edge) for edge in self.incoming(stage)]
+        kernel = self._kernel(stage, flags, flags, [True] * len(names))
+        result = kernel.forward(*self.arguments(stage))
+        self.saved[stage.index] = result.saved
+        for name, value in zip(names, result.saved[0] if names else [], strict=True):
+            if isinstance(value, Tensor):
+                value = value.detach().requires_grad_(value.requires_grad)
+            self.values[name] = value
+
+    def backward(self, stage: Stage) -> None:
+        names = self.returned(stage)
+        flags = [self.needs_gradient(edge) for edge in self.incoming(stage)]
+        outputs, sources, _ = self.saved.pop(stage.index) or ([], [], [])
+        totals = [self.total_gradient(name) for name in names]
+        roots = [out for out, total in zip(outputs, totals, strict=True) if total is not None]
+        asked = [x for x, needs in zip(sources, flags, strict=False) if needs]
+        found = iter(
+            torch.autograd.grad(
+                roots, asked, [t for t in totals if t is not None], allow_unused=True
+            )
+            if roots and asked
+            else [None] * len(asked)
+        )
+        given: list[bool] = []
+        for edge, needs in zip(self.incoming(stage), flags, strict=True):
+            gradient = next(found) if needs else None
+            given.append(gradient is not None)
+            if gradient is not None:
+                self.gradients[edge.value, stage.index] = gradient
+        has = [total is not None for total in totals]
+        self.kernels[stage.index] = self._kernel(stage, flags, given, has)
+
+    def _kernel(
+        self,
+        stage: Stage,
+        differentiable: Sequence[bool],
+        input_gradients: Sequence[bool],
+        output_gradients: Sequence[bool],
+    ) -> AutogradKernel:
+        return AutogradKernel(
+            callable_graph(stage, self.incoming(stage), self.returned(stage)),
+            parameters=[a.target for a in stage.parameters],
+            buffers=[a.target for a in stage.buffers],
+            written=[write.target for write in stage.writes],
+            differentiable=differentiable,
+            input_gradients=input_gradients,
+            output_gradients=output_gradients,
+            recording=bool(self.wanted.outputs),
+        )

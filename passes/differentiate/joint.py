@@ -1,0 +1,375 @@
+"""Trace a stage's forward and backward together into one graph.
+
+before:  stage graph with ``stash`` and ``pop``
+after:   parameters, buffers, inputs, output gradients
+         → outputs, buffer writes, input gradients, parameter gradients
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx.traceback as fx_traceback
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fxpipe.ir.edge import Edge
+from fxpipe.ir.plan import Stage, pop, stash
+from fxpipe.passes.differentiate.record import NotRecorded, Recorder, told
+from fxpipe.passes.graph.lazy_module import lazy_module
+from fxpipe.torchtools.nest import bytes_of
+
+ORIGIN = "fxpipe.origin"
+"""Key of a traced node's ``custom`` metadata: the node of the stage's graph that it comes from."""
+
+BYTES = "fxpipe.bytes"
+"""Key of a node's metadata in a stage's graph: the bytes of its value when it was traced."""
+
+
+@dataclass(frozen=True)
+class Sides:
+    """What a stage's graph makes.
+
+    Attributes:
+        outputs: its outputs, in order.
+        writes: what it writes to buffers.
+        values: the value of each node, by name.
+    """
+
+    outputs: list[Any]
+    writes: list[Tensor]
+    values: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class StageSides:
+    """A stage's graph as a function of parameters, buffers and inputs.
+
+    Attributes:
+        stage: the stage.
+        incoming: the edges into it, which say the order of its inputs.
+        returned: the values that it gives, in order, stashed ones among them.
+    """
+
+    stage: Stage
+    incoming: Sequence[Edge]
+    returned: Sequence[str]
+
+    def run_forward(
+        self, parameters: Sequence[Tensor], buffers: Sequence[Tensor], inputs: Sequence[Any]
+    ) -> Sides:
+        """Interpret the graph node by node."""
+        return self.run(parameters, buffers, inputs)[0]
+
+    def run(
+        self,
+        parameters: Sequence[Tensor],
+        buffers: Sequence[Tensor],
+        inputs: Sequence[Any],
+        recorder: Recorder | None = None,
+    ) -> tuple[Sides, dict[torch.autograd.graph.Node, fx.Node]]:
+        """The same, and which autograd node comes from which node of the graph."""
+        given: dict[str, Any] = {}
+        given.update(zip((a.name for a in self.stage.parameters), parameters, strict=True))
+        given.update(zip((a.name for a in self.stage.buffers), buffers, strict=True))
+        given.update(zip((edge.value for edge in self.incoming), inputs, strict=True))
+        interpreter = _StageInterpreter(self.stage.graph, given, recorder)
+        order = [n.name for n in self.stage.graph.graph.nodes if n.op == "placeholder"]
+        returned = interpreter.run(*(given[name] for name in order))
+        if recorder is not None:
+            recorder.meta = {}
+        arriving = {id(tensor) for tensor in given.values()}
+        outputs = [interpreter.found[name] for name in self.returned]
+        outputs = [
+            # a parameter that is sent on must be a value of its own, to have its own gradient
+            out.view_as(out) if isinstance(out, Tensor) and id(out) in arriving else out
+            for out in outputs
+        ]
+        writes = list(returned[len(returned) - len(self.stage.writes) :])
+        return Sides(outputs, writes, interpreter.found), interpreter.origins
+
+
+class _StageInterpreter(fx.Interpreter):
+    def __init__(
+        self, module: fx.GraphModule, given: dict[str, Any], recorder: Recorder | None
+    ) -> None:
+        super().__init__(module, garbage_collect_values=False)
+        self.given = given
+        self.recorder = recorder
+        self.found: dict[str, Any] = {}
+        self.origins: dict[torch.autograd.graph.Node, fx.Node] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        n.meta["custom"] = {**n.meta.get("custom", {}), ORIGIN: n.name}
+        if self.recorder is not None:
+            self.recorder.meta = told(n)
+        if n.op == "call_function" and n.target is pop:
+            value = self.given[str(n.args[0])]
+        elif n.op == "call_function" and n.target is stash:
+            value = self.env[n.args[1]]  # type: ignore[index]
+        else:
+            value = super().run_node(n)
+        self.found[n.name] = value
+        self._remember(n, value)
+        return value
+
+    def _remember(self, n: fx.Node, value: Any) -> None:
+        """Every autograd node that is new since the last call belongs to this node."""
+        fresh = [
+            leaf.grad_fn
+            for leaf in (value if isinstance(value, list | tuple) else [value])
+            if isinstance(leaf, Tensor) and leaf.grad_fn is not None
+        ]
+        while fresh:
+            node = fresh.pop()
+            if node in self.origins:
+                continue
+            self.origins[node] = n
+            fresh += [parent for parent, _ in node.next_functions if parent is not None]
+
+
+@dataclass(frozen=True)
+class Joint:
+    """A traced stage, forward and backward in one graph.
+
+    Attributes:
+        graph: see the text above for what it takes and returns.
+        names: what its arguments are called in the stage.
+        stage: the stage.
+        inputs: how many inputs it takes after the parameters and buffers.
+        outputs: how many outputs, then ``writes`` buffer writes, it returns first.
+        writes: see ``outputs``.
+        input_strides: of each input as traced; None for what is no tensor.
+        gradient_outputs: which outputs get a gradient.
+        gradient_strides: of each of these gradients.
+        input_gradients: for each input its gradient, without data, or None.
+        parameter_gradients: for each parameter whether it has a gradient.
+    """
+
+    graph: fx.Graph
+    names: tuple[str, ...]
+    stage: Stage
+    inputs: int
+    outputs: int
+    writes: int
+    input_strides: tuple[tuple[int, ...] | None, ...]
+    gradient_outputs: tuple[int, ...]
+    gradient_strides: tuple[tuple[int, ...], ...]
+    input_gradients: tuple[Tensor | None, ...]
+    parameter_gradients: tuple[bool, ...]
+
+
+class JointTrace:
+    """A stage traced on fake tensors: its forward at once, its backward when the gradients of its
+    outputs are known. Use it inside the tensors' mode.
+
+    Attributes:
+        outputs: what the stage returns, in order.
+    """
+
+    def __init__(
+        self,
+        sides: StageSides,
+        parameters: Sequence[Tensor],
+        buffers: Sequence[Tensor],
+        inputs: Sequence[Any],
+    ) -> None:
+        """Trace the forward.
+
+        Args:
+            sides: the stage.
+            parameters: fake, with their ``requires_grad``.
+            buffers: fake.
+            inputs: fake tensors or numbers, in the order of the edges into the stage.
+        """
+        self._sides = sides
+        self._buffers = slice(len(parameters), len(parameters) + len(buffers))
+        self._arguments = [*parameters, *buffers, *inputs]
+        sources = [*inputs, *parameters]
+        self._asked = [isinstance(x, Tensor) and x.requires_grad for x in sources]
+        self._recorder: Recorder | None = Recorder()
+        self._given = self._recorder.place(self._arguments)
+        try:
+            with self._recorder:
+                self._result, self._origins = self._forward(self._given, self._recorder)
+        except NotRecorded:
+            self._recorder = None
+            self._result, self._origins = self._forward(self._arguments, None)
+        self.outputs: Sequence[Any] = self._result.outputs
+        for node in sides.stage.graph.graph.nodes:
+            node.meta[BYTES] = bytes_of(self._result.values[node.name])
+
+    def backward(self, gradients: Sequence[Tensor | None]) -> Joint:
+        """Trace the backward.
+
+        Args:
+            gradients: for each output the fake gradient that it will get, or None.
+        """
+        given = [gradient for gradient in gradients if gradient is not None]
+        has = [gradient is not None for gradient in gradients]
+        try:
+            graph, found = self._recorded(given, has)
+        except NotRecorded:
+            graph, found = self._traced(given, has)
+        _train_recurrent_layers(graph)
+        stage, inputs = self._sides.stage, self._arguments[self._buffers.stop :]
+        returned = zip(self._sides.returned, has, strict=True)
+        return Joint(
+            graph=graph,
+            names=(
+                *(argument.name for argument in (*stage.parameters, *stage.buffers)),
+                *(edge.value for edge in self._sides.incoming),
+                *(f"gradient_{name}" for name, wanted in returned if wanted),
+            ),
+            stage=stage,
+            inputs=len(inputs),
+            outputs=len(self._sides.returned),
+            writes=len(stage.writes),
+            input_strides=tuple(x.stride() if isinstance(x, Tensor) else None for x in inputs),
+            gradient_outputs=tuple(index for index, wanted in enumerate(has) if wanted),
+            gradient_strides=tuple(gradient.stride() for gradient in given),
+            input_gradients=tuple(found[: len(inputs)]),
+            parameter_gradients=tuple(gradient is not None for gradient in found[len(inputs) :]),
+        )
+
+    def _recorded(
+        self, given: Sequence[Tensor], has: Sequence[bool]
+    ) -> tuple[fx.Graph, list[Tensor | None]]:
+        recorder = self._recorder
+        if recorder is None:
+            raise NotRecorded
+        here = recorder.place(given)
+        with recorder:
+            found = self._gradients(self._result, self._origins, self._given, here, has, recorder)
+        return recorder.finish(_all(self._result, found)), found
+
+    def _traced(
+        self, given: Sequence[Tensor], has: Sequence[bool]
+    ) -> tuple[fx.Graph, list[Tensor | None]]:
+        """The same by PyTorch's own tracer, which takes whatever a stage does."""
+        count = len(self._arguments)
+        found: list[Tensor | None] = []
+
+        def joint(flat: list[Any]) -> list[Any]:
+            with fx_traceback.preserve_node_meta():
+                result, origins = self._forward(flat[:count], None)
+                found[:] = self._gradients(result, origins, flat[:count], flat[count:], has, None)
+            return _all(result, found)
+
+        arguments = [*self._arguments, *given]
+        return _functional(make_fx(joint)(arguments), arguments).graph, found
+
+    def _forward(
+        self, given: Sequence[Any], recorder: Recorder | None
+    ) -> tuple[Sides, dict[torch.autograd.graph.Node, fx.Node]]:
+        start, stop = self._buffers.start, self._buffers.stop
+        with torch.enable_grad():
+            return self._sides.run(given[:start], given[start:stop], given[stop:], recorder)
+
+    def _gradients(
+        self,
+        result: Sides,
+        origins: dict[torch.autograd.graph.Node, fx.Node],
+        given: Sequence[Any],
+        gradients: Sequence[Tensor],
+        has: Sequence[bool],
+        recorder: Recorder | None,
+    ) -> list[Tensor | None]:
+        """For each input, then for each parameter, its gradient or None."""
+        sources = [*given[self._buffers.stop :], *given[: self._buffers.start]]
+        roots = [out for out, wanted in zip(result.outputs, has, strict=True) if wanted]
+        wanted = [x for x, needs in zip(sources, self._asked, strict=True) if needs]
+        if not roots or not wanted:
+            return [None] * len(sources)
+        with torch.enable_grad(), _blamed(origins, recorder):
+            values = iter(torch.autograd.grad(roots, wanted, gradients, allow_unused=True))
+        return [next(values) if needs else None for needs in self._asked]
+
+
+def _all(result: Sides, gradients: Sequence[Tensor | None]) -> list[Any]:
+    """What a joint graph returns."""
+    return [*result.outputs, *result.writes, *(g for g in gradients if g is not None)]
+
+
+def _functional(module: fx.GraphModule, arguments: list[Any]) -> fx.GraphModule:
+    """The graph without in-place operations, which some operations and gradients are made of.
+
+    A graph that has them cannot be parted: what is read after a write would move before it.
+    """
+    if not any(_is_mutable(node) for node in module.graph.nodes):
+        return module
+
+    def again(flat: list[Any]) -> Any:
+        with fx_traceback.preserve_node_meta():
+            return fx.Interpreter(module).run(flat)
+
+    with torch.no_grad():
+        return make_fx(torch.func.functionalize(again, remove="mutations"))(arguments)
+
+
+def _is_mutable(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def _train_recurrent_layers(graph: fx.Graph) -> None:
+    """oneDNN's recurrent layer keeps what its backward reads only where gradients are enabled."""
+    for node in graph.nodes:
+        if node.target is torch.ops.aten.mkldnn_rnn_layer.default:
+            node.target = rnn_layer_with_workspace
+
+
+def rnn_layer_with_workspace(*args: Any) -> Any:
+    """``aten.mkldnn_rnn_layer``, ready for its backward."""
+    args = tuple(x.detach() if isinstance(x, Tensor) else x for x in args)
+    with torch.enable_grad():
+        return torch.ops.aten.mkldnn_rnn_layer.default(*args)
+
+
+@contextmanager
+def _blamed(
+    origins: dict[torch.autograd.graph.Node, fx.Node], recorder: Recorder | None
+) -> Iterator[None]:
+    """While autograd runs, what it does for a node is recorded as that node's, with its line."""
+    with ExitStack() as hooks, ExitStack() as current:
+
+        def enter(node: fx.Node) -> Any:
+            def hook(_: Any) -> None:
+                if recorder is not None:
+                    recorder.meta = told(node)
+                    return
+                current.close()
+                current.enter_context(fx_traceback.set_current_meta(node))
+
+            return hook
+
+        for function, node in origins.items():
+            hooks.callback(function.register_prehook(enter(node)).remove)
+        yield
+
+
+def callable_graph(
+    stage: Stage, incoming: Sequence[Edge], returned: Sequence[str]
+) -> fx.GraphModule:
+    """A leaf stage's graph with its ``pop`` nodes as inputs and all its values returned.
+
+    Args:
+        stage: a stage with leaf modules.
+        incoming: the edges into it: the order of the inputs.
+        returned: the values to return, in order.
+    """
+    graph = fx.Graph()
+    nodes = {node.name: node for node in stage.graph.graph.nodes}
+    copies: dict[fx.Node, fx.Node] = {}
+    for edge in incoming:
+        copies[nodes[edge.value]] = graph.placeholder(edge.value)
+    for node in stage.graph.graph.nodes:
+        if node in copies or node.op == "output" or node.target is stash:
+            continue
+        copies[node] = graph.node_copy(node, lambda n: copies[n])
+    graph.output(tuple(copies[nodes[name]] for name in returned))
+    graph.lint()
+    return lazy_module(stage.graph, graph, f"Stage{stage.index}Forward")

@@ -1,0 +1,1 @@
+"""From the traced graph to a functional one that can be cut."""

@@ -1,0 +1,221 @@
+"""Check that what was compiled computes what the model computes, on an example.
+
+A wrong trace that goes unnoticed is the worst fault that a compiler of models can have, so the
+finished kernels, not an intermediate form, are held against the model itself: every output, the
+buffers, and the gradient of every parameter. Random operations draw a fixed pattern in both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from fxpipe.errors import TraceError
+from fxpipe.ir.edge import HOST
+from fxpipe.ir.plan import Plan
+from fxpipe.ir.traced import Traced, Value
+from fxpipe.kernels.serial import run_serially
+from fxpipe.passes.graph.fixed_draws import FixedDraws, pattern
+from fxpipe.torchtools import moments
+from fxpipe.torchtools.apart import apart
+
+_RELATIVE = {torch.float64: 1e-7, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
+"""By how much of the greatest entry two runs of the same operations may differ; a wrong trace
+differs by far more."""
+
+_NOISE = 4.0
+"""By how many times its own noise a gradient may differ, where that is more."""
+
+
+def check(
+    traced: Traced,
+    plan: Plan,
+    values: Mapping[str, Any],
+    state: Mapping[str, Tensor],
+    call: Callable[[], tuple[Any, Tensor | None]],
+    differentiated: bool,
+) -> None:
+    """Compare a differentiated plan with the model; where its backwards are parted, both ways.
+
+    Args:
+        traced: the graph that the plan was cut from.
+        plan: the plan with its kernels.
+        values: the inputs of one micro-batch, by name.
+        state: name in the model → parameter, buffer or constant.
+        call: runs the model, and the loss if there is one → its output and the loss or None.
+            The caller puts the model's state back.
+        differentiated: whether gradients are compared as well.
+
+    Raises:
+        TraceError: they differ; names the output or parameter.
+    """
+    draws = FixedDraws if traced.seeded or traced.leaves else nullcontext
+    buffers = {write.target for stage in plan.stages for write in stage.writes}
+    for norm in traced.deferred:
+        buffers |= {norm.running_mean, norm.running_var, norm.tracked or norm.running_mean}
+    before = {name: state[name].clone() for name in sorted(buffers)}
+    kept = _kept(state, {id(state[name]) for name in before})
+
+    def run() -> tuple[list[str], list[Tensor], Tensor | None]:
+        with torch.enable_grad() if differentiated else torch.no_grad():
+            output, loss = call()
+        pairs = [
+            (out.name, leaf)
+            for out, leaf in zip(traced.outputs, pytree.tree_leaves(apart(output)), strict=False)
+            if isinstance(out, Value) and isinstance(leaf, Tensor)
+        ]
+        return [name for name, _ in pairs], [leaf for _, leaf in pairs], loss
+
+    def gradients() -> dict[str, Tensor]:
+        for name, tensor in before.items():
+            state[name].copy_(tensor)
+        with draws():
+            return _gradients(plan, state, traced.loss, *run())[1]
+
+    with draws():
+        names, expected, loss = run()
+        # now: a checkpoint inside of the model writes once more when its backward recomputes
+        after = {name: state[name].clone() for name in before}
+        for name, tensor in kept.items():
+            _compare(f"what is written to the buffer {name!r}", tensor, state[name])
+        seeds: dict[str, Tensor] = {}
+        theirs: dict[str, Tensor] = {}
+        if differentiated:
+            seeds, theirs = _gradients(plan, state, traced.loss, names, expected, loss)
+        parted = any(stage.input_grad is not None for stage in plan.stages)
+        with torch.no_grad():
+            ran, *others = (
+                run_serially(plan, values, {**state, **before}, seeds, halves=halves)
+                for halves in ([False, True] if parted else [False])
+            )
+    made = {**values, **{a.name: state[a.target] for a in traced.parameters}, **ran.values}
+    tensors = [made[name] for name in names if isinstance(made.get(name), Tensor)]
+    if len(tensors) == len(expected):
+        for name, here, there in zip(names, tensors, expected, strict=False):
+            _compare(f"output {name!r}", here, there)
+    if loss is not None and traced.loss is not None:
+        _compare("the loss", made[traced.loss], loss)
+    for name, here in moments.commit(traced.deferred, before, ran.state).items():
+        _compare(f"what is written to the buffer {name!r}", here, after[name])
+    unlike = [
+        (name, gradient)
+        for name, there in theirs.items()
+        for found in (ran, *others)
+        if _difference(
+            gradient := found.gradients.get(name, there.new_zeros(()).expand_as(there)), there
+        )
+    ]
+    noise = _noise(gradients, state, theirs) if unlike else {}
+    for name, gradient in unlike:
+        _compare(f"the gradient of {name!r}", gradient, theirs[name], noise[name])
+
+
+def _noise(
+    gradients: Callable[[], Mapping[str, Tensor]],
+    state: Mapping[str, Tensor],
+    theirs: Mapping[str, Tensor],
+) -> dict[str, float]:
+    """By how much each of the model's gradients differs where its weights differ in last bits.
+
+    That of a bias before a BatchNorm, for one, is zero but for what rounding leaves of it.
+    """
+    noise = dict.fromkeys(theirs, 0.0)
+    kept = {name: state[name].detach().clone() for name in theirs}
+    try:
+        for times in (1, 3, 7):
+            for name, weight in kept.items():
+                signs = ((pattern(weight) * times).frac() < 0.5).to(weight) * 2 - 1
+                state[name].detach().copy_(weight * (1 + signs * torch.finfo(weight.dtype).eps))
+            for name, gradient in gradients().items():
+                noise[name] = max(noise[name], _greatest(gradient - theirs[name]))
+    finally:
+        for name, weight in kept.items():
+            state[name].detach().copy_(weight)
+    return noise
+
+
+def _kept(state: Mapping[str, Tensor], written: Collection[int]) -> dict[str, Tensor]:
+    """Copies of the buffers that no graph writes, each under its first name."""
+    found: dict[int, str] = {}
+    for name, tensor in state.items():
+        if not isinstance(tensor, nn.Parameter) and id(tensor) not in written:
+            found.setdefault(id(tensor), name)
+    return {name: state[name].clone() for name in found.values()}
+
+
+def _gradients(
+    plan: Plan,
+    state: Mapping[str, Tensor],
+    loss_name: str | None,
+    names: Sequence[str],
+    outputs: Sequence[Tensor],
+    loss: Tensor | None,
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The gradients to start from, and the model's own for every parameter."""
+    roots = {loss_name: loss} if loss is not None else dict(zip(names, outputs, strict=False))
+    back = {edge.value for edge in plan.edges if edge.gradient and edge.target == HOST}
+    started = {name: value for name, value in roots.items() if name in back and value is not None}
+    seeds = {str(name): pattern(value).to(value) + 0.5 for name, value in started.items()}
+    trained = {
+        argument.target: state[argument.target]
+        for stage in plan.stages
+        for argument in stage.parameters
+        if state[argument.target].requires_grad
+    }
+    if not started or not trained:
+        return seeds, {}
+    parameters = list(trained.values())
+    try:
+        found = torch.autograd.grad(
+            list(started.values()), parameters, list(seeds.values()), allow_unused=True
+        )
+    except RuntimeError as error:
+        line = str(error).splitlines()[0]
+        raise TraceError(
+            f"the model's own backward fails without any pipeline ({line}); mend the model first"
+        ) from error
+    for (name, _), gradient in zip(trained.items(), found, strict=True):
+        if gradient is not None and gradient.layout is not torch.strided:
+            raise TraceError(
+                f"the gradient of {name!r} is {gradient.layout}, which cannot be added up over "
+                "micro-batches here; make it dense, as with nn.Embedding(..., sparse=False)"
+            )
+    return seeds, {
+        name: torch.zeros_like(parameter) if gradient is None else gradient
+        for (name, parameter), gradient in zip(trained.items(), found, strict=True)
+    }
+
+
+def _compare(what: str, here: Tensor, there: Tensor, noise: float = 0.0) -> None:
+    difference = _difference(here, there, noise)
+    if difference:
+        raise TraceError(
+            "the traced graph does not compute what the model computes: "
+            f"{what}: {difference}; some operation, such as an autograd function of its own, is "
+            'not seen by the tracer: use tracer="symbolic", which calls modules as they are'
+        )
+
+
+def _difference(here: Tensor, there: Tensor, noise: float = 0.0) -> str:
+    """In which way two tensors differ; nothing where they agree."""
+    here, there = here.detach(), there.detach()
+    if here.shape != there.shape or here.dtype != there.dtype:
+        return f"{tuple(here.shape)} {here.dtype}, not {tuple(there.shape)} {there.dtype}"
+    if not (here.is_floating_point() or here.is_complex()):
+        return "" if torch.equal(here, there) else "its entries differ"
+    scale = _greatest(there)
+    bound = max(_RELATIVE.get(there.dtype, 1e-3) * max(scale, 1e-6), _NOISE * noise)
+    if torch.allclose(here, there, rtol=0.0, atol=bound, equal_nan=True):
+        return ""
+    return f"it differs by {float((here - there).abs().max()):.3g}, scale {scale:.3g}"
+
+
+def _greatest(tensor: Tensor) -> float:
+    """The greatest absolute value, of those that are finite."""
+    sizes = torch.nan_to_num(tensor.detach().abs().double(), 0.0, 0.0, 0.0)
+    return float(sizes.amax()) if tensor.numel() else 0.0

@@ -1,0 +1,293 @@
+"""Let BatchNorm's running statistics be those of the whole batch, updated once a step.
+
+before:  bn = batch_norm(x, w, b, mean, var, True, 0.1, eps);  return (bn[3], bn[4], count + 1, …)
+         with the writes running_mean = bn[3], running_var = bn[4], num_batches_tracked = count + 1
+after:   bn = batch_norm(x, w, b, zeros, zeros, True, 1.0, eps)
+         m = gather(moments, x, bn[3], bn[4]);  return (m, …)
+         with the write moments = m; the step's end makes the statistics of it
+
+With momentum 1 the operation hands out the micro-batch's own mean and unbiased variance. What
+normalises a micro-batch is its own statistics, as before, so no output and no gradient changes.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from fxpipe.errors import TraceError
+from fxpipe.ir.plan import Argument, Write
+from fxpipe.ir.traced import Traced
+from fxpipe.passes.tracing.average_batchnorm import AVERAGED
+from fxpipe.torchtools.moments import DeferredNorm, gather, measured
+
+aten = torch.ops.aten
+_BATCH_NORM = aten._native_batch_norm_legit_functional.default
+_CALLS = (_BATCH_NORM, AVERAGED)
+_COPIES = (aten.clone.default, aten.detach.default)
+_MEAN, _VARIANCE = 3, 4
+"""Which of the operation's results are the new running statistics."""
+
+
+def defer_batchnorm(traced: Traced, model: nn.Module) -> Traced:
+    """The same graph with the statistics gathered, for every BatchNorm that updates them.
+
+    Args:
+        traced: the graph.
+        model: the model, for its modules' momentum.
+
+    Raises:
+        TraceError: the model reads the statistics of a BatchNorm in training, or writes them
+            otherwise than a BatchNorm does.
+    """
+    updating = {
+        f"{name}.running_mean" if name else "running_mean": module
+        for name, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, _BatchNorm) and module.training and module.running_mean is not None
+    }
+    modules = {w.target: updating[w.target] for w in traced.writes if w.target in updating}
+    if not modules:
+        return traced
+    return (_Leaves if traced.leaves else _Operations)(traced, modules).run()
+
+
+@dataclass
+class _Deferrer:
+    """Rewrites a graph, module by module.
+
+    Attributes:
+        traced: the graph.
+        modules: running mean, by its name in the model → the BatchNorm.
+        norms: the calls found so far.
+        constants: the zeros that they start from.
+        buffers: the placeholders of these.
+        written: the nodes that write the moments.
+    """
+
+    traced: Traced
+    modules: dict[str, _BatchNorm]
+    norms: list[DeferredNorm] = field(default_factory=list)
+    constants: dict[str, Tensor] = field(default_factory=dict)
+    buffers: list[Argument] = field(default_factory=list)
+    written: list[Write] = field(default_factory=list)
+
+    def norm(self, moments: str, running_mean: str) -> None:
+        """Note a call."""
+        module = self.modules[running_mean]
+        prefix = running_mean.removesuffix("running_mean")
+        counted = module.num_batches_tracked is not None
+        self.norms.append(
+            DeferredNorm(
+                moments,
+                running_mean,
+                f"{prefix}running_var",
+                f"{prefix}num_batches_tracked" if counted else None,
+                module.momentum,
+            )
+        )
+
+    def placeholder(self, target: str, value: Tensor) -> fx.Node:
+        """A new constant of the graph; the one of that name if there is one."""
+        graph = self.traced.graph
+        known = {a.name for a in self.buffers if a.target == target}
+        for node in graph.nodes:
+            if node.name in known:
+                found: fx.Node = node
+                return found
+        with graph.inserting_before(next(iter(graph.nodes))):
+            node = graph.placeholder(target.replace(".", "_").replace(":", "_"))
+        node.meta["val"] = value
+        self.buffers.append(Argument(node.name, target))
+        self.constants[target] = value
+        return node
+
+    def zeros(self, module: _BatchNorm, *shape: int) -> Tensor:
+        assert module.running_mean is not None
+        return torch.zeros(*shape, module.num_features, dtype=module.running_mean.dtype)
+
+    def finished(self, writes: list[Write]) -> Traced:
+        """The graph with other writes."""
+        graph, traced = self.traced.graph, self.traced
+        graph.lint()
+        traced.module.recompile()
+        return replace(
+            traced,
+            module=traced.module,
+            buffers=(*traced.buffers, *self.buffers),
+            constants={**traced.constants, **self.constants},
+            writes=tuple(writes),
+            deferred=tuple(self.norms),
+        )
+
+
+class _Operations(_Deferrer):
+    """A functional graph: BatchNorm is an operation that hands out new running statistics."""
+
+    def run(self) -> Traced:
+        graph = self.traced.graph
+        gone: set[str] = set()
+        for target in self.modules:
+            calls = self._calls(target)
+            for call in calls:
+                self._gather(call, target)
+            prefix = target.removesuffix("running_mean")
+            gone |= {target, f"{prefix}running_var"}
+            if self._counts(f"{prefix}num_batches_tracked", len(calls)):
+                gone.add(f"{prefix}num_batches_tracked")
+        end = next(node for node in graph.nodes if node.op == "output")
+        by_name = {node.name: node for node in graph.nodes}
+        kept = [write for write in self.traced.writes if write.target not in gone]
+        values = end.args[0][len(self.traced.writes) :]
+        writes = [*kept, *self.written]
+        end.args = ((*(by_name[write.value] for write in writes), *values),)
+        graph.eliminate_dead_code()
+        for node in list(graph.nodes):
+            if node.op == "placeholder" and not node.users:
+                graph.erase_node(node)
+        left = {node.name for node in graph.nodes}
+        traced = self.finished(writes)
+        return replace(traced, buffers=tuple(a for a in traced.buffers if a.name in left))
+
+    def _calls(self, target: str) -> list[fx.Node]:
+        """The calls of one module, in order, each taking over the statistics of the one before.
+
+        Raises:
+            TraceError: anything else reads or writes them.
+        """
+        prefix = target.removesuffix("running_mean")
+        means = self._chain(target, _MEAN)
+        variances = self._chain(f"{prefix}running_var", _VARIANCE)
+        if not means or means != variances:
+            raise TraceError(
+                f"the running statistics of BatchNorm {prefix.rstrip('.') or 'the model'!r} are "
+                "read or written by something else than it in training, and with "
+                "deferred_batchnorm they do not change before the step's end; leave that out"
+            )
+        return means
+
+    def _chain(self, target: str, place: int) -> list[fx.Node]:
+        """The calls from the buffer to what is written to it; none if there is anything else."""
+        named = {a.target: a.name for a in self.traced.buffers}
+        written = {w.target: w.value for w in self.traced.writes}
+        by_name = {node.name: node for node in self.traced.graph.nodes}
+        if target not in named or target not in written:
+            return []
+        start, value = by_name[named[target]], by_name[written[target]]
+        calls: list[fx.Node] = []
+        while value is not start:
+            while value.target in _COPIES and len(value.users) == 1:
+                value = value.args[0]
+            call = value.args[0] if value.target is operator.getitem else None
+            if not isinstance(call, fx.Node) or call.target not in _CALLS:
+                return []
+            if value.args[1] != place or len(value.users) != 1:
+                return []
+            calls.append(call)
+            value = call.args[place]
+        return calls[::-1] if len(start.users) == 1 else []
+
+    def _gather(self, call: fx.Node, target: str) -> None:
+        graph, module = self.traced.graph, self.modules[target]
+        name = f"moments:{len(self.norms)}"
+        zeros = self.zeros(module)
+        kept = "zeros:" + "x".join(map(str, (*zeros.shape, zeros.dtype)))
+        nothing = self.placeholder(kept, zeros)
+        before = self.placeholder(name, self.zeros(module, 3))
+        args = list(call.args)
+        args[_MEAN], args[_VARIANCE], args[6] = nothing, nothing, 1.0
+        momentum = call.args[6]
+        call.target, call.args = _BATCH_NORM, tuple(args)
+        while isinstance(momentum, fx.Node) and not momentum.users:  # made of the count of updates
+            (source,) = momentum.all_input_nodes
+            graph.erase_node(momentum)
+            momentum = source
+        parts = {n.args[1]: n for n in call.users if n.target is operator.getitem}
+        last = max(parts.values(), key=list(graph.nodes).index)
+        with graph.inserting_after(last):
+            made = graph.call_function(gather, (before, args[0], parts[_MEAN], parts[_VARIANCE]))
+        made.meta.update({**parts[_MEAN].meta, "val": before.meta["val"]})
+        self.norm(name, target)
+        self.written.append(Write(name, made.name))
+
+    def _counts(self, target: str, calls: int) -> bool:
+        """Whether a buffer is increased by one in each call, and nothing else reads it."""
+        named = {a.target: a.name for a in self.traced.buffers}
+        written = {w.target: w.value for w in self.traced.writes}
+        by_name = {node.name: node for node in self.traced.graph.nodes}
+        if target not in named or target not in written:
+            return False
+        start, value = by_name[named[target]], by_name[written[target]]
+        count = 0
+        while value is not start:
+            if value.target is not aten.add.Tensor or value.args[1] != 1 or len(value.users) != 1:
+                return False
+            value = value.args[0]
+            count += 1
+        return count == calls and len(start.users) == 1
+
+
+class Gather(nn.Module):
+    """A leaf module that gathers the moments of what a BatchNorm is given."""
+
+    moments: Tensor
+
+    def __init__(self, zeros: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("moments", zeros)
+
+    def forward(self, x: Tensor) -> None:
+        with torch.no_grad():
+            self.moments.copy_(gather(self.moments, x, *measured(x)))
+
+
+class _Leaves(_Deferrer):
+    """A graph with leaf modules: beside each BatchNorm a module looks at the same input.
+
+    The BatchNorms go on writing their statistics, and the step's end puts the right ones there.
+    """
+
+    def run(self) -> Traced:
+        graph, module = self.traced.graph, self.traced.module
+        for node, target in list(self._calls()):
+            name = f"fxpipe_moments_{len(self.norms)}"
+            zeros = self.zeros(self.modules[target], 3)
+            module.add_submodule(name, Gather(zeros.clone()))
+            with graph.inserting_after(node):
+                made = graph.call_module(name, (node.args[0],))
+            made.meta.update({**node.meta, "val": None})
+            self.norm(f"{name}.moments", target)
+            self.buffers.append(Argument(f"{name}.moments", f"{name}.moments"))
+            self.constants[f"{name}.moments"] = zeros
+            self.written.append(Write(f"{name}.moments", f"{name}.moments"))
+        missing = self.modules.keys() - {norm.running_mean for norm in self.norms}
+        if missing:
+            raise TraceError(
+                f"{min(missing)} is written inside of another module that is called as it is, "
+                "where its statistics cannot be gathered; leave out deferred_batchnorm or use "
+                'tracer="export"'
+            )
+        return self.finished([*self.traced.writes, *self.written])
+
+    def _calls(self) -> Iterator[tuple[fx.Node, str]]:
+        names: dict[int, str] = {id(module): name for name, module in self.modules.items()}
+        for node in self.traced.graph.nodes:
+            if node.op == "call_module":
+                called: Any = self.traced.module.get_submodule(str(node.target))
+                if id(called) in names:
+                    yield node, names[id(called)]
+            elif node.target in _CALLS and (name := _read(node)) in self.modules:
+                yield node, name
+
+
+def _read(call: fx.Node) -> str:
+    """The buffer from which a BatchNorm's running mean comes, maybe through calls before."""
+    value: Any = call
+    while value.op == "call_function":
+        value = value.args[_MEAN] if value.target in _CALLS else value.args[0]
+    return str(value.target)

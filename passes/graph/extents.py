@@ -1,0 +1,160 @@
+"""Bytes and FLOPs of each stage as expressions in the batch size.
+
+before:  stage 0: y = linear(x, w)        x: b × 32 floats, w: 64 × 32
+after:   forward 4096·b FLOPs, backward 4096·b, saved 128·b bytes, sent 256·b bytes
+
+Every stage runs once on tensors without data whose batch is a symbol, forward and backward.
+PyTorch's own counter counts the FLOPs, autograd's hooks tell what is saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor
+from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,
+    ShapeEnv,
+    StatelessSymbolicContext,
+)
+from torch.utils.flop_counter import FlopCounterMode
+
+from fxpipe.ir.edge import HOST
+from fxpipe.ir.plan import Plan, Stage, outputs_of
+from fxpipe.passes.differentiate.joint import StageSides
+
+BATCH = sympy.Symbol("b", integer=True, positive=True)
+"""Samples in a micro-batch."""
+
+
+@dataclass(frozen=True)
+class Extent:
+    """What a stage computes, keeps and sends for a micro-batch of ``b`` samples.
+
+    Attributes:
+        forward: FLOPs of matrix products, convolutions and attention.
+        backward: the same of its backward.
+        saved: bytes that it keeps from forward to backward, without parameters.
+        sent: bytes that it sends to other stages.
+    """
+
+    forward: sympy.Expr
+    backward: sympy.Expr
+    saved: sympy.Expr
+    sent: sympy.Expr
+
+
+def extents(plan: Plan, state: Mapping[str, Tensor], batch: int) -> tuple[Extent, ...]:
+    """Stage → its extent. A graph that holds for one size alone has constants.
+
+    Args:
+        plan: a differentiated plan without leaf modules.
+        state: name in the model → parameter, buffer or constant.
+        batch: samples in the micro-batch that it was made for: what has so many rows has ``b``.
+    """
+    shapes = ShapeEnv(specialize_zero_one=False)
+    mode = FakeTensorMode(shape_env=shapes)
+    walk = _Walk(plan, mode, state, batch)
+    with mode, torch.enable_grad():
+        return tuple(walk.extent(stage) for stage in plan.stages)
+
+
+class _Walk:
+    """Goes from stage to stage with the values that cross."""
+
+    def __init__(
+        self, plan: Plan, mode: FakeTensorMode, state: Mapping[str, Tensor], batch: int
+    ) -> None:
+        self.plan = plan
+        used = {a.target for s in plan.stages for a in (*s.parameters, *s.buffers)}
+        self.state = {
+            name: mode.from_tensor(state[name].detach(), static_shapes=True).requires_grad_(
+                state[name].requires_grad
+            )
+            for name in used
+        }
+        self.values: dict[str, Any] = {}
+        for edge in plan.edges:
+            if edge.source == HOST and edge.value in plan.specs:
+                spec = plan.specs[edge.value]
+                self.values[edge.value] = _input(mode, edge.value, spec.shape, spec.dtype, batch)
+
+    def extent(self, stage: Stage) -> Extent:
+        into = self.plan.edges_into(stage.index)
+        away = self.plan.edges_from(stage.index)
+        parameters = [self.state[a.target] for a in stage.parameters]
+        inputs = [_cut(self.values[edge.value], edge.gradient) for edge in into]
+        owned = {_memory(p) for p in (*parameters, *(self.state[a.target] for a in stage.buffers))}
+        saved: dict[int, sympy.Expr] = {}
+
+        def keep(tensor: Tensor) -> Tensor:
+            if _memory(tensor) not in owned:
+                saved[_memory(tensor)] = _expression(_size(tensor))
+            return tensor
+
+        names = outputs_of(away)
+        sides = StageSides(stage, into, names)
+        with FlopCounterMode(display=False) as ahead, saved_tensors_hooks(keep, lambda x: x):
+            outputs = sides.run_forward(
+                parameters, [self.state[a.target] for a in stage.buffers], inputs
+            ).outputs
+        made = dict(zip(names, outputs, strict=True))
+        returning = {edge.value for edge in away if edge.gradient}
+        roots = [made[name] for name in names if name in returning and made[name].requires_grad]
+        wanted = [x for x in (*inputs, *parameters) if isinstance(x, Tensor) and x.requires_grad]
+        with FlopCounterMode(display=False) as back:
+            if roots and wanted:
+                ones = [torch.ones_like(root) for root in roots]
+                torch.autograd.grad(roots, wanted, ones, allow_unused=True)
+        for name, value in made.items():
+            self.values[name] = _cut(value, False)
+        sent = [
+            made[e.value] for e in away if e.target != HOST and isinstance(made[e.value], Tensor)
+        ]
+        return Extent(
+            _expression(ahead.get_total_flops()),
+            _expression(back.get_total_flops()),
+            sympy.Add(*saved.values()),
+            sympy.Add(*(_expression(x.numel() * x.element_size()) for x in sent)),
+        )
+
+
+def _input(
+    mode: FakeTensorMode, name: str, shape: tuple[int, ...], dtype: torch.dtype, batch: int
+) -> Tensor:
+    """A tensor without data; its first dimension is a symbol where it is the batch."""
+    sizes = [DimDynamic.STATIC] * len(shape)
+    if shape and shape[0] == batch:
+        sizes[0] = DimDynamic.DUCK
+    return mode.from_tensor(
+        torch.empty(shape, dtype=dtype),
+        source=ConstantSource(name),
+        symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes),
+    )
+
+
+def _cut(value: Any, gradient: bool) -> Any:
+    return value.detach().requires_grad_(gradient) if isinstance(value, Tensor) else value
+
+
+def _memory(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _size(tensor: Tensor) -> Any:
+    """Bytes of a tensor's memory; that of an input does not know that its batch may change."""
+    size = tensor.untyped_storage().nbytes()
+    return size if isinstance(size, torch.SymInt) else tensor.numel() * tensor.element_size()
+
+
+def _expression(size: Any) -> sympy.Expr:
+    """A size in terms of BATCH; every symbol is the batch, for nothing else is dynamic."""
+    expression = size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(int(size))
+    return sympy.expand(expression.subs(dict.fromkeys(expression.free_symbols, BATCH)))

@@ -1,0 +1,385 @@
+"""Make an exported graph functional: no in-place operation, buffer writes as outputs.
+
+before:  add_ = aten.add_.Tensor(b_count, 1);  relu_ = aten.relu_.default(bn)
+after:   add = aten.add.Tensor(b_count, 1);  relu = aten.relu.default(bn);  return (add, relu)
+         with the write count = add
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+from torch.export import ExportedProgram
+from torch.export.graph_signature import (
+    ConstantArgument,
+    InputKind,
+    OutputKind,
+    SymIntArgument,
+    TensorArgument,
+)
+
+from fxpipe.errors import TraceError
+from fxpipe.ir.plan import Argument, Write
+from fxpipe.ir.traced import Literal, Traced, Value
+from fxpipe.passes.differentiate.part_recurrent import part_recurrent
+from fxpipe.passes.graph.layouts import lay_gradients
+from fxpipe.passes.graph.lazy_module import lazy_module
+from fxpipe.passes.graph.rewrite import rewrite
+from fxpipe.passes.tracing.explain import at_node
+from fxpipe.passes.tracing.open_instance_norm import open_instance_norms
+from fxpipe.torchtools.own_backward import functions_kept
+
+_ASSERTIONS = frozenset(
+    (
+        torch.ops.aten._assert_tensor_metadata.default,
+        torch.ops.aten._assert_scalar.default,
+        torch.ops.aten._assert_async.msg,
+        torch.ops.aten.sym_constrain_range_for_size.default,
+        torch.ops.aten.sym_constrain_range.default,
+    )
+)
+
+
+def functionalise(program: ExportedProgram, accepts: Callable[[int], bool]) -> Traced:
+    """The exported program as one functional graph.
+
+    Args:
+        program: what the tracer gave; it is changed.
+        accepts: the batch sizes for which it holds.
+
+    Raises:
+        TraceError: the model writes into one of its inputs, or keeps something that a graph
+            cannot hold.
+    """
+    _detach_without_grad(program.graph_module)
+    _detach_in_place(program.graph_module)
+    lay_gradients(program.graph_module)
+    open_instance_norms(program.graph_module)
+    held = _first_names(program)
+    ruled = rewrite(program)
+    if ruled is None:
+        program.graph_module.recompile()
+        _part_names(program)
+        program = _decomposed(program)
+    signature = program.graph_signature
+    module, written = (program.graph_module, []) if ruled is None else ruled
+    parameters: list[Argument] = []
+    buffers: list[Argument] = []
+    constants: dict[str, torch.Tensor] = {}
+    inputs: list[str | None] = []
+    used = {node.name for node in module.graph.nodes if node.users}
+    for spec in signature.input_specs:
+        name = getattr(spec.arg, "name", "")
+        match spec.kind:
+            case InputKind.PARAMETER if name in used:
+                parameters.append(Argument(name, held(str(spec.target))))
+            case InputKind.BUFFER if name in used:
+                buffers.append(Argument(name, held(str(spec.target))))
+            case InputKind.CONSTANT_TENSOR if name in used:
+                target = f"constant.{spec.target}"
+                buffers.append(Argument(name, target))
+                constant = program.constants[str(spec.target)]
+                assert isinstance(constant, torch.Tensor)
+                constants[target] = constant.detach()
+            case InputKind.USER_INPUT:
+                is_value = isinstance(spec.arg, TensorArgument) and name in used
+                inputs.append(name if is_value else None)
+            case InputKind.CUSTOM_OBJ | InputKind.TOKEN:
+                raise TraceError(f"the model keeps {spec.target!r}, which a graph cannot hold")
+            case _:
+                pass
+    writes = [Write(held(target), "") for target in written]
+    outputs: list[Value | Literal] = []
+    returned = next(node for node in module.graph.nodes if node.op == "output").args[0]
+    values = {node.name: node.meta.get("val") for node in module.graph.nodes}
+    dynamic = any(isinstance(size, torch.SymInt) for v in values.values() for size in _shape(v))
+    for out, node in zip(signature.output_specs, returned[len(written) :], strict=True):
+        match out.kind:
+            case OutputKind.BUFFER_MUTATION:
+                writes.append(Write(held(str(out.target)), str(getattr(out.arg, "name", ""))))
+            case OutputKind.USER_OUTPUT:
+                name = node.name if isinstance(node, fx.Node) else ""
+                outputs.append(_output(out.arg, name, values.get(name), dynamic))
+            case OutputKind.USER_INPUT_MUTATION:
+                raise TraceError(
+                    f"the model writes into its input {out.target!r}; let it work on a copy "
+                    "(x = x.clone())"
+                )
+            case OutputKind.PARAMETER_MUTATION:
+                message = (
+                    f"the model writes into its parameter {out.target!r} while it runs, as an "
+                    "embedding with max_norm does, and weights change in updates alone; make it a "
+                    "buffer, or work on a copy of it"
+                )
+                # an embedding's own rows are the same however often they are scaled
+                if node.target is torch.ops.aten.embedding_renorm.default:
+                    raise at_node(message, node, "it scales rows of its parameter")
+                raise TraceError(message)
+            case kind:
+                raise TraceError(f"the model has an output of kind {kind.name}; return tensors")
+    _let_copies_have_gradients(module)
+    _let_strides_vary(module)
+    part_recurrent(module)
+    writes, outputs = _return_values(module, writes, outputs, {a.name for a in buffers})
+    _tidy(
+        module, {argument.name for argument in (*parameters, *buffers)} | set(filter(None, inputs))
+    )
+    out_spec = program.call_spec.out_spec
+    assert out_spec is not None
+    module, new = _with_lasting_names(module)
+    return Traced(
+        module=module,
+        parameters=tuple(replace(a, name=new[a.name]) for a in parameters),
+        buffers=tuple(replace(a, name=new[a.name]) for a in buffers),
+        constants=constants,
+        inputs=tuple(None if name is None else new[name] for name in inputs),
+        writes=tuple(replace(write, value=new[write.value]) for write in writes),
+        outputs=tuple(
+            replace(out, name=new[out.name]) if isinstance(out, Value) else out for out in outputs
+        ),
+        out_spec=out_spec,
+        accepts=accepts,
+    )
+
+
+def _decomposed(program: ExportedProgram) -> ExportedProgram:
+    """The program without in-place operations, as PyTorch itself makes it."""
+    try:
+        with warnings.catch_warnings(), functions_kept():
+            warnings.simplefilter("ignore")
+            decomposed: ExportedProgram = program.run_decompositions({})
+            return decomposed
+    except RuntimeError as error:
+        written = re.match(r"Constant (\S+) is mutated in the forward method", str(error))
+        if written is None:
+            raise
+        name = "" if written[1].startswith("lifted_tensor") else f" {written[1]!r}"
+        raise TraceError(
+            f"the model writes into a tensor{name} that is no buffer of it, and which in a graph "
+            "would stay as it is; register it (register_buffer), and write that in place"
+        ) from error
+
+
+def _first_names(program: ExportedProgram) -> Callable[[str], str]:
+    """A parameter or buffer goes by the first of its names, as in ``named_parameters``."""
+    first: dict[int, str] = {}
+    names: dict[str, str] = {}
+    for name, tensor in program.state_dict.items():
+        names[name] = first.setdefault(id(tensor), name)
+    return lambda name: names.get(name, name)
+
+
+def _part_names(program: ExportedProgram) -> None:
+    """Let a buffer with several names be a tensor of its own under those that the graph reads not.
+
+    The graph reads a shared buffer under one name. To write one that has another name as well is
+    more than the decomposition takes.
+    """
+    unread = {node.name for node in program.graph.nodes if not node.users}
+    for spec in program.graph_signature.input_specs:
+        if spec.kind is InputKind.BUFFER and getattr(spec.arg, "name", "") in unread:
+            for held in (program.state_dict, program.constants):
+                tensor = held.get(str(spec.target))
+                if isinstance(tensor, torch.Tensor):
+                    held[str(spec.target)] = tensor.detach().clone()
+
+
+def _output(argument: Any, name: str, value: Any, dynamic: bool) -> Value | Literal:
+    """What the node of that name returns.
+
+    Args:
+        argument: of the exporter's signature.
+        name: the node's.
+        value: the node's, without data.
+        dynamic: whether the graph tells which sizes are the batch.
+    """
+    if isinstance(argument, TensorArgument):
+        if not dynamic:
+            return Value(name)
+        return Value(name, tuple(d for d, size in enumerate(_shape(value)) if _counts(size)))
+    if isinstance(argument, SymIntArgument):
+        return Value(name, (0,) if _counts(value) else None)
+    if isinstance(argument, ConstantArgument):
+        counts = None if type(argument.value) is int and not dynamic else ()
+        return Literal(argument.value, counts)
+    raise TraceError(f"the model returns {argument!r}, which a graph cannot hold; return tensors")
+
+
+def _shape(value: Any) -> Sequence[Any]:
+    return value.shape if isinstance(value, torch.Tensor) else ()
+
+
+def _counts(size: Any) -> bool:
+    """Whether a size is the number of samples itself, not a number made of it."""
+    return isinstance(size, torch.SymInt) and bool(size.node.expr.is_Symbol)
+
+
+def _detach_without_grad(module: fx.GraphModule) -> None:
+    """Cut the gradient of what a ``torch.no_grad()`` region computes.
+
+    The exporter keeps such a region as a subgraph, but inlines it when it decomposes, and the
+    gradient would then flow through.
+    """
+    region = torch.ops.higher_order.wrap_with_set_grad_enabled
+    for node in list(module.graph.nodes):
+        if node.op != "call_function" or node.target is not region or node.args[0]:
+            continue
+        for item in list(node.users):
+            with module.graph.inserting_after(item):
+                cut = module.graph.call_function(torch.ops.aten.detach.default, (item,))
+            cut.meta.update(item.meta)
+            item.replace_all_uses_with(cut, delete_user_cb=lambda user, cut=cut: user is not cut)
+
+
+def _detach_in_place(module: fx.GraphModule) -> None:
+    """Write ``x.detach_()`` as ``detach``, whose result is what is read from there on.
+
+    The decomposition takes it for nothing. Of a constant it is no more than that.
+    """
+    aten = torch.ops.aten
+    order = {node: place for place, node in enumerate(module.graph.nodes)}
+    for node in list(module.graph.nodes):
+        source = node.args[0] if node.target is aten.detach_.default else None
+        if not isinstance(source, fx.Node) or source.target is aten.lift_fresh_copy.default:
+            continue
+        node.target = aten.detach.default
+        for user in list(source.users):
+            if order[user] > order[node]:
+                user.replace_input_with(source, node)
+
+
+def _let_copies_have_gradients(module: fx.GraphModule) -> None:
+    """Write ``copy(x, y)``, which autograd does not know, as a copy of ``y`` where it is laid out
+    like ``x``, else as a scatter into all of ``x``."""
+    aten = torch.ops.aten
+    for node in list(module.graph.nodes):
+        if node.op != "call_function" or node.target is not aten.copy.default:
+            continue
+        target, source = node.args[:2]
+        like, value = target.meta["val"], source.meta["val"]
+        if _layout(like) == _layout(value):
+            node.target, node.args, node.kwargs = aten.clone.default, (source,), {}
+            continue
+        if not like.dim():
+            node.target, node.args, node.kwargs = (
+                aten._to_copy.default,
+                (source,),
+                {"dtype": like.dtype},
+            )
+            continue
+        with module.graph.inserting_before(node):
+            spread = module.graph.call_function(aten.expand_as.default, (source, target))
+        spread.meta.update({**node.meta, "val": value.expand(like.shape)})
+        node.target, node.args = aten.slice_scatter.default, (target, spread)
+
+
+def _layout(value: torch.Tensor) -> tuple[Any, ...]:
+    return value.dtype, value.shape, value.stride()
+
+
+def _let_strides_vary(module: fx.GraphModule) -> None:
+    """Write ``view`` as ``reshape``: where a kernel is chosen by what needs a gradient, as that of
+    attention is, strides are not always those of the trace."""
+    for node in module.graph.nodes:
+        if node.target is torch.ops.aten.view.default:
+            node.target = torch.ops.aten.reshape.default
+
+
+def _return_values(
+    module: fx.GraphModule,
+    writes: list[Write],
+    outputs: list[Value | Literal],
+    buffers: set[str],
+) -> tuple[list[Write], list[Value | Literal]]:
+    """Let the graph return its writes and values, each computed by a node of its own stage.
+
+    An argument that is written to a buffer, and a buffer that is returned, are copied.
+    """
+    end = next(node for node in module.graph.nodes if node.op == "output")
+    returned = end.args[0]
+    assert isinstance(returned, tuple | list)
+
+    def computed(node: Any, held: bool) -> Any:
+        if node.op != "placeholder" or not held:
+            return node
+        with module.graph.inserting_before(end):
+            copy = module.graph.call_function(torch.ops.aten.clone.default, (node,))
+        copy.meta.update(node.meta)
+        return copy
+
+    count = len(writes)
+    written = [computed(node, True) for node in returned[:count]]
+    values = [
+        computed(node, node.name in buffers)
+        for node, out in zip(returned[count:], outputs, strict=True)
+        if isinstance(out, Value) and isinstance(node, fx.Node)
+    ]
+    end.args = ((*written, *values),)
+    rest = iter(values)
+    return (
+        [replace(write, value=node.name) for write, node in zip(writes, written, strict=True)],
+        [replace(o, name=next(rest).name) if isinstance(o, Value) else o for o in outputs],
+    )
+
+
+def _with_lasting_names(module: fx.GraphModule) -> tuple[fx.GraphModule, dict[str, str]]:
+    """The graph with names that a copy of it keeps, and old name → new name.
+
+    The exporter calls a node after its argument, also where fx would not (``input``, a builtin),
+    and counts on over sizes, which only a dynamic graph has. Here a node is called after its
+    operation and its place among those of its kind, so that graphs for other sizes agree.
+    """
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in module.graph.nodes:
+        if node.op in ("placeholder", "output"):
+            copies[node] = graph.node_copy(node, lambda n: copies[n])
+            continue
+        is_size = isinstance(node.meta.get("val"), torch.SymInt | int)
+        name = "size" if is_size else getattr(node.target, "__name__", "value").split(".")[0]
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: copies[n])
+        copies[node] = graph.create_node(node.op, node.target, args, kwargs, name)
+        copies[node].meta.update(node.meta)
+    return lazy_module(module, graph), {old.name: node.name for old, node in copies.items()}
+
+
+def _tidy(module: fx.GraphModule, placeholders: set[str]) -> None:
+    """Drop assertions, copies of what nobody changes, dead nodes and placeholders nobody reads."""
+    graph = module.graph
+    for node in reversed(list(graph.nodes)):
+        if node.op == "call_function" and node.target in _ASSERTIONS and not node.users:
+            graph.erase_node(node)
+        elif _is_idle_copy(node):
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+    graph.eliminate_dead_code()
+    for node in list(graph.nodes):
+        if node.op == "placeholder" and node.name not in placeholders and not node.users:
+            graph.erase_node(node)
+    graph.lint()
+
+
+def _is_idle_copy(node: fx.Node) -> bool:
+    """Whether a node copies a value of the graph itself as it is, layout included.
+
+    Nothing is changed in place any more, so the copy is not needed: dropout with p = 0 leaves one.
+    """
+    if node.op != "call_function" or node.target is not torch.ops.aten.clone.default:
+        return False
+    source = node.args[0]
+    if not isinstance(source, fx.Node) or source.op != "call_function":
+        return False
+    if any(user.op == "output" for user in node.users):
+        return False  # what the model returns stays a value of its own
+    here, there = node.meta.get("val"), source.meta.get("val")
+    return (
+        isinstance(here, torch.Tensor)
+        and isinstance(there, torch.Tensor)
+        and here.stride() == there.stride()
+    )

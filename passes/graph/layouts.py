@@ -1,0 +1,154 @@
+"""Give tensors without data, and gradients, the strides that they have in PyTorch itself.
+
+before:  y = batch_norm(x.transpose(1, 2), …)      without data y lies as its input does
+after:   y = batch_norm(x.transpose(1, 2), …)      y is contiguous, as it is when it is computed
+
+What is traced depends on strides: whether a view is possible, whether ``contiguous`` copies.
+PyTorch tells those of a BatchNorm wrong, and of sizes of 1 those of many an operation. Such a one
+is run once, on zeros. For gradients see ``lay_gradients``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fxpipe.passes.graph.aliasing import may_alias
+
+_NO_VIEWS = (torch.ops.aten.detach.default, torch.ops.aten._unsafe_view.default)
+"""Operations whose results lie in another tensor's memory, and are no views to autograd."""
+
+
+class TrueLayouts(TorchDispatchMode):
+    """Inside, and inside a mode of fake tensors, an operation's results have their real strides."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        made = func(*args, **kwargs)
+        if not _in_doubt(func, pytree.tree_leaves((args, kwargs))):
+            return made
+        try:
+            with unset_fake_temporarily(), torch.no_grad():
+                real = func(*pytree.tree_map(_zeros, args), **pytree.tree_map(_zeros, kwargs))
+        except Exception:  # zeros are not what it takes
+            return made
+        return pytree.tree_map(_laid_out_as, made, real)
+
+
+class BatchNormsLaidOut(TorchFunctionMode):
+    """Inside, while a model is exported, what a BatchNorm gives lies as it will."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        is_norm = func in (torch.batch_norm, functional.batch_norm)
+        if is_norm and made.device.type == "cpu" and not lie_alike(args[:1]):
+            with disable_proxy_modes_tracing(), torch.no_grad():
+                made.as_strided_(made.shape, torch.empty(made.shape, device="meta").stride())
+        return made
+
+
+def lay_gradients(module: fx.GraphModule) -> None:
+    """Let the gradient of what is written through a view lie as that itself, as autograd does it.
+
+    before:  view = permute(linear, …);  div_(view, 3)
+    after:   flat = reshape(linear, [-1]);  laid = view_as(flat, linear)
+             view = permute(laid, …);  div_(view, 3)
+
+    A sum rounds by how its operand lies, and without the write a gradient lies as the one that
+    arrives. Both new nodes are views; backward copies such a gradient where it lies otherwise.
+    """
+    aten, graph = torch.ops.aten, module.graph
+    for base in dict.fromkeys(map(_written_base, graph.nodes)):
+        if base is None:
+            continue
+        value = base.meta["val"]
+        with graph.inserting_after(base):
+            flat = graph.call_function(aten.reshape.default, (base, [-1]))
+        with graph.inserting_after(flat):
+            laid = graph.call_function(aten.view_as.default, (flat, base))
+        with value.fake_mode, torch.no_grad():
+            line = value.reshape([-1])
+            flat.meta.update({**base.meta, "val": line})
+            laid.meta.update({**base.meta, "val": line.view_as(value)})
+        news = (flat, laid)
+        base.replace_all_uses_with(laid, lambda user, news=news: user not in news)  # type: ignore[misc]
+
+
+def _written_base(node: fx.Node) -> fx.Node | None:
+    """What a node writes to through a view, if it is contiguous and may have a gradient."""
+    if not isinstance(node.target, OpOverload) or not node.target._schema.is_mutable:
+        return None
+    base, viewed = node, False
+    while base.args and isinstance(source := base.args[0], fx.Node):
+        here, there = base.meta.get("val"), source.meta.get("val")
+        if not isinstance(here, FakeTensor) or not isinstance(there, FakeTensor):
+            break
+        shared = here.untyped_storage()._cdata == there.untyped_storage()._cdata
+        if not shared or base.target in _NO_VIEWS:
+            break
+        viewed |= (here.shape, here.stride()) != (there.shape, there.stride())
+        base = source
+    value = base.meta.get("val")
+    laid = isinstance(value, FakeTensor) and value.is_floating_point() and value.is_contiguous()
+    return base if viewed and laid and base.op == "call_function" else None
+
+
+def _in_doubt(func: Any, operands: list[Any]) -> bool:
+    """Whether an operation's results may lie otherwise than they say."""
+    if not isinstance(func, OpOverload) or func.namespace not in ("aten", "fxpipe"):
+        return False
+    tensors = [leaf for leaf in operands if isinstance(leaf, FakeTensor)]
+    if func._schema.is_mutable or may_alias(func) or torch.Tag.nondeterministic_seeded in func.tags:
+        return False
+    if not all(x.is_floating_point() or x.dtype is torch.bool for x in tensors):
+        return False
+    turned = "batch_norm" in func._schema.name and not lie_alike(x for x in tensors if x.dim() > 1)
+    return turned or any(map(_has_ambiguous_strides, tensors))
+
+
+def lie_alike(tensors: Iterable[Tensor]) -> bool:
+    """Whether tensors are all contiguous, or all images with their channels last."""
+    orders = {torch.contiguous_format, torch.channels_last}
+    for x in tensors:
+        orders = {order for order in orders if x.is_contiguous(memory_format=order)}
+    return bool(orders)
+
+
+def _has_ambiguous_strides(x: Tensor) -> bool:
+    """Whether a size of 1 has a stride that it has not in a new tensor."""
+    place = 1
+    for size, stride in zip(reversed(x.shape), reversed(x.stride()), strict=True):
+        if size == 1 and stride != place:
+            return True
+        place *= max(size, 1)
+    return False
+
+
+def _zeros(value: Any) -> Any:
+    """Real zeros that lie as a tensor without data."""
+    if not isinstance(value, FakeTensor):
+        return value
+    made = torch.empty_strided(
+        value.shape, value.stride(), dtype=value.dtype, device=value.fake_device
+    )
+    return made.zero_()
+
+
+def _laid_out_as(made: Any, real: Any) -> Any:
+    if not isinstance(made, Tensor) or made.stride() == real.stride():
+        return made
+    return torch.empty_strided(made.shape, real.stride(), dtype=made.dtype, device=made.device)

@@ -1,0 +1,151 @@
+"""When each piece of memory that a graph touches is alive while the graph runs.
+
+before:  a = mm(x, w); b = relu_(a); c = view(b); d = mm(c, v); return (d, b)
+after:   a, which b and c lie in: from step 0 to the return       d: from step 3 to the return
+
+A graph runs node by node: a value is there from its node on, and is dropped after the last node
+that reads it, as the generated code does. Memory is a tensor's storage: views lie in that of what
+they show, and an operation that writes over an operand makes none. What an operation needs for
+itself while it runs no graph tells, and it is not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor, fx
+from torch._ops import OpOverload
+from torch.utils import _pytree as pytree
+
+from fxpipe.kernels.kernel import onto
+from fxpipe.passes.differentiate.fuse_accumulation import product_onto
+
+
+class Span(NamedTuple):
+    """The life of one storage.
+
+    Attributes:
+        bytes: its size.
+        first: the step that makes it; −1 for an argument.
+        last: the last step at which it is there. What is returned is there at the return, which
+            is one more step, and so is an argument that no node reads.
+    """
+
+    bytes: int
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
+class Liveness:
+    """The storages of a graph.
+
+    Attributes:
+        steps: how many nodes compute.
+        spans: storage → its life.
+        of: node → the storages that its value lies in.
+    """
+
+    steps: int
+    spans: Mapping[int, Span]
+    of: Mapping[fx.Node, tuple[int, ...]]
+
+    def lies_in(self, nodes: Iterable[Any]) -> tuple[int, ...]:
+        """The storages that some values lie in, each once; what is no node has none."""
+        found = (self.of[node] for node in nodes if isinstance(node, fx.Node))
+        return tuple(dict.fromkeys(storage for each in found for storage in each))
+
+
+def liveness(
+    graph: fx.Graph,
+    shared: Sequence[Sequence[Hashable]] = (),
+    absent: Collection[fx.Node] = (),
+) -> Liveness:
+    """The life of every storage of a graph whose nodes tell their values (``meta["val"]``).
+
+    Args:
+        graph: the graph.
+        shared: for each of the first arguments names of the storages that it lies in: where two
+            name the same they share memory. Other arguments have memory of their own, whatever
+            their example values lie in.
+        absent: arguments that are None, such as sums to which nothing was added yet.
+    """
+    *nodes, output = graph.nodes
+    computing = [node for node in nodes if node.op != "placeholder"]
+    step = {node: place for place, node in enumerate([*computing, output])}
+    homes = _Homes(
+        dict(zip((n for n in nodes if n.op == "placeholder"), shared, strict=False)), absent
+    )
+    spans: dict[int, Span] = {}
+    for node in nodes:
+        first = step.get(node, -1)
+        unread = len(computing) if node.op == "placeholder" else first
+        last = max((step[user] for user in node.users), default=unread)
+        for home, size in homes.find(node):
+            known = spans.setdefault(home, Span(size, first, last))
+            spans[home] = known._replace(last=max(known.last, last))
+    of = {node: tuple(found.values()) for node, found in homes.of.items()}
+    return Liveness(len(computing), spans, of)
+
+
+class _Homes:
+    """The storages of a graph's values as it runs.
+
+    Attributes:
+        of: node → storage of its example value → storage as the graph runs, by number.
+    """
+
+    def __init__(
+        self, shared: Mapping[fx.Node, Sequence[Hashable]], absent: Collection[fx.Node]
+    ) -> None:
+        self.of: dict[fx.Node, dict[int, int]] = {node: {} for node in absent}
+        self._shared = shared
+        self._numbers: dict[Hashable, int] = {}
+
+    def find(self, node: fx.Node) -> list[tuple[int, int]]:
+        """The storages of a node's value, with their bytes, where those before it are known."""
+        if node in self.of:
+            return []
+        sizes = dict(_storages(node))
+        over = [home for operand in _written_over(node) for home in self.of[operand].values()]
+        if over:
+            self.of[node] = dict(zip(sizes, over, strict=True))
+        elif node in self._shared:
+            self.of[node] = {
+                key: self._number(("shared", name))
+                for key, name in zip(sizes, self._shared[node], strict=True)
+            }
+        else:
+            shown: dict[int, int] = {}
+            for operand in reversed(node.all_input_nodes):
+                shown.update(self.of[operand])
+            self.of[node] = {
+                key: shown[key] if key in shown else self._number((node, key)) for key in sizes
+            }
+        return list(zip(self.of[node].values(), sizes.values(), strict=True))
+
+    def _number(self, name: Hashable) -> int:
+        return self._numbers.setdefault(name, len(self._numbers))
+
+
+def _written_over(node: fx.Node) -> Iterator[fx.Node]:
+    """The operands that an operation writes its results over."""
+    if node.target in (onto, product_onto):
+        yield node.all_input_nodes[0]
+    if node.op != "call_function" or not isinstance(node.target, OpOverload):
+        return
+    for index, argument in enumerate(node.target._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
+            if isinstance(given, fx.Node):
+                yield given
+
+
+def _storages(node: fx.Node) -> Iterator[tuple[int, int]]:
+    """The storages that a node's example value lies in, with their bytes."""
+    for leaf in pytree.tree_leaves(node.meta.get("val")):
+        if isinstance(leaf, Tensor):
+            storage = leaf.untyped_storage()
+            yield storage._cdata, int(storage.nbytes())

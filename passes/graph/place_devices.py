@@ -1,0 +1,97 @@
+"""Let the devices that are written in a stage's graphs be the stage's own.
+
+before, traced on cuda:0:  mask = full([4, 4], 0.0, device=cuda:0)
+after, on cuda:2:          mask = full([4, 4], 0.0, device=cuda:2)
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, fx
+
+from fxpipe.errors import PassError
+from fxpipe.ir.plan import Plan, Stage
+from fxpipe.kernels.autograd import AutogradKernel
+from fxpipe.kernels.graph import GraphKernel
+from fxpipe.passes.graph.lazy_module import lazy_module
+
+
+@dataclass(frozen=True)
+class PlaceDevices:
+    """Plan → Plan: every stage makes its tensors where it runs.
+
+    A graph holds the device that it was traced on: where ``arange`` or ``full`` makes a tensor,
+    where a value is cast, and in tensors that it keeps. These are exchanged, in its backward and
+    the halves of it too; inputs and parameters bring their own. What a graph makes on the CPU
+    beside another device stays there; any other device is refused, as the model asks for it by
+    its name.
+
+    Attributes:
+        traced: the device that the plan was traced on.
+        homes: stage → its device.
+    """
+
+    traced: torch.device
+    homes: tuple[torch.device, ...]
+    name: ClassVar[str] = "place_devices"
+
+    def __call__(self, plan: Plan) -> Plan:
+        """Place all stages. Raises PassError where a graph names another device."""
+        return replace(plan, stages=tuple(map(self._placed, plan.stages)))
+
+    def _placed(self, stage: Stage) -> Stage:
+        home = self.homes[stage.index]
+        if same(home, self.traced):
+            return stage
+        move = functools.partial(moved, traced=self.traced, home=home)
+        kernel = stage.kernel
+        assert kernel is None or isinstance(kernel, GraphKernel | AutogradKernel)
+        return replace(
+            stage,
+            graph=move(stage.graph),
+            kernel=None if kernel is None else kernel.mapped(move),
+        )
+
+
+def moved(module: fx.GraphModule, traced: torch.device, home: torch.device) -> fx.GraphModule:
+    """A copy of a graph module, on another device than it was traced on.
+
+    Raises:
+        PassError: a node names a device that is neither.
+    """
+    graph = copy.deepcopy(module.graph)
+    for node in graph.nodes:
+        exchange = functools.partial(_exchanged, traced=traced, home=home, node=node)
+        node.args = fx.node.map_aggregate(node.args, exchange)
+        node.kwargs = fx.node.map_aggregate(node.kwargs, exchange)
+    result = lazy_module(module, graph)
+    for node in graph.find_nodes(op="get_attr"):
+        owner, _, name = str(node.target).rpartition(".")
+        holder = result.get_submodule(owner)
+        value = getattr(holder, name)
+        if isinstance(value, Tensor) and same(value.device, traced):
+            setattr(holder, name, value.to(home))
+    return result
+
+
+def _exchanged(value: Any, traced: torch.device, home: torch.device, node: fx.Node) -> Any:
+    if not isinstance(value, torch.device) or same(value, home):
+        return value
+    if same(value, traced):
+        return home
+    if value.type == "cpu":
+        return value
+    raise PassError(
+        f"node {node.name} names {value}, and the model was traced on {traced}; let it take the "
+        "device of one of its inputs (x.device)"
+    )
+
+
+def same(one: torch.device, other: torch.device) -> bool:
+    """Whether two devices are one: without an index it is the first."""
+    return one.type == other.type and (one.index or 0) == (other.index or 0)

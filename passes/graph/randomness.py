@@ -1,0 +1,107 @@
+"""Make random operations pure functions of (micro-batch seed, node number).
+
+before:  native_dropout = aten.native_dropout.default(relu, 0.1, True)
+after:   native_dropout = fxpipe.random.native_dropout(relu, 0.1, True, fxpipe_seed, 0)
+         with ``fxpipe_seed`` a new input; this is the graph's random operation number 0
+
+A leaf module keeps its own operations; it is told what its draws depend on.
+
+before:  drop = self.drop(relu)
+after:   draw_from = fxpipe.random.leaf_draws.draw_from(relu, fxpipe_seed, 0)
+         drop = self.drop(draw_from)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpipe import random
+from fxpipe.errors import TraceError
+from fxpipe.ir.traced import DRAWS, SEED, Traced
+from fxpipe.random import SEEDED, UNSEEDED, draws, in_training, with_defaults
+from fxpipe.random.leaf_draws import draw_from
+from fxpipe.torchtools import source
+
+aten = torch.ops.aten
+
+_ATTENTION: dict[str, Any] = {
+    "attn_mask": None,
+    "dropout_p": 0.0,
+    "is_causal": False,
+    "scale": None,
+    "enable_gqa": False,
+}
+
+
+def seed_randomness(traced: Traced) -> Traced:
+    """The same graph with every random operation seeded; unchanged if it has none.
+
+    Raises:
+        TraceError: a random operation has no seeded form here; names its source line.
+    """
+    graph = traced.graph
+    seed: fx.Node | None = None
+    number = 0
+    for node in list(graph.nodes):
+        if node.meta.get(DRAWS):
+            seed = _seed(graph) if seed is None else seed
+            source_node = next(iter(node.all_input_nodes))
+            with graph.inserting_before(node):
+                begun = graph.call_function(draw_from, (source_node, seed, number))
+            begun.meta.update(source_node.meta)
+            for key in ("nn_module_stack", "stack_trace"):  # it belongs to the module that draws
+                begun.meta[key] = node.meta.get(key)
+            node.replace_input_with(source_node, begun)
+            number += 1
+            continue
+        seeded = _seeded_form(node)
+        if seeded is None:
+            continue
+        seed = _seed(graph) if seed is None else seed
+        target, args, kwargs = seeded
+        node.target = target
+        node.args = (*args, seed, number)
+        node.kwargs = {k: v for k, v in kwargs.items() if k not in UNSEEDED}
+        number += 1
+    if seed is None:
+        return traced
+    graph.lint()
+    traced.module.recompile()
+    return replace(traced, module=traced.module)
+
+
+def _seed(graph: fx.Graph) -> fx.Node:
+    with graph.inserting_before(next(iter(graph.nodes))):
+        seed = graph.placeholder(SEED)
+    seed.meta["val"] = torch.zeros((), dtype=torch.int64)
+    return seed
+
+
+def _seeded_form(
+    node: fx.Node,
+) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]] | None:
+    if node.op != "call_function":
+        return None
+    target: Any = node.target
+    if target is aten.scaled_dot_product_attention.default:
+        given = _ATTENTION | dict(zip(_ATTENTION, node.args[3:], strict=False)) | dict(node.kwargs)
+        if not given["dropout_p"]:
+            return None
+        return random.attention, (*node.args[:3], *given.values()), {}
+    if target in SEEDED and in_training(target, node.args, node.kwargs):
+        return SEEDED[target], with_defaults(target, node.args), dict(node.kwargs)
+    if isinstance(target, torch._ops.OpOverload):
+        if torch.Tag.nondeterministic_seeded in target.tags and draws(
+            target, node.args, node.kwargs
+        ):
+            raise TraceError(
+                f"the random operation {target} at {source.of_node(node) or 'an unknown line'} "
+                "has no form that is a function of a seed; draw with torch.rand or torch.randn "
+                'instead, or trace around it with tracer="symbolic"'
+            )
+    return None

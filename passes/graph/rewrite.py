@@ -1,0 +1,394 @@
+"""Rewrite an exported graph's in-place operations by rules, without running it.
+
+before:  add_ = aten.add_.Tensor(b_count, 1);  relu_ = aten.relu_.default(bn);  return (relu_,)
+after:   add = aten.add.Tensor(b_count, 1);  relu = aten.relu.default(bn);  return (add, relu)
+
+PyTorch's own way, ``run_decompositions``, runs the graph twice under several tracers, which takes
+some five times as long as the export itself. Most graphs need no more than new names: what was
+written in place is from then on the result of the operation's functional variant. Where a value
+that somebody reads later shares the memory that is written, or a rule is missing, the graph is
+left to PyTorch.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+from torch._ops import HigherOrderOperator, OpOverload
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, OutputKind
+
+from fxpipe.passes.graph.aliasing import functional_variant, keeps_type, may_alias
+from fxpipe.passes.graph.lazy_module import lazy_module
+
+aten = torch.ops.aten
+
+_REGION = torch.ops.higher_order.wrap_with_set_grad_enabled
+_PLAIN = ("_operator", "math", "torch")
+"""Modules of functions that compute with sizes."""
+
+_LEFT = frozenset(
+    getattr(aten, name)
+    for name in (
+        # write running statistics, though their schemas do not say so
+        "instance_norm",
+        "native_batch_norm",
+        "cudnn_batch_norm",
+        "miopen_batch_norm",
+        # draw random numbers, and PyTorch takes them apart
+        "alpha_dropout",
+        "feature_alpha_dropout",
+        "rrelu",
+    )
+)
+"""Operations without a rule."""
+
+_WITH_RULE = (aten.batch_norm.default, aten.dropout.default, aten.feature_dropout.default)
+
+_SCATTERS: Mapping[Any, OpOverload] = {
+    aten.slice.Tensor: aten.slice_scatter.default,
+    aten.select.int: aten.select_scatter.default,
+}
+"""Views → the operation that puts a view back into what it is of."""
+
+_COPIES = (aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten.contiguous.default)
+"""Operations that copy where they have to."""
+
+
+def rewrite(program: ExportedProgram) -> tuple[fx.GraphModule, list[str]] | None:
+    """A functional graph, which returns first what is written to buffers, and their names.
+
+    Args:
+        program: what the tracer gave; it is left as it is.
+
+    Returns:
+        The graph and the buffers' targets, or None where the rules are not enough.
+    """
+    if any(
+        spec.kind is not OutputKind.USER_OUTPUT for spec in program.graph_signature.output_specs
+    ):
+        return None
+    buffers = {
+        str(getattr(spec.arg, "name", "")): str(spec.target)
+        for spec in program.graph_signature.input_specs
+        if spec.kind is InputKind.BUFFER
+    }
+    rewriter = _Rewriter(program.graph_module, buffers)
+    try:
+        return rewriter.run()
+    except _NoRule:
+        return None
+
+
+class _NoRule(Exception):
+    """The graph needs more than the rules."""
+
+
+class _Rewriter:
+    """Copies a graph node by node.
+
+    Attributes:
+        buffers: placeholder → target, of the buffers.
+        graph: the copy.
+        tensor: node of the old graph → the first node that stands for the same tensor, which
+            in-place operations only change.
+        newest: such a first node → the copy of what it holds now.
+        last: such a first node → the place of the last node that reads the tensor by a name known.
+        sharing: such a first node → all that may share its memory, itself among them.
+    """
+
+    def __init__(self, module: fx.GraphModule, buffers: Mapping[str, str]) -> None:
+        self.module = module
+        self.buffers = buffers
+        self.graph = fx.Graph()
+        self.tensor: dict[fx.Node, fx.Node] = {}
+        self.newest: dict[fx.Node, Any] = {}
+        self.last: dict[fx.Node, int] = {}
+        self.sharing: dict[fx.Node, set[fx.Node]] = {}
+        self.order = {node: place for place, node in enumerate(module.graph.nodes)}
+        self.written: set[fx.Node] = set()
+
+    def run(self) -> tuple[fx.GraphModule, list[str]]:
+        placeholders = []
+        for node in self.module.graph.nodes:
+            if node.op == "placeholder":
+                placeholders.append(node)
+                copy = self.graph.placeholder(node.name)
+                copy.name = node.name  # fx would rename an ``input``
+                copy.meta.update(node.meta)
+                self._stands(node, copy)
+            elif node.op == "output":
+                written = [p for p in placeholders if p in self.written]
+                values = [self.newest[p] for p in written]
+                self.graph.output((*values, *self._copied(node.args[0])))
+            elif node.op == "get_attr":
+                self._stands(node, None)  # the graph of a region
+            else:
+                self._call(node)
+        self.graph.lint()
+        made = lazy_module(self.module, self.graph)
+        return made, [self.buffers[node.name] for node in written]
+
+    def _call(self, node: fx.Node) -> None:
+        target = node.target
+        if target is _REGION:
+            self._region(node)
+        elif not isinstance(target, OpOverload):
+            self._function(node)
+        elif target.overloadpacket in _LEFT and not _is_pure(node):
+            raise _NoRule
+        elif target is aten.batch_norm.default:
+            self._batch_norm(node)
+        elif target in _WITH_RULE:
+            self._dropout(node)
+        elif target is aten.lift_fresh_copy.default:
+            self._make(node, aten.clone.default, self._copied(node.args), {})
+        elif target._schema.is_mutable:
+            self._in_place(node)
+        elif may_alias(target):
+            self._view(node)
+        else:
+            self._keep(node)
+
+    # rules
+
+    def _function(self, node: fx.Node) -> None:
+        """A part of what an operation returned, or a size."""
+        module = getattr(node.target, "__module__", "")
+        if (
+            module.partition(".")[0] not in _PLAIN
+            or module.startswith("torch._functorch")  # the layers of a vmap
+            or isinstance(node.target, HigherOrderOperator)
+        ):
+            raise _NoRule
+        source = node.args[0] if node.args else None
+        if node.target is not operator.getitem or not isinstance(source, fx.Node):
+            self._keep(node)
+            return
+        whole = self.newest[self.tensor[source]]
+        if isinstance(whole, list | tuple):  # of a region
+            self._stands(node, whole[node.args[1]])  # type: ignore[index]
+            self._join(node, source)
+            return
+        self._keep(node)
+        if isinstance(source.target, OpOverload) and may_alias(source.target):
+            self._join(node, source)
+
+    def _keep(self, node: fx.Node) -> None:
+        self._make(node, node.target, self._copied(node.args), self._copied(node.kwargs))
+
+    def _view(self, node: fx.Node) -> None:
+        """A value that may lie in another's memory; where it is all of it as it is, that value."""
+        source = node.args[0] if node.args else None
+        if not isinstance(source, fx.Node):
+            if not isinstance(source, list | tuple):
+                raise _NoRule
+            self._keep(node)
+            for each in node.all_input_nodes:
+                self._join(node, each)
+            return
+        asked = True in node.args[2:] or node.kwargs.get("copy")
+        if node.target in _COPIES and _same(node, source) and not asked:
+            self._is(node, self.tensor[source])
+        else:
+            self._keep(node)
+            self._join(node, source)
+
+    def _dropout(self, node: fx.Node) -> None:
+        if len(node.args) < 3:
+            raise _NoRule
+        source, chance, training = node.args[:3]
+        assert isinstance(source, fx.Node)
+        if not training or chance == 0:
+            self._undropped(node, source)
+        elif node.target is aten.dropout.default:
+            operands = (*self._copied((source, chance)), True)
+            both = self._several(node, aten.native_dropout.default, operands)
+            self._stands(node, self._part(node, both, 0))
+        else:
+            raise _NoRule
+
+    def _batch_norm(self, node: fx.Node) -> None:
+        if len(node.args) < 8:
+            raise _NoRule
+        x, weight, bias, mean, variance, training, momentum, eps = node.args[:8]
+        value = x.meta.get("val") if isinstance(x, fx.Node) else None
+        if not isinstance(value, torch.Tensor) or value.device.type != "cpu":
+            raise _NoRule  # another operation does it there
+        operands = self._copied((x, weight, bias))
+        if mean is None and training:
+            target, rest = aten._native_batch_norm_legit.no_stats, (True, momentum, eps)
+        elif mean is None or variance is None:
+            raise _NoRule
+        elif not training:
+            target = aten._native_batch_norm_legit_no_training.default
+            rest = (*self._copied((mean, variance)), momentum, eps)
+        else:
+            target = aten._native_batch_norm_legit_functional.default
+            rest = (*self._copied((mean, variance)), True, momentum, eps)
+        whole = self._several(node, target, (*operands, *rest))
+        self._stands(node, self._part(node, whole, 0))
+        if training and mean is not None:
+            for place, statistic in ((3, mean), (4, variance)):
+                assert isinstance(statistic, fx.Node)
+                self._write(node, statistic, self._part(statistic, whole, place))
+
+    def _in_place(self, node: fx.Node) -> None:
+        """The functional variant, whose result stands from now on for what was written."""
+        target = node.target
+        assert isinstance(target, OpOverload)
+        source = node.args[0] if node.args else None
+        if not isinstance(source, fx.Node):
+            raise _NoRule
+        if target is aten.detach_.default:
+            if self.newest[self.tensor[source]].target is not aten.clone.default:
+                raise _NoRule  # of a constant alone it is no more than its value
+            self._is(node, self.tensor[source])
+            return
+        other = node.args[1] if len(node.args) > 1 else None
+        if target is aten.copy_.default and isinstance(other, fx.Node) and _same(other, source):
+            # ``self.count += 1`` writes the buffer, and then copies it to itself
+            if self.tensor[other] is not self.tensor[source]:
+                self._write(node, source, self.newest[self.tensor[other]])
+            self._is(node, self.tensor[source])
+            return
+        variant = functional_variant(target)
+        if variant is None or not keeps_type(node, source):
+            raise _NoRule
+        made = self._new(node, variant, self._copied(node.args), self._copied(node.kwargs))
+        self._write(node, source, made)
+        self._is(node, self.tensor[source])
+
+    def _region(self, node: fx.Node) -> None:
+        """What is computed without gradients: the exporter's subgraph, opened."""
+        name = node.args[1]
+        if not isinstance(name, fx.Node) or not isinstance(name.target, str):
+            raise _NoRule
+        inner = self.module.get_submodule(name.target)
+        assert isinstance(inner, fx.GraphModule)
+        given = iter(node.args[2:])
+        copies: dict[fx.Node, Any] = {}
+        for each in inner.graph.nodes:
+            if each.op == "placeholder":
+                copies[each] = self._copied(next(given))
+            elif each.op == "output":
+                returned = each.args[0]
+            elif _is_plain(each):
+                copies[each] = self.graph.node_copy(each, lambda n: copies[n])
+            else:
+                raise _NoRule
+        self._stands(node, fx.map_arg(returned, lambda n: copies[n]))
+        for operand in node.args[2:]:
+            if isinstance(operand, fx.Node):
+                self._join(node, operand)
+
+    # tensors
+
+    def _write(self, node: fx.Node, source: fx.Node, made: fx.Node) -> None:
+        """See that nobody reads the old value later in another way, and note the new one."""
+        tensor, place = self.tensor[source], self.order[node]
+        wholes = [] if tensor.op == "placeholder" else self._viewed(tensor)
+        for other in self.sharing[tensor] - {tensor, *wholes}:
+            if other.op == "placeholder" or self.last[other] > place:
+                raise _NoRule
+        if tensor.op == "placeholder":
+            if tensor.name not in self.buffers:
+                raise _NoRule
+            self.written.add(tensor)
+        self.newest[tensor] = made
+        for view, whole in zip([tensor, *wholes], wholes, strict=False):
+            operands = self.newest[whole], self.newest[view], *self._copied(view.args[1:])
+            self.newest[whole] = self._new(whole, _SCATTERS[view.target], operands)
+
+    def _viewed(self, tensor: fx.Node) -> list[fx.Node]:
+        """What a tensor is a view of, what that is a view of, and so on; it can be put back."""
+        found: list[fx.Node] = []
+        while tensor.target in _SCATTERS and not tensor.kwargs:
+            source = tensor.args[0]
+            assert isinstance(source, fx.Node)
+            tensor = self.tensor[source]
+            found.append(tensor)
+        return [] if found and found[-1].op == "placeholder" else found
+
+    def _stands(self, node: fx.Node, copy: Any) -> None:
+        self.sharing[node] = {node}
+        self.newest[node] = copy
+        self._is(node, node)
+
+    def _is(self, node: fx.Node, tensor: fx.Node) -> None:
+        """Whatever the node's users read is that tensor."""
+        self.tensor[node] = tensor
+        uses = (self.order[user] for user in node.users)
+        self.last[tensor] = max(self.last.get(tensor, 0), *uses, 0)
+
+    def _undropped(self, node: fx.Node, source: fx.Node) -> None:
+        """A node that is its source; what the model returns stays a value of its own."""
+        if any(user.op == "output" for user in node.users):
+            self._make(node, aten.clone.default, (self._copied(source),), {})
+        else:
+            self._is(node, self.tensor[source])
+
+    def _join(self, node: fx.Node, other: fx.Node) -> None:
+        """Two nodes may share memory."""
+        one, two = sorted(
+            (self.sharing[self.tensor[node]], self.sharing[self.tensor[other]]), key=len
+        )
+        if one is not two:
+            two |= one
+            for each in one:
+                self.sharing[each] = two
+
+    # nodes
+
+    def _make(self, node: fx.Node, target: Any, args: Any, kwargs: Any) -> None:
+        self._stands(node, self._new(node, target, args, kwargs))
+
+    def _new(self, node: fx.Node, target: Any, args: Any, kwargs: Any = None) -> fx.Node:
+        copy = self.graph.call_function(target, args, kwargs)
+        copy.meta.update(node.meta)
+        return copy
+
+    def _several(self, node: fx.Node, target: OpOverload, args: Any) -> fx.Node:
+        """An operation with several results, in the place of one that has a single one."""
+        whole = self._new(node, target, args)
+        with node.meta["val"].fake_mode, torch.no_grad():
+            whole.meta["val"] = target(*fx.map_arg(args, lambda n: n.meta["val"]))
+        return whole
+
+    def _part(self, node: fx.Node, whole: fx.Node, place: int) -> fx.Node:
+        """One result of an operation that has several, in the place of a node."""
+        part = self.graph.call_function(operator.getitem, (whole, place))
+        part.meta.update({**whole.meta, "val": node.meta.get("val")})
+        return part
+
+    def _copied(self, args: Any) -> Any:
+        return fx.map_arg(args, lambda node: self.newest[self.tensor[node]])
+
+
+def _is_pure(node: fx.Node) -> bool:
+    """Whether an operation that may write or draw does neither."""
+    return node.target is aten.instance_norm.default and node.args[3] is None
+
+
+def _is_plain(node: fx.Node) -> bool:
+    """Whether a node can be taken as it is."""
+    target = node.target
+    if node.op != "call_function" or not isinstance(target, OpOverload):
+        return target is operator.getitem
+    return not (target._schema.is_mutable or target.overloadpacket in _LEFT or target in _WITH_RULE)
+
+
+def _same(node: fx.Node, source: fx.Node) -> bool:
+    """Whether a node's value is its source as it lies in memory."""
+    here, there = node.meta.get("val"), source.meta.get("val")
+    return (
+        isinstance(here, torch.Tensor)
+        and isinstance(there, torch.Tensor)
+        and (here.dtype, here.device) == (there.dtype, there.device)
+        and here.shape == there.shape
+        and here.stride() == there.stride()
+    )

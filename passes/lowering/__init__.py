@@ -1,0 +1,1 @@
+"""Schedule × Plan → Program, and Program → Program."""

@@ -1,0 +1,142 @@
+"""Insert what moves values: between devices, and from and to the caller."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+from fxpipe.errors import InputError
+from fxpipe.ir.edge import HOST
+from fxpipe.ir.program import Buffer, Instruction, Load, Output, Pop, Program, Receive, Send, Stash
+from fxpipe.torchtools.garbage import without_collection
+
+
+@without_collection()
+def communicate(program: Program) -> Program:
+    """Program → Program: every value reaches the device that reads it.
+
+    Before, with edges ``act z 1->2``, ``skip h 0->2`` and ``out loss 2->host``::
+
+        device 2
+          forward   s2[0] v0 keep
+          backward  s2[0] v0
+
+    after::
+
+        device 2
+          pop       skip:h:0->2[0]
+          recv      act:z:1->2[0]
+          forward   s2[0] v0 keep
+          output    out:loss:2->host[0]
+          load      grad:loss:host->2[0]
+          backward  s2[0] v0
+          send      grad:h:2->0[0]
+          send      grad:z:2->1[0]
+
+    A value leaves right after it is made and arrives right before its first use; nothing moves
+    between two stages of one device. A value that skips stages goes straight from ``stash`` to
+    ``pop``, and its gradient straight back. Inputs are loaded, outputs handed over, and so are
+    the gradients of both where their edges carry one.
+
+    Values from one device to another arrive in the order in which they leave. Where a device
+    uses them in another order it takes the earlier ones in first. That adds no waiting: what
+    left earlier is there already.
+
+    Raises:
+        InputError: the program is not one of compute alone.
+    """
+    if program.passes != ("lower",):
+        done = " ".join(program.passes) or "none"
+        raise InputError(f"communicate follows lower alone, and the passes done are: {done}")
+    mail = _Mail(program)
+    sending = [list(mail.send(device, list_)) for device, list_ in enumerate(program.lists)]
+    lists = tuple(tuple(mail.receive(device, list_)) for device, list_ in enumerate(sending))
+    return replace(program, lists=lists, passes=(*program.passes, "communicate"))
+
+
+class _Mail:
+    """What is on its way between devices.
+
+    Where batches overlap the program is a window that repeats, and so are the queues: a value
+    that left in an earlier window has a place before the start of this window's queue.
+
+    Attributes:
+        program: the program of compute alone.
+        queues: (from, to) → the values in the order in which they leave, in one window.
+        places: value, without its batch → its index in its queue, and the batch it has there.
+        taken: (from, to) → up to where receives have come, counted from this window's start.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.queues: defaultdict[tuple[int, int], list[Buffer]] = defaultdict(list)
+        self.places: dict[tuple[object, ...], tuple[int, int]] = {}
+        self.taken: dict[tuple[int, int], int] = {}
+
+    def send(self, device: int, instructions: Iterable[Instruction]) -> Iterator[Instruction]:
+        """The instructions of a device, each followed by what hands on the values it makes."""
+        placement = self.program.placement
+        for instruction in instructions:
+            yield instruction
+            for buffer in self.program.writes(instruction):
+                if buffer.target == HOST:
+                    yield Output(buffer)
+                elif (home := placement[buffer.target]) != device:
+                    queue = self.queues[device, home]
+                    self.places[buffer[:5]] = len(queue), buffer.batch
+                    queue.append(buffer)
+                    yield Stash(buffer) if buffer.kind == "skip" else Send(buffer)
+
+    def receive(self, device: int, instructions: Sequence[Instruction]) -> Iterator[Instruction]:
+        """The instructions of a device, each after what brings the values it reads."""
+        placement = self.program.placement
+        loaded: dict[object, int] = {}
+        if self.program.depth:
+            self._start(device, instructions, loaded)
+        for instruction in instructions:
+            for buffer in self.program.reads(instruction):
+                if buffer.source == HOST:
+                    if loaded.setdefault(buffer[:5], buffer.batch) == buffer.batch:
+                        loaded[buffer[:5]] = 1  # a recompute finds it there
+                        yield Load(buffer)
+                elif (home := placement[buffer.source]) != device:
+                    yield from self._take((home, device), buffer)
+            yield instruction
+
+    def _start(
+        self, device: int, instructions: Iterable[Instruction], loaded: dict[object, int]
+    ) -> None:
+        """What a window finds done by the one before.
+
+        Its receives begin right after the last one there, and what the caller gives is loaded
+        where its batch is met first.
+        """
+        placement = self.program.placement
+        for instruction in instructions:
+            for buffer in self.program.reads(instruction):
+                if buffer.source == HOST:
+                    loaded[buffer[:5]] = max(loaded.get(buffer[:5], buffer.batch), buffer.batch)
+                elif (home := placement[buffer.source]) != device:
+                    pair = home, device
+                    end = self._place(pair, buffer) + 1 - len(self.queues[pair])
+                    self.taken[pair] = max(self.taken.get(pair, end), end)
+
+    def _place(self, pair: tuple[int, int], buffer: Buffer) -> int:
+        """Where a value stands in its queue, counted from this window's start; −1 if nowhere."""
+        if buffer[:5] not in self.places:
+            return -1
+        index, batch = self.places[buffer[:5]]
+        return index - (batch - buffer.batch) * len(self.queues[pair])
+
+    def _take(self, pair: tuple[int, int], buffer: Buffer) -> Iterator[Instruction]:
+        """Arrivals up to a value; none if it has been taken, or if nothing ever sends it."""
+        first, end = self.taken.get(pair, 0), self._place(pair, buffer) + 1
+        queue = self.queues[pair]
+        for place in range(first, end):
+            windows, index = divmod(place, len(queue))
+            arrival = queue[index]
+            if windows:
+                arrival = arrival._replace(batch=arrival.batch + windows)
+            yield Pop(arrival) if arrival.kind == "skip" else Receive(arrival)
+        self.taken[pair] = max(first, end)

@@ -1,0 +1,85 @@
+"""Free every buffer after its last use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from fxpipe.errors import InputError
+from fxpipe.ir.program import Buffer, Free, Instruction, Program, batch_of
+from fxpipe.torchtools.garbage import without_collection
+
+
+@without_collection()
+def free(program: Program) -> Program:
+    """Program → Program: a ``free`` right after the last use of each buffer on each device.
+
+    Before::
+
+        device 1
+          recv      act:y:0->1[0]
+          forward   s1[0] v0 keep
+          send      act:z:1->2[0]
+
+    after::
+
+        device 1
+          recv      act:y:0->1[0]
+          forward   s1[0] v0 keep
+          free      act:y:0->1[0]
+          send      act:z:1->2[0]
+          free      act:z:1->2[0]
+
+    What a stage saved needs none: its backward uses it up.
+
+    Raises:
+        InputError: the program's communication is not in place, or it is freed already.
+    """
+    if "communicate" not in program.passes or "free" in program.passes:
+        done = " ".join(program.passes) or "none"
+        raise InputError(f"free comes once and after communicate; the passes done are: {done}")
+    lists = tuple(tuple(_freed(program, list_)) for list_ in program.lists)
+    return replace(program, lists=lists, passes=(*program.passes, "free"))
+
+
+def _freed(program: Program, instructions: tuple[Instruction, ...]) -> Iterator[Instruction]:
+    ends = _last_uses(program, instructions)
+    for position, instruction in enumerate(instructions):
+        yield instruction
+        if position in ends:
+            for buffer in ends[position]:
+                yield Free(buffer)
+
+
+def _last_uses(program: Program, instructions: tuple[Instruction, ...]) -> dict[int, list[Buffer]]:
+    """Position → the buffers that nothing uses after it and that it does not end itself.
+
+    All that is made is read on its device, if only by its send or output.
+    """
+    last: dict[int, list[Buffer]] = {}
+    seen: set[object] = set()
+    for position in _backwards(program, instructions):
+        instruction = instructions[position]
+        seen.update([_value(buffer) for buffer in program.ends(instruction)])
+        for buffer in program.reads(instruction):
+            if (value := _value(buffer)) not in seen:
+                last.setdefault(position, []).append(buffer)
+                seen.add(value)
+    return last
+
+
+def _backwards(program: Program, instructions: tuple[Instruction, ...]) -> Iterable[int]:
+    """Positions from the last to the first that a batch meets.
+
+    Where batches overlap a batch meets several windows: first as this step's, then as the one
+    before.
+    """
+    positions = range(len(instructions) - 1, -1, -1)
+    if not program.depth:
+        return positions
+    return sorted(positions, key=lambda position: batch_of(instructions[position]))
+
+
+def _value(buffer: Buffer) -> object:
+    """A buffer whatever window it is seen from."""
+    return buffer[:5]

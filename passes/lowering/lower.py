@@ -1,0 +1,210 @@
+"""Lower a schedule over a plan to a program of compute alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from fxpipe.errors import InputError
+from fxpipe.ir.plan import Plan
+from fxpipe.ir.program import (
+    Backward,
+    Barrier,
+    Clip,
+    Forward,
+    InputGrad,
+    Instruction,
+    Norm,
+    Pause,
+    Program,
+    Recompute,
+    Run,
+    Update,
+    WeightGrad,
+)
+from fxpipe.ir.schedule import Schedule
+from fxpipe.ir.task import BUILT_IN, Task
+from fxpipe.torchtools.garbage import without_collection
+
+_COMPUTE: dict[str, type[Recompute | Backward | InputGrad | WeightGrad]] = {
+    "R": Recompute,
+    "B": Backward,
+    "I": InputGrad,
+    "W": WeightGrad,
+}
+
+
+@dataclass(frozen=True)
+class Lower:
+    """Schedule × Plan → Program: each task becomes one compute instruction.
+
+    Before, with ``updates``::
+
+        1: F0 B0 F1 B1 U
+
+    after::
+
+        device 1
+          forward   s1[0] v0 keep
+          backward  s1[0] v0
+          forward   s1[1] v0 keep
+          backward  s1[1] v0
+          barrier
+          update    s1 v0 -> v1
+
+    A failure must leave every weight as it was before the step, so all updates of a device stand
+    behind one barrier at its end. With a flush the last device to finish decides how long the
+    step takes, so it costs nothing. Where batches overlap there is no barrier, and every update
+    stands where the schedule has it.
+
+    A task of batch b, 0 for this step's, reads version b − delay of its stage; the update from
+    batch b makes version b + 1, which a user's own task behind it reads. What is recomputed keeps
+    its inputs instead of what its backward needs. Where stages clip, each tells the norm of its
+    gradients to all as soon as they are complete.
+
+    Attributes:
+        plan: the stages and edges.
+        updates: whether U tasks become updates; without an optimizer they become nothing.
+        pause: whether each device pauses before its first backward, so that the caller can take
+            the outputs and come back later with their gradients.
+    """
+
+    plan: Plan
+    updates: bool = True
+    pause: bool = False
+    name: ClassVar[str] = "lower"
+
+    @without_collection()
+    def __call__(self, schedule: Schedule) -> Program:
+        """Lower a verified schedule.
+
+        Raises:
+            InputError: the counts of stages differ, or the schedule cannot be paused.
+        """
+        self._check(schedule)
+        edges = self.plan.edges
+        one = _Instructions(schedule, self.updates)
+        flush = not schedule.overlaps
+        return Program(
+            name=schedule.name,
+            microbatches=schedule.microbatches,
+            placement=schedule.placement,
+            edges=edges if one.trains else tuple(replace(edge, gradient=False) for edge in edges),
+            lists=tuple(
+                tuple(self._device(one, row) if flush else self._window(one, row))
+                for row in schedule.rows
+            ),
+            passes=(self.name,),
+        )
+
+    def _device(self, one: _Instructions, row: tuple[Task, ...]) -> Iterator[Instruction]:
+        paused = not self.pause
+        behind: list[Instruction] = []
+        for position, task in enumerate(row):
+            if task.kind in "BI" and not paused:
+                yield Pause()
+                paused = True
+            if task.kind == "U" and not self.updates:
+                continue
+            instruction = one.of(task, position)
+            if isinstance(instruction, Update) or (behind and isinstance(instruction, Run)):
+                behind.append(instruction)
+            else:
+                yield instruction
+                yield from one.after(task)
+        if not paused:
+            yield Pause()  # a device without a backward: the caller resumes all of them together
+        if one.trains and self.updates:
+            yield Barrier()
+            yield from behind
+
+    def _window(self, one: _Instructions, row: tuple[Task, ...]) -> Iterator[Instruction]:
+        """A device's tasks where batches overlap: each update stands where it is written."""
+        for position, task in enumerate(row):
+            if task.kind != "U" or self.updates:
+                yield one.of(task, position)
+                yield from one.after(task)
+
+    def _check(self, schedule: Schedule) -> None:
+        if schedule.stages != len(self.plan.stages):
+            raise InputError(
+                f"schedule {schedule.name!r} is for {schedule.stages} stages and the plan has "
+                f"{len(self.plan.stages)}; cut the model into {schedule.stages} stages or make "
+                f"the schedule for {len(self.plan.stages)}"
+            )
+        if self.pause:
+            _check_pause(schedule)
+
+
+class _Instructions:
+    """The instruction of each task of a schedule.
+
+    Attributes:
+        trains: whether anything runs backward.
+    """
+
+    def __init__(self, schedule: Schedule, updates: bool) -> None:
+        self.trains = schedule.trains
+        self._delays = schedule.delays
+        self._clips = "C" in schedule.kinds
+        self._last = schedule.microbatches - 1
+        self._recomputed = {
+            (task.stage, task.microbatch)
+            for row in schedule.rows
+            for task in row
+            if task.kind == "R"
+        }
+        self._updates = {
+            task.stage: (-task.batch, position)
+            for row in schedule.rows
+            for position, task in enumerate(row)
+            if task.kind == "U" and updates
+        }
+
+    def of(self, task: Task, position: int) -> Instruction:
+        """The instruction of a task at a position of its row."""
+        kind, stage, i, batch = task.kind, task.stage, task.microbatch, task.batch
+        assert stage is not None
+        version = batch - self._delays[stage]
+        if kind not in BUILT_IN:
+            update = self._updates.get(stage)
+            if update is not None and update < (-batch, position):
+                version = batch + 1
+            return Run(kind, stage, i, version, batch)
+        if kind == "C":
+            return Clip(stage, batch)
+        if i is None:
+            return Update(stage, batch, batch + 1, batch)
+        if kind == "F":
+            again = (stage, i) in self._recomputed
+            return Forward(stage, i, version, self.trains and not again, again, batch)
+        return _COMPUTE[kind](stage, i, version, batch)
+
+    def after(self, task: Task) -> Iterator[Instruction]:
+        """What follows a task: the norm of gradients that are complete, if any stage clips."""
+        if self._clips and task.kind in "BW" and task.microbatch == self._last:
+            assert task.stage is not None
+            yield Norm(task.stage, task.batch)
+
+
+def _check_pause(schedule: Schedule) -> None:
+    if not schedule.trains:
+        raise InputError(
+            f"schedule {schedule.name!r} has no backward to pause before; lower it without pause"
+        )
+    if schedule.overlaps:
+        raise InputError(
+            f"schedule {schedule.name!r} lets batches overlap and cannot be paused; use one with a "
+            "flush, such as gpipe"
+        )
+    for device, row in enumerate(schedule.rows):
+        kinds = [task.kind for task in row]
+        first = next((at for at, kind in enumerate(kinds) if kind in "BI"), len(kinds))
+        if "F" in kinds[first:]:
+            position = kinds.index("F", first)
+            raise InputError(
+                f"schedule {schedule.name!r} cannot pause between forward and backward: device "
+                f"{device} has {row[position]} at position {position}, after a backward; use one "
+                "that runs all forwards first, such as gpipe"
+            )

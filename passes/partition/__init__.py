@@ -1,0 +1,1 @@
+"""Which stage computes what: measured, assigned, and cut into a Plan."""

@@ -1,0 +1,229 @@
+"""The partition: which stage computes which node of a graph, and what it may not part.
+
+before:  conv_1, relu_1, conv_2, relu_2            (in the order of the program)
+after:   {"conv_1": 0, "relu_1": 0, "conv_2": 1, "relu_2": 1}
+
+Every edge runs forward. ``balance`` makes such an assignment by costs, ``named_cuts`` by names of
+submodules, and ``follow`` for a further graph of a model that has one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from fxpipe.ir.traced import Traced
+from fxpipe.passes.partition.work import Load
+from fxpipe.passes.tracing.symbolic import leaf_tensors
+from fxpipe.random.leaf_draws import draw_from
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How well an assignment is balanced.
+
+    Attributes:
+        loads: stage → load, for one micro-batch.
+        bound: seconds that the slowest stage takes at least, in any cut that is asked for by
+            ``condition``.
+        together: submodules that no cut may part.
+    """
+
+    loads: tuple[Load, ...]
+    bound: float
+    together: tuple[str, ...] = ()
+
+    @property
+    def condition(self) -> str:
+        """What every cut does that the bound is for."""
+        kept = f" and keep {', '.join(self.together)} together" if self.together else ""
+        return f"add up gradients in the model's order{kept}"
+
+    @property
+    def slowest(self) -> float:
+        """Seconds of the slowest stage."""
+        return max(load.seconds for load in self.loads)
+
+    @property
+    def gap(self) -> float:
+        """By which part of the bound the slowest stage may be too slow, at most; 0 is the best."""
+        return max(self.slowest / self.bound - 1, 0.0) if self.bound else 0.0
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """Which stage computes what.
+
+    Attributes:
+        stages: how many there are.
+        nodes: node name → stage, for every node that computes.
+        verdict: how well it is balanced, where it was made by costs.
+    """
+
+    stages: int
+    nodes: Mapping[str, int]
+    verdict: Verdict | None = field(default=None, compare=False)
+
+
+def owners(traced: Traced, assignment: Assignment) -> dict[str, int]:
+    """Parameter or buffer (its name in the model) → the first stage that reads it."""
+    return {
+        target: min(
+            (assignment.nodes[n.name] for n in nodes if n.name in assignment.nodes), default=0
+        )
+        for target, nodes in readers(traced).items()
+    }
+
+
+def readers(traced: Traced) -> dict[str, list[fx.Node]]:
+    """Parameter or buffer (its name in the model) → the nodes that read it."""
+    if traced.leaves:
+        return leaf_tensors(traced.module)
+    targets = {a.name: a.target for a in (*traced.parameters, *traced.buffers)}
+    return {
+        targets[node.name]: list(node.users) for node in traced.graph.nodes if node.name in targets
+    }
+
+
+def differentiable(traced: Traced, trained: Collection[str]) -> dict[fx.Node, None]:
+    """The nodes through which a gradient may come back, in order.
+
+    A node that does not tell its value may be one of them.
+
+    Args:
+        traced: the graph.
+        trained: the placeholders that get a gradient; with leaf modules every value may.
+    """
+    found: dict[fx.Node, None] = {}
+    for node in traced.graph.nodes:
+        given = node.name in trained or (traced.leaves and node.op != "placeholder")
+        if node.op != "output" and (given or any(n in found for n in node.all_input_nodes)):
+            value = node.meta.get("val")
+            if value is None or any(map(_is_float, pytree.tree_leaves(value))):
+                found[node] = None
+    return found
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+def compute_nodes(graph: fx.Graph) -> list[fx.Node]:
+    """The nodes that a stage computes: all but placeholders and the output."""
+    return [node for node in graph.nodes if node.op not in ("placeholder", "output")]
+
+
+def in_order(traced: Traced) -> list[fx.Node]:
+    """The compute nodes in an order of the program in which cuts cost least.
+
+    What depends on no input of the call, such as a weight's cast to another type, comes right
+    before its first use, so that no cut falls between the two.
+    """
+    waiting: set[fx.Node] = set()
+    constant = _constant(traced)
+    ordered: list[fx.Node] = []
+
+    def place(node: fx.Node) -> None:
+        for source in node.all_input_nodes:
+            if source in waiting:
+                waiting.discard(source)
+                place(source)
+        ordered.append(node)
+
+    for node in compute_nodes(traced.graph):
+        if node in constant and any(user.op != "output" for user in node.users):
+            waiting.add(node)
+        else:
+            place(node)
+    ordered += (node for node in compute_nodes(traced.graph) if node in waiting)
+    return ordered
+
+
+def _constant(traced: Traced) -> set[fx.Node]:
+    """The nodes that depend on no input of the call, but on parameters and buffers at most."""
+    held = {argument.name for argument in (*traced.parameters, *traced.buffers)}
+    found: set[fx.Node] = set()
+    for node in compute_nodes(traced.graph):
+        sources = node.all_input_nodes
+        if node.op == "call_function" and all(n in found or n.name in held for n in sources):
+            found.add(node)
+    return found
+
+
+def within(node: fx.Node, module: str) -> bool:
+    """Whether a node belongs to a submodule or to one inside it."""
+    return any(path == module or path.startswith(module + ".") for path in module_paths(node))
+
+
+def module_paths(node: fx.Node) -> list[str]:
+    """The submodules that a node belongs to, outermost first, without the model itself."""
+    stack = node.meta.get("nn_module_stack") or {}
+    return [path for path, _ in stack.values() if path]
+
+
+def kept_together(nodes: Sequence[fx.Node], modules: Sequence[str]) -> Iterator[list[fx.Node]]:
+    """For each of some submodules the nodes that belong to it."""
+    for module in modules:
+        group = [node for node in nodes if within(node, module)]
+        if len(group) > 1:
+            yield group
+
+
+def bonds(traced: Traced, nodes: Sequence[fx.Node]) -> Iterator[list[fx.Node]]:
+    """Nodes that must share a stage.
+
+    An operation and the parts of its result; what says how a module draws, and that module; a copy
+    and the module that may work on it in place, which autograd allows on no stage's input; what
+    depends on no input and its first use, or, as a counter of calls that nothing uses, its module's
+    first call; all that reads or writes a buffer which is written, for the next micro-batch reads
+    what this one wrote; all calls of leaf modules that share a parameter or buffer.
+
+    Args:
+        traced: the graph.
+        nodes: what ``in_order`` gives.
+    """
+    place = {node: index for index, node in enumerate(nodes)}
+    constant = _constant(traced)
+    calls: dict[tuple[str, ...], fx.Node] = {}
+    for node in nodes:
+        if node not in constant and (paths := module_paths(node)):
+            calls.setdefault(tuple(paths), node)
+    for node in nodes:
+        users = [user for user in node.users if user in place]
+        copied = node.op == "call_method" and node.target == "clone"
+        parts = [
+            user
+            for user in users
+            if is_part(user) or node.target is draw_from or (copied and user.op == "call_module")
+        ]
+        if parts:
+            yield [node, *parts]
+        elif node in constant and users:
+            yield [node, min(users, key=place.__getitem__)]
+        elif node in constant and (call := calls.get(tuple(module_paths(node)))):
+            yield [node, call]
+    by_name = {node.name: node for node in nodes}
+    written = {write.target: write.value for write in traced.writes}
+    for target, users in readers(traced).items():
+        group = [user for user in users if user in place]
+        if target in written:
+            group += [by_name[name] for name in (written[target],) if name in by_name]
+        elif not any(user.op == "call_module" for user in users):
+            continue
+        if len(group) > 1:
+            yield group
+
+
+def is_part(node: fx.Node) -> bool:
+    """Whether a node picks one result out of an operation that has several."""
+    return (
+        node.op == "call_function"
+        and getattr(node.target, "__name__", "") == "getitem"
+        and isinstance(node.args[0], fx.Node)
+        and not hasattr(node.args[0].meta.get("val"), "dtype")
+        and isinstance(node.args[1], int)
+    )

@@ -1,0 +1,247 @@
+"""What of a graph no cut parts: its nodes as atoms, with the values that go between them.
+
+before:  conv, view, getitem_0, getitem_1, mul     (nodes)
+after:   [conv, view], [split, getitem_0, getitem_1], [mul]
+
+Besides what is bound by its meaning, a view stays with the tensor that it shows. What a bond
+encloses joins it, so that the atoms have no cycle.
+
+Those that read one value come in the order of the program, none in an earlier stage than one
+before it: autograd adds their gradients from the last to the first, and so do the stages. A cut may
+be slower for that, with ``together`` much slower; what is proven of cuts is proven of these.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from fxpipe.ir.traced import Traced
+from fxpipe.passes.partition.assignment import (
+    bonds,
+    differentiable,
+    in_order,
+    kept_together,
+    module_paths,
+    readers,
+)
+from fxpipe.passes.partition.measure import NodeCost
+from fxpipe.passes.partition.work import Transfer, Work
+from fxpipe.passes.tracing.symbolic import is_view
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What stays in memory.
+
+    Attributes:
+        resident: parameter or buffer, by its name in the model → bytes, with its gradient,
+            optimizer state and versions.
+        saved: node → bytes that it keeps for the backward of a micro-batch.
+        undo: parameter → bytes that are kept from its update on, to go back to, when nothing is
+            saved any more.
+    """
+
+    resident: Mapping[str, int] = field(default_factory=dict)
+    saved: Mapping[str, int] = field(default_factory=dict)
+    undo: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Atoms:
+    """The atoms of a graph, in an order in which every edge runs forward.
+
+    Attributes:
+        nodes: atom → its nodes, in the order of the program.
+        work: what they cost.
+        layers: atom → the submodule of the model's own that it belongs to, or its first node.
+    """
+
+    nodes: tuple[tuple[fx.Node, ...], ...]
+    work: Work
+    layers: tuple[str, ...]
+
+
+def atoms_of(
+    traced: Traced,
+    costs: Mapping[str, NodeCost],
+    footprint: Footprint,
+    together: Sequence[str] = (),
+    *,
+    views: bool = True,
+) -> Atoms:
+    """The atoms of a graph.
+
+    Args:
+        traced: the graph.
+        costs: node → what it costs.
+        footprint: what stays in memory.
+        together: submodules that no cut may part.
+        views: whether views stay with what they show.
+    """
+    ordered = in_order(traced)
+    bound = [*bonds(traced, ordered), *kept_together(ordered, together)]
+    trained = any(cost.backward for cost in costs.values())
+    names = {argument.target: argument.name for argument in traced.parameters}
+    back = differentiable(traced, names.values()) if trained else {}
+    turns = list(_turns(traced, ordered, back))
+    groups = _joined(ordered, [*bound, *_views(ordered)] if views else bound, turns)
+    atom_of = {node: atom for atom, group in enumerate(groups) for node in group}
+    transfers = list(_values(ordered, costs, atom_of, back))
+    in_turn = {(atom_of[first], atom_of[second]) for first, second in turns}
+    transfers += [Transfer(a, (b,), 0, False) for a, b in sorted(in_turn) if a != b]
+    resident, undo = [0] * len(groups), [0] * len(groups)
+    for target, users in readers(traced).items():
+        atoms = tuple(sorted({atom_of[user] for user in users if user in atom_of}))
+        held, undoing = footprint.resident.get(target, 0), footprint.undo.get(target, 0)
+        if target in names and len(atoms) > 1:
+            size = costs[names[target]].bytes if names[target] in costs else 0
+            transfers.append(Transfer(None, atoms, size, trained, held, undoing))
+        else:
+            for atom in atoms:
+                resident[atom] += held
+                undo[atom] += undoing
+    return Atoms(
+        tuple(map(tuple, groups)),
+        Work(
+            tuple(sum(costs[node.name].seconds for node in group) for group in groups),
+            tuple(resident),
+            tuple(sum(footprint.saved.get(n.name, 0) for n in group) for group in groups),
+            tuple(transfers),
+            tuple(undo),
+        ),
+        tuple((module_paths(group[0]) or [group[0].name])[0] for group in groups),
+    )
+
+
+def _values(
+    nodes: Iterable[fx.Node],
+    costs: Mapping[str, NodeCost],
+    atom_of: Mapping[fx.Node, int],
+    back: Container[fx.Node],
+) -> Iterator[Transfer]:
+    for node in nodes:
+        atom = atom_of[node]
+        others = {atom_of[user] for user in node.users if user in atom_of} - {atom}
+        if others:
+            size = costs[node.name].bytes
+            yield Transfer(atom, tuple(sorted(others)), size, node in back)
+
+
+def _turns(
+    traced: Traced, ordered: Sequence[fx.Node], back: Container[fx.Node]
+) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Each two that read a value one after the other, and both hand a gradient back to it."""
+    place = {node: index for index, node in enumerate(ordered)}
+    for node in traced.graph.nodes:
+        if node in back:
+            users = [user for user in node.users if user in place and user in back]
+            yield from itertools.pairwise(sorted(users, key=place.__getitem__))
+
+
+def _views(nodes: Iterable[fx.Node]) -> Iterator[list[fx.Node]]:
+    """Each view with the tensor that it shows, where that is computed."""
+    for node in nodes:
+        shown = node.args[0] if node.args else None
+        if is_view(node) and isinstance(shown, fx.Node):
+            if shown.op not in ("placeholder", "get_attr"):
+                yield [shown, node]
+
+
+def _joined(
+    nodes: Sequence[fx.Node],
+    bound: Iterable[Sequence[fx.Node]],
+    turns: Iterable[tuple[fx.Node, fx.Node]],
+) -> list[list[fx.Node]]:
+    """The nodes in groups that hold what is bound, and no cycle between them.
+
+    Args:
+        nodes: in an order in which every edge runs forward.
+        bound: nodes that share a group.
+        turns: pairs of which the first may not come after the second.
+    """
+    number = {node: index for index, node in enumerate(nodes)}
+    root = list(range(len(nodes)))
+
+    def find(index: int) -> int:
+        while root[index] != index:
+            root[index] = root[root[index]]
+            index = root[index]
+        return index
+
+    for bond in bound:
+        for node in bond[1:]:
+            root[find(number[node])] = find(number[bond[0]])
+    group_of = [find(index) for index in range(len(nodes))]
+    sources: dict[int, set[int]] = {group: set() for group in group_of}
+    for index, node in enumerate(nodes):
+        for source in node.all_input_nodes:
+            if source in number and group_of[number[source]] != group_of[index]:
+                sources[group_of[index]].add(group_of[number[source]])
+    for first, second in turns:
+        if group_of[number[first]] != group_of[number[second]]:
+            sources[group_of[number[second]]].add(group_of[number[first]])
+    part_of = {
+        group: number for number, part in enumerate(_strongly_connected(sources)) for group in part
+    }
+    parts: dict[int, list[int]] = {}
+    for index, group in enumerate(group_of):
+        parts.setdefault(part_of[group], []).append(index)
+    before: dict[int, set[int]] = {part: set() for part in parts}
+    for group, others in sources.items():
+        before[part_of[group]] |= {part_of[other] for other in others} - {part_of[group]}
+    return [[nodes[index] for index in parts[part]] for part in _sorted(parts, before)]
+
+
+def _strongly_connected(sources: Mapping[int, set[int]]) -> Iterator[list[int]]:
+    """The components of a graph all of whose members reach each other (Tarjan, 1972)."""
+    seen: dict[int, int] = {}
+    low: dict[int, int] = {}
+    stack: list[int] = []
+    on_stack: set[int] = set()
+    for start in sources:
+        if start in seen:
+            continue
+        path = [(start, iter(sources[start]))]
+        while path:
+            group, others = path[-1]
+            if group not in seen:
+                seen[group] = low[group] = len(seen)
+                stack.append(group)
+                on_stack.add(group)
+            other = next((o for o in others if o not in seen or o in on_stack), None)
+            if other is None:
+                path.pop()
+                if path:
+                    low[path[-1][0]] = min(low[path[-1][0]], low[group])
+                if low[group] == seen[group]:
+                    place = stack.index(group)
+                    component, stack[place:] = stack[place:], []
+                    on_stack -= set(component)
+                    yield component
+            elif other in seen:
+                low[group] = min(low[group], seen[other])
+            else:
+                path.append((other, iter(sources[other])))
+
+
+def _sorted(parts: Mapping[int, list[int]], before: Mapping[int, set[int]]) -> Iterator[int]:
+    """The parts, each after those that it reads, and else as the program has them."""
+    missing = {part: len(others) for part, others in before.items()}
+    after: dict[int, list[int]] = {part: [] for part in before}
+    for part, others in before.items():
+        for other in others:
+            after[other].append(part)
+    ready = [(parts[part][0], part) for part, count in missing.items() if not count]
+    heapq.heapify(ready)
+    while ready:
+        part = heapq.heappop(ready)[1]
+        yield part
+        for reader in after[part]:
+            missing[reader] -= 1
+            if not missing[reader]:
+                heapq.heappush(ready, (parts[reader][0], reader))

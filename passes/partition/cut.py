@@ -1,0 +1,157 @@
+"""Cut a graph into stages: the assignment becomes a Plan with explicit ``stash`` and ``pop``.
+
+before:  x → a (stage 0) → b (stage 1) → c (stage 2), and a → c
+after:   stage 0: a = …;   stash('a', a);   return (a,)       edges  act a 0->1
+         stage 1: b = …;   return (b,)                               skip a 0->2
+         stage 2: a = pop('a');   c = f(b, a);   return (c,)         act b 1->2
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import fx
+
+from fxpipe.ir.edge import HOST, Edge
+from fxpipe.ir.plan import Plan, Stage, Write, outputs_of, pop, stash
+from fxpipe.ir.traced import Traced, Value
+from fxpipe.passes.graph.lazy_module import lazy_module
+from fxpipe.passes.partition.assignment import Assignment, compute_nodes, module_paths, readers
+
+
+def cut(traced: Traced, assignment: Assignment, owners: Mapping[str, int]) -> Plan:
+    """The plan of a graph whose nodes have their stages.
+
+    A parameter that several stages read belongs to its owner, which sends it to the others like
+    any value; so there is one copy, and its gradients meet where the owner's backward adds them.
+
+    Args:
+        traced: the whole graph.
+        assignment: node → stage; every edge runs forward.
+        owners: parameter, by its name in the model → the stage that owns it.
+    """
+    return _Cutter(traced, assignment, owners).plan()
+
+
+class _Cutter:
+    def __init__(self, traced: Traced, assignment: Assignment, owners: Mapping[str, int]) -> None:
+        self.traced = traced
+        self.stages = assignment.stages
+        self.stage_of = assignment.nodes
+        self.parameters = {a.name: a for a in traced.parameters}
+        self.buffers = {a.name: a for a in traced.buffers}
+        self.readers = readers(traced)
+        self.home = {
+            a.name: min(owners.get(a.target, self.stages), self._first_reader(a.target))
+            for a in traced.parameters
+        }
+        self.outputs = {out.name for out in traced.outputs if isinstance(out, Value)}
+        if traced.loss is not None:
+            self.outputs.add(traced.loss)
+        self.edges = self._edges()
+
+    def plan(self) -> Plan:
+        stages = tuple(self._stage(index) for index in range(self.stages))
+        return Plan(stages, self.edges)
+
+    def _first_reader(self, target: str) -> int:
+        return min(self._reading_stages(target), default=0)
+
+    def _reading_stages(self, target: str) -> set[int]:
+        users = self.readers.get(target, [])
+        return {self.stage_of[u.name] for u in users if u.name in self.stage_of}
+
+    def _source(self, node: fx.Node) -> int | None:
+        """The stage that makes a value, HOST for an input; None for a buffer, read in place."""
+        if node.op != "placeholder":
+            return self.stage_of[node.name]
+        if node.name in self.parameters:
+            return self.home[node.name]
+        return None if node.name in self.buffers else HOST
+
+    def _edges(self) -> tuple[Edge, ...]:
+        edges: list[Edge] = []
+        for node in self.traced.graph.nodes:
+            if node.op == "output":
+                continue
+            source = self._source(node)
+            if source is None:
+                continue
+            targets = {self.stage_of[u.name] for u in node.users if u.name in self.stage_of}
+            edges += [Edge(source, target, node.name) for target in sorted(targets - {source})]
+            if node.name in self.outputs and source != HOST:
+                edges.append(Edge(source, HOST, node.name))
+        return tuple(edges)
+
+    def _stage(self, index: int) -> Stage:
+        into = [edge for edge in self.edges if edge.target == index]
+        away = [edge for edge in self.edges if edge.source == index]
+        graph = fx.Graph()
+        copies: dict[fx.Node, fx.Node] = {}
+        nodes = [n for n in compute_nodes(self.traced.graph) if self.stage_of[n.name] == index]
+        by_name = {node.name: node for node in self.traced.graph.nodes}
+        parameters = [a for a in self.traced.parameters if self.home[a.name] == index]
+        buffers = [a for a in self.traced.buffers if index in self._reading_stages(a.target)]
+        arriving = [e.value for e in into if e.kind != "skip"]
+        # a leaf graph gets its own with a node, which is a value like any other
+        taken = {name for name, node in by_name.items() if node.op == "placeholder"}
+        held = [a.name for a in (*parameters, *buffers) if a.name in taken]
+        for name in (*held, *arriving):
+            copy = graph.placeholder(name)
+            copy.name = name  # fx would rename one that is called like a builtin
+            copy.meta.update(by_name[name].meta)
+            copies[by_name[name]] = copy
+        for edge in into:
+            if edge.kind == "skip":
+                copy = graph.create_node("call_function", pop, (edge.value,), name=edge.value)
+                copy.name = edge.value
+                copy.meta.update(by_name[edge.value].meta)
+                copies[by_name[edge.value]] = copy
+        skipping = {edge.value for edge in away if edge.kind == "skip"}
+        for argument in parameters:
+            if argument.name in skipping & taken:  # it is an edge's value, so a node of the graph
+                self._stash(graph, copies[by_name[argument.name]])
+        for node in nodes:
+            copies[node] = graph.node_copy(node, lambda n: copies[n])
+            if node.name in skipping:
+                self._stash(graph, copies[node])
+        writes = tuple(write for write in self.traced.writes if self._writer(write) == index)
+        values = outputs_of(tuple(edge for edge in away if edge.kind != "skip"))
+        returned = [copies[by_name[name]] for name in values]
+        returned += [copies[by_name[w.value]] for w in writes if w.value in by_name]
+        graph.output(tuple(returned))
+        graph.lint()
+        return Stage(
+            index=index,
+            parameters=tuple(parameters),
+            buffers=tuple(buffers),
+            writes=writes,
+            graph=lazy_module(self.traced.module, graph, f"Stage{index}"),
+            leaves=self.traced.leaves,
+            modules=self._modules(index),
+        )
+
+    def _writer(self, write: Write) -> int:
+        """The stage that writes a buffer; a leaf module writes it where it reads it."""
+        return self.stage_of.get(write.value, self._first_reader(write.target))
+
+    @staticmethod
+    def _stash(graph: fx.Graph, value: fx.Node) -> None:
+        graph.create_node("call_function", stash, (value.name, value), name=f"stash_{value.name}")
+
+    def _modules(self, index: int) -> tuple[str, ...]:
+        """The outermost submodules whose work is all in this stage, else the inner ones."""
+        inside: dict[str, None] = {}
+        outside: set[str] = set()
+        for node in compute_nodes(self.traced.graph):
+            paths = module_paths(node)
+            if self.stage_of[node.name] == index:
+                inside.update(dict.fromkeys(paths))
+            else:
+                outside.update(paths)
+        whole = [path for path in inside if path not in outside]
+        return tuple(
+            path
+            for path in whole
+            if not any(path.startswith(other + ".") for other in whole if other != path)
+        )

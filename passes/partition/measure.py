@@ -1,0 +1,209 @@
+"""Measure what each node of a functional graph costs, in the graphs that will run.
+
+before:  conv2d = aten.conv2d.default(x, weight)
+after:   {"conv2d": NodeCost(forward=1.1e-3, backward=2.3e-3, bytes=262144)}
+
+The whole model is differentiated as a single stage, and every operation of its graphs, forward,
+backward and the halves of backward, is timed in its place; what autograd does for a node counts
+as that node's. Operations that are equal but for the values of their operands, such as those of
+equal layers, are timed as one and cost the same: deep models need few runs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxpipe.ir.plan import Plan
+from fxpipe.ir.traced import Traced
+from fxpipe.kernels.graph import GraphKernel
+from fxpipe.passes.differentiate.joint import BYTES, ORIGIN
+from fxpipe.torchtools.stopwatch import Stopwatch, stopwatch_for
+
+_ROUNDS = 5
+"""Runs of each graph at most; the first one warms up."""
+
+_SAMPLES = 4
+"""How often an operation is timed, unless it is rare."""
+
+_RARE = 0.1
+"""The share of the time in which operations may be timed less often."""
+
+Operation = tuple[Any, Hashable, Hashable]
+"""What is called, and what its operands look like."""
+
+
+@dataclass(frozen=True)
+class NodeCost:
+    """What a node costs for one micro-batch.
+
+    Attributes:
+        forward: seconds, the best of some times.
+        backward: seconds; 0 where nothing needs a gradient.
+        bytes: of its value, 0 where that is no tensor.
+        input_grad: seconds in the first half of backward.
+        weight_grad: seconds in the second half.
+    """
+
+    forward: float
+    backward: float
+    bytes: int
+    input_grad: float = 0.0
+    weight_grad: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return self.forward + self.backward
+
+
+def measure(
+    traced: Traced,
+    plan: Plan,
+    values: Mapping[str, Any],
+    state: Mapping[str, Tensor],
+    watch: Stopwatch | None = None,
+) -> dict[str, NodeCost]:
+    """Time the one stage of a plan, operation by operation.
+
+    Args:
+        traced: the graph whose nodes are to be known.
+        plan: the same graph as a single stage, differentiated and its backward parted.
+        values: a value for each input, by name.
+        state: name in the model → parameter, buffer or constant.
+        watch: takes the time; by default the one for where the values are.
+    """
+    (stage,) = plan.stages
+    kernel = stage.kernel
+    assert isinstance(kernel, GraphKernel)
+    arguments = [
+        *(state[argument.target] for argument in (*stage.parameters, *stage.buffers)),
+        *(values[edge.value] for edge in plan.edges_into(0)),
+    ]
+    watch = watch or stopwatch_for(arguments)
+    times = _Times()
+    forward = _Timer(kernel.forward_graph, watch, times)
+    backward, input_grad, weight_grad = (
+        None if graph is None else _Timer(graph, watch, times)
+        for graph in (stage.backward, stage.input_grad, stage.weight_grad)
+    )
+    kept = kernel.outputs + kernel.writes
+    trained = zip(stage.parameters, kernel.parameter_gradients, strict=True)
+    totals = [torch.zeros_like(state[argument.target]) for argument, has in trained if has]
+    with torch.no_grad():
+        for _ in range(_ROUNDS):
+            flat = forward.run(*arguments)
+            if backward is not None:
+                gradients = [torch.ones_like(flat[index]) for index in kernel.gradient_outputs]
+                backward.run(*flat[kept:], *gradients, *totals)
+                if input_grad is not None:
+                    found = input_grad.run(*flat[kept:], *gradients)
+                    if weight_grad is not None:
+                        weight_grad.run(*found[kernel.input_gradients :], *totals)
+            if times.enough():
+                break
+    sizes = {node.name: node.meta[BYTES] for node in stage.graph.graph.nodes}
+    ahead, back, first, then = (
+        {} if timer is None else timer.by_origin()
+        for timer in (forward, backward, input_grad, weight_grad)
+    )
+    return {
+        node.name: NodeCost(
+            ahead.get(node.name, 0.0),
+            back.get(node.name, 0.0),
+            sizes.get(node.name, 0),
+            first.get(node.name, 0.0),
+            then.get(node.name, 0.0),
+        )
+        for node in traced.graph.nodes
+    }
+
+
+class _Times:
+    """How long operations took. Those that are equal but for their operands' values are one."""
+
+    def __init__(self) -> None:
+        self._met: Counter[Operation] = Counter()
+        self._taken: Counter[Operation] = Counter()
+        self._best: dict[Operation, float] = {}
+
+    def meet(self, operation: Operation) -> None:
+        """It is there once more in the graphs."""
+        self._met[operation] += 1
+
+    def take(self, operation: Operation) -> bool:
+        """Whether it is to be timed now: each so often, as the best of more would be better."""
+        self._taken[operation] += 1
+        return self._taken[operation] <= _SAMPLES
+
+    def add(self, operation: Operation, seconds: float) -> None:
+        """It took so long."""
+        self._best[operation] = min(seconds, self._best.get(operation, seconds))
+
+    def best(self, operation: Operation) -> float:
+        """The best of its times."""
+        return self._best[operation]
+
+    def enough(self) -> bool:
+        """Whether what was not timed so often makes up little of the whole."""
+        total = {operation: best * self._met[operation] for operation, best in self._best.items()}
+        rare = sum(seconds for each, seconds in total.items() if self._taken[each] < _SAMPLES)
+        return bool(total) and rare <= _RARE * sum(total.values())
+
+
+class _Timer(fx.Interpreter):
+    """Runs a graph, the first time to warm up, and takes the times of its operations."""
+
+    def __init__(self, module: fx.GraphModule, watch: Stopwatch, times: _Times) -> None:
+        super().__init__(module, garbage_collect_values=True)
+        self._watch = watch
+        self._times = times
+        self._operations: dict[fx.Node, Operation] = {}
+        self._spans: list[tuple[Operation, tuple[Any, Any]]] = []
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        value = super().run(*args, **kwargs)
+        spans, self._spans = self._spans, []
+        found = self._watch.seconds([span for _, span in spans])
+        for (operation, _), seconds in zip(spans, found, strict=True):
+            self._times.add(operation, seconds)
+        return value
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.op != "call_function":
+            return super().run_node(n)
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        operation = self._operations.get(n)
+        if operation is None:
+            operation = self._operations[n] = n.target, _look(args), _look(kwargs)
+            self._times.meet(operation)
+        elif self._times.take(operation):
+            start = self._watch.mark()
+            value = n.target(*args, **kwargs)  # type: ignore[operator]
+            self._spans.append((operation, (start, self._watch.mark())))
+            return value
+        return n.target(*args, **kwargs)  # type: ignore[operator]
+
+    def by_origin(self) -> dict[str, float]:
+        """Node of the traced graph → seconds of all that was made of it."""
+        total: dict[str, float] = {}
+        for node, operation in self._operations.items():
+            origin = node.meta.get("custom", {}).get(ORIGIN, "")
+            total[origin] = total.get(origin, 0.0) + self._times.best(operation)
+        return total
+
+
+def _look(value: Any) -> Hashable:
+    """What of an operand decides how long an operation takes."""
+    if isinstance(value, Tensor):
+        strides = value.stride() if value.layout is torch.strided else ()
+        return value.shape, strides, value.dtype, value.device, value.layout
+    if isinstance(value, list | tuple):
+        return tuple(map(_look, value))
+    if isinstance(value, dict):
+        return tuple((key, _look(each)) for key, each in value.items())
+    return type(value), repr(value)

@@ -1,0 +1,217 @@
+"""How the model is to be cut: ``fxpipe.Partition``, what ``partition=`` takes besides names."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+from torch import nn
+
+from fxpipe.errors import InputError, near
+from fxpipe.ir.schedule import Schedule
+from fxpipe.ir.task import Task
+from fxpipe.passes.partition.work import Machine
+
+Each = float | Sequence[float | None]
+Pairs = float | Sequence[Sequence[float]]
+
+
+@dataclass(frozen=True)
+class Partition:
+    """What to mind when the model is cut; all of it may be left out.
+
+    ``fxpipe.compile(..., partition=fxpipe.Partition(memory_limits=8 * 2**30))``
+
+    Attributes:
+        at: names of submodules at each of which a stage begins; None to balance the stages.
+        keep_together: names of submodules that no cut parts.
+        memory_limits: bytes, one number for every device or one for each, None for no limit.
+            Counted is all that ``pipe.simulate().memory`` counts: parameters, gradients, optimizer
+            state and versions, what an update can be undone with, what the backward of as many
+            micro-batches needs as the schedule holds at once, and what graphs add while they run.
+            Without ``optimizer=`` the state of an Adam that is stepped outside counts besides.
+            The stages of a device get equal parts of its limit.
+        device_speeds: one for each device, relative to each other: 2 is twice as fast as 1.
+        link_bandwidth: bytes a second between devices: one number, or a row for each sending
+            device with one number for each receiving device. What a stage sends and receives then
+            counts as its time.
+        link_latency: seconds a value that is sent, likewise.
+    """
+
+    at: Sequence[str] | None = None
+    keep_together: Sequence[str] = ()
+    memory_limits: Each | None = None
+    device_speeds: Sequence[float] | None = None
+    link_bandwidth: Pairs | None = None
+    link_latency: Pairs | None = None
+
+    def check(self, model: nn.Module, devices: int) -> None:
+        """Raises InputError where a name is unknown, or a number does not fit the devices."""
+        for what, names in (("at", self.at or ()), ("keep_together", self.keep_together)):
+            if not _are_names(names):
+                raise InputError(f"{what} is {names!r}; give a list of submodule names")
+        known = [name for name, _ in model.named_modules() if name]
+        for name in self.keep_together:
+            if name not in known:
+                raise InputError(f"keep_together names no submodule {name!r}: {near(name, known)}")
+        self.limits(devices)
+        _each("device_speeds", self.device_speeds, devices, alone=False)
+        _pairs("link_bandwidth", self.link_bandwidth, devices, "bytes a second")
+        _pairs("link_latency", self.link_latency, devices, "seconds", zero=True)
+
+    def limits(self, devices: int) -> tuple[float, ...]:
+        """Device → the bytes that it may hold, infinite where it is left open; empty where all
+        are."""
+        return _each("memory_limits", self.memory_limits, devices, gaps=True)
+
+    def machine(self, schedule: Schedule, names: Sequence[str]) -> Machine:
+        """The devices, as the stages of a schedule meet them.
+
+        Args:
+            schedule: where the stages are, and how many micro-batches they hold at once.
+            names: device → what messages call it.
+        """
+        homes, devices = schedule.placement, schedule.devices
+        speeds = _each("device_speeds", self.device_speeds, devices) or (1.0,) * devices
+        limits = self.limits(devices)
+        bandwidth = _pairs("link_bandwidth", self.link_bandwidth, devices, "bytes a second")
+        latency = _pairs("link_latency", self.link_latency, devices, "seconds", zero=True)
+        return Machine(
+            speeds=tuple(speeds[home] for home in homes),
+            limits=tuple(limits[home] / homes.count(home) for home in homes) if limits else (),
+            peaks=stash_peaks(schedule),
+            arrived=arrival_peaks(schedule),
+            per_byte=_between(homes, [[1 / rate for rate in row] for row in bandwidth]),
+            per_message=_between(homes, latency),
+            names=tuple(names[home] for home in homes),
+        )
+
+
+def read_partition(partition: Any) -> Partition:
+    """``partition=`` as a Partition.
+
+    Raises:
+        InputError: it is neither "auto", nor names, nor a Partition.
+    """
+    if isinstance(partition, Partition):
+        return partition
+    if isinstance(partition, str):
+        if partition != "auto":
+            raise InputError(
+                f'partition is {partition!r}; give "auto" or a list of submodule names, such as '
+                f"[{partition!r}]"
+            )
+        return Partition()
+    if not _are_names(partition):
+        raise InputError(
+            f'partition is {partition!r}; give "auto", a list of submodule names, at each of '
+            "which a stage begins, or a fxpipe.Partition"
+        )
+    return Partition(at=partition)
+
+
+def stash_peaks(schedule: Schedule) -> tuple[int, ...]:
+    """Stage → the most micro-batches whose saved values are there at once: from their forward, or
+    from their recompute where they have one, to their backward."""
+    again = {(t.stage, t.microbatch) for row in schedule.rows for t in row if t.kind == "R"}
+    return _peaks(schedule, lambda t: t.kind == "R" or (t.stage, t.microbatch) not in again)
+
+
+def arrival_peaks(schedule: Schedule) -> tuple[int, ...]:
+    """Stage → the most micro-batches that are there between their forward and their backward."""
+    return _peaks(schedule, lambda task: task.kind == "F")
+
+
+def _peaks(schedule: Schedule, begins: Callable[[Task], bool]) -> tuple[int, ...]:
+    """Stage → the most micro-batches that have begun, by a forward or recompute, and not ended."""
+    peaks = [0] * schedule.stages
+    for row in schedule.rows:
+        held = [0] * schedule.stages
+        last = "W" if any(task.kind == "W" for task in row) else "B"
+        for step in range(schedule.depth + 1):
+            for task in row:
+                stage = task.stage
+                if stage is None or step + task.batch < 0:
+                    continue
+                if task.kind in ("F", "R") and begins(task):
+                    held[stage] += 1
+                elif task.kind in ("B", last):
+                    held[stage] -= 1
+                peaks[stage] = max(peaks[stage], held[stage])
+    return tuple(peaks)
+
+
+def _are_names(value: Any) -> bool:
+    return (
+        isinstance(value, Sequence)
+        and not isinstance(value, str)
+        and all(isinstance(name, str) for name in value)
+    )
+
+
+def _each(
+    what: str, value: Any, devices: int, *, gaps: bool = False, alone: bool = True
+) -> tuple[float, ...]:
+    """A number for each device; infinity where one is left open; empty where all are.
+
+    Raises:
+        InputError: they are not as many positive numbers.
+    """
+    if value is None:
+        return ()
+    if alone and _is_number(value):
+        value = [value] * devices
+    if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != devices:
+        one = "one number, or " if alone else ""
+        raise InputError(f"{what} is {value!r}; give {one}a list of {devices}, one for each device")
+    for device, number in enumerate(value):
+        if not (gaps and number is None) and not (_is_number(number) and number > 0):
+            raise InputError(f"{what} of device {device} is {number!r}; give a positive number")
+    return tuple(math.inf if number is None else float(number) for number in value)
+
+
+def _pairs(
+    what: str, value: Any, devices: int, unit: str, *, zero: bool = False
+) -> list[list[float]]:
+    """A number for each pair of devices; empty where it is left out.
+
+    Raises:
+        InputError: it is no such table of positive numbers.
+    """
+    if value is None:
+        return []
+    rows = [[value] * devices] * devices if _is_number(value) else value
+    square = isinstance(rows, Sequence) and len(rows) == devices
+    if not square or any(not isinstance(r, Sequence) or len(r) != devices for r in rows):
+        raise InputError(
+            f"{what} is {value!r}; give one number ({unit}), or {devices} rows of {devices} "
+            "numbers, from device to device"
+        )
+    for source, row in enumerate(rows):
+        for target, number in enumerate(row):
+            fine = _is_number(number) and (0 <= number < math.inf if zero else number > 0)
+            if source != target and not fine:
+                raise InputError(
+                    f"{what} from device {source} to device {target} is {number!r}; give a "
+                    f"positive{' and finite' * zero} number ({unit})"
+                )
+    return [
+        [float(n) if source != target else 1.0 for target, n in enumerate(row)]
+        for source, row in enumerate(rows)
+    ]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and not math.isnan(value)
+
+
+def _between(
+    homes: Sequence[int], table: Sequence[Sequence[float]]
+) -> tuple[tuple[float, ...], ...]:
+    """The same from stage to stage: nothing on one device."""
+    if not table:
+        return ()
+    return tuple(tuple(0.0 if a == b else table[a][b] for b in homes) for a in homes)

@@ -1,0 +1,1 @@
+"""The search for the cut whose slowest stage is the fastest, with a proof."""

@@ -1,0 +1,179 @@
+"""Lower bounds on the slowest stage, which no partition of a graph can beat.
+
+A downset holds with an atom all that is before it, and without an atom nothing that is after it.
+So an atom g forbids an interval of work to all downsets, those between what is after it being
+left out and what is before it being taken in::
+
+    without g:  at most total − after(g) − g          with g:  at least before(g) + g
+
+In a chain these intervals leave the sums of its prefixes and nothing else, and the bound is exact.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Iterator, Sequence
+
+from fxpipe.passes.partition.solver.runs import Runs
+from fxpipe.passes.partition.work import Machine, Work
+
+_PLANES = 24
+_PAIRS = 2_000_000
+"""Runs of a chain to look at for each stage: where the rest of a graph may lie anywhere beside its
+chain, there are too many, and they bound little."""
+_LIGHT = 1e-3
+"""Atoms lighter than this part of a stage are let pass: they move a bound by no more."""
+
+
+def lower_bound(work: Work, machine: Machine) -> float:
+    """Seconds that some stage takes at least: compute alone, memory limits left out."""
+    heaviest = max(work.seconds, default=0.0) / max(machine.speeds)
+    low = max(work.total / sum(machine.speeds), heaviest)
+    light = _LIGHT * low * min(machine.speeds)
+    gaps = _merged(_gaps(work, light))
+    high = max(low, work.total / max(machine.speeds))
+    if _reaches(low, gaps, machine, work.total):
+        return low
+    for _ in range(40):
+        guess = (low + high) / 2
+        if _reaches(guess, gaps, machine, work.total):
+            high = guess
+        else:
+            low = guess
+    return low
+
+
+def chain_bound(work: Work, machine: Machine, low: float, high: float, slack: float = 0.0) -> float:
+    """The same with what the heaviest chain of atoms sends and keeps: each value over the fastest
+    link that a stage has, and to one stage alone, and in a memory that holds the chain alone.
+
+    Args:
+        work: the atoms.
+        machine: the stages.
+        low: a bound that is known.
+        high: seconds of a partition that is known.
+        slack: by which part that partition may be slower than the bound to be good enough.
+    """
+    chain = _heaviest_chain(work)
+    reach = Reach(work)
+    weigh = Scale(work)
+    least = [0.0]
+    most: list[float] = []
+    for atom in chain:
+        before, after = reach.before[atom], reach.after[atom]
+        least.append(weigh.least(before | 1 << atom))
+        most.append(work.total - weigh.least(after | 1 << atom))
+    # all of the chain may be taken in before the rest of the work is: one place more, at the end
+    bounds = [*least, work.total], [*most, work.total, work.total]
+    runs = Runs(work, machine, chain, bounds)
+    left = _PAIRS * machine.stages
+    guess = high / (1 + slack)  # if no partition is so fast, the known one is good enough
+    for _ in range(8):
+        if high <= low * 1.002:
+            break
+        guess = guess if low < guess < high else (low + high) / 2
+        left -= runs.pairs(guess)
+        if left < 0:
+            break
+        if runs.cut("seconds", guess, fastest=True) is None:
+            low = guess
+        else:
+            high = guess
+        guess = (low + high) / 2
+    return low
+
+
+def _reaches(
+    limit: float, gaps: Sequence[tuple[float, float]], machine: Machine, total: float
+) -> bool:
+    """Whether stages of at most ``limit`` seconds can end at allowed sums, and take in all."""
+    starts = [gap[0] for gap in gaps]
+    done = 0.0
+    for speed in machine.speeds:
+        done += limit * speed
+        if done >= total * (1 - 1e-12):
+            return True
+        place = bisect.bisect_left(starts, done) - 1
+        if place >= 0 and done < gaps[place][1]:
+            done = gaps[place][0]
+    return False
+
+
+def _gaps(work: Work, light: float) -> Iterator[tuple[float, float]]:
+    """For each heavy atom the open interval of work that no downset has."""
+    reach = Reach(work)
+    weigh = Scale(work)
+    places = [0.0, *itertools.accumulate(work.seconds)]
+    everything = (1 << len(work)) - 1
+    for atom, seconds in enumerate(work.seconds):
+        if seconds < light:
+            continue
+        earlier = (1 << atom) - 1
+        apart = everything & ~(reach.before[atom] | reach.after[atom] | 1 << atom)
+        low = places[atom] + weigh.most(apart & ~earlier)
+        high = places[atom + 1] - weigh.most(apart & earlier)
+        if low < high:
+            yield low, high
+
+
+def _merged(gaps: Iterator[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Overlapping intervals as one; those that touch leave the point between them."""
+    merged: list[tuple[float, float]] = []
+    for low, high in sorted(gaps):
+        if merged and low < merged[-1][1] * (1 - 1e-12):
+            merged[-1] = merged[-1][0], max(merged[-1][1], high)
+        else:
+            merged.append((low, high))
+    return merged
+
+
+class Reach:
+    """For each atom those before it and those after it, as bit sets."""
+
+    def __init__(self, work: Work) -> None:
+        self.before = [0] * len(work)
+        self.after = [0] * len(work)
+        for atom, sources in enumerate(work.before):
+            for source in sources:
+                self.before[atom] |= self.before[source] | 1 << source
+        for atom in reversed(range(len(work))):
+            for reader in work.after[atom]:
+                self.after[atom] |= self.after[reader] | 1 << reader
+
+
+class Scale:
+    """Weighs bit sets of atoms: a plane of bits for each binary digit of their weights."""
+
+    def __init__(self, work: Work) -> None:
+        self.unit = work.total / (1 << _PLANES) or 1.0
+        self.planes = [0] * (_PLANES + 1)
+        for atom, seconds in enumerate(work.seconds):
+            units = int(seconds / self.unit)
+            for digit in range(units.bit_length()):
+                if units >> digit & 1:
+                    self.planes[digit] |= 1 << atom
+
+    def least(self, atoms: int) -> float:
+        """Seconds of a set, at least: weights are rounded down."""
+        if not atoms:
+            return 0.0
+        units = sum((plane & atoms).bit_count() << d for d, plane in enumerate(self.planes))
+        return units * self.unit
+
+    def most(self, atoms: int) -> float:
+        """Seconds of a set, at most."""
+        return self.least(atoms) + atoms.bit_count() * self.unit if atoms else 0.0
+
+
+def _heaviest_chain(work: Work) -> list[int]:
+    """The path through the graph with the most work, and of these one with many atoms."""
+    heaviest: list[tuple[float, int]] = []
+    for atom, sources in enumerate(work.before):
+        seconds, source = max(((heaviest[s][0], s) for s in sources), default=(0.0, -1))
+        heaviest.append((seconds + work.seconds[atom] + work.total * 1e-12, source))
+    atom = max(range(len(work)), key=lambda a: heaviest[a][0])
+    chain = [atom]
+    while (atom := heaviest[atom][1]) >= 0:
+        chain.append(atom)
+    return chain[::-1]

@@ -1,0 +1,177 @@
+"""Divide by dynamic programming over all downsets of a graph, with links and limits.
+
+The first stages together hold a downset, and what a stage sends, receives and keeps is known from
+the downset that it begins at and the one that it ends at. So the fastest of all divisions is the
+best way through the lattice of downsets, up to two things that are left to its bound: a value
+that several stages read is sent over one link, and over the fastest that its stage has.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from fxpipe.passes.partition.solver.flows import amounts_of, rates_of
+from fxpipe.passes.partition.work import Machine, Work
+from fxpipe.torchtools.untouched import intra_op_threads
+
+_ROUNDING = 1 + 1e-9
+
+
+class Lattice:
+    """All downsets of a graph, and the ways through them."""
+
+    def __init__(self, work: Work, machine: Machine, sets: Sequence[int]) -> None:
+        """Index the downsets.
+
+        Args:
+            work: the atoms.
+            machine: the stages.
+            sets: all downsets, as bit sets.
+        """
+        self.work = work
+        self.machine = machine
+        digits = torch.tensor(
+            [list(map(int, f"{downset:0{len(work)}b}"[::-1])) for downset in sets],
+            dtype=torch.bool,
+        ).T
+        # a sum in the same order everywhere is never less for a larger set
+        seconds = torch.tensor(work.seconds, dtype=torch.float64)
+        done = torch.zeros(len(sets), dtype=torch.float64)
+        for atom, row in enumerate(digits):
+            done += row * seconds[atom]
+        order = sorted(range(len(sets)), key=lambda i: (float(done[i]), sets[i].bit_count()))
+        self.sets = [sets[i] for i in order]
+        self.member = digits[:, order].contiguous()
+        self.done = done[order]
+        self.saved = torch.tensor(work.saved, dtype=torch.float64) @ self.member.double()
+        self.resident = torch.tensor(work.resident, dtype=torch.float64) @ self.member.double()
+        self.undo = torch.tensor(work.undoing, dtype=torch.float64) @ self.member.double()
+        self._index_values()
+
+    def _index_values(self) -> None:
+        values, shape = self.work.transfers, (len(self.work.transfers), len(self.sets))
+        self.unread = torch.zeros(shape, dtype=torch.int16)  # value × downset → readers outside
+        made = torch.zeros(shape, dtype=torch.bool)
+        for row, value in enumerate(values):
+            read = self.member[list(value.readers)].sum(0)
+            self.unread[row] = len(value.readers) - read
+            made[row] = read > 0 if value.source is None else self.member[value.source]
+        self.live = made & (self.unread > 0)
+        held, undo = (
+            torch.tensor(list(map(float, column)), dtype=torch.float64)
+            for column in ([v.resident for v in values], [v.undo for v in values])
+        )
+        self.resident = self.resident + held @ made.double()
+        self.undo = self.undo + undo @ made.double()
+
+    def best(self, cap: float, *, fastest: bool) -> tuple[float, list[int]] | None:
+        """The way whose slowest stage is the fastest, or None where none takes ``cap`` at most.
+
+        Args:
+            cap: seconds.
+            fastest: whether every value takes the fastest link that its stage has, instead of that
+                to the next stage: then no division is faster than the seconds that come out.
+
+        Returns:
+            Seconds of the slowest stage, and atom → stage.
+        """
+        with intra_op_threads(1):  # the tables are small: starting threads would take longer
+            return _Way(self, cap * _ROUNDING, fastest).found()
+
+    def tops(self, downset: int) -> list[int]:
+        """The atoms of a downset that nothing in it comes after: who has these has it."""
+        inside = self.sets[downset]
+        return [
+            atom
+            for atom, readers in enumerate(self.work.after)
+            if inside >> atom & 1 and not any(inside >> reader & 1 for reader in readers)
+        ]
+
+
+class _Way:
+    """One pass over the downsets.
+
+    Attributes:
+        best: stages so far × downset → seconds of the slowest of them, where they end there.
+        parent: the same → the downset where the last of them began.
+    """
+
+    def __init__(self, lattice: Lattice, cap: float, fastest: bool) -> None:
+        self.lattice = lattice
+        self.cap = cap
+        machine = lattice.machine
+        rates = rates_of(machine, fastest)
+        into, away = rates.rows.reshape(-1, 2, 4).unbind(1)
+        amounts = amounts_of(lattice.work.transfers)
+        bytes_there = amounts[:, :1].T
+        self.into = torch.cat([into @ amounts.T, bytes_there])  # row × value; the last row: bytes
+        self.away = torch.cat([away @ amounts.T, torch.zeros_like(bytes_there)])
+        self.out = self.away @ lattice.live.double()
+        self.mix = torch.cat([rates.mix, torch.zeros((machine.stages, 1))], dim=1).double()
+        self.speeds = torch.tensor(machine.speeds, dtype=torch.float64)
+        self.ahead = torch.cat([torch.zeros(1), self.speeds.cumsum(0)]).double()
+        shape = (machine.stages + 1, len(lattice.sets))
+        self.best = torch.full(shape, math.inf, dtype=torch.float64)
+        self.best[0, 0] = 0
+        self.parent = torch.zeros(shape, dtype=torch.int64)
+        if machine.limited:
+            self.rooms = torch.tensor(machine.rooms, dtype=torch.float64)[:, None]
+            held = torch.tensor(machine.held, dtype=torch.float64)
+            self.saving, self.receiving = held[:, :1], held[:, 1:]
+
+    def found(self) -> tuple[float, list[int]] | None:
+        """See Lattice.best."""
+        sets = self.lattice.sets
+        for begin in range(len(sets) - 1):
+            self._runs_from(begin)
+        stages = self.lattice.machine.stages
+        slowest = float(self.best[stages, -1])
+        if slowest == math.inf:
+            return None
+        stage_of, end = [0] * len(self.lattice.work), len(sets) - 1
+        for stage in reversed(range(stages)):
+            begin = int(self.parent[stage + 1, end])
+            taken = sets[end] & ~sets[begin]
+            for atom in range(len(stage_of)):
+                if taken >> atom & 1:
+                    stage_of[atom] = stage
+            end = begin
+        return slowest, stage_of
+
+    def _runs_from(self, begin: int) -> None:
+        """Try every stage that begins at a downset."""
+        lattice = self.lattice
+        rest = lattice.done[-1] - lattice.done[begin]
+        enough = (self.ahead[-1] - self.ahead[:-1]) * self.cap >= rest
+        open_ = (enough & (self.best[:-1, begin] < math.inf)).nonzero()
+        if not len(open_):
+            return
+        first, last = int(open_[0]), int(open_[-1])
+        stages = slice(first, last + 1)
+        reach = lattice.done[begin] + self.cap * self.speeds[stages].max()
+        window = slice(begin + 1, int(torch.searchsorted(lattice.done, reach, right=True)))
+        ends = lattice.member[lattice.tops(begin), window].all(0).nonzero()[:, 0] + begin + 1
+        live = lattice.live[:, begin].nonzero()[:, 0]
+        unread = lattice.unread[live][:, ends]
+        flows = self.into[:, live] @ (unread < lattice.unread[live, begin, None]).double()
+        flows += self.out[:, ends] - self.away[:, live] @ (unread > 0).double()
+        seconds = (lattice.done[ends] - lattice.done[begin]) / self.speeds[stages, None]
+        seconds = seconds + self.mix[stages] @ flows
+        fits = seconds <= self.cap
+        if lattice.machine.limited:
+            saved, resident, undo = (
+                table[ends] - table[begin]
+                for table in (lattice.saved, lattice.resident, lattice.undo)
+            )
+            kept = self.saving[stages] * saved + self.receiving[stages] * flows[-1]
+            # sums of whole numbers are exact
+            fits &= resident + kept.maximum(undo) <= self.rooms[stages]
+        found = torch.maximum(self.best[stages, begin, None], seconds)
+        found.masked_fill_(~fits, math.inf)
+        after = torch.arange(first + 1, last + 2)[:, None]
+        better = found < self.best[after, ends]
+        self.best[after, ends] = torch.where(better, found, self.best[after, ends])
+        self.parent[after, ends] = self.parent[after, ends].masked_fill(better, begin)

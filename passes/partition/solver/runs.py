@@ -1,0 +1,295 @@
+"""Cut one order of atoms into runs, a run a stage: the best of all such cuts.
+
+A dynamic program over the places between atoms. The costs of all runs that begin in a block of
+places are one table, so that Python runs once a block and not once a pair of places.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from fxpipe.passes.partition.solver.flows import Flows, Steps, arriving_bytes, rates_of
+from fxpipe.passes.partition.work import Machine, Transfer, Work
+
+Goal = Literal["seconds", "bytes"]
+
+_ROUNDING = 1 + 1e-9
+_EVERY = 16
+
+
+class Runs:
+    """The cuts of a sequence of atoms into runs.
+
+    The sequence may also be a chain of the graph that leaves atoms out. Then ``bounds`` say how
+    much work is before each place, a run may be empty, and a cost is a lower bound.
+    """
+
+    def __init__(
+        self,
+        work: Work,
+        machine: Machine,
+        sequence: Sequence[int],
+        bounds: tuple[Sequence[float], Sequence[float]] | None = None,
+    ) -> None:
+        """Index the sequence.
+
+        Args:
+            work: the atoms.
+            machine: the stages.
+            sequence: atoms, each after those that it reads.
+            bounds: place → seconds of work before it at least, and at most; by default the work
+                of the sequence itself. There may be more places at the end.
+        """
+        self.machine = machine
+        prefix = [0.0, *itertools.accumulate(work.seconds[atom] for atom in sequence)]
+        self.least, self.most = bounds or (prefix, prefix)
+        self.empty = bounds is not None
+        self.length = len(self.least) - 1
+        position = {atom: place for place, atom in enumerate(sequence)}
+        resident = [work.resident[atom] for atom in sequence]
+        undo = [work.undoing[atom] for atom in sequence]
+        crossing: list[tuple[list[int], Transfer]] = []
+        for transfer in work.transfers:
+            uses = sorted(position[reader] for reader in transfer.readers if reader in position)
+            if transfer.source is None and len(uses) == len(transfer.readers):
+                resident[uses[0]] += transfer.resident
+                undo[uses[0]] += transfer.undo
+                crossing.append((uses, transfer))
+            elif transfer.source in position and uses:
+                crossing.append(([position[transfer.source], *uses], transfer))
+        self.steps = Steps(crossing, self.length)
+        saved = [work.saved[atom] for atom in sequence]
+        more = [0] * (self.length - len(sequence))
+        resident, saved = resident + more, saved + more
+        self.resident = _summed(resident)
+        self.saved = _summed(saved)
+        self.undo = _summed(undo + more)
+        fewest = min(machine.peaks, default=1)
+        held = (own + fewest * kept for own, kept in zip(resident, saved, strict=True))
+        self.bytes = [0, *itertools.accumulate(held)]
+
+    def cut(self, goal: Goal, cap: float, *, fastest: bool = False) -> list[int] | None:
+        """The places at which the stages after the first begin, or None if there are none.
+
+        Args:
+            goal: what is least: the seconds of the slowest stage, or the bytes that cross.
+            cap: seconds that no stage exceeds.
+            fastest: whether every value takes the fastest link that its stage has, instead of
+                that to the next stage: for bounds, where the cuts are no matter.
+        """
+        return _Sweep(self, goal, cap * _ROUNDING, fastest).cuts()
+
+    def pairs(self, cap: float) -> int:
+        """About how many runs ``cut`` looks at: of each stage, from each place where it begins."""
+        sweep = _Sweep(self, "seconds", cap * _ROUNDING, True)
+        return _EVERY * sum(
+            max(sweep.end(begin, stage) - begin, 0)
+            for stage, (first, last) in enumerate(sweep.begins)
+            for begin in range(first, last + 1, _EVERY)
+        )
+
+    def bottleneck(self, caps: Iterable[float]) -> list[int] | None:
+        """The cut with the fastest slowest stage: within the first cap that allows any."""
+        return next((cuts for cap in caps if (cuts := self.cut("seconds", cap)) is not None), None)
+
+
+def equal_runs(ends: Sequence[float], stages: int) -> list[int]:
+    """The places of the cuts whose slowest stage is the fastest, for equal stages.
+
+    Bisection over its time; each guess is tried by filling one stage after the other.
+
+    Args:
+        ends: place → seconds of work before it, from 0; there are ``stages`` runs or more.
+        stages: how many; each gets a run.
+    """
+    low, high = ends[-1] / stages, ends[-1]
+    cuts = _filled(ends, stages, high)
+    assert cuts is not None
+    for _ in range(60):
+        guess = (low + high) / 2
+        found = _filled(ends, stages, guess)
+        if found is None:
+            low = guess
+        else:
+            cuts, high = found, guess
+    return cuts
+
+
+def _filled(ends: Sequence[float], stages: int, limit: float) -> list[int] | None:
+    """Cuts into stages as long as the limit allows, while enough is left for the rest."""
+    places = [0]
+    for stage in range(stages):
+        furthest = len(ends) - 1 - (stages - 1 - stage)
+        end = bisect.bisect_right(ends, ends[places[-1]] + limit) - 1
+        if end == places[-1]:
+            return None
+        places.append(min(end, furthest))
+    return places[1:-1] if places[-1] == len(ends) - 1 else None
+
+
+class _Sweep:
+    """One pass over the places, a block of them at a time.
+
+    In a block the stages follow one another: what a stage reaches, the next one begins at. All
+    runs of a stage that begin in the block are tried at once.
+
+    Attributes:
+        best: stages so far × place → the goal's value, where the last of these stages ends there.
+        parent: the same → where that stage began.
+        begins: stage → the first and the last place where it can begin.
+    """
+
+    def __init__(self, runs: Runs, goal: Goal, cap: float, fastest: bool) -> None:
+        self.runs = runs
+        self.goal = goal
+        self.cap = cap
+        machine = runs.machine
+        self.stages, self.length = machine.stages, runs.length
+        self.rooms, self.held = machine.rooms, machine.held
+        shape = (self.stages + 1, self.length + 1)
+        self.best = torch.full(shape, math.inf, dtype=torch.float64)
+        self.best[0, 0] = 0
+        self.parent = torch.zeros(shape, dtype=torch.int32)
+        self.least = torch.tensor(runs.least, dtype=torch.float64)
+        self.most = torch.tensor(runs.most, dtype=torch.float64)
+        self.begins = list(self._begins())
+        rates = rates_of(machine, fastest)
+        self.mix = rates.mix.tolist()
+        self.counted = goal == "bytes" or machine.limited
+        rows = torch.cat([rates.rows, *[arriving_bytes()] * self.counted])
+        self.flows = Flows(runs.steps, self.length, rows)
+
+    def cuts(self) -> list[int] | None:
+        first = 0
+        while first < self.length:
+            width = max(self.end(first, stage) for stage in range(self.stages)) - first
+            last = min(first + min(max(width // 2, 16), 256), self.length) - 1
+            self._runs_from(first, last)
+            first = last + 1
+        if self.runs.empty:
+            return [] if bool((self.best[:, self.length] < math.inf).any()) else None
+        if not self.best[self.stages, self.length] < math.inf:
+            return None
+        cuts = [self.length]
+        for stage in range(self.stages, 1, -1):
+            cuts.append(int(self.parent[stage, cuts[-1]]))
+        return cuts[:0:-1]
+
+    def _begins(self) -> Iterator[tuple[int, int]]:
+        """Where each stage can begin: so much may be before it, and so much after."""
+        runs = self.runs
+        span = [
+            _span(runs.least, runs.most, [self.cap * speed for speed in runs.machine.speeds]),
+            _span(runs.bytes, runs.bytes, self.rooms),
+        ]
+        for stage in range(self.stages):
+            first, last = 0, self.length - 1
+            if not runs.empty:
+                first, last = stage, self.length - self.stages + stage
+            ways = [places[stage] for places in span if places]
+            yield max(first, *(a for a, _ in ways)), min(last, *(b for _, b in ways))
+
+    def end(self, begin: int, stage: int) -> int:
+        """The last place where a stage that begins at a place can end."""
+        runs = self.runs
+        reach = runs.most[begin] + self.cap * runs.machine.speeds[stage]
+        end = bisect.bisect_right(runs.least, reach) - 1
+        if runs.machine.limited:
+            reach = runs.bytes[begin] + self.rooms[stage]
+            end = min(end, bisect.bisect_right(runs.bytes, reach) - 1)
+        return end
+
+    def _runs_from(self, first: int, last: int) -> None:
+        """Try every run that begins in a block, as every stage that can begin there."""
+        spans = [(max(a, first), min(b, last)) for a, b in self.begins]
+        furthest = max((self.end(b, k) for k, (a, b) in enumerate(spans) if a <= b), default=0)
+        table: Tensor | None = None
+        for stage, span in enumerate(spans):
+            if stage and self.runs.empty:
+                here = self.best[stage, first : last + 1]
+                torch.minimum(here, self.best[stage - 1, first : last + 1], out=here)
+            begins = slice(span[0], span[1] + 1)
+            known = (self.best[stage, begins] < math.inf).nonzero()
+            if not len(known):
+                continue
+            begins = slice(span[0] + int(known[0]), span[0] + int(known[-1]) + 1)
+            ends = self._ends(stage, begins)
+            if ends.start >= ends.stop:
+                continue
+            if table is None:
+                table = self.flows.table(first, last, furthest)
+            rows = slice(begins.start - first, begins.stop - first)
+            columns = slice(ends.start - first - 1, ends.stop - first - 1)
+            self._try(stage, begins, ends, table[:, rows, columns])
+
+    def _ends(self, stage: int, begins: slice) -> slice:
+        """Where a stage can end, so that the next one can begin there."""
+        first, last = begins.start + 1, self.end(begins.stop - 1, stage)
+        if not self.runs.empty and stage == self.stages - 1:
+            first = max(first, self.length)
+        elif not self.runs.empty:
+            first = max(first, self.begins[stage + 1][0])
+            last = min(last, self.begins[stage + 1][1])
+        return slice(first, last + 1)
+
+    def _try(self, stage: int, begins: slice, ends: slice, flows: Tensor) -> None:
+        """All runs of a stage between some begins and some ends."""
+        machine = self.runs.machine
+        seconds = (self.least[ends] - self.most[begins, None]).clamp_min_(0)
+        seconds /= machine.speeds[stage]
+        for row, part in zip(flows, self.mix[stage], strict=False):
+            if part:
+                seconds.add_(row, alpha=part)
+        fits = seconds <= self.cap
+        if begins.stop > ends.start:  # a run does not end before it begins
+            fits.triu_(begins.start + 1 - ends.start)
+        if machine.limited:
+            saved, resident, undo = (
+                table[ends] - table[begins, None]
+                for table in (self.runs.saved, self.runs.resident, self.runs.undo)
+            )
+            saving, receiving = self.held[stage]
+            kept = (saving * saved + receiving * flows[-1]).maximum(undo)
+            fits &= resident + kept <= self.rooms[stage]
+        reached = self.best[stage, begins, None]
+        if self.goal == "seconds":
+            found = torch.maximum(reached, seconds)
+        else:
+            # of equal bytes the better balanced: less than one byte in all
+            found = reached + flows[-1] + (seconds / self.cap).square() / (2 * self.stages)
+        found.masked_fill_(~fits, math.inf)
+        value, place = found.min(0)
+        old = self.best[stage + 1, ends]
+        better = value < old
+        old[better] = value[better]
+        parents = self.parent[stage + 1, ends]
+        parents[better] = (place[better] + begins.start).to(parents.dtype)
+
+
+def _span(
+    least: Sequence[float], most: Sequence[float], rooms: Sequence[float]
+) -> list[tuple[int, int]]:
+    """Stage → the first and the last place that it can begin at, by what stages can take.
+
+    Args:
+        least: place → what is before it at least.
+        most: the same at most.
+        rooms: stage → what it can take.
+    """
+    before = [0.0, *itertools.accumulate(rooms)]
+    after = [0.0, *itertools.accumulate(reversed(rooms))][:0:-1]
+    return [
+        (bisect.bisect_left(most, least[-1] - rest), bisect.bisect_right(least, done) - 1)
+        for done, rest in zip(before, after, strict=False)
+    ]
+
+
+def _summed(amounts: Iterable[int]) -> Tensor:
+    return torch.tensor([0, *itertools.accumulate(amounts)], dtype=torch.float64)

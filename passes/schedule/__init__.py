@@ -1,0 +1,1 @@
+"""Schedule → Schedule: what a pipe's options add."""

@@ -1,0 +1,1 @@
+"""From a model and its loss to an fx graph."""

@@ -1,0 +1,270 @@
+"""Append the loss to the model's graph, so that it is a part of the last stage.
+
+before:  model: (x) → conv;  loss: (output, target) → mse
+after:   (x, target) → conv, mse, with the loss value mse
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
+
+from fxpipe.errors import InputError, TraceError
+from fxpipe.ir.plan import Argument
+from fxpipe.ir.traced import DRAWS, TAKES_TURNS, Literal, Traced, Value
+from fxpipe.passes.graph.lazy_module import lazy_module
+from fxpipe.random.leaf_draws import DrawsWatched
+from fxpipe.torchtools import source
+from fxpipe.torchtools.apart import together
+
+LEAF_LOSS = "fxpipe_loss"
+"""What the loss is called among leaf modules."""
+
+LOSS_GRAPH = "fxpipe.loss_graph"
+"""Key of that node's metadata: a graph of the loss, which is only read, and for each of its
+placeholders the input that it stands for, or None."""
+
+
+class LossModule(nn.Module):
+    """A loss as a module: ``forward(*leaves of the output, *targets)`` → scalar.
+
+    The model's output may be an object of any class, which a graph cannot take.
+    """
+
+    def __init__(self, loss: Callable[..., Any], function: Any, output: pytree.TreeSpec) -> None:
+        """Wrap a loss.
+
+        Args:
+            loss: ``loss(output, *targets)`` → scalar.
+            function: what it is made of; a module's buffers are those of the loss.
+            output: how the leaves of the output nest, see ``apart``.
+        """
+        super().__init__()
+        self.loss = loss
+        self.function = function
+        self._output = output
+
+    def _get_name(self) -> str:
+        """What messages call it."""
+        return "the loss"
+
+    def forward(self, *given: Any) -> Any:
+        count = self._output.num_leaves
+        return self.loss(together(given[:count], self._output), *given[count:])
+
+
+def attach_loss(model: Traced, loss: Traced, tensors: dict[str, torch.Tensor]) -> Traced:
+    """One graph that computes the model's outputs and its loss.
+
+    Args:
+        model: the model's graph.
+        loss: the graph of a LossModule, traced on the model's outputs and the targets.
+        tensors: the buffers of the loss, by name.
+
+    Raises:
+        TraceError: the loss writes a buffer.
+        InputError: the loss has parameters, or is not a scalar.
+    """
+    if loss.parameters:
+        trained = ", ".join(argument.target for argument in loss.parameters)
+        raise InputError(
+            f"the loss has parameters of its own ({trained}), which no stage would train; move "
+            "them into the model, return the loss from it, and leave out loss="
+        )
+    if loss.writes:
+        raise TraceError(
+            f"the loss writes its buffer {loss.writes[0].target!r}; let it only read its buffers"
+        )
+    if len(loss.outputs) != 1 or not isinstance(loss.outputs[0], Value):
+        raise InputError("the loss must return one tensor; return a scalar such as its mean")
+    graph = fx.Graph()
+    copies: dict[fx.Node, Any] = {}
+    _copy_placeholders(model.graph, graph, copies)
+    given = _flat_inputs(model, loss)
+    loss_inputs: list[str | None] = []
+    buffers: list[Argument] = []
+    constants = dict(model.constants)
+    names = {argument.name: argument.target for argument in loss.buffers}
+    later: list[tuple[fx.Node, str]] = []
+    for node in loss.graph.nodes:
+        if node.op != "placeholder":
+            continue
+        if node.name in given and given[node.name] is not None:
+            later.append((node, str(given[node.name])))
+            continue
+        copy = graph.placeholder(f"loss_{node.name}" if node.name in names else node.name)
+        copy.meta.update(node.meta)
+        copies[node] = copy
+        if node.name in names:
+            target = names[node.name]
+            constant = loss.constants[target] if target in loss.constants else tensors[target]
+            buffers.append(Argument(copy.name, f"loss:{target}"))
+            constants[f"loss:{target}"] = constant
+    _copy_nodes(model.graph, graph, copies)
+    from_model = {node.name: copies[node] for node in model.graph.nodes if node in copies}
+    for node, origin in later:
+        copies[node] = from_model[origin]
+    _copy_nodes(loss.graph, graph, copies)
+    for index, name in enumerate(loss.inputs):
+        if index >= len(model.outputs):
+            loss_inputs.append(None if name is None else _copied_name(loss.graph, copies, name))
+    value = _copied_name(loss.graph, copies, loss.outputs[0].name)
+    by_name = {node.name: node for node in graph.nodes}
+    result = [by_name[_copied_name(model.graph, copies, w.value)] for w in model.writes]
+    result += [
+        by_name[_copied_name(model.graph, copies, out.name)]
+        for out in model.outputs
+        if isinstance(out, Value)
+    ]
+    graph.output((*result, by_name[value]))
+    graph.lint()
+    return with_loss(
+        replace(
+            model,
+            module=lazy_module(model.module, graph),
+            buffers=(*model.buffers, *buffers),
+            constants=constants,
+            inputs=(*model.inputs, *loss_inputs),
+            accepts=lambda size: model.accepts(size) and loss.accepts(size),
+        ),
+        value,
+    )
+
+
+def attach_leaf_loss(
+    model: Traced, loss: LossModule, output: Sequence[Any], targets: tuple[Any, ...]
+) -> Traced:
+    """The same for a graph with leaf modules: the loss is one more of them, called as it is.
+
+    Args:
+        model: the model's graph.
+        loss: the loss.
+        output: the leaves of the model's output on the example.
+        targets: the targets of the example.
+
+    Raises:
+        InputError: the loss is not a scalar.
+    """
+    module = fx.GraphModule(model.module, fx.Graph())
+    module.add_submodule(LEAF_LOSS, loss)
+    for name, _ in model.module.named_children():
+        module.add_submodule(name, model.module.get_submodule(name))
+    graph = fx.Graph()
+    copies: dict[fx.Node, Any] = {}
+    _copy_placeholders(model.graph, graph, copies)
+    leaves, spec = pytree.tree_flatten(targets)
+    names = [f"target_{index}" for index in range(len(leaves))]
+    given = [graph.placeholder(name) for name in names]
+    for node in model.graph.nodes:
+        if node.op == "get_attr":
+            _share_attribute(model.module, module, str(node.target))
+    _copy_nodes(model.graph, graph, copies)
+    by_name = {node.name: node for node in graph.nodes}
+    outputs = [
+        out.value if isinstance(out, Literal) else by_name[out.name] for out in model.outputs
+    ]
+    value = graph.call_module(LEAF_LOSS, (*outputs, *pytree.tree_unflatten(given, spec)))
+    with torch.no_grad(), DrawsWatched() as watch:
+        value.meta["val"] = loss(*output, *targets)
+    value.meta[DRAWS], value.meta[TAKES_TURNS] = watch.drew, watch.traced
+    with suppress(Exception):  # not every loss that can be called can be traced
+        value.meta[LOSS_GRAPH] = _readable(loss, output, leaves, spec)
+    written = [node for node in outputs if isinstance(node, fx.Node)]
+    graph.output((*written, value))
+    graph.lint()
+    module.graph = graph
+    held = {f"{LEAF_LOSS}.{name}": buffer for name, buffer in loss.named_buffers()}
+    return with_loss(
+        replace(
+            model,
+            module=module,
+            buffers=(*model.buffers, *(Argument(name, name) for name in held)),
+            constants={**model.constants, **held},
+            inputs=(*model.inputs, *names),
+        ),
+        value.name,
+    )
+
+
+def _readable(
+    loss: LossModule, output: Sequence[Any], targets: Sequence[Any], spec: pytree.TreeSpec
+) -> tuple[fx.GraphModule, list[str | None]]:
+    """See LOSS_GRAPH."""
+    given = [*output, *targets]
+    at = [index for index, value in enumerate(given) if isinstance(value, torch.Tensor)]
+
+    def call(*tensors: torch.Tensor) -> Any:
+        values = [*given]
+        for index, tensor in zip(at, tensors, strict=True):
+            values[index] = tensor
+        count = len(output)
+        return loss(*values[:count], *pytree.tree_unflatten(values[count:], spec))
+
+    with torch.no_grad():
+        module = make_fx(call, pre_dispatch=True)(*(given[index] for index in at))
+    source.credit(module.graph, loss.function)
+    return module, [f"target_{i - len(output)}" if i >= len(output) else None for i in at]
+
+
+def with_loss(traced: Traced, name: str) -> Traced:
+    """The graph with one of its values declared the loss.
+
+    Raises:
+        InputError: that value is not a scalar.
+    """
+    node = next(node for node in traced.graph.nodes if node.name == name)
+    value = node.meta.get("val")
+    shape = tuple(value.shape) if isinstance(value, torch.Tensor) else None
+    if shape:
+        raise InputError(f"the loss has shape {shape}; reduce it to a scalar, as with .mean()")
+    return replace(traced, loss=name)
+
+
+def own_loss(traced: Traced) -> str | None:
+    """The name of the loss that the model itself returns: its only output, or ``.loss``."""
+    output = together(traced.outputs, traced.out_spec)
+    if isinstance(output, dict):
+        output = output.get("loss", output)
+    output = getattr(output, "loss", output)
+    return output.name if isinstance(output, Value) else None
+
+
+def _flat_inputs(model: Traced, loss: Traced) -> dict[str, str | None]:
+    """Placeholder of the loss → the model's value that it receives, or None for a target."""
+    given: dict[str, str | None] = {}
+    for index, name in enumerate(loss.inputs):
+        if name is None:
+            continue
+        out = model.outputs[index] if index < len(model.outputs) else None
+        given[name] = out.name if isinstance(out, Value) else None
+    return given
+
+
+def _copy_placeholders(old: fx.Graph, new: fx.Graph, copies: dict[fx.Node, Any]) -> None:
+    for node in old.nodes:
+        if node.op == "placeholder":
+            copies[node] = new.node_copy(node, lambda n: copies[n])
+
+
+def _copy_nodes(old: fx.Graph, new: fx.Graph, copies: dict[fx.Node, Any]) -> None:
+    for node in old.nodes:
+        if node.op not in ("placeholder", "output"):
+            copies[node] = new.node_copy(node, lambda n: copies[n])
+
+
+def _share_attribute(old: nn.Module, new: nn.Module, path: str) -> None:
+    """Let a parameter or buffer of the old module be the new one's too, under the same name."""
+    prefix, _, name = path.rpartition(".")
+    if not prefix:
+        setattr(new, name, getattr(old, name))
+
+
+def _copied_name(old: fx.Graph, copies: dict[fx.Node, Any], name: str) -> str:
+    return next(str(copies[node].name) for node in old.nodes if node.name == name)

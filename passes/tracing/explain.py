@@ -1,0 +1,169 @@
+"""Say why a model cannot be traced: the user's line, what is wrong there, and the way out."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections.abc import Sequence
+from itertools import chain
+
+from torch import fx, nn
+from torch._ops import HigherOrderOperator
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+from fxpipe.errors import TraceError, told, way_out
+from fxpipe.ir.traced import Traced
+from fxpipe.torchtools import source
+
+_VALUES = "compute it with torch.where or masks"
+_LEAVES_TORCH = "compute it with PyTorch's own operations"
+_CONSTRUCTS: Sequence[tuple[str, str, str]] = (
+    (r"\.item\(|\bfloat\(|\bint\(|\bbool\(", "a number read from a tensor's values", _VALUES),
+    (r"\.tolist\(", "numbers read from a tensor's values", _VALUES),
+    (r"\.numpy\(|\bnp\.|\bnumpy\.", "a NumPy array made of a tensor", _LEAVES_TORCH),
+    (r"\bwhile\b", "a loop that goes on as the values of a tensor say", _VALUES),
+    (r"\bif\b|\bassert\b|\band\b|\bor\b|\bnot\b", "a branch on the values of a tensor", _VALUES),
+    (r"\bfor\b", "a loop over the values of a tensor", _VALUES),
+    (r"\[.*\]|nonzero|masked_select|unique", "a shape that depends on a tensor's values", _VALUES),
+)
+"""What stands in a line whose outcome depends on values → what it is called, and the cure."""
+
+_CONTROL_FLOW = ("cond", "while_loop", "map_impl", "scan", "associative_scan")
+_ON_VALUES = ("DataDependent", "data-dependent", "cannot be used as inputs to control flow")
+_OUTSIDE = (".numpy()", "np.ndarray")
+
+
+def explained(model: nn.Module, error: Exception, tracer: str) -> TraceError:
+    """The error to raise for one that a tracer raised.
+
+    Args:
+        model: the model.
+        error: what was raised.
+        tracer: by which tracer.
+    """
+    if isinstance(error, TraceError):
+        return error
+    where = source.of_exception(error)
+    if not where and (node := _treated(error)) is not None:
+        where = source.of_node(node)
+    whole = told(error)
+    summary = whole.splitlines()[0]
+    other = (
+        'give compile(..., tracer="symbolic"), which calls modules of torch.nn as they are'
+        if tracer == "export"
+        else 'use tracer="export"'
+    )
+    if any(word in whole for word in _ON_VALUES):
+        construct, cure = _construct(where)
+        reason = f"{construct}: what it computes depends on the values of a tensor"
+    elif any(word in whole for word in _OUTSIDE):
+        construct, cure = _construct(where)
+        reason, cure = f"{construct}: {summary[:200]}", f"{cure}, or {other}"
+    elif "found a fake tensor in the exported program" in whole:
+        reason = "it reads or writes .data of a tensor, which a trace does not see"
+        cure = "use .detach() to read, and torch.no_grad() to write"
+    elif "constraint" in whole:
+        reason = "it holds for one size alone"
+        cure = "make that line independent of the size, or give inputs of one size"
+    else:
+        reason, cure = summary[:300], f"rewrite that line, or {other}"
+    return _error(model, where, reason, cure, called(model, error))
+
+
+def refuse_values(model: nn.Module, traced: Traced) -> None:
+    """See that no operation of a graph hands out a number, or a shape, that depends on values.
+
+    Raises:
+        TraceError: one does; names its line.
+    """
+    free = {node: free_unbacked_symbols(node.meta.get("val")) for node in traced.graph.nodes}
+    node = next((node for node, symbols in free.items() if symbols), None)
+    if node is not None:
+        where = source.of_node(node)
+        construct, cure = _construct(where)
+        reason = f"{construct}: what it computes depends on the values of a tensor"
+        # the submodules that no such number or shape leaves
+        same = [_paths(other) for other in free if free[other] & free[node]]
+        around = [path for path in _paths(node) if all(path in paths for paths in same)]
+        raise _error(model, where, reason, cure, around)
+
+
+def refuse_control_flow(model: nn.Module, graph: fx.GraphModule) -> None:
+    """See that a graph, with its regions without gradients, holds no ``torch.cond`` or its like.
+
+    Raises:
+        TraceError: it does; names the line.
+    """
+    regions = [m for m in graph.modules() if isinstance(m, fx.GraphModule)]
+    for node in chain.from_iterable(region.graph.nodes for region in regions):
+        if isinstance(node.target, HigherOrderOperator) and node.target.name() in _CONTROL_FLOW:
+            name = node.target.name().removesuffix("_impl")
+            reason = f"control flow of torch's own, {name}, which no stage's graph can hold"
+            cure = "choose with torch.where, or write a Python loop of a fixed number of turns"
+            raise _error(model, source.of_node(node), reason, cure, _paths(node))
+
+
+def at_node(message: str, node: fx.Node, reason: str) -> TraceError:
+    """An error for what a graph's node does."""
+    return TraceError(message, f"{source.of_node(node)} ({reason})", _paths(node))
+
+
+def differing_line(first: fx.Graph, second: fx.Graph) -> str:
+    """The line at which two traces of one model part, or ""."""
+    for a, b in zip(first.nodes, second.nodes, strict=False):
+        if (a.op, str(a.target), str(a.args), str(a.kwargs)) != (
+            b.op,
+            str(b.target),
+            str(b.args),
+            str(b.kwargs),
+        ):
+            return source.of_node(b) or source.of_node(a)
+    return ""
+
+
+def called(model: nn.Module, error: BaseException) -> list[str]:
+    """The submodules that were being called when an exception was raised, outermost first."""
+    names = {id(vars(module)): name for name, module in model.named_modules()}
+    found = [
+        names.get(id(vars(frame.f_locals["self"])), "")
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+        if frame.f_code is nn.Module._call_impl.__code__
+    ]
+    node = None if found else _treated(error)
+    return [name for name in found if name] if node is None else _paths(node)
+
+
+def _error(
+    model: nn.Module, where: str, reason: str, cure: str, submodules: Sequence[str]
+) -> TraceError:
+    name = model._get_name()
+    where = f"{where or name} ({reason})"
+    out = way_out(submodules[-1] if submodules else "")
+    return TraceError(f"{name} cannot be traced at {where}; {cure}, or {out}", where, submodules)
+
+
+def _construct(where: str) -> tuple[str, str]:
+    """What a line does with values, and what to do instead."""
+    code = where.partition(": ")[2]
+    for pattern, construct, cure in _CONSTRUCTS:
+        if re.search(pattern, code):
+            return construct, cure
+    return "control flow that depends on data", _VALUES
+
+
+def _treated(error: BaseException) -> fx.Node | None:
+    """The node of a finished graph that was treated when an exception was raised."""
+    for frame, _ in reversed([*traceback.walk_tb(error.__traceback__)]):
+        for name in ("node", "n"):  # as PyTorch's passes and interpreters call it
+            node = frame.f_locals.get(name)
+            if isinstance(node, fx.Node) and _paths(node):
+                return node
+    return None
+
+
+def _paths(node: fx.Node) -> list[str]:
+    """The submodules that a node, or else what uses it, belongs to, outermost first."""
+    for each in (node, *node.users):
+        if stack := each.meta.get("nn_module_stack"):
+            return [path for path, _ in stack.values() if path]
+    return []

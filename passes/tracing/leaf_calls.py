@@ -1,0 +1,336 @@
+"""Let ``torch.export`` see each call of a leaf module as one operation that it cannot look into.
+
+before:  class Net(nn.Module): forward(x) = self.head(self.experts(x)[0])      experts is a leaf
+traced:  leaf = fxpipe.leaf([x], 0);  getitem = leaf[0];  linear = aten.linear(getitem, w, b)
+after:   experts = self.experts(x);  getitem = experts[0];  w = self.head.weight; …
+
+The model runs once for real, so that the shapes of what its leaf modules return are known. Then
+it is traced with a stand-in for each of them. What comes out is a graph as the symbolic tracer's:
+its leaf modules are called as they are, with their own hooks, control flow and autograd functions.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from fxpipe.errors import TraceError
+from fxpipe.ir.plan import Argument, Write
+from fxpipe.ir.traced import Traced, Value
+from fxpipe.passes.tracing.leaf_nests import Place, UnfitLeaf, can_be_given, indices, with_places
+from fxpipe.passes.tracing.symbolic import Example, leaf_tensors, reserve_names
+
+_LIBRARY = torch.library.Library("fxpipe", "FRAGMENT")
+_LIBRARY.define("leaf(Tensor[] inputs, int call) -> Tensor[]")
+_LEAF = torch.ops.fxpipe.leaf.default
+fx.node.has_side_effect(_LEAF)  # it may be called for what it does to its buffers
+
+_known: dict[int, Sequence[Tensor]] = {}
+"""Number of a call → what it returned, without data; for as long as its model is being traced."""
+
+_LIBRARY.impl("leaf", lambda inputs, call: [torch.empty_like(x) for x in _known[call]], "Meta")
+
+
+def _sized(x: Tensor, size: Sequence[int], leaf: str) -> Tensor:
+    """What a leaf module returned, which must have a size as when the model was traced."""
+    if list(x.shape) != list(size):
+        raise TraceError(
+            f"leaf module {leaf!r} returns a tensor of size {list(x.shape)}, and returned "
+            f"{list(size)} when the model was traced, so that its size depends on values; mark a "
+            "module around it as the leaf, one that returns tensors of one size"
+        )
+    return x
+
+
+_LIBRARY.define("sized(Tensor(a) x, int[] size, str leaf) -> Tensor(a)")
+_LIBRARY.impl("sized", _sized, "CompositeImplicitAutograd")
+_SIZED = torch.ops.fxpipe.sized.default
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a leaf module.
+
+    Attributes:
+        number: of all calls.
+        name: of the module in the model.
+        given: positional and keyword arguments, each tensor being its place among them.
+        results: the paths of the tensors in what it returns, each a way of indices.
+        returned: what it returns, each tensor being its place among the results.
+    """
+
+    number: int
+    name: str
+    given: tuple[tuple[Any, ...], dict[str, Any]]
+    results: tuple[tuple[Any, ...], ...]
+    returned: Any
+
+
+class LeafCalls:
+    """The calls of leaf modules in one run of a model."""
+
+    def __init__(self, leaves: Mapping[str, nn.Module], unasked: Collection[str] = ()) -> None:
+        """Nothing has run yet.
+
+        Args:
+            leaves: name in the model → module.
+            unasked: those that nobody asked for; the sizes of what they return are checked.
+        """
+        self.leaves = leaves
+        self.unasked = unasked
+        self.calls: list[Call] = []
+        self._rest: Iterator[int] = iter(())
+        self._inside = False
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Inside, run the model once for real."""
+        with self._instead(self._record):
+            yield
+
+    @contextmanager
+    def opaque(self, model: nn.Module) -> Iterator[None]:
+        """Inside, trace the model, maybe several times: a leaf module is one operation."""
+
+        def begin(model: nn.Module, args: Any) -> None:
+            self._rest = iter(range(len(self.calls)))
+
+        hook = model.register_forward_pre_hook(begin)
+        try:
+            with self._instead(self._stand_in):
+                yield
+        finally:
+            hook.remove()
+
+    def forget(self) -> None:
+        """After tracing: nothing is kept of the run."""
+        for call in self.calls:
+            del _known[call.number]
+
+    def hold(self, name: str) -> bool:
+        """Whether a parameter or buffer is one of a leaf module."""
+        return any(name.startswith(f"{leaf}.") for leaf in self.leaves)
+
+    @contextmanager
+    def _instead(self, function: Callable[..., Any]) -> Iterator[None]:
+        """Inside, a function is called instead of the leaf modules, hooks and all."""
+        with ExitStack() as undo:
+            for name, module in self.leaves.items():
+                # what nn.Module.compile sets: it stands before hooks and forward
+                undo.callback(setattr, module, "_compiled_call_impl", module._compiled_call_impl)
+
+                def call(*args: Any, name: str = name, module: Any = module, **kwargs: Any) -> Any:
+                    return function(name, module, args, kwargs)
+
+                module._compiled_call_impl = call
+            yield
+
+    def _record(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if self._inside:  # a leaf inside of a leaf
+            return module._call_impl(*args, **kwargs)
+        self._inside = True
+        flat = pytree.tree_leaves((args, kwargs))
+        versions = [leaf._version if isinstance(leaf, Tensor) else 0 for leaf in flat]
+        try:
+            output = module._call_impl(*args, **kwargs)
+        finally:
+            self._inside = False
+        for leaf, version in zip(flat, versions, strict=True):
+            if isinstance(leaf, Tensor) and leaf._version != version:
+                raise UnfitLeaf(
+                    name, "writes into what it is given; let it work on a copy (x = x.clone())"
+                )
+        paths, _ = pytree.tree_flatten_with_path(output)
+        for path, leaf in paths:
+            if not isinstance(leaf, Tensor) and leaf is not None:
+                raise UnfitLeaf(
+                    name,
+                    f"returns {type(leaf).__name__} {leaf!r:.40} at "
+                    f"{pytree.keystr(path) or 'its output'}, which may differ from call to call; "
+                    "return tensors",
+                )
+        tensors = [leaf for _, leaf in paths if isinstance(leaf, Tensor)]
+        number = max(_known, default=-1) + 1
+        call = Call(
+            number,
+            name,
+            with_places(name, "is given", (args, kwargs)),
+            tuple(indices(name, output, path) for path, leaf in paths if isinstance(leaf, Tensor)),
+            with_places(name, "returns", output),
+        )
+        _known[number] = [torch.empty_like(x, device="meta") for x in tensors]
+        self.calls.append(call)
+        return output
+
+    def _stand_in(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        flat = pytree.tree_leaves((args, kwargs))
+        index = next(self._rest, len(self.calls))
+        known = self.calls[index] if index < len(self.calls) else None
+        placed = with_places(name, "is given", (args, kwargs))
+        if known is None or known.name != name or not can_be_given(placed, known.given):
+            raise UnfitLeaf(
+                name,
+                "is called otherwise when the model is traced than when it runs; let its calls "
+                "depend on nothing but its inputs' shapes",
+            )
+        self.calls[index] = replace(known, given=placed)
+        results = torch.ops.fxpipe.leaf([x for x in flat if isinstance(x, Tensor)], known.number)
+        return pytree.tree_map_only(Place, lambda place: results[place.index], known.returned)
+
+
+def call_leaves(
+    traced: Traced, model: nn.Module, calls: LeafCalls, values: Mapping[str, Any]
+) -> Traced:
+    """The graph with its leaf modules, which reads parameters and buffers from the model itself.
+
+    Args:
+        traced: the functional graph, with the operations that stand for leaf modules.
+        model: the model; the graph runs once, and the caller puts the model's state back.
+        calls: what was recorded.
+        values: an example of each input, by name.
+    """
+    rewriter = _Rewriter(traced, model, calls)
+    module = rewriter.run()
+    given = {rewriter.names[name]: value for name, value in values.items()}
+    inputs = [given[n.name] for n in module.graph.nodes if n.op == "placeholder"]
+    written = Example(module).written(module, *inputs)
+    held = leaf_tensors(module)
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return replace(
+        traced,
+        module=module,
+        parameters=tuple(Argument(name, name) for name in held if name in parameters),
+        buffers=tuple(Argument(name, name) for name in held if name not in parameters),
+        constants=rewriter.constants,
+        inputs=tuple(None if name is None else rewriter.names[name] for name in traced.inputs),
+        outputs=tuple(
+            replace(out, name=rewriter.names[out.name]) if isinstance(out, Value) else out
+            for out in traced.outputs
+        ),
+        writes=tuple(
+            Write(name, rewriter.writers.get(name, name))
+            for name in held
+            if name in rewriter.writers or (name in written and calls.hold(name))
+        ),
+        leaves=True,
+    )
+
+
+class _Rewriter:
+    """Copies a functional graph into one that reads and writes the model's own tensors.
+
+    Attributes:
+        constants: name → lifted constant.
+        writers: buffer → the node that writes it.
+        names: node as it was called → as it is.
+    """
+
+    def __init__(self, traced: Traced, model: nn.Module, calls: LeafCalls) -> None:
+        self.traced = traced
+        self.calls = {call.number: call for call in calls.calls}
+        self.unasked = calls.unasked
+        self.root: dict[str, Any] = dict(calls.leaves)
+        self.state: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+        self.state.update(model.named_buffers(remove_duplicate=False))
+        constants = {"fxpipe_" + t.replace(".", "_"): x for t, x in traced.constants.items()}
+        self.constants = constants
+        self.writers: dict[str, str] = {}
+        self.graph = fx.Graph()
+        reserve_names(self.graph, model, constants)
+        copies: dict[fx.Node, fx.Node] = {}
+        self.graph.graph_copy(traced.graph, copies)
+        self.names = {old.name: new.name for old, new in copies.items()}
+        self.order = {copies[node]: place for place, node in enumerate(copies)}
+        returned = next(node for node in traced.graph.nodes if node.op == "output").args[0]
+        assert isinstance(returned, tuple)
+        count = len(traced.writes)
+        self.written = {
+            write.target: copies[node]
+            for write, node in zip(traced.writes, returned[:count], strict=True)
+        }
+        self.graph.output(fx.map_arg(tuple(returned[count:]), lambda node: copies[node]))
+
+    def run(self) -> fx.GraphModule:
+        by_name = {node.name: node for node in self.graph.nodes}
+        for argument in (*self.traced.parameters, *self.traced.buffers):
+            self._read(by_name[self.names[argument.name]], argument.target)
+        for target in self.written.keys() - {a.target for a in self.traced.buffers}:
+            self._write(target, None)
+        for node in list(self.graph.nodes):
+            if node.target is _LEAF:
+                self._call(node)
+        self.graph.lint()
+        return fx.GraphModule(self.root, self.graph)
+
+    def _read(self, placeholder: fx.Node, target: str) -> None:
+        """Read a tensor right before its first use, and a copy of one that will be written."""
+        users = [user for user in placeholder.users if user in self.order]
+        if target in self.written:
+            users.append(self.written[target])
+        first = min(users, key=self.order.__getitem__)
+        value = self._attribute(target, first)
+        if target in self.written:
+            self._write(target, value)
+            with self.graph.inserting_after(value):
+                value = self.graph.call_function(torch.ops.aten.clone.default, (value,))
+            value.meta.update(placeholder.meta)
+        placeholder.replace_all_uses_with(value)
+        self.graph.erase_node(placeholder)
+
+    def _write(self, target: str, attribute: fx.Node | None) -> None:
+        made = self.written[target]
+        if attribute is None:
+            attribute = self._attribute(target, made)
+        with self.graph.inserting_after(made):
+            copy = self.graph.call_function(torch.ops.aten.copy_.default, (attribute, made))
+        copy.meta.update(made.meta)
+        self.writers[target] = copy.name
+
+    def _attribute(self, target: str, before: fx.Node) -> fx.Node:
+        if target in self.traced.constants:
+            target = "fxpipe_" + target.replace(".", "_")
+        self.root[target] = (
+            self.constants[target] if target in self.constants else self.state[target]
+        )
+        with self.graph.inserting_before(before):
+            node = self.graph.get_attr(target)
+        for key in ("nn_module_stack", "stack_trace"):
+            if key in before.meta:
+                node.meta[key] = before.meta[key]
+        return node
+
+    def _call(self, node: fx.Node) -> None:
+        """The operation that stands for a leaf module becomes its call."""
+        tensors: Any = node.args[0]
+        call = self.calls[int(str(node.args[1]))]
+        args, kwargs = pytree.tree_map_only(
+            Place,
+            lambda place: tensors[place.index],
+            call.given,
+        )
+        with self.graph.inserting_before(node):
+            module = self.graph.call_module(call.name, args, kwargs)
+        module.meta.update(node.meta)
+        for item in list(node.users):
+            path = call.results[int(str(item.args[1]))]
+            value = module
+            for index in path[:-1]:
+                with self.graph.inserting_before(item):
+                    value = self.graph.call_function(operator.getitem, (value, index))
+            if call.name in self.unasked:
+                if path:
+                    with self.graph.inserting_before(item):
+                        value = self.graph.call_function(operator.getitem, (value, path[-1]))
+                item.args = (value, list(item.meta["val"].shape), call.name)
+                item.target = _SIZED
+                continue
+            item.args = (value, path[-1]) if path else (value,)
+            item.target = operator.getitem if path else torch.ops.aten.alias.default
+        self.graph.erase_node(node)

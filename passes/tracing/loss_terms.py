@@ -1,0 +1,278 @@
+"""What a loss divides by: a mean over targets that count is no mean over samples.
+
+read:  ce = cross_entropy(logits, flatten(y), weight, ignore_index=-100);  loss = ce + 0.1 * penalty
+made:  n = the sum of weight[t] over those t of flatten(y) that are not -100, a function of y
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional
+
+from fxpipe.ir.traced import DRAWS, Traced
+from fxpipe.passes.differentiate.extract import ancestors, extract
+from fxpipe.passes.graph.lazy_module import lazy_module
+from fxpipe.passes.tracing.attach_loss import LOSS_GRAPH
+from fxpipe.torchtools import source
+
+_SAME = {"alias", "clone", "contiguous", "neg", "reshape", "squeeze", "to", "_to_copy", "view"}
+_SHAPES = _SAME - {"neg"} | {"flatten", "permute", "t", "transpose", "unsqueeze"}
+_SUMS = {"add", "sub", "rsub"}
+_PRODUCTS = {"mul", "div", "truediv"}
+_REDUCED = {"sum", "mean", "getitem"}
+_STACKS = {"stack", "cat"}
+_MEANS = {"cross_entropy_loss", "cross_entropy", "nll_loss", "nll_loss2d", "nll_loss_nd"}
+_MEANS |= {"nll_loss_forward", "nll_loss2d_forward"}
+
+
+@dataclass(frozen=True)
+class Divisor:
+    """What a term of the loss is divided by, of which each micro-batch has its own.
+
+    Attributes:
+        line: the user's own line.
+        told: for a mean, whose micro-batches, each times its divisor, add up to the whole batch
+            times its own: how to count it in Python, with ``{}`` for an input. Else empty.
+        leaves: the flat inputs that it depends on.
+        buffers: the buffers that it depends on, by name.
+        made: makes it of these; None where it is not known before the run.
+        ignored: which entries of its only leaf it does not count, where it counts all others.
+        sums: the term is a sum, and divided by nothing.
+    """
+
+    line: str
+    told: str = ""
+    leaves: tuple[int, ...] = ()
+    buffers: tuple[str, ...] = ()
+    made: Callable[..., float] | None = None
+    ignored: int | None = None
+    sums: bool = False
+
+
+def loss_terms(traced: Traced, split: Collection[int]) -> tuple[Divisor | None, ...]:
+    """What the terms of a loss are divided by: None for a mean over samples, or over anything of
+    which all samples have as much. A term that is the same for all samples is left out.
+
+    Args:
+        traced: the graph with its loss.
+        split: the flat inputs of which each micro-batch has a part of its own.
+    """
+    loss = next(node for node in traced.graph.nodes if node.name == traced.loss)
+    leaves = {name: index for index, name in enumerate(traced.inputs) if name is not None}
+    if LOSS_GRAPH in loss.meta:
+        module, targets = loss.meta[LOSS_GRAPH]
+        placeholders = [node.name for node in module.graph.nodes if node.op == "placeholder"]
+        pairs = zip(placeholders, targets, strict=True)
+        leaves = {name: leaves[target] for name, target in pairs if target is not None}
+        return _Reader(module, leaves, {}, (), split).terms(module.graph.output_node().args[0])
+    written = {write.target for write in traced.writes}
+    buffers = {a.name: a.target for a in traced.buffers if a.target not in written}
+    fixed = [argument.name for argument in traced.parameters]
+    return _Reader(traced.module, leaves, buffers, fixed, split).terms(loss)
+
+
+class _Reader:
+    """Reads a graph.
+
+    Attributes:
+        varies: what is another value in each micro-batch.
+        known: what depends on inputs and buffers alone, and so is known before the run.
+    """
+
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        leaves: Mapping[str, int],
+        buffers: Mapping[str, str],
+        fixed: Collection[str],
+        split: Collection[int],
+    ) -> None:
+        """Look through a graph.
+
+        Args:
+            module: of the graph.
+            leaves: placeholder → the flat input that it is.
+            buffers: placeholder → the buffer that it is, of those that the graph does not write.
+            fixed: the other placeholders that are the same in every micro-batch.
+            split: the flat inputs that are not.
+        """
+        self.module, self.leaves, self.buffers = module, leaves, buffers
+        self.varies: set[fx.Node] = set()
+        self.known: set[fx.Node] = set()
+        for node in module.graph.nodes:
+            name, read = node.name, node.all_input_nodes
+            if node.op == "placeholder":
+                shared = leaves[name] not in split if name in leaves else name in fixed
+                if not shared and name not in buffers:
+                    self.varies.add(node)
+                if name in leaves or name in buffers:
+                    self.known.add(node)
+                continue
+            if not self.varies.isdisjoint(read):
+                self.varies.add(node)
+            if self.known.issuperset(read) and self._pure(node):
+                self.known.add(node)
+
+    def terms(self, loss: fx.Node) -> tuple[Divisor | None, ...]:
+        """See loss_terms."""
+        found: list[Divisor | None] = []
+        todo: list[Any] = [loss]
+        scaled = False
+        while todo:
+            node = todo.pop()
+            if node not in self.varies:
+                continue
+            operation, read = self._operation(node), node.all_input_nodes
+            inner = self._operation(read[0]) if read else ""
+            one, other = (*node.args, *node.kwargs.values(), None, None)[:2]
+            if operation in _MEANS:
+                found.append(self._mean(node))
+            elif operation in _SUMS:
+                todo += read
+            elif operation in _SAME or (operation in _REDUCED and inner in _MEANS):
+                todo.append(read[0])
+            elif operation in _REDUCED and inner in _STACKS:
+                todo += read[0].all_input_nodes
+            elif operation in _PRODUCTS and other not in self.varies:
+                todo.append(one)
+                scaled |= not isinstance(other, fx.Node)
+            elif operation == "mul" and one not in self.varies:
+                todo.append(other)
+                scaled |= not isinstance(one, fx.Node)
+            else:
+                found += [self._quotient(node, operation), *self._within(node)]
+        # a sum times a number may be a mean: the number of samples is one in the graph
+        return tuple(None if scaled and x is not None and x.sums else x for x in found)
+
+    def _mean(self, node: fx.Node) -> Divisor | None:
+        """What a cross-entropy or its like is divided by."""
+        given = self._arguments(node)
+        reduction, target, weight = given.get("reduction", 1), given["target"], given.get("weight")
+        ignored = given.get("ignore_index", -100)
+        line, told = source.of_node(node), f"({{}} != {ignored}).sum()"
+        if weight is not None:
+            told = f"weight[{{}}[{{}} != {ignored}]].sum()"
+        if reduction in (2, "sum"):
+            return Divisor(line, sums=True)
+        if reduction not in (1, "mean"):
+            return None
+        while self._operation(target) in _SHAPES:  # what counts is in it in any shape
+            target = target.args[0]
+        read = [value for value in (target, weight) if isinstance(value, fx.Node)]
+        if not self.known.issuperset(read):
+            return None if weight is None else Divisor(line, told=told)
+        count = partial(_count, ignored, given.get("label_smoothing", 0.0))
+        if isinstance(weight, Tensor):
+            count = partial(count, weight=weight)
+        made = self._divisor(line, read, count, told)
+        every = weight is None and target.op == "placeholder" and target in self.varies
+        return replace(made, ignored=ignored) if every else made
+
+    def _quotient(self, node: fx.Node, operation: str) -> Divisor | None:
+        """What a quotient is divided by, if it is one and that is known; a product with something
+        that is known is one, too."""
+        if operation not in _PRODUCTS:
+            return None
+        read = node.all_input_nodes
+        by = [n for n in (read if operation == "mul" else read[1:]) if n in self.known]
+        power = -1 if operation == "mul" else 1
+        if len(by) != 1:
+            return None
+        return self._divisor(source.of_node(node), by, lambda value: float(value) ** power)
+
+    def _within(self, node: fx.Node) -> list[Divisor]:
+        """What divides means that a term is made of in some other way."""
+        above = ancestors([node]) & self.varies
+        means = [n for n in self.module.graph.nodes if n in above and self._operation(n) in _MEANS]
+        found = (self._mean(other) for other in means)
+        return [divisor for divisor in found if divisor is not None and not divisor.sums]
+
+    def _divisor(
+        self,
+        line: str,
+        read: Sequence[fx.Node],
+        made: Callable[..., float],
+        told: str = "",
+    ) -> Divisor:
+        """A divisor that is made of known values, on the CPU."""
+        above = ancestors(read)
+        nodes = [node for node in self.module.graph.nodes if node in above]
+        inputs = [node for node in nodes if node.op == "placeholder"]
+        inputs.sort(key=lambda node: node.name in self.buffers)
+        graph = extract(inputs, [node for node in nodes if node.op != "placeholder"], read)
+        for node in graph.nodes:
+            node.args = fx.node.map_aggregate(node.args, _on_cpu)
+            node.kwargs = fx.node.map_aggregate(node.kwargs, _on_cpu)
+        values = lazy_module(self.module, graph)
+
+        def run(*given: Any) -> float:
+            with torch.no_grad():
+                return made(*values(*(v.cpu() if isinstance(v, Tensor) else v for v in given)))
+
+        leaves = tuple(self.leaves[node.name] for node in inputs if node.name in self.leaves)
+        buffers = tuple(self.buffers[node.name] for node in inputs if node.name in self.buffers)
+        return Divisor(line, told, leaves, buffers, run)
+
+    def _pure(self, node: fx.Node) -> bool:
+        """Whether it may be computed once more: it draws no random numbers and writes nothing."""
+        schema = getattr(node.target, "_schema", None)
+        writes = schema.is_mutable if schema is not None else self._operation(node).endswith("_")
+        draws = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+        return node.op != "call_module" and not (writes or draws or node.meta.get(DRAWS))
+
+    def _operation(self, node: Any) -> str:
+        """The name of what a node computes: that of an operator, a function or a method."""
+        if not isinstance(node, fx.Node) or node.op in ("placeholder", "get_attr", "output"):
+            return ""
+        if isinstance(node.target, torch._ops.OpOverload):
+            return node.target._schema.name.rpartition("::")[2]
+        if node.op == "call_module":
+            module = self.module.get_submodule(str(node.target))
+            return "cross_entropy" if isinstance(module, nn.CrossEntropyLoss | nn.NLLLoss) else ""
+        if node.op == "call_function" and node.target in (
+            functional.cross_entropy,
+            functional.nll_loss,
+        ):
+            return "cross_entropy"
+        name = str(getattr(node.target, "__name__", node.target))
+        return "" if name in _MEANS else name
+
+    def _arguments(self, node: fx.Node) -> dict[str, Any]:
+        """The arguments of a mean, by name."""
+        given: dict[str, Any] = {}
+        if isinstance(node.target, torch._ops.OpOverload):
+            names = [argument.name for argument in node.target._schema.arguments]
+        elif node.op == "call_module":
+            module = self.module.get_submodule(str(node.target))
+            told = ("weight", "ignore_index", "reduction", "label_smoothing")
+            given = {name: getattr(module, name) for name in told if hasattr(module, name)}
+            names = ["input", "target"]
+        else:
+            assert callable(node.target)
+            names = list(inspect.signature(node.target).parameters)
+        return {**given, **dict(zip(names, node.args, strict=False)), **node.kwargs}
+
+
+def _count(ignored: int, smooth: float, target: Tensor, weight: Tensor | None = None) -> float:
+    """What ``cross_entropy`` divides by: targets that are classes count what those weigh, and of
+    those that are probabilities, which are as many for each sample, all. Not-a-number where it
+    divides by 0 what is not 0."""
+    if target.is_floating_point():
+        return target.numel()
+    kept = target != ignored
+    if weight is None:
+        return int(kept.sum())
+    total = float(weight.to(target.device, torch.float64)[target[kept]].sum())
+    return math.nan if smooth and not total and bool(kept.any()) else total
+
+
+def _on_cpu(value: Any) -> Any:
+    return torch.device("cpu") if isinstance(value, torch.device) else value

@@ -1,0 +1,306 @@
+"""Trace a model with ``torch.fx.symbolic_trace``: submodules of torch.nn stay calls.
+
+before:  class Net(nn.Module): forward(x) = self.act(self.conv(x)).add_(1)
+after:   conv = self.conv(x);  act = self.act(conv);  add_ = act.add(1);  return (add_,)
+
+The leaf modules are called as they are, under autograd, with their own hooks, control flow and
+autograd functions. Between them nothing works in place: an in-place operation becomes the one
+that makes a new value, and a module with ``inplace=True`` gets a copy of its input.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from fxpipe.errors import TraceError
+from fxpipe.ir.plan import Argument, Write
+from fxpipe.ir.traced import DRAWS, TAKES_TURNS, Literal, Traced, Value
+from fxpipe.passes.tracing.explain import explained
+from fxpipe.random.leaf_draws import DrawsWatched
+from fxpipe.torchtools import source
+from fxpipe.torchtools.own_backward import functions_kept
+
+_OUT_OF_PLACE: dict[Any, Callable[..., Any]] = {
+    operator.iadd: operator.add,
+    operator.isub: operator.sub,
+    operator.imul: operator.mul,
+    operator.itruediv: operator.truediv,
+    operator.ifloordiv: operator.floordiv,
+    operator.imod: operator.mod,
+    operator.ipow: operator.pow,
+    operator.imatmul: operator.matmul,
+    operator.iand: operator.and_,
+    operator.ior: operator.or_,
+    operator.ixor: operator.xor,
+}
+_VIEWS = frozenset(
+    (
+        *("view", "reshape", "t", "transpose", "permute", "squeeze", "unsqueeze", "expand"),
+        *("flatten", "narrow", "select", "chunk", "split", "unbind", "getitem", "detach"),
+        *("diagonal", "unfold"),
+    )
+)
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def trace_symbolically(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    leaves: Collection[nn.Module] = (),
+) -> Traced:
+    """The model's graph with its leaf modules; it holds for every batch size.
+
+    Args:
+        model: the model, in its present mode.
+        args: positional inputs of one micro-batch.
+        kwargs: keyword inputs of one micro-batch.
+        leaves: modules that are called as they are, besides those of torch.nn.
+
+    Raises:
+        TraceError: the model cannot be traced; names its source line and the cure.
+    """
+    given = _given(model, args, kwargs)
+    constants = {name: value for name, value in given.items() if not isinstance(value, Tensor)}
+    tracer = _Tracer(leaves)
+    tracer.record_stack_traces = True
+    try:
+        with functions_kept():
+            graph = tracer.trace(model, concrete_args=constants)
+    except Exception as error:
+        raise explained(model, error, "symbolic") from error
+    module = fx.GraphModule(model, graph)
+    _out_of_place(module)  # before dead code goes: what works in place alone looks dead
+    _drop_assertions(graph)
+    names = _inputs(graph, given)
+    outputs, out_spec = _outputs(graph)
+    graph.lint()
+    module.recompile()
+    tensors = [given[name] for name, node in names.items() if node is not None]
+    written = Example(module).written(model, *tensors)
+    held = leaf_tensors(module)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    owned = {*parameters, *(name for name, _ in model.named_buffers(remove_duplicate=False))}
+    return Traced(
+        module=module,
+        parameters=tuple(Argument(name, name) for name in held if name in parameters),
+        buffers=tuple(Argument(name, name) for name in held if name not in parameters),
+        constants={
+            name: operator.attrgetter(name)(module).detach() for name in held if name not in owned
+        },
+        inputs=tuple(names[name] for name in given),
+        writes=tuple(Write(name, name) for name in held if name in written),
+        outputs=outputs,
+        out_spec=out_spec,
+        leaves=True,
+    )
+
+
+def reserve_names(graph: fx.Graph, model: nn.Module, others: Iterable[str] = ()) -> None:
+    """Let no node made from now on be called as a tensor of the model itself, or as others."""
+    for name in (*model._parameters, *model._buffers, *others):
+        graph._graph_namespace.create_name(name, None)
+
+
+def leaf_tensors(module: fx.GraphModule) -> dict[str, list[fx.Node]]:
+    """Name in the model of each parameter and buffer → the nodes that read it.
+
+    A tensor with several names goes by the first that is met.
+    """
+    readers: dict[str, list[fx.Node]] = {}
+    names: dict[int, str] = {}
+    for node in module.graph.nodes:
+        found: list[tuple[str, Tensor]] = []
+        if node.op == "call_module":
+            leaf = module.get_submodule(str(node.target))
+            found = [
+                (f"{node.target}.{name}", tensor)
+                for tensors in (leaf.named_parameters(), leaf.named_buffers())
+                for name, tensor in tensors
+            ]
+        elif node.op == "get_attr":
+            tensor = operator.attrgetter(str(node.target))(module)
+            found = [(str(node.target), tensor)] if isinstance(tensor, Tensor) else []
+        for name, tensor in found:
+            readers.setdefault(names.setdefault(id(tensor), name), []).append(node)
+    return readers
+
+
+def _given(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Parameter of ``forward`` → what it is given, in the order of the flat inputs."""
+    signature = inspect.signature(model.forward)
+    bound = signature.bind(*args, **kwargs)
+    given: dict[str, Any] = {}
+    positional = list(signature.parameters)[: len(args)]
+    for name in (*positional, *sorted(kwargs)):
+        kind = signature.parameters[name].kind if name in signature.parameters else None
+        value = bound.arguments.get(name)
+        nested = not isinstance(value, Tensor) and any(
+            isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value)
+        )
+        if kind is None or kind in _VARIADIC or nested:
+            raise TraceError(
+                f"the symbolic tracer takes each input as a tensor of its own, and {name!r} is "
+                'not; give its tensors one by one, or use tracer="export"'
+            )
+        given[name] = value
+    return given
+
+
+def _drop_assertions(graph: fx.Graph) -> None:
+    """The tracer asserts that constants stay what they were; a call with others is traced anew."""
+    for node in reversed(list(graph.nodes)):
+        if node.op == "call_function" and "assert" in getattr(node.target, "__name__", ""):
+            node.users.clear()
+            graph.erase_node(node)
+    # a leaf module may be called for what it does to its buffers, or by its hooks
+    graph.eliminate_dead_code(lambda node: node.op == "call_module" or node.is_impure())
+
+
+def _inputs(graph: fx.Graph, given: Mapping[str, Any]) -> dict[str, str | None]:
+    names: dict[str, str | None] = dict.fromkeys(given)
+    for node in list(graph.nodes):
+        if node.op != "placeholder":
+            continue
+        if isinstance(given.get(str(node.target)), Tensor):
+            names[str(node.target)] = node.name
+        elif not node.users:
+            graph.erase_node(node)
+    return names
+
+
+def _outputs(graph: fx.Graph) -> tuple[tuple[Value | Literal, ...], pytree.TreeSpec]:
+    end = next(node for node in graph.nodes if node.op == "output")
+    leaves, spec = pytree.tree_flatten(_plain(end.args[0]))
+    values = tuple(
+        Value(leaf.name) if isinstance(leaf, fx.Node) else Literal(leaf) for leaf in leaves
+    )
+    end.args = (tuple(leaf for leaf in leaves if isinstance(leaf, fx.Node)),)
+    return values, spec
+
+
+def _plain(value: Any) -> Any:
+    """fx's own lists and dicts as plain ones."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, tuple) and not hasattr(value, "_fields"):
+        return tuple(_plain(item) for item in value)
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _out_of_place(module: fx.GraphModule) -> None:
+    """Let no node change a value that another one may read.
+
+    A value that was changed in place is, from there on, the result of the operation.
+    """
+    graph = module.graph
+    order = {node: place for place, node in enumerate(graph.nodes)}
+    for node in list(graph.nodes):
+        target = _in_place_target(module, node)
+        if target is None:
+            continue
+        if not isinstance(target, fx.Node) or is_view(target) or any(map(is_view, target.users)):
+            raise TraceError(
+                f"{node.name} at {source.of_node(node) or 'an unknown line'} writes into a part of "
+                'a tensor; make a new tensor there, or use tracer="export", which can turn it '
+                "into one"
+            )
+        for user in list(target.users):
+            if order[user] > order[node]:
+                user.replace_input_with(target, node)
+        if node.op == "call_module":
+            with graph.inserting_before(node):
+                copy = graph.call_method("clone", (target,))
+            copy.meta.update(node.meta)
+            node.replace_input_with(target, copy)
+
+
+def _in_place_target(module: fx.GraphModule, node: fx.Node) -> Any:
+    """What a node changes in place, made harmless where the node itself can be; else None."""
+    if node.op == "call_function":
+        if node.target in (operator.setitem, operator.delitem):
+            return "part"
+        if node.target in _OUT_OF_PLACE:
+            node.target = _OUT_OF_PLACE[node.target]
+            return node.args[0]
+        if node.kwargs.get("inplace"):
+            node.kwargs = {**node.kwargs, "inplace": False}
+            return node.args[0]
+    if node.op == "call_method":
+        name = str(node.target)
+        if name.endswith("_") and not name.endswith("__"):
+            if name == "copy_" or not hasattr(Tensor, name[:-1]):
+                return "part"
+            node.target = name[:-1]
+            return node.args[0]
+    if node.op == "call_module" and getattr(
+        module.get_submodule(str(node.target)), "inplace", False
+    ):
+        return node.args[0] if node.args else "part"
+    return None
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether a node's value shows a part or another shape of its first argument's memory."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        aliases = (value.alias_info for value in node.target._schema.returns)
+        return any(alias is not None and not alias.is_write for alias in aliases)
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return node.op in ("call_function", "call_method") and name in _VIEWS
+
+
+def is_torchs(module: nn.Module) -> bool:
+    """Whether the tracer calls a module as it is though nobody asked for it."""
+    return fx.Tracer().is_leaf_module(module, "")
+
+
+class _Tracer(fx.Tracer):
+    """Calls some modules as they are."""
+
+    graph: fx.Graph
+
+    def __init__(self, leaves: Collection[nn.Module]) -> None:
+        super().__init__()
+        self.leaves = {id(module) for module in leaves}
+
+    def create_node(self, kind: str, *args: Any, **kwargs: Any) -> fx.Node:
+        if not len(self.graph.nodes):
+            reserve_names(self.graph, self.root)
+        return super().create_node(kind, *args, **kwargs)
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return id(m) in self.leaves or super().is_leaf_module(m, module_qualified_name)
+
+
+class Example(fx.Interpreter):
+    """Runs the graph once: notes what kind of value each node has, and which buffers it writes."""
+
+    def written(self, model: nn.Module, *inputs: Tensor) -> set[str]:
+        """The buffers of every module that writes one; BatchNorm writes some unseen by autograd."""
+        buffers = dict(model.named_buffers(remove_duplicate=False))
+        before = {name: (buffer._version, buffer.clone()) for name, buffer in buffers.items()}
+        with torch.no_grad():
+            self.run(*inputs)
+        owners = {
+            name.rpartition(".")[0]
+            for name, buffer in buffers.items()
+            if buffer._version != before[name][0] or not torch.equal(buffer, before[name][1])
+        }
+        return {name for name in buffers if name.rpartition(".")[0] in owners}
+
+    def run_node(self, n: fx.Node) -> Any:
+        with DrawsWatched() as watch:
+            value = super().run_node(n)
+        n.meta[DRAWS] = watch.drew and bool(n.all_input_nodes)
+        n.meta[TAKES_TURNS] = watch.traced
+        n.meta["val"] = value.to("meta") if isinstance(value, Tensor) else value
+        return value

@@ -1,0 +1,240 @@
+"""Trace a model with ``torch.export``: the front end's first pass, and the default tracer.
+
+before:  class Net(nn.Module): forward(x) = relu_(bn(conv(x)))
+after:   ExportedProgram of ATen operations over the very same Parameter objects
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributions import Distribution
+from torch.export import Dim, ExportedProgram
+from torch.nn.modules import transformer
+from torch.utils import _pytree as pytree
+
+from fxpipe.errors import TraceError
+from fxpipe.passes.graph.layouts import BatchNormsLaidOut
+from fxpipe.passes.tracing.average_batchnorm import averages_traced
+from fxpipe.passes.tracing.explain import explained
+from fxpipe.torchtools.apart import returning_parts
+from fxpipe.torchtools.own_backward import functions_kept
+from fxpipe.torchtools.value_hooks import value_hooks_refused
+
+Dims = Sequence[tuple[int, ...]]
+"""Flat input → its dimensions that are the batch."""
+
+_TORCH_LOG = logging.getLogger("torch.fx.experimental.symbolic_shapes")
+
+
+def trace(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    batch: int,
+    fixed: bool = False,
+    dims: Dims | None = None,
+) -> ExportedProgram:
+    """Export the model in its present mode, dynamic in the batch dimension where it can be.
+
+    Args:
+        model: any module; its training flags decide what is traced, its state is left alone.
+        args: positional inputs of one micro-batch.
+        kwargs: keyword inputs of one micro-batch.
+        batch: how many samples. A batch of 1 is traced as it is: its graph need not hold for
+            another size, nor another graph for it.
+        fixed: whether any batch is traced so.
+        dims: for each flat input its dimensions that are the batch; by default 0 where its size
+            is that of the batch.
+
+    Raises:
+        TraceError: the model cannot be traced; names its source line and the cure.
+    """
+    args, kwargs = pytree.tree_map_only(torch.Tensor, _no_view, (args, dict(kwargs)))
+    shapes: list[dict[str, Any] | None] = [None]
+    if batch > 1 and not fixed:
+        shapes.insert(0, _dynamic(model, args, kwargs, batch, dims))
+    errors: list[Exception] = []
+    for dynamic in shapes:
+        for as_export in (False, True):
+            try:
+                return _export(model, args, kwargs, dynamic, as_export)
+            except TraceError:
+                raise
+            except Exception as error:
+                errors.append(error)
+    raise explained(model, errors[-1], "export") from errors[0]
+
+
+def accepts(
+    program: ExportedProgram,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    batch: int,
+    dims: Dims | None = None,
+) -> Callable[[int], bool]:
+    """A test whether an exported program holds for another batch size.
+
+    Args:
+        program: what ``trace`` gave for the other arguments.
+    """
+    dims = dims or _usual_dims(args, kwargs, batch)
+    placeholders = {n.name: n for n in program.graph.nodes if n.op == "placeholder"}
+    symbolic = any(
+        isinstance(size, torch.SymInt)
+        for node in placeholders.values()
+        if isinstance(node.meta.get("val"), torch.Tensor)
+        for size in node.meta["val"].shape
+    )
+    if not symbolic:
+        return lambda size: size == batch
+    # the test is kept, the batch must not be: it needs the inputs' shapes alone
+    given = pytree.tree_map_only(torch.Tensor, lambda x: x.to("meta"), (args, dict(kwargs)))
+    program.example_inputs = given
+    leaves = pytree.tree_leaves(given)
+    guards: list[nn.Module | None] = []
+
+    def holds(size: int) -> bool:
+        if size < 2:
+            return False  # sizes of 1 broadcast: the dynamic graph assumes at least 2
+        if not guards:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                guards.append(getattr(program.module(), "_guards_fn", None))
+        if guards[0] is None:
+            return True
+        try:
+            guards[0](*(_resized(*one, size) for one in zip(leaves, dims, strict=True)))
+        except Exception:
+            return False
+        return True
+
+    return holds
+
+
+def _resized(leaf: Any, dims: tuple[int, ...], size: int) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    shape = [size if dim in dims else old for dim, old in enumerate(leaf.shape)]
+    return torch.empty(shape, dtype=leaf.dtype, device="meta")
+
+
+def _no_view(x: torch.Tensor) -> torch.Tensor:
+    """The same tensor as no view of another: of one that is, export guards the strides of both,
+    and cannot read its own guard (``'NoneType' object has no attribute 'stride'``)."""
+    return x.detach().requires_grad_(x.requires_grad)
+
+
+def _export(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    dynamic: dict[str, Any] | None,
+    as_export: bool,
+) -> ExportedProgram:
+    """Export a model, which computes what it would under ``torch.compile``.
+
+    Args:
+        model: the model.
+        args: positional inputs.
+        kwargs: keyword inputs.
+        dynamic: the dynamic dimensions, if any.
+        as_export: let it compute what it would under ``torch.export``: some models then take
+            another way than in eager mode, equal but for rounding, so that no value decides.
+    """
+    from torch.export import _trace as exporter  # takes its time
+
+    level = _TORCH_LOG.level
+    # what fails here is told once, by our own error, and not with the graph so far
+    _TORCH_LOG.setLevel(logging.CRITICAL)
+    vars(exporter)["print"] = lambda *args, **kwargs: None
+    try:
+        with (
+            warnings.catch_warnings(),
+            functions_kept(),
+            value_hooks_refused(),
+            returning_parts(model),
+            _announced(model, as_export),
+            _distributions_unchecked(),
+            _masks_unread(),
+            averages_traced(model),
+            BatchNormsLaidOut(),
+        ):
+            warnings.simplefilter("ignore")  # notes on attributes that the model itself assigns
+            return torch.export.export(
+                model, args, dict(kwargs), dynamic_shapes=dynamic, strict=False
+            )
+    finally:
+        vars(exporter).pop("print", None)
+        _TORCH_LOG.setLevel(level)
+
+
+@contextmanager
+def _announced(model: nn.Module, as_export: bool) -> Iterator[None]:
+    """Inside, ``torch.compiler.is_exporting()`` tells the model that it is exported, or not."""
+
+    def announce(module: nn.Module, args: Any) -> None:
+        # export itself sets it before, and puts it back after the model has run
+        torch.compiler._is_exporting_flag = as_export
+
+    hook = model.register_forward_pre_hook(announce)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+@contextmanager
+def _distributions_unchecked() -> Iterator[None]:
+    """Inside, ``torch.distributions`` take their arguments as they are: whether to make an error
+    of them depends on their values, which a trace does not have."""
+    checked = Distribution._validate_args
+    Distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        Distribution.set_default_validate_args(checked)
+
+
+@contextmanager
+def _masks_unread() -> Iterator[None]:
+    """Inside, ``nn.TransformerEncoder`` and ``nn.TransformerDecoder`` apply an attention mask as it
+    is. They would compare its values with those of a causal one, to choose a kernel that computes
+    the same without it."""
+    detect = transformer._detect_is_causal_mask
+    transformer._detect_is_causal_mask = lambda mask, is_causal=None, size=None: is_causal is True
+    try:
+        yield
+    finally:
+        transformer._detect_is_causal_mask = detect
+
+
+def _usual_dims(args: tuple[Any, ...], kwargs: Mapping[str, Any], batch: int) -> Dims:
+    return [
+        (0,) if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == batch else ()
+        for leaf in pytree.tree_leaves((args, dict(kwargs)))
+    ]
+
+
+def _dynamic(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    batch: int,
+    dims: Dims | None,
+) -> dict[str, Any]:
+    """Which dimensions of what are dynamic, as the exporter wants it: by parameter's name."""
+    flat = [
+        dict.fromkeys(of_leaf, Dim.AUTO) or None
+        for of_leaf in dims or _usual_dims(args, kwargs, batch)
+    ]
+    _, spec = pytree.tree_flatten((args, dict(kwargs)))
+    like_args, like_kwargs = pytree.tree_unflatten(flat, spec)
+    return dict(inspect.signature(model.forward).bind(*like_args, **like_kwargs).arguments)
