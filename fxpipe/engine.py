@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fxpipe.call import differentiable_call
 from fxpipe.compiler.compiled import Compiled
 from fxpipe.compiler.predict import plan_sizes, predicted_peaks
 from fxpipe.errors import InputError
 from fxpipe.kernels.kernel import Kernel
 from fxpipe.runtime.batch import Batch
-from fxpipe.runtime.call import differentiable_call
 from fxpipe.runtime.choice import Choice
 from fxpipe.runtime.clock import Clock
 from fxpipe.runtime.crew import Setting

@@ -18,11 +18,11 @@ from fxpipe.compiler.timetable import Purpose
 from fxpipe.engine import Engine
 from fxpipe.errors import InputError
 from fxpipe.html import preformatted
+from fxpipe.intake import Intake
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
 from fxpipe.runtime.batch import Batch, BatchDims
-from fxpipe.runtime.intake import Intake
 from fxpipe.runtime.weights import checkpoint
 from fxpipe.signals import SignalsAtOperations
 from fxpipe.simulator import Simulation

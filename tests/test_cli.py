@@ -23,7 +23,7 @@ from fxpipe.passes.lowering.free import free
 from fxpipe.passes.lowering.lower import Lower
 from fxpipe.schedules import gpipe
 from tests.conftest import Golden
-from tests.plans import chain, plan_of
+from tests.helpers.plans import chain, plan_of
 
 ROOT = Path(__file__).parent.parent
 

@@ -17,47 +17,23 @@ ROOT = Path(__file__).parent.parent
 
 LAYERS = {
     "ground": (
-        "fxpipe.apart",
         "fxpipe.errors",
-        "fxpipe.garbage",
         "fxpipe.html",
-        "fxpipe.moments",
-        "fxpipe.nest",
-        "fxpipe.own_backward",
         "fxpipe.random",
-        "fxpipe.recomputing",
         "fxpipe.signals",
-        "fxpipe.source",
-        "fxpipe.stopwatch",
         "fxpipe.telling",
+        "fxpipe.torchtools",
         "fxpipe.units",
-        "fxpipe.untouched",
     ),
-    "representations": (
-        "fxpipe.edge",
-        "fxpipe.buffer",
-        "fxpipe.instruction",
-        "fxpipe.task",
-        "fxpipe.schedule",
-        "fxpipe.recipe",
-        "fxpipe.kernels",
-        "fxpipe.plan",
-        "fxpipe.traced",
-        "fxpipe.program",
-        "fxpipe.blocking",
-        "fxpipe.dispatch",
-        "fxpipe.unroll",
-    ),
+    "representations": ("fxpipe.ir", "fxpipe.kernels"),
     "text": ("fxpipe.text",),
     "verify": ("fxpipe.verify",),
     "simulator": ("fxpipe.simulator",),
     "formulas": ("fxpipe.formulas",),
-    "reference": ("fxpipe.serial",),
     "schedules": ("fxpipe.schedules",),
     "passes": ("fxpipe.passes",),
     "memory": ("fxpipe.memory",),
     "draw": ("fxpipe.draw",),
-    "trace": ("fxpipe.trace",),
     "runtime": ("fxpipe.runtime",),
     "face": (
         "fxpipe",
@@ -68,12 +44,8 @@ LAYERS = {
         "fxpipe.compile",
         "fxpipe.compiler",
         "fxpipe.engine",
-        "fxpipe.figures",
         "fxpipe.intake",
-        "fxpipe.partition",
         "fxpipe.pipeline",
-        "fxpipe.sizes",
-        "fxpipe.stand_in",
         "fxpipe.table",
         "fxpipe.turn",
     ),
@@ -88,12 +60,10 @@ MAY_IMPORT = {
     "verify": (*BASE, "text"),
     "simulator": (*BASE, "text"),
     "formulas": (*BASE, "simulator"),
-    "reference": BASE,
     "schedules": ("representations",),
-    "passes": (*BASE, "text", "verify", "reference"),
+    "passes": (*BASE, "text", "verify"),
     "memory": (*BASE, "simulator", "passes"),
     "draw": (*BASE, "text", "verify", "simulator"),
-    "trace": (*BASE, "simulator"),
     "runtime": (*BASE, "text", "verify"),
     "face": tuple(LAYERS),
 }
@@ -168,7 +138,7 @@ def test_a_schedule_knows_only_its_representation(module: str) -> None:
     others = [
         name
         for name in imports_of(module)
-        if name not in ("fxpipe.recipe", "fxpipe.schedule", "fxpipe.task")
+        if name not in ("fxpipe.ir.recipe", "fxpipe.ir.schedule", "fxpipe.ir.task")
         and not name.startswith("fxpipe.schedules.")
         and name.partition(".")[0] not in sys.stdlib_module_names
     ]

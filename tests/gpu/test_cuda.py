@@ -19,8 +19,8 @@ import fxpipe
 from fxpipe import DeviceMemoryError, InputError
 from fxpipe.runtime.choice import Dispatch
 from fxpipe.runtime.devices.cuda import CudaLanes
-from tests import loop
-from tests.delayed import DelayedLoop
+from tests.oracles import loop
+from tests.oracles.delayed import DelayedLoop
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 

@@ -13,8 +13,8 @@ from torch.cuda import green_contexts
 import fxpipe
 from fxpipe import CaptureError, ExecutionError
 from fxpipe.runtime.choice import Dispatch
-from tests import loop
-from tests.captured_pipes import kernels
+from tests.helpers.captured_pipes import kernels
+from tests.oracles import loop
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 

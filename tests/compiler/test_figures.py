@@ -1,0 +1,229 @@
+"""What a pipeline predicts of itself, and what it measures."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+from torch.utils import _pytree as pytree
+
+import fxpipe
+from fxpipe.errors import InputError
+from fxpipe.ir.blocking import blocking
+from fxpipe.ir.program import Free, Pop, Receive, letter_of
+from fxpipe.ir.unroll import unroll
+from fxpipe.passes.lowering.streams import Streams
+from fxpipe.runtime import interpreter
+from fxpipe.runtime.interpreter import Machine
+from fxpipe.simulator.measured import measured_run
+from tests.helpers.timing import timed
+from tests.passes.lowering.test_streams import plain
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    layers = [nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.ReLU(), nn.BatchNorm1d(16)]
+    return nn.Sequential(*layers, nn.Linear(16, 16), nn.Sigmoid(), nn.Linear(16, 2)).double()
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return (
+        torch.randn(12, 6, generator=generator).double(),
+        torch.randn(12, 2, generator=generator).double(),
+    )
+
+
+def compiled(schedule: str, devices: int = 2, module: nn.Module | None = None) -> fxpipe.Pipeline:
+    return fxpipe.compile(
+        module or model(),
+        ["cpu"] * devices,
+        schedule=schedule,
+        microbatches=4,
+        loss=mse_loss,
+        optimizer=lambda parameters: torch.optim.Adam(parameters),
+    )
+
+
+@pytest.mark.parametrize(("schedule", "steps"), [("1f1b", 1), ("zb-h1", 2), ("2bw", 3)])
+def test_a_profile_is_a_run_of_every_instruction(schedule: str, steps: int) -> None:
+    x, y = batch()
+    with compiled(schedule) as pipe:
+        pipe.step(x, target=y)
+        found = pipe.profile(x, target=y, steps=steps)
+        assert found.measured and found.seconds and found.steps == steps
+        assert found.program.lists == unroll(pipe.program, steps).lists
+        for device in range(2):
+            starts, ends = found.events.starts[device], found.events.ends[device]
+            assert all(start <= end for start, end in zip(starts, ends, strict=True))
+            assert all(end <= start for end, start in zip(ends, starts[1:], strict=False))
+        for span in found.instructions():
+            match span.instruction:
+                case Receive(buffer) | Pop(buffer):
+                    sent = found.events.transfers[buffer]
+                    source = found.events.starts[sent.source]
+                    assert source[sent.position] < span.end
+        assert min(found.busy) > 0
+        idle = sum(each.total for each in found.idle)
+        assert idle == pytest.approx(found.bubble * found.through * found.devices)
+        assert 0 < found.bubble < 1
+        assert "measured" in str(found)
+
+
+def test_a_profile_feeds_a_simulation() -> None:
+    x, y = batch()
+    with compiled("zb-h1") as pipe:
+        measured = pipe.profile(x, target=y, steps=2)
+        predicted = pipe.simulate(measured.costs, steps=2)
+        assert predicted.costs == pytest.approx(measured.costs)
+        assert predicted.makespan <= measured.makespan
+        assert [round(a / b, 6) for a, b in zip(predicted.busy, measured.busy, strict=True)] == [
+            1,
+            1,
+        ]
+        assert set(pipe.simulate().costs) == set(measured.costs)
+        with pytest.raises(InputError, match="cannot go on"):
+            _ = measured.steady
+
+
+def test_profiling_trains_as_a_step_does() -> None:
+    x, y = batch()
+    alone = model()
+    with (
+        compiled("1f1b", module=copy.deepcopy(alone)) as one,
+        compiled("1f1b", module=alone) as two,
+    ):
+        one.step(x, target=y)
+        two.profile(x, y)  # the target may stand behind the inputs
+        for a, b in zip(one.state_dict().values(), two.state_dict().values(), strict=True):
+            assert torch.equal(a, b)
+
+
+def test_a_step_takes_no_times() -> None:
+    x, y = batch()
+    with compiled("1f1b") as pipe:
+        first = pipe.profile(x, target=y)
+        count = [len(own) for own in first.events.ends]
+        pipe.step(x, target=y)
+        assert [len(own) for own in first.events.ends] == count
+
+
+def places(values: Any) -> dict[int, int]:
+    """Where tensors begin → their bytes; a micro-batch's input is a part of the batch's."""
+    tensors = [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
+    return {t.data_ptr(): t.numel() * t.element_size() for t in tensors}
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, list[int]]]:
+    """Device → the bytes in its buffers and gradients before each instruction of the last step."""
+    found: dict[int, list[int]] = {}
+
+    def watching(handler: Callable[[Machine, Any], None]) -> Callable[[Machine, Any], None]:
+        def handle(machine: Machine, instruction: Any) -> None:
+            if machine.position == 0:
+                found[machine.device] = []
+            fixed: dict[int, int] = {}
+            for stage, home in enumerate(machine.program.placement):
+                if home == machine.device:
+                    fixed |= places(machine.weights.parameters(stage, 0))
+                    fixed |= places(machine.weights.buffers(stage))
+            store = machine.store
+            live = places([list(store.values.values()), store.gradients, store.state])
+            found[machine.device].append(
+                sum(size for key, size in live.items() if key not in fixed)
+            )
+            handler(machine, instruction)
+
+        return handle
+
+    handlers = {kind: watching(handler) for kind, handler in interpreter.HANDLERS.items()}
+    monkeypatch.setattr(interpreter, "HANDLERS", handlers)
+    yield found
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "interleaved-1f1b"])
+def test_the_predicted_memory_is_what_a_run_holds(
+    schedule: str, held: dict[int, list[int]]
+) -> None:
+    x, y = batch()
+    with compiled(schedule) as pipe:
+        pipe.step(x, target=y)
+        pipe.step(x, target=y)
+        predicted = pipe.simulate()
+        assert predicted.sizes is not None and not predicted.sizes.unknown
+        for device, memory in enumerate(predicted.memory):
+            moved = 0
+            # what is there while a value moves is there when the next instruction begins
+            for at, (instruction, real) in enumerate(
+                zip(pipe.program.lists[device], held[device][1:], strict=False)
+            ):
+                if not letter_of(instruction) and not isinstance(instruction, Free):
+                    assert memory.levels[at] - memory.resting == real, instruction
+                    moved += 1
+            assert moved > 10
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.SGD])
+def test_memory_is_counted_for_the_optimizer_too_before_it_has_stepped(
+    kind: type[torch.optim.Optimizer],
+) -> None:
+    x, y = batch()
+    with fxpipe.compile(
+        model(),
+        ["cpu"] * 2,
+        microbatches=4,
+        loss=mse_loss,
+        optimizer=lambda parameters: kind(parameters, lr=0.1),  # type: ignore[call-arg]
+    ) as pipe:
+        pipe.prepare(x, target=y)
+        before = [memory.resting for memory in pipe.simulate().memory]
+        pipe.step(x, target=y)
+        assert [memory.resting for memory in pipe.simulate().memory] == before
+        for stage, optimizer in enumerate(pipe.optimizers):
+            assert optimizer is not None
+            held = sum(x.nbytes for each in optimizer.state.values() for x in each.values())
+            part = pipe.simulate().memory[stage].parts["optimizer"]
+            assert held <= part <= held + 3 * 16 * 8 * 2  # batch norm's buffers, and their copies
+
+
+def test_without_a_plan_or_steps_it_says_what_to_do() -> None:
+    x, y = batch()
+    with compiled("1f1b") as pipe:
+        with pytest.raises(InputError, match="nothing is compiled yet"):
+            pipe.simulate()
+        with pytest.raises(InputError, match="at least 1"):
+            pipe.profile(x, target=y, steps=0)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "gpipe", "zb-h1"])
+@pytest.mark.parametrize("copy_", [0.0, 0.4, 5.0])
+def test_a_run_with_streams_reads_as_one_in_which_copies_hold_up_what_needs_them(
+    name: str, copy_: float
+) -> None:
+    """Copies that go on beside computations take nothing; what is left of one is a wait."""
+    program = Streams()(plain(name, 3, 6))
+    ran = timed(program, copy_)
+    times = [[round(1e9 * t) for span in own for t in span] for own in ran.spans]
+    found = measured_run(program, 1, times)
+    assert found.program.lists == blocking(program).lists
+    assert found.makespan == pytest.approx(ran.makespan)
+    for device, own in enumerate(program.lists):
+        starts, ends = found.events.starts[device], found.events.ends[device]
+        assert all(start <= end for start, end in zip(starts, ends, strict=True))
+        assert all(end <= start for end, start in zip(ends, starts[1:], strict=False))
+        computed = [
+            end - start
+            for x, (start, end) in zip(own, ran.spans[device], strict=True)
+            if letter_of(x) is not None
+        ]
+        assert found.busy[device] == pytest.approx(sum(computed))
+    idle = sum(each.total for each in found.idle)
+    assert idle == pytest.approx(found.bubble * found.through * found.devices)

@@ -1,0 +1,607 @@
+"""A number, a flag or a submodule that changes after it was traced counts from the next call on."""
+
+from __future__ import annotations
+
+import copy
+import cProfile
+import gc
+import logging
+import pstats
+import textwrap
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_full_backward_hook,
+)
+
+import fxpipe
+from fxpipe.compiler.guards import VARIANTS, Guards
+from fxpipe.torchtools.garbage import without_collection
+from tests.oracles import loop
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+SLOPE = 1.0
+
+
+class Net(nn.Module):
+    """Reads what it is by attributes of all kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.act: nn.Module = nn.Tanh()
+        self.last = nn.Linear(4, 3)
+        self.scale = 1.0
+        self.config = types.SimpleNamespace(shift=0.0, unread=0)
+        self.powers = [1.0, 2.0]
+        self.factor_a = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.act(self.norm(self.first(x))) * self.scale + self.config.shift
+        for power in self.powers:
+            x = x * power
+        for letter in "a":
+            x = x * getattr(self, f"factor_{letter}")
+        made: Tensor = self.last(x * SLOPE)
+        return made
+
+
+class Loss(nn.Module):
+    """A loss with attributes and a buffer."""
+
+    weight: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.ones(3))
+        self.smoothing = 0.0
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output, target, self.weight, label_smoothing=self.smoothing)
+
+
+TABLE = {"rows": [{"gain": 1.0}]}
+OPTIONS = types.ModuleType("options")
+OPTIONS.gain = 1.0  # type: ignore[attr-defined]
+UNREAD = 0
+LEAF_CALLS = {"all": [0]}
+
+
+def helper(x: Tensor, gain: float = 1.0) -> Tensor:
+    return x * gain
+
+
+def other(x: Tensor, gain: float = 2.0) -> Tensor:
+    return x * gain * 3
+
+
+class Space:
+    """A class that is a namespace."""
+
+    gain = 1.0
+    unread = 0
+
+
+class Slotted:
+    """An object without a dictionary."""
+
+    __slots__ = ("gain",)
+
+    def __init__(self) -> None:
+        self.gain = 1.0
+
+
+class Base(nn.Module):
+    """What another module inherits."""
+
+    gain = 1.0
+
+    def twice(self, x: Tensor) -> Tensor:
+        return x * 2
+
+
+class Reader(Base):
+    """Reads state that is deep inside of what it has, or that is nobody's own."""
+
+    unread = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.last = nn.Linear(4, 3)
+        self.nested = {"rows": [{"gain": 1.0}]}
+        self.pair = ([1.0], 0)
+        self.objects = [types.SimpleNamespace(inner=types.SimpleNamespace(gain=1.0))]
+        self.slotted = Slotted()
+        self.first.register_forward_hook(self.objects_hook)
+
+    def objects_hook(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        made: Tensor = output * self.objects[0].inner.gain
+        return made
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x) * self.nested["rows"][0]["gain"] * self.pair[0][0] * self.slotted.gain
+        x = self.twice(x * self.gain) * TABLE["rows"][0]["gain"] * Space.gain * OPTIONS.gain
+        made: Tensor = self.last(helper(x))
+        return made
+
+
+def _set_slope(model: Any, loss: Any) -> None:
+    global SLOPE
+    SLOPE = 3.0
+
+
+CHANGES: dict[str, Callable[[Any, Any], Any]] = {
+    "a number": lambda model, loss: setattr(model, "scale", 2.0),
+    "an option of a module of torch.nn": lambda model, loss: setattr(model.norm, "momentum", 0.5),
+    "a field of a configuration": lambda model, loss: setattr(model.config, "shift", 0.5),
+    "an entry of a list": lambda model, loss: model.powers.__setitem__(0, 3.0),
+    "one more entry of a list": lambda model, loss: model.powers.append(3.0),
+    "an attribute whose name is made": lambda model, loss: setattr(model, "factor_a", 2.0),
+    "a submodule": lambda model, loss: setattr(model, "act", nn.ReLU()),
+    "a hook": lambda model, loss: model.first.register_forward_hook(lambda m, args, out: out * 2),
+    "a global number": _set_slope,
+    "an attribute of the loss": lambda model, loss: setattr(loss, "smoothing", 0.3),
+    "a buffer of the loss": lambda model, loss: setattr(loss, "weight", torch.arange(1.0, 4.0)),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_what_changes_between_steps_counts_from_the_next_step_on(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(globals(), "SLOPE", 1.0)
+    torch.manual_seed(0)
+    model, loss = Net(), Loss()
+    alone, loss_alone = copy.deepcopy(model), copy.deepcopy(loss)
+    x, target = torch.randn(8, 4), torch.randint(3, (8,))
+    with fxpipe.compile(model, 2 * ["cpu"], microbatches=2, loss=loss) as pipe:
+        for step in range(3):
+            if step == 1:
+                CHANGES[what](model, loss)
+                CHANGES[what](alone, loss_alone)
+            made = pipe.step(x, target=target)
+            classes = loss_alone.weight.double()
+            expected = loop.train(
+                alone,
+                2,
+                x,
+                loss=loss_alone,
+                target=target,
+                weight=lambda y, classes=classes: classes[y].sum(),
+            )
+            assert torch.equal(made, expected.loss), step
+    loop.assert_same(loop.gradients(model), loop.gradients(alone))
+    loop.assert_same(model.state_dict(), alone.state_dict())
+
+
+def _halved(self: Any, x: Tensor) -> Tensor:
+    made: Tensor = self.last(self.first(x)) / 2
+    return made
+
+
+def _hook_all(patch: pytest.MonkeyPatch) -> Any:
+    return register_module_forward_hook(
+        lambda module, args, output: output * 2 if isinstance(module, nn.Linear) else output
+    )
+
+
+SHARED: dict[str, Callable[[pytest.MonkeyPatch], Any]] = {
+    "an attribute of its class": lambda patch: patch.setattr(Reader, "gain", 2.0, raising=False),
+    "an attribute of its base": lambda patch: patch.setattr(Base, "gain", 2.0),
+    "a method": lambda patch: patch.setattr(Base, "twice", lambda self, x: x * 5),
+    "forward": lambda patch: patch.setattr(Reader, "forward", _halved),
+    "forward of a class of torch": lambda patch: patch.setattr(
+        nn.Linear, "forward", lambda self, x: F.linear(x, self.weight) * 2
+    ),
+    "an entry inside of a global": lambda patch: patch.setitem(TABLE["rows"][0], "gain", 2.0),
+    "a global function": lambda patch: patch.setitem(globals(), "helper", other),
+    "the code of a function": lambda patch: patch.setattr(helper, "__code__", other.__code__),
+    "a default of a function": lambda patch: patch.setattr(helper, "__defaults__", (2.0,)),
+    "an attribute of a global class": lambda patch: patch.setattr(Space, "gain", 2.0),
+    "an attribute of an imported module": lambda patch: patch.setattr(OPTIONS, "gain", 2.0),
+    "a hook of all modules": _hook_all,
+}
+DEEP: dict[str, Callable[[Any], Any]] = {
+    "an entry of a list in a dict": lambda model: model.nested["rows"][0].update(gain=2.0),
+    "a list in a dict": lambda model: model.nested.update(rows=[{"gain": 2.0}]),
+    "an entry of a list in a tuple": lambda model: model.pair[0].__setitem__(0, 2.0),
+    "an object in an object in a list": lambda model: setattr(model.objects[0].inner, "gain", 2.0),
+    "an object without a dictionary": lambda model: setattr(model.slotted, "gain", 2.0),
+}
+
+
+@pytest.mark.parametrize("what", [*SHARED, *DEEP])
+def test_what_is_deep_inside_or_shared_counts_from_the_next_step_on(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    model = Reader()
+    x, target = torch.randn(8, 4), torch.randint(3, (8,))
+    handle = None
+    try:
+        with fxpipe.compile(model, 2 * ["cpu"], microbatches=2, loss=F.cross_entropy) as pipe:
+            before = pipe.step(x, target=target)
+            if what in SHARED:
+                handle = SHARED[what](monkeypatch)
+            else:
+                DEEP[what](model)
+            loop.clear(model)
+            made = pipe.step(x, target=target)
+            gradients = loop.gradients(model)
+        loop.clear(model)
+        expected = loop.train(model, 2, x, loss=F.cross_entropy, target=target)
+        assert torch.equal(made, expected.loss)
+        assert not torch.equal(made, before)
+        loop.assert_same(gradients, loop.gradients(model))
+    finally:
+        if handle is not None:
+            handle.remove()
+
+
+def test_a_backward_hook_of_all_modules_is_refused() -> None:
+    handle = register_module_full_backward_hook(lambda module, given, made: None)
+    try:
+        with (
+            fxpipe.compile(Net(), ["cpu"], microbatches=2, loss=F.mse_loss) as pipe,
+            pytest.raises(fxpipe.TraceError, match="backward hook for all modules"),
+        ):
+            pipe.step(torch.randn(8, 4), target=torch.randn(8, 3))
+    finally:
+        handle.remove()
+
+
+_TREES = st.recursive(
+    st.integers(0, 3),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(st.sampled_from("abc"), inner, max_size=3)
+        | st.builds(types.SimpleNamespace, left=inner, right=inner)
+    ),
+    max_leaves=12,
+)
+
+
+def _read(tree: Any) -> str:
+    """All that a tree holds, read as a model would."""
+    if isinstance(tree, types.SimpleNamespace):
+        return f"<{_read(tree.left)} {_read(tree.right)}>"
+    if isinstance(tree, dict):
+        return f"{ {key: _read(value) for key, value in tree.items()} }"
+    return (
+        f"{type(tree)}{[_read(each) for each in tree]}" if not isinstance(tree, int) else f"{tree}"
+    )
+
+
+def _places(tree: Any) -> Iterator[tuple[Any, Any]]:
+    """Where something can be put in place: a container or an object, and a key of it."""
+    if isinstance(tree, types.SimpleNamespace):
+        tree = vars(tree)
+    pairs = [*tree.items()] if isinstance(tree, dict) else [*enumerate(tree)]
+    for key, value in pairs:
+        if not isinstance(tree, tuple):
+            yield tree, key
+        if not isinstance(value, int):
+            yield from _places(value)
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_whatever_changes_in_place_inside_of_an_attribute_is_another_state(data: Any) -> None:
+    class Holds(nn.Module):
+        def forward(self) -> str:
+            return _read(self.tree)
+
+    model = Holds()
+    model.tree = [data.draw(_TREES), data.draw(_TREES)]  # type: ignore[assignment]
+    guards = Guards(model, None, {})
+    first = guards.variant()
+    with without_collection(), guards.reading():  # collection runs code of others in between
+        before = model()
+    guards.settle()
+    assert guards.variant() == first
+    container, key = data.draw(st.sampled_from([*_places(model.tree)]))
+    old = container[key]
+    container[key] = data.draw(_TREES)
+    if model() != before:
+        assert guards.variant() != first
+    container[key] = old
+    assert guards.variant() == first
+
+
+def test_each_object_whose_method_makes_names_counts() -> None:
+    class Made(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gain_a = 1.0
+
+        def forward(net, x: float) -> float:
+            for letter in "a":
+                x = x * getattr(net, f"gain_{letter}")
+            return x
+
+    model = nn.Sequential(Made(), Made())
+    guards = Guards(model, None, {})
+    first = guards.variant()
+    with guards.reading():
+        model(1.0)
+    guards.settle()
+    model[1].gain_a = 2.0  # type: ignore[assignment]
+    assert guards.variant() != first
+
+
+def test_the_default_type_of_numbers_counts() -> None:
+    class Sized(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * torch.ones(()).element_size()
+
+    x = torch.ones(4, 2)
+    with fxpipe.compile(Sized(), ["cpu"], microbatches=2) as pipe, torch.no_grad():
+        assert torch.equal(pipe(x), 4 * x)
+        torch.set_default_dtype(torch.float64)
+        try:
+            assert torch.equal(pipe(x), 8 * x)
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+
+def test_a_number_in_the_closure_of_a_loss_counts() -> None:
+    beta = 1.0
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(output, target) * beta
+
+    x = torch.randn(4, 4)
+    with fxpipe.compile(nn.Linear(4, 4), ["cpu"], microbatches=2, loss=loss) as pipe:
+        before = pipe.step(x, target=x)
+        beta = 2.0
+        assert torch.equal(pipe.step(x, target=x), 2 * before)
+
+
+def test_a_shape_that_changes_with_a_parameter_counts() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
+    x, target = torch.randn(8, 4), torch.randint(3, (8,))
+    with fxpipe.compile(model, 2 * ["cpu"], microbatches=2, loss=F.cross_entropy) as pipe:
+        pipe.step(x, target=target)
+        model[2] = nn.Linear(4, 5)
+        alone = copy.deepcopy(model)
+        loop.clear(model, alone)
+        made = pipe.step(x, target=target + 2)
+    assert torch.equal(made, loop.train(alone, 2, x, loss=F.cross_entropy, target=target + 2).loss)
+    loop.assert_same(loop.gradients(model), loop.gradients(alone))
+
+
+def test_what_no_code_reads_is_no_reason_to_trace(caplog: pytest.LogCaptureFixture) -> None:
+    model = Net()
+    x, target = torch.randn(8, 4), torch.randint(3, (8,))
+    with (
+        caplog.at_level(logging.INFO, "fxpipe"),
+        fxpipe.compile(model, ["cpu"], microbatches=2, loss=F.cross_entropy) as pipe,
+    ):
+        pipe.step(x, target=target)
+        model.norm.epoch = 1  # type: ignore[assignment]
+        model.config.unread = 1
+        model.act = nn.Tanh()
+        pipe.step(x, target=target)
+    assert "anew" not in caplog.text
+
+
+def test_counters_that_no_code_reads_are_no_reason_to_trace(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Reader()
+    x, target = torch.randn(8, 4), torch.randint(3, (8,))
+    with (
+        caplog.at_level(logging.INFO, "fxpipe"),
+        fxpipe.compile(model, ["cpu"], microbatches=2, loss=F.cross_entropy) as pipe,
+    ):
+        for count in range(3):
+            pipe.step(x, target=target)
+            monkeypatch.setattr(Reader, "unread", count)
+            monkeypatch.setattr(Space, "unread", count)
+            monkeypatch.setattr(OPTIONS, "unread", count, raising=False)
+            monkeypatch.setitem(globals(), "UNREAD", count)
+            model.objects[0].unread = count
+            model.objects[0].inner.unread = count
+            model.slotted.gain = float(1)  # another object of the same value
+    assert "anew" not in caplog.text
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_what_a_leaf_module_reads_and_changes_is_no_reason_to_trace(
+    caplog: pytest.LogCaptureFixture, asked: bool
+) -> None:
+    class Leaf(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls = {"all": [0]}
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls["all"][0] += 1
+            if asked:
+                LEAF_CALLS["all"][0] += 1
+            return x if x.sum() > 1e9 else x * min(self.calls["all"][0], 1)
+
+    model = nn.Sequential(nn.Linear(4, 4), Leaf())
+    x = torch.randn(8, 4)
+    with (
+        caplog.at_level(logging.INFO, "fxpipe"),
+        fxpipe.compile(
+            model,
+            ["cpu"],
+            microbatches=2,
+            loss=F.mse_loss,
+            leaf_modules=["1"] if asked else [],
+        ) as pipe,
+    ):
+        for _ in range(3):
+            pipe.step(x, target=x)
+    assert "anew" not in caplog.text
+
+
+@pytest.mark.parametrize("tracer", ["export", "symbolic"])
+def test_a_leaf_module_that_is_replaced_counts(tracer: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 4))
+    x = torch.randn(8, 4)
+    options: dict[str, Any] = {"tracer": tracer, "leaf_modules": ["1"]}
+    with fxpipe.compile(model, ["cpu"], microbatches=2, loss=F.mse_loss, **options) as pipe:
+        pipe.step(x, target=x)
+        model[1] = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+        alone = copy.deepcopy(model)
+        loop.clear(model, alone)
+        made = pipe.step(x, target=x)
+    assert torch.equal(made, loop.train(alone, 2, x, loss=F.mse_loss, target=x).loss)
+    loop.assert_same(loop.gradients(model), loop.gradients(alone))
+
+
+def test_a_state_that_comes_back_has_its_graphs_back(caplog: pytest.LogCaptureFixture) -> None:
+    model = Net()
+    x, target = torch.randn(8, 4), torch.randint(3, (8,))
+    with (
+        caplog.at_level(logging.INFO, "fxpipe"),
+        fxpipe.compile(model, ["cpu"], microbatches=2, loss=F.cross_entropy) as pipe,
+    ):
+        for scale in (1.0, 2.0, 1.0, 2.0):
+            model.scale = scale
+            pipe.step(x, target=target)
+    assert caplog.text.count("anew") == 1
+    assert "Net is traced anew, as model.scale has changed" in caplog.text
+
+
+def test_what_each_call_changes_inside_of_an_attribute_is_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+            self.counts = {"calls": [0]}
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.counts["calls"][0] += 1
+            made: Tensor = self.inner(x)
+            return made
+
+    x = torch.randn(8, 4)
+    with fxpipe.compile(Counts(), ["cpu"], microbatches=2, loss=F.mse_loss) as pipe:
+        for _ in range(2):
+            pipe.step(x, target=x)
+    assert caplog.text.count("Counts changes model.counts['calls'][0] itself") == 1
+    assert "anew" not in caplog.text
+
+
+def test_graphs_of_old_states_are_forgotten() -> None:
+    model = Net()
+    x, target = torch.randn(4, 4), torch.randint(3, (4,))
+    with fxpipe.compile(model, ["cpu"], microbatches=2, loss=F.cross_entropy) as pipe:
+        for scale in range(VARIANTS + 3):
+            model.scale = float(scale)
+            pipe.step(x, target=target)
+        assert len(pipe._compiler.plans.graphs) == VARIANTS
+
+
+def test_what_a_first_run_sets_is_no_new_state() -> None:
+    class Lazy(nn.Module):
+        table: Tensor | None = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.table is None:
+                self.table = torch.ones(4)
+            return x * self.table
+
+    model = Lazy()
+    guards = Guards(model, None, {})
+    first = guards.variant()
+    with guards.reading():
+        model(torch.ones(4))
+    guards.settle()
+    assert guards.variant() == first
+    model.table = torch.zeros(4)
+    assert guards.variant() != first
+
+
+def test_a_parameter_without_a_shape_gets_one_by_its_first_run() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 3))
+    x, target = torch.randn(8, 5), torch.randint(3, (8,))
+    with fxpipe.compile(model, ["cpu"], microbatches=2, loss=F.cross_entropy) as pipe:
+        made = pipe.step(x, target=target)
+    alone = copy.deepcopy(model)
+    loop.clear(alone)
+    assert torch.equal(made, loop.train(alone, 2, x, loss=F.cross_entropy, target=target).loss)
+    loop.assert_same(loop.gradients(model), loop.gradients(alone))
+
+
+def test_an_object_that_does_not_tell_its_length_may_be_held() -> None:
+    class Stream:
+        def __len__(self) -> int:
+            raise TypeError("nobody knows")
+
+        def __iter__(self) -> Iterator[int]:
+            return iter(())
+
+        def __contains__(self, value: object) -> bool:
+            return False
+
+    model = Net()
+    model.scale = Stream()  # type: ignore[assignment]
+    guards = Guards(model, None, {})
+    with guards.reading():
+        assert model.scale is not None
+    assert guards.variant() == guards.variant()
+
+
+COLLECTED = 0
+
+
+def _collected(phase: str, info: dict[str, int]) -> None:
+    global COLLECTED
+    COLLECTED += 1
+
+
+def test_what_the_garbage_collector_calls_is_none_of_the_models(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Collects(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            gc.collect()
+            return super().forward(x)
+
+    x, y = torch.randn(8, 4), torch.randn(8, 3)
+    gc.callbacks.append(_collected)
+    try:
+        with (
+            caplog.at_level(logging.INFO, "fxpipe"),
+            fxpipe.compile(Collects(), ["cpu"], microbatches=2, loss=F.cross_entropy) as pipe,
+        ):
+            for _ in range(2):
+                pipe.step(x, target=y.argmax(1))
+    finally:
+        gc.callbacks.remove(_collected)
+    assert COLLECTED
+    assert not [r for r in caplog.records if "COLLECTED" in r.getMessage()]
+
+
+def test_a_profiler_written_in_c_is_on_again_after_a_trace() -> None:
+    x, y = torch.randn(8, 4), torch.randn(8, 3)
+    profiler = cProfile.Profile()
+    profiler.enable()
+    try:
+        with fxpipe.compile(Net(), ["cpu"], microbatches=2, loss=F.mse_loss) as pipe:
+            pipe.step(x, target=y)
+            textwrap.dedent("seen")
+    finally:
+        profiler.disable()
+    assert "dedent" in {name for _, _, name in pstats.Stats(profiler).stats}  # type: ignore[attr-defined]

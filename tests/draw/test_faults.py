@@ -1,0 +1,52 @@
+"""What a verifier refused draws itself, with its faults in red."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from html import unescape
+
+import pytest
+
+from fxpipe.draw.colours import FAULT
+from fxpipe.errors import InputError, VerificationError
+from fxpipe.ir.edge import Edge
+from fxpipe.ir.plan import Plan
+from fxpipe.ir.program import Program
+from fxpipe.ir.schedule import Schedule
+from fxpipe.passes.lowering.communicate import communicate
+from fxpipe.passes.lowering.free import free
+from fxpipe.passes.lowering.lower import Lower
+from fxpipe.schedules import gpipe, one_f_one_b
+from tests.helpers.plans import chain, plan_of
+
+PROGRAM = free(communicate(Lower(chain(2))(gpipe(2, 2))))
+
+BROKEN = [
+    Schedule("twice", 1, (0,), (gpipe(1, 1).rows[0] * 2,)),
+    replace(PROGRAM, lists=(PROGRAM.lists[0][3:], PROGRAM.lists[1])),
+    plan_of(2, Edge(1, 0, "back")),
+]
+
+
+@pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: type(broken).__name__)
+def test_an_error_draws_what_it_refused(broken: Schedule | Program | Plan) -> None:
+    with pytest.raises(VerificationError) as caught:
+        broken.verify()
+    picture = caught.value.draw()
+    assert picture.source == broken.draw().source
+    assert FAULT in picture.source
+    shown = unescape(picture.pipe("svg", encoding="utf-8")).replace("\N{NO-BREAK SPACE}", " ")
+    assert all(str(fault) in shown for fault in caught.value.faults)
+
+
+def test_faults_of_a_limit_are_drawn_though_the_schedule_is_valid() -> None:
+    schedule = gpipe(2, 4)
+    with pytest.raises(VerificationError) as caught:
+        schedule.verify(stash_limit=2)
+    assert FAULT in caught.value.draw().source
+    assert FAULT not in schedule.draw().source
+
+
+def test_an_error_of_something_else_says_so() -> None:
+    with pytest.raises(InputError, match="no plan, schedule or program"):
+        VerificationError("it", [], one_f_one_b).draw()

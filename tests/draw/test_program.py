@@ -1,0 +1,278 @@
+"""Pictures of programs: every instruction is there, and every transfer has its arrow."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from fxpipe.draw.colours import BACKWARD, FAULT, FORWARD, GRADIENT, SKIP, UPDATE
+from fxpipe.draw.glyph import glyph
+from fxpipe.draw.lanes import lanes_of, walk_lanes
+from fxpipe.draw.picture import Picture
+from fxpipe.draw.program import DETAILED, WITH_ARROWS, draw_program
+from fxpipe.draw.walk import Walked
+from fxpipe.errors import Fault
+from fxpipe.ir.edge import HOST
+from fxpipe.ir.plan import Plan
+from fxpipe.ir.program import (
+    OPCODES,
+    Backward,
+    Barrier,
+    Buffer,
+    Clip,
+    Forward,
+    Free,
+    InputGrad,
+    Instruction,
+    Load,
+    Norm,
+    Output,
+    Pause,
+    Pop,
+    Program,
+    Receive,
+    Recompute,
+    Run,
+    Send,
+    Stash,
+    Update,
+    WeightGrad,
+)
+from fxpipe.ir.schedule import Schedule
+from fxpipe.passes.lowering.communicate import communicate
+from fxpipe.passes.lowering.free import free
+from fxpipe.passes.lowering.lower import Lower
+from fxpipe.passes.lowering.streams import Streams
+from fxpipe.schedules import gpipe, inference, one_f_one_b
+from tests.helpers.plans import chain, skipping
+
+X = Buffer("in", "x", HOST, 0, 0)
+Y = Buffer("act", "y", 0, 1, 0)
+H = Buffer("skip", "h", 0, 1, 0)
+OUT = Buffer("out", "z", 1, HOST, 0)
+
+EVERY: dict[str, Instruction] = {
+    "load": Load(X),
+    "output": Output(OUT),
+    "send": Send(Y),
+    "recv": Receive(Y),
+    "stash": Stash(H),
+    "pop": Pop(H),
+    "forward": Forward(0, 0),
+    "recompute": Recompute(0, 0),
+    "backward": Backward(0, 0),
+    "input_grad": InputGrad(0, 0),
+    "weight_grad": WeightGrad(0, 0),
+    "run": Run("N", 0, 0),
+    "norm": Norm(0),
+    "clip": Clip(0),
+    "free": Free(X),
+    "barrier": Barrier(),
+    "pause": Pause(),
+    "update": Update(0),
+}
+
+
+def lowered(plan: Plan, schedule: Schedule, *, pause: bool = False) -> Program:
+    return free(communicate(Lower(plan, pause=pause)(schedule)))
+
+
+def walk_program(program: Program) -> Walked[Instruction]:
+    return walk_lanes(program, lanes_of(program), 0.0)
+
+
+def by_hand(*lists: tuple[Instruction, ...]) -> Program:
+    return Program("by hand", 1, tuple(range(len(lists))), (), lists)
+
+
+def drawn(picture: Picture) -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads(picture.pipe("json"))
+    return loaded
+
+
+def legend(picture: Picture) -> set[str]:
+    return {node["label"].removesuffix(r"\l") for node in drawn(picture)["objects"]}
+
+
+def arrows(picture: Picture, tooltip: str) -> list[dict[str, Any]]:
+    return [edge for edge in drawn(picture)["edges"] if edge.get("tooltip") == tooltip]
+
+
+def test_the_samples_are_every_opcode() -> None:
+    assert {word: type(made) for word, made in EVERY.items()} == OPCODES
+
+
+@pytest.mark.parametrize("word", OPCODES)
+def test_every_opcode_is_drawn_and_explained(word: str) -> None:
+    # A receive and a pop need a partner; a barrier and a pause must have none that does not come.
+    partner = () if word in ("barrier", "pause") else ((Send(Y), Stash(H)),)
+    program = by_hand((EVERY[word],), *partner)
+    picture = draw_program(program)
+    assert word in legend(picture)
+    assert glyph(EVERY[word], program).label in legend(picture)
+    assert "STUCK" not in picture.source
+
+
+def test_opcodes_look_different() -> None:
+    glyphs = [glyph(made, by_hand((), ())) for made in EVERY.values()]
+    assert len({(made.label, made.look) for made in glyphs}) == len(OPCODES)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        lowered(chain(1), one_f_one_b(1, 2)),
+        lowered(chain(4), one_f_one_b(4, 6)),
+        lowered(skipping(4), gpipe(4, 3)),
+        lowered(skipping(3), gpipe(3, 2), pause=True),
+        lowered(skipping(3), inference(3, 2)),
+    ],
+    ids=lambda program: f"{program.name}-{program.devices}-{program.microbatches}",
+)
+def test_every_instruction_of_a_real_program_has_one_box(program: Program) -> None:
+    objects = drawn(draw_program(program))["objects"]
+    boxes = [node["tooltip"] for node in objects if "tooltip" in node]
+    assert len(boxes) == sum(map(len, program.lists)) <= DETAILED
+    assert not walk_program(program).stuck
+
+
+def test_transfers_are_arrows_and_skips_are_dashed() -> None:
+    picture = draw_program(lowered(skipping(3), gpipe(3, 1)))
+    (act,) = arrows(picture, "act:y0:0->1[0]")
+    (skip,) = arrows(picture, "skip:h:0->2[0]")
+    (gradient,) = arrows(picture, "grad:y0:1->0[0]")
+    assert (act["style"], skip["style"], gradient["style"]) == ("solid", "dashed", "solid")
+    assert (skip["color"], gradient["color"]) == (SKIP, GRADIENT)
+    assert {"value to the next stage", "value that skips stages", "gradient"} <= legend(picture)
+
+
+def test_a_transfer_within_a_device_is_drawn_too() -> None:
+    picture = draw_program(by_hand((Send(Y), Receive(Y))))
+    assert len(arrows(picture, str(Y))) == 1
+
+
+def test_a_large_program_leaves_marks_out_and_says_so() -> None:
+    program = lowered(chain(4), one_f_one_b(4, 32))
+    assert DETAILED < sum(map(len, program.lists)) <= WITH_ARROWS
+    picture = draw_program(program)
+    assert "(too many to be shown: load, output, free, barrier)" in legend(picture)
+    fills = [node.get("fillcolor") for node in drawn(picture)["objects"]]
+    # One more of each is the legend's.
+    assert [fills.count(colour) for colour in (FORWARD, BACKWARD, UPDATE)] == [129, 129, 5]
+    assert len(arrows(picture, "act:y0:0->1[31]")) == 1
+
+
+def test_a_huge_program_leaves_transfers_out_as_well() -> None:
+    picture = draw_program(lowered(chain(8), one_f_one_b(8, 128)))
+    left_out = "(too many to be shown: load, output, send, recv, free, barrier)"
+    assert left_out in legend(picture)
+    assert not arrows(picture, "act:y0:0->1[0]")
+
+
+def test_receives_wait_for_sends_and_barriers_for_all() -> None:
+    walked = walk_program(
+        by_hand(
+            (Forward(0, 0), Send(Y), Barrier(), Update(0)),
+            (Receive(Y), Forward(1, 0), Backward(1, 0), Barrier(), Update(1)),
+        )
+    )
+    starts = [(span.device, span.start) for span in walked.spans]
+    assert starts == [(0, 0), (0, 1), (0, 4), (0, 4), (1, 1), (1, 1), (1, 2), (1, 4), (1, 4)]
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        ((Forward(0, 0), Receive(Y), Send(H)),),
+        ((Pop(H), Stash(H)),),
+        ((Barrier(), Update(0)), (Forward(1, 0),)),
+        ((Pause(), Backward(0, 0)), (Forward(1, 0),)),
+    ],
+)
+def test_a_program_that_never_ends_is_marked(rows: tuple[tuple[Instruction, ...], ...]) -> None:
+    picture = draw_program(by_hand(*rows), faults=())
+    borders = [node.get("color") for node in drawn(picture)["objects"]]
+    assert borders.count(FAULT) == 2  # the instruction and the legend
+    assert "STUCK" in picture.source
+    boxes = [node["tooltip"] for node in drawn(picture)["objects"] if "tooltip" in node]
+    assert len(boxes) == sum(map(len, rows))
+
+
+def test_a_stuck_instruction_is_marked_in_a_large_program_too() -> None:
+    program = lowered(chain(4), one_f_one_b(4, 32))
+    first = tuple(i for i in program.lists[0] if not isinstance(i, Send))
+    picture = draw_program(replace(program, lists=(first, *program.lists[1:])))
+    nodes = drawn(picture)["objects"]
+    red = [node["tooltip"] for node in nodes if node.get("color") == FAULT and "tooltip" in node]
+    # Device 1 lacks all that device 0 sends; the others wait.
+    assert sum(text.startswith("recv act:y0:0->1[") for text in red) == 32
+    assert len(red) == 35
+    assert "STUCK" in picture.source
+    assert "1. device 1, position 0, recv act:y0:0->1[0]: device 0 never sends it" in picture.source
+
+
+def test_devices_with_several_stages_name_them() -> None:
+    program = Program("looped", 1, (0, 0), (), ((Forward(0, 0), Forward(1, 0), Update(1)),))
+    assert {"F0@0", "F0@1", "U@1", "device 0 (stages 0, 1)"} <= legend(draw_program(program))
+
+
+def test_an_empty_program_can_be_drawn() -> None:
+    assert draw_program(by_hand(())).pipe("svg")
+    assert draw_program(by_hand()).pipe("svg")
+
+
+def test_streams_are_rows_and_events_arrows() -> None:
+    program = Streams()(lowered(chain(2), one_f_one_b(2, 2)))
+    picture = draw_program(program)
+    assert "STUCK" not in picture.source
+    assert {
+        "device 0 · compute",
+        "device 0 · in",
+        "device 0 · in1",
+        "device 1 · compute",
+        "device 1 · in",
+        "device 1 · in0",
+        "waits for an event",
+    } <= legend(picture)
+    boxes = [node["tooltip"] for node in drawn(picture)["objects"] if "tooltip" in node]
+    assert len(boxes) == sum(map(len, program.lists))
+    dotted = [edge for edge in drawn(picture)["edges"] if edge.get("style") == "dotted"]
+    recorded = {
+        launch.record: (device, launch.stream)
+        for device, launches in enumerate(program.launches)
+        for launch in launches
+    }
+    waits = [
+        event
+        for device, launches in enumerate(program.launches)
+        for launch in launches
+        for event in launch.waits
+        if recorded[event] != (device, launch.stream)
+    ]
+    assert len(dotted) == len(waits) + 1  # and the legend's
+
+
+def test_what_waits_for_an_event_starts_after_it() -> None:
+    program = Streams()(lowered(chain(3), one_f_one_b(3, 4)))
+    lanes = lanes_of(program)
+    spans = {(s.device, s.position): s for s in walk_lanes(program, lanes, 0.25).spans}
+    assert len(spans) == sum(map(len, program.lists))
+    for place, sources in lanes.waits.items():
+        assert all(spans[source].end <= spans[place].start for source in sources)
+    forward = next(s for s in spans.values() if s.task == Forward(2, 0))
+    assert forward.start >= 2  # two stages came before
+
+
+def test_faults_of_a_program_with_streams_stand_at_its_rows() -> None:
+    program = Streams()(lowered(chain(2), one_f_one_b(2, 2)))
+    position = next(at for at, launch in enumerate(program.launches[1]) if launch.stream == "in0")
+    picture = draw_program(program, faults=[Fault("late", "hurry", 1, position)])
+    red = [
+        node["tooltip"]
+        for node in drawn(picture)["objects"]
+        if node.get("color") == FAULT and "tooltip" in node
+    ]
+    assert red == ["recv act:y0:0->1[0]"]

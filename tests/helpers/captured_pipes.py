@@ -1,0 +1,89 @@
+"""Pipes whose stages run by captured graphs, on a stand-in for CUDA, beside plain ones."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+import fxpipe
+from fxpipe.compiler.capturing import Capturing
+from fxpipe.kernels.captured import Captured
+from fxpipe.runtime.choice import Dispatch
+from fxpipe.runtime.devices.cuda import CudaBackend
+from fxpipe.runtime.devices.cuda_graphs import CudaGraphs
+from tests.helpers.eager_lanes import use
+from tests.helpers.fake_cuda import Stream
+from tests.helpers.tiny import batch, within
+from tests.oracles import loop
+
+
+def capturing(
+    model: nn.Module, devices: int = 2, dispatch: Dispatch = "device", **options: Any
+) -> fxpipe.Pipeline:
+    """A pipe over streams of the stand-in, whose stages are captured."""
+    given: dict[str, Any] = {"microbatches": 4, "loss": cross_entropy, **options}
+    pipe = fxpipe.compile(model, ["cpu"] * devices, dispatch=dispatch, **given)
+    places: Any = [Stream() for _ in range(devices)]
+    use(pipe, CudaBackend(places))
+    pipe._compiler.capturing = Capturing(CudaGraphs)
+    return pipe
+
+
+def kernels(pipe: fxpipe.Pipeline) -> list[Captured]:
+    made = pipe._compiler.capturing
+    assert made is not None
+    return made.kernels
+
+
+def train(
+    model: nn.Module,
+    steps: int = 4,
+    *,
+    devices: int = 2,
+    samples: Callable[[int], int] = lambda step: 8,
+    make: Callable[[int, int], tuple[Tensor, Tensor]] = batch,
+    **options: Any,
+) -> tuple[fxpipe.Pipeline, list[int]]:
+    """Train with and without graphs, and compare.
+
+    Returns:
+        The closed pipe, and the captures that there were after each step.
+    """
+    plain = copy.deepcopy(model)
+    for own, parameter in zip(plain.parameters(), model.parameters(), strict=True):
+        own.grad = None if parameter.grad is None else parameter.grad.clone()
+    given: dict[str, Any] = {"microbatches": 4, "loss": cross_entropy, **options}
+    given.pop("dispatch", None)
+    counts = []
+    with (
+        within(300),
+        capturing(model, devices, **options) as pipe,
+        fxpipe.compile(plain, ["cpu"] * devices, **given) as other,
+    ):
+        for each in (pipe, other):  # while something is traced, torch's Adam rounds otherwise
+            x, y = make(samples(0), 0)
+            each.prepare(x, target=y)
+        for step in range(steps):
+            x, y = make(samples(step), step)
+            assert torch.equal(pipe.step(x, target=y), other.step(x, target=y)), step
+            counts.append(sum(kernel.captures for kernel in kernels(pipe)))
+        pipe.flush()
+        other.flush()
+        loop.assert_same(loop.gradients(model), loop.gradients(plain))
+    loop.assert_same(model.state_dict(), plain.state_dict())
+    assert counts[-1] > 0
+    assert not any(kernel.overflows or kernel.given_up for kernel in kernels(pipe))
+    return pipe, counts
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01)

@@ -1,0 +1,145 @@
+"""Any instruction that fails: raised with its place, and as if it had not run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fxpipe
+from fxpipe import ExecutionError
+from fxpipe.ir.program import Instruction, Pause
+from fxpipe.runtime import interpreter
+from fxpipe.runtime.interpreter import Machine
+from fxpipe.text.instruction import print_instruction
+from tests.helpers.tiny import Snapshot, adam, batch, pipe_of, within
+
+pytestmark = pytest.mark.timeout(600, method="thread")
+
+Handlers = Mapping[type[Instruction], Callable[[Machine, Any], None]]
+HANDLERS: Handlers = interpreter.HANDLERS
+
+
+class Injected(Exception):
+    """What the injected faults raise."""
+
+
+def failing_at(device: int, position: int, *, after: bool) -> Handlers:
+    """A table in which one instruction raises, before or after it did its work."""
+
+    def wrapped(handler: Callable[[Machine, Any], None]) -> Callable[[Machine, Any], None]:
+        def run(machine: Machine, instruction: Any) -> None:
+            here = (machine.device, machine.position) == (device, position)
+            if here and not after:
+                raise Injected
+            handler(machine, instruction)
+            if here:
+                raise Injected
+
+        return run
+
+    return {kind: wrapped(handler) for kind, handler in HANDLERS.items()}
+
+
+def everywhere(pipe: fxpipe.Pipeline) -> Iterator[tuple[int, int, Instruction]]:
+    for device, instructions in enumerate(pipe.program.lists):
+        for position, instruction in enumerate(instructions):
+            yield device, position, instruction
+
+
+@pytest.mark.parametrize("optimizer", [None, adam], ids=["grad", "adam"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize(("devices", "dispatch"), [(2, "device"), (3, "device"), (3, "thread")])
+def test_a_fault_at_any_instruction_has_not_happened(
+    devices: int,
+    dispatch: str,
+    schedule: str,
+    optimizer: Callable[[Any], torch.optim.Optimizer] | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    x, y = batch()
+    with pipe_of(devices, schedule, optimizer=optimizer, dispatch=dispatch) as pipe:
+        for parameter in pipe.parameters():
+            parameter.grad = torch.full_like(parameter, 0.5)
+        pipe.step(x, target=y)  # the optimizers have state
+        before = Snapshot.of(pipe)
+        loss = pipe.step(x, target=y)
+        expected = Snapshot.of(pipe)
+        assert before != expected
+        for device, position, instruction in everywhere(pipe):
+            for after in (False, True):
+                where = f"{device}, {position}: {print_instruction(instruction)}, {after=}"
+                before.restore(pipe)
+                monkeypatch.setattr(
+                    interpreter, "HANDLERS", failing_at(device, position, after=after)
+                )
+                with within(1), pytest.raises(ExecutionError) as raised:
+                    pipe.step(x, target=y)
+                monkeypatch.setattr(interpreter, "HANDLERS", HANDLERS)
+                assert isinstance(raised.value.__cause__, Injected), where
+                assert raised.value.device == device, where
+                assert raised.value.instruction == print_instruction(instruction), where
+                assert not list(before.differences(Snapshot.of(pipe))), where
+                with within(1):
+                    assert torch.equal(pipe.step(x, target=y), loss), where
+                assert not list(expected.differences(Snapshot.of(pipe))), where
+
+
+@pytest.mark.parametrize("dispatch", ["device", "thread"])
+def test_a_fault_at_any_instruction_of_a_call_or_its_backward_has_not_happened(
+    dispatch: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    x, _ = batch()
+    x.requires_grad_()
+    with pipe_of(3, dispatch=dispatch) as pipe:
+        pipe(x).sum().backward()
+        before = Snapshot.of(pipe)
+        pipe(x)
+        filled = Snapshot.of(pipe)  # a forward alone writes the statistics of BatchNorm
+        before.restore(pipe)
+        x.grad = None
+        pipe(x).sum().backward()
+        expected, gradient = Snapshot.of(pipe), x.grad
+        assert before != filled and filled != expected
+        for device, position, instruction in everywhere(pipe):
+            where = f"{device}, {position}: {print_instruction(instruction)}"
+            pause = pipe.program.lists[device].index(Pause())
+            before.restore(pipe)
+            monkeypatch.setattr(interpreter, "HANDLERS", failing_at(device, position, after=True))
+            with within(1), pytest.raises(ExecutionError) as raised:
+                pipe(x).sum().backward()
+            monkeypatch.setattr(interpreter, "HANDLERS", HANDLERS)
+            assert isinstance(raised.value.__cause__, Injected), where
+            left = filled if position > pause else before
+            assert not list(left.differences(Snapshot.of(pipe))), where
+            before.restore(pipe)
+            x.grad = None
+            pipe(x).sum().backward()
+            assert not list(expected.differences(Snapshot.of(pipe))), where
+            assert isinstance(x.grad, Tensor) and isinstance(gradient, Tensor)
+            assert torch.equal(x.grad, gradient), where
+
+
+def test_a_fault_at_any_instruction_of_inference_has_not_happened(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    x, _ = batch()
+    with pipe_of(2) as pipe, torch.no_grad():
+        pipe(x)  # in training mode: BatchNorm writes its statistics
+        before = Snapshot.of(pipe)
+        output = pipe(x)
+        expected = Snapshot.of(pipe)
+        for device, position, instruction in everywhere(pipe):
+            where = f"{device}, {position}: {print_instruction(instruction)}"
+            before.restore(pipe)
+            monkeypatch.setattr(interpreter, "HANDLERS", failing_at(device, position, after=True))
+            with within(1), pytest.raises(ExecutionError):
+                pipe(x)
+            monkeypatch.setattr(interpreter, "HANDLERS", HANDLERS)
+            assert not list(before.differences(Snapshot.of(pipe))), where
+            assert torch.equal(pipe(x), output), where
+            assert not list(expected.differences(Snapshot.of(pipe))), where

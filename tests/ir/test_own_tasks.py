@@ -1,0 +1,224 @@
+"""A user's own kind of task: in schedules, text, pictures and programs, and when it runs."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxpipe
+from fxpipe.ir.recipe import Recipe
+from fxpipe.ir.schedule import Schedule
+from fxpipe.ir.task import BUILT_IN, KINDS, B, F, Task, TaskContext, U, define_task
+from tests.oracles import loop
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(autouse=True)
+def kinds() -> Iterator[None]:
+    yield
+    for letter in KINDS.keys() - BUILT_IN:
+        del KINDS[letter]
+
+
+def model_and_batch() -> tuple[nn.Module, Tensor, Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
+    return model.double(), torch.randn(6, 4).double(), torch.randn(6, 2).double()
+
+
+def with_task(make: Callable[..., Task], *, after: bool = False) -> Recipe:
+    """1F1B's order at its simplest, with a task before or after the update."""
+
+    def rows(device: int, devices: int, microbatches: int) -> Iterator[Task]:
+        for i in range(microbatches):
+            yield F(i)
+        for i in range(microbatches):
+            yield B(i)
+        yield from (U(), make()) if after else (make(), U())
+
+    return Recipe("mine", rows)
+
+
+def test_gradient_norms_are_logged_from_outside_the_library() -> None:
+    model, x, y = model_and_batch()
+    alone = copy.deepcopy(model)
+    norms: dict[str, float] = {}
+    lock = threading.Lock()
+
+    def log(context: TaskContext) -> None:
+        with lock:
+            for name, gradient in context.gradients.items():
+                norms[name] = float(gradient.norm())
+
+    norm = define_task("N", "gradient norm", run=log, cost=0.1, follows="BW", reads=("gradients",))
+    recipe = with_task(norm)
+    with fxpipe.compile(
+        model,
+        2,
+        schedule=recipe,
+        microbatches=3,
+        loss=nn.functional.mse_loss,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    ) as pipe:
+        pipe.step(x, target=y)
+        assert Schedule.parse(str(pipe.schedule)) == pipe.schedule
+        assert "N U" in str(pipe.schedule)
+        assert fxpipe.Program.parse(str(pipe.program)) == pipe.program
+        assert "run          N s1 v0" in str(pipe.program)
+        for picture in (pipe.schedule.draw(), pipe.program.draw()):
+            assert picture.pipe("svg")
+    loop.train(alone, 3, x, loss=nn.functional.mse_loss, target=y)
+    assert norms == {
+        name: float(gradient.norm())
+        for name, gradient in loop.gradients(alone).items()
+        if gradient is not None
+    }
+
+
+def test_a_task_that_writes_gradients_changes_the_update() -> None:
+    model, x, y = model_and_batch()
+    alone = copy.deepcopy(model)
+
+    def halve(context: TaskContext) -> None:
+        for gradient in context.gradients.values():
+            gradient.mul_(0.5)
+
+    make = define_task(
+        "H", "halve", run=halve, cost=0.1, reads=("gradients",), writes=("gradients",)
+    )
+    with fxpipe.compile(
+        model,
+        2,
+        schedule=with_task(make),
+        microbatches=2,
+        loss=nn.functional.mse_loss,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    ) as pipe:
+        pipe.step(x, target=y)
+    loop.train(alone, 2, x, loss=nn.functional.mse_loss, target=y)
+    with torch.no_grad():
+        for parameter in alone.parameters():
+            assert parameter.grad is not None
+            parameter.sub_(parameter.grad * 0.5 * 0.1)
+    loop.assert_same(model.state_dict(), alone.state_dict(), 1e-12)
+
+
+def test_a_task_after_the_update_reads_what_it_made() -> None:
+    model, x, y = model_and_batch()
+    seen: dict[str, Tensor] = {}
+
+    def look(context: TaskContext) -> None:
+        seen.update({name: value.clone() for name, value in context.parameters.items()})
+
+    make = define_task("L", "look", run=look, cost=0, reads=("parameters",))
+    with fxpipe.compile(
+        model,
+        1,
+        schedule=with_task(make, after=True),
+        microbatches=2,
+        loss=nn.functional.mse_loss,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    ) as pipe:
+        pipe.step(x, target=y)
+    loop.assert_same(seen, dict(model.named_parameters()))
+
+
+WRITES: dict[str, Callable[[Tensor], object]] = {
+    "itself": lambda tensor: tensor.zero_(),
+    "data": lambda tensor: tensor.data.mul_(2),
+    "detached": lambda tensor: tensor.detach().add_(1),
+    "view": lambda tensor: tensor.data.view(-1)[:1].fill_(float("nan")),
+    "numpy": lambda tensor: tensor.numpy().fill(3),
+    "nothing new": lambda tensor: tensor.mul_(1),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [("gradients", "changed the gradient of .* in"), ("parameters", "changed the parameter .* in")],
+)
+def test_a_task_that_changes_what_it_only_reads_fails_and_the_weights_stay(
+    what: str, message: str, write: Callable[[Tensor], object]
+) -> None:
+    model, x, y = model_and_batch()
+    before = copy.deepcopy(model.state_dict())
+
+    def spoil(context: TaskContext) -> None:
+        write(next(iter(getattr(context, what).values())))
+
+    make = define_task("S", "spoil", run=spoil, cost=0, reads=(what,))
+    with (
+        fxpipe.compile(
+            model,
+            2,
+            schedule=with_task(make),
+            microbatches=2,
+            loss=nn.functional.mse_loss,
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        ) as pipe,
+        pytest.raises(fxpipe.ExecutionError, match=message),
+    ):
+        pipe.step(x, target=y)
+    loop.assert_same(model.state_dict(), before)
+
+
+def test_a_task_may_read_what_is_not_a_number() -> None:
+    model, x, y = model_and_batch()
+    seen: list[bool] = []
+
+    def look(context: TaskContext) -> None:
+        read = [*context.parameters.values(), *context.gradients.values()]
+        seen.append(any(bool(tensor.isnan().any()) for tensor in read))
+
+    make = define_task("S", "look", run=look, cost=0, reads=("parameters", "gradients"))
+    x[0] = float("nan")
+    with fxpipe.compile(
+        model, 2, schedule=with_task(make), microbatches=2, loss=nn.functional.mse_loss
+    ) as pipe:
+        pipe.step(x, target=y)
+    assert all(seen)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"letter": "F"}, "'F' is the letter of forward"),
+        ({"letter": "n"}, "give one capital letter"),
+        ({"letter": "NN"}, "give one capital letter"),
+        ({"cost": None}, "has no cost; give cost="),
+        ({"cost": -1.0}, "give a time of at least 0"),
+        ({"run": 3}, "give a function"),
+        ({"follows": "Q"}, "follows names 'Q'"),
+        ({"reads": ("weights",)}, "reads names 'weights'"),
+        ({"writes": ("parameters",)}, "writes names 'parameters'"),
+    ],
+)
+def test_a_task_that_is_defined_wrongly_is_refused(change: dict[str, Any], message: str) -> None:
+    good = {"letter": "N", "name": "norm", "run": print, "cost": 0.1}
+    with pytest.raises(fxpipe.InputError, match=message):
+        define_task(**{**good, **change})
+
+
+def test_a_task_before_what_it_follows_is_refused() -> None:
+    make = define_task("N", "norm", run=lambda context: None, cost=0.1, follows="B")
+    rows = ((F(0, 0), make(0), B(0, 0), U(0)),)
+    with pytest.raises(fxpipe.VerificationError, match="N@0: it comes before B0@0"):
+        Schedule("mine", 1, (0,), rows).verify()
+
+
+def test_a_program_with_an_undefined_task_is_refused() -> None:
+    make = define_task("N", "norm", run=lambda context: None, cost=0.1)
+    rows = ((F(0, 0), B(0, 0), make(0), U(0)),)
+    schedule = Schedule("mine", 1, (0,), rows)
+    schedule.verify()
+    del KINDS["N"]
+    with pytest.raises(fxpipe.VerificationError, match="there is no kind of task 'N'"):
+        schedule.verify()

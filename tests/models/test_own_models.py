@@ -1,0 +1,38 @@
+"""Models written from their papers: as large as told there, and trained as by a plain loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.models import own
+from benchmarks.models.amoebanet import AmoebaNetD
+from benchmarks.models.resnet import ResNet
+from benchmarks.models.unet import UNet
+from tests.helpers.trained import Setting, assert_trained_as_by_the_loop, settings
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.mark.parametrize(
+    ("make", "millions"),
+    [
+        (lambda: UNet(5, 64), 232.7),  # arXiv 2004.09910, table 2
+        (lambda: AmoebaNetD(18, 256), 122.5),  # the same, and arXiv 1811.06965
+        (ResNet, 44.5),  # arXiv 1512.03385
+    ],
+)
+def test_full_size_models_have_as_many_parameters_as_their_papers_say(
+    make: Callable[[], nn.Module], millions: float
+) -> None:
+    with torch.device("meta"):
+        model = make()
+    assert round(sum(p.numel() for p in model.parameters()) / 1e6, 1) == millions
+
+
+@pytest.mark.parametrize("setting", settings(own.CASES))
+def test_training_equals_the_loop(setting: Setting) -> None:
+    assert_trained_as_by_the_loop(setting)

@@ -1,0 +1,140 @@
+"""Training with delayed gradients on one device: W(t+1) = W(t) − update(∇f(W(t−d)))."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from tests.oracles import loop
+
+Loss = Callable[..., Tensor]
+Factory = Callable[[Any], Optimizer]
+Batch = tuple[Tensor, Tensor]
+
+MSE = nn.functional.mse_loss
+
+
+class DelayedLoop:
+    """A plain loop over micro-batches whose gradients are taken at older weights.
+
+    Attributes:
+        model: holds the newest version after each batch.
+        history: version → name → value of every parameter.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        loss: Loss,
+        microbatches: int,
+        delays: Callable[[str], int],
+    ) -> None:
+        """Nothing is trained yet.
+
+        Args:
+            model: trained in place.
+            optimizer: over the model's parameters.
+            loss: ``loss(output, target)``.
+            microbatches: into how many a batch is split.
+            delays: name of a parameter → how many versions behind the newest it is read.
+        """
+        self.model = model
+        self.optimizer = optimizer
+        self.loss = loss
+        self.microbatches = microbatches
+        self.delays = delays
+        self.history = [self._values()]
+
+    @classmethod
+    def beside(
+        cls,
+        model: nn.Module,
+        optimizer: Factory,
+        microbatches: int,
+        *,
+        loss: Loss = MSE,
+        delay: int = 1,
+    ) -> Self:
+        """A loop of its own copy of a model, which reads all parameters as many versions late."""
+        alone = copy.deepcopy(model)
+        return cls(alone, optimizer(alone.parameters()), loss, microbatches, lambda _: delay)
+
+    def step(self, x: Tensor, y: Tensor) -> Tensor:
+        """One batch; its loss is that of the old weights."""
+        newest = len(self.history) - 1
+        for name, parameter in self.model.named_parameters():
+            parameter.data.copy_(self.read(name, max(newest - self.delays(name), 0)))
+        self.optimizer.zero_grad()
+        made = loop.train(self.model, self.microbatches, x, loss=self.loss, target=y)
+        for name, parameter in self.model.named_parameters():
+            parameter.data.copy_(self.history[newest][name])
+        self.optimizer.step()
+        self.history.append(self._values())
+        return made.loss
+
+    def read(self, name: str, version: int) -> Tensor:
+        """The value of a parameter that a batch of a version takes its gradient at."""
+        return self.history[version][name]
+
+    def run(self, batches: Sequence[Batch]) -> list[Tensor]:
+        """Their losses."""
+        return [self.step(x, y) for x, y in batches]
+
+    def states(self, batches: Sequence[Batch]) -> list[dict[str, Tensor]]:
+        """The model's state before them, and after each of them."""
+        found = [copy.deepcopy(self.model.state_dict())]
+        for x, y in batches:
+            self.step(x, y)
+            found.append(copy.deepcopy(self.model.state_dict()))
+        return found
+
+    def restart(self) -> None:
+        """The weights as they are now are the only version, as after a flush."""
+        self.history = [self._values()]
+
+    def assert_same(self, model: nn.Module, bound: float = 0.0) -> None:
+        """Another model has the same state; see ``loop.assert_same``."""
+        loop.assert_same(model.state_dict(), self.model.state_dict(), bound)
+
+    def _values(self) -> dict[str, Tensor]:
+        with torch.no_grad():
+            return {name: p.detach().clone() for name, p in self.model.named_parameters()}
+
+
+class PredictedLoop(DelayedLoop):
+    """The same with weights that are predicted from the optimizer's momentum.
+
+    Attributes:
+        moves: version → name → by what its last update moved the parameter, without decay.
+    """
+
+    moves: list[dict[str, Tensor]]
+
+    def read(self, name: str, version: int) -> Tensor:
+        """W(v) − d·η·v, or −d·η·m̂/(√v̂ + ε)."""
+        value = self.history[version][name]
+        if version == 0:
+            return value
+        return value - self.moves[version - 1][name] * self.delays(name)
+
+    def step(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = super().step(x, y)
+        self.moves = [*getattr(self, "moves", []), {}]
+        group = self.optimizer.param_groups[0]
+        for name, parameter in self.model.named_parameters():
+            state = self.optimizer.state[parameter]
+            if "momentum_buffer" in state:
+                move = group["lr"] * state["momentum_buffer"]
+            else:
+                t, (b1, b2) = int(state["step"]), group["betas"]
+                mean = state["exp_avg"] / (1 - b1**t)
+                root = (state["exp_avg_sq"] / (1 - b2**t)) ** 0.5
+                move = group["lr"] * mean / (root + group["eps"])
+            self.moves[-1][name] = move.clone()
+        return loss

@@ -1,0 +1,287 @@
+"""A small executor that says what a program computes, for tests of the verifier.
+
+It shares nothing with the library but its data. A tensor is a number that stands for how it was
+computed: two are equal when they come from the same operations on the same inputs.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from dataclasses import replace
+
+from fxpipe.ir.edge import HOST, Edge
+from fxpipe.ir.program import (
+    Backward,
+    Barrier,
+    Buffer,
+    BufferKind,
+    Clip,
+    Compute,
+    Forward,
+    Free,
+    InputGrad,
+    Instruction,
+    Load,
+    Norm,
+    Output,
+    Pause,
+    Pop,
+    Program,
+    Receive,
+    Recompute,
+    Run,
+    Send,
+    Stash,
+    Update,
+    WeightGrad,
+    norm_buffer,
+)
+from tests.oracles.random_loop import Model, tensor
+
+
+class WrongError(Exception):
+    """What ran is not a step."""
+
+
+def steps_to_tell(program: Program) -> int:
+    """After how many steps a window has shown all that it does."""
+    versions = [getattr(x, "version", 0) for own in program.lists for x in own]
+    overlap = program.depth - min(versions, default=0)
+    return overlap + 2 if overlap else 1
+
+
+def program_is_right(program: Program, expected: Model, steps: int = 1) -> bool:
+    """Whether a program computes this, whichever device is ahead of the others."""
+    try:
+        return all(
+            _Run(program, favourite, steps).gives(expected) for favourite in range(program.devices)
+        )
+    except WrongError:
+        return False
+
+
+class _Run:
+    """One run of some steps and the flush; the favourite device goes on whenever it can."""
+
+    def __init__(self, program: Program, favourite: int, steps: int) -> None:
+        self.program = program
+        self.model = Model.fresh(program.stages)
+        self.memory: list[dict[Buffer, int]] = [{} for _ in program.lists]
+        self.wires: defaultdict[tuple[int, int], deque[tuple[Buffer, int]]] = defaultdict(deque)
+        self.loaded: set[Buffer] = set()
+        instructions = [x for own in program.lists for x in own]
+        self.updates = any(isinstance(x, Update) for x in instructions)
+        self.flush = any(isinstance(x, Barrier) for x in instructions)
+        order = [favourite, *(d for d in range(program.devices) if d != favourite)]
+        for self.step in range(steps + program.depth):
+            self.lists = [
+                [x for x in own if 0 <= self.step + _batch(x) < steps] for own in program.lists
+            ]
+            self.next = [0] * program.devices
+            self.met = [0] * program.devices
+            self.resumed = not any(isinstance(x, Pause) for x in instructions)
+            self.backwards = sum(
+                isinstance(x, Backward | WeightGrad) for own in self.lists for x in own
+            )
+            while any(self._advance(device) for device in order):
+                pass
+            if any(at < len(own) for at, own in zip(self.next, self.lists, strict=True)):
+                raise WrongError("stuck")
+            if not self.updates and steps > 1 and self.step < steps:
+                for stage in range(program.stages):
+                    self.model.update(stage, self.step, self.step, self.step + 1)
+        if any(self.memory) or any(self.wires.values()):
+            raise WrongError("something is left")
+
+    def gives(self, expected: Model) -> bool:
+        """Whether it has computed this; a user's own tasks may be left out."""
+        seen = self.model.seen.items() <= expected.seen.items()
+        return seen and replace(self.model, seen=expected.seen) == expected
+
+    def _advance(self, device: int) -> bool:
+        """Run the next instruction of a device, if there is one and it need not wait."""
+        own = self.lists[device]
+        if self.next[device] == len(own) or not self._execute(device, own[self.next[device]]):
+            return False
+        self.next[device] += 1
+        return True
+
+    def _execute(self, device: int, instruction: Instruction) -> bool:
+        match instruction:
+            case Load() | Output() | Send() | Stash() | Receive() | Pop() | Free():
+                buffer = instruction.buffer
+                buffer = buffer._replace(batch=self.step + buffer.batch)
+                return self._move(device, instruction, buffer)
+            case Barrier() | Pause():
+                return self._meet(device, instruction)
+            case Update(stage, reads, writes, batch):
+                reads, writes = self.step + reads, self.step + writes
+                self._check(device, stage, reads)
+                if (self.flush and self.backwards) or (stage, writes) in self.model.weights:
+                    raise WrongError("weights change too early, or twice")
+                self.model.update(stage, self.step + batch, reads, writes)
+            case Run(kind, stage, i, version, batch):
+                version = max(self.step + version, 0)
+                self._check(device, stage, version)
+                if (kind, stage, i, self.step + batch) in self.model.seen:
+                    raise WrongError("runs twice")
+                self.model.look(kind, stage, i, self.step + batch, version)
+            case Norm(stage, batch):
+                batch += self.step
+                self._at_home(device, stage)
+                for other in range(self.program.stages):
+                    buffer = norm_buffer(stage, other, batch)
+                    self._write(device, buffer, self.model.norm(stage, batch))
+            case Clip(stage, batch):
+                batch += self.step
+                self._at_home(device, stage)
+                buffers = [norm_buffer(s, stage, batch) for s in range(self.program.stages)]
+                norms = [self._read(device, buffer) for buffer in buffers]
+                self.model.clip(stage, batch, norms)
+            case _:
+                version = max(self.step + instruction.version, 0)
+                self._check(device, instruction.stage, version)
+                self._compute(device, instruction, version, self.step + instruction.batch)
+        return True
+
+    def _move(self, device: int, instruction: Instruction, buffer: Buffer) -> bool:
+        memory = self.memory[device]
+        match instruction:
+            case Load():
+                gradient = buffer.kind == "grad"
+                if gradient and not self.resumed:
+                    return False
+                if buffer in self.loaded:
+                    raise WrongError("loaded twice")
+                self.loaded.add(buffer)
+                origin = "gradient" if gradient else "caller"
+                value = tensor(origin, buffer.value, buffer.microbatch, buffer.batch)
+                self._write(device, buffer, value)
+            case Output():
+                of, gradient = (buffer.value, buffer.source), buffer.kind == "grad"
+                key = *of, gradient, buffer.microbatch, buffer.batch
+                if key in self.model.given:
+                    raise WrongError("handed over twice")
+                self.model.given[key] = self._read(device, buffer)
+            case Send() | Stash():
+                pair = device, self.program.placement[buffer.target]
+                self.wires[pair].append((buffer, self._read(device, buffer)))
+            case Receive() | Pop():
+                wire = self.wires[self.program.placement[buffer.source], device]
+                if not wire:
+                    return False
+                name, value = wire.popleft()
+                if name != buffer:
+                    raise WrongError("another value arrives")
+                self._write(device, buffer, value)
+            case Free():
+                self._read(device, buffer)
+                del memory[buffer]
+        return True
+
+    def _compute(self, device: int, instruction: Compute, version: int, batch: int) -> None:
+        stage, i = instruction.stage, instruction.microbatch
+        edges, memory = self.program.edges, self.memory[device]
+
+        def own(kind: BufferKind) -> Buffer:
+            return Buffer(kind, "", stage, stage, i, batch)
+
+        def take(kind: BufferKind) -> int:
+            value = self._read(device, own(kind))
+            del memory[own(kind)]
+            return value
+
+        def back(e: Edge) -> Buffer:
+            return Buffer("grad", e.value, e.target, e.source, i, batch)
+
+        match instruction:
+            case Forward() | Recompute():
+                inputs = [
+                    self._read(device, Buffer(e.kind, e.value, e.source, e.target, i, batch))
+                    for e in edges
+                    if e.target == stage
+                ]
+                if isinstance(instruction, Recompute):
+                    take("state")
+                    kept = tensor("forward", self.model.weights[stage, version], *inputs)
+                    self._write(device, own("saved"), kept)
+                    return
+                kept = self.model.forward(stage, version, inputs)
+                for e in edges:
+                    if e.source == stage:
+                        buffer = Buffer(e.kind, e.value, e.source, e.target, i, batch)
+                        self._write(device, buffer, tensor(kept, e.value))
+                if instruction.keeps:
+                    self._write(device, own("saved"), kept)
+                if instruction.again:
+                    self._write(device, own("state"), kept)
+            case Backward() | InputGrad():
+                kept = take("saved")
+                arriving = [
+                    self._read(device, back(e)) for e in edges if e.source == stage and e.gradient
+                ]
+                found = self.model.gradient(stage, version, kept, arriving)
+                for e in edges:
+                    if e.target == stage and e.gradient:
+                        self._write(device, back(e), tensor(found, e.value))
+                if isinstance(instruction, InputGrad):
+                    self._write(device, own("deferred"), found)
+                else:
+                    self._add(stage, batch, found, version)
+            case WeightGrad():
+                self._add(stage, batch, take("deferred"), version)
+
+    def _add(self, stage: int, batch: int, found: int, version: int) -> None:
+        self.backwards -= 1
+        self.model.add(stage, batch, found, version)
+
+    def _meet(self, device: int, instruction: Barrier | Pause) -> bool:
+        """Whether all devices have come to their meeting of this number."""
+        number = self.met[device]
+        for other, own in enumerate(self.lists):
+            meetings = [k for k, x in enumerate(own) if isinstance(x, Barrier | Pause)]
+            if number >= len(meetings) or self.next[other] < meetings[number]:
+                return False
+            if type(own[meetings[number]]) is not type(instruction):
+                raise WrongError("a barrier meets a pause")
+        self.met[device] += 1
+        if isinstance(instruction, Pause):
+            expected = {
+                (e.value, i, self.step)
+                for e in self.program.edges
+                if e.target == HOST
+                for i in range(self.program.microbatches)
+            }
+            given = {
+                (value, i, batch)
+                for value, _, gradient, i, batch in self.model.given
+                if not gradient
+            }
+            if expected - given:
+                raise WrongError("the caller has not got all outputs at the pause")
+            self.resumed = True
+        return True
+
+    def _at_home(self, device: int, stage: int) -> None:
+        if not 0 <= stage < self.program.stages or self.program.placement[stage] != device:
+            raise WrongError("there is no such stage on this device")
+
+    def _check(self, device: int, stage: int, version: int) -> None:
+        if (stage, version) not in self.model.weights or self.program.placement[stage] != device:
+            raise WrongError("there are no such weights on this device")
+
+    def _read(self, device: int, buffer: Buffer) -> int:
+        if buffer not in self.memory[device]:
+            raise WrongError(f"{buffer} is not there")
+        return self.memory[device][buffer]
+
+    def _write(self, device: int, buffer: Buffer, value: int) -> None:
+        if buffer in self.memory[device]:
+            raise WrongError(f"{buffer} is there already")
+        self.memory[device][buffer] = value
+
+
+def _batch(instruction: Instruction) -> int:
+    if hasattr(instruction, "buffer"):
+        return int(instruction.buffer.batch)
+    return int(getattr(instruction, "batch", 0))

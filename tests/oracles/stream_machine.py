@@ -1,0 +1,348 @@
+"""Streams and events on the CPU: every wrong order shows as wrong numbers.
+
+Each stream is a queue that is worked off by itself; see ``stream_queues``. Memory is given and
+taken back when an instruction is launched, as a caching allocator does, and taken again at
+once; who is given some fills it with NaN when it starts, and who lets go of some when it is done.
+A computation works in all memory that is free when it is launched.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from fxpipe.ir.dispatch import dispatch_order
+from fxpipe.ir.plan import Stage
+from fxpipe.ir.program import (
+    Barrier,
+    Buffer,
+    Event,
+    Free,
+    Instruction,
+    Load,
+    Move,
+    Output,
+    Pause,
+    Pop,
+    Program,
+    Receive,
+    Send,
+    Stash,
+    batch_of,
+)
+from fxpipe.runtime.interpreter import HANDLERS, Job, Machine, Weights
+from fxpipe.runtime.store import Store
+from tests.oracles.launched_memory import Held, Layout, Memory, layout_of, poison
+from tests.oracles.stream_queues import Drawn, Queues, Threads, Work, WrongOrder
+
+
+@dataclass
+class Ran:
+    """What a run leaves.
+
+    Attributes:
+        gradients: stage and batch → sums that no update has used up.
+        state: name in the model → what the last micro-batch wrote to the buffer.
+    """
+
+    gradients: dict[tuple[int, int], list[Tensor | None]] = field(default_factory=dict)
+    state: dict[str, Tensor] = field(default_factory=dict)
+
+
+class StreamMachine:
+    """All devices of one run.
+
+    Attributes:
+        layouts: device and buffer in its batch → how its value lies in memory.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        stages: Sequence[Stage],
+        jobs: Mapping[int, Job],
+        weights: Weights,
+        layouts: dict[tuple[int, Buffer], Layout],
+        seed: int | None,
+        in_turn: bool = False,
+        threads: bool = True,
+    ) -> None:
+        """Nothing runs yet.
+
+        Args:
+            program: with launches.
+            stages: the plan's.
+            jobs: batch → what it brings along.
+            weights: parameters and buffers.
+            layouts: of all values; filled by a run without a seed.
+            seed: of all that is left to chance; None does each instruction when it is launched.
+            in_turn: whether one host thread launches, in the order of ``dispatch_order``.
+            threads: whether each stream has a thread; else the order of their work is drawn, and
+                the seed alone decides what comes of it.
+        """
+        self.program, self.jobs, self.layouts = program, jobs, layouts
+        self.random = random.Random(seed)
+        self.eager = seed is None
+        self.in_turn = in_turn
+        self.memories = [Memory() for _ in program.lists]
+        self.held: list[dict[Buffer, Held]] = [{} for _ in program.lists]
+        self.machines = [
+            Machine(program, device, stages, jobs, _NoWires(), weights)
+            for device in range(program.devices)
+        ]
+        self.values: list[dict[Buffer, Any]] = [{} for _ in program.lists]
+        self.sent: dict[Buffer, Held | None] = {}
+        self.events: dict[Event, threading.Event] = {}
+        self.queues: Queues = (Threads if threads else Drawn)(self.random)
+        self.errors: list[BaseException] = []
+
+    def run(self) -> Ran:
+        """Launch all windows, in any order that a host may take, and wait for the streams."""
+        steps = len(self.jobs) + self.program.depth
+        try:
+            with torch.no_grad():
+                if self.in_turn:
+                    self._launch_in_turn(steps)
+                else:
+                    self._launch_all(steps)
+        finally:
+            with torch.no_grad():
+                self.queues.finish()
+        if self.errors:
+            raise WrongOrder(repr(self.errors[0])) from self.errors[0]
+        ran = Ran()
+        for machine in self.machines:
+            ran.gradients |= machine.store.gradients
+            ran.state |= machine.store.state
+        return ran
+
+    def _launch_in_turn(self, steps: int) -> None:
+        order = dispatch_order(self.program)
+        for step in range(steps):
+            at = [0] * self.program.devices
+            for device in order:
+                x = self.program.lists[device][at[device]]
+                if not isinstance(x, Barrier | Pause) and not self._launch(
+                    device, step, at[device]
+                ):
+                    raise WrongOrder(f"device {device} has to wait at position {at[device]}")
+                at[device] += 1
+
+    def _launch_all(self, steps: int) -> None:
+        lists = self.program.lists
+        done = [0] * len(lists)
+        left = [steps * len(own) for own in lists]
+        while any(d < n for d, n in zip(done, left, strict=True)):
+            order = list(range(len(lists)))
+            self.random.shuffle(order)
+            moved, meeting = False, 0
+            for device in order:
+                for _ in range(self.random.randint(1, 9)):
+                    if done[device] == left[device]:
+                        break
+                    step, position = divmod(done[device], len(lists[device]))
+                    x = lists[device][position]
+                    if isinstance(x, Barrier | Pause):
+                        meeting += 1
+                        break
+                    if not self._launch(device, step, position):
+                        break
+                    done[device] += 1
+                    moved = True
+            if meeting == len(lists) and not moved:
+                done = [each + 1 for each in done]
+            elif not moved:
+                meeting = sum(
+                    done[d] < left[d]
+                    and isinstance(lists[d][done[d] % len(lists[d])], Barrier | Pause)
+                    for d in range(len(lists))
+                )
+                if meeting < len(lists):
+                    raise WrongOrder("nothing can be launched")
+
+    def _launch(self, device: int, step: int, position: int) -> bool:
+        """Launch an instruction, or say that the host has to wait."""
+        x = self.program.lists[device][position]
+        launch = self.program.launches[device][position]
+        waits = [event._replace(batch=event.batch + step) for event in launch.waits]
+        waits = [event for event in waits if event.batch >= 0]
+        if any(event not in self.events for event in waits):
+            return False
+        exists = step + batch_of(x) in self.jobs
+        if exists and isinstance(x, Receive | Pop) and _named(x.buffer, step) not in self.sent:
+            return False
+        work = self._work(device, step, x) if exists else None
+        done = [self.events[event] for event in waits]
+        record = None
+        if launch.record is not None:
+            record = threading.Event()
+            self.events[launch.record._replace(batch=launch.record.batch + step)] = record
+        if self.eager:
+            if work is not None:
+                work()
+            if record is not None:
+                record.set()
+            return True
+        self.queues.give((device, launch.stream), done, lambda: self._do(work, record))
+        return True
+
+    def _do(self, work: Work | None, record: threading.Event | None) -> None:
+        """A stream's share of an instruction."""
+        try:
+            if work is not None and not self.errors:
+                work()
+        except BaseException as error:
+            self.errors.append(error)
+        finally:
+            if record is not None:
+                record.set()
+
+    def _work(self, device: int, step: int, x: Instruction) -> Work | None:
+        """What an instruction does, with the memory that it is given now."""
+        held, memory = self.held[device], self.memories[device]
+        if isinstance(x, Send | Stash):
+            self.sent[_named(x.buffer, step)] = held.get(_named(x.buffer, step))
+            return None
+        if self.eager:
+            return lambda: self._eager(device, step, x)
+        reads = {b: held[_named(b, step)] for b in self.program.reads(x)}
+        if isinstance(x, Output):
+            return lambda: self._output(device, step, x, reads[x.buffer])
+        made = {
+            b: Held.take(self.layouts[device, _named(b, step)], memory)
+            for b in self.program.writes(x)
+        }
+        held |= {_named(b, step): each for b, each in made.items()}
+        ended = [held.pop(_named(b, step)) for b in self.program.ends(x)]
+        bench = [] if isinstance(x, Move) else [b for kept in memory.free.values() for b in kept]
+        for each in ended:
+            each.let_go(memory)
+        if isinstance(x, Free):
+            return ended[0].poison
+        if isinstance(x, Load):
+            value = self.jobs[step + x.buffer.batch].host.give(x.buffer)
+            return lambda: self._copy(made[x.buffer], value)
+        if isinstance(x, Receive | Pop):
+            source = self.sent[_named(x.buffer, step)]
+            return lambda: self._copy(made[x.buffer], source)
+        return lambda: self._compute(device, step, x, reads, made, ended, bench)
+
+    def _copy(self, into: Held, value: Any) -> None:
+        into.poison()
+        if self.random.random() < 0.5:
+            self.queues.linger(0.0002)
+        into.write(value.read() if isinstance(value, Held) else value)
+
+    def _output(self, device: int, step: int, x: Output, held: Held) -> None:
+        value = pytree.tree_map_only(Tensor, torch.clone, held.read())
+        self.jobs[step + x.buffer.batch].host.take(x.buffer, value)
+
+    def _compute(
+        self,
+        device: int,
+        step: int,
+        x: Instruction,
+        reads: dict[Buffer, Held],
+        made: dict[Buffer, Held],
+        ended: list[Held],
+        bench: list[Tensor],
+    ) -> None:
+        for block in bench:
+            poison(block)
+        for each in made.values():
+            each.poison()
+        machine = self._scratch(device, step)
+        machine.store.values = {b: each.read() for b, each in reads.items()}
+        HANDLERS[type(x)](machine, x)
+        if self.random.random() < 0.2:
+            self.queues.linger(0.0003)
+        for b, each in made.items():
+            each.write(machine.store.values[b])
+        self._keep(device, ended)
+        for block in bench:
+            poison(block)
+        for each in ended:
+            each.poison()
+
+    def _keep(self, device: int, ended: list[Held]) -> None:
+        """Copy the sums of gradients that lie in what ends: they alone would keep it."""
+        blocks = [block for each in ended for block in each.blocks if block is not None]
+        going = {block.untyped_storage().data_ptr() for block in blocks}
+        for sums in self.machines[device].store.gradients.values():
+            for index, total in enumerate(sums):
+                if total is not None and total.untyped_storage().data_ptr() in going:
+                    sums[index] = total.clone()
+
+    def _scratch(self, device: int, step: int) -> Machine:
+        """The device's machine as an instruction sees it: its own values, everybody's sums."""
+        own = self.machines[device]
+        machine = Machine(self.program, device, own.stages, self.jobs, own.wires, own.weights)
+        machine.step, machine.batches = step, range(len(self.jobs))
+        machine.store = Store()
+        machine.store.state = own.store.state
+        machine.store.gradients = _Sums(own.store.gradients, step)
+        return machine
+
+    def _eager(self, device: int, step: int, x: Instruction) -> None:
+        """Do an instruction on plain values, and note how what it makes lies in memory."""
+        values = self.values[device]
+        machine = self._scratch(device, step)
+        machine.store.values = {b: values[_named(b, step)] for b in self.program.reads(x)}
+        if isinstance(x, Receive | Pop):
+            source = self.values[self.program.origin(x)]
+            machine.store.values[x.buffer] = source[_named(x.buffer, step)]
+        elif not isinstance(x, Free):
+            HANDLERS[type(x)](machine, x)
+        for b in self.program.writes(x):
+            values[_named(b, step)] = machine.store.values[b]
+            self.layouts[device, _named(b, step)] = layout_of(machine.store.values[b])
+        for b in self.program.ends(x):
+            del values[_named(b, step)]
+
+
+class _Sums(dict[tuple[int, int], list[Tensor | None]]):
+    """Sums of gradients under the batches of a step, kept under those from the first step on."""
+
+    def __init__(self, kept: dict[tuple[int, int], list[Tensor | None]], step: int) -> None:
+        self._kept, self._step = kept, step
+
+    def _key(self, key: tuple[int, int]) -> tuple[int, int]:
+        return key[0], key[1] + self._step
+
+    def __setitem__(self, key: tuple[int, int], value: list[Tensor | None]) -> None:
+        self._kept[self._key(key)] = value
+
+    def __getitem__(self, key: tuple[int, int]) -> list[Tensor | None]:
+        return self._kept[self._key(key)]
+
+    def get(self, key: tuple[int, int], default: Any = None) -> Any:
+        return self._kept.get(self._key(key), default)
+
+    def pop(self, key: tuple[int, int], *default: Any) -> Any:
+        return self._kept.pop(self._key(key), *default)
+
+
+class _NoWires:
+    """Values move by their blocks."""
+
+    stopping = False
+
+    def put(self, device: int, buffer: Buffer, value: Any) -> None:
+        raise AssertionError
+
+    def get(self, device: int, buffer: Buffer) -> Any:
+        raise AssertionError
+
+    def meet(self) -> None:
+        raise AssertionError
+
+
+def _named(buffer: Buffer, step: int) -> Buffer:
+    return buffer._replace(batch=buffer.batch + step)

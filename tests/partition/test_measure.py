@@ -1,0 +1,285 @@
+"""Measuring: every node has a time and the bytes of its value, and nothing is changed."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.fx import Interpreter, Node
+from torch.nn.functional import mse_loss
+
+import fxpipe
+from examples.unet import UNet
+from fxpipe.kernels.graph import GraphKernel
+from fxpipe.passes.differentiate.part_backward import part_backward
+from fxpipe.passes.partition.assignment import compute_nodes
+from fxpipe.passes.partition.measure import NodeCost, measure
+from fxpipe.passes.partition.measure_leaves import measure_leaves
+from fxpipe.passes.tracing.symbolic import trace_symbolically
+from fxpipe.torchtools.nest import bytes_of
+from fxpipe.torchtools.untouched import untouched
+from tests.helpers.fronted import (
+    assert_equal,
+    differentiated,
+    front_end,
+    run_graph,
+    values_of,
+    whole,
+)
+
+
+class Uneven(nn.Module):
+    """The middle layer does by far the most work."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.middle = nn.Sequential(nn.Linear(8, 512), nn.Linear(512, 512), nn.Linear(512, 8))
+        self.last = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.middle(self.first(x))
+        return self.last(y), y.argmax(1)
+
+
+def measured(model: nn.Module, *args: Any) -> dict[str, NodeCost]:
+    traced = front_end(model, *args)
+    plan = part_backward(differentiated(model, traced, whole(traced), *args))
+    costs = measure(traced, plan, values_of(traced, *args), traced.state_of(model))
+    assert set(costs) == {node.name for node in traced.graph.nodes}
+    return costs
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_the_heaviest_layer_costs_most_forward_and_backward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(time, "perf_counter", time.thread_time)  # whatever else keeps us waiting
+    model, x = Uneven(), torch.randn(64, 8)
+    costs = measured(model, x)
+    linears = [costs[name] for name in costs if name.startswith("linear")]
+    assert len(linears) == 5
+    assert max(linears, key=lambda cost: cost.forward) is linears[2]
+    assert max(linears, key=lambda cost: cost.backward) is linears[2]
+    assert all(cost.seconds == cost.forward + cost.backward for cost in linears)
+
+
+def test_what_has_no_gradient_costs_nothing_backward() -> None:
+    costs = measured(Uneven(), torch.randn(64, 8))
+    assert costs["argmax"].forward > 0
+    assert costs["argmax"].backward == 0
+    frozen = measured(Uneven().requires_grad_(False), torch.randn(64, 8))
+    assert all(cost.backward == 0 for cost in frozen.values())
+    assert all(cost.input_grad == cost.weight_grad == 0 for cost in frozen.values())
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_the_halves_of_a_backward_are_timed_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "perf_counter", time.thread_time)
+    model = nn.Sequential(nn.Conv2d(4, 16, 3), nn.SiLU(), nn.Conv2d(16, 16, 3))
+    costs = measured(model, torch.randn(4, 4, 32, 32))
+    first, last = (costs[name] for name in costs if name.startswith("conv2d"))
+    (silu,) = (costs[name] for name in costs if name.startswith("silu"))
+    assert first.input_grad == 0  # the model's input wants no gradient
+    assert first.weight_grad > 0
+    assert last.input_grad > 0
+    assert last.weight_grad > 0
+    assert silu.input_grad > 0
+    assert silu.weight_grad == 0
+    for cost in (first, last, silu):
+        assert 0.1 < (cost.input_grad + cost.weight_grad) / cost.backward < 10
+
+
+def test_bytes_are_those_of_the_values() -> None:
+    model, x = UNet(channels=2, base=2, depth=2), torch.randn(3, 2, 8, 8)
+    traced = front_end(model, x)
+    costs = measured(model, x)
+
+    class Sizes(Interpreter):
+        def run_node(self, n: Node) -> Any:
+            value = super().run_node(n)
+            if isinstance(value, Tensor):
+                assert costs[n.name].bytes == value.nbytes, n.name
+            elif isinstance(value, tuple) and n.op != "output":
+                assert costs[n.name].bytes == sum(v.nbytes for v in value)
+            return value
+
+    state, values = traced.state_of(model), values_of(traced, x)
+    targets = {a.name: a.target for a in (*traced.parameters, *traced.buffers)}
+    arguments = [
+        state[targets[n.name]] if n.name in targets else values[n.name]
+        for n in traced.graph.nodes
+        if n.op == "placeholder"
+    ]
+    Sizes(traced.module).run(*arguments)
+
+
+def test_measuring_changes_no_state() -> None:
+    model, x = UNet(channels=2, base=2, depth=2), torch.randn(3, 2, 8, 8)
+    before = copy.deepcopy(model.state_dict())
+    measured(model, x)
+    assert_equal(model.state_dict(), before)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_random_models_are_measured_without_drawing_from_torch() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), torch.randn(3, 4)
+    state = torch.get_rng_state()
+    costs = measured(model, x)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert sum(cost.forward for cost in costs.values()) > 0
+    run_graph(model, front_end(model, x), x)
+
+
+def test_leaves_are_timed_alone_with_their_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept = 0.0
+
+    def sleep(*_: Any) -> None:
+        nonlocal slept
+        slept += 0.1
+
+    monkeypatch.setattr(time, "perf_counter", lambda: time.thread_time() + slept)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Identity(), nn.BatchNorm1d(4), nn.ReLU(inplace=True))
+    model[1].register_forward_hook(sleep)
+    x = torch.randn(3, 4)
+    traced = trace_symbolically(model, (x,), {})
+    before = copy.deepcopy(model.state_dict())
+    with untouched(model):
+        costs = measure_leaves(traced, {str(traced.inputs[0]): x})
+    assert_equal(model.state_dict(), before)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert {node.name for node in compute_nodes(traced.graph)} <= set(costs)
+    slow = max(costs, key=lambda name: costs[name].forward)
+    assert costs[slow].forward >= 0.1
+    assert slow in {n.name for n in traced.graph.nodes if n.target == "1"}
+    assert all(
+        costs[n.name].bytes == 3 * 4 * 4 for n in traced.graph.nodes if n.op == "call_module"
+    )
+    (linear,) = (n.name for n in traced.graph.nodes if n.target == "0")
+    assert costs[linear].backward > 0
+    assert all(cost.input_grad == cost.backward for cost in costs.values())
+    assert all(cost.weight_grad == 0 for cost in costs.values())
+
+
+@pytest.mark.parametrize("tracer", ["export", "symbolic"])
+def test_a_stages_costs_are_those_of_its_nodes(tracer: Literal["export", "symbolic"]) -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), torch.randn(4, 4)
+    example = (x,), {"target": x}
+    with fxpipe.compile(
+        model, ["cpu"] * 2, microbatches=2, loss=mse_loss, tracer=tracer, example=example
+    ) as pipe:
+        for stage in pipe.plan.stages:
+            costs = stage.costs
+            assert costs is not None
+            assert costs.input_grad is not None
+            assert costs.weight_grad is not None
+            assert costs.input_grad > 0
+            assert (costs.weight_grad > 0) == (tracer == "export")
+            assert (costs.input_grad == costs.backward) == (tracer == "symbolic")
+
+
+@pytest.mark.parametrize(
+    ("value", "count"),
+    [
+        (torch.zeros(3, dtype=torch.float64), 24),
+        (7, 0),
+        ([torch.zeros(2), {"a": torch.zeros(1)}], 12),
+    ],
+)
+def test_bytes_of_a_nest_are_those_of_its_tensors(value: Any, count: int) -> None:
+    assert bytes_of(value) == count
+
+
+class Counting:
+    """A device that has done nothing until it is waited for: a second between any two marks."""
+
+    def __init__(self) -> None:
+        self.marks = 0
+        self.waits = 0
+
+    def mark(self) -> int:
+        self.marks += 1
+        return self.marks
+
+    def seconds(self, spans: Sequence[tuple[int, int]]) -> list[float]:
+        self.waits += 1
+        return [float(end - start) for start, end in spans]
+
+
+def test_a_device_that_is_behind_the_host_is_asked_for_its_own_times() -> None:
+    model, x, watch = Uneven(), torch.randn(64, 8), Counting()
+    traced = front_end(model, x)
+    plan = part_backward(differentiated(model, traced, whole(traced), x))
+    costs = measure(traced, plan, values_of(traced, x), traced.state_of(model), watch)
+    times = [t for c in costs.values() for t in (c.forward, c.backward)]
+    assert all(t == int(t) for t in times)  # whole seconds: how many operations there are
+    kernel = plan.stages[0].kernel
+    assert isinstance(kernel, GraphKernel)
+    ran = [n for n in kernel.forward_graph.graph.nodes if n.op == "call_function"]
+    assert 0 < sum(cost.forward for cost in costs.values()) <= len(ran)
+    assert watch.waits in (2 * 4, 3 * 4, 4 * 4, 5 * 4)  # once a run of each of the four graphs
+
+
+class Slowing(Counting):
+    """A device on which everything takes longer than all that it did before."""
+
+    def mark(self) -> int:
+        self.marks += 1
+        return self.marks**2
+
+
+def slowing(model: nn.Module, x: Tensor) -> tuple[dict[str, NodeCost], Slowing]:
+    traced, watch = front_end(model, x), Slowing()
+    plan = part_backward(differentiated(model, traced, whole(traced), x))
+    return measure(traced, plan, values_of(traced, x), traced.state_of(model), watch), watch
+
+
+def test_equal_layers_cost_the_same_and_are_run_twice() -> None:
+    layers = [layer for _ in range(9) for layer in (nn.Linear(8, 8), nn.Tanh())]
+    costs, watch = slowing(nn.Sequential(*layers), torch.randn(4, 8))
+    linears = [costs[name] for name in costs if name.startswith("linear")]
+    tanhs = [costs[name] for name in costs if name.startswith("tanh")]
+    assert len(linears) == len(tanhs) == 9
+    assert len({cost.forward for cost in linears}) == 1
+    assert len({cost.backward for cost in linears[1:]}) == 1
+    assert linears[0].backward < linears[1].backward  # the model's input wants no gradient
+    assert len({cost.forward for cost in tanhs}) == 1
+    assert len({cost.backward for cost in tanhs[:-1]}) == 1  # the last is given its gradient
+    assert watch.waits == 2 * 4
+
+
+class Unlike(nn.Module):
+    """Operations that are alike in all but one thing."""
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        wide = torch.cat([x, x], 1)
+        return [
+            x.softmax(0),
+            x.softmax(1),
+            wide.softmax(1),
+            x.T.softmax(1),
+            x.double().softmax(1),
+            x.softmax(1),
+        ]
+
+
+def test_what_differs_in_shape_layout_type_or_a_number_is_timed_apart() -> None:
+    costs, watch = slowing(Unlike(), torch.randn(8, 8))
+    times = [cost.forward for name, cost in costs.items() if name.startswith("softmax")]
+    assert len(times) == 6
+    assert len(set(times)) == 5
+    assert times[5] == times[1]
+    assert watch.waits == 5  # what is there once is run often; nothing has a gradient
+
+
+def test_leaves_are_timed_by_the_device_too() -> None:
+    model, x, watch = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.randn(3, 4), Counting()
+    traced = trace_symbolically(model, (x,), {})
+    costs = measure_leaves(traced, {str(traced.inputs[0]): x}, watch)
+    calls = [costs[n.name] for n in traced.graph.nodes if n.op.startswith("call")]
+    assert [(cost.forward, cost.backward) for cost in calls] == [(1, 1), (1, 1)]

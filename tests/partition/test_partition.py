@@ -1,0 +1,404 @@
+"""Partitioning: the slowest stage and the bytes that cross against a brute-force oracle."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_structure
+
+from fxpipe.errors import PartitionError
+from fxpipe.ir.plan import Argument, Write
+from fxpipe.ir.traced import Traced, Value
+from fxpipe.passes.graph.localise_sizes import localise_sizes
+from fxpipe.passes.partition.assignment import Assignment, compute_nodes, in_order, owners, readers
+from fxpipe.passes.partition.atoms import Footprint, atoms_of
+from fxpipe.passes.partition.balance import balance
+from fxpipe.passes.partition.cut import cut
+from fxpipe.passes.partition.follow import place_like
+from fxpipe.passes.partition.measure import NodeCost
+from fxpipe.passes.partition.named_cuts import cut_at
+from fxpipe.passes.partition.solver.solve import SLACK
+from fxpipe.passes.partition.work import Machine, weigh
+from fxpipe.passes.tracing.symbolic import trace_symbolically
+from tests.helpers.fronted import front_end, in_stages
+from tests.helpers.tiny import Tiny
+from tests.models.test_exactness import Language
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A graph as data: for each node its cost, its bytes and what it reads, by number.
+
+    Numbers below 0 are placeholders: −1 the input, −2 and −3 parameters, −4 a buffer that the
+    last node which reads it writes.
+    """
+
+    reads: tuple[tuple[int, ...], ...]
+    seconds: tuple[float, ...]
+    sizes: tuple[int, ...]
+    stages: int
+
+
+@st.composite
+def recipes(draw: st.DrawFn) -> Recipe:
+    count = draw(st.integers(2, 7))
+    reads = tuple(
+        tuple(sorted(draw(st.sets(st.integers(-4, i - 1), min_size=1, max_size=3))))
+        for i in range(count)
+    )
+    seconds = tuple(draw(st.sampled_from([0.0, 1.0, 2.0, 2.005, 5.0])) for _ in range(count))
+    sizes = tuple(draw(st.integers(0, 4)) for _ in range(count + 2))
+    return Recipe(reads, seconds, sizes, draw(st.integers(1, 3)))
+
+
+def built(recipe: Recipe) -> tuple[Traced, dict[str, NodeCost]]:
+    graph = fx.Graph()
+    held = {-1: graph.placeholder("x"), -2: graph.placeholder("p"), -3: graph.placeholder("q")}
+    held[-4] = graph.placeholder("b")
+    for node in held.values():
+        node.meta["val"] = torch.ones(())
+    nodes: dict[int, fx.Node] = dict(held)
+    for index, reads in enumerate(recipe.reads):
+        nodes[index] = graph.call_function(sum, ([nodes[i] for i in reads],))
+        nodes[index].meta["val"] = torch.ones(())
+    last = nodes[len(recipe.reads) - 1]
+    writers = [i for i, reads in enumerate(recipe.reads) if -4 in reads]
+    writes = (Write("b", nodes[writers[-1]].name),) if writers else ()
+    graph.output((*(nodes[writers[-1]] for _ in writes), last))
+    costs = {node.name: NodeCost(0.0, 0.0, 0) for node in graph.nodes}
+    for index, seconds in enumerate(recipe.seconds):
+        costs[nodes[index].name] = NodeCost(seconds / 4, seconds * 3 / 4, recipe.sizes[index])
+    for number, size in zip((-2, -3), recipe.sizes[-2:], strict=True):
+        costs[nodes[number].name] = NodeCost(0.0, 0.0, size)
+    traced = Traced(
+        module=fx.GraphModule(nn.Module(), graph),
+        parameters=(Argument("p", "p"), Argument("q", "q")),
+        buffers=(Argument("b", "b"),),
+        constants={},
+        inputs=("x",),
+        writes=writes,
+        outputs=(Value(last.name),),
+        out_spec=tree_structure(0),
+    )
+    return traced, costs
+
+
+def slowest(stages: Mapping[str, int], costs: Mapping[str, NodeCost]) -> float:
+    totals: dict[int, float] = {}
+    for name, stage in stages.items():
+        totals[stage] = totals.get(stage, 0.0) + costs[name].seconds
+    return max(totals.values())
+
+
+def allowed(traced: Traced, stages: Mapping[str, int]) -> bool:
+    """Whether every edge runs forward, and what is bound together is: a written buffer's users,
+    a constant and its first use; and whether those that read a value come in order."""
+    known = {"p", "q", "b"}
+    ordered = in_order(traced)
+    for node in ordered:
+        sources = [source.name for source in node.all_input_nodes]
+        if any(stages[name] > stages[node.name] for name in sources if name in stages):
+            return False
+        if all(name in known for name in sources):
+            known.add(node.name)
+            first = next((user for user in ordered if user in node.users), node)
+            if stages[node.name] != stages[first.name]:
+                return False
+    # gradients of those that read one value add in the order of the stages
+    trained = {"p", "q"}
+    for node in traced.graph.nodes:
+        if any(source.name in trained for source in node.all_input_nodes):
+            trained.add(node.name)
+    for node in traced.graph.nodes:
+        users = [u.name for u in ordered if u in node.users and u.name in trained]
+        turns = [stages[name] for name in users if name in stages]
+        if node.name in trained and turns != sorted(turns):
+            return False
+    group = {stages[u.name] for u in readers(traced).get("b", ()) if u.name in stages}
+    group |= {stages[write.value] for write in traced.writes}
+    return not traced.writes or len(group) <= 1
+
+
+def every_assignment(traced: Traced, stages: int) -> list[dict[str, int]]:
+    """All legal ways to give the nodes to so many stages, none of them empty."""
+    names = [node.name for node in in_order(traced)]
+    placed = (
+        dict(zip(names, assigned, strict=True))
+        for assigned in itertools.product(range(stages), repeat=len(names))
+        if len(set(assigned)) == stages
+    )
+    return [each for each in placed if allowed(traced, each)]
+
+
+@given(recipes())
+def test_balance_is_within_a_hundredth_of_the_best_of_all_assignments(recipe: Recipe) -> None:
+    traced, costs = built(recipe)
+    candidates = every_assignment(traced, recipe.stages)
+    if not candidates:
+        most = max(n for n in range(1, recipe.stages) if every_assignment(traced, n))
+        with pytest.raises(PartitionError, match=f"at most {most} stages, not {recipe.stages}"):
+            balance(traced, recipe.stages, costs)
+        return
+    ours = balance(traced, recipe.stages, costs)
+    assert ours.stages == recipe.stages
+    assert dict(ours.nodes) in candidates
+    best = min(slowest(candidate, costs) for candidate in candidates)
+    assert slowest(ours.nodes, costs) <= best * (1 + SLACK) + 1e-9
+    assert ours.verdict is not None
+    assert ours.verdict.bound <= best * (1 + 1e-9)
+    assert ours.verdict.slowest == pytest.approx(slowest(ours.nodes, costs))
+
+
+@given(recipes(), st.data())
+def test_links_limits_speeds_and_what_is_kept_together_hold_at_once(
+    recipe: Recipe, data: st.DataObject
+) -> None:
+    traced, costs = built(recipe)
+    stages = range(recipe.stages)
+    for node in data.draw(st.sets(st.sampled_from(compute_nodes(traced.graph)), max_size=3)):
+        node.meta["nn_module_stack"] = {"m": ("m", "Module")}
+    link = data.draw(st.sampled_from([0.0, 0.1, 1.0]))
+    machine = Machine(
+        speeds=tuple(data.draw(st.sampled_from([1.0, 2.0])) for _ in stages),
+        limits=tuple(data.draw(st.sampled_from([15.0, 30.0, math.inf])) for _ in stages),
+        peaks=tuple(reversed(range(1, recipe.stages + 1))),
+        per_byte=tuple(tuple(link * (a != b) for b in stages) for a in stages),
+    )
+    footprint = Footprint({"p": 6, "q": 3}, {node.name: 2 for node in in_order(traced)})
+    alone = atoms_of(traced, costs, footprint, views=False)
+    slowest_of: dict[tuple[int, ...], float] = {}
+    for candidate in every_assignment(traced, recipe.stages):
+        module = {candidate[n.name] for n in in_order(traced) if "nn_module_stack" in n.meta}
+        stage_of = tuple(candidate[nodes[0].name] for nodes in alone.nodes)
+        division = weigh(alone.work, machine, stage_of)
+        if len(module) <= 1 and division.fits(machine):
+            slowest_of[stage_of] = division.slowest
+    options: dict[str, Any] = {"machine": machine, "footprint": footprint, "together": ["m"]}
+    if not slowest_of:
+        with pytest.raises(PartitionError):
+            balance(traced, recipe.stages, costs, **options)
+        return
+    ours = balance(traced, recipe.stages, costs, **options)
+    chosen = tuple(ours.nodes[nodes[0].name] for nodes in alone.nodes)
+    assert slowest_of[chosen] <= min(slowest_of.values()) * (1 + SLACK) + 1e-9
+    assert ours.verdict is not None
+    assert ours.verdict.bound <= min(slowest_of.values()) * (1 + 1e-9)
+
+
+def chain(length: int, *, skips: bool = True) -> tuple[Traced, dict[str, NodeCost]]:
+    reads = tuple(
+        (i - 1, *((i // 2,) if skips and i > 4 and i % 7 == 0 else ())) for i in range(length)
+    )
+    seconds = tuple(1.0 + (i * 37 % 11) for i in range(length))
+    return built(Recipe(reads, seconds, tuple(1 + i % 5 for i in range(length + 2)), 8))
+
+
+def test_two_thousand_nodes_are_cut_into_equal_shares() -> None:
+    traced, costs = chain(2000)
+    assignment = balance(traced, 8, costs)
+    total = sum(cost.seconds for cost in costs.values())
+    assert slowest(assignment.nodes, costs) < total / 8 * 1.02
+
+
+def test_no_node_runs_twice_or_never() -> None:
+    traced, costs = chain(30)
+    assert set(balance(traced, 3, costs).nodes) == {n.name for n in compute_nodes(traced.graph)}
+
+
+def free(traced: Traced) -> dict[str, NodeCost]:
+    return {node.name: NodeCost(1.0, 1.0, 1) for node in traced.graph.nodes}
+
+
+def forward_only(traced: Traced, assignment: Assignment) -> None:
+    for node in compute_nodes(traced.graph):
+        for source in node.all_input_nodes:
+            if source.name in assignment.nodes:
+                assert assignment.nodes[source.name] <= assignment.nodes[node.name]
+
+
+class Shared(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+        self.first = nn.Linear(4, 4)
+        self.last = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.last(self.norm(self.first(self.norm(x))))
+        return y
+
+
+def test_all_calls_that_write_one_buffer_share_a_stage() -> None:
+    model = Shared()
+    traced = front_end(model, torch.randn(3, 4))
+    # both calls of the norm, with all between them, are one; the last layer is the other
+    assignment = balance(traced, 2, free(traced))
+    with pytest.raises(PartitionError, match="into at most"):
+        balance(traced, 9, free(traced))
+    written = {write.target: write.value for write in traced.writes}
+    for target, nodes in readers(traced).items():
+        if target in written:
+            stages = {assignment.nodes[n.name] for n in nodes} | {assignment.nodes[written[target]]}
+            assert len(stages) == 1
+    with pytest.raises(PartitionError, match=r"share a result or a buffer.*one stage"):
+        cut_at(traced, 2, ["first"], model)
+    assert cut_at(traced, 2, ["last"], model).stages == 2
+
+
+def test_a_copy_stays_with_the_module_that_may_work_on_it_in_place() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4))
+    traced = trace_symbolically(model, (torch.randn(2, 4),), {})
+    atoms = atoms_of(traced, free(traced), Footprint()).nodes
+    assert [[node.target for node in nodes] for nodes in atoms] == [["0"], ["clone", "1"], ["2"]]
+
+
+def test_the_parts_of_a_result_stay_with_it() -> None:
+    class Chunks(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            a, b, c = x.exp().chunk(3, 1)
+            return a * b + c
+
+    traced = front_end(Chunks(), torch.randn(4, 6))
+    for stages in (1, 2, 3):
+        assignment = balance(traced, stages, free(traced))
+        for node in compute_nodes(traced.graph):
+            if getattr(node.target, "__name__", "") == "getitem":
+                source = node.args[0]
+                assert isinstance(source, fx.Node)
+                assert assignment.nodes[node.name] == assignment.nodes[source.name]
+
+
+class Nested(nn.Module):
+    """``first`` runs before ``inner``, ``idle`` never."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.inner = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+        self.idle = nn.Linear(4, 4)
+        self.last = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.last(self.inner(self.first(x)) + x)
+        return y
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["iner"], "no submodule 'iner': did you mean 'inner'"),
+        (["idle"], "submodule 'idle' computes nothing"),
+        (["inner", "last"], "names 2 cuts, which make 3 stages, for 2 devices; name 1"),
+        ([], "names 0 cuts, which make 1 stages, for 2 devices; name 1"),
+        (["first"], "no stage can begin at 'first': nothing runs before it"),
+    ],
+)
+def test_wrong_names_are_refused_with_a_cure(names: Sequence[str], message: str) -> None:
+    model = Nested()
+    with pytest.raises(PartitionError, match=message):
+        cut_at(front_end(model, torch.randn(3, 4)), 2, names, model)
+
+
+def test_names_out_of_order_are_refused() -> None:
+    model = Nested()
+    traced = front_end(model, torch.randn(3, 4))
+    for names in (["last", "inner"], ["inner.2", "inner"]):
+        with pytest.raises(PartitionError, match=r"run backward.*in the order in which they run"):
+            cut_at(traced, 3, names, model)
+    with pytest.raises(PartitionError, match=r"one and the same.*name another"):
+        cut_at(traced, 3, ["last", "last"], model)
+
+
+@pytest.mark.parametrize("name", ["inner", "inner.0", "inner.1", "inner.2", "last"])
+def test_a_stage_begins_where_its_submodule_does(name: str) -> None:
+    model = Nested()
+    traced = front_end(model, torch.randn(3, 4))
+    assignment = cut_at(traced, 2, [name], model)
+    first = next(
+        node
+        for node in in_order(traced)
+        if any(
+            path == name or path.startswith(name + ".")
+            for path, _ in (node.meta.get("nn_module_stack") or {}).values()
+        )
+    )
+    before = list(itertools.takewhile(lambda node: node is not first, in_order(traced)))
+    assert {node.name for node in before} == {n for n, s in assignment.nodes.items() if s == 0}
+
+
+class Cast(nn.Module):
+    """Casts its weight, whose product depends on no input, long before it is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+        self.front = nn.Linear(4, 4)
+        self.back = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        cast = self.weight.double() * 2
+        y: Tensor = self.back(self.front(x).relu().double().mm(cast).float())
+        return y
+
+
+def test_what_depends_on_no_input_goes_with_its_first_use() -> None:
+    model = Cast()
+    traced = front_end(model, torch.randn(3, 4))
+    assignment = cut_at(traced, 2, ["back"], model)
+    owner = owners(traced, assignment)
+    assert owner["weight"] == owner["front.weight"] == 0
+    names = [node.name for node in in_order(traced)]
+    assert names.index("linear") < names.index("mul") < names.index("mm")
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any]]] = {
+    "nested": (Nested, lambda n: torch.randn(n, 4)),
+    "shared norm": (Shared, lambda n: torch.randn(n, 4)),
+    "tiny": (Tiny, lambda n: torch.randn(n, 4)),
+    "cast": (Cast, lambda n: torch.randn(n, 4)),
+    "tied transformer": (Language, lambda n: torch.randint(11, (n, 5))),
+    "dropout": (
+        lambda: nn.Sequential(
+            nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.1)
+        ),
+        lambda n: torch.randn(n, 4),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("stages", [1, 2, 3])
+def test_other_graphs_of_a_model_follow_the_first(name: str, stages: int) -> None:
+    factory, inputs = MODELS[name]
+    stages = min(stages, 2) if name == "shared norm" else stages
+    model = factory().train()
+    reference = front_end(model, inputs(4))
+    assignment = balance(reference, stages, free(reference))
+    home = owners(reference, assignment)
+    others = [place(model.eval(), inputs(size)) for size in (4, 1) for place in (front_end,)]
+    if name in ("nested", "cast", "tied transformer"):
+        others.append(front_end(model.train(), inputs(1)))
+    for traced in (*others, reference):
+        placed = place_like(traced, reference, assignment)
+        forward_only(traced, placed)
+        assert set(placed.nodes) == {n.name for n in compute_nodes(traced.graph)}
+        for target, stage in owners(traced, placed).items():
+            if target in dict(model.named_parameters()):
+                assert stage == home[target], target
+        cut(*localise_sizes(traced, placed), home).verify()
+    assert dict(place_like(reference, reference, assignment).nodes) == dict(assignment.nodes)
+
+
+def test_a_simple_split_of_a_model_verifies() -> None:
+    traced = front_end(Nested(), torch.randn(3, 4))
+    assignment = in_stages(traced, 3)
+    cut(*localise_sizes(traced, assignment), owners(traced, assignment)).verify()

@@ -1,0 +1,276 @@
+"""Dividing work among stages: against all legal assignments of small graphs, and large ones."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Iterator, Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fxpipe.passes.partition.solver.downsets import Search, downsets
+from fxpipe.passes.partition.solver.lattice import Lattice
+from fxpipe.passes.partition.solver.solve import SLACK, least_limits, solve
+from fxpipe.passes.partition.work import Machine, Transfer, Work
+from tests.oracles.divisions import MANY, chain, fits, legal, machines, weighed, works
+
+
+@MANY
+@given(st.data(), works(), st.integers(1, 3))
+def test_the_slowest_stage_is_within_a_hundredth_of_the_best(
+    data: st.DataObject, work: Work, stages: int
+) -> None:
+    machine = data.draw(machines(stages))
+    candidates = list(legal(work, stages))
+    if not candidates:
+        return
+    fitting = [c for c in candidates if fits(work, machine, c)]
+    found = solve(work, machine)
+    if not fitting:
+        assert found is None
+        return
+    assert found is not None
+    assert found.division.stage_of in fitting
+    best = min(max(weighed(work, machine, c)[0]) for c in fitting)
+    seconds, crossing = weighed(work, machine, found.division.stage_of)
+    assert max(seconds) == pytest.approx(found.division.slowest)
+    assert crossing == found.division.crossing
+    assert max(seconds) <= best * (1 + SLACK) + 1e-9
+    assert found.bound <= best * (1 + 1e-9) + 1e-12
+    assert found.gap <= SLACK + 1e-9
+
+
+@MANY
+@given(st.data(), works(), st.integers(1, 3))
+def test_the_best_way_through_all_downsets_is_the_best_assignment(
+    data: st.DataObject, work: Work, stages: int
+) -> None:
+    """Where no value is read by several stages and links are alike; else it is a bound."""
+    machine = data.draw(machines(stages))
+    fitting = [c for c in legal(work, stages) if fits(work, machine, c)]
+    if not fitting:
+        return
+    slowest = {c: max(weighed(work, machine, c)[0]) for c in fitting}
+    best = min(slowest.values())
+    sets = downsets(work, 1000)
+    assert sets is not None
+    found, all_seen = Search(work, machine, sets).better(best * 1.03 + 1e-9)
+    assert all_seen
+    assert found is not None
+    assert slowest[tuple(found)] == pytest.approx(best)
+    lattice = Lattice(work, machine, sets)
+    way = lattice.best(best, fastest=True)
+    assert way is not None
+    assert way[0] <= best * (1 + 1e-9)
+    single = not machine.linked or all(len(value.readers) == 1 for value in work.transfers)
+    if single and (stages < 3 or not machine.linked):
+        assert way[0] == pytest.approx(best)
+        assert slowest[tuple(way[1])] == pytest.approx(best)
+        assert best == 0 or lattice.best(best * 0.999, fastest=True) is None
+
+
+def test_all_downsets_are_listed_and_nothing_else() -> None:
+    """Two branches of two between a source and a sink: 1 + 3 × 3 + 1."""
+    work = Work(
+        (1.0,) * 6,
+        (0,) * 6,
+        (0,) * 6,
+        tuple(Transfer(a, (b,), 1) for a, b in [(0, 1), (1, 2), (0, 3), (3, 4), (2, 5), (4, 5)]),
+    )
+    found = downsets(work, 11)
+    assert found is not None
+    assert len(set(found)) == 11
+    for downset in found:
+        inside = {atom for atom in range(6) if downset >> atom & 1}
+        assert all(set(work.before[atom]) <= inside for atom in inside)
+    assert downsets(work, 10) is None
+
+
+def blocks(count: int, stages: int, dice: random.Random) -> tuple[Work, Machine]:
+    """Blocks of four atoms beside a shortcut, with links and limits, as residual networks have."""
+    transfers = []
+    for first in range(0, 5 * count, 5):
+        a, b, c, d, after = range(first, first + 5)
+        size = dice.randrange(1, 20)
+        transfers += [Transfer(a, (b, d), size, True), Transfer(b, (c,), size, True)]
+        transfers += [Transfer(c, (after,), size, True), Transfer(d, (after,), size, True)]
+        if after + 1 < 5 * count:
+            transfers.append(Transfer(after, (after + 1,), size, True))
+    atoms = 5 * count
+    seconds = tuple(dice.lognormvariate(0, 1) for _ in range(atoms))
+    saved = tuple(dice.randrange(9) for _ in range(atoms))
+    link = tuple(tuple(0.05 * (a != b) for b in range(stages)) for a in range(stages))
+    limit = 1.5 * sum(saved)
+    machine = Machine(
+        (1.0, 2.0) * (stages // 2), (limit,) * stages, tuple(range(stages, 0, -1)), link
+    )
+    return Work(seconds, (1,) * atoms, saved, tuple(transfers)), machine
+
+
+@pytest.mark.parametrize("stages", [2, 4, 8])
+def test_networks_of_blocks_are_divided_with_a_proof_over_links_and_within_limits(
+    stages: int,
+) -> None:
+    for seed in range(3):
+        work, machine = blocks(30, stages, random.Random(seed))
+        found = solve(work, machine)
+        assert found is not None
+        assert found.division.fits(machine)
+        assert found.gap <= SLACK + 1e-9
+
+
+def block_partition(seconds: Sequence[float], stages: int) -> float:
+    """The slowest block of the best partition of a sequence into blocks: by its recurrence."""
+    sums = [0.0, *itertools.accumulate(seconds)]
+    best = [0.0, *[math.inf] * len(seconds)]
+    for _ in range(stages):
+        best = [
+            min((max(best[i], sums[j] - sums[i]) for i in range(j)), default=math.inf)
+            for j in range(len(sums))
+        ]
+    return best[-1]
+
+
+@given(
+    st.lists(st.floats(0.01, 10), min_size=4, max_size=30),
+    st.integers(2, 4),
+    st.integers(1, 5),
+)
+def test_a_chain_is_never_cut_worse_than_the_best_blocks_of_its_layers(
+    seconds: list[float], stages: int, per_layer: int
+) -> None:
+    """What balancing a sequence of layers can reach at best, ours reaches, to the last digit."""
+    layers = [i // per_layer for i in range(len(seconds))]
+    whole = [
+        math.fsum(s for s, at in zip(seconds, layers, strict=True) if at == layer)
+        for layer in sorted(set(layers))
+    ]
+    found = solve(chain(seconds), Machine.equal(stages), layers)
+    assert found is not None
+    assert found.division.slowest <= block_partition(whole, stages) * (1 + 1e-9)
+    assert found.bound == pytest.approx(block_partition(seconds, stages), rel=2e-3)
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from([1.0, 1.001, 2.0]), st.integers(0, 5)), min_size=3, max_size=12
+    ),
+    st.integers(2, 3),
+)
+def test_of_cuts_as_good_the_one_that_sends_least_is_taken(
+    atoms: list[tuple[float, int]], stages: int
+) -> None:
+    work = chain([seconds for seconds, _ in atoms], [size for _, size in atoms])
+    machine = Machine.equal(stages)
+    found = solve(work, machine)
+    assert found is not None
+    cap = max(block_partition(work.seconds, stages), found.bound * (1 + SLACK))
+    least = min(
+        crossing
+        for seconds, crossing in (weighed(work, machine, c) for c in legal_runs(len(work), stages))
+        if max(seconds) <= cap * (1 - 1e-9) or max(seconds) == block_partition(work.seconds, stages)
+    )
+    assert found.division.crossing <= least
+
+
+def legal_runs(length: int, stages: int) -> Iterator[list[int]]:
+    for cuts in itertools.combinations(range(1, length), stages - 1):
+        yield [sum(i >= cut for cut in cuts) for i in range(length)]
+
+
+def test_branches_are_packed_together_where_runs_of_the_program_are_uneven() -> None:
+    """Two branches of 3 + 1 and 1 + 3: the program's order cuts 3 and 5, across them 4 and 4."""
+    work = Work(
+        (0.0, 3.0, 1.0, 1.0, 3.0, 0.0),
+        (0,) * 6,
+        (0,) * 6,
+        (
+            Transfer(0, (1, 3), 1),
+            Transfer(1, (2,), 1),
+            Transfer(2, (5,), 1),
+            Transfer(3, (4,), 1),
+            Transfer(4, (5,), 1),
+        ),
+    )
+    found = solve(work, Machine.equal(2))
+    assert found is not None
+    assert found.division.slowest == 4.0
+
+
+def test_a_fast_device_gets_more_work() -> None:
+    found = solve(chain([1.0] * 12), Machine((1.0, 2.0, 3.0)))
+    assert found is not None
+    assert [found.division.stage_of.count(stage) for stage in range(3)] == [2, 4, 6]
+
+
+def test_a_slow_link_is_avoided() -> None:
+    """The two stages could be equal; the value there is large, and the link takes longer."""
+    work = chain([1.0] * 6, [1, 1, 100, 1, 1])
+    link = ((0.0, 0.1), (0.1, 0.0))
+    found = solve(work, Machine((1.0, 1.0), per_byte=link))
+    free = solve(work, Machine.equal(2))
+    assert found is not None
+    assert free is not None
+    assert free.division.crossing == 100
+    assert found.division.crossing == 1
+    assert found.division.slowest == pytest.approx(4.2)  # 4 s, 1 byte there and 1 back
+
+
+def test_memory_limits_move_a_cut() -> None:
+    work = Work((1.0,) * 4, (10, 10, 1, 1), (1,) * 4, chain([1.0] * 4).transfers)
+    found = solve(work, Machine((1.0, 1.0), (13.0, math.inf), (2, 1)))
+    assert found is not None
+    assert found.division.stage_of == (0, 1, 1, 1)
+    assert found.division.loads[0].memory == 12  # its parameters, and two micro-batches
+    assert found.division.loads[1].memory == 12 + 3 + 1
+
+
+def test_the_least_limits_that_would_do_are_found() -> None:
+    work = Work((1.0,) * 4, (8, 4, 4, 8), (0,) * 4, chain([1.0] * 4, [0] * 3).transfers)
+    machine = Machine((1.0, 1.0), (2.0, 2.0), (1, 1))
+    assert solve(work, machine) is None
+    assert max(load.memory for load in least_limits(work, machine).loads) == 12
+
+
+def wide(atoms: int, kind: str) -> Work:
+    """A large graph: one chain with skips, four towers, or edges at random."""
+    dice = random.Random(7)
+    seconds = tuple(dice.lognormvariate(0, 1.5) for _ in range(atoms))
+    transfers = []
+    for atom in range(1, atoms):
+        near = {"chain": atom - 1, "towers": max(atom - 4, 0)}
+        source = near.get(kind, dice.randrange(max(0, atom - 20), atom))
+        transfers.append(Transfer(source, (atom,), dice.randrange(1000), True))
+        if atom % 17 == 0:
+            skipped = dice.randrange(max(0, atom - 60), atom)
+            transfers.append(Transfer(skipped, (atom,), dice.randrange(1000), True))
+    return Work(seconds, (1,) * atoms, (1000,) * atoms, tuple(transfers))
+
+
+@pytest.mark.parametrize("kind", ["chain", "towers", "random"])
+@pytest.mark.parametrize("stages", [8, 64])
+def test_ten_thousand_atoms_are_divided_as_well_as_can_be(kind: str, stages: int) -> None:
+    found = solve(wide(10_000, kind), Machine.equal(stages))
+    assert found is not None
+    assert found.gap <= SLACK + 1e-9
+
+
+@pytest.mark.parametrize(("kind", "gap"), [("chain", SLACK), ("towers", 0.06), ("random", SLACK)])
+def test_ten_thousand_atoms_are_divided_within_limits(kind: str, gap: float) -> None:
+    """By even work the first stages, which keep the most micro-batches, would exceed them."""
+    work, peaks = wide(10_000, kind), tuple(range(8, 0, -1))
+    found = solve(work, Machine((1.0,) * 8, (7.5e6,) * 8, peaks))
+    assert found is not None
+    assert found.gap <= gap + 1e-9
+
+
+@pytest.mark.parametrize("kind", ["chain", "towers", "random"])
+def test_ten_thousand_atoms_are_divided_over_links(kind: str) -> None:
+    """Their gap is told, but not always closed: several stages may read one value."""
+    link = ((1e-3,) * 64,) * 64
+    found = solve(wide(10_000, kind), Machine((1.0,) * 64, per_byte=link))
+    assert found is not None
+    assert found.gap <= 0.1

@@ -1,0 +1,220 @@
+"""Gradients of parameters are added to their sums inside of a stage's backward."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fxpipe
+from fxpipe.ir.plan import Stage
+from fxpipe.kernels.kernel import Totals, onto
+from fxpipe.passes.differentiate.fuse_accumulation import _fused, product_onto
+from fxpipe.passes.differentiate.part_backward import part_backward
+from tests.helpers.fronted import differentiated, front_end, whole
+from tests.oracles import loop
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def mlp() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8)]
+    return nn.Sequential(*layers).double()
+
+
+def stage_of(model: nn.Module, x: Tensor) -> Stage:
+    traced = front_end(model, x)
+    (stage,) = part_backward(differentiated(model, traced, whole(traced), x)).stages
+    return stage
+
+
+def run(stage: Stage, model: nn.Module, x: Tensor, totals: Totals, halves: bool) -> Any:
+    kernel = stage.kernel
+    assert kernel is not None
+    parameters = [model.get_parameter(argument.target) for argument in stage.parameters]
+    with torch.no_grad():
+        result = kernel.forward(parameters, [], [x])
+        gradients = [torch.ones_like(out) for out in result.outputs]
+        if halves:
+            return kernel.weight_grad(kernel.input_grad(result.saved, gradients).deferred, totals)
+        return kernel.backward(result.saved, gradients, totals).parameters
+
+
+@pytest.mark.parametrize("halves", [False, True])
+def test_sums_are_those_of_gradients_made_one_by_one(halves: bool) -> None:
+    model = mlp()
+    first, second = torch.randn(2, 3, 8, dtype=torch.float64)
+    stage = stage_of(model, first)
+    apart = [run(stage, model, x, (), halves) for x in (first, second)]
+    expected = [a + b for a, b in zip(*apart, strict=True)]
+    totals = run(stage, model, first, (), halves)
+    held = [total.data_ptr() for total in totals]
+    after = run(stage, model, second, totals, halves)
+    assert [total.data_ptr() for total in after] == held
+    for ours, theirs in zip(after, expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("halves", [False, True])
+def test_a_gradient_is_gone_before_the_next_one_is_made(halves: bool) -> None:
+    model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(6)))
+    x = torch.randn(4, 16)
+    stage = stage_of(model, x)
+    alive: list[int] = []
+    made: list[weakref.ref[Tensor]] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            found = func(*args, **(kwargs or {}))
+            if func is torch.ops.aten.mm.default and found.shape == (16, 16):
+                gc.collect()
+                alive.append(sum(reference() is not None for reference in made))
+                made.append(weakref.ref(found))
+            return found
+
+    totals = run(stage, model, x, (), halves)
+    with Watch():  # type: ignore[no-untyped-call]
+        run(stage, model, x, totals, halves)
+    assert alive == [0] * 6
+
+
+def test_no_copy_is_made_of_a_gradient_that_is_all_of_its_memory() -> None:
+    model = mlp()
+    stage = stage_of(model, torch.randn(3, 8, dtype=torch.float64))
+    assert stage.backward is not None
+    assert not stage.backward.graph.find_nodes(
+        op="call_function", target=torch.ops.aten.clone.default
+    )
+
+
+class Sliced(nn.Module):
+    """One product makes the gradients of two parameters; a third one is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.randn(4, 8, dtype=torch.float64))
+        self.b = nn.Parameter(torch.randn(4, 8, dtype=torch.float64))
+        self.c = nn.Parameter(torch.randn(8, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ torch.cat([self.a, self.b]).t() + self.c + self.c * self.c).square().mean()
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
+def test_gradients_that_share_memory_have_sums_of_their_own(schedule: str) -> None:
+    model, alone = Sliced(), Sliced()
+    alone.load_state_dict(model.state_dict())
+    x = torch.randn(6, 8, dtype=torch.float64)
+    with fxpipe.compile(model, ["cpu"], schedule=schedule, microbatches=3) as pipe:
+        pipe.step(x)
+    loop.train(alone, 3, x, loss=lambda out: out)
+    loop.assert_same(loop.gradients(model), loop.gradients(alone))
+    storages = {
+        p.grad.untyped_storage().data_ptr() for p in model.parameters() if p.grad is not None
+    }
+    assert len(storages) == 3
+
+
+def test_gradients_of_before_are_what_the_sums_begin_with() -> None:
+    model, alone = mlp(), mlp()
+    x = torch.randn(6, 8, dtype=torch.float64)
+    for each in (model, alone):
+        for p in each.parameters():
+            p.grad = torch.full_like(p, 0.1)
+
+    def loss(out: Tensor) -> Tensor:
+        return out.square().mean()
+
+    with fxpipe.compile(model, ["cpu"] * 2, microbatches=3, loss=loss) as pipe:
+        pipe.step(x)
+    loop.train(alone, 3, x, loss=loss)
+    loop.assert_same(loop.gradients(model), loop.gradients(alone))
+
+
+class Experts(nn.Module):
+    """Products of matrices in batches, a weight that is used twice, and one that is a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.experts = nn.Parameter(torch.randn(2, 8, 8) * 0.3)
+        self.twice = nn.Linear(8, 8, bias=False)
+        self.narrow = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x).tanh()
+        h = torch.bmm(torch.stack([h, h * 2]), self.experts).sum(0)
+        out: Tensor = self.narrow(self.twice(self.twice(h).tanh()))
+        return out.square().mean()
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "2bw"])
+@pytest.mark.parametrize("model", [mlp, Experts])
+def test_fused_sums_equal_the_loops_to_rounding(
+    schedule: str, model: Callable[[], nn.Module]
+) -> None:
+    torch.manual_seed(0)
+    ours = model().double()
+    alone = copy.deepcopy(ours)
+    x = torch.randn(8, 8, dtype=torch.float64)
+    options: dict[str, Any] = {} if model is Experts else {"loss": lambda out: out.square().mean()}
+    optimizer = functools.partial(torch.optim.SGD, lr=0.1)
+    with fxpipe.compile(
+        ours,
+        ["cpu"] * 2,
+        schedule=schedule,
+        microbatches=4,
+        optimizer=optimizer,
+        fuse_accumulation=True,
+        **options,
+    ) as pipe:
+        pipe.step(x)
+        graphs = [s.weight_grad or s.backward for s in pipe.plan.stages]
+    stepper = optimizer(alone.parameters())
+    loop.train(alone, 4, x, **{"loss": lambda out: out, **options})
+    stepper.step()
+    loop.assert_same(ours.state_dict(), alone.state_dict(), 1e-12)
+    targets = [n.target for graph in graphs if graph is not None for n in graph.graph.nodes]
+    linear = sum(isinstance(module, nn.Linear) for module in alone.modules())
+    # a weight that is used twice has a gradient that is a sum; the experts' product is one
+    assert targets.count(product_onto) == linear
+    assert torch.ops.aten.t.default not in [
+        n.args[1].target
+        for graph in graphs
+        if graph is not None
+        for n in graph.graph.find_nodes(op="call_function", target=onto)
+    ]
+
+
+def test_a_product_that_is_read_elsewhere_is_not_fused() -> None:
+    graph = fx.Graph()
+    total, a, b = (graph.placeholder(name) for name in ("total", "a", "b"))
+    product = graph.call_function(torch.ops.aten.mm.default, (a, b))
+    result = graph.call_function(onto, (total, product))
+    graph.output((result, product))
+    product.meta["val"] = torch.zeros(2, 2)
+    module = fx.GraphModule(nn.Module(), graph)
+    assert _fused(module) is module
+
+
+def test_a_gradient_that_lies_otherwise_than_its_product_is_not_fused() -> None:
+    graph = fx.Graph()
+    total, a, b = (graph.placeholder(name) for name in ("total", "a", "b"))
+    product = graph.call_function(torch.ops.aten.mm.default, (a, b))
+    turned = graph.call_function(torch.ops.aten.t.default, (product,))
+    graph.output((graph.call_function(onto, (total, turned)),))
+    product.meta["val"] = torch.zeros(2, 2)
+    turned.meta["val"] = torch.zeros(2, 2).t()
+    module = fx.GraphModule(nn.Module(), graph)
+    assert _fused(module) is module

@@ -1,0 +1,265 @@
+"""The check before first use: a wrong graph is refused, a right one passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional
+
+from fxpipe.errors import TraceError
+from fxpipe.ir.plan import Plan
+from fxpipe.ir.traced import Traced
+from fxpipe.passes.differentiate.part_backward import part_backward
+from fxpipe.passes.graph.check import check
+from tests.helpers.exported import Recurrent
+from tests.helpers.fronted import differentiated, front_end, in_stages, values_of
+from tests.helpers.tiny import Tiny
+from tests.oracles import loop
+
+aten = torch.ops.aten
+
+
+class Model(nn.Module):
+    calls: Tensor
+
+    def __init__(self, function: Callable[..., Any] | None = None) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.other = nn.Linear(4, 4)
+        self.register_buffer("calls", torch.zeros(()))
+        self.function = function
+
+    def forward(self, x: Tensor) -> Any:
+        if self.function is not None:
+            return self.function(self, x)
+        self.calls += 1
+        y = self.layer(x)
+        return y * 2 + self.other(y.detach()).exp()
+
+
+def checked(
+    model: nn.Module,
+    x: Tensor,
+    edit: Callable[[fx.Graph], None] | None = None,
+    stages: int = 2,
+    finish: Callable[[Plan], Plan] = lambda plan: plan,
+) -> None:
+    """Compile a model whose graph was edited, and check it as the compiler does."""
+    traced: Traced = front_end(model, x)
+    if edit is not None:
+        edit(traced.graph)
+        traced.graph.lint()
+        traced.module.recompile()
+    plan = finish(differentiated(model, traced, in_stages(traced, stages), x))
+    buffers = [(b, b.clone()) for b in model.buffers()]
+    try:
+        check(
+            traced,
+            plan,
+            values_of(traced, x),
+            traced.state_of(model),
+            lambda: (model(x), None),
+            True,
+        )
+    finally:
+        for buffer, before in buffers:
+            buffer.copy_(before)
+
+
+def only(graph: fx.Graph, target: Any) -> fx.Node:
+    found: fx.Node = next(node for node in graph.nodes if node.target is target)
+    return found
+
+
+def drop_detach(graph: fx.Graph) -> None:
+    node = only(graph, aten.detach.default)
+    node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+    graph.erase_node(node)
+
+
+def change_constant(graph: fx.Graph) -> None:
+    node = only(graph, aten.mul.Tensor)
+    node.args = (node.args[0], 2.01)
+
+
+def change_operation(graph: fx.Graph) -> None:
+    only(graph, aten.exp.default).target = aten.expm1.default
+
+
+def forget_a_layer(graph: fx.Graph) -> None:
+    first, second = (node for node in graph.nodes if node.target is aten.linear.default)
+    second.args = (second.args[0], *first.args[1:])
+
+
+def change_what_is_written(graph: fx.Graph) -> None:
+    node = next(n for n in graph.nodes if n.target is aten.add.Tensor and n.args[1] == 1)
+    node.args = (node.args[0], 3)
+
+
+@pytest.mark.parametrize(
+    ("edit", "what"),
+    [
+        (drop_detach, "the gradient of 'layer."),
+        (change_constant, "output 'add"),
+        (change_operation, "output 'add"),
+        (forget_a_layer, "output 'add"),
+        (change_what_is_written, "written to the buffer 'calls'"),
+    ],
+)
+def test_a_wrong_graph_is_refused_by_what_differs(
+    edit: Callable[[fx.Graph], None], what: str
+) -> None:
+    torch.manual_seed(0)
+    with pytest.raises(TraceError, match="does not compute what the model computes") as caught:
+        checked(Model(), torch.randn(3, 4), edit)
+    assert what in str(caught.value)
+    assert 'tracer="symbolic"' in str(caught.value)
+
+
+def test_the_same_graph_unedited_passes() -> None:
+    checked(Model(), torch.randn(3, 4))
+
+
+class Normed(nn.Module):
+    """The gradient of a bias before a BatchNorm is nothing but noise."""
+
+    def __init__(self, offset: float, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4, dtype=dtype)
+        self.norm = nn.BatchNorm1d(4, dtype=dtype)
+        self.offset = offset
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.norm(self.layer(x) + self.offset)
+        return y.tanh() * 1e-3
+
+
+def round_otherwise(graph: fx.Graph) -> None:
+    """Three times something, and a third of that: the same but for its last bits."""
+    node = only(graph, aten.tanh.default)
+    with graph.inserting_before(node):
+        thrice = graph.call_function(aten.mul.Tensor, (node.args[0], 3.0))
+        once = graph.call_function(aten.div.Tensor, (thrice, 3.0))
+    for made in (thrice, once):
+        made.meta.update(node.meta)
+    node.args = (once,)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("offset", [0.0, 30.0])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_gradient_that_is_noise_may_be_other_noise(
+    offset: float, dtype: torch.dtype, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    model, x = Normed(offset, dtype), torch.randn(64, 4, dtype=dtype)
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    checked(model, x, round_otherwise)
+    loop.assert_same(model.state_dict(), weights)
+
+
+def test_a_small_gradient_is_no_noise() -> None:
+    torch.manual_seed(0)
+    model = Model(lambda self, x: (self.layer(x) + self.layer(x).detach()) * 1e-7)
+    x = torch.randn(3, 4)
+    checked(model, x)
+    with pytest.raises(TraceError, match="the gradient of 'layer"):
+        checked(model, x, drop_detach)
+
+
+def test_halves_of_a_backward_pass() -> None:
+    checked(Model(), torch.randn(3, 4), finish=part_backward)
+
+
+@pytest.mark.parametrize("half", ["input_grad", "weight_grad"])
+def test_a_wrong_half_of_a_backward_is_refused(half: str) -> None:
+    def spoiled(plan: Plan) -> Plan:
+        plan = part_backward(plan)
+        module = getattr(plan.stages[-1], half)
+        node = only(module.graph, aten.mm.default)
+        with module.graph.inserting_after(node):
+            double = module.graph.call_function(aten.mul.Tensor, (node, 2))
+        node.replace_all_uses_with(double, lambda user: user is not double)
+        module.recompile()
+        return plan
+
+    with pytest.raises(TraceError, match="the gradient of '"):
+        checked(
+            nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)),
+            torch.randn(3, 4),
+            finish=spoiled,
+        )
+
+
+class Backwards(torch.autograd.Function):
+    """The identity, with a gradient of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return -gradient
+
+
+def test_an_autograd_function_whose_backward_is_lost_is_noticed() -> None:
+    def reversed_gradient(model: Model, x: Tensor) -> Any:
+        y: Tensor = Backwards.apply(model.layer(x))  # type: ignore[no-untyped-call]
+        return model.other(y)
+
+    checked(Model(reversed_gradient), torch.randn(3, 4))
+    lost = patch("fxpipe.passes.tracing.trace.functions_kept", nullcontext)
+    with lost, pytest.raises(TraceError, match="gradient of 'layer"):
+        checked(Model(reversed_gradient), torch.randn(3, 4))
+
+
+RIGHT: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
+    "tiny": (Tiny, lambda: torch.randn(3, 4)),
+    "dropout": (
+        lambda: nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3), nn.ReLU(), nn.Dropout(0.9)),
+        lambda: torch.randn(3, 4),
+    ),
+    "attention with dropout": (
+        lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.3, batch_first=True),
+        lambda: torch.randn(3, 5, 8),
+    ),
+    "dropout of channels": (
+        lambda: nn.Sequential(nn.Conv1d(4, 4, 1), nn.Dropout1d(0.4), nn.AlphaDropout(0.2)),
+        lambda: torch.randn(3, 4, 5),
+    ),
+    "recurrent": (lambda: Recurrent().train(), lambda: torch.randn(3, 5, 3)),
+    **{
+        name: (lambda function=function: Model(function), lambda: torch.randn(3, 4))  # type: ignore[misc]
+        for name, function in {
+            "rand": lambda m, x: m.layer(x) * torch.rand(x.shape[0], 1) + torch.rand_like(x),
+            "randn": lambda m, x: m.layer(x) * torch.randn(4) + torch.randn_like(x),
+            "randint": lambda m, x: m.layer(x) * torch.randint(2, 9, (4,)),
+            "bernoulli": lambda m, x: torch.bernoulli(m.layer(x).sigmoid()) * m.other(x),
+            "randperm": lambda m, x: m.layer(x)[:, torch.randperm(4)],
+            "functional": lambda m, x: functional.dropout(m.layer(x), 0.5, inplace=True),
+        }.items()
+    },
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_graph_passes_whatever_it_draws(name: str) -> None:
+    factory, inputs = RIGHT[name]
+    checked(factory(), inputs())
+
+
+def test_a_wrong_chance_of_dropout_is_noticed() -> None:
+    def change(graph: fx.Graph) -> None:
+        node = next(n for n in graph.nodes if "dropout" in n.name)
+        node.args = (node.args[0], 0.4, *node.args[2:])
+
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3), nn.Linear(8, 4))
+    with pytest.raises(TraceError, match="does not compute"):
+        checked(model, torch.randn(3, 4), change)

@@ -1,0 +1,278 @@
+"""Streams: every program gets them, copies overlap computations, memory goes early."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fxpipe.draw.lanes import lanes_of, walk_lanes
+from fxpipe.errors import InputError
+from fxpipe.ir.blocking import blocking
+from fxpipe.ir.program import (
+    OPCODES,
+    Barrier,
+    Event,
+    Free,
+    Launch,
+    Load,
+    Move,
+    Pop,
+    Program,
+    Receive,
+    Send,
+    Stash,
+    Update,
+    batch_of,
+)
+from fxpipe.ir.recipe import RECIPES, Recipe
+from fxpipe.ir.unroll import unroll
+from fxpipe.passes.lowering.communicate import communicate
+from fxpipe.passes.lowering.free import free
+from fxpipe.passes.lowering.lower import Lower
+from fxpipe.passes.lowering.streams import Streams
+from fxpipe.passes.runner import run
+from fxpipe.passes.schedule.add_clip import add_clip
+from fxpipe.runtime.interpreter import HANDLERS
+from fxpipe.schedules import gpipe, one_f_one_b
+from fxpipe.simulator import Sizes, simulate
+from fxpipe.simulator.costs import Link
+from tests.helpers.plans import chain, skipping
+from tests.helpers.timing import Timed, timed
+from tests.passes.lowering.test_lower import plans, schedules
+from tests.text.test_program import LINES
+
+LIBRARY = sorted(name for name, recipe in RECIPES.items() if isinstance(recipe, Recipe))
+
+
+def plain(name: str, devices: int, microbatches: int, *, pause: bool = False) -> Program:
+    schedule = RECIPES[name](devices, microbatches)
+    plan = (skipping if schedule.stages > 2 else chain)(schedule.stages)
+    return run(schedule, Lower(plan, pause=pause, updates=not pause), communicate, free)
+
+
+@pytest.mark.parametrize("name", LIBRARY)
+def test_every_schedule_of_the_library_gets_streams_that_cannot_race(name: str) -> None:
+    for devices, microbatches in ((2, 4), (4, 4), (4, 9)):
+        before = plain(name, devices, microbatches)
+        for ahead in (0, 1, 2):
+            program = run(before, Streams(ahead))
+            assert Program.parse(str(program)) == program
+            assert_same_work(before, program)
+    assert Streams()(plain(name, 1, 3)).verify()
+
+
+def assert_same_work(before: Program, after: Program) -> None:
+    """The same instructions for each batch; those that compute and send in the same order."""
+    for old, new in zip(before.lists, after.lists, strict=True):
+        frees = [x.buffer[:5] for x in new if isinstance(x, Free)]
+        assert sorted(frees) == sorted(x.buffer[:5] for x in old if isinstance(x, Free))
+        moved = Free, Load, Receive, Pop
+        assert [x for x in new if not isinstance(x, moved)] == [
+            x for x in old if not isinstance(x, moved)
+        ]
+        for kind in (Load, Receive, Pop):
+            here, there = ([x for x in own if isinstance(x, kind)] for own in (new, old))
+            assert set(here) == set(there)
+            assert len(here) == len(there)
+
+
+@given(st.data())
+def test_any_schedule_over_any_edges_gets_streams_that_cannot_race(data: st.DataObject) -> None:
+    plan, trains = data.draw(plans()), data.draw(st.booleans())
+    schedule = data.draw(schedules(len(plan.stages), trains))
+    before = run(schedule, Lower(plan, updates=trains), communicate, free)
+    program = run(before, Streams(data.draw(st.integers(0, 3))))
+    assert_same_work(before, program)
+    assert blocking(program).verify()
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "interleaved-1f1b", "2bw"])
+def test_norms_go_to_all_devices_on_streams_too(name: str) -> None:
+    schedule = add_clip(RECIPES[name](3, 3))
+    before = run(schedule, Lower(chain(schedule.stages)), communicate, free)
+    assert_same_work(before, run(before, Streams()))
+
+
+def test_a_paused_program_keeps_what_is_before_and_behind_its_pause() -> None:
+    program = Streams()(plain("gpipe", 3, 3, pause=True)).verify()
+    assert program.launches
+
+
+def test_a_program_without_the_pass_has_no_launches() -> None:
+    assert plain("1f1b", 2, 2).launches == ()
+
+
+def test_a_device_with_streams_goes_by_itself_and_copies_beside_it() -> None:
+    """Each way between two devices: on the receiver's stream of arrivals from that device."""
+    program = Streams()(plain("1f1b", 3, 3))
+    for own, launches in zip(program.lists, program.launches, strict=True):
+        for x, launch in zip(own, launches, strict=True):
+            if isinstance(x, Receive | Pop):
+                assert launch.stream == f"in{program.origin(x)}"
+            else:
+                assert launch.stream == ("in" if isinstance(x, Load) else "compute")
+
+
+def chained(name: str, devices: int, microbatches: int) -> Program:
+    schedule = RECIPES[name](devices, microbatches)
+    return run(schedule, Lower(chain(schedule.stages)), communicate, free)
+
+
+FLUSHING = ["1f1b", "gpipe", "zb-h1", "interleaved-1f1b"]
+
+
+@pytest.mark.parametrize("name", FLUSHING)
+def test_copies_overlap_computations_in_both_directions(name: str) -> None:
+    """A copy that takes 0.4 of a forward delays nothing but what waits for its value.
+
+    The simulator's links tell how long that takes where each copy has its own memory at once.
+    """
+    before = chained(name, 4, 16)
+    sizes = Sizes(values={edge.value: 1 for edge in before.edges})
+    best = simulate(before, links=Link(bandwidth=1 / 0.4), sizes=sizes).makespan
+    beside = timed(Streams()(before), copy=0.4).makespan
+    assert beside <= 1.02 * best
+    assert beside < timed(Streams(0)(before), copy=0.4).makespan
+
+
+@pytest.mark.parametrize("name", FLUSHING)
+def test_no_computation_waits_for_memory_while_copies_keep_up(name: str) -> None:
+    """Only what is freed at the end of the step waits, when nothing else is to do."""
+    program = Streams()(chained(name, 4, 8))
+    behind = {
+        x.buffer
+        for own in program.lists
+        for at, x in enumerate(own)
+        if isinstance(x, Free) and all(isinstance(y, Move | Barrier | Update) for y in own[at:])
+    }
+    for x, late in timed(program, copy=0.3).stalls:
+        assert not isinstance(x, Free) or x.buffer in behind or late < 1e-9
+
+
+@pytest.mark.parametrize("name", FLUSHING)
+def test_what_was_sent_is_freed_early(name: str) -> None:
+    """However many micro-batches there are, a device holds a few of the values that it sent."""
+
+    def most(microbatches: int) -> int:
+        peak = 0
+        for own in Streams()(chained(name, 4, microbatches)).lists:
+            sent = {x.buffer for x in own if isinstance(x, Send)}
+            held = 0
+            for x in own:
+                held += isinstance(x, Send)
+                held -= isinstance(x, Free) and x.buffer in sent
+                peak = max(peak, held)
+        return peak
+
+    assert most(32) == most(16) <= 4
+
+
+def test_a_skip_goes_straight_from_its_producer_to_its_consumer() -> None:
+    program = Streams()(plain("1f1b", 4, 4))
+    stashes = [
+        (device, program.destination(x))
+        for device, own in enumerate(program.lists)
+        for x in own
+        if isinstance(x, Stash)
+    ]
+    assert set(stashes) == {(0, 3)}
+    pops = [x for x in program.lists[3] if isinstance(x, Pop)]
+    assert {program.origin(x) for x in pops} == {0}
+    assert not any(isinstance(x, Pop | Stash) for own in program.lists[1:3] for x in own)
+
+
+def test_the_simulator_finds_the_same_times_with_streams() -> None:
+    for name in LIBRARY:
+        before = plain(name, 3, 4)
+        assert simulate(Streams()(before)).makespan == simulate(before).makespan
+
+
+def test_blocking_undoes_streams_but_for_late_frees() -> None:
+    before = plain("zb-h1", 3, 5)
+    after = blocking(Streams()(before)).verify()
+    assert after.passes == before.passes
+    assert not after.launches
+    for old, new in zip(before.lists, after.lists, strict=True):
+        computing = [x for x in old if not isinstance(x, Move)]
+        assert [x for x in new if not isinstance(x, Move)] == computing
+    assert blocking(before) is before
+
+
+def test_unrolled_windows_wait_for_events_of_their_own_step() -> None:
+    window = Streams()(plain("2bw", 2, 3))
+    steps = 3
+    whole = unroll(window, steps)
+    recorded = [x.record for own in whole.launches for x in own if x.record is not None]
+    assert len(recorded) == len(set(recorded))
+    assert {event.batch for event in recorded} == set(range(steps + window.depth))
+    for own in whole.launches:
+        assert all(event in recorded for launch in own for event in launch.waits)
+    assert [len(own) for own in whole.launches] == [len(own) for own in whole.lists]
+    flush = Streams()(plain("1f1b", 2, 3))
+    assert unroll(flush, 1) == flush
+
+
+@pytest.mark.parametrize("opcode", OPCODES)
+def test_every_consumer_takes_each_opcode_with_its_launch(opcode: str) -> None:
+    instruction, text = LINES[opcode]
+    assert type(instruction) in HANDLERS
+    launch = Launch("in0", (Event(0),), Event(1))
+    first = Launch(record=Event(0))
+    program = Program(
+        "mine",
+        4,
+        (0, 0, 0),
+        plain("1f1b", 3, 2).edges,
+        ((LINES["free"][0], instruction),),
+        ("lower", "communicate", "free", "streams"),
+        ((first, launch),),
+    )
+    assert f"{' '.join(text.split())} stream=in0 wait=e0 record=e1" in " ".join(
+        str(program).split()
+    )
+    assert Program.parse(str(program)) == program
+    assert len(unroll(program, 1).launches) == 1
+    assert blocking(program).launches == ()
+    walked = walk_lanes(program, lanes_of(program), 0.0)
+    assert len(walked.spans) + len(walked.unrun) == 2
+    assert program.draw() is not None
+    with pytest.raises(Exception, match=r"program 'mine'|version"):
+        program.verify()
+
+
+def test_streams_come_once_and_after_free() -> None:
+    with pytest.raises(InputError, match="the passes done are: lower communicate"):
+        Streams()(communicate(Lower(chain(2))(gpipe(2, 2))))
+    program = Streams()(plain("gpipe", 2, 2))
+    with pytest.raises(InputError, match="free streams"):
+        Streams()(program)
+    with pytest.raises(InputError, match="ahead is -1"):
+        Streams(-1)(plain("gpipe", 2, 2))
+
+
+def test_a_program_that_gets_stuck_is_refused() -> None:
+    program = plain("1f1b", 2, 2)
+    stuck = replace(program, lists=(program.lists[0][::-1], program.lists[1]))
+    with pytest.raises(InputError, match="gets stuck"):
+        Streams()(stuck)
+
+
+def test_windows_free_in_the_window_in_which_a_value_arrives() -> None:
+    program = Streams()(plain("2bw", 3, 3)).verify()
+    late = [
+        x
+        for own in program.lists
+        for x in own
+        if isinstance(x, Free) and batch_of(x) < 0 and x.buffer.kind == "grad"
+    ]
+    assert late
+
+
+def test_timing_knows_what_a_stall_is() -> None:
+    """A copy that takes far longer than a forward holds its sender up at the free."""
+    run_ = timed(Streams()(run(one_f_one_b(2, 8), Lower(chain(2)), communicate, free)), copy=5.0)
+    assert isinstance(run_, Timed)
+    assert any(isinstance(x, Free) and late > 0 for x, late in run_.stalls)

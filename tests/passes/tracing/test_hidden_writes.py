@@ -1,0 +1,192 @@
+"""What a model writes without its graph telling is written all the same, or refused by name."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fxpipe
+from fxpipe.passes.graph import functionalise
+from tests.oracles import loop
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class Net(nn.Module):
+    """Two layers, and anything between them."""
+
+    mean: Tensor
+
+    def __init__(self, between: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.last = nn.Linear(6, 3)
+        self.extra = nn.Linear(6, 6)
+        self.norm = nn.InstanceNorm1d(3, affine=True, track_running_stats=True)
+        self.register_buffer("mean", torch.zeros(6))
+        self.plain = torch.zeros(6)
+        self.between = between
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.last(self.between(self, self.first(x)).tanh())
+        return made
+
+
+def step_as_the_loop(model: nn.Module, schedule: str) -> None:
+    alone = copy.deepcopy(model)
+    with fxpipe.compile(
+        model, 2 * ["cpu"], schedule=schedule, microbatches=3, loss=F.cross_entropy
+    ) as pipe:
+        for rows in (6, 7, 3):
+            x, target = torch.randn(rows, 6), torch.randint(3, (rows,))
+            made = pipe.step(x, target=target)
+            expected = loop.train(alone, 3, x, loss=F.cross_entropy, target=target)
+            assert torch.equal(made, expected.loss)
+    loop.assert_same(loop.gradients(model), loop.gradients(alone))
+    loop.assert_same(model.state_dict(), alone.state_dict())
+
+
+def normed(net: Any, x: Tensor) -> Any:
+    return net.norm(x.view(-1, 3, 2)).reshape(-1, 6)
+
+
+def normed_beside_a_write_through_a_view(net: Any, x: Tensor) -> Any:
+    y = normed(net, x)
+    y.view(-1, 2, 3)[:, 0].add_(1)  # this PyTorch itself makes functional
+    return normed(net, y)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("between", [normed, normed_beside_a_write_through_a_view])
+def test_instance_norms_running_statistics_are_the_loops(between: Any, schedule: str) -> None:
+    model = Net(between)
+    step_as_the_loop(model, schedule)
+    assert model.norm.running_mean is not None
+    assert model.norm.running_mean.any()
+
+
+def test_instance_norm_of_pictures_keeps_its_statistics() -> None:
+    step_as_the_loop(
+        nn.Sequential(
+            nn.Unflatten(1, (1, 2, 3)),
+            nn.Conv2d(1, 4, 2, padding=1),
+            nn.InstanceNorm2d(4, track_running_stats=True, momentum=0.3),
+            nn.Flatten(),
+            nn.Linear(48, 3),
+        )
+        .double()
+        .float(),
+        "1f1b",
+    )
+
+
+def test_a_write_that_the_graph_lacks_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(functionalise, "open_instance_norms", lambda module: None)
+    with pytest.raises(fxpipe.TraceError, match=r"written to the buffer 'norm\.running_mean'"):
+        step_as_the_loop(Net(normed), "1f1b")
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_a_function_mapped_over_weights_trains_as_by_the_loop(schedule: str) -> None:
+    def between(net: Any, x: Tensor) -> Any:
+        weights = torch.stack([net.extra.weight, net.first.weight])
+        rows = torch.vmap(lambda w: x @ w)(weights).sum(0)
+        return torch.vmap(lambda row: row * row.sum())(rows)
+
+    step_as_the_loop(Net(between), schedule)
+
+
+def test_a_value_detached_in_place_hands_no_gradient_on() -> None:
+    def between(net: Any, x: Tensor) -> Any:
+        kept = x * 1.0
+        detached = net.extra(x)
+        detached.detach_()
+        return kept + 1e-6 * detached  # what it would get is too little for the check
+
+    step_as_the_loop(Net(between), "1f1b")
+
+
+def write_plain(net: Any, x: Tensor) -> Any:
+    net.plain.copy_(x.detach().mean(0))
+    return x - net.plain
+
+
+def write_parameter(net: Any, x: Tensor) -> Any:
+    with torch.no_grad():
+        net.extra.weight.clamp_(-0.1, 0.1)
+    made = net.extra(x)
+    return made
+
+
+def write_data(net: Any, x: Tensor) -> Any:
+    net.mean.data.add_(x.detach().mean(0))
+    return x - net.mean
+
+
+@pytest.mark.parametrize(
+    ("between", "message"),
+    [
+        (write_plain, "writes into a tensor 'plain' that is no buffer of it.*register_buffer"),
+        (write_parameter, r"writes into its parameter 'extra\.weight' while it runs"),
+        (write_data, r"\.data of a tensor, which a trace does not see.*no_grad"),
+    ],
+)
+def test_what_no_graph_can_write_is_refused_by_name(between: Any, message: str) -> None:
+    with pytest.raises(fxpipe.TraceError, match=message):
+        step_as_the_loop(Net(between), "1f1b")
+
+
+def centre(net: Any, x: Tensor) -> Any:
+    """As observers of quantisation do: what is measured decides the shape."""
+    net.mean.resize_(6).mul_(0.5).add_(x.detach().mean(0))
+    return x - net.mean
+
+
+def replace_centre(net: Any, x: Tensor) -> Any:
+    net.mean = x.detach().mean(0)
+    return x - net.mean
+
+
+@pytest.mark.parametrize("between", [centre, replace_centre])
+def test_a_buffer_that_gets_its_shape_when_the_model_runs_is_refused_until_it_has_run(
+    between: Any,
+) -> None:
+    torch.manual_seed(0)
+    model = Net(between)
+    model.mean = torch.zeros(1)
+    with pytest.raises(
+        fxpipe.TraceError, match=r"buffer 'mean' has the shape \[1\] and gets \[6\]"
+    ):
+        step_as_the_loop(model, "1f1b")
+    assert model.mean.shape == (1,)
+
+
+def test_a_model_that_is_trained_for_quantisation_equals_the_loop() -> None:
+    quantization = pytest.importorskip("torch.ao.quantization")
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
+    model.qconfig = quantization.get_default_qat_qconfig("x86")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what it will be called one day
+        quantization.prepare_qat(model.train(), inplace=True)
+    model(torch.randn(6, 6))
+    step_as_the_loop(model, "1f1b")
+
+
+@pytest.mark.parametrize("tracer", ["export", "symbolic"])
+def test_sparse_gradients_are_refused_by_name(tracer: Any) -> None:
+    model = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Flatten(), nn.Linear(8, 3))
+    with (
+        fxpipe.compile(
+            model, 2 * ["cpu"], microbatches=2, loss=F.cross_entropy, tracer=tracer
+        ) as pipe,
+        pytest.raises(fxpipe.TraceError, match=r"'0\.weight' is torch\.sparse_coo.*sparse=False"),
+    ):
+        pipe.step(torch.randint(5, (4, 2)), target=torch.randint(3, (4,)))

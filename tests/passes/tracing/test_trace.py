@@ -1,0 +1,295 @@
+"""Tracing with torch.export: the same parameters, an exact range of sizes, no traces left."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxpipe
+from fxpipe.errors import TraceError
+from fxpipe.passes.tracing.trace import accepts, trace
+from tests.helpers.fronted import front_end, run_graph
+from tests.oracles import loop
+
+
+class Computes(nn.Module):
+    """A layer, then any function of its output and its input."""
+
+    def __init__(self, function: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(self.layer(x))
+
+
+def accepted(model: nn.Module, batch: int, *rest: Any) -> set[int]:
+    """Which sizes from 1 to 16 the trace made with one size holds for."""
+    args = (torch.randn(batch, 4), *rest)
+    holds = accepts(trace(model, args, {}, batch), args, {}, batch)
+    return {size for size in range(1, 17) if holds(size)}
+
+
+def test_the_exported_state_is_the_models_own() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    program = trace(model, (torch.randn(3, 4),), {}, 3)
+    assert {id(p) for p in program.parameters()} == {id(p) for p in model.parameters()}
+    assert {id(b) for b in program.buffers()} == {id(b) for b in model.buffers()}
+
+
+def test_one_graph_holds_for_all_sizes_but_one() -> None:
+    assert accepted(Computes(torch.relu), 3) == set(range(2, 17))
+
+
+@pytest.mark.parametrize("size", [2, 5, 16])
+def test_a_dynamic_graph_computes_the_model_for_other_sizes(size: int) -> None:
+    model = Computes(lambda y: y.reshape(y.shape[0] * 2, 2).softmax(0) * y.shape[0])
+    traced = front_end(model, torch.randn(4, 4))
+    assert traced.accepts(size)
+    x = torch.randn(size, 4)
+    assert torch.equal(run_graph(model, traced, x)[0], model(x))
+
+
+def test_a_graph_of_one_sample_is_for_one_sample() -> None:
+    assert accepted(Computes(torch.relu), 1) == {1}
+
+
+def test_a_graph_traced_as_fixed_is_for_its_size_alone() -> None:
+    args = (torch.randn(4, 4),)
+    program = trace(Computes(torch.relu), args, {}, 4, fixed=True)
+    holds = accepts(program, args, {}, 4)
+    assert [size for size in range(1, 17) if holds(size)] == [4]
+
+
+def _multiple_of_four(y: Tensor) -> Tensor:
+    return y * 2 if y.shape[0] % 4 == 0 else y * 3
+
+
+def _more_than_five(y: Tensor) -> Tensor:
+    return y * 2 if y.shape[0] > 5 else y * 3
+
+
+def _between(y: Tensor) -> Tensor:
+    return y * 2 if 4 <= y.shape[0] < 9 else y * 3
+
+
+def _in_eights(y: Tensor) -> Tensor:
+    return y.reshape(8, -1)
+
+
+def _in_fives(y: Tensor) -> Tensor:
+    return y.flatten().reshape(-1, 5)
+
+
+@pytest.mark.parametrize(
+    ("function", "batch", "sizes"),
+    [
+        (_multiple_of_four, 8, {4, 8, 12, 16}),
+        (_multiple_of_four, 6, set(range(2, 17)) - {4, 8, 12, 16}),
+        (_more_than_five, 8, set(range(6, 17))),
+        (_more_than_five, 3, {2, 3, 4, 5}),
+        (_between, 8, {4, 5, 6, 7, 8}),
+        (_in_fives, 10, {5, 10, 15}),
+    ],
+)
+def test_a_branch_on_the_size_bounds_the_sizes(
+    function: Callable[[Tensor], Tensor], batch: int, sizes: set[int]
+) -> None:
+    assert accepted(Computes(function), batch) == sizes
+
+
+@pytest.mark.parametrize("function", [_multiple_of_four, _more_than_five, _between, _in_eights])
+@pytest.mark.parametrize("batch", [2, 4, 6, 8, 10])
+def test_whatever_size_is_accepted_computes_the_model(
+    function: Callable[[Tensor], Tensor], batch: int
+) -> None:
+    model = Computes(function)
+    traced = front_end(model, torch.randn(batch, 4))
+    assert traced.accepts(batch)
+    for size in filter(traced.accepts, range(1, 17)):
+        x = torch.randn(size, 4)
+        assert torch.equal(run_graph(model, traced, x)[0], model(x))
+
+
+class TwoInputs(nn.Module):
+    def __init__(self, fixed: bool) -> None:
+        super().__init__()
+        self.fixed = fixed
+
+    def forward(self, x: Tensor, scale: float, *, b: Tensor, a: Tensor) -> Tensor:
+        if self.fixed:
+            assert x.shape[0] == 4
+        return x * scale + a.sum() - b[0]
+
+
+def test_sizes_are_tried_on_every_input_in_whatever_order_it_was_given() -> None:
+    for fixed in (False, True):
+        args, kwargs = (torch.randn(4, 4), 2.0), {"b": torch.randn(4, 4), "a": torch.randn(7)}
+        for given in (kwargs, dict(reversed(kwargs.items()))):
+            program = trace(TwoInputs(fixed), args, given, 4)
+            holds = accepts(program, args, given, 4)
+            sizes = {size for size in range(1, 9) if holds(size)}
+            assert sizes == ({4} if fixed else set(range(2, 9)))
+
+
+class Keeps(nn.Module):
+    """Counts its calls, keeps statistics, draws random numbers."""
+
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+        self.drop = nn.Dropout(0.5)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        y: Tensor = self.drop(self.norm(x)) + torch.rand_like(x)
+        return y
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_tracing_leaves_state_and_generators_alone(training: bool) -> None:
+    model = Keeps().train(training)
+    before = copy.deepcopy(model.state_dict())
+    versions = {name: buffer._version for name, buffer in model.named_buffers()}
+    random = torch.get_rng_state()
+    x = torch.randn(3, 4)
+    torch.set_rng_state(random)
+    front_end(model, x)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert {n: b._version for n, b in model.named_buffers()} == versions
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name])
+    assert all(module.training == training for module in model.modules())
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_training_and_evaluation_graphs_differ_as_the_model_does() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.Dropout(0.5))
+    x = torch.randn(3, 4)
+    training = front_end(model.train(), x)
+    assert training.seeded
+    assert {w.target for w in training.writes} == {
+        "0.running_mean",
+        "0.running_var",
+        "0.num_batches_tracked",
+    }
+    evaluation = front_end(model.eval(), x)
+    assert not evaluation.seeded
+    assert not evaluation.writes
+    assert torch.equal(run_graph(model, evaluation, x)[0], model(x))
+
+
+def test_modes_of_single_modules_are_traced() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.Dropout(0.5)).train()
+    model[1].eval()
+    traced = front_end(model, torch.randn(3, 4))
+    assert traced.writes
+    assert not traced.seeded
+
+
+def _branches(y: Tensor) -> Tensor:
+    return y if y.sum() > 0 else -y  # a branch on values
+
+
+def _reads_item(y: Tensor) -> Tensor:
+    return y * int(y.sum().item() > 0)  # a number from values
+
+
+def _as_numbers(y: Tensor) -> Tensor:
+    return torch.from_numpy(y.detach().numpy() * 2)  # leaves PyTorch
+
+
+@pytest.mark.parametrize(
+    ("function", "line", "cure"),
+    [
+        (_branches, "a branch on values", "torch.where or masks"),
+        (_reads_item, "a number from values", "torch.where or masks"),
+        (_as_numbers, "leaves PyTorch", "tracer="),
+    ],
+)
+def test_a_refusal_names_the_line_and_a_cure(
+    function: Callable[[Tensor], Tensor], line: str, cure: str
+) -> None:
+    with pytest.raises(TraceError) as caught:
+        front_end(Computes(function), torch.randn(3, 4))
+    message = str(caught.value)
+    assert "Computes cannot be traced at" in message
+    assert f"{__file__}:" in message
+    assert line in message
+    assert cure in message
+
+
+def test_an_error_of_the_model_itself_is_told_with_its_line() -> None:
+    with pytest.raises(TraceError, match=r"unsupported here.*oops") as caught:
+        front_end(Computes(_fails), torch.randn(3, 4))
+    assert isinstance(caught.value.__cause__, ValueError)
+
+
+def _fails(y: Tensor) -> Tensor:
+    raise ValueError("oops")  # unsupported here
+
+
+@pytest.mark.parametrize("decoder", [True, False])
+def test_an_attention_mask_is_applied_as_it_is_and_not_compared(decoder: bool) -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Transformer(8, 2, 1, 1, 16, dropout=0.0, batch_first=True)
+
+        def forward(self, x: Tensor, mask: Tensor) -> Any:
+            if decoder:
+                return self.layers(x.flip(1), x, src_mask=mask.T, tgt_mask=mask)
+            return self.layers.encoder(x, mask=mask)
+
+    torch.manual_seed(0)
+    model = Masked()
+    x, causal = torch.randn(3, 5, 8), nn.Transformer.generate_square_subsequent_mask(5)
+    graph = trace(model, (x, causal), {}, 3, fixed=True).module()
+    for mask in (causal, -2 * torch.eye(5), causal.clamp(min=-1)):
+        torch.testing.assert_close(graph(x, mask), model(x, mask))
+
+
+@pytest.mark.filterwarnings("ignore:Guards may run slower on Python:RuntimeWarning")
+@pytest.mark.usefixtures("one_thread")
+def test_inside_torch_compile_a_pipe_is_called_as_it_is() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
+    alone = copy.deepcopy(model)
+    x, y = torch.randn(4, 4), torch.randn(4, 3)
+    with fxpipe.compile(model, 2, microbatches=2, loss=nn.functional.mse_loss) as pipe:
+        out = torch.compile(pipe, backend="eager")(x)
+        out.sum().backward()
+        expected = torch.cat([alone(part) for part in x.tensor_split(2)])
+        expected.sum().backward()
+        assert torch.equal(out, expected)
+        loop.assert_same(loop.gradients(model), loop.gradients(alone))
+        loop.clear(model, alone)
+        loss = torch.compile(lambda: pipe.step(x * 2, target=y) + 1, backend="eager")()
+        expected = loop.train(alone, 2, x * 2, loss=nn.functional.mse_loss, target=y).loss
+    assert torch.equal(loss, expected + 1)
+    loop.assert_same(loop.gradients(model), loop.gradients(alone))
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_first_step_may_be_taken_while_autograd_looks_for_anomalies() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+    alone = copy.deepcopy(model)
+    x, y = torch.randn(4, 4), torch.randn(4, 3)
+    with (
+        torch.autograd.set_detect_anomaly(True),
+        fxpipe.compile(model, 2, microbatches=2, loss=nn.functional.mse_loss) as pipe,
+    ):
+        pipe.step(x, target=y)
+        assert torch.is_anomaly_enabled()
+        loop.train(alone, 2, x, loss=nn.functional.mse_loss, target=y)
+    loop.assert_same(loop.gradients(model), loop.gradients(alone))

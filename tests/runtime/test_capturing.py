@@ -1,0 +1,423 @@
+"""What is captured and what not, and what happens where capturing or a step fails."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.torch_version import TorchVersion
+
+import fxpipe
+from fxpipe import CaptureError, DeviceMemoryError, ExecutionError, InputError
+from fxpipe.compiler.capturing import obstacle, slots
+from fxpipe.runtime.devices.cuda import CudaLanes
+from fxpipe.runtime.devices.cuda_graphs import ALONE, CudaGraphs
+from tests.helpers import fake_cuda, fake_graphs
+from tests.helpers.captured_pipes import capturing, kernels, sgd, train
+from tests.helpers.fake_cuda import Cuda, Stream
+from tests.helpers.fake_graphs import Graphs
+from tests.helpers.tiny import Tiny, batch, within
+from tests.oracles import loop
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
+    return fake_cuda.install(monkeypatch)
+
+
+@pytest.fixture
+def graphs(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> Graphs:
+    return fake_graphs.install(monkeypatch)
+
+
+# how many slots
+
+
+@pytest.mark.parametrize(
+    ("schedule", "recompute", "expected"),
+    [
+        ("gpipe", "never", (4, 4, 4)),
+        ("1f1b", "never", (3, 2, 1)),
+        ("zb-h1", "never", (3, 3, 3)),
+        ("gpipe", "always", (1, 1, 1)),
+        ("gpipe", "except_last", (2, 2, 2)),
+        ("1f1b", "always", (1, 1, 1)),
+        ("2bw", "never", (3, 2, 1)),
+    ],
+)
+def test_slots_are_as_many_as_micro_batches_in_flight(
+    graphs: Graphs, schedule: str, recompute: Any, expected: tuple[int, ...]
+) -> None:
+    with capturing(Tiny(), 3, schedule=schedule, recompute=recompute, optimizer=sgd) as pipe:
+        x, y = batch(8)
+        pipe.prepare(x, target=y)
+        assert slots(pipe.program) == expected
+        assert tuple(kernel.slots for kernel in kernels(pipe)) == expected
+        if schedule == "2bw":  # two versions, and one to go back to
+            assert [kernel.versions for kernel in kernels(pipe)] == [3, 3, 3]
+
+
+# what is not captured
+
+
+class Scaled(nn.Module):
+    """It multiplies by a number that the caller gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 6)
+        self.last = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor, by: Tensor) -> Tensor:
+        y: Tensor = self.last(torch.relu(self.first(x))) * by
+        return y
+
+
+def dropping() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.5), nn.Linear(6, 3))
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs", "options", "stages", "told"),
+    [
+        (dropping(), {}, {"partition": ["2"]}, [0], "draws random numbers"),
+        (dropping().eval(), {}, {"partition": ["2"]}, [], ""),
+        (Scaled(), {"by": torch.tensor(2)}, {"partition": ["last"]}, [1], "'by' is one whole"),
+        (Scaled(), {"by": torch.tensor(2.0)}, {"partition": ["last"]}, [], ""),
+        (Tiny(), {}, {"leaf_modules": ["middle"]}, [0, 1], "leaf modules"),
+    ],
+    ids=["draws", "draws not", "whole number", "number", "leaves"],
+)
+def test_a_stage_that_cannot_be_captured_runs_as_it_is_and_is_told_of(
+    graphs: Graphs,
+    model: nn.Module,
+    inputs: dict[str, Any],
+    options: dict[str, Any],
+    stages: list[int],
+    told: str,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model = copy.deepcopy(model)
+    plain = copy.deepcopy(model)
+    given: dict[str, Any] = {"microbatches": 4, "loss": nn.functional.cross_entropy, **options}
+    with (
+        within(300),
+        caplog.at_level(logging.INFO, "fxpipe"),
+        capturing(model, verbose=True, **options) as pipe,
+        fxpipe.compile(plain, ["cpu"] * 2, **given) as other,
+    ):
+        for step in range(3):
+            x, y = batch(8, step)
+            torch.manual_seed(step)
+            made = pipe.step(x, target=y, **inputs)
+            torch.manual_seed(step)
+            assert torch.equal(made, other.step(x, target=y, **inputs))
+        loop.assert_same(loop.gradients(model), loop.gradients(plain))
+        captured = {kernel._stage for kernel in kernels(pipe)}
+    assert captured == {0, 1} - set(stages)
+    said = [record.getMessage() for record in caplog.records if "uncaptured" in record.getMessage()]
+    assert [text.partition(" runs uncaptured: ")[0] for text in said] == [
+        f"stage {stage}" for stage in stages
+    ]
+    assert all(told in text for text in said)
+    shown = capsys.readouterr().err
+    assert shown.count("runs uncaptured") == len(stages)
+
+
+def test_a_stage_whose_sizes_depend_on_data_is_not_captured(graphs: Graphs) -> None:
+    with capturing(Tiny()) as pipe:
+        x, y = batch(8)
+        pipe.prepare(x, target=y)
+        plan = pipe.plan
+        stage = plan.stages[0]
+        assert obstacle(plan, stage) is None
+        assert stage.kernel is not None
+        graph = stage.kernel.forward_graph.graph
+        with graph.inserting_before(graph.output_node()):
+            last = graph.output_node().prev
+            graph.call_function(torch.ops.aten.nonzero.default, (last,))
+        reason = obstacle(plan, stage)
+        assert reason is not None and "aten.nonzero" in reason and "wait for" in reason
+
+
+# arguments
+
+
+@pytest.mark.parametrize(
+    ("options", "part"),
+    [
+        ({}, "the devices are CPU devices"),
+        ({"cuda_graphs": 1}, "cuda_graphs is 1; give True or False"),
+    ],
+)
+def test_cuda_graphs_are_refused_on_cpu_devices(options: dict[str, Any], part: str) -> None:
+    with pytest.raises(InputError) as raised:
+        fxpipe.compile(Tiny(), ["cpu"] * 2, **{"cuda_graphs": True, **options})
+    assert part in str(raised.value)
+
+
+@pytest.mark.parametrize("option", ["recompute_check", "fuse_accumulation"])
+def test_what_does_not_go_together_with_them_is_refused(
+    cuda: Cuda, option: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    given: dict[str, Any] = {"cuda_graphs": True, option: True}
+    with pytest.raises(InputError, match=f"^{option} .*; leave one of them out"):
+        fxpipe.compile(Tiny(), ["cuda:0", "cuda:1"], **given)
+
+
+def test_the_option_makes_the_kernels_captured_ones(
+    cuda: Cuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for asked in (False, True):
+        with fxpipe.compile(Tiny(), ["cuda:0", "cuda:1"], cuda_graphs=asked) as pipe:
+            assert (pipe._compiler.capturing is not None) == asked
+
+
+# parameters that move
+
+
+def test_an_assigned_state_dict_is_captured_anew(graphs: Graphs) -> None:
+    torch.manual_seed(0)
+    model, other = Tiny(), Tiny()
+    plain = copy.deepcopy(model)
+    with within(300), capturing(model, optimizer=sgd) as pipe:
+        twin = fxpipe.compile(
+            plain,
+            ["cpu"] * 2,
+            optimizer=sgd,
+            microbatches=4,
+            loss=nn.functional.cross_entropy,
+        )
+        counts = []
+        for step in range(6):
+            if step == 3:
+                for each in (model, plain):
+                    for own, given in zip(each.parameters(), other.parameters(), strict=True):
+                        own.data = given.detach().clone()
+            x, y = batch(8, step)
+            assert torch.equal(pipe.step(x, target=y), twin.step(x, target=y))
+            counts.append(graphs.captures)
+        twin.close()
+    loop.assert_same(model.state_dict(), plain.state_dict())
+    assert counts == [counts[0]] * 3 + [2 * counts[0]] * 3
+
+
+class Moving(torch.optim.SGD):
+    """It never changes a parameter's memory: it takes other memory."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data = parameter.data.clone()
+        return super().step(closure)
+
+
+def test_a_stage_whose_parameters_move_every_time_is_given_up(
+    graphs: Graphs, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(0)
+    model = Tiny()
+    plain = copy.deepcopy(model)
+    kept = []  # or the allocator might give the same memory again
+    given: dict[str, Any] = {"optimizer": lambda p: Moving(p, lr=0.1)}
+    with (
+        within(300),
+        capturing(model, schedule="gpipe", **given) as pipe,
+        fxpipe.compile(
+            plain, ["cpu"] * 2, microbatches=4, loss=nn.functional.cross_entropy, **given
+        ) as other,
+    ):
+        counts = []
+        for step in range(12):
+            kept += [parameter.data for parameter in model.parameters()]
+            x, y = batch(8, step)
+            assert torch.equal(pipe.step(x, target=y), other.step(x, target=y))
+            counts.append(graphs.captures)
+        assert all(kernel.given_up for kernel in kernels(pipe))
+    loop.assert_same(model.state_dict(), plain.state_dict())
+    assert counts[-1] == counts[-2]
+    warned = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert len(warned) == 2 and all("changes them in place" in text for text in warned)
+
+
+# failures
+
+
+@pytest.mark.parametrize(
+    "text", ["forward   s0[2] v0 keep", "backward  s1[1] v0", "backward  s0[1] v0"]
+)
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_after_a_failure_all_slots_are_free(
+    graphs: Graphs, cuda: Cuda, schedule: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    model = Tiny()
+    plain = copy.deepcopy(model)
+    held = []
+    with within(300), capturing(model, schedule=schedule, optimizer=sgd) as pipe:
+        twin = fxpipe.compile(
+            plain, ["cpu"] * 2, optimizer=sgd, microbatches=4, loss=nn.functional.cross_entropy
+        )
+        for step in range(6):
+            x, y = batch(8, step)
+            if step in (0, 2, 3):  # with captures that are not there yet, and with those that are
+                with monkeypatch.context() as patched:
+                    patched.setattr(torch.cuda.nvtx, "range", Failing(text))
+                    with pytest.raises(ExecutionError, match="made to fail") as raised:
+                        pipe.step(x, target=y)
+                held.append(raised.value)  # its traceback keeps the frames of the run
+                assert all(len(kernel._free) == kernel._made for kernel in kernels(pipe))
+            assert torch.equal(pipe.step(x, target=y), twin.step(x, target=y))
+        twin.close()
+        assert not any(kernel.overflows for kernel in kernels(pipe))
+    loop.assert_same(model.state_dict(), plain.state_dict())
+
+
+class Failing:
+    """A range that fails at its beginning, where it has this name."""
+
+    def __init__(self, text: str) -> None:
+        self.text = " ".join(text.split())
+
+    def __call__(self, name: str) -> Any:
+        if " ".join(name.split()) == self.text:
+            raise RuntimeError("made to fail")
+        return fake_cuda.Cuda().range(name)
+
+
+@pytest.mark.parametrize(
+    ("operation", "task"), [("tanh", "forward"), ("tanh_backward", "backward")]
+)
+def test_what_cannot_be_captured_is_named_with_its_stage(
+    graphs: Graphs, operation: str, task: str
+) -> None:
+    torch.manual_seed(0)
+    model = Tiny()
+    before = copy.deepcopy(model.state_dict())
+    x, y = batch(8)
+    with within(300), capturing(model, partition=["middle"], optimizer=sgd) as pipe:
+        graphs.refuses[operation] = torch.AcceleratorError("CUDA error: not permitted")
+        with pytest.raises(ExecutionError) as raised:
+            pipe.step(x, target=y)
+        cause = raised.value.__cause__
+        assert isinstance(cause, CaptureError)
+        assert f"the {task}" in str(cause) and "of stage 1 cannot be captured" in str(cause)
+        assert "CUDA error: not permitted" in str(cause) and "cuda_graphs=False" in str(cause)
+        assert raised.value.stage == 1
+        loop.assert_same(model.state_dict(), before)
+        assert all(len(kernel._free) == kernel._made for kernel in kernels(pipe))
+        graphs.refuses.clear()
+        assert pipe.step(x, target=y).isfinite()
+
+
+def test_a_lack_of_memory_in_a_capture_is_told_as_one(graphs: Graphs) -> None:
+    x, y = batch(8)
+    with within(300), capturing(Tiny(), partition=["middle"]) as pipe:
+        graphs.refuses["tanh"] = torch.OutOfMemoryError("no memory")
+        with pytest.raises(DeviceMemoryError, match="no memory left"):
+            pipe.step(x, target=y)
+
+
+def test_a_loss_that_nobody_goes_back_from_frees_its_slots(graphs: Graphs) -> None:
+    torch.manual_seed(0)
+    with within(300), capturing(Tiny()) as pipe:
+        for seed in range(6):
+            pipe(batch(8, seed)[0])
+        assert not any(kernel.overflows for kernel in kernels(pipe))
+
+
+# beside other threads and streams
+
+
+def test_no_stream_is_made_to_wait_while_something_is_captured(
+    cuda: Cuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = []
+
+    def wait_event(self: Stream, event: Any) -> None:
+        alone.append(ALONE._is_owned())  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(Stream, "wait_event", wait_event)
+    place: Any = Stream()
+    lanes = CudaLanes(place)
+    lanes.begin()
+    lanes.end()
+    assert alone == [True, True]
+
+
+def test_a_stream_that_is_made_in_a_run_starts_after_what_the_caller_has_launched(
+    cuda: Cuda,
+) -> None:
+    place: Any = Stream()
+    lanes = CudaLanes(place)
+    assert lanes.stream("early").given == []  # type: ignore[attr-defined]
+    lanes.begin()
+    assert lanes.stream("late").given == ["wait"]  # type: ignore[attr-defined]
+
+
+def test_a_device_may_make_a_stream_while_the_caller_begins_a_run(
+    cuda: Cuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place: Any = Stream()
+    lanes = CudaLanes(place)
+    lanes.stream("in")
+
+    def wait_event(self: Stream, event: Any) -> None:
+        if self is place:
+            lanes.stream("out")
+
+    monkeypatch.setattr(Stream, "wait_event", wait_event)
+    lanes.begin()
+    assert set(lanes._streams) == {"compute", "in", "out"}
+
+
+def test_the_default_stream_is_captured_on_another(graphs: Graphs, cuda: Cuda) -> None:
+    cuda.current.append(cuda.default)  # the stand-in refuses to capture that
+    made, replay = CudaGraphs().capture(lambda: torch.zeros(3) + 1, "sum")
+    assert not torch.equal(made, torch.ones(3))  # nothing has run
+    replay()
+    assert torch.equal(made, torch.ones(3))
+
+
+def test_a_failure_of_earlier_work_is_none_of_the_capture(
+    graphs: Graphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    def synchronize(device: Any = None) -> None:
+        raise late
+
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    with pytest.raises(torch.AcceleratorError, match="illegal memory access"):
+        CudaGraphs().capture(lambda: None, "nothing")
+
+
+@pytest.mark.parametrize(("version", "ended"), [("2.11.0+cu130", 1), ("2.12.0", 0)])
+def test_a_failed_capture_leaves_no_allocation_to_its_pool(
+    graphs: Graphs, monkeypatch: pytest.MonkeyPatch, version: str, ended: int
+) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(torch, "__version__", TorchVersion(version))
+    monkeypatch.setattr(
+        torch._C, "_cuda_endAllocateToPool", lambda *at: calls.append(at), raising=False
+    )
+    graphs.refuses["add"] = RuntimeError("no")
+    with pytest.raises(CaptureError, match="the sum cannot be captured"):
+        CudaGraphs().capture(lambda: torch.zeros(3) + 1, "sum")
+    assert len(calls) == ended
+
+
+def test_small_micro_batches_train_as_without_graphs(graphs: Graphs) -> None:
+    torch.manual_seed(0)
+    train(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 3)), microbatches=8)

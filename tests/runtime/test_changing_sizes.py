@@ -1,0 +1,315 @@
+"""Batch sizes that change: the first gets a graph of its own, all others share one."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+import fxpipe
+from examples.unet import UNet
+from fxpipe.compiler import front_end
+from fxpipe.passes.graph.extents import BATCH
+from fxpipe.passes.tracing.trace import trace
+from tests.oracles import loop
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture
+def traces(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Every trace of a model from now on: the size that it is for, or "any"."""
+    found: list[str] = []
+
+    def counted(model: nn.Module, args: Any, kwargs: Any, size: int, fixed: bool, dims: Any) -> Any:
+        if model._get_name() != "the loss":
+            found.append(str(size) if fixed else "any")
+        return trace(model, args, kwargs, size, fixed, dims)
+
+    monkeypatch.setattr(front_end, "trace", counted)
+    return found
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 4))
+
+
+def compiled(model: nn.Module, **options: Any) -> fxpipe.Pipeline:
+    return fxpipe.compile(model, ["cpu"] * 2, **{"microbatches": 2, "loss": mse_loss, **options})
+
+
+def batch(samples: int, *shape: int) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(samples)
+    x, y = torch.randn(2, samples, *(shape or (4,)), dtype=torch.float64).unbind()
+    return x, y
+
+
+@pytest.mark.parametrize(
+    ("samples", "expected"),
+    [
+        ((8, 8, 8), ["4"]),
+        ((8, 8, 10, 12, 8, 7, 6, 9), ["4", "any"]),
+        ((8, 7, 8, 10), ["4", "any"]),
+        ((7, 8, 10, 6), ["any"]),
+    ],
+)
+def test_a_model_is_traced_twice_at_most(
+    traces: list[str], samples: Sequence[int], expected: list[str]
+) -> None:
+    model = mlp().double()
+    alone = copy.deepcopy(model)
+    with compiled(model) as pipe:
+        for count in samples:
+            x, y = batch(count)
+            loop.clear(model, alone)
+            made = pipe.step(x, target=y)
+            assert torch.equal(made, loop.train(alone, 2, x, loss=mse_loss, target=y).loss)
+            loop.assert_same(loop.gradients(model), loop.gradients(alone))
+    assert traces == expected
+
+
+def test_a_graph_of_a_symbolic_trace_is_for_any_size_at_once() -> None:
+    model = mlp().double()
+    with compiled(model, tracer="symbolic") as pipe:
+        for count in (8, 10, 7):
+            x, y = batch(count)
+            pipe.step(x, target=y)
+        assert len(pipe._compiler.plans.graphs) == 1
+
+
+class Sized(nn.Module):
+    """A model that holds for one size at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x).tanh()
+        for _ in range(x.shape[0]):
+            y = y * 0.9
+        z: Tensor = self.second(y)
+        return z
+
+
+def test_a_model_that_is_not_dynamic_is_traced_once_a_size(traces: list[str]) -> None:
+    model = Sized().double()
+    alone = copy.deepcopy(model)
+    with compiled(model) as pipe:
+        for count in (8, 10, 8, 12, 10, 8):
+            x, y = batch(count)
+            loop.clear(model, alone)
+            made = pipe.step(x, target=y)
+            assert torch.equal(made, loop.train(alone, 2, x, loss=mse_loss, target=y).loss)
+            loop.assert_same(loop.gradients(model), loop.gradients(alone))
+    assert traces == ["4", "any", "any"]
+
+
+class Random(nn.Module):
+    """Dropout between layers, in attention, and numbers drawn for each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 4)
+        self.attention = nn.MultiheadAttention(8, 2, 0.3, batch_first=True)
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.drop(self.first(x).tanh())
+        h = h + self.attention(h, h, h, need_weights=False)[0]
+        h = self.drop(h) + torch.rand(x.shape[0], 1, 1, dtype=x.dtype)
+        y: Tensor = self.last(h)
+        return y
+
+
+class Recurrent(nn.Module):
+    """Dropout between the layers of an LSTM."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.LSTM(4, 4, 2, dropout=0.5, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layers(x)[0]
+        return y
+
+
+@pytest.mark.parametrize("model", [Random, Recurrent])
+def test_masks_do_not_depend_on_which_graph_draws_them(
+    traces: list[str], model: Callable[[], nn.Module]
+) -> None:
+    def run(first: int) -> tuple[Tensor, dict[str, Tensor | None]]:
+        torch.manual_seed(0)
+        net = model().double()
+        with compiled(net) as pipe:
+            x, y = batch(first, 5, 4)
+            pipe.prepare(x, target=y)
+            x, y = batch(8, 5, 4)
+            torch.manual_seed(1)
+            return pipe.step(x, target=y), loop.gradients(net)
+
+    alone, shared = run(8), run(7)
+    assert traces == ["4", "any"]
+    torch.testing.assert_close(alone[0], shared[0], rtol=1e-12, atol=0)
+    loop.assert_same(alone[1], shared[1], 1e-12)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+@pytest.mark.parametrize(
+    ("model", "shape"),
+    [
+        (lambda: UNet(channels=2, base=2, depth=2), (2, 8, 8)),
+        (lambda: nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True), (5, 8)),
+        (mlp, (4,)),
+    ],
+    ids=["u-net", "transformer", "mlp"],
+)
+def test_another_size_keeps_stages_optimizers_and_the_program(
+    traces: list[str], model: Callable[[], nn.Module], shape: tuple[int, ...], schedule: str
+) -> None:
+    torch.manual_seed(0)
+    net = model().double()
+    with compiled(net, schedule=schedule, optimizer=lambda p: torch.optim.Adam(p, lr=1e-3)) as pipe:
+        found = []
+        for samples in (8, 10, 8, 6):
+            x, y = batch(samples, *shape)
+            pipe.step(x, target=y)
+            held = [[a.target for a in stage.parameters] for stage in pipe.plan.stages]
+            found.append((held, list(pipe.optimizers), pipe.program))
+        assert traces == ["4", "any"]
+        for held, optimizers, program in found[1:]:
+            assert held == found[0][0]
+            assert all(a is b for a, b in zip(optimizers, found[0][1], strict=True))
+            assert program is found[0][2]
+
+
+class Told(nn.Module):
+    """Returns what a graph for one size does not tell the batch of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.table = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        y = self.second(self.first(x).tanh())
+        return {
+            "y": y,
+            "turned": y.T,
+            "table": self.table * 2,  # as many rows as a micro-batch
+            "samples": x.shape[0],
+            "columns": x.shape[1],
+            "text": "y",
+        }
+
+
+def _told(output: dict[str, Any], target: Tensor) -> Tensor:
+    value: Tensor = mse_loss(output["y"], target) + output["table"].square().mean()
+    return value
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("samples", [(8, 8), (8, 10, 8), (7, 8), (2,)])
+def test_outputs_are_joined_along_the_batch(
+    traces: list[str], samples: Sequence[int], training: bool
+) -> None:
+    model = Told().double().train(training)
+    with compiled(model, loss=_told) as pipe:
+        for count in samples:
+            x, y = batch(count)
+            expected = model(x)
+            for output in (pipe.step(x, target=y, return_output=True)[1], pipe(x)):
+                assert output.keys() == expected.keys()
+                for name in ("y", "turned", "table"):
+                    torch.testing.assert_close(output[name], expected[name])
+                assert (output["samples"], output["columns"], output["text"]) == (count, 4, "y")
+    assert len(traces) <= 4  # a step and a call, each for one size and for any
+
+
+def test_sizes_are_expressions_whatever_was_traced_first(traces: list[str]) -> None:
+    def extents(first: int) -> Any:
+        torch.manual_seed(0)
+        model = mlp().double()
+        with compiled(model, partition=["2"]) as pipe:
+            x, y = batch(first)
+            pipe.prepare(x, target=y)
+            assert pipe.sizes.stages == pipe.sizes.stages
+            x, y = batch(8)
+            pipe.step(x, target=y)
+            x, y = batch(10)
+            pipe.step(x, target=y)
+            return pipe.sizes.stages
+
+    alone, shared = extents(8), extents(7)
+    assert alone == shared
+    assert alone[0].forward.has(BATCH)
+    assert traces == ["4", "any", "any"]
+
+
+class Strict(nn.Module):
+    """Takes no zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling() and not x.any():
+            raise ValueError("zeros")
+        h = self.first(x).tanh().reshape(x.shape[0] * 2, 2)
+        y: Tensor = self.second(h.reshape(x.shape[0], 4))
+        return y
+
+
+def test_sizes_of_a_model_that_takes_no_zeros_are_those_of_its_one_size() -> None:
+    with compiled(Strict().double()) as pipe:
+        x, y = batch(8)
+        pipe.step(x, target=y)
+        forward = sum(extent.forward for extent in pipe.sizes.stages)
+        assert forward == 2 * (2 * 4 * 4 * 4)
+        pipe.step(x, target=y)
+
+
+@pytest.mark.parametrize("outputs", [False, True])
+def test_no_batch_is_kept(outputs: bool) -> None:
+    model = mlp().double()
+    with compiled(model) as pipe:
+        for count in (8, 10):
+            x, y = batch(count)
+            x = x.clone()
+            kept = weakref.ref(x), weakref.ref(x.untyped_storage())
+            pipe.step(x, target=y, return_output=outputs)
+            assert str(pipe.sizes)
+            del x, y
+            gc.collect()
+            assert [ref() for ref in kept] == [None, None]
+
+
+@pytest.mark.parametrize("sizes", [(8, 10), (10, 8), (7, 8)])
+def test_a_checkpoint_goes_on_with_another_first_size(
+    tmp_path: Any, sizes: tuple[int, int]
+) -> None:
+    def started(net: nn.Module) -> fxpipe.Pipeline:
+        return compiled(net, optimizer=lambda p: torch.optim.Adam(p, lr=1e-2))
+
+    def step(pipe: fxpipe.Pipeline, samples: int) -> Tensor:
+        x, y = batch(samples)
+        made: Tensor = pipe.step(x, target=y)
+        return made
+
+    nets = [mlp().double() for _ in range(2)]
+    with started(nets[0]) as pipe:
+        step(pipe, sizes[0])
+        pipe.checkpoint(tmp_path / "run")
+        expected = [step(pipe, size) for size in (sizes[1], sizes[0])]
+    with started(nets[1]) as pipe:
+        pipe.restore(tmp_path / "run")
+        assert [step(pipe, size) for size in (sizes[1], sizes[0])] == expected
+    loop.assert_same(nets[1].state_dict(), nets[0].state_dict())

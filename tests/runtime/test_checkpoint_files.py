@@ -1,0 +1,349 @@
+"""Which files a pipe writes and goes on from: none that do not fit, which change nothing."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import fxpipe
+from examples.unet import UNet
+from fxpipe.runtime.weights import checkpoint
+from fxpipe.runtime.weights.checkpoint import FORMAT
+from tests.helpers.checkpoints import PLAIN, Left, header_of, make, run, same, write_as
+from tests.helpers.overlapping import ADAMW, OPTIMIZERS, SGD
+from tests.oracles.delayed import MSE, Factory
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> Path:
+    """A checkpoint of three batches of the MLP, with AdamW."""
+    model, data = make("mlp", 3, 4)
+    with fxpipe.compile(model, 2, loss=MSE, optimizer=ADAMW, **PLAIN) as pipe:
+        run(pipe, data)
+        pipe.checkpoint(tmp_path / "run")
+    return tmp_path / "run"
+
+
+def refuse(
+    path: Path,
+    message: str,
+    model: nn.Module | None = None,
+    optimizer: Factory | None = ADAMW,
+    schedule: str = "2bw",
+) -> None:
+    """Restoring is refused, and changes nothing."""
+    model = make("mlp", 0, 1)[0] if model is None else model
+    options: dict[str, Any] = {**PLAIN, "optimizer": optimizer, "schedule": schedule}
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    drawn = torch.get_rng_state()
+    with fxpipe.compile(model, 2, loss=MSE, **options) as pipe:
+        with pytest.raises(fxpipe.CheckpointError, match=message):
+            pipe.restore(path)
+        assert torch.equal(torch.get_rng_state(), drawn)
+        assert pipe.batches == 0
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("format_", [1, 2])
+def test_files_of_older_formats_are_read(format_: int, trained: Path, tmp_path: Path) -> None:
+    content = header_of(trained)["content"]
+    if format_ == 1:
+        del content["extra"], content["device_random"]
+    write_as(format_, tmp_path / "old", content, load_file(trained))
+    with fxpipe.compile(make("mlp", 0, 1)[0], 2, loss=MSE, **PLAIN, optimizer=ADAMW) as pipe:
+        assert pipe.restore(tmp_path / "old") is None
+        assert pipe.batches == 3
+
+
+def test_a_refused_checkpoint_leaves_a_run_as_it_was(tmp_path: Path) -> None:
+    model, data = make("mlp", 8, 4)
+    options: dict[str, Any] = {**PLAIN, "optimizer": SGD}
+    with fxpipe.compile(make("mlp", 0, 1)[0], 2, loss=MSE, **options) as pipe:
+        losses = run(pipe, data)
+        torch.manual_seed(0)
+        expected = Left.by(pipe, losses)
+    with fxpipe.compile(UNet(channels=1, base=4, depth=2), 2, loss=MSE, **options) as pipe:
+        pipe.checkpoint(tmp_path / "unet")
+    with fxpipe.compile(model, 2, loss=MSE, **options) as pipe:
+        losses = run(pipe, data[:4])
+        with pytest.raises(fxpipe.CheckpointError):
+            pipe.restore(tmp_path / "unet")
+        losses += run(pipe, data[4:])
+        torch.manual_seed(0)
+        Left.by(pipe, losses).assert_same(expected)
+
+
+def test_a_checkpoint_of_another_model_names_the_first_key_that_differs(trained: Path) -> None:
+    deeper = make("mlp", 0, 1)[0]
+    assert isinstance(deeper, nn.Sequential)
+    refuse(trained, r"its parameter '3.0.weight' is none of the pipe's", deeper[:3])
+    deeper.append(nn.Linear(6, 6).double())
+    refuse(trained, r"it has no parameter '4.weight'; did you mean '3.0.weight'", deeper)
+    wide = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(4)))
+    refuse(trained, r"'0.0.weight' is 6×6 of float64, and the pipe's is 6×6 of float32", wide)
+    wide[2] = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 6))
+    wide.double()
+    refuse(trained, r"'2.0.weight' is 6×6 of float64, and the pipe's is 7×6 of float64", wide)
+
+
+def test_an_optimizer_of_another_kind_is_named(trained: Path) -> None:
+    refuse(
+        trained,
+        r"holds the state of AdamW for '0.0.weight', and the pipe trains it with SGD",
+        optimizer=SGD,
+    )
+    refuse(trained, "state of AdamW, and the pipe has no opt", optimizer=None, schedule="1f1b")
+
+
+def test_groups_that_were_parted_are_named(tmp_path: Path) -> None:
+    model, data = make("mlp", 2, 4)
+    with fxpipe.compile(model, 2, loss=MSE, optimizer=OPTIMIZERS["groups"], **PLAIN) as pipe:
+        run(pipe, data)
+        pipe.checkpoint(tmp_path / "run")
+    with fxpipe.compile(make("mlp", 0, 1)[0], 2, loss=MSE, optimizer=ADAMW, **PLAIN) as pipe:
+        run(pipe, data[:1])
+        with pytest.raises(fxpipe.CheckpointError, match="had different 'weight_decay'"):
+            pipe.restore(tmp_path / "run")
+
+
+def test_one_without_an_optimizer_is_not_for_a_pipe_with_one(tmp_path: Path) -> None:
+    model, data = make("mlp", 1, 4)
+    with fxpipe.compile(model, 2, loss=MSE, microbatches=2, tracer="symbolic") as pipe:
+        run(pipe, data)
+        pipe.checkpoint(tmp_path / "run")
+    refuse(tmp_path / "run", "made by a pipe without an optimizer")
+
+
+def test_files_that_are_no_whole_checkpoint_are_refused(trained: Path, tmp_path: Path) -> None:
+    content, other = trained.read_bytes(), tmp_path / "other"
+    for length in (0, 5, 200, len(content) // 2, len(content) - 1):
+        other.write_bytes(content[:length])
+        refuse(other, "is no checkpoint, or not all of one")
+    refuse(tmp_path / "missing", "cannot read the checkpoint")
+    refuse(tmp_path, "cannot read the checkpoint")
+    torch.save(make("mlp", 0, 1)[0].state_dict(), other)
+    refuse(other, "is no checkpoint, or not all of one")
+    save_file({"x": torch.ones(2)}, other)
+    refuse(other, "holds tensors, but no checkpoint")
+    tensors, header = load_file(trained), header_of(trained)
+    newer = {"format": FORMAT + 1, "content": {}}
+    save_file(tensors, other, {"fxpipe": json.dumps(newer)})
+    refuse(other, f"has format {FORMAT + 1}, and this fxpipe reads those up to {FORMAT}")
+    for damaged in ("{", "[]", "{}", json.dumps({"format": 1, "content": {}})):
+        save_file(tensors, other, {"fxpipe": damaged})
+        refuse(other, "is damaged")
+    generator = random.Random(0)
+    for name in generator.sample(sorted(tensors), 5):
+        write_as(2, other, header["content"], {n: t for n, t in tensors.items() if n != name})
+        refuse(other, "is damaged")
+    save_file(tensors, other, {"fxpipe": json.dumps(header)})
+    refuse(other, "is damaged.*crc32")
+
+
+@given(place=st.integers(0, 2**30), bit=st.integers(0, 7))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+def test_a_file_with_a_flipped_bit_is_refused(
+    place: int, bit: int, trained: Path, tmp_path: Path
+) -> None:
+    content = bytearray(trained.read_bytes())
+    content[place % len(content)] ^= 1 << bit
+    (tmp_path / "flipped").write_bytes(content)
+    with pytest.raises(fxpipe.CheckpointError):
+        checkpoint.read(tmp_path / "flipped")
+
+
+def test_header_and_tensors_are_of_one_file_whatever_takes_its_place_meanwhile(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = checkpoint.read(trained)
+    zeros = {name: torch.zeros_like(value) for name, value in saved.parameters.items()}
+    other = copy.copy(saved)
+    object.__setattr__(other, "parameters", zeros)
+    checkpoint.write(other, tmp_path / "other")
+    mapped = torch.UntypedStorage.from_file
+
+    def replaced_before(*args: Any, **kwargs: Any) -> Any:
+        if (tmp_path / "other").exists():  # between the header and the first tensor
+            (tmp_path / "other").replace(trained)
+        return mapped(*args, **kwargs)
+
+    monkeypatch.setattr(torch.UntypedStorage, "from_file", replaced_before)
+    found = checkpoint.read(trained)
+    assert same(found.parameters, saved.parameters)
+
+
+def while_writing(monkeypatch: pytest.MonkeyPatch, do: Callable[[Path], None]) -> None:
+    """Let something happen once in the middle of the next writing."""
+
+    def writing(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
+        monkeypatch.setattr(checkpoint, "save_file", save_file)
+        save_file(tensors, path, metadata)
+        do(path)
+
+    monkeypatch.setattr(checkpoint, "save_file", writing)
+
+
+def test_of_two_writers_at_once_both_succeed(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved, path = checkpoint.read(trained), tmp_path / "both"
+    object.__setattr__(saved, "extra", "second")
+    second = copy.deepcopy(saved)
+    object.__setattr__(saved, "extra", "first")
+    seen = []
+
+    def write_too(unfinished: Path) -> None:
+        checkpoint.write(second, path)
+        seen.append(checkpoint.read(path).extra)
+
+    while_writing(monkeypatch, write_too)
+    checkpoint.write(saved, path)
+    assert [*seen, checkpoint.read(path).extra] == ["second", "first"]
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["both", "run"]
+
+
+KILLED = """
+import os, signal, sys
+from fxpipe.runtime import checkpoint
+saved = checkpoint.read(sys.argv[1])
+checkpoint.save_file = lambda tensors, path, metadata: (
+    path.write_bytes(b"half"), os.kill(os.getpid(), signal.SIGKILL)
+)
+checkpoint.write(saved, sys.argv[1])
+"""
+
+
+def test_what_a_killed_writer_has_left_the_next_one_removes(trained: Path) -> None:
+    before = trained.read_bytes()
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(trained)], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert trained.read_bytes() == before
+    assert len(list(trained.parent.iterdir())) == 2
+    checkpoint.write(checkpoint.read(trained), trained.with_name("another"))
+    assert sorted(each.name for each in trained.parent.iterdir()) == ["another", "run"]
+
+
+def test_the_mode_follows_the_umask_and_a_link_stays(trained: Path, tmp_path: Path) -> None:
+    saved = checkpoint.read(trained)
+    link = tmp_path / "link"
+    (tmp_path / "elsewhere").mkdir()
+    link.symlink_to(tmp_path / "elsewhere" / "run")
+    before = os.umask(0o027)
+    try:
+        checkpoint.write(saved, link)
+        checkpoint.write(saved, link)
+    finally:
+        os.umask(before)
+    assert link.is_symlink()
+    written = tmp_path / "elsewhere" / "run"
+    assert not written.is_symlink()
+    assert written.stat().st_mode & 0o777 == 0o640
+    assert same(checkpoint.read(link).parameters, saved.parameters)
+
+
+def endless() -> list[Any]:
+    made: list[Any] = [1]
+    made.append(made)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (endless(), "extra holds itself"),
+        ({"x": torch.eye(2).to_sparse()}, "extra/x is a tensor of a kind that .*sparse_coo"),
+        ([torch.empty(2, device="meta")], "extra/0 is a tensor of a kind that .* on meta"),
+        (10**5000, "cannot write"),
+        ({10**5000: 1}, "cannot write"),
+    ],
+    ids=["cycle", "sparse", "meta", "digits", "digits of a key"],
+)
+def test_what_a_file_cannot_hold_leaves_the_old_one(
+    extra: Any, message: str, trained: Path, tmp_path: Path
+) -> None:
+    before = trained.read_bytes()
+    with fxpipe.compile(make("mlp", 0, 1)[0], 2, loss=MSE, **PLAIN, optimizer=ADAMW) as pipe:
+        pipe.restore(trained)
+        with pytest.raises(fxpipe.CheckpointError, match=message):
+            pipe.checkpoint(trained, extra=extra)
+    assert trained.read_bytes() == before
+    assert [each.name for each in tmp_path.iterdir()] == ["run"]
+
+
+def test_where_nothing_can_be_written_the_old_file_stays(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved, before = checkpoint.read(trained), trained.read_bytes()
+
+    def fails(name: str, number: int) -> None:
+        def failing(*args: Any, **kwargs: Any) -> None:
+            raise OSError(number, os.strerror(number))
+
+        monkeypatch.setattr(Path, name, failing)
+
+    def refused(path: Path, message: str) -> None:
+        with pytest.raises(fxpipe.CheckpointError, match=f"cannot write the.*{message}"):
+            checkpoint.write(saved, path)
+        assert trained.read_bytes() == before
+
+    (tmp_path / "folder").mkdir()
+    refused(tmp_path / "folder", "there is something that is no file")
+    os.mkfifo(tmp_path / "pipe")
+    refused(tmp_path / "pipe", "there is something that is no file")
+    (tmp_path / "circle").symlink_to(tmp_path / "circle")
+    refused(tmp_path / "circle", "there is something that is no file")
+    refused(tmp_path / ("x" * 300), os.strerror(errno.ENAMETOOLONG))
+    refused(tmp_path / "run" / "in a file", os.strerror(errno.ENOTDIR))
+    refused(tmp_path / "no\0name", "null")
+    longest = tmp_path / ("x" * 255)
+    checkpoint.write(saved, longest)
+    while_writing(monkeypatch, lambda path: fails("replace", errno.EACCES))
+    refused(trained, os.strerror(errno.EACCES))
+    while_writing(monkeypatch, lambda path: fails("chmod", errno.EPERM))
+    refused(trained, os.strerror(errno.EPERM))
+    fails("mkdir", errno.EROFS)
+    refused(trained, os.strerror(errno.EROFS))
+    names = sorted(["circle", "folder", "pipe", "run", longest.name])
+    assert sorted(each.name for each in tmp_path.iterdir()) == names
+
+
+def test_a_checkpoint_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> None:
+    model, data = make("mlp", 2, 4)
+    with fxpipe.compile(model, 2, loss=MSE, optimizer=OPTIMIZERS["own"], **PLAIN) as pipe:
+        run(pipe, data)
+        pipe.checkpoint(tmp_path / "run")
+        before = (tmp_path / "run").read_bytes()
+        with pytest.raises(fxpipe.CheckpointError, match="cannot write the checkpoint"):
+            pipe.checkpoint(tmp_path / "missing" / "run")
+        for optimizer in pipe.optimizers:
+            assert optimizer is not None
+            optimizer.param_groups[0]["k"] = object()
+        with pytest.raises(fxpipe.CheckpointError, match="k is a object, which a checkpoint"):
+            pipe.checkpoint(tmp_path / "run")
+    assert (tmp_path / "run").read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_closed_pipe_restores_nothing(trained: Path) -> None:
+    pipe = fxpipe.compile(make("mlp", 0, 1)[0], 1, loss=MSE)
+    pipe.close()
+    with pytest.raises(fxpipe.InputError, match="the pipe is closed"):
+        pipe.restore(trained)

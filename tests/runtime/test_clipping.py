@@ -1,0 +1,224 @@
+"""Clipping by the norm of all stages' gradients, and skipping what is not finite."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxpipe
+from fxpipe.ir.recipe import RECIPES, find_recipe
+from fxpipe.passes.schedule.add_clip import add_clip
+from tests.helpers.overlapping import LOSSES, SGD, compiled, make
+from tests.oracles import loop
+from tests.oracles.delayed import DelayedLoop
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+LIMIT = 0.05
+
+
+class ClippedLoop(DelayedLoop):
+    """The delayed loop with torch's own clipping before each step.
+
+    Attributes:
+        norms: batch → the norm before clipping.
+    """
+
+    norms: list[float]
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.norms = []
+        step = self.optimizer.step
+
+        def clipped() -> None:
+            parameters = list(self.model.parameters())
+            self.norms.append(float(nn.utils.clip_grad_norm_(parameters, LIMIT)))
+            step()
+
+        self.optimizer.step = clipped  # type: ignore[method-assign, assignment]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "devices", "microbatches", "case"),
+    [
+        ("1f1b", 3, 3, "unet"),
+        ("zb-v", 2, 4, "mlp"),
+        ("2bw", 2, 2, "transformer"),
+        ("2bw", 3, 4, "mlp"),
+        ("1f1b-async", 4, 2, "mlp"),
+        ("pipedream-vertical", 3, 1, "mlp"),
+    ],
+)
+def test_gradients_are_clipped_by_the_norm_of_all_stages(
+    schedule: str, devices: int, microbatches: int, case: str
+) -> None:
+    model, data = make(case, 8, 5)
+    delay = max(add_clip(find_recipe(schedule)(devices, microbatches)).delays)
+    expected = ClippedLoop.beside(model, SGD, microbatches, loss=LOSSES[case], delay=delay)
+    options: dict[str, Any] = {"schedule": schedule, "loss": LOSSES[case], "clip_norm": LIMIT}
+    with compiled(model, devices, microbatches, **options) as pipe:
+        assert pipe.grad_norm is None
+        for x, y in data:
+            made, right = pipe.step(x, target=y), expected.step(x, y)
+            torch.testing.assert_close(made, right, rtol=1e-12, atol=1e-12)
+        pipe.flush()
+        assert pipe.grad_norm == pytest.approx(expected.norms[-1], rel=1e-12)
+        assert min(expected.norms) > LIMIT
+        assert "C" in pipe.schedule.kinds
+        assert fxpipe.Schedule.parse(str(pipe.schedule)) == pipe.schedule
+        assert fxpipe.Program.parse(str(pipe.program)) == pipe.program
+        assert pipe.program.verify() is pipe.program
+        assert pipe.schedule.draw().pipe("svg")
+        assert pipe.program.draw().pipe("svg")
+    expected.assert_same(model, 1e-12)
+
+
+@pytest.mark.parametrize("name", sorted(set(RECIPES) - {"inference", "pipedream"}))
+def test_every_schedule_of_the_library_can_clip(name: str) -> None:
+    for devices, microbatches in ((1, 1), (2, 3), (4, 4)):
+        schedule = add_clip(find_recipe(name)(devices, microbatches))
+        assert schedule.verify() is schedule
+        assert sum(task.kind == "C" for row in schedule.rows for task in row) == schedule.stages
+
+
+def test_a_stage_that_does_not_clip_with_the_others_is_refused() -> None:
+    schedule = add_clip(find_recipe("1f1b")(2, 2))
+    rows = (schedule.rows[0], tuple(task for task in schedule.rows[1] if task.kind != "C"))
+    with pytest.raises(fxpipe.VerificationError, match="stage 1 has no clip; clip every stage"):
+        replace(schedule, rows=rows).verify()
+
+
+def test_a_clip_before_another_stages_gradients_is_refused() -> None:
+    text = """
+    schedule mine stages=2 microbatches=1 delay=0
+    place 0 1
+    0: F0@0 F0@1 B0@1 C@1 B0@0 C@0 U@0 U@1
+    """
+    with pytest.raises(fxpipe.VerificationError, match="C@1: it comes before B0@0"):
+        fxpipe.Schedule.parse(text).verify()
+
+
+def test_clipping_without_a_flush_makes_nobody_wait() -> None:
+    plain = find_recipe("2bw")(4, 8)
+    clipped = add_clip(plain)
+    costs: dict[str | tuple[str, int], float] = {"F": 1.0, "B": 2.0, "U": 0.0, "C": 0.0}
+    before = plain.simulate(costs, steps=20).makespan
+    assert clipped.simulate(costs, steps=20).makespan <= before * 1.02
+
+
+def test_stages_with_different_delays_cannot_clip_together() -> None:
+    model, data = make("mlp", 1, 4)
+    with (
+        compiled(model, 3, 1, schedule="pipedream", clip_norm=1.0) as pipe,
+        pytest.raises(fxpipe.VerificationError, match="delay"),
+    ):
+        pipe.step(data[0][0], target=data[0][1])
+
+
+class Overflowing(nn.Module):
+    """Gradients that are not finite where an input says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.last = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.first(x).tanh())
+        return out
+
+
+@pytest.mark.parametrize(("schedule", "late"), [("1f1b", 0), ("2bw", 1)])
+def test_a_batch_that_is_not_finite_updates_no_stage_and_lowers_the_scale(
+    schedule: str, late: int
+) -> None:
+    torch.manual_seed(0)
+    model = Overflowing().double()
+    bad = 3
+    data = [(torch.randn(4, 4).double(), torch.randn(4, 4).double()) for _ in range(9)]
+    data[bad][1].fill_(float("inf"))
+    expected = DelayedLoop.beside(model, SGD, 2, delay=late)
+    trained = list(expected.model.parameters())
+    step = expected.optimizer.step
+
+    def skipping() -> None:
+        if all(bool(p.grad.isfinite().all()) for p in trained if p.grad is not None):
+            step()
+
+    expected.optimizer.step = skipping  # type: ignore[method-assign, assignment]
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=4)
+    with compiled(model, 2, 2, schedule=schedule, scaler=scaler) as pipe:
+        for x, y in data:
+            pipe.step(x, target=y)
+            expected.step(x, y)
+        pipe.flush()
+    # halved once, doubled once after four batches that were finite
+    assert scaler.get_scale() == 1024.0
+    expected.assert_same(model, 1e-12)
+
+
+class OwnLoss(nn.Module):
+    """Returns its loss beside its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        output = self.layers(x)
+        return {"loss": nn.functional.mse_loss(output, y), "output": output, "mean": output.mean()}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v", "2bw", "pipedream-vertical"])
+def test_a_scale_shows_in_no_loss_output_or_norm(schedule: str) -> None:
+    torch.manual_seed(0)
+    model = OwnLoss().double()
+    alone = copy.deepcopy(model)
+    x, y = torch.randn(2, 5, 4).double()
+    scaler = torch.amp.GradScaler("cpu", init_scale=3e4)
+    with compiled(model, 2, 3, schedule=schedule, loss=None, scaler=scaler) as pipe:
+        loss, output = pipe.step(x, y, return_output=True)
+        pipe.flush()
+        norm = pipe.grad_norm
+    expected = loop.train(alone, 3, x, y)
+    assert torch.equal(loss, expected.loss)
+    assert torch.equal(output["loss"], expected.loss)
+    assert torch.equal(output["output"], torch.cat([out["output"] for out in expected.outputs]))
+    torch.testing.assert_close(output["mean"], alone(x, y)["mean"].detach())
+    gradients = [p.grad for p in alone.parameters() if p.grad is not None]
+    assert norm == pytest.approx(float(nn.utils.get_total_norm(gradients)), rel=1e-12)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+def test_a_scaled_loss_is_that_of_the_batch_in_every_step(schedule: str) -> None:
+    model, data = make("mlp", 5, 5)
+    delay = max(find_recipe(schedule)(2, 3).delays)
+    expected = DelayedLoop.beside(model, SGD, 3, delay=delay)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=2)
+    with compiled(model, 2, 3, schedule=schedule, scaler=scaler) as pipe:
+        for x, y in data:
+            assert torch.equal(pipe.step(x, target=y), expected.step(x, y))
+    expected.assert_same(model)
+    assert scaler.get_scale() > 2.0**16
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"clip_norm": 0}, "clip_norm is 0; give a number above 0"),
+        ({"clip_norm": "1"}, "clip_norm is '1'"),
+        ({"clip_norm": float("inf")}, "clip_norm is inf"),
+        ({"scaler": 2.0}, "scaler is 2.0; give a gradient scaler"),
+        ({"clip_norm": 1.0, "optimizer": None}, "clip_norm is given and no optimizer"),
+    ],
+)
+def test_wrong_limits_are_refused(options: dict[str, Any], message: str) -> None:
+    given: dict[str, Any] = {"optimizer": SGD, **options}
+    with pytest.raises(fxpipe.InputError, match=message):
+        fxpipe.compile(nn.Linear(2, 2), 1, loss=nn.functional.mse_loss, **given)

@@ -1,0 +1,260 @@
+"""The CUDA backend where ``torch.cuda`` is a stand-in on the CPU: what it asks of it."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxpipe
+from fxpipe import DeviceError, DeviceMemoryError, InputError
+from fxpipe.arguments import read_devices
+from fxpipe.runtime.choice import Dispatch
+from fxpipe.runtime.devices.cuda import CudaBackend, home
+from fxpipe.text.instruction import print_instruction
+from fxpipe.torchtools.stopwatch import CudaStopwatch
+from tests.helpers import fake_cuda
+from tests.helpers.eager_lanes import use
+from tests.helpers.fake_cuda import Cuda, Event, Stream
+from tests.helpers.tiny import Tiny, adam, batch, within
+from tests.oracles import loop
+from tests.runtime.test_failures import FAILS_BACK
+from tests.runtime.test_out_of_memory import Taking
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+both = pytest.mark.parametrize("dispatch", ["device", "thread"])
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
+    return fake_cuda.install(monkeypatch)
+
+
+def on_cuda(
+    model: nn.Module, dispatch: Dispatch = "device", **options: Any
+) -> tuple[fxpipe.Pipeline, list[Stream]]:
+    """A pipe over two streams of the stand-in, and these."""
+    options = {"loss": nn.functional.cross_entropy, "microbatches": 4, **options}
+    pipe = fxpipe.compile(model, ["cpu"] * 2, dispatch=dispatch, **options)
+    streams = [Stream(), Stream()]
+    use(pipe, CudaBackend(streams))  # type: ignore[arg-type]
+    return pipe, streams
+
+
+@both
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+def test_a_step_on_given_streams_trains_as_on_cpu_devices(
+    cuda: Cuda, dispatch: Dispatch, schedule: str
+) -> None:
+    torch.manual_seed(0)
+    model = Tiny()
+    plain = copy.deepcopy(model)
+    options: dict[str, Any] = {
+        "schedule": schedule,
+        "optimizer": lambda p: torch.optim.SGD(p, lr=0.1),
+    }
+    pipe, streams = on_cuda(model, dispatch, **options)
+    other = fxpipe.compile(
+        plain, ["cpu"] * 2, loss=nn.functional.cross_entropy, microbatches=4, **options
+    )
+    with pipe, other, within(60):
+        for seed in range(3):
+            x, y = batch(8, seed)
+            assert torch.equal(pipe.step(x, target=y), other.step(x, target=y))
+        told = {print_instruction(x) for own in pipe.program.lists for x in own}
+    loop.assert_same(model.state_dict(), plain.state_dict())
+    assert set(cuda.ranges) == told
+    assert all({"wait", "record"} <= set(stream.given) for stream in streams)
+    assert not cuda.waits  # the host has waited for nothing
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+def test_a_step_returns_when_pinned_memory_of_the_callers_is_read(
+    cuda: Cuda, monkeypatch: pytest.MonkeyPatch, schedule: str
+) -> None:
+    """Where batches overlap the pipe reads copies, so that a step need not wait for them."""
+    waited: list[str] = []
+    pinned: list[int] = []
+    x, y = batch(8)
+    monkeypatch.setattr(Event, "synchronize", lambda self: waited.append("for a copy"))
+    monkeypatch.setattr(
+        Tensor, "is_pinned", lambda self: self.untyped_storage().data_ptr() in pinned
+    )
+    monkeypatch.setattr(Tensor, "pin_memory", Tensor.clone)
+    pipe, _ = on_cuda(Tiny(), schedule=schedule, optimizer=adam)
+    with pipe, within(60):
+        pipe.step(x, target=y)
+        assert not waited
+        pinned.append(x.untyped_storage().data_ptr())
+        pipe.step(x, target=y)
+        assert len(waited) == (schedule == "1f1b")
+
+
+def test_a_batch_of_one_repeated_row_and_a_dense_one_after_it_train_as_the_loop(
+    cuda: Cuda,
+) -> None:
+    torch.manual_seed(0)
+    model = Tiny()
+    plain = copy.deepcopy(model)
+    rows = torch.randn(1, 4).expand(8, 4), torch.randn(8, 4), torch.randn(1, 4).expand(8, 4)
+    y = batch(8)[1]
+    pipe, _ = on_cuda(model)
+    with pipe, within(60):
+        for x in rows:  # a copy in the device's memory repeats nothing
+            made = pipe.step(x, target=y)
+            ran = loop.train(plain, 4, x, loss=nn.functional.cross_entropy, target=y)
+            assert torch.allclose(made, ran.loss)
+    loop.assert_same(loop.gradients(model), loop.gradients(plain), 1e-6)
+
+
+@both
+def test_a_profile_takes_its_times_on_the_streams(cuda: Cuda, dispatch: Dispatch) -> None:
+    x, y = batch(8)
+    pipe, _ = on_cuda(Tiny(), dispatch)
+    with pipe, within(60):
+        pipe.step(x, target=y)
+        found = pipe.profile(x, target=y, steps=2)
+        assert cuda.waits
+        assert found.measured and found.steps == 2
+        for device in range(2):
+            starts, ends = found.events.starts[device], found.events.ends[device]
+            assert all(start <= end for start, end in zip(starts, ends, strict=True))
+            assert all(end <= start for end, start in zip(ends, starts[1:], strict=False))
+        assert all(busy > 0 for busy in found.busy)
+        assert set(pipe.simulate(found.costs, steps=2).costs) == set(found.costs)
+
+
+def test_without_memory_what_the_gpu_holds_is_told(cuda: Cuda) -> None:
+    x, y = batch(8)
+    pipe, _ = on_cuda(Taking(), partition=["second"])
+    with pipe, within(60):
+        pipe.step(x, target=y)
+        x[5, 3] = FAILS_BACK
+        with pytest.raises(DeviceMemoryError) as raised:
+            pipe.step(x, target=y)
+    error = raised.value
+    assert (error.stage, error.microbatch, error.capacity) == (1, 2, 80 << 30)
+    assert "no memory left of its 80.0 GiB: it held up to 79.0 GiB" in str(error)
+
+
+@both
+def test_what_cuda_reports_late_names_the_suspects(
+    cuda: Cuda, dispatch: Dispatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, y = batch(8)
+    pipe, _ = on_cuda(Tiny(), dispatch)
+    with pipe, within(60):
+        monkeypatch.setattr(Event, "done", False)  # the device is behind
+        pipe.step(x, target=y)
+        late = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+        monkeypatch.setattr(Event, "fails", late)
+        with pytest.raises(DeviceError, match="illegal memory access") as raised:
+            pipe.step(x, target=y)
+        assert "backward s0[3] v0" in raised.value.suspects
+        assert "CUDA_LAUNCH_BLOCKING=1" in str(raised.value)
+
+
+def test_with_launches_that_wait_an_error_is_of_its_instruction(
+    cuda: Cuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+    x, y = batch(8)
+    pipe, _ = on_cuda(Tiny())
+    with pipe, within(60):
+        pipe.step(x, target=y)
+        kernel = pipe.plan.stages[1].kernel
+
+        def fails(*_: Any) -> Any:
+            raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+        monkeypatch.setattr(kernel, "backward", fails)
+        with pytest.raises(fxpipe.ExecutionError, match=r"backward s1\[0\] v0.*failed") as raised:
+            pipe.step(x, target=y)
+        assert not isinstance(raised.value, DeviceError)
+
+
+def test_costs_on_a_device_are_the_times_between_its_events(cuda: Cuda) -> None:
+    watch = CudaStopwatch(torch.device("cpu"))
+    marks = [watch.mark() for _ in range(3)]
+    one, both_ = watch.seconds([(marks[0], marks[1]), (marks[0], marks[2])])
+    assert 0 < one < both_ < 1
+    assert cuda.waits == 1
+
+
+# devices
+
+
+def test_streams_are_devices(cuda: Cuda) -> None:
+    one: Any = Stream()
+    two: Any = Stream()
+    places = [one, two, "cpu"]
+    assert read_devices(places) == [one, two, torch.device("cpu")]
+    assert [home(place) for place in read_devices(places)] == [torch.device("cpu")] * 3
+    lanes = CudaBackend([one, two]).lanes
+    assert [each.stream("compute") for each in lanes] == [one, two]
+
+
+def test_a_stream_that_computes_is_nobody_elses(
+    cuda: Cuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = [Stream() for _ in range(6)]
+    turns = itertools.cycle(pool)
+    # a type, as somebody asks whether a device is a stream
+    made = type("Pooled", (Stream,), {"__new__": lambda cls, device=None: next(turns)})
+    monkeypatch.setattr(torch.cuda, "Stream", made)
+    place = torch.device("cpu")
+    lanes = [CudaBackend([place]).lanes[0] for _ in range(3)]
+    computing = [each.stream("compute") for each in lanes]
+    assert len(set(computing)) == 3
+    copying = [each.stream(f"in{k}") for each in lanes for k in range(5)]
+    assert not set(copying) & set(computing)
+    assert set(copying) == set(pool) - set(computing)  # more than there are: they are shared
+    del lanes[0]
+    computing = [CudaBackend([place]).lanes[0].stream("compute"), *computing[1:]]
+    assert len(set(computing)) == 3
+
+
+def test_the_same_stream_twice_is_refused(cuda: Cuda) -> None:
+    stream: Any = Stream()
+    with pytest.raises(InputError, match="stands twice in devices"):
+        read_devices([stream, stream])
+
+
+def test_a_stream_beside_a_cpu_device_is_refused(cuda: Cuda) -> None:
+    stream: Any = Stream("meta")
+    with pytest.raises(InputError, match="name CPU devices or CUDA devices, not both"):
+        read_devices([stream, "cpu"])
+
+
+def test_devices_that_are_not_there_are_refused(
+    cuda: Cuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    given = [torch.device("cuda", 1), torch.device("cuda", 0), torch.device("cuda", 1)]
+    assert read_devices(["cuda", "cuda:0", "cuda:1"]) == given
+    with pytest.raises(InputError, match="there is no cuda:2; the CUDA devices are cuda:0 to"):
+        read_devices(["cuda:0", "cuda:2"])
+    with pytest.raises(InputError, match="there are 2 CUDA devices"):
+        read_devices(3)
+    with pytest.raises(InputError, match="name CPU devices or CUDA devices, not both"):
+        read_devices(["cuda:0", "cpu"])
+
+
+@pytest.mark.parametrize(
+    ("dispatch", "part"),
+    [
+        ("treads", "there is no dispatch 'treads': did you mean 'thread'?"),
+        (None, "there is no dispatch None: the known ones are 'auto', 'device', 'thread'"),
+    ],
+)
+def test_an_unknown_dispatch_is_refused(dispatch: Any, part: str) -> None:
+    with pytest.raises(InputError) as raised:
+        fxpipe.compile(Tiny(), ["cpu"] * 2, dispatch=dispatch)
+    assert part in str(raised.value)

@@ -1,0 +1,363 @@
+"""One thread for all devices: an order in which nothing waits for what comes later, and the same
+results to the bit."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fxpipe
+from fxpipe.errors import InputError, VerificationError
+from fxpipe.ir.dispatch import dispatch_order
+from fxpipe.ir.program import (
+    Barrier,
+    Forward,
+    Launch,
+    Pause,
+    Pop,
+    Program,
+    Receive,
+    Send,
+    Stash,
+    Update,
+)
+from fxpipe.ir.recipe import RECIPES
+from fxpipe.passes.lowering.communicate import communicate
+from fxpipe.passes.lowering.free import free
+from fxpipe.passes.lowering.lower import Lower
+from fxpipe.passes.lowering.streams import Streams
+from fxpipe.passes.runner import run
+from fxpipe.passes.schedule.add_clip import add_clip
+from fxpipe.runtime import choice
+from fxpipe.runtime.choice import hand_over
+from tests.helpers.overlapping import OPTIMIZERS, compiled
+from tests.helpers.plans import chain, skipping
+from tests.helpers.profiles import DEEP
+from tests.helpers.tiny import Snapshot, batch
+from tests.passes.lowering.test_lower import plans, schedules
+from tests.passes.lowering.test_streams import LIBRARY, plain
+
+
+def assert_never_waits(program: Program, order: tuple[int, ...]) -> None:
+    """Replay the order over two windows, with what a host finds when it launches."""
+    recorded: set[tuple[int, int]] = set()
+    sent: set[object] = set()
+    sends = {x.buffer for own in program.lists for x in own if isinstance(x, Send | Stash)}
+    for step in range(2):
+        at = [0] * program.devices
+        meeting: list[int] = []
+        for device in order:
+            x = program.lists[device][at[device]]
+            launch = program.launches[device][at[device]] if program.launches else Launch()
+            for event in launch.waits:
+                if step + event.batch >= 0:
+                    assert (event.number, step + event.batch) in recorded
+            if isinstance(x, Receive | Pop) and (step or x.buffer in sends):
+                assert x.buffer._replace(batch=x.buffer.batch + step) in sent
+            if isinstance(x, Send | Stash):
+                sent.add(x.buffer._replace(batch=x.buffer.batch + step))
+            if isinstance(x, Barrier | Pause):
+                meeting.append(device)
+                if len(meeting) == program.devices:
+                    assert sorted(meeting) == list(range(program.devices))
+                    meeting = []
+            else:
+                assert not meeting
+            if launch.record is not None:
+                recorded.add((launch.record.number, step + launch.record.batch))
+            at[device] += 1
+        assert at == [len(own) for own in program.lists]
+        if not program.depth:
+            break
+
+
+@pytest.mark.parametrize("name", LIBRARY)
+def test_a_thread_never_waits_for_itself(name: str) -> None:
+    for devices, microbatches in ((1, 3), (2, 4), (4, 9)):
+        before = plain(name, devices, microbatches)
+        for program in (before, Streams()(before)):
+            assert_never_waits(program, dispatch_order(program))
+
+
+@given(st.data())
+def test_any_schedule_over_any_edges_has_an_order(data: st.DataObject) -> None:
+    plan, trains = data.draw(plans()), data.draw(st.booleans())
+    schedule = data.draw(schedules(len(plan.stages), trains))
+    before = run(schedule, Lower(plan, updates=trains), communicate, free)
+    for program in (before, run(before, Streams(data.draw(st.integers(0, 3))))):
+        assert_never_waits(program, dispatch_order(program))
+
+
+def test_barriers_and_pauses_are_launched_on_all_devices_together() -> None:
+    paused = Streams()(plain("gpipe", 3, 3, pause=True))
+    assert any(isinstance(x, Pause) for own in paused.lists for x in own)
+    assert_never_waits(paused, dispatch_order(paused))
+    clips = run(add_clip(RECIPES["1f1b"](3, 3)), Lower(chain(3)), communicate, free)
+    for clipped in (clips, run(clips, Streams())):
+        assert_never_waits(clipped, dispatch_order(clipped))
+
+
+def test_a_later_device_has_work_before_an_earlier_one_has_all_of_its_own() -> None:
+    before = plain("gpipe", 4, 8)
+    for program in (before, Streams()(before)):
+        assert_wave_by_wave(program)
+
+
+def assert_wave_by_wave(program: Program) -> None:
+    order, at = dispatch_order(program), [0] * program.devices
+    forwards: list[tuple[int, int]] = []
+    for device in order:
+        x = program.lists[device][at[device]]
+        at[device] += 1
+        if isinstance(x, Forward):
+            forwards.append((device, x.microbatch))
+    # wave by wave, as on devices that work at the same time
+    assert all(i + device <= j + other + 1 for (device, i), (other, j) in ahead(forwards))
+
+
+def ahead(
+    forwards: list[tuple[int, int]],
+) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    """Each with what comes behind it."""
+    return [(one, two) for k, one in enumerate(forwards) for two in forwards[k + 1 :]]
+
+
+@pytest.mark.parametrize("slow", range(4))
+@pytest.mark.parametrize(("microbatches", "delay"), [(3, 1), (2, 2), (1, 3), (5, 2)])
+def test_an_update_comes_after_those_that_it_awaits_whoever_is_slow(
+    microbatches: int, delay: int, slow: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A failure takes all stages back to one version, which each must still have."""
+    costs: dict[Any, float] = {slow: 100.0}
+    monkeypatch.setattr(
+        "fxpipe.ir.dispatch.usual_cost", lambda x: costs.get(getattr(x, "stage", None), 1.0)
+    )
+    schedule = RECIPES["1f1b-async"].delayed(delay)(4, microbatches)
+    assert schedule.versions().awaited
+    program = run(schedule, Lower(skipping(4)), communicate, free)
+    newest = [0] * 4
+    for step in range(6):
+        at = [0] * 4
+        for device in dispatch_order(program):
+            x = program.lists[device][at[device]]
+            at[device] += 1
+            if isinstance(x, Update) and step + x.batch >= 0:
+                assert newest[x.stage] == step + x.writes - 1
+                assert min(newest) >= newest[x.stage] + 1 - delay
+                newest[x.stage] += 1
+
+
+def test_turns_take_every_device_to_the_end_of_its_list() -> None:
+    program = plain("gpipe", 3, 3, pause=True)
+    at = [0] * 3
+    for device, end in program.turns:
+        assert end > at[device]
+        at[device] = end
+    assert at == [len(own) for own in program.lists]
+
+
+def test_a_program_that_gets_stuck_is_refused() -> None:
+    good = plain("1f1b", 2, 2)
+    position = next(k for k, x in enumerate(good.lists[0]) if isinstance(x, Send))
+    late = tuple(good.lists[0][:position] + good.lists[0][position + 1 :])
+    lists = ((*late, good.lists[0][position]), *good.lists[1:])
+    with pytest.raises(InputError, match=r"gets stuck; Program.verify\(\) tells where"):
+        dispatch_order(replace(good, lists=lists))
+
+
+class Seen(nn.Module):
+    """Notes in which threads it runs."""
+
+    def __init__(self, threads: set[str]) -> None:
+        super().__init__()
+        self.threads = threads
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.threads.add(threading.current_thread().name)
+        return x.tanh()
+
+
+def model_of(*middle: nn.Module) -> nn.Sequential:
+    """Six layers in double precision."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(4, 6),
+        nn.BatchNorm1d(6),
+        *(middle or (nn.Tanh(),)),
+        nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.2)),
+        nn.BatchNorm1d(6),
+        nn.Linear(6, 3),
+    ).double()
+
+
+@st.composite
+def settings_of(draw: st.DrawFn) -> dict[str, Any]:
+    """Options of a pipe in which its devices have different things to do."""
+    return {
+        "devices": draw(st.integers(1, 3)),
+        "schedule": draw(st.sampled_from([name for name in LIBRARY if name != "inference"])),
+        "microbatches": draw(st.integers(2, 4)),
+        "optimizer": OPTIMIZERS[draw(st.sampled_from(["sgd", "adamw"]))],
+        "recompute": draw(st.sampled_from(["never", "always", "except_last"])),
+        "clip_norm": draw(st.sampled_from([None, 0.1])),
+        "deferred_batchnorm": draw(st.booleans()),
+        "leaf_modules": draw(st.sampled_from([(), ("2",)])),
+    }
+
+
+@pytest.mark.usefixtures("one_thread")
+@settings(max_examples=200 if DEEP else 10)
+@given(settings_of(), st.lists(st.sampled_from([8, 8, 5]), min_size=2, max_size=4))
+def test_whoever_runs_the_lists_results_are_the_same_to_the_bit(
+    options: dict[str, Any], sizes: list[int]
+) -> None:
+    found: list[tuple[list[Tensor], Snapshot] | str] = []
+    for dispatch in ("device", "thread"):
+        threads: set[str] = set()
+        model = model_of(Seen(threads)) if options["leaf_modules"] else model_of()
+        try:
+            with compiled(model, loss=cross_entropy, dispatch=dispatch, **options) as pipe:
+                made = [pipe.step(x.double(), target=y) for x, y in map(batch, sizes)]
+                x, y = batch(4)
+                cross_entropy(pipe(x.double()), y).backward()
+                made += [*map(torch.as_tensor, [pipe.grad_norm or 0.0]), pipe.eval()(x.double())]
+                found.append((made, Snapshot.of(pipe)))
+                count = 1 if dispatch == "thread" else options["devices"]
+                assert len(pipe._engine._workers) == count
+        except (
+            InputError,
+            VerificationError,
+        ) as error:  # such as for clipping where stages have different delays
+            found.append(str(error))
+    one, other = found
+    if isinstance(one, str) or isinstance(other, str):
+        assert one == other
+        return
+    assert all(map(torch.equal, one[0], other[0]))
+    assert not list(one[1].differences(other[1]))
+
+
+def watched(**options: Any) -> tuple[fxpipe.Pipeline, set[str]]:
+    """A pipe over two devices, and the threads in which its stages run."""
+    threads: set[str] = set()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), Seen(threads), nn.Linear(6, 3), Seen(threads))
+    options = {"microbatches": 2, "loss": cross_entropy, **options}
+    pipe = fxpipe.compile(model, ["cpu"] * 2, partition=["2"], leaf_modules=[Seen], **options)
+    return pipe, threads
+
+
+@pytest.mark.parametrize(
+    ("lock", "processors", "said"),
+    [
+        (1.0, 2, "one thread runs the lists of all devices: an operation takes"),
+        (0.0, 2, "a thread for each device: an operation takes"),
+        (0.0, 1, "one thread runs the lists of all devices, as there is one processor"),
+    ],
+)
+def test_one_thread_runs_operations_that_are_shorter_than_a_hand_over(
+    lock: float,
+    processors: int,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(choice, "hand_over", lambda: lock)
+    monkeypatch.setattr(choice, "processors", lambda: processors)
+    monkeypatch.setattr(choice, "LONG", 1.0)
+    pipe, threads = watched(verbose=True)
+    with pipe:
+        x, y = batch()
+        pipe.step(x, target=y)
+        threads.clear()
+        pipe.step(x, target=y)
+        assert threads == ({"fxpipe-0"} if "one thread" in said else {"fxpipe-0", "fxpipe-1"})
+    assert capsys.readouterr().err.count(said) == 1
+
+
+def test_operations_that_are_long_on_any_machine_are_not_compared(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(choice, "hand_over", lambda: pytest.fail("it is measured"))
+    monkeypatch.setattr(choice, "LONG", 0.0)
+    pipe, _ = watched()
+    with pipe, caplog.at_level(logging.INFO, "fxpipe"):
+        x, y = batch()
+        pipe.step(x, target=y)
+        assert len(pipe._engine._workers) == 2
+    assert "a thread for each device: an operation takes" in caplog.text
+
+
+def test_it_is_chosen_anew_for_whatever_else_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "LONG", 1.0)
+    monkeypatch.setattr(choice.Choice, "took", lambda *_, **__: None)
+    pipe, threads = watched()
+    with pipe:
+        for samples, lock, count in ((8, 1.0, 1), (6, 0.0, 2), (8, 0.0, 1), (6, 1.0, 2)):
+            monkeypatch.setattr(choice, "hand_over", lambda lock=lock: lock)
+            x, y = batch(samples)
+            pipe.step(x, target=y)
+            threads.clear()
+            pipe.step(x, target=y)
+            assert len(threads) == count
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+def test_operations_that_turn_out_long_get_a_thread_for_each_device(
+    schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was measured may have been of a smaller batch. Nothing but the time changes."""
+    monkeypatch.setattr(choice, "LONG", 1.0)
+    monkeypatch.setattr(choice, "hand_over", lambda: 1.0)
+    options = {"schedule": schedule, "optimizer": OPTIMIZERS["adamw"]}
+    pipe, threads = watched(**options)
+    other, _ = watched(dispatch="device", **options)
+    counts: list[int] = []
+    with pipe, other:
+        for step in range(8):
+            if step == 1:  # as if the operations had become longer, in what is compiled already
+                monkeypatch.setattr(choice, "hand_over", lambda: 0.0)
+            threads.clear()
+            x, y = batch(8, step)
+            assert torch.equal(pipe.step(x, target=y), other.step(x, target=y))
+            pipe.flush() if step == 7 else None
+            counts.append(len(threads & {"fxpipe-0", "fxpipe-1"}))
+        assert counts[: choice.RUNS] == [1] * choice.RUNS and counts[-2:] == [2, 2]
+    assert not list(Snapshot.of(pipe).differences(Snapshot.of(other)))
+
+
+def test_operations_are_counted_as_torch_sees_them() -> None:
+    calls: list[str] = []
+
+    class Counting(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            calls.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    x = batch(2)[0].double()
+    with fxpipe.compile(model_of().eval(), 1, microbatches=1) as pipe:
+        pipe(x)
+        (stage,) = pipe.plan.stages
+        assert stage.forward is not None
+        state = pipe.state_dict()
+        arguments = [state[a.target] for a in (*stage.parameters, *stage.buffers)]
+        with torch.no_grad(), Counting():  # type: ignore[no-untyped-call]
+            stage.forward.forward([*arguments, x])
+        assert choice.operations(pipe.plan, backward=False) == len(calls)
+
+
+def test_handing_over_is_measured_once() -> None:
+    assert 0 < hand_over() == hand_over()

@@ -1,0 +1,294 @@
+"""Devices with streams behind an ordinary pipe, where lanes do on the CPU what they are given."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fxpipe
+from fxpipe.errors import DeviceError, DeviceMemoryError
+from fxpipe.ir.program import Backward, Program
+from fxpipe.runtime.choice import Dispatch
+from fxpipe.runtime.devices.backend import Room
+from fxpipe.runtime.host import BatchHost
+from fxpipe.runtime.weights.live import LiveWeights
+from fxpipe.runtime.weights.versions import VersionedWeights
+from fxpipe.text.instruction import print_instruction
+from tests.helpers.eager_lanes import Backend, LateError, launched
+from tests.helpers.tiny import Tiny, batch, within
+from tests.oracles import loop
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+both = pytest.mark.parametrize("dispatch", ["device", "thread"])
+
+
+@both
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])
+def test_a_step_that_is_launched_gives_the_loops_gradients(
+    schedule: str, dispatch: Dispatch
+) -> None:
+    torch.manual_seed(0)
+    model = Tiny()
+    alone = copy.deepcopy(model)
+    x, y = batch(8)
+    pipe, backend = launched(model, 3, dispatch, schedule=schedule)
+    with pipe, within(60):
+        for _ in range(2):
+            made = pipe.step(x, target=y)
+            expected = loop.train(alone, 4, x, loss=nn.functional.cross_entropy, target=y)
+            assert torch.equal(made, expected.loss)
+        program = pipe.program
+    loop.assert_same(loop.gradients(model), loop.gradients(alone))
+    loop.assert_same(model.state_dict(), alone.state_dict())
+    assert backend.calls == {"begin": 2, "end": 2}
+    for lanes, own, launches in zip(backend.lanes, program.lists, program.launches, strict=True):
+        done = [entry for entry in lanes.log if not entry[1].startswith("wait")]
+        told = [(n.stream, print_instruction(x)) for x, n in zip(own, launches, strict=True)]
+        assert done == told * 2
+        waits = sum(len(launch.waits) for launch in launches)
+        assert len(lanes.log) - len(done) == 2 * waits
+    assert not any(wires.events._marks for wires in backend.wires_)
+
+
+@both
+def test_batches_that_overlap_wait_for_events_of_the_step_before(dispatch: Dispatch) -> None:
+    torch.manual_seed(0)
+    model, plain = Tiny(), Tiny()
+    plain.load_state_dict(model.state_dict())
+    make: dict[str, Any] = {
+        "schedule": "2bw",
+        "optimizer": lambda p: torch.optim.SGD(p, lr=0.1),
+    }
+    pipe, _ = launched(model, 2, dispatch, **make)
+    other = fxpipe.compile(
+        plain, ["cpu"] * 2, loss=nn.functional.cross_entropy, microbatches=4, **make
+    )
+    with pipe, other, within(60):
+        for seed in range(4):
+            x, y = batch(8, seed)
+            assert torch.equal(pipe.step(x, target=y), other.step(x, target=y))
+        waits = [e.batch for own in pipe.program.launches for n in own for e in n.waits]
+        assert -1 in waits
+    loop.assert_same(model.state_dict(), plain.state_dict())
+
+
+@both
+def test_a_call_and_its_backward_are_launched_in_two_parts(dispatch: Dispatch) -> None:
+    torch.manual_seed(0)
+    model = Tiny()
+    alone = copy.deepcopy(model)
+    x, y = batch(8)
+    pipe, backend = launched(model, 3, dispatch)
+    with pipe, within(60):
+        nn.functional.cross_entropy(pipe(x), y).backward()
+    for part in x.split(2):
+        alone(part)  # the statistics of BatchNorm are those of micro-batches
+    assert backend.calls == {"begin": 2, "end": 2}
+    loop.assert_same(dict(model.named_buffers()), dict(alone.named_buffers()))
+    assert all(p.grad is not None for p in model.parameters())
+
+
+@both
+def test_gradients_are_clipped_across_devices(dispatch: Dispatch) -> None:
+    """Norms meet at every stage: nothing may wait for what is launched later."""
+    torch.manual_seed(0)
+    model, plain = Tiny(), Tiny()
+    plain.load_state_dict(model.state_dict())
+    options: dict[str, Any] = {
+        "optimizer": lambda p: torch.optim.SGD(p, lr=0.1),
+        "clip_norm": 0.1,
+    }
+    pipe, _ = launched(model, 2, dispatch, **options)
+    other = fxpipe.compile(
+        plain, ["cpu"] * 2, loss=nn.functional.cross_entropy, microbatches=4, **options
+    )
+    x, y = batch(8)
+    with pipe, other, within(60):
+        pipe.step(x, target=y)
+        other.step(x, target=y)
+        assert pipe.grad_norm == other.grad_norm
+    loop.assert_same(model.state_dict(), plain.state_dict())
+
+
+@both
+def test_a_device_without_memory_stops_the_others_and_says_what_was_predicted(
+    dispatch: Dispatch,
+) -> None:
+    torch.manual_seed(0)
+    pipe, backend = launched(Tiny(), 3, dispatch)
+    x, y = batch(8)
+    with pipe, within(60):
+        pipe.step(x, target=y)
+        backend.lanes[1].lacks = "backward s1[1] v0"
+        with pytest.raises(DeviceMemoryError) as caught:
+            pipe.step(x, target=y)
+        error = caught.value
+        assert isinstance(error.__cause__, torch.OutOfMemoryError)
+        assert (error.device, error.stage, error.microbatch) == (1, 1, 1)
+        assert error.instruction == "backward s1[1] v0"
+        assert error.predicted == pipe.simulate().memory[1].peak
+        assert error.capacity == 6 << 20
+        text = str(error)
+        for part in (
+            "backward s1[1] v0 (stage 1, micro-batch 1) failed",
+            "fake:1 has no memory left of its 6.0 MiB: it held up to 5.0 MiB",
+            f"({error.predicted} bytes) were predicted at the device's peak",
+            "Take more micro-batches",
+            "recompute",
+            "the weights are as before the step",
+        ):
+            assert part in text
+        backend.lanes[1].lacks = ""
+        pipe.step(x, target=y)
+
+
+def test_devices_that_share_memory_are_predicted_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    pipe, backend = launched(Tiny(), 3)
+    monkeypatch.setattr(backend, "room", lambda device: Room("fake", 1, 2))
+    backend.lanes[0].lacks = "forward s0[0] v0 keep"
+    x, y = batch(8)
+    with pipe, within(60), pytest.raises(DeviceMemoryError, match="for the 3 devices that share"):
+        pipe.step(x, target=y)
+
+
+@both
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+def test_the_caller_uses_what_devices_make_only_after_them(
+    schedule: str, dispatch: Dispatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loss, an output and a roll-back come right after the caller's stream waits for all."""
+    log: list[str] = []
+
+    def told(name: str, owner: Any, method: str) -> None:
+        original = getattr(owner, method)
+
+        def call(*args: Any) -> Any:
+            log.append(name)
+            return original(*args)
+
+        monkeypatch.setattr(owner, method, call)
+
+    told("begin", Backend, "begin")
+    told("end", Backend, "end")
+    told("use", BatchHost, "loss")
+    told("use", LiveWeights, "roll_back")
+    told("use", VersionedWeights, "recover")
+    pipe, backend = launched(
+        Tiny(), 2, dispatch, schedule=schedule, optimizer=lambda p: torch.optim.SGD(p, lr=0.1)
+    )
+    with pipe, within(60):
+        for seed in range(3):
+            x, y = batch(8, seed)
+            pipe.step(x, target=y)
+        pipe.flush()
+        assert log.count("use") == 3
+        backwards = [x for x in pipe.program.lists[1] if isinstance(x, Backward)]
+        backend.lanes[1].lacks = print_instruction(backwards[0])
+        with pytest.raises(DeviceMemoryError):
+            pipe.step(x, target=y)
+            pipe.flush()
+        backend.lanes[1].lacks = ""
+    assert log.count("use") >= 4
+    last = [log[at - 1] for at, entry in enumerate(log) if entry == "use"]
+    assert set(last) == {"end"}
+
+
+@both
+def test_statistics_of_a_batch_are_computed_where_its_forwards_are(dispatch: Dispatch) -> None:
+    pipe, backend = launched(
+        Tiny(),
+        2,
+        dispatch,
+        schedule="2bw",
+        deferred_batchnorm=True,
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
+    )
+    x, y = batch(8)
+    with pipe, within(60):
+        pipe.step(x, target=y)
+    assert all(("compute", "statistics") in lanes.log for lanes in backend.lanes)
+
+
+@both
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+def test_what_fails_late_is_among_the_suspects(schedule: str, dispatch: Dispatch) -> None:
+    torch.manual_seed(0)
+    options = {} if schedule == "1f1b" else {"optimizer": lambda p: torch.optim.SGD(p, lr=0.1)}
+    pipe, backend = launched(Tiny(), 2, dispatch, schedule=schedule, **options)
+    x, y = batch(8)
+    with pipe, within(60):
+        pipe.step(x, target=y)
+        lanes = backend.lanes[1]
+        lanes.breaks, lanes.asked = "backward s1[1] v0", 3
+        if schedule == "2bw":  # versions are others
+            lanes.breaks = next(
+                print_instruction(x) for x in pipe.program.lists[1] if isinstance(x, Backward)
+            )
+        with pytest.raises(DeviceError) as caught:
+            for _ in range(3):
+                pipe.step(x, target=y)
+            pipe.flush()
+        error = caught.value
+        assert isinstance(error.__cause__, LateError)
+        assert error.instruction == error.suspects[0]
+        assert lanes.breaks in error.suspects
+        text = str(error)
+        assert "device 1 (fake:1), stream compute, since " in text
+        assert "CUDA_LAUNCH_BLOCKING=1" in text and "start it again" in text
+
+
+def test_what_is_known_to_be_done_is_not_suspected() -> None:
+    torch.manual_seed(0)
+    pipe, backend = launched(Tiny(), 2)
+    x, y = batch(8)
+    with pipe, within(60):
+        pipe.step(x, target=y)
+        backend.lanes[0].breaks, backend.lanes[0].asked = "backward s0[3] v0", 0
+        with pytest.raises(DeviceError) as caught:
+            pipe.step(x, target=y)
+            pipe.step(x, target=y)
+        assert "forward s0[0] v0 keep" not in caught.value.suspects
+        assert not any(" s1[" in suspect for suspect in caught.value.suspects)
+
+
+def test_a_failure_that_nobody_asked_about_is_told_when_the_next_step_begins() -> None:
+    torch.manual_seed(0)
+    pipe, backend = launched(Tiny(), 2)
+    x, y = batch(8)
+    with pipe, within(60):
+        pipe.step(x, target=y)
+        backend.lanes[0].breaks, backend.lanes[0].asked = "backward s0[3] v0", 1000
+        pipe.step(x, target=y)
+        backend.lanes[0].asked = 0
+        with pytest.raises(DeviceError, match="when a step began or ended") as caught:
+            pipe.step(x, target=y)
+        assert "backward s0[3] v0" in caught.value.suspects
+
+
+def test_who_waits_for_an_event_is_woken_when_the_run_stops() -> None:
+    from fxpipe.ir.program import Event, Launch
+    from fxpipe.runtime.devices.launching import Events
+    from fxpipe.runtime.interpreter import Stopped
+
+    program = Program("x", 1, (0,), (), ((),), (), ((Launch(waits=(Event(0),)),),))
+    events = Events(program)
+    caught: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            events.find(Event(0))
+        except Stopped as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    events.stop()
+    thread.join(60)
+    assert len(caught) == 1

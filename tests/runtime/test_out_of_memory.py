@@ -1,0 +1,97 @@
+"""A device without memory: what was predicted for it, and what to do about it."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import fxpipe
+from fxpipe import DeviceMemoryError
+from tests.helpers.tiny import adam, batch, within
+from tests.runtime.test_failures import FAILS, FAILS_BACK
+
+pytestmark = pytest.mark.timeout(600, method="thread")
+
+
+@torch.library.custom_op("fxpipe_tests::take", mutates_args=())
+def take(x: Tensor, orders: Tensor) -> Tensor:
+    if (orders == FAILS).any():
+        return torch.empty(1 << 55, dtype=torch.uint8)  # no machine has it
+    if (orders == FAILS_BACK).any():
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    return x.clone()
+
+
+take.register_fake(lambda x, orders: torch.empty_like(x))
+take.register_autograd(lambda ctx, gradient: (gradient, None), setup_context=lambda *_, **__: None)
+
+
+class Taking(nn.Module):
+    """The second layer takes memory as the last column tells it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = take(self.second(self.first(x)), x[:, 3])
+        return h
+
+
+@pytest.mark.parametrize("order", [FAILS, FAILS_BACK], ids=["CPU", "CUDA"])
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+def test_without_memory_the_prediction_and_the_cure_are_named(schedule: str, order: float) -> None:
+    x, y = batch()
+    torch.manual_seed(0)
+    with fxpipe.compile(
+        Taking(),
+        ["cpu"] * 2,
+        schedule=schedule,
+        microbatches=3,
+        partition=["second"],
+        loss=functional.cross_entropy,
+        optimizer=adam,
+    ) as pipe:
+        pipe.step(x, target=y)
+        pipe.flush()
+        predicted = [memory.peak for memory in pipe.simulate().memory]
+        x[5, 3] = order
+        with within(5), pytest.raises(DeviceMemoryError) as raised:
+            pipe.step(x, target=y)
+            pipe.flush()
+        error = raised.value
+        assert (error.device, error.stage, error.microbatch) == (1, 1, 2)
+        assert error.predicted == predicted[1]
+        assert error.capacity == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        for part in (
+            "instruction ",
+            "forward s1[2]",
+            "(stage 1, micro-batch 2) failed",
+            f"({predicted[1]} bytes) were predicted at the device's peak, and ",
+            "for the 2 devices that share it",
+            "Take more micro-batches",
+            "recompute",
+            "1f1b",
+            "partition",
+            "the weights are",
+        ):
+            assert part in str(error), part
+        x[5, 3] = 0
+        pipe.step(x, target=y)
+
+
+def test_without_memory_in_the_first_step_there_is_a_prediction_too() -> None:
+    x, y = batch()
+    with fxpipe.compile(
+        Taking(), ["cpu"] * 2, microbatches=3, partition=["second"], loss=functional.cross_entropy
+    ) as pipe:
+        pipe.prepare(x, target=y)
+        x[5, 3] = FAILS
+        with pytest.raises(DeviceMemoryError) as raised:
+            pipe.step(x, target=y)
+        assert raised.value.predicted

@@ -1,0 +1,291 @@
+"""Steps that overlap without a flush: equal to a loop with delayed gradients, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxpipe
+from fxpipe.ir.recipe import find_recipe
+from tests.helpers.overlapping import ADAMW, LOSSES, MORE, OPTIMIZERS, SGD, compiled, make
+from tests.helpers.profiles import DEEP
+from tests.models.test_split_training import scores
+from tests.oracles.delayed import MSE, DelayedLoop, Factory, PredictedLoop
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def compare(
+    case: str,
+    optimizer: str,
+    devices: int,
+    microbatches: int,
+    *,
+    schedule: str = "2bw",
+    delay: int = 1,
+    batches: int = 20,
+    flush_at: tuple[int, ...] = (),
+) -> fxpipe.Pipeline:
+    """Losses, parameters, buffers and the optimizers' states, after so many batches."""
+    model, data = make(case, batches, microbatches + 1)
+    factory, loss = OPTIMIZERS[optimizer], LOSSES[case]
+    expected = DelayedLoop.beside(model, factory, microbatches, loss=loss, delay=delay)
+    with compiled(model, devices, microbatches, factory, schedule=schedule, loss=loss) as pipe:
+        for t, (x, y) in enumerate(data):
+            assert torch.equal(pipe.step(x, target=y), expected.step(x, y)), f"loss of batch {t}"
+            if t in flush_at:
+                pipe.flush()
+                expected.assert_same(model)
+        pipe.flush()
+        expected.assert_same(model)
+        ours = {p: state for o in pipe.optimizers if o is not None for p, state in o.state.items()}
+        for here, there in zip(model.parameters(), expected.model.parameters(), strict=True):
+            for key, value in expected.optimizer.state[there].items():
+                if isinstance(value, Tensor):
+                    assert torch.equal(ours[here][key], value), key
+    return pipe
+
+
+CASES = [
+    ("mlp", "sgd", 2, 1),
+    ("mlp", "adamw", 3, 2),
+    ("mlp", "groups", 4, 3),
+    ("mlp", "foreach", 4, 6),
+    ("mlp", "fused", 3, 3),
+    ("mlp", "own", 6, 5),
+    ("unet", "sgd", 2, 2),
+    ("unet", "adamw", 3, 4),
+    ("transformer", "adamw", 4, 4),
+    ("transformer", "sgd", 2, 3),
+]
+if DEEP:
+    CASES = [
+        (case, optimizer, p, m)
+        for case in LOSSES
+        for optimizer in ("sgd", "adamw")
+        for p in (2, 3, 4, 6)
+        for m in range(max(p - 1, 1), 2 * p + 1)
+    ]
+
+
+@pytest.mark.parametrize(("case", "optimizer", "devices", "microbatches"), CASES)
+def test_two_buffered_weights_are_the_loop_with_gradients_one_version_late(
+    case: str, optimizer: str, devices: int, microbatches: int
+) -> None:
+    pipe = compare(case, optimizer, devices, microbatches, flush_at=(7, 12))
+    # the stash of 1F1B: a stage holds its distance from the end
+    assert pipe.stashed == {s: min(devices - s, microbatches + 1) for s in range(devices)} or (
+        pipe.stashed == {s: devices - s for s in range(devices)}
+    )
+
+
+@pytest.mark.parametrize(("devices", "microbatches", "delay"), [(4, 1, 3), (4, 2, 2), (3, 3, 1)])
+def test_one_f_one_b_without_flush_takes_any_number_of_micro_batches(
+    devices: int, microbatches: int, delay: int
+) -> None:
+    assert find_recipe("1f1b-async")(devices, microbatches).delay == delay
+    compare("mlp", "sgd", devices, microbatches, schedule="1f1b-async", delay=delay)
+
+
+@pytest.mark.parametrize("vertical", [False, True])
+def test_pipedream_reads_as_many_versions_late_as_stages_follow(vertical: bool) -> None:
+    model, data = make("mlp", 12, 4)
+    alone = copy.deepcopy(model)
+    schedule = "pipedream-vertical" if vertical else "pipedream"
+    with compiled(model, 3, 1, schedule=schedule) as pipe:
+        losses = [pipe.step(x, target=y) for x, y in data]
+        owner = {a.target: s.index for s in pipe.plan.stages for a in s.parameters}
+        delays = {name: 2 if vertical else 2 - stage for name, stage in owner.items()}
+        pipe.flush()
+        versions = [3, 3, 3] if vertical else [3, 2, 1]
+        assert pipe.weight_versions == versions
+    expected = DelayedLoop(alone, SGD(alone.parameters()), MSE, 1, delays.__getitem__)
+    assert [float(x) for x in losses] == [float(x) for x in expected.run(data)]
+    expected.assert_same(model)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "microbatches", "live"), [("2bw", 4, 2), ("2bw", 2, 2), ("1f1b-async", 1, 3)]
+)
+def test_exactly_so_many_versions_live_as_the_delay_asks_for(
+    schedule: str, microbatches: int, live: int
+) -> None:
+    model, data = make("mlp", 8, 4)
+    size = sum(p.numel() * p.element_size() for p in model.parameters())
+    with compiled(model, 3, microbatches, schedule=schedule) as pipe:
+        assert pipe.weight_versions == []
+        for x, y in data:
+            pipe.step(x, target=y)
+        pipe.flush()
+        assert pipe.weight_versions == [live] * 3
+        assert sum(pipe.weight_bytes) == live * size
+        assert pipe._engine.progress.versions is not None
+        assert pipe._engine.progress.versions.most_versions == [live] * 3
+        assert pipe.schedule.versions().live == (live,) * 3
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize(
+    ("schedule", "microbatches", "delay"), [("2bw", 3, 1), ("1f1b-async", 1, 2)]
+)
+def test_predicted_weights_are_where_the_momentum_points(
+    schedule: str, microbatches: int, delay: int, optimizer: str
+) -> None:
+    model, data = make("mlp", 10, 4)
+    factory = OPTIMIZERS[optimizer]
+    expected = PredictedLoop.beside(model, factory, microbatches, delay=delay)
+    with compiled(model, 3, microbatches, factory, schedule=schedule, predict=True) as pipe:
+        for t, (x, y) in enumerate(data):
+            torch.testing.assert_close(
+                pipe.step(x, target=y), expected.step(x, y), rtol=1e-12, atol=1e-12
+            )
+            if t == 4:
+                pipe.flush()
+        assert "predict" in str(pipe.schedule).splitlines()[0]
+        assert fxpipe.Schedule.parse(str(pipe.schedule)) == pipe.schedule
+        pipe.flush()
+        # the newest, and a predicted one for each version that a batch may read; in flight those
+        # too that a failure would go back to
+        assert pipe.weight_versions == [1 + delay + 1] * 3
+        assert pipe._engine.progress.versions is not None
+        assert max(pipe._engine.progress.versions.most_versions) <= 2 * (delay + 1)
+    expected.assert_same(model, 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("factory", "message"),
+    [
+        (lambda p: torch.optim.SGD(p, lr=0.1), "this SGD has none"),
+        (lambda p: torch.optim.Rprop(p), "no momentum of Rprop"),
+    ],
+)
+def test_prediction_without_a_momentum_is_refused(factory: Factory, message: str) -> None:
+    model, [(x, y)] = make("mlp", 1, 4)
+    with (
+        compiled(model, 2, 2, factory, predict=True) as pipe,
+        pytest.raises(fxpipe.InputError, match=message),
+    ):
+        pipe.step(x, target=y)
+
+
+@pytest.mark.parametrize("optimizer", [None, SGD])
+@pytest.mark.parametrize(
+    "schedule",
+    ["1f1b", "schedule mine stages=1 microbatches=1 delay=0 predict\nplace 0\n0: F0 B0 U"],
+)
+def test_prediction_where_every_batch_reads_the_newest_weights_is_refused(
+    schedule: str, optimizer: Factory | None
+) -> None:
+    predict = schedule == "1f1b"  # the other says so itself
+    with pytest.raises(fxpipe.InputError, match="there are none to predict; leave predict out"):
+        fxpipe.compile(nn.Linear(2, 2), 1, schedule=schedule, optimizer=optimizer, predict=predict)
+
+
+def test_batches_may_differ_in_size_and_in_number_of_micro_batches() -> None:
+    model, _ = make("mlp", 1, 1)
+    sizes = [9, 8, 3, 12, 2, 9]
+    data = [(torch.randn(n, 6).double(), torch.randn(n, 6).double()) for n in sizes]
+    expected = DelayedLoop.beside(model, SGD, 0)
+    with fxpipe.compile(model, 2, schedule="2bw", loss=MSE, optimizer=SGD) as pipe:
+        for x, y in data:
+            expected.microbatches = min(8, len(x))
+            assert torch.equal(pipe.step(x, target=y), expected.step(x, y))
+    expected.assert_same(model)
+
+
+@pytest.mark.parametrize("predict", [False, True])
+def test_a_batch_too_short_to_overlap_is_flushed_and_reads_the_version_that_it_would(
+    predict: bool,
+) -> None:
+    """Two micro-batches on four devices are too few for a delay of 1; the last batch has one."""
+    model, _ = make("mlp", 1, 1)
+    data = [(torch.randn(n, 6).double(), torch.randn(n, 6).double()) for n in (8, 9, 2, 8, 8, 1)]
+    expected = (PredictedLoop if predict else DelayedLoop).beside(model, SGD, 4)
+    with compiled(model, 4, 4, predict=predict) as pipe:
+        for x, y in data:
+            expected.microbatches = min(4, len(x))
+            torch.testing.assert_close(
+                pipe.step(x, target=y), expected.step(x, y), rtol=1e-12, atol=1e-12
+            )
+    expected.assert_same(model, 1e-12 if predict else 0.0)
+
+
+def test_a_learning_rate_scheduler_counts_for_the_batch_after_its_step() -> None:
+    model, data = make("mlp", 10, 6)
+    x, y = data[0]
+    expected = DelayedLoop.beside(model, ADAMW, 4)
+    with compiled(model, 4, 4, ADAMW, example=((x,), {"target": y})) as pipe:
+        decays = decays_of(pipe, expected)
+        for x, y in data:
+            pipe.step(x, target=y)
+            expected.step(x, y)
+            for each in decays:
+                each.step()
+    expected.assert_same(model)
+
+
+@pytest.mark.parametrize("name", MORE)
+def test_any_optimizer_trains_with_a_learning_rate_scheduler(name: str) -> None:
+    model, data = make("mlp", 7, 4)
+    expected = DelayedLoop.beside(model, MORE[name], 3)
+    with compiled(model, 3, 3, MORE[name], tracer="symbolic") as pipe:
+        pipe.prepare(data[0][0], target=data[0][1])
+        decays = decays_of(pipe, expected)
+        for x, y in data:
+            assert torch.equal(pipe.step(x, target=y), expected.step(x, y))
+            for each in decays:
+                each.step()
+    expected.assert_same(model)
+
+
+def decays_of(
+    pipe: fxpipe.Pipeline, expected: DelayedLoop
+) -> list[torch.optim.lr_scheduler.ExponentialLR]:
+    """A scheduler of the learning rate for each optimizer of the pipe, and for the loop's."""
+    return [
+        torch.optim.lr_scheduler.ExponentialLR(each, 0.7)
+        for each in (*pipe.optimizers, expected.optimizer)
+        if each is not None
+    ]
+
+
+def test_a_learning_rate_scheduler_that_steps_before_any_batch_is_warned_of() -> None:
+    model, [(x, y)] = make("mlp", 1, 4)
+    with compiled(model, 2, 3, tracer="symbolic") as pipe:
+        pipe.prepare(x, target=y)
+        optimizer = next(own for own in pipe.optimizers if own is not None)
+        decay = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
+        with pytest.warns(UserWarning, match=r"lr_scheduler.step\(\)` before `optimizer.step"):
+            decay.step()
+
+
+def test_a_weight_that_two_stages_read_is_of_one_version() -> None:
+    class Tied(nn.Module):
+        """The first stage's embedding is the last one's head."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(11, 6)
+            self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 6)
+            self.head = nn.Linear(6, 11, bias=False)
+            self.head.weight = self.embed.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.head(self.last(self.first(self.embed(x)).tanh()).tanh())
+            return out
+
+    torch.manual_seed(0)
+    model = Tied().double()
+    expected = DelayedLoop.beside(model, ADAMW, 3, loss=scores)
+    with compiled(model, 3, 3, ADAMW, loss=scores) as pipe:
+        for _ in range(8):
+            x, y = torch.randint(11, (5, 4)), torch.randint(11, (5, 4))
+            torch.testing.assert_close(
+                pipe.step(x, target=y), expected.step(x, y), rtol=1e-13, atol=0
+            )
+        owned = [a.target for stage in pipe.plan.stages for a in stage.parameters]
+        assert len({"embed.weight", "head.weight"}.intersection(owned)) == 1
+    expected.assert_same(model, 1e-12)

@@ -1,0 +1,280 @@
+"""Parameters, buffers and modules of every kind: as the loop leaves them, and so do checkpoints."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+from torch.nn.utils import parametrizations
+
+import fxpipe
+from tests.oracles import loop
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def linears(count: int) -> list[nn.Linear]:
+    return [nn.Linear(4, 4) for _ in range(count)]
+
+
+def assert_as_the_loop(
+    make: Callable[[], nn.Module], bound: float = 1e-12, steps: int = 2, **options: Any
+) -> None:
+    """Losses, gradients and all state of some steps, with batches of changing size."""
+    torch.manual_seed(0)
+    model = make().double()
+    torch.manual_seed(0)
+    alone = make().double()  # some modules cannot be copied
+    alone.load_state_dict(model.state_dict())
+    options = {"devices": ["cpu"] * 2, "microbatches": 3, "loss": mse_loss, **options}
+    with fxpipe.compile(model, **options) as pipe:
+        assert pipe.state_dict().keys() == alone.state_dict().keys()
+        for step in range(steps):
+            x, y = torch.randn(2, 6 + step, 4, dtype=torch.float64).unbind()
+            made = pipe.step(x, target=y)
+            expected = loop.train(alone, options["microbatches"], x, loss=mse_loss, target=y)
+            torch.testing.assert_close(made, expected.loss, rtol=1e-12, atol=1e-12)
+        loop.assert_same(loop.gradients(model), loop.gradients(alone), bound)
+        loop.assert_same(pipe.state_dict(), alone.state_dict(), bound)
+
+
+class Hooked(nn.Sequential):
+    """Hooks that change inputs and outputs, one that is called with keywords, one that counts."""
+
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__(*linears(4))
+        self.register_buffer("calls", torch.zeros(()))
+        self[0].register_forward_hook(lambda module, args, output: output.tanh() * 2)
+        self[1].register_forward_pre_hook(lambda module, args: (args[0] + 1,))
+        self[2].register_forward_hook(
+            lambda module, args, kwargs, output: output + args[0], with_kwargs=True
+        )
+        self[3].register_forward_hook(self._count)
+
+    def _count(self, module: nn.Module, args: Any, output: Tensor) -> None:
+        self.calls += 1
+
+
+class Cast(nn.Sequential):
+    """Half of it in autocast, with a region in it that is not."""
+
+    def __init__(self) -> None:
+        super().__init__(*linears(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self[0](x)
+        with torch.autocast("cpu", torch.bfloat16):
+            x = self[1](x).relu()
+            with torch.autocast("cpu", enabled=False):
+                x = self[2](x.float())
+        y: Tensor = self[3](x)
+        return y
+
+
+class SharedCounter(nn.Module):
+    """A counter that every layer reads and increases, as a module of its own under many names."""
+
+    n: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("n", torch.zeros((), dtype=torch.int64))
+
+
+class Counting(nn.Module):
+    def __init__(self, counter: SharedCounter) -> None:
+        super().__init__()
+        self.counter, self.layer = counter, nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.counter.n += 1
+        y: Tensor = self.layer(x) / self.counter.n.clone()
+        return y
+
+
+def counting() -> nn.Module:
+    counter = SharedCounter()
+    return nn.Sequential(*(Counting(counter) for _ in range(3)), *linears(2))
+
+
+def one_norm_twice() -> nn.Module:
+    norm = nn.BatchNorm1d(4)
+    first, second, third, fourth = linears(4)
+    return nn.Sequential(first, norm, nn.Tanh(), second, norm, nn.Tanh(), third, fourth)
+
+
+class ReadEverywhere(nn.Sequential):
+    """A buffer that all stages read and none writes, and one that is not in the state dict."""
+
+    scale: Tensor
+    shift: Tensor
+
+    def __init__(self) -> None:
+        super().__init__(*linears(3))
+        self.register_buffer("scale", torch.randn(4))
+        self.register_buffer("shift", torch.randn(4), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self:
+            x = layer(x * self.scale + self.shift).tanh()
+        return x
+
+
+class WrittenThenRead(nn.Sequential):
+    """A buffer that the first layer writes and the last one reads."""
+
+    average: Tensor
+
+    def __init__(self) -> None:
+        super().__init__(*linears(4))
+        self.register_buffer("average", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self[0](x)
+        self.average.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        y: Tensor = self[3](self[2](self[1](x).tanh()).tanh() * self.average)
+        return y
+
+
+class Tied(nn.Module):
+    """One weight in the first and the last layer, under two names, and a bias that is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = linears(3)
+        self.last.weight = self.first.weight
+        self.middle.bias.requires_grad_(False)
+        self.unused = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.last(self.middle(self.first(x).tanh()).tanh())
+        return y
+
+
+def weight_norm() -> nn.Module:
+    first, second, third = linears(3)
+    return nn.Sequential(parametrizations.weight_norm(first), second, nn.Tanh(), _normed(third))
+
+
+def _normed(layer: nn.Module) -> nn.Module:
+    normed: nn.Module = parametrizations.weight_norm(layer, dim=1)
+    return normed
+
+
+def spectral_norm() -> nn.Module:
+    return nn.Sequential(*(parametrizations.spectral_norm(layer) for layer in linears(3)))
+
+
+def orthogonal() -> nn.Module:
+    first, second = linears(2)
+    return nn.Sequential(parametrizations.orthogonal(first), nn.Tanh(), second)
+
+
+def old_weight_norm() -> nn.Module:
+    return nn.Sequential(*(nn.utils.weight_norm(layer) for layer in linears(3)))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        Hooked,
+        counting,
+        one_norm_twice,
+        ReadEverywhere,
+        WrittenThenRead,
+        Tied,
+        weight_norm,
+        spectral_norm,
+        orthogonal,
+        pytest.param(
+            old_weight_norm,
+            marks=pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated"),
+        ),
+    ],
+)
+def test_state_is_as_the_loop_leaves_it(make: Callable[[], nn.Module]) -> None:
+    assert_as_the_loop(make)
+
+
+def test_autocast_inside_of_a_model_is_kept() -> None:
+    def make() -> nn.Module:
+        return Cast().float()
+
+    torch.manual_seed(0)
+    model = make()
+    alone = copy.deepcopy(model)
+    x, y = torch.randn(2, 7, 4).unbind()
+    with fxpipe.compile(model, ["cpu"] * 2, microbatches=3, loss=mse_loss) as pipe:
+        made = pipe.step(x, target=y)
+    torch.testing.assert_close(made, loop.train(alone, 3, x, loss=mse_loss, target=y).loss)
+    loop.assert_same(loop.gradients(model), loop.gradients(alone), 1e-2)
+
+
+@pytest.mark.parametrize("make", [counting, one_norm_twice, WrittenThenRead, Tied])
+@pytest.mark.parametrize("schedule", ["gpipe", "zb-h1"])
+def test_shared_state_is_the_loops_under_schedules_that_reorder(make: Any, schedule: str) -> None:
+    assert_as_the_loop(make, schedule=schedule)
+
+
+def test_tied_weights_are_one_tensor_for_ever_and_have_one_optimizer_state() -> None:
+    torch.manual_seed(0)
+    model = Tied()
+    alone = copy.deepcopy(model)
+    theirs = torch.optim.Adam([p for p in alone.parameters() if p.requires_grad], lr=0.1)
+    with fxpipe.compile(
+        model,
+        ["cpu"] * 3,
+        microbatches=3,
+        loss=mse_loss,
+        optimizer=lambda parameters: torch.optim.Adam(parameters, lr=0.1),
+        partition=["middle", "last"],
+    ) as pipe:
+        for _ in range(5):
+            x, y = torch.randn(2, 6, 4).unbind()
+            pipe.step(x, target=y)
+            theirs.zero_grad()
+            loop.train(alone, 3, x, loss=mse_loss, target=y)
+            theirs.step()
+            assert model.last.weight is model.first.weight
+        names = [name for name, _ in pipe.named_parameters()]
+        assert "first.weight" in names
+        assert "last.weight" not in names
+        held = [
+            id(p) for o in pipe.optimizers if o is not None for g in o.param_groups
+            for p in g["params"]
+        ]  # fmt: skip
+        assert held.count(id(model.first.weight)) == 1
+        states = pipe.state_dict()
+        assert states["first.weight"].data_ptr() == states["last.weight"].data_ptr()
+    loop.assert_same(model.state_dict(), alone.state_dict(), 1e-5)
+
+
+def test_modes_switch_freely_also_of_single_modules() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.0), nn.Linear(4, 4), nn.BatchNorm1d(4)
+    ).double()
+    alone = copy.deepcopy(model)
+    with fxpipe.compile(model, ["cpu"] * 2, microbatches=3, loss=mse_loss) as pipe:
+        for seed, mode in enumerate(("train", "eval", "norm", "train", "frozen", "norm", "eval")):
+            for net in (pipe, alone):
+                net.train(mode != "eval")
+                net.get_submodule("0").requires_grad_(mode != "frozen")
+                if mode == "norm":
+                    net.get_submodule("1").eval()
+            torch.manual_seed(seed)
+            x, y = torch.randn(2, 7 + 3 * seed, 4, dtype=torch.float64).unbind()
+            loop.clear(model, alone)
+            made = pipe.step(x, target=y)
+            expected = loop.train(alone, 3, x, loss=mse_loss, target=y)
+            torch.testing.assert_close(made, expected.loss, rtol=1e-12, atol=1e-12)
+            loop.assert_same(loop.gradients(model), loop.gradients(alone), 1e-12)
+            loop.assert_same(model.state_dict(), alone.state_dict(), 1e-12)
+        assert len(pipe._compiler.plans.graphs) == 4  # each mode is traced once

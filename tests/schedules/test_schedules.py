@@ -1,0 +1,239 @@
+"""The library of schedules: what holds for all of them, and how recipes refuse bad input."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from itertools import count
+from typing import Any
+
+import pytest
+
+from fxpipe.errors import InputError, VerificationError
+from fxpipe.ir.program import Update
+from fxpipe.ir.recipe import RECIPES, Recipe, find_recipe, round_robin
+from fxpipe.ir.schedule import Schedule
+from fxpipe.ir.task import B, F, Task, U
+from fxpipe.schedules import (
+    dualpipe_v,
+    gpipe,
+    inference,
+    interleaved_one_f_one_b,
+    looped_bfs,
+    naive,
+    one_f_one_b,
+    one_f_one_b_async,
+    pipedream,
+    pipedream_vertical,
+    two_bw,
+    v_half,
+    v_min,
+    zb_h1,
+    zb_h2,
+    zb_v,
+)
+from tests.oracles.timelines import (
+    AS_LONG,
+    HALVES,
+    device_stash,
+    drawn_in,
+    grid,
+    peak_stash,
+    run_of,
+    simulate,
+    times,
+)
+
+LIBRARY = {
+    "naive": naive,
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "interleaved-1f1b": interleaved_one_f_one_b,
+    "looped-bfs": looped_bfs,
+    "zb-h1": zb_h1,
+    "zb-h2": zb_h2,
+    "zb-v": zb_v,
+    "v-half": v_half,
+    "v-min": v_min,
+    "dualpipe-v": dualpipe_v,
+    "2bw": two_bw,
+    "pipedream": pipedream,
+    "pipedream-vertical": pipedream_vertical,
+    "1f1b-async": one_f_one_b_async,
+    "inference": inference,
+}
+BOX = [(p, m) for p in range(1, 7) for m in range(1, 14)]
+
+DRAWN = [
+    (naive, 3, 2, AS_LONG, 1),
+    (gpipe, 3, 3, AS_LONG, 1),
+    (one_f_one_b, 3, 4, AS_LONG, 1),
+    (inference, 2, 3, AS_LONG, 1),
+    (interleaved_one_f_one_b, 2, 4, AS_LONG, 1),
+    (looped_bfs, 2, 3, AS_LONG, 1),
+    (zb_h1, 3, 5, HALVES, 1),
+    (zb_h2, 3, 6, HALVES, 1),
+    (zb_v, 2, 4, HALVES, 1),
+    (v_half, 3, 3, HALVES, 1),
+    (v_min, 3, 3, HALVES, 1),
+    (dualpipe_v, 2, 4, HALVES, 1),
+    (one_f_one_b_async, 3, 2, AS_LONG, 3),
+    (two_bw, 3, 3, AS_LONG, 2),
+    (pipedream, 3, 1, AS_LONG, 6),
+    (pipedream_vertical, 3, 1, AS_LONG, 6),
+]
+"""What each docstring draws: recipe, p, m, how long its tasks are, steps."""
+
+by_name = pytest.mark.parametrize("recipe", LIBRARY.values(), ids=list(LIBRARY))
+
+
+def made(recipe: Recipe, devices: int, microbatches: int) -> Schedule:
+    """The schedule; 2BW's delay of one step asks for p − 1 micro-batches."""
+    return recipe(devices, max(microbatches, devices - 1) if recipe is two_bw else microbatches)
+
+
+def test_the_library_is_there_by_name() -> None:
+    assert {name: RECIPES[name] for name in LIBRARY} == LIBRARY
+    assert {name: recipe.name for name, recipe in LIBRARY.items()} == {n: n for n in LIBRARY}
+
+
+@by_name
+def test_every_schedule_is_valid(recipe: Recipe) -> None:
+    for p, m in BOX:
+        made(recipe, p, m).verify()
+
+
+@pytest.mark.parametrize("recipe", [naive, gpipe, looped_bfs, interleaved_one_f_one_b])
+@pytest.mark.parametrize("chunks", [1, 3, 4])
+def test_schedules_over_more_stages_a_device_are_valid(recipe: Recipe, chunks: int) -> None:
+    for p, m in BOX:
+        recipe.placed(round_robin(chunks))(p, m).verify()
+
+
+@by_name
+@pytest.mark.parametrize("takes", [AS_LONG, HALVES, times(3, 2, 4)])
+def test_the_simulator_runs_a_schedule_as_the_few_lines_of_the_tests_do(
+    recipe: Recipe, takes: dict[str, int]
+) -> None:
+    for p, m in [(1, 1), (1, 4), (2, 3), (3, 2), (3, 7), (4, 1), (4, 9), (6, 5)]:
+        schedule = made(recipe, p, m)
+        steps = 3 if schedule.depth else 1
+        timeline = simulate(run_of(schedule, steps), takes)
+        simulated: list[list[tuple[float, float]]] = [[] for _ in range(p)]
+        for span in schedule.simulate({k: takes[k] for k in takes}, steps=steps).spans:
+            if not isinstance(span.instruction, Update):
+                simulated[span.device].append((span.start, span.end))
+        assert simulated == [
+            [(ran.start, ran.end) for ran in own if ran.task.kind != "U"] for own in timeline
+        ]
+
+
+@by_name
+def test_the_verifier_counts_the_stash_as_the_few_lines_of_the_tests_do(recipe: Recipe) -> None:
+    for p, m in BOX:
+        schedule = recipe(p, m)
+        if schedule.trains:
+            run = run_of(schedule, 3 * p)
+            stages = tuple(peak_stash(run, stage) for stage in range(run.stages))
+            devices = tuple(device_stash(run, device) for device in range(p))
+            found = schedule.stash()
+            assert (found.stages, found.devices) == (stages, devices)
+
+
+@by_name
+def test_every_schedule_is_its_own_text(recipe: Recipe) -> None:
+    for p, m in BOX:
+        schedule = recipe(p, m)
+        assert Schedule.parse(str(schedule)) == schedule
+
+
+@by_name
+def test_a_generator_is_as_short_as_its_figure(recipe: Recipe) -> None:
+    function = ast.parse(textwrap.dedent(inspect.getsource(recipe.tasks))).body[0]
+    assert isinstance(function, ast.FunctionDef)
+    body = function.body[1:]
+    assert body[-1].end_lineno is not None
+    assert body[-1].end_lineno - body[0].lineno < 25
+
+
+@pytest.mark.parametrize(
+    ("recipe", "devices", "microbatches", "takes", "steps"),
+    DRAWN,
+    ids=[drawn[0].name for drawn in DRAWN],
+)
+def test_the_grid_in_a_docstring_is_right(
+    recipe: Recipe, devices: int, microbatches: int, takes: dict[str, int], steps: int
+) -> None:
+    assert drawn_in(recipe) == grid(run_of(recipe(devices, microbatches), steps), takes)
+
+
+def test_every_docstring_is_checked() -> None:
+    assert {drawn[0].name for drawn in DRAWN} == LIBRARY.keys()
+
+
+def test_an_unknown_name_is_answered_with_the_near_ones() -> None:
+    with pytest.raises(InputError, match="did you mean '1f1b'"):
+        find_recipe("1f1")
+
+
+@pytest.mark.parametrize(("devices", "microbatches"), [(0, 1), (1, 0), (-1, 2)])
+def test_counts_below_one_are_refused(devices: int, microbatches: int) -> None:
+    with pytest.raises(InputError, match="needs at least 1"):
+        gpipe(devices, microbatches)
+
+
+@pytest.mark.parametrize("counts", [(1, 999_999_999), (999_999_999, 1), (10, 1_000_001)])
+def test_counts_of_which_no_schedule_can_be_made_are_refused(counts: tuple[int, int]) -> None:
+    with pytest.raises(InputError, match="a schedule is made for at most 10000000 forwards"):
+        gpipe(*counts)
+
+
+@pytest.mark.parametrize(
+    "placement",
+    [[0, 1], None, lambda p: None, lambda p: (0.0, 1.0), lambda p: ("a",), lambda p: 1 / 0],
+)
+def test_a_placement_that_gives_no_devices_is_refused_by_name(placement: Any) -> None:
+    recipe = gpipe.placed(placement)
+    for look in (lambda: recipe(2, 1), lambda: recipe.stages(2)):
+        with pytest.raises(InputError, match=r"'gpipe': its placement is .*; give a function"):
+            look()
+
+
+@pytest.mark.parametrize(
+    "delay", ["1", None, 0.0, (0.0, 1), [None], lambda p, m: 0.5, lambda p, m: p / 0]
+)
+def test_a_delay_that_is_no_number_is_refused_by_name(delay: Any) -> None:
+    with pytest.raises(InputError, match=r"'gpipe': its delay is .*, which gives no whole number"):
+        gpipe.delayed(delay)(2, 1)
+
+
+def test_lists_of_devices_and_delays_are_as_good_as_tuples() -> None:
+    recipe: Any = gpipe.placed(lambda p: [0, 1]).delayed([1, 0])  # type: ignore[arg-type,return-value]
+    assert recipe(2, 1) == gpipe.delayed((1, 0))(2, 1)
+
+
+@pytest.mark.parametrize(
+    "task",
+    [F(0.0), F("0"), F([0]), F(0, 0.0), F(0, "0"), F(0, batch=0.0), F(0, batch=None)],  # type: ignore[arg-type]
+)
+def test_a_task_is_of_whole_numbers(task: Task) -> None:
+    recipe = Recipe("odd", lambda device, devices, microbatches: [task, B(0), U()])
+    with pytest.raises(
+        InputError, match=r"device 0, position 0: got Task.*; yield tasks such as F"
+    ):
+        recipe(1, 1)
+    with pytest.raises(VerificationError, match=r"position 0, .*: it is no task of whole numbers"):
+        Schedule("odd", 1, (0,), ((task, B(0, 0), U(0)),)).verify()
+
+
+def test_a_generator_that_does_not_end_is_stopped() -> None:
+    recipe = Recipe("endless", lambda device, devices, microbatches: map(F, count()))
+    with pytest.raises(InputError, match="let the generator end"):
+        recipe(2, 2)
+
+
+def test_what_is_no_task_is_refused_with_its_place() -> None:
+    recipe = Recipe("odd", lambda device, devices, microbatches: ["F0"])  # type: ignore[list-item]
+    with pytest.raises(InputError, match="device 0, position 0: got 'F0'"):
+        recipe(2, 2)

@@ -1,0 +1,120 @@
+"""What the simulator says of memory, against a replay and what schedules prove."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fxpipe.ir.program import Buffer, Program, Update
+from fxpipe.ir.recipe import find_recipe
+from fxpipe.simulator import Simulation, Sizes, simulate
+from tests.simulator.test_simulator import LIBRARY, programs
+
+
+def kept_by_replay(simulation: Simulation, sizes: Sizes, device: int) -> list[int]:
+    """Bytes while each instruction runs: all pieces of memory that some live buffer holds."""
+    program = simulation.program
+    list_ = program.lists[device]
+    made: dict[Buffer, int] = {}
+    gone: dict[Buffer, int] = {}
+    for at, x in enumerate(list_):
+        made.update(dict.fromkeys(program.writes(x), at))
+        gone.update(dict.fromkeys(program.ends(x), at))
+    incoming = [{e.value: e for e in edges} for edges in program.edges_into]
+
+    def place(value: str, source: int, target: int, b: Buffer) -> tuple[object, ...]:
+        here = source >= 0 and program.placement[source] == device
+        way = () if here else (source, target)
+        return "value", value, way, b.microbatch, b.batch
+
+    def pieces(b: Buffer) -> Iterator[tuple[object, int]]:
+        if b.kind == "saved":
+            yield b, sizes.saved[b.source]
+            for value in sizes.holds[b.source]:
+                edge = incoming[b.source].get(value)
+                ends = (edge.source, edge.target) if edge else (b.source, b.source)
+                yield place(value, *ends, b), sizes.values[value]
+        elif b.kind == "deferred":
+            yield b, sizes.deferred[b.source]
+        elif b.kind == "grad":
+            yield b, sizes.values[b.value]
+        elif b.kind != "state":
+            yield place(b.value, b.source, b.target, b), sizes.values[b.value]
+
+    return [
+        sum(dict(p for b in made if made[b] <= at <= gone[b] for p in pieces(b)).values())
+        for at in range(len(list_))
+    ]
+
+
+@given(programs(), st.data())
+def test_memory_is_what_a_replay_counts(program: Program, data: st.DataObject) -> None:
+    number = st.integers(1, 50)
+    values = {edge.value: data.draw(number) for edge in program.edges}
+    stages = range(program.stages)
+    near = {
+        s: sorted({e.value for e in (*program.edges_into[s], *program.edges_from[s])})
+        for s in stages
+    }
+    sizes = Sizes(
+        values,
+        saved={s: data.draw(number) for s in stages},
+        deferred={s: data.draw(number) for s in stages},
+        holds={
+            s: frozenset(data.draw(st.lists(st.sampled_from(near[s]))) if near[s] else ())
+            for s in stages
+        },
+    )
+    found = simulate(program, sizes=sizes, steps=2)
+    for device, memory in enumerate(found.memory):
+        levels = kept_by_replay(found, sizes, device)
+        assert list(memory.levels) == levels
+        assert memory.peak == max(levels, default=0)
+        if levels:
+            assert memory.time == found.events.starts[device][levels.index(max(levels))]
+
+
+def test_weights_gradients_and_versions_take_memory_too() -> None:
+    sizes = Sizes(parameters={0: 100, 1: 100}, gradients={0: 10, 1: 10}, optimizer={0: 7, 1: 7})
+    flushing = find_recipe("1f1b")(2, 2).simulate(sizes=sizes)
+    assert [memory.resting for memory in flushing.memory] == [107, 107]
+    assert [memory.peak for memory in flushing.memory] == [117, 117]
+    double = find_recipe("2bw")(2, 2).simulate(sizes=sizes)
+    # of a second version only what is trained, as much as its gradients
+    assert [memory.peak for memory in double.memory] == [127, 127]
+
+
+@pytest.mark.parametrize(("devices", "microbatches"), [(2, 1), (3, 1), (4, 1), (4, 2), (3, 5)])
+def test_versions_stay_until_the_slowest_stage_has_the_next_where_stages_read_differently_late(
+    devices: int, microbatches: int
+) -> None:
+    """Where one goes back after a failure, it goes back to a version that all have had."""
+    sizes = Sizes(gradients=dict.fromkeys(range(devices), 1), undo={0: 100, devices - 1: 100})
+    schedule = find_recipe("pipedream")(devices, microbatches)
+    found = schedule.simulate(sizes=sizes, steps=4 * devices)
+    spans = [span for span in found.instructions() if isinstance(span.instruction, Update)]
+    for device, delay in enumerate(schedule.delays):
+        own = sorted((s for s in spans if s.device == device), key=lambda s: s.start)
+        # at the end nobody reads any more what in the middle is still to be read
+        for count, span in enumerate(own[:-devices], 1):
+            ended = [[s.end <= span.start for s in spans if s.device == d] for d in range(devices)]
+            ahead = count - min(map(sum, ended))
+            position = found.program.lists[device].index(span.instruction)
+            undone, versions = divmod(found.memory[device].levels[position], 100)
+            assert versions - 1 == max(min(delay, count), ahead)
+            assert undone == (ahead if device in (0, devices - 1) else 0)
+
+
+@pytest.mark.parametrize("name", LIBRARY)
+def test_stash_and_versions_are_those_of_the_schedule(name: str) -> None:
+    for devices in range(1, 5):
+        for microbatches in range(devices, 2 * devices + 1):
+            schedule = find_recipe(name)(devices, microbatches)
+            found = schedule.simulate()
+            proven = schedule.stash()
+            assert found.stash == proven.stages
+            assert found.device_stash == proven.devices
+            assert list(found.weight_versions) == list(schedule.versions().live)

@@ -1,0 +1,340 @@
+"""The simulator against other ways to find the same: longest paths, replays, drawn figures."""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fxpipe.errors import InputError, VerificationError
+from fxpipe.ir.program import OPCODES, Barrier, Pause, Pop, Program, Receive, Send, Stash, letter_of
+from fxpipe.ir.recipe import find_recipe
+from fxpipe.ir.schedule import Schedule
+from fxpipe.ir.unroll import unroll
+from fxpipe.passes.lowering.communicate import communicate
+from fxpipe.passes.lowering.lower import Lower
+from fxpipe.schedules import one_f_one_b
+from fxpipe.simulator import Link, Sizes, simulate
+from fxpipe.simulator.events import Transfer
+from tests.helpers.plans import chain, skipping
+from tests.passes.lowering.test_lower import plans, schedules, whole
+
+Place = tuple[int, int]
+FREE: Mapping[str, float] = {"F": 1, "B": 2, "I": 1, "W": 1, "R": 1, "U": 0}
+
+OVERLAPPING = ("2bw", "pipedream", "1f1b-async")
+LIBRARY = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "dualpipe-v", *OVERLAPPING)
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> Program:
+    """Any order of any stages over any edges; small window programs of the library too."""
+    if draw(st.booleans()):
+        name = draw(st.sampled_from(LIBRARY))
+        devices = draw(st.integers(1, 4))
+        schedule = find_recipe(name)(devices, draw(st.integers(devices, 5)))
+        plan = chain(schedule.stages) if schedule.stages < 3 else skipping(schedule.stages)
+        return whole(schedule, plan)
+    plan = draw(plans())
+    trains = draw(st.booleans())
+    schedule = draw(schedules(len(plan.stages), trains))
+    return whole(schedule, plan)
+
+
+costs = st.fixed_dictionaries({letter: st.integers(0, 5) for letter in "FBIWRU"})
+
+
+def waits(program: Program) -> dict[Place, list[Place]]:
+    """What each instruction waits for, with the one before it."""
+    sent = {
+        x.buffer: (device, at)
+        for device, own in enumerate(program.lists)
+        for at, x in enumerate(own)
+        if isinstance(x, Send | Stash)
+    }
+    meetings = [
+        [at for at, x in enumerate(own) if isinstance(x, Barrier | Pause)] for own in program.lists
+    ]
+    found: dict[Place, list[Place]] = {}
+    for device, own in enumerate(program.lists):
+        for at, x in enumerate(own):
+            needs = [(device, at - 1)] if at else []
+            if isinstance(x, Receive | Pop):
+                needs.append(sent[x.buffer])
+            if isinstance(x, Barrier | Pause):
+                number = meetings[device].index(at)
+                needs += [(d, own_[number] - 1) for d, own_ in enumerate(meetings) if own_[number]]
+            found[device, at] = needs
+    return found
+
+
+def longest_paths(program: Program, takes: Mapping[str, int]) -> dict[Place, int]:
+    """When each instruction ends: the longest path to it."""
+    needs = waits(program)
+
+    def time(place: Place) -> int:
+        return takes.get(letter_of(program.lists[place[0]][place[1]]) or "", 0)
+
+    ends: dict[Place, int] = {}
+    while len(ends) < len(needs):
+        for place, before in needs.items():
+            if all(other in ends for other in before):
+                ends[place] = max((ends[other] for other in before), default=0) + time(place)
+    return ends
+
+
+@given(programs(), costs, st.integers(1, 3))
+def test_every_instruction_ends_with_the_longest_path_to_it(
+    program: Program, takes: dict[str, int], steps: int
+) -> None:
+    found = simulate(program, takes, steps=steps)
+    assert found.program == unroll(program, steps)
+    expected = longest_paths(found.program, takes)
+    for span in found.instructions():
+        assert span.end == expected[span.device, span.position]
+    assert found.makespan == max(expected.values(), default=0)
+    assert not found.stuck
+
+
+@given(programs(), costs, st.integers(0, 3), st.sampled_from([1, 2, 4]), st.booleans())
+def test_links_carry_one_value_after_another(
+    program: Program, takes: dict[str, int], latency: int, bandwidth: int, overlap: bool
+) -> None:
+    sizes = Sizes({edge.value: 4 * k for k, edge in enumerate(program.edges)})
+    link = Link(latency, bandwidth)
+    found = simulate(program, takes, links=link, overlap=overlap, sizes=sizes, steps=2)
+    by_link = defaultdict(list)
+    for transfer in found.transfers:
+        by_link[transfer.source, transfer.target].append(transfer)
+    for way in by_link.values():
+        free: float = 0
+        for transfer in way:
+            carried = sizes.values[transfer.buffer.value] / bandwidth
+            assert transfer.start == max(transfer.ready, free)
+            free = transfer.start + carried
+            assert transfer.end == free + latency
+    for span in found.instructions():
+        before = found.events.ends[span.device][span.position - 1] if span.position else 0
+        assert span.start == before
+        match span.instruction:
+            case Receive(buffer) | Pop(buffer):
+                assert span.end == max(span.start, found.events.transfers[buffer].end)
+            case Send(buffer) | Stash(buffer):
+                transfer = found.events.transfers[buffer]
+                assert transfer.ready == span.start
+                assert span.end == (span.start if overlap else transfer.end)
+            case Barrier() | Pause():
+                pass
+            case other:
+                assert span.time == takes.get(letter_of(other) or "", 0)
+
+
+@given(programs(), costs, st.integers(0, 3), st.booleans(), st.integers(0, 2))
+def test_idle_time_has_causes_and_the_critical_path_no_gaps(
+    program: Program, takes: dict[str, int], latency: int, overlap: bool, overhead: int
+) -> None:
+    found = simulate(
+        program, takes, links=Link(latency), overlap=overlap, overhead=overhead, steps=2
+    )
+    through = found.through
+    for device, idle in enumerate(found.idle):
+        own = [span for span in found.spans if span.device == device and span.start < through]
+        busy = sum(min(span.end, through) - span.start for span in own)
+        assert busy + idle.total == pytest.approx(through)
+    total = sum(idle.total for idle in found.idle)
+    assert total == pytest.approx(found.bubble * through * found.devices)
+    at: float = 0
+    for part in found.critical_path:
+        assert part.start == at < part.end
+        at = part.end
+    assert at == found.makespan
+
+
+def test_one_f_one_b_waits_as_its_figure_shows() -> None:
+    """p = 3, m = 4: warm up, wait for the next stage's gradients, drain."""
+    found = find_recipe("1f1b")(3, 4).simulate({"F": 1, "B": 1, "U": 0})
+    assert [idle.warm_up for idle in found.idle] == [0, 1, 2]
+    assert [idle.drain for idle in found.idle] == [0, 1, 2]
+    assert [dict(idle.waiting) for idle in found.idle] == [{1: 4}, {2: 2}, {}]
+    assert [dict(idle.copying) for idle in found.idle] == [{}, {}, {}]
+    assert found.busy == (8, 8, 8)
+    assert found.bubble == pytest.approx(1 / 3)
+
+
+def test_waiting_for_a_copy_is_told_from_waiting_for_a_device() -> None:
+    found = find_recipe("gpipe")(2, 1).simulate({"F": 2, "B": 3, "U": 0}, links=Link(5))
+    first, second = found.idle
+    assert second.warm_up == 7
+    assert first.waiting == {1: 5 + 2 + 3}
+    assert first.copying == {1: 5}
+    path = [str(x.buffer) if isinstance(x, Transfer) else x.time for x in found.critical_path]
+    assert path == [2, "act:y0:0->1[0]", 2, 3, "grad:y0:1->0[0]", 3]
+
+
+def test_without_overlap_the_sender_waits() -> None:
+    schedule = find_recipe("inference")(2, 3)
+    together = schedule.simulate({"F": 1}, links=Link(2))
+    apart = schedule.simulate({"F": 1}, links=Link(2), overlap=False)
+    assert together.makespan == 1 + 2 + 3
+    assert apart.makespan == 3 * (1 + 2) + 1
+    assert apart.idle[0].copying == {1: 4}  # the last one comes after its last task
+
+
+def test_pairs_of_devices_have_links_of_their_own() -> None:
+    schedule = find_recipe("inference")(3, 1)
+    links = {(0, 1): Link(10), (1, 2): Link(bandwidth=2)}
+    found = schedule.simulate({"F": 1}, links=links, sizes=Sizes({"y1": 8}))
+    assert found.makespan == 3 + 10 + 4
+    with pytest.raises(InputError, match=r"add links\[1, 2\]"):
+        schedule.simulate({"F": 1}, links={(0, 1): Link(1)})
+    with pytest.raises(InputError, match="whose size is not known"):
+        schedule.simulate(links=Link(bandwidth=1))
+
+
+def test_stages_and_user_given_times_differ() -> None:
+    schedule = find_recipe("gpipe")(2, 2)
+    takes: dict[str | tuple[str, int], float] = {"F": 1, ("F", 1): 4, "B": 0, "U": 0}
+    found = schedule.simulate(takes)
+    assert found.makespan == 1 + 4 + 4
+    assert found.costs["F", 1] == 4 and found.costs["F", 0] == 1
+
+
+@given(st.sampled_from(OVERLAPPING), st.integers(1, 4), st.integers(1, 5), costs)
+def test_the_long_run_is_what_many_steps_take(
+    name: str, devices: int, microbatches: int, takes: dict[str, int]
+) -> None:
+    schedule = find_recipe(name)(devices, max(devices, microbatches))
+    steady = schedule.simulate(takes).steady
+    assert steady.steps is not None
+    few, many = 40, 40 + 6 * steady.cycle
+    ends = [schedule.simulate(takes, steps=steps).makespan for steps in (few, many)]
+    assert steady.period == pytest.approx((ends[1] - ends[0]) / (many - few))
+    work = schedule.microbatches * (takes["F"] + takes["B"]) + takes["U"]
+    if steady.period:
+        assert steady.bubble == pytest.approx(1 - work / steady.period)
+
+
+CLIPPING = Schedule.parse(
+    "schedule clips stages=2 microbatches=1 delay=0\nplace 0 | 1\n0: F0 B0 C U\n1: F0 B0 C U\n"
+)
+
+
+def test_a_clip_waits_for_the_norms_of_all_stages() -> None:
+    found = simulate(whole(CLIPPING, chain(2)), {"F": 1, "B": 3, "C": 2, "U": 1})
+    clips = [span for span in found.spans if letter_of(span.instruction) == "C"]
+    assert [(span.device, span.start, span.end) for span in clips] == [(0, 8, 10), (1, 8, 10)]
+    assert found.makespan == 11
+    assert [part.time for part in found.critical_path if not isinstance(part, Transfer)] == [
+        *(1, 1, 3, 3, 2, 1)
+    ]
+    first_late = found.again(1) if found.again else found
+    assert first_late.idle[1].drain == 3
+
+
+def every_opcode() -> list[Program]:
+    """Programs that together hold each opcode."""
+    paused = Lower(skipping(3), updates=False, pause=True)(find_recipe("gpipe")(3, 2))
+    again = Schedule.parse(
+        "schedule again stages=3 microbatches=1 delay=0\nplace 0 | 1 | 2\n"
+        "0: F0 R0 B0 U\n1: F0 I0 W0 U\n2: F0 B0 U\n"
+    )
+    return [communicate(paused), whole(again, skipping(3)), whole(CLIPPING, chain(2))]
+
+
+def test_it_takes_every_instruction() -> None:
+    found = [simulate(program, FREE) for program in every_opcode()]
+    met = {type(span.instruction) for one in found for span in one.instructions()}
+    assert set(OPCODES.values()) - met == {OPCODES["run"]}  # its own test is with users' tasks
+    for one in found:
+        assert one.unrun == 0
+        assert str(one)
+
+
+def test_what_waits_for_ever_is_told_or_shown() -> None:
+    program = whole(find_recipe("1f1b")(2, 2), chain(2))
+    first = [x for x in program.lists[0] if not isinstance(x, Send)]
+    broken = Program(
+        program.name,
+        program.microbatches,
+        program.placement,
+        program.edges,
+        (tuple(first), program.lists[1]),
+        program.passes,
+    )
+    with pytest.raises(InputError, match="device 0 waits for ever at position"):
+        simulate(broken)
+    found = simulate(broken, stuck_ok=True)
+    assert [span.device for span in found.stuck] == [0, 1]
+    assert found.unrun > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"costs": {"Q": 1}}, "no kind of task 'Q'"),
+        ({"costs": {("F", 2): 1}}, "the stages are 0 to 1"),
+        ({"costs": {"F": -1}}, "at least 0"),
+        ({"costs": {"F": 1e101}}, "at most 1e\\+100"),
+        ({"links": {(0, 5): Link()}}, "map pairs of the devices 0 to 1"),
+        ({"steps": 0}, "needs at least 1"),
+    ],
+)
+def test_bad_input_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        find_recipe("1f1b")(2, 2).simulate(**options)
+
+
+def test_bad_links_programs_and_schedules_are_refused() -> None:
+    with pytest.raises(InputError, match="latency"):
+        Link(-1)
+    with pytest.raises(InputError, match="bandwidth"):
+        Link(bandwidth=0)
+    schedule = find_recipe("1f1b")(2, 2)
+    with pytest.raises(InputError, match="run it through communicate"):
+        simulate(Lower(chain(2))(schedule))
+    with pytest.raises(InputError, match="simulate with sizes"):
+        _ = schedule.simulate().memory
+    rows = (schedule.rows[0][1:], schedule.rows[1])
+    with pytest.raises(VerificationError):
+        Schedule("short", 2, (0, 1), rows).simulate()
+
+
+def test_the_table_tells_it_all() -> None:
+    weights = {0: 1 << 20, 1: 0}
+    sizes = Sizes({"y0": 2048}, {0: 1024, 1: 0}, parameters=weights, gradients=weights)
+    text = str(find_recipe("2bw")(2, 3).simulate({"F": 1, "B": 2, "U": 0}, sizes=sizes))
+    assert "2bw, simulated: 2 devices, 3 micro-batches, 8 steps" in text
+    assert "3.0 MiB at" in text
+    assert "memory at its peak" in text and "versions" in text
+    assert "makespan 75, bubble 4.0%; in the long run a step takes 9, bubble 0.0%" in text
+
+
+def test_integer_times_stay_exact() -> None:
+    huge = 10**30
+    found = find_recipe("1f1b")(3, 4).simulate({"F": huge, "B": huge + 1, "U": 0})
+    assert operator.index(found.makespan) == 6 * (2 * huge + 1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"costs": 5}, "costs is 5; map letters"),
+        ({"costs": {"F": "a"}}, r"costs\['F'\] is 'a'; a task takes a time"),
+        ({"costs": {"F": [1.0, 2.0]}}, r"costs\['F'\] is \[1\.0, 2\.0\]"),
+        ({"links": 1.0}, r"links is 1\.0; give one Link"),
+        ({"steps": 2.5}, r"steps is 2\.5; give a whole number"),
+    ],
+)
+def test_what_is_of_the_wrong_type_is_told(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        one_f_one_b(devices=2, microbatches=2).simulate(**options)
+
+
+def test_a_count_of_devices_is_whole() -> None:
+    with pytest.raises(InputError, match=r"devices is 1\.5"):
+        one_f_one_b(devices=1.5, microbatches=2)  # type: ignore[arg-type]

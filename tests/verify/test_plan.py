@@ -1,0 +1,358 @@
+"""The verifier of plans: each way to be wrong is reported, with stage, node and cure."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import fx, nn
+
+from fxpipe.errors import VerificationError
+from fxpipe.ir.edge import HOST, Edge
+from fxpipe.ir.plan import Argument, Plan, Stage, ValueSpec, Write
+from fxpipe.text.plan import parse_plan
+from fxpipe.verify.plan import verify_plan
+from tests.helpers.lines import lines
+
+TEXT = """\
+plan stages=3
+edge in x host->0 gradient
+edge act p_tied 0->1 gradient
+edge skip p_tied 0->2 gradient
+edge act relu 0->1 gradient
+edge skip relu 0->2 gradient
+edge act size 0->1
+edge act add 1->2 gradient
+edge in t host->2
+edge out sum_1 2->host gradient
+edge out mul 2->host
+stage 0
+  parameter p_weight = conv.weight
+  parameter p_tied = tied.weight
+  buffer b_mean = bn.mean
+  buffer b_shared = shared
+  write bn.mean = mean
+  graph
+    p_weight = placeholder()
+    p_tied = placeholder()
+    b_mean = placeholder()
+    b_shared = placeholder()
+    x = placeholder()
+    stash_p_tied = stash('p_tied', p_tied)
+    size = torch.ops.aten.sym_size.int(x, 0)
+    conv2d = torch.ops.aten.conv2d.default(x, p_weight)
+    max_1 = torch.ops.aten.max.dim(conv2d, 0)
+    getitem = operator.getitem(max_1, 0)
+    relu = torch.ops.aten.relu.default(getitem)
+    stash_relu = stash('relu', relu)
+    mean = torch.ops.aten.mul.Tensor(b_mean, 0.9)
+    return (p_tied, relu, size, mean)
+stage 1
+  buffer b_shared = shared
+  graph
+    p_tied = placeholder()
+    relu = placeholder()
+    size = placeholder()
+    b_shared = placeholder()
+    view = torch.ops.aten.view.default(relu, [size, -1])
+    add = torch.ops.aten.addmm.default(b_shared, view, p_tied)
+    return (add,)
+stage 2 leaves
+  graph
+    add = placeholder()
+    t = placeholder()
+    p_tied = pop('p_tied')
+    relu = pop('relu')
+    head = self.head(relu)
+    mul = torch.ops.aten.mul.Tensor(head, p_tied)
+    relu_ = torch.ops.aten.relu_.default(mul)
+    sub = torch.ops.aten.sub.Tensor(relu_, t)
+    sum_1 = torch.ops.aten.sum.default(sub)
+    return (sum_1, mul)
+"""
+ROOT = nn.Module()
+ROOT.head = nn.ReLU()
+
+
+def faults_of(plan: Plan) -> list[str]:
+    with pytest.raises(VerificationError) as caught:
+        verify_plan(plan)
+    return [str(fault) for fault in caught.value.faults]
+
+
+def valid() -> Plan:
+    return parse_plan(TEXT, ROOT)
+
+
+def test_a_valid_plan_is_returned() -> None:
+    plan = valid()
+    assert verify_plan(plan) is plan
+    assert plan.verify() is plan
+
+
+MUTANTS = [
+    ("stage 1\n", "stage 2\n", "stage 2: stands at place 1, but has the index 2"),
+    # Edges
+    ("0->2 gradient\nedge act relu", "0->3 gradient\nedge act relu", "stage 3 does not exist"),
+    ("act add 1->2", "out add 3->host", "edge out add 3->host gradient: stage 3 does not exist"),
+    ("act add 1->2", "skip add 2->1", "edge skip add 2->1 gradient: runs backward"),
+    ("act add 1->2", "skip add 1->1", "edge skip add 1->1 gradient: starts where it ends"),
+    ("edge in t host->2", "edge in t host->host", "edge in t host->host: starts where it ends"),
+    ("edge act size 0->1", "edge act relu 0->1", "edge act relu 0->1: stands in the plan twice"),
+    # Values
+    ("edge in t host->2", "edge act relu 1->2", "value relu: comes from stage 0 and stage 1"),
+    ("edge in t host->2", "edge in add host->2", "value add: comes from stage 1 and the host"),
+    (
+        "edge act size 0->1",
+        "edge act gone 0->1",
+        "stage 0: an edge takes 'gone', which no node makes",
+    ),
+    (
+        "edge act size 0->1",
+        "edge act max_1 0->1",
+        "stage 0, node max_1: crosses, but is no single value; send the items",
+    ),
+    # Parameters and buffers
+    (
+        "  buffer b_shared = shared\n  graph\n    p_tied",
+        "  parameter b_shared = tied.weight\n  graph\n    p_tied",
+        "parameter tied.weight: is owned by stage 0 and stage 1; let the first stage",
+    ),
+    ("= conv.weight", "= tied.weight", "parameter tied.weight: is owned by stage 0 2 times"),
+    (
+        "  graph\n    p_tied = placeholder()\n    relu",
+        "  write bn.mean = add\n  graph\n    p_tied = placeholder()\n    relu",
+        "buffer bn.mean: is written by stage 0 and stage 1",
+    ),
+    (
+        "  buffer b_shared = shared\n  graph\n    p_tied",
+        "  buffer b_shared = bn.mean\n  graph\n    p_tied",
+        "buffer bn.mean: is written by stage 0 and read by stage 1",
+    ),
+    # What a graph takes
+    (
+        "  parameter p_weight = conv.weight\n",
+        "",
+        "stage 0: its graph has a superfluous placeholder for 'p_weight'",
+    ),
+    (
+        "  graph\n    p_weight",
+        "  buffer b_new = new\n  graph\n    p_weight",
+        "stage 0: its graph has no placeholder for 'b_new'; take exactly",
+    ),
+    (
+        "buffer b_shared = shared\n  write",
+        "buffer b_mean = shared\n  write",
+        "stage 0: reads 2 things named 'b_mean'",
+    ),
+    ("edge in t host->2\n", "", "stage 2: its graph has a superfluous placeholder for 't'"),
+    ("edge act size 0->1\n", "", "stage 1: its graph has a superfluous placeholder for 'size'"),
+    (
+        "edge act relu 0->1 gradient\n",
+        "",
+        "stage 1: its graph has a superfluous placeholder for 'relu'",
+    ),
+    (
+        "    add = placeholder()\n    t = ",
+        "    add = placeholder()\n    more = placeholder()\n    t = ",
+        "stage 2: its graph has a superfluous placeholder for 'more'",
+    ),
+    ("relu = pop('relu')", "relu = torch.relu(add)", "stage 2: its graph has no pop for 'relu'"),
+    ("relu = pop('relu')", "relu = pop('gone')", "its graph has a superfluous pop for 'gone'"),
+    (
+        "relu = pop('relu')",
+        "relu = pop('relu')\n    again = pop('relu')",
+        "stage 2: its graph has more than one pop for 'relu'",
+    ),
+    ("relu = pop('relu')", "relu = pop(add)", "stage 2, node relu: is no pop('value')"),
+    ("edge skip relu 0->2 gradient\n", "", "stage 2: its graph has a superfluous pop for 'relu'"),
+    # What a graph gives
+    (
+        "    stash_relu = stash('relu', relu)\n",
+        "",
+        "stage 0: its graph has no stash for 'relu'; stash exactly the values of the skip edges",
+    ),
+    ("edge skip relu 0->2 gradient\n", "", "stage 0: its graph has a superfluous stash for 'relu'"),
+    (
+        "stash('relu', relu)",
+        "stash('relu', conv2d)",
+        "node stash_relu: is no stash('value', value)",
+    ),
+    ("stash('relu', relu)", "stash(relu)", "stage 0, node stash_relu: is no stash('value', value)"),
+    (
+        "stash_relu = stash('relu', relu)",
+        "stash_relu = stash('relu', relu)\n    again = stash('relu', relu)",
+        "stage 0: its graph has more than one stash for 'relu'",
+    ),
+    (
+        "return (p_tied, relu, size, mean)",
+        "return (p_tied, size, relu, mean)",
+        "stage 0: its graph returns (p_tied, size, relu, mean), but its edges and writes are "
+        "(p_tied, relu, size, mean); return one tuple",
+    ),
+    ("relu, size, mean)", "relu, size)", "its graph returns (p_tied, relu, size), but"),
+    ("return (add,)", "return (add, add)", "stage 1: its graph returns (add, add), but"),
+    ("return (add,)", "return add", "stage 1: its graph returns no tuple of values"),
+    ("return (add,)", "return (add, 1)", "stage 1: its graph returns no tuple of values"),
+    ("edge out mul 2->host\n", "", "stage 2: its graph returns (sum_1, mul), but its edges"),
+    ("  write bn.mean = mean\n", "", "stage 0: its graph returns (p_tied, relu, size, mean), but"),
+    # What a graph may do
+    (
+        "aten.relu.default(getitem)",
+        "aten.relu_.default(getitem)",
+        "stage 0, node relu: torch.ops.aten.relu_.default writes in place; make the graph",
+    ),
+    ("stage 2 leaves", "stage 2", "stage 2, node relu_: torch.ops.aten.relu_.default writes in"),
+    ("stage 2 leaves", "stage 2", "stage 2, node head: calls the module head; set the stage's"),
+    (
+        "torch.ops.aten.relu.default(getitem)",
+        "getitem.relu_()",
+        "stage 0, node relu: relu_ writes in place",
+    ),
+    (
+        "torch.ops.aten.relu.default(getitem)",
+        "operator.iadd(getitem, 1)",
+        "stage 0, node relu: operator.iadd writes in place",
+    ),
+]
+
+
+@pytest.mark.parametrize(("old", "new", "fault"), MUTANTS, ids=lambda part: part[:40])
+def test_a_mutant_of_a_valid_plan_is_refused(old: str, new: str, fault: str) -> None:
+    assert TEXT.count(old) == 1
+    faults = faults_of(parse_plan(TEXT.replace(old, new), ROOT))
+    assert any(fault in found for found in faults), faults
+
+
+def test_a_value_is_stashed_once_however_many_stages_pop_it() -> None:
+    text = "plan stages=4\nedge in x host->0\nedge skip y 0->2\nedge skip y 0->3\n" + (
+        "stage 0\n  graph\n    x = placeholder()\n    y = torch.ops.aten.relu.default(x)\n"
+        "    stash_y = stash('y', y)\n    return ()\n"
+        "stage 1\n  graph\n    return ()\n"
+    )
+    popped = "".join(f"stage {k}\n  graph\n    y = pop('y')\n    return ()\n" for k in (2, 3))
+    verify_plan(parse_plan(text + popped))
+
+
+def test_a_plan_without_stages_is_refused() -> None:
+    assert faults_of(Plan((), ())) == ["there is no stage; give the plan at least one"]
+
+
+def test_one_wrong_thing_gives_one_fault() -> None:
+    for old, new in (
+        ("stage 1\n", "stage 2\n"),
+        ("aten.relu.default(getitem)", "aten.relu_.default(getitem)"),
+        ("    stash_relu = stash('relu', relu)\n", ""),
+        ("return (p_tied, relu, size, mean)", "return (p_tied, size, relu, mean)"),
+        ("= conv.weight", "= tied.weight"),
+    ):
+        assert len(faults_of(parse_plan(TEXT.replace(old, new), ROOT))) == 1
+
+
+def test_all_faults_are_reported_at_once() -> None:
+    text = TEXT.replace("stage 1\n", "stage 9\n").replace("return (add,)", "return add")
+    text = text.replace("= conv.weight", "= tied.weight").replace("stage 2 leaves", "stage 2")
+    with pytest.raises(VerificationError, match="the plan has 5 faults:\n  stage 9: ") as caught:
+        verify_plan(parse_plan(text, ROOT))
+    assert len(caught.value.faults) == 5
+
+
+def with_graph(plan: Plan, index: int, change: Callable[[fx.Graph], None]) -> Plan:
+    """The plan after a change of one stage's graph that no text can express."""
+    change(plan.stages[index].graph.graph)
+    return plan
+
+
+def test_a_graph_that_uses_a_value_before_it_is_made_is_refused() -> None:
+    def swap(graph: fx.Graph) -> None:
+        view, add = (node for node in graph.nodes if node.op == "call_function")
+        add.append(view)
+
+    faults = faults_of(with_graph(valid(), 1, swap))
+    assert faults[0].startswith("stage 1: its graph is malformed: Argument 'view' of Node 'add'")
+    assert "\n" not in faults[0]
+
+
+def test_a_graph_without_an_end_is_refused() -> None:
+    def behead(graph: fx.Graph) -> None:
+        graph.erase_node(next(iter(reversed(graph.nodes))))
+
+    assert faults_of(with_graph(valid(), 1, behead)) == [
+        "stage 1: its graph does not end with its one return; end it with one output node"
+    ]
+
+
+def test_a_leaf_module_that_does_not_exist_is_refused() -> None:
+    plan = valid()
+    del plan.stages[2].graph.head
+    (fault,) = faults_of(plan)
+    assert "stage 2: its graph is malformed: Node head target head references nonexistent" in fault
+
+
+@pytest.mark.parametrize(
+    "node", ["torch.ops.aten.split.Tensor(x, 1)", "torch.ops.aten.max.dim(x, 0)"]
+)
+def test_several_values_do_not_cross_as_one(node: str) -> None:
+    text = (
+        "plan stages=1\nedge in x host->0\nedge out y 0->host\nstage 0\n  graph\n"
+        f"    x = placeholder()\n    y = {node}\n    return (y,)\n"
+    )
+    (fault,) = faults_of(parse_plan(text))
+    assert fault.startswith("stage 0, node y: crosses, but is no single value")
+
+
+def test_a_function_that_gives_a_tuple_is_known_by_its_items() -> None:
+    text = TEXT.replace("torch.ops.aten.max.dim(conv2d, 0)", "fxpipe.random.native_dropout(conv2d)")
+    verify_plan(parse_plan(text, ROOT))
+    faults = faults_of(parse_plan(text.replace("act size 0->1", "act max_1 0->1"), ROOT))
+    assert any("stage 0, node max_1: crosses, but is no single value" in f for f in faults)
+
+
+def test_what_the_trace_says_of_a_value_counts() -> None:
+    plan = valid()
+    add = next(node for node in plan.stages[1].graph.graph.nodes if node.name == "add")
+    add.meta["val"] = (torch.zeros(1), torch.zeros(1))
+    assert faults_of(plan)[0].startswith("stage 1, node add: crosses, but is no single value")
+
+
+def test_an_integer_that_crosses_carries_no_gradient() -> None:
+    plan = valid()
+    specs = {"relu": ValueSpec((2,), torch.int64), "add": ValueSpec((2,), torch.float32)}
+    found = faults_of(dataclasses.replace(plan, specs=specs))
+    assert len(found) == 2
+    assert found[0].startswith(
+        "edge act relu 0->1 gradient: a value of type torch.int64 has no gradient; leave out"
+    )
+
+
+def chain(stages: int) -> Plan:
+    """A valid plan of many stages, each with a parameter."""
+    edges: list[Edge] = [Edge(HOST, 0, "y")]
+    built: list[Stage] = []
+    for index in range(stages):
+        graph = fx.Graph()
+        weight = graph.placeholder(f"p_{index}x")
+        last = graph.placeholder("y" if index == 0 else f"y_{index - 1}x")
+        graph.call_function(torch.ops.aten.relu.default, (weight,))
+        value = graph.create_node("call_function", torch.ops.aten.add.Tensor, (last, weight))
+        value.name = f"y_{index}x"
+        graph.output((value,))
+        target = index + 1 if index + 1 < stages else HOST
+        edges.append(Edge(index, target, value.name, gradient=True))
+        parameters = (Argument(weight.name, f"layers.{index}.weight"),)
+        built.append(Stage(index, parameters, (), (), fx.GraphModule(nn.Module(), graph)))
+    return Plan(tuple(built), tuple(edges))
+
+
+def test_the_work_grows_with_the_size_of_the_plan_alone() -> None:
+    small, large = chain(20), chain(320)
+    assert lines(lambda: verify_plan(large)) < 18 * lines(lambda: verify_plan(small))
+
+
+def test_writes_are_returned_after_the_values_of_edges_even_if_equal() -> None:
+    plan = valid()
+    first = dataclasses.replace(plan.stages[0], writes=(Write("bn.mean", "relu"),))
+    (fault,) = faults_of(dataclasses.replace(plan, stages=(first, *plan.stages[1:])))
+    assert "are (p_tied, relu, size, relu)" in fault

@@ -1,0 +1,272 @@
+"""The verifier of programs refuses what does not compute the step, hangs or leaks."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from fxpipe.errors import Fault, InputError, VerificationError
+from fxpipe.ir.plan import Plan
+from fxpipe.ir.program import OPCODES, Program
+from fxpipe.ir.recipe import RECIPES
+from fxpipe.ir.schedule import Schedule
+from fxpipe.ir.task import KINDS, define_task
+from fxpipe.passes.lowering.communicate import communicate
+from fxpipe.passes.lowering.free import free
+from fxpipe.passes.lowering.lower import Lower
+from fxpipe.passes.schedule.add_clip import add_clip
+from fxpipe.schedules import gpipe, one_f_one_b, two_bw, zb_h1
+from fxpipe.verify.program import verify_program
+from tests.helpers.lines import lines
+from tests.helpers.mutants import program_mutants, sampled
+from tests.helpers.plans import chain, skipping
+from tests.helpers.profiles import DEEP
+from tests.oracles.program import program_is_right, steps_to_tell
+from tests.oracles.random_loop import Model, plain_loop
+
+V = Schedule.parse(
+    "schedule v stages=4 microbatches=2 delay=0\n"
+    "place 0 3 | 1 2\n"
+    "0: F0@0 F1@0 F0@3 B0@3 F1@3 B1@3 B0@0 B1@0 U@0 U@3\n"
+    "1: F0@1 F0@2 F1@1 F1@2 B0@2 B0@1 B1@2 B1@1 U@1 U@2\n"
+)
+"""Two stages a device, down and up again."""
+
+
+def lowered(
+    schedule: Schedule, plan: Plan, *, updates: bool = True, pause: bool = False
+) -> Program:
+    return free(communicate(Lower(plan, updates=updates, pause=pause)(schedule)))
+
+
+def faults_of(program: Program) -> tuple[Fault, ...]:
+    with pytest.raises(VerificationError) as caught:
+        verify_program(program)
+    return caught.value.faults
+
+
+def accepts(program: Program) -> bool:
+    try:
+        verify_program(program)
+    except VerificationError:
+        return False
+    return True
+
+
+def stepped(schedule: Schedule, *, updates: bool = True, pause: bool = False) -> Program:
+    """Lowered over stages with skips, where there are enough for them."""
+    stages = schedule.stages
+    plan = skipping(stages) if stages > 2 else chain(stages)
+    return lowered(schedule, plan, updates=updates, pause=pause)
+
+
+def recomputing(schedule: Schedule) -> Schedule:
+    """With a recompute before each backward, but on the last device."""
+    rows = tuple(
+        tuple(
+            each
+            for task in row
+            for each in ((replace(task, kind="R"), task) if task.kind in "BI" else (task,))
+        )
+        for row in schedule.rows[:-1]
+    )
+    return replace(schedule, rows=(*rows, schedule.rows[-1]))
+
+
+def with_own_tasks(schedule: Schedule) -> Schedule:
+    """With a look at the gradients before each update, and one at the weights after it."""
+    rows = tuple(
+        tuple(
+            each
+            for task in row
+            for each in (
+                (replace(task, kind="N"), task, replace(task, kind="L"))
+                if task.kind == "U"
+                else (task,)
+            )
+        )
+        for row in schedule.rows
+    )
+    return replace(schedule, rows=rows)
+
+
+LIBRARY = {
+    f"{name} {devices}x{microbatches}": (RECIPES[name](devices, microbatches), True, False)
+    for name in RECIPES
+    for devices, microbatches in ((2, 2), (3, 2), (2, 3))
+}
+CASES = LIBRARY | {
+    "one device": (gpipe(1, 1), True, False),
+    "gpipe with a pause": (gpipe(3, 1), False, True),
+    "v without updates": (V, False, False),
+    "recompute": (recomputing(one_f_one_b(3, 2)), True, False),
+    "recompute, halves": (recomputing(zb_h1(2, 2)), True, False),
+    "recompute, overlap": (recomputing(two_bw(3, 2)), True, False),
+    "own tasks": (with_own_tasks(one_f_one_b(2, 2)), True, False),
+    "own tasks, overlap": (with_own_tasks(two_bw(2, 2)), True, False),
+    "clip": (add_clip(one_f_one_b(2, 2)), True, False),
+    "clip, several stages": (add_clip(V), True, False),
+    "clip, overlap": (add_clip(two_bw(2, 2)), True, False),
+    "stale, with a flush": (replace(gpipe(2, 2), delay=1), True, False),
+    "no two delays alike": (replace(gpipe(3, 1), delay=(2, 1, 0)), True, False),
+}
+"""Name → schedule, whether it is lowered with updates, and with a pause."""
+
+
+def program_of(case: str) -> Program:
+    schedule, updates, pause = CASES[case]
+    return stepped(schedule, updates=updates, pause=pause)
+
+
+def expected_of(case: str, program: Program, steps: int) -> Model:
+    schedule, updates, _ = CASES[case]
+    own = "N" in schedule.kinds
+    return plain_loop(
+        program.stages,
+        program.edges,
+        program.microbatches,
+        trains=schedule.trains,
+        updates=updates and schedule.trains,
+        steps=steps,
+        delays=schedule.delays,
+        before="N" if own else "",
+        after="L" if own else "",
+        clips="C" in schedule.kinds,
+    )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_tasks() -> Iterator[None]:
+    """N looks at the gradients of a batch, L at the weights behind its update."""
+    norm = {"reads": ("gradients",), "follows": "BW", "cost": 1.0}
+    define_task("N", "norm", run=lambda context: None, **norm)  # type: ignore[arg-type]
+    look = {"reads": ("parameters",), "follows": "U", "cost": 1.0}
+    define_task("L", "look", run=lambda context: None, **look)  # type: ignore[arg-type]
+    yield
+    del KINDS["N"], KINDS["L"]
+
+
+def tried(program: Program) -> Iterator[tuple[str, str, Program]]:
+    """Single edits of a program: what was edited, the kind of instruction, and what came out."""
+    yield from sampled(program_mutants(program), None if DEEP else 2)
+
+
+RIGHT_FAULTS = {
+    ("drop", "Send"): "never sends it",
+    ("drop", "Stash"): "never sends it",
+    ("drop", "Receive"): "never receives it",
+    ("drop", "Pop"): "never receives it",
+    ("drop", "Free"): "is still there",
+    ("drop", "Load"): "is never made on this device",
+    ("drop", "Output"): "the caller never gets",
+    ("drop", "Forward"): "has no forward",
+    ("drop", "Backward"): "has no backward|keeps what no backward uses up",
+    ("drop", "InputGrad"): "has no input gradient",
+    ("drop", "WeightGrad"): "has no weight gradient",
+    ("drop", "Barrier"): "no barrier comes before it|barriers and pauses",
+    ("drop", "Update"): "has no update|no update follows",
+    ("duplicate", "Send"): "it is sent twice|is freed already",
+    ("duplicate", "Stash"): "it is sent twice|is freed already",
+    ("duplicate", "Receive"): "was made before",
+    ("duplicate", "Free"): "is freed already",
+    ("duplicate", "Forward"): "it is there twice",
+    ("duplicate", "Backward"): "it is there twice",
+    ("duplicate", "Recompute"): "it is there twice",
+    ("duplicate", "Update"): "it is there twice",
+}
+"""Edit and instruction → what one of the faults is about, where it is refused."""
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_single_edits_are_refused_when_they_change_what_is_computed(case: str) -> None:
+    program = verify_program(program_of(case))
+    expected: dict[int, Model] = {}
+
+    def is_right(mutant: Program) -> bool:
+        steps = steps_to_tell(mutant)
+        if steps not in expected:
+            expected[steps] = expected_of(case, program, steps)
+        return program_is_right(mutant, expected[steps], steps)
+
+    assert is_right(program)
+    for edit, kind, mutant in tried(program):
+        try:
+            verify_program(mutant)
+        except VerificationError as error:
+            # what a failure would leave half done, and versions that happen to be the same
+            if not (
+                kind in ("Barrier", "Update")
+                or edit in ("change version", "change batch", "change opcode")
+            ):
+                assert not is_right(mutant), f"{edit} {kind}: {error}\n{mutant}"
+            if (edit, kind) in RIGHT_FAULTS:
+                assert re.search(RIGHT_FAULTS[edit, kind], str(error)), f"{edit} {kind}: {error}"
+        else:
+            assert is_right(mutant), f"{edit} {kind}:\n{mutant}"
+
+
+def test_no_class_of_edits_is_left_out() -> None:
+    count = Counter(
+        (edit, kind) for case in CASES for edit, kind, _ in tried(verify_program(program_of(case)))
+    )
+    kinds = {made.__name__ for made in OPCODES.values()}
+    halves = {"Recompute", "Backward", "InputGrad", "WeightGrad"}
+    compute = halves | {"Forward", "Run"}
+    moved = {"Load", "Output", "Send", "Receive", "Stash", "Pop", "Free"}
+    wanted = {
+        (edit, kind)
+        for edit in ("drop", "duplicate", "swap", "move", "give away")
+        for kind in kinds
+    }
+    wanted |= {("change micro-batch", kind) for kind in moved | halves | {"Forward"}}
+    wanted |= {("change batch", kind) for kind in moved | compute | {"Update", "Norm", "Clip"}}
+    wanted |= {("change stage", kind) for kind in ("Norm", "Clip")}
+    wanted |= {(edit, kind) for edit in ("change value", "change opcode") for kind in moved}
+    wanted |= {
+        (edit, kind) for edit in ("change stage", "change version") for kind in compute | {"Update"}
+    }
+    wanted |= {("change keep", "Forward")}
+    assert not {each for each in wanted if count[each] < 2}
+    assert sum(count.values()) > 5_000
+
+
+def test_a_valid_program_is_returned_as_it_is() -> None:
+    for schedule, updates, pause in CASES.values():
+        program = Lower(chain(schedule.stages), updates=updates, pause=pause)(schedule)
+        for each in (program, communicate(program), free(communicate(program))):
+            assert verify_program(each) is each
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("microbatches=2", "microbatches=999999999", "its 999999999 micro-batches"),
+        (" v0", " v999999999", "reaches 999999999 batches back; .* at most 1000"),
+        ("s0[0]", "s0[0" + 9000 * "'" + "]", "reaches 9000 batches back"),
+    ],
+)
+def test_counts_that_one_line_asks_for_are_refused_before_any_work(
+    old: str, new: str, message: str
+) -> None:
+    text = str(lowered(gpipe(2, 2), chain(2)))
+    assert old in text
+    program = Program.parse(text.replace(old, new))
+    with pytest.raises(VerificationError, match=message):
+        program.verify()
+    with pytest.raises(InputError, match=r"more than 10000000; give fewer|at most 1000 are simul"):
+        program.simulate(steps=999_999_999)
+    if "'" in new:
+        with pytest.raises(InputError, match="reaches 9000 batches back; at most 1000 are simul"):
+            program.simulate()
+
+
+def test_the_work_grows_with_the_number_of_instructions_alone() -> None:
+    def work(microbatches: int) -> int:
+        program = lowered(one_f_one_b(8, microbatches), chain(8))
+        return lines(lambda: verify_program(program))
+
+    assert work(128) < 9 * work(16)  # 8 times the instructions

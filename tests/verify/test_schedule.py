@@ -1,0 +1,338 @@
+"""The verifier of schedules refuses exactly what does not compute a step."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fxpipe.errors import Fault, VerificationError
+from fxpipe.ir.recipe import RECIPES, Recipe
+from fxpipe.ir.schedule import Schedule
+from fxpipe.ir.task import KINDS, B, F, Task, U, define_task
+from fxpipe.schedules import one_f_one_b
+from fxpipe.verify.schedule import verify_schedule
+from tests.helpers.lines import lines
+from tests.helpers.mutants import sampled, schedule_mutants
+from tests.helpers.profiles import DEEP
+from tests.oracles.schedule import schedule_is_right
+
+LIBRARY = tuple(RECIPES.values())
+
+
+def faults_of(schedule: Schedule) -> tuple[Fault, ...]:
+    with pytest.raises(VerificationError) as caught:
+        verify_schedule(schedule)
+    return caught.value.faults
+
+
+def fault_of(text: str) -> Fault:
+    """The only fault of a schedule's text."""
+    (fault,) = faults_of(Schedule.parse(text))
+    return fault
+
+
+def accepts(schedule: Schedule) -> bool:
+    try:
+        verify_schedule(schedule)
+    except VerificationError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("recipe", LIBRARY, ids=lambda recipe: recipe.name)
+def test_a_valid_schedule_is_returned_as_it_is(recipe: Recipe) -> None:
+    for devices in range(1, 6):
+        least = devices - 1 if recipe.name == "2bw" else 1
+        for microbatches in range(max(least, 1), 9):
+            schedule = recipe(devices, microbatches)
+            assert verify_schedule(schedule) is schedule
+
+
+RIGHT_FAULTS = {
+    "drop": "has no (forward|backward|input gradient|weight gradient|update)|it comes before",
+    "duplicate": "it is there already",
+    "give away": "stage .* is on device",
+    "change placement": "is on device|is placed on device|later step|next step|deadlock",
+    "change delay": "delay|is too small",
+}
+"""Edit → what one of the faults is about, where it is refused."""
+
+
+@pytest.mark.parametrize("name", [*RECIPES, "recomputing", "own tasks"])
+def test_single_edits_are_refused_exactly_when_they_change_the_steps(
+    name: str, tried: Counter[tuple[str, str]]
+) -> None:
+    accepted = refused = 0
+    for devices, microbatches in ((1, 2), (2, 1), (2, 3), (3, 2), (4, 4)):
+        schedule = made(name, devices, microbatches)
+        for edit, kind, mutant in sampled(schedule_mutants(schedule), None if DEEP else 12):
+            tried[edit, kind] += 1
+            try:
+                verify_schedule(mutant)
+            except VerificationError as error:
+                refused += 1
+                assert not schedule_is_right(mutant), f"{error}\n{schedule}"
+                if edit in RIGHT_FAULTS:
+                    assert re.search(RIGHT_FAULTS[edit], str(error)), f"{edit} {kind}: {error}"
+            else:
+                accepted += 1
+                assert schedule_is_right(mutant), f"{edit} {kind}:\n{mutant}"
+    assert accepted
+    assert refused > accepted
+
+
+def test_no_class_of_edits_was_left_out(tried: Counter[tuple[str, str]]) -> None:
+    if not tried:
+        pytest.skip("the edits are tried in the test before")
+    edits = "drop", "duplicate", "swap", "move", "give away"
+    changes = "change stage", "change micro-batch", "change kind", "change batch"
+    wanted = {(edit, kind) for edit in (*edits, *changes) for kind in "FBIWRUNL"}
+    wanted |= {("change placement", "-"), ("change delay", "-")}
+    assert not {each for each in wanted if tried[each] < 3}
+    assert sum(tried.values()) > 10_000
+
+
+@pytest.fixture(scope="module")
+def tried() -> Counter[tuple[str, str]]:
+    """Edit and kind → how often it was tried."""
+    return Counter()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_tasks() -> Iterator[None]:
+    """N looks at gradients, once a step; L at the weights after a micro-batch's forward."""
+    norm = {"reads": ("gradients",), "follows": "BW", "cost": 1.0}
+    define_task("N", "norm", run=lambda context: None, **norm)  # type: ignore[arg-type]
+    look = {"reads": ("parameters",), "follows": "F", "cost": 1.0, "per_microbatch": True}
+    define_task("L", "look", run=lambda context: None, **look)  # type: ignore[arg-type]
+    yield
+    del KINDS["N"], KINDS["L"]
+
+
+def made(name: str, devices: int, microbatches: int) -> Schedule:
+    """A schedule of the library, or one with kinds of tasks that the library does not use."""
+    if name in RECIPES:
+        return RECIPES[name](devices, microbatches)
+    schedule = RECIPES["1f1b" if name == "recomputing" else "1f1b-async"](devices, microbatches)
+    rows: list[list[Task]] = [[] for _ in schedule.rows]
+    for device, row in enumerate(schedule.rows):
+        for task in row:
+            if name == "recomputing" and task.kind == "B" and device < devices - 1:
+                rows[device].append(replace(task, kind="R"))
+            if name == "own tasks" and task.kind == "U":
+                rows[device].append(replace(task, kind="N"))
+            rows[device].append(task)
+            if name == "own tasks" and task.kind == "F":
+                rows[device].append(replace(task, kind="L"))
+    return replace(schedule, rows=tuple(map(tuple, rows)))
+
+
+def shuffled(draw: st.DrawFn) -> Schedule:
+    """Any order of all tasks for any batches, right or wrong, over any placement."""
+    stages = draw(st.integers(1, 3))
+    microbatches = draw(st.integers(1, 2))
+    devices = draw(st.integers(1, stages))
+    homes = st.integers(0, devices - 1)
+    placement = tuple(draw(st.lists(homes, min_size=stages, max_size=stages)))
+    batches = st.integers(draw(st.sampled_from([0, -1, -2])), 0)
+    rows = []
+    for device in range(devices):
+        tasks = []
+        for stage in (stage for stage in range(stages) if placement[stage] == device):
+            for i in range(microbatches):
+                kinds = draw(st.sampled_from(["FB", "FB", "FRB", "FIW"]))
+                tasks += [Task(kind, i, stage, draw(batches)) for kind in kinds]
+            tasks.append(U(stage, batch=draw(batches)))
+        if draw(st.booleans()):
+            tasks.sort(key=lambda task: (-task.batch, "FRBIWU".index(task.kind), task.microbatch))
+        else:
+            tasks = draw(st.permutations(tasks))
+        rows.append(tuple(tasks))
+    delay = draw(st.integers(0, 3) | st.tuples(*[st.integers(0, 3)] * stages))
+    return Schedule("shuffled", microbatches, placement, tuple(rows), delay)
+
+
+@given(st.composite(shuffled)())
+def test_any_order_is_refused_exactly_when_it_does_not_run(schedule: Schedule) -> None:
+    assert accepts(schedule) == schedule_is_right(schedule)
+
+
+def test_a_missing_task_is_named_with_its_micro_batches() -> None:
+    schedule = one_f_one_b(2, 6)
+    row = tuple(task for task in schedule.rows[1] if task not in (B(1, 1), B(3, 1), B(4, 1)))
+    (fault,) = faults_of(replace(schedule, rows=(schedule.rows[0], row)))
+    assert str(fault) == "device 1: stage 1 has no backward of micro-batches 1 and 3-4; add it"
+
+
+def test_a_missing_update_is_named() -> None:
+    fault = fault_of(
+        "schedule mine stages=2 microbatches=1 delay=0\nplace 0 | 1\n0: F0 B0 U\n1: F0 B0"
+    )
+    assert str(fault) == "device 1: stage 1 has no update; add it"
+
+
+def test_a_duplicated_task_is_named_with_its_first_place() -> None:
+    fault = fault_of("schedule mine stages=1 microbatches=2 delay=0\nplace 0\n0: F0 F1 F0 B0 B1 U")
+    assert (fault.device, fault.position, fault.subject) == (0, 2, "F0@0")
+    assert fault.what == "it is there already: device 0, position 0"
+
+
+def test_a_task_on_another_device_than_its_stage_is_named() -> None:
+    schedule = Schedule("mine", 1, (0, 1), ((F(0, 0), F(0, 1), B(0, 0), U(0)), (B(0, 1), U(1))))
+    faults = faults_of(schedule)
+    assert str(faults[0]) == ("device 0, position 1, F0@1: stage 1 is on device 1; move it there")
+
+
+def test_a_backward_before_its_forward_is_named_and_is_no_deadlock() -> None:
+    fault = fault_of("schedule mine stages=1 microbatches=1 delay=0\nplace 0\n0: B0 F0 U")
+    assert str(fault) == (
+        "device 0, position 0, B0@0: it comes before F0@0, position 1, which it needs; "
+        "move it behind that"
+    )
+
+
+def test_an_update_before_the_last_backward_is_named_once() -> None:
+    fault = fault_of(
+        "schedule mine stages=1 microbatches=3 delay=0\nplace 0\n0: F0 F1 F2 U B0 B1 B2"
+    )
+    assert (fault.position, fault.subject) == (3, "U@0")
+    assert fault.what == "it comes before B2@0, position 6, which it needs"
+
+
+def test_descending_micro_batches_are_refused() -> None:
+    fault = fault_of("schedule mine stages=1 microbatches=2 delay=0\nplace 0\n0: F0 F1 B1 B0 U")
+    assert (fault.position, fault.subject) == (3, "B0@0")
+    assert fault.what == "it comes after micro-batch 1"
+
+
+def test_a_deadlock_is_shown_device_by_device() -> None:
+    faults = faults_of(
+        Schedule.parse(
+            "schedule mine stages=3 microbatches=2 delay=0\n"
+            "place 0 | 1 | 2\n"
+            "0: F0 B0 F1 B1 U\n"
+            "1: F0 F1 B0 B1 U\n"
+            "2: F0 F1 B0 B1 U\n"
+        )
+    )
+    assert [str(fault) for fault in faults] == [
+        "device 0, position 1, B0@0: deadlock: it waits until device 1 is past position 2, B0@1, "
+        "and that device is stuck in the same circle; reorder one of the devices of the circle",
+        "device 1, position 1, F1@1: deadlock: it waits until device 0 is past position 2, F1@0, "
+        "and that device is stuck in the same circle; reorder one of the devices of the circle",
+    ]
+
+
+def test_every_fault_is_reported_at_once() -> None:
+    rows = (
+        (F(0, 0), F(5, 0), Task("X", 0, 0), B(0, 0), U(0)),
+        (F(0, 1), F(0, 7), Task("F", None, 1), Task("U", 0, 1), F(1, None), B(0, 1), U(1)),
+    )
+    found = [fault.what for fault in faults_of(Schedule("mine", 1, (0, 1), rows))]
+    assert found == [
+        "there is no micro-batch 5",
+        "there is no kind of task 'X'",
+        "there is no stage 7",
+        "it names no micro-batch",
+        "it comes once a step, not for a micro-batch",
+        "it names no stage",
+    ]
+
+
+def test_a_task_that_needs_what_only_a_later_step_makes_is_refused() -> None:
+    fault = fault_of(
+        "schedule mine stages=2 microbatches=1 delay=1\nplace 0 | 1\n0: F0 B0 U\n1: F0 B0' U'"
+    )
+    assert str(fault) == (
+        "device 0, position 1, B0@0: its batch runs B0'@1, which it needs, only in the next step: "
+        "device 1, position 1; let both stand for the same batch, or that one for a later batch"
+    )
+
+
+def test_forwards_of_the_next_batch_wait_for_those_of_the_last() -> None:
+    fault = fault_of("schedule mine stages=1 microbatches=2 delay=1\nplace 0\n0: F0 F1' B0' B1' U'")
+    assert (fault.position, fault.subject) == (1, "F1'@0")
+    assert fault.what == "it comes after F0@0 of the next batch"
+
+
+def test_the_error_carries_the_schedule_for_a_picture() -> None:
+    schedule = Schedule("mine", 1, (0,), ((F(0, 0),),), delay=-1)
+    with pytest.raises(VerificationError) as caught:
+        verify_schedule(schedule)
+    assert caught.value.value is schedule
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        Schedule("mine", 0, (0,), ((),)),
+        Schedule("mine", 1, (), ((),)),
+        Schedule("mine", 1, (1,), ((F(0, 0),),)),
+        Schedule("mine", 1, (-1,), ((F(0, 0),),)),
+        Schedule("mine", 1, (0,), ()),
+    ],
+)
+def test_counts_and_placement_are_checked_first(schedule: Schedule) -> None:
+    assert len(faults_of(schedule)) == 1
+
+
+HUGE = 999_999_999
+
+
+@pytest.mark.parametrize(
+    ("counts", "row", "message"),
+    [
+        (f"microbatches={HUGE} delay=0", "F0 B0 U", f"its {HUGE} micro-batches .* holds 3 tasks"),
+        (
+            f"microbatches=1 delay={HUGE}",
+            "F0 B0 U",
+            f"reaches {HUGE} batches back; .* at most 1000",
+        ),
+        ("microbatches=1 delay=1001", "F0 B0 U", "reaches 1001 batches back"),
+        ("microbatches=1 delay=0", "F0 B0" + 9000 * "'" + " U", "reaches 9000 batches back"),
+    ],
+)
+def test_counts_that_one_line_asks_for_are_refused_before_any_work(
+    counts: str, row: str, message: str
+) -> None:
+    text = f"schedule mine stages=1 {counts}\nplace 0\n0: {row}\n"
+    schedule = Schedule.parse(text)
+    for look in (
+        *(schedule.verify, schedule.simulate, schedule.versions, schedule.stash),
+        schedule.formulas,
+    ):
+        with pytest.raises(VerificationError, match=message) as caught:
+            look()
+        assert len(caught.value.faults) == 1
+    assert re.search(message, schedule.grid())
+    assert schedule.draw().source
+
+
+def test_limits_of_counts_refuse_nothing_that_can_be_told() -> None:
+    head = "schedule mine stages=1 microbatches={} delay={}\nplace 0\n0: F0 B0 U\n"
+    verify_schedule(Schedule.parse(head.format(1, 1000)))
+    message = "no forward of micro-batches 1-10002"
+    assert any(message in str(f) for f in faults_of(Schedule.parse(head.format(10_003, 0))))
+    (fault,) = faults_of(Schedule.parse(head.format(10_004, 0)))
+    assert "its 10004 micro-batches have at least 10004 forwards on 1 stages" in str(fault)
+    verify_schedule(one_f_one_b(1, 20_000))
+
+
+def test_a_device_without_a_stage_is_accepted() -> None:
+    text = "schedule mine stages=2 microbatches=1 delay=0\nplace 0 | - | 1\n0: F0\n1:\n2: F0\n"
+    verify_schedule(Schedule.parse(text))
+
+
+def test_the_work_grows_with_the_number_of_tasks_alone() -> None:
+    def work(devices: int, microbatches: int) -> int:
+        schedule = one_f_one_b(devices, microbatches)
+        return lines(lambda: verify_schedule(schedule))
+
+    assert work(8, 512) < 9 * work(8, 64)  # 8 times the tasks
+    assert work(64, 64) < 9 * work(8, 64)
