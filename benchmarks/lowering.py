@@ -24,11 +24,11 @@ from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B, Sche
 
 from benchmarks.machine import describe
 from benchmarks.report import Figure, Report
-from fxpipe.ir.edge import HOST, Edge
 from fxpipe.ir.plan import Plan, Stage
 from fxpipe.ir.program import Program
 from fxpipe.ir.recipe import find_recipe
 from fxpipe.ir.schedule import Schedule
+from fxpipe.ir.value import HOST, Edge
 from fxpipe.passes.lowering.communicate import communicate
 from fxpipe.passes.lowering.free import free
 from fxpipe.passes.lowering.lower import Lower

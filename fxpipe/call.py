@@ -14,8 +14,8 @@ from torch import Tensor
 
 from fxpipe.compiler.compiled import Compiled
 from fxpipe.errors import InputError
-from fxpipe.ir.edge import HOST
 from fxpipe.ir.traced import Value
+from fxpipe.ir.value import HOST
 from fxpipe.runtime.batch import Batch
 from fxpipe.runtime.execution import Execution
 from fxpipe.runtime.host import BatchHost, draw_seed

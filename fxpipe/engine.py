@@ -17,14 +17,13 @@ from fxpipe.errors import InputError
 from fxpipe.kernels.kernel import Kernel
 from fxpipe.runtime.batch import Batch
 from fxpipe.runtime.choice import Choice
-from fxpipe.runtime.clock import Clock
-from fxpipe.runtime.crew import Setting
 from fxpipe.runtime.devices.backend import Backend
 from fxpipe.runtime.devices.cpu import Worker
 from fxpipe.runtime.execution import Execution
 from fxpipe.runtime.flight import Flight
 from fxpipe.runtime.host import BatchHost, draw_seed, next_seed
 from fxpipe.runtime.pending import PendingLoss
+from fxpipe.runtime.run import Clock, Setting
 from fxpipe.runtime.weights.clipping import Clipping
 from fxpipe.runtime.weights.live import LiveWeights
 from fxpipe.runtime.weights.optimizer import OptimizerFactory

@@ -17,7 +17,6 @@ from fxpipe.compiler.sizes import Sizes
 from fxpipe.compiler.timetable import Purpose
 from fxpipe.engine import Engine
 from fxpipe.errors import InputError
-from fxpipe.html import preformatted
 from fxpipe.intake import Intake
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import Program
@@ -30,9 +29,10 @@ from fxpipe.simulator.costs import Costs, Links
 from fxpipe.simulator.measured import measured_run
 from fxpipe.simulator.table import peak_texts
 from fxpipe.table import stage_table
-from fxpipe.torchtools.apart import together
+from fxpipe.torchtools.pytrees import together
 from fxpipe.torchtools.stand_in import StandIn
 from fxpipe.turn import in_turn
+from fxpipe.words import preformatted
 
 
 class Pipeline(StandIn):

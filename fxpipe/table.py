@@ -12,7 +12,7 @@ from torch import nn
 from fxpipe.compiler.compiled import Compiled
 from fxpipe.ir.plan import Stage
 from fxpipe.passes.partition.assignment import Verdict
-from fxpipe.units import bytes_text
+from fxpipe.words import bytes_text
 
 _MODULES = 4
 

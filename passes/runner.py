@@ -10,7 +10,7 @@ from fxpipe.errors import PassError, VerificationError
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
-from fxpipe.telling import telling
+from fxpipe.log import telling
 from fxpipe.verify.plan import verify_plan
 from fxpipe.verify.program import verify_program
 from fxpipe.verify.schedule import verify_schedule

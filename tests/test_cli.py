@@ -16,8 +16,8 @@ import pytest
 
 import fxpipe
 from fxpipe.cli import main
-from fxpipe.ir.edge import Edge
 from fxpipe.ir.recipe import RECIPES
+from fxpipe.ir.value import Edge
 from fxpipe.passes.lowering.communicate import communicate
 from fxpipe.passes.lowering.free import free
 from fxpipe.passes.lowering.lower import Lower

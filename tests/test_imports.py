@@ -18,12 +18,11 @@ ROOT = Path(__file__).parent.parent
 LAYERS = {
     "ground": (
         "fxpipe.errors",
-        "fxpipe.html",
+        "fxpipe.log",
         "fxpipe.random",
         "fxpipe.signals",
-        "fxpipe.telling",
         "fxpipe.torchtools",
-        "fxpipe.units",
+        "fxpipe.words",
     ),
     "representations": ("fxpipe.ir", "fxpipe.kernels"),
     "text": ("fxpipe.text",),

@@ -8,17 +8,17 @@ import torch
 from torch import fx
 
 from fxpipe.errors import InputError
-from fxpipe.ir.edge import HOST
 from fxpipe.ir.plan import Plan, Stage
 from fxpipe.ir.program import Backward, Forward, Program, Recompute, WeightGrad
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.traced import SEED
 from fxpipe.ir.unroll import unroll
+from fxpipe.ir.value import HOST
 from fxpipe.kernels.captured import Captured
 from fxpipe.kernels.graph import GraphKernel
 from fxpipe.kernels.kernel import Kernel
 from fxpipe.kernels.slot import Graphs
-from fxpipe.telling import noted
+from fxpipe.log import noted
 from fxpipe.torchtools import source
 
 _HOST_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)

@@ -10,8 +10,7 @@ from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import Program, Recompute
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.traced import Traced, Value
-from fxpipe.kernels.discarding import Discarding
-from fxpipe.kernels.kernel import Kernel
+from fxpipe.kernels.kernel import Discarding, Kernel
 from fxpipe.kernels.rechecked import Rechecked
 from fxpipe.passes.tracing.loss_terms import Divisor
 

@@ -23,13 +23,13 @@ from fxpipe.compiler.predict import plan_sizes, predicted_peaks
 from fxpipe.compiler.remedies import remedies
 from fxpipe.compiler.sizes import Sizes
 from fxpipe.compiler.timetable import Purpose, RecomputeLike, Timetable
-from fxpipe.compiler.verbose import told
 from fxpipe.errors import FxpipeError, InputError, PartitionError
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import Program
 from fxpipe.ir.recipe import Recipe
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.traced import Traced, Value
+from fxpipe.log import told
 from fxpipe.passes import runner
 from fxpipe.passes.graph.extents import extents
 from fxpipe.passes.graph.lazy_module import sources_forgotten

@@ -25,6 +25,7 @@ from fxpipe.compiler.tryout import (
 )
 from fxpipe.errors import InputError, TraceError, way_out
 from fxpipe.ir.traced import Traced, Value, with_dims
+from fxpipe.log import telling
 from fxpipe.passes.graph.functionalise import functionalise
 from fxpipe.passes.graph.randomness import seed_randomness
 from fxpipe.passes.tracing.attach_loss import (
@@ -44,10 +45,9 @@ from fxpipe.passes.tracing.leaf_calls import LeafCalls, call_leaves
 from fxpipe.passes.tracing.symbolic import is_torchs, trace_symbolically
 from fxpipe.passes.tracing.trace import accepts, trace
 from fxpipe.runtime.batch import Batch
-from fxpipe.telling import telling
 from fxpipe.torchtools import source
-from fxpipe.torchtools.apart import apart
 from fxpipe.torchtools.own_backward import checkpoints_opened
+from fxpipe.torchtools.pytrees import apart
 from fxpipe.torchtools.untouched import assigned_in_place, intra_op_threads, same_sizes, untouched
 
 Tracer = Literal["export", "symbolic"]

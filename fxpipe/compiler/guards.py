@@ -20,8 +20,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from fxpipe.compiler.looking import OUTSIDE, Look, Reads, Seen
+from fxpipe.log import LOGGER
 from fxpipe.signals import put_back
-from fxpipe.telling import LOGGER
 from fxpipe.torchtools import source
 
 VARIANTS = 8

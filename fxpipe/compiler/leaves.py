@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping
 from torch import nn
 
 from fxpipe.errors import TraceError
+from fxpipe.log import LOGGER
 from fxpipe.passes.tracing.explain import called
 from fxpipe.passes.tracing.leaf_nests import UnfitLeaf
-from fxpipe.telling import LOGGER
 
 _COST = (
     "autograd drives backward in every stage, no backward comes in halves, and no stage is "

@@ -14,6 +14,7 @@ from fxpipe.compiler.timetable import Timetable
 from fxpipe.ir.plan import Costs, Plan
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.traced import Traced
+from fxpipe.log import telling
 from fxpipe.memory.held import undo_bytes
 from fxpipe.passes.differentiate.differentiate import Differentiate, Wanted
 from fxpipe.passes.differentiate.part_backward import part_backward
@@ -29,7 +30,6 @@ from fxpipe.passes.partition.named_cuts import cut_at
 from fxpipe.passes.partition.options import Partition
 from fxpipe.passes.partition.work import Machine
 from fxpipe.runtime.weights.optimizer import OptimizerFactory, state_size
-from fxpipe.telling import telling
 from fxpipe.torchtools.untouched import intra_op_threads, untouched
 
 

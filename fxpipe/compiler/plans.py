@@ -19,6 +19,7 @@ from fxpipe.errors import TraceError
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.traced import SEED, Traced, Value, with_dims
+from fxpipe.log import telling
 from fxpipe.passes import runner
 from fxpipe.passes.differentiate.differentiate import Differentiate, Wanted
 from fxpipe.passes.differentiate.fuse_accumulation import fuse_accumulation as fuse_accumulation_
@@ -32,7 +33,6 @@ from fxpipe.passes.partition.assignment import Assignment
 from fxpipe.passes.partition.cut import cut
 from fxpipe.passes.partition.follow import place_like
 from fxpipe.runtime.batch import Batch
-from fxpipe.telling import telling
 from fxpipe.torchtools.untouched import intra_op_threads, untouched
 
 

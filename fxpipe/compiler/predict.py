@@ -17,8 +17,7 @@ from fxpipe.ir.schedule import Schedule
 from fxpipe.memory.held import Resting, sizes_of, undo_bytes
 from fxpipe.memory.optimizer import optimizer_memory
 from fxpipe.simulator import Simulation, simulate
-from fxpipe.simulator.costs import Costs, Key, Links
-from fxpipe.simulator.of_plan import measured_costs
+from fxpipe.simulator.costs import Costs, Key, Links, measured_costs
 from fxpipe.simulator.sizes import Sizes
 
 

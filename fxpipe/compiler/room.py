@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from fxpipe.errors import PartitionError
 from fxpipe.passes.partition.work import Load, Machine
-from fxpipe.units import bytes_text
+from fxpipe.words import bytes_text
 
 _TRIES = 8
 

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from fxpipe.errors import FxpipeError
 from fxpipe.passes.graph.extents import Extent
-from fxpipe.units import bytes_text
+from fxpipe.words import bytes_text
 
 _MOST = 1 << 20
 

@@ -20,7 +20,7 @@ from fxpipe.compiler.hidden import refuse_hidden_in_loss
 from fxpipe.compiler.objective import Objective
 from fxpipe.errors import InputError, told
 from fxpipe.torchtools import source
-from fxpipe.torchtools.apart import apart
+from fxpipe.torchtools.pytrees import apart
 
 
 def try_model(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -11,11 +11,10 @@ from torch import fx
 from fxpipe.draw.colours import FAINT, FAULT, FORWARD, IDLE, INPUT, PAPER, PARAMETER, SKIP
 from fxpipe.draw.marks import faults_of, mark
 from fxpipe.draw.picture import Picture, blank, markup
-from fxpipe.draw.words import count_text, lines, plural, runs, shape_text
 from fxpipe.errors import Fault
-from fxpipe.ir.edge import HOST, Edge
 from fxpipe.ir.plan import Argument, Plan, Stage
-from fxpipe.units import bytes_text, time_text
+from fxpipe.ir.value import HOST, Edge
+from fxpipe.words import bytes_text, count_text, lines, plural, runs, shape_text, time_text
 
 _LINE, _MODULE_LINES = 44, 4
 _NAME, _VALUES = 28, 6

@@ -15,7 +15,7 @@ from fxpipe.errors import InputError
 from fxpipe.ir.task import Task
 from fxpipe.simulator.events import Transfer
 from fxpipe.simulator.simulation import Simulation, task_of
-from fxpipe.units import time_text
+from fxpipe.words import time_text
 
 WITH_ARROWS = 1000
 """Up to so many transfers, those that take time are drawn."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fxpipe.ir.buffer import Buffer
+from fxpipe.ir.value import Buffer
 
 
 @dataclass(frozen=True, slots=True)

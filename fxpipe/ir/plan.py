@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from fxpipe.ir.edge import HOST, Edge
+from fxpipe.ir.value import HOST, Edge
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

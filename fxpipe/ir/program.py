@@ -10,19 +10,6 @@ from functools import cached_property
 from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
-from fxpipe.ir.buffer import (
-    KEPT,
-    Buffer,
-    BufferKind,
-    batch_mark,
-    deferred,
-    forward_buffer,
-    gradient_buffer,
-    norm_buffer,
-    saved,
-    state,
-)
-from fxpipe.ir.edge import HOST, Edge, gradient_groups
 from fxpipe.ir.instruction import (
     LETTERS,
     OPCODES,
@@ -49,6 +36,21 @@ from fxpipe.ir.instruction import (
     WeightGrad,
     batch_of,
     letter_of,
+)
+from fxpipe.ir.value import (
+    HOST,
+    KEPT,
+    Buffer,
+    BufferKind,
+    Edge,
+    batch_mark,
+    deferred,
+    forward_buffer,
+    gradient_buffer,
+    gradient_groups,
+    norm_buffer,
+    saved,
+    state,
 )
 
 if TYPE_CHECKING:

@@ -20,10 +20,9 @@ import torch
 from torch import Tensor
 
 from fxpipe.kernels.graph import GraphKernel
-from fxpipe.kernels.kernel import Backwarded, Forwarded, InputGraded, Totals
+from fxpipe.kernels.kernel import Backwarded, Forwarded, InputGraded, Totals, Wrapping
 from fxpipe.kernels.slot import Fixed, Graphs, Hold, Key, Part, Slot
-from fxpipe.kernels.wrapping import Wrapping
-from fxpipe.telling import LOGGER
+from fxpipe.log import LOGGER
 
 WARM_UP = 3
 """Runs of a graph before it is captured for the first time: libraries choose their kernels and

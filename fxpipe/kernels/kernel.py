@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 
 class Forwarded(NamedTuple):
@@ -155,3 +155,74 @@ def add(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     for part in parts[1:]:
         total = total + part
     return total
+
+
+class Wrapping:
+    """Hands every call on. See Kernel.
+
+    Attributes:
+        kernel: the other.
+    """
+
+    def __init__(self, kernel: Kernel) -> None:
+        self.kernel = kernel
+
+    @property
+    def forward_graph(self) -> fx.GraphModule:
+        """See Kernel.forward_graph."""
+        return self.kernel.forward_graph
+
+    @property
+    def backward_graph(self) -> fx.GraphModule | None:
+        """See Kernel.backward_graph."""
+        return self.kernel.backward_graph
+
+    @property
+    def input_grad_graph(self) -> fx.GraphModule | None:
+        """See Kernel.input_grad_graph."""
+        return self.kernel.input_grad_graph
+
+    @property
+    def weight_grad_graph(self) -> fx.GraphModule | None:
+        """See Kernel.weight_grad_graph."""
+        return self.kernel.weight_grad_graph
+
+    def forward(
+        self, parameters: Sequence[Tensor], buffers: Sequence[Tensor], inputs: list[Any]
+    ) -> Forwarded:
+        """See Kernel.forward."""
+        return self.kernel.forward(parameters, buffers, inputs)
+
+    def backward(
+        self, saved: list[Any], gradients: list[Tensor], totals: Totals = ()
+    ) -> Backwarded:
+        """See Kernel.backward."""
+        return self.kernel.backward(saved, gradients, totals)
+
+    def input_grad(self, saved: list[Any], gradients: list[Tensor]) -> InputGraded:
+        """See Kernel.input_grad."""
+        return self.kernel.input_grad(saved, gradients)
+
+    def weight_grad(self, deferred: list[Any], totals: Totals = ()) -> list[Tensor | None]:
+        """See Kernel.weight_grad."""
+        return self.kernel.weight_grad(deferred, totals)
+
+
+class Discarding(Wrapping):
+    """Runs as the kernel does, but gives parameters no gradient.
+
+    That of a micro-batch of weight 0 is 0 by right, and where its loss divides by how much of it
+    counts, a 0 times infinity would come out as not-a-number.
+    """
+
+    def backward(
+        self, saved: list[Any], gradients: list[Tensor], totals: Totals = ()
+    ) -> Backwarded:
+        """See Kernel.backward. The gradients of the inputs may be not-a-number."""
+        made = self.kernel.backward(saved, gradients)
+        return Backwarded(made.inputs, list(totals) or [None] * len(made.parameters))
+
+    def weight_grad(self, deferred: list[Any], totals: Totals = ()) -> list[Tensor | None]:
+        """See Kernel.weight_grad."""
+        made = self.kernel.weight_grad(deferred)
+        return list(totals) or [None] * len(made)

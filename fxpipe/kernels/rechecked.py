@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from fxpipe.errors import RecomputeError
-from fxpipe.kernels.kernel import Forwarded, Kernel
-from fxpipe.kernels.wrapping import Wrapping
+from fxpipe.kernels.kernel import Forwarded, Kernel, Wrapping
 from fxpipe.torchtools import source
 from fxpipe.torchtools.recomputing import is_recomputing
 

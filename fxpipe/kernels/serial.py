@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from fxpipe.ir.edge import HOST, gradient_groups
 from fxpipe.ir.plan import Plan, outputs_of
+from fxpipe.ir.value import HOST, gradient_groups
 from fxpipe.kernels.kernel import Backwarded, add
 
 

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from fxpipe.errors import InputError, near
 from fxpipe.kernels.graph import layout
-from fxpipe.torchtools.nest import flatten
+from fxpipe.torchtools.pytrees import flatten
 
 BatchDims = Mapping[str, int | None]
 """Input → the dimension that is the batch, or None for one that every micro-batch gets whole.

@@ -23,7 +23,7 @@ from torch import fx
 
 from fxpipe.ir.plan import Plan
 from fxpipe.kernels.kernel import Kernel
-from fxpipe.telling import noted
+from fxpipe.log import noted
 
 Dispatch = Literal["device", "thread"]
 """Who runs or launches the devices' lists: a thread for each of them, or one thread for all."""

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from fxpipe.errors import DeviceError
 from fxpipe.kernels.kernel import Kernel
-from fxpipe.runtime.crew import Crew, Left, Setting
 from fxpipe.runtime.failure import explained_late
 from fxpipe.runtime.interpreter import Host, Job, Machine
+from fxpipe.runtime.run import Crew, Left, Setting
 from fxpipe.runtime.weights.clipping import Clipping
 from fxpipe.runtime.weights.live import LiveWeights
 from fxpipe.signals import HeldSignals

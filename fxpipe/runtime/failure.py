@@ -14,7 +14,7 @@ from fxpipe.runtime.interpreter import Machine
 from fxpipe.runtime.trail import Given, Unfinished
 from fxpipe.text.instruction import print_instruction
 from fxpipe.torchtools import source
-from fxpipe.units import bytes_text
+from fxpipe.words import bytes_text
 
 Expected = Callable[[], Sequence[int]]
 """Finds, for each device, the most bytes that it was predicted to hold."""

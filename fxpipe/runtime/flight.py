@@ -18,14 +18,13 @@ from typing import Any
 from torch import Tensor
 
 from fxpipe.errors import DeviceError, ExecutionError, InputError
-from fxpipe.ir.edge import HOST
 from fxpipe.ir.program import Buffer
+from fxpipe.ir.value import HOST
 from fxpipe.kernels.kernel import Kernel
-from fxpipe.runtime.crew import Crew, Landed, Left, Setting
-from fxpipe.runtime.driver import Driver
 from fxpipe.runtime.failure import explained_late
 from fxpipe.runtime.host import BatchHost
 from fxpipe.runtime.interpreter import Job
+from fxpipe.runtime.run import Crew, Driver, Landed, Left, Setting
 from fxpipe.runtime.weights.clipping import Clipping
 from fxpipe.runtime.weights.versions import VersionedWeights
 from fxpipe.signals import HeldSignals

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxpipe.ir.edge import HOST
 from fxpipe.ir.program import Buffer
 from fxpipe.ir.traced import SEED, Literal, Traced, Value
+from fxpipe.ir.value import HOST
 from fxpipe.kernels.kernel import add
 from fxpipe.random.generators import mix
 from fxpipe.runtime.batch import Batch, join, weighted_sum
-from fxpipe.torchtools.apart import together
+from fxpipe.torchtools.pytrees import together
 
 _DRAWING = threading.RLock()
 """Held while torch's generator, which all pipes share, is looked at or drawn from."""

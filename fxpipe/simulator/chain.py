@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from fxpipe.ir.edge import HOST, Edge
 from fxpipe.ir.plan import Plan, Stage
 from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
+from fxpipe.ir.value import HOST, Edge
 
 
 def chain(stages: int) -> Plan:

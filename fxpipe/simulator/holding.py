@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from fxpipe.ir.edge import Edge
 from fxpipe.ir.program import (
     Backward,
     Buffer,
@@ -19,6 +18,7 @@ from fxpipe.ir.program import (
     gradient_buffer,
     letter_of,
 )
+from fxpipe.ir.value import Edge
 from fxpipe.simulator.sizes import Place, Sizes
 from fxpipe.simulator.stash import live_versions
 from fxpipe.simulator.workspace import Crossing, Passing, Workspace

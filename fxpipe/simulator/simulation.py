@@ -8,11 +8,11 @@ from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from fxpipe.errors import InputError
-from fxpipe.html import preformatted
 from fxpipe.ir.program import Instruction, Program, batch_of, letter_of
 from fxpipe.ir.task import Task
 from fxpipe.simulator.events import Events, Transfer
 from fxpipe.simulator.sizes import Sizes
+from fxpipe.words import preformatted
 
 if TYPE_CHECKING:
     from os import PathLike

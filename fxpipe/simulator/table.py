@@ -10,7 +10,7 @@ from rich.table import Table
 from fxpipe.simulator.holding import PARTS
 from fxpipe.simulator.simulation import Simulation
 from fxpipe.text.instruction import print_instruction
-from fxpipe.units import bytes_text
+from fxpipe.words import bytes_text
 
 
 def simulation_table(simulation: Simulation) -> str:

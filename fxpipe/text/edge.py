@@ -6,7 +6,7 @@ import keyword
 import re
 
 from fxpipe.errors import ParseError
-from fxpipe.ir.edge import HOST, Edge
+from fxpipe.ir.value import HOST, Edge
 
 _FORM = "write an edge as 'act relu_3 0->1 gradient' or 'in x host->0'"
 _WORD = re.compile(r"[^ \t]+")

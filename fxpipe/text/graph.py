@@ -30,8 +30,7 @@ from torch import Tensor, fx, nn
 
 from fxpipe.errors import InputError, ParseError, near
 from fxpipe.text.edge import is_name
-from fxpipe.text.line import Line, lines_of
-from fxpipe.text.path import ROOTS, Path, print_path, read_path
+from fxpipe.text.line import ROOTS, Line, Path, lines_of, print_path, read_path
 from fxpipe.text.target import (
     CALL_FORM,
     Function,

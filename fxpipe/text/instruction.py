@@ -1,4 +1,4 @@
-"""An instruction as one line of text, and back."""
+"""An instruction and how it is launched, as one line of text, and back."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import assert_never, cast, get_args
 
 from fxpipe.errors import near
-from fxpipe.ir.edge import HOST
 from fxpipe.ir.program import (
+    COMPUTE,
     KEPT,
     OPCODES,
     Backward,
@@ -16,10 +16,12 @@ from fxpipe.ir.program import (
     Buffer,
     BufferKind,
     Clip,
+    Event,
     Forward,
     Free,
     InputGrad,
     Instruction,
+    Launch,
     Load,
     Norm,
     Output,
@@ -34,9 +36,57 @@ from fxpipe.ir.program import (
     WeightGrad,
     batch_mark,
 )
+from fxpipe.ir.value import HOST
 from fxpipe.text.edge import is_name
-from fxpipe.text.launch import STARTS
 from fxpipe.text.scan import Scanner
+
+STARTS = re.compile(r"(?:stream|wait|record)=")
+"""With what the rest of a line begins that says how its instruction is launched."""
+
+_STREAM = re.compile(r"[a-z]+[0-9]*")
+_MARKS = re.compile(r"'+|\++")
+_COMMA = re.compile(r",")
+_EVENT = "an event such as e3"
+
+
+def print_launch(launch: Launch) -> str:
+    """``stream=in0 wait=e3,e7' record=e8``; nothing for one that only computes."""
+    parts = []
+    if launch.stream != COMPUTE:
+        parts.append(f"stream={launch.stream}")
+    if launch.waits:
+        parts.append(f"wait={','.join(map(str, launch.waits))}")
+    if launch.record is not None:
+        parts.append(f"record={launch.record}")
+    return " ".join(parts)
+
+
+def parse_launch(scan: Scanner) -> Launch:
+    """Read the rest of a line, to its end. Raises ParseError."""
+    stream, waits, record = COMPUTE, [], None
+    if _has(scan, "stream"):
+        stream = scan.need(_STREAM, "a stream such as in0")
+    if _has(scan, "wait"):
+        waits.append(_event(scan))
+        while scan.take(_COMMA):
+            waits.append(_event(scan))
+    if _has(scan, "record"):
+        record = _event(scan)
+    scan.end()
+    return Launch(stream, tuple(waits), record)
+
+
+def _has(scan: Scanner, word: str) -> bool:
+    """Whether ``word=`` comes next, behind a blank; it is read."""
+    return not scan.ended() and scan.take(re.compile(rf"(?<=[ \t\r]){word}=")) is not None
+
+
+def _event(scan: Scanner) -> Event:
+    scan.literal("e", _EVENT)
+    number = scan.number(_EVENT)
+    marks = scan.take(_MARKS) or ""
+    return Event(number, len(marks) if marks.startswith("+") else -len(marks))
+
 
 _WORDS: dict[type[Instruction], str] = {made: word for word, made in OPCODES.items()}
 _WIDTH = max(map(len, OPCODES)) + 2

@@ -31,8 +31,8 @@ from collections.abc import Iterable, Iterator
 from torch import nn
 
 from fxpipe.errors import ParseError
-from fxpipe.ir.edge import Edge
 from fxpipe.ir.plan import Argument, Plan, Stage, Write
+from fxpipe.ir.value import Edge
 from fxpipe.text.edge import is_name, parse_edge
 from fxpipe.text.graph import parse_graph
 from fxpipe.text.line import Line, lines_of

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fxpipe.ir.edge import Edge
 from fxpipe.ir.program import Instruction, Launch, Program
+from fxpipe.ir.value import Edge
 from fxpipe.text.edge import parse_edge
-from fxpipe.text.instruction import parse_instruction, print_column
-from fxpipe.text.launch import parse_launch, print_launch
+from fxpipe.text.instruction import parse_instruction, parse_launch, print_column, print_launch
 from fxpipe.text.place import parse_place, placement_of, print_place
 from fxpipe.text.scan import Scanner, print_title, scan_lines
 

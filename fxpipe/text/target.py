@@ -25,7 +25,7 @@ import fxpipe.random
 from fxpipe.errors import InputError, near
 from fxpipe.ir.plan import pop, stash
 from fxpipe.random.leaf_draws import draw_from
-from fxpipe.text.path import Path, print_path
+from fxpipe.text.line import Path, print_path
 
 Function = Callable[..., Any]
 

@@ -12,8 +12,7 @@ from torch import fx
 from torch._ops import OpOverload, OpOverloadPacket
 
 from fxpipe.errors import InputError, near
-from fxpipe.text.line import Line
-from fxpipe.text.path import ROOTS, read_path
+from fxpipe.text.line import ROOTS, Line, read_path
 from fxpipe.text.target import Function, print_function, read_function
 
 _NAMED = (torch.dtype, torch.layout, torch.memory_format)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fxpipe.errors import Fault
-from fxpipe.ir.edge import HOST
 from fxpipe.ir.program import Buffer, Load, Output, Pause, forward_buffer, gradient_buffer
+from fxpipe.ir.value import HOST
 from fxpipe.verify.facts import Facts, Move
 from fxpipe.verify.spans import microbatches
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from fxpipe.errors import Fault
-from fxpipe.ir.edge import HOST, Edge, stage_name
 from fxpipe.ir.program import (
     KEPT,
     Backward,
@@ -36,6 +35,7 @@ from fxpipe.ir.program import (
     norm_buffer,
 )
 from fxpipe.ir.task import KINDS
+from fxpipe.ir.value import HOST, Edge, stage_name
 from fxpipe.text.edge import is_name
 from fxpipe.text.instruction import print_instruction
 from fxpipe.verify.spans import counts_faults

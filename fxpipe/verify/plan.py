@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from fxpipe.errors import Fault, VerificationError
-from fxpipe.ir.edge import HOST, Edge, stage_name
 from fxpipe.ir.plan import Argument, Plan
+from fxpipe.ir.value import HOST, Edge, stage_name
 from fxpipe.verify.graph import verify_graph
 
 

@@ -22,7 +22,6 @@ from collections.abc import Hashable, Iterator
 from typing import NamedTuple
 
 from fxpipe.errors import Fault
-from fxpipe.ir.edge import HOST
 from fxpipe.ir.program import (
     Backward,
     Barrier,
@@ -48,6 +47,7 @@ from fxpipe.ir.program import (
     WeightGrad,
 )
 from fxpipe.ir.task import KINDS
+from fxpipe.ir.value import HOST
 from fxpipe.text.instruction import print_instruction
 from fxpipe.verify.facts import Facts
 

@@ -21,8 +21,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import set_detect_anomaly
 
-from fxpipe.ir.edge import HOST, Edge, gradient_groups
 from fxpipe.ir.plan import Plan, Stage, ValueSpec, outputs_of
+from fxpipe.ir.value import HOST, Edge, gradient_groups
 from fxpipe.kernels.autograd import AutogradKernel
 from fxpipe.kernels.kernel import Kernel, add
 from fxpipe.passes.differentiate.joint import JointTrace, StageSides, callable_graph

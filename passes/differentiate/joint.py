@@ -17,11 +17,11 @@ import torch.fx.traceback as fx_traceback
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fxpipe.ir.edge import Edge
 from fxpipe.ir.plan import Stage, pop, stash
+from fxpipe.ir.value import Edge
 from fxpipe.passes.differentiate.record import NotRecorded, Recorder, told
 from fxpipe.passes.graph.lazy_module import lazy_module
-from fxpipe.torchtools.nest import bytes_of
+from fxpipe.torchtools.pytrees import bytes_of
 
 ORIGIN = "fxpipe.origin"
 """Key of a traced node's ``custom`` metadata: the node of the stage's graph that it comes from."""

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from fxpipe.errors import TraceError
-from fxpipe.ir.edge import HOST
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.traced import Traced, Value
+from fxpipe.ir.value import HOST
 from fxpipe.kernels.serial import run_serially
 from fxpipe.passes.graph.fixed_draws import FixedDraws, pattern
 from fxpipe.torchtools import moments
-from fxpipe.torchtools.apart import apart
+from fxpipe.torchtools.pytrees import apart
 
 _RELATIVE = {torch.float64: 1e-7, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
 """By how much of the greatest entry two runs of the same operations may differ; a wrong trace

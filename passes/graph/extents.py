@@ -26,8 +26,8 @@ from torch.fx.experimental.symbolic_shapes import (
 )
 from torch.utils.flop_counter import FlopCounterMode
 
-from fxpipe.ir.edge import HOST
 from fxpipe.ir.plan import Plan, Stage, outputs_of
+from fxpipe.ir.value import HOST
 from fxpipe.passes.differentiate.joint import StageSides
 
 BATCH = sympy.Symbol("b", integer=True, positive=True)

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from fxpipe.errors import InputError
-from fxpipe.ir.edge import HOST
 from fxpipe.ir.program import Buffer, Instruction, Load, Output, Pop, Program, Receive, Send, Stash
+from fxpipe.ir.value import HOST
 from fxpipe.torchtools.garbage import without_collection
 
 

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 from fxpipe.errors import InputError
 from fxpipe.ir.dispatch import usual_cost
-from fxpipe.ir.edge import HOST
 from fxpipe.ir.program import (
     Barrier,
     Buffer,
@@ -23,6 +22,7 @@ from fxpipe.ir.program import (
     Send,
     Stash,
 )
+from fxpipe.ir.value import HOST
 
 Arrival = Load | Receive | Pop
 

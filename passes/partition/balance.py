@@ -17,7 +17,7 @@ from fxpipe.passes.partition.measure import NodeCost
 from fxpipe.passes.partition.solver.bound import lower_bound
 from fxpipe.passes.partition.solver.solve import least_limits, solve
 from fxpipe.passes.partition.work import Division, Machine, weigh
-from fxpipe.units import bytes_text
+from fxpipe.words import bytes_text
 
 
 def balance(

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from fxpipe.ir.traced import Traced
 from fxpipe.passes.partition.measure import NodeCost
-from fxpipe.torchtools.nest import bytes_of
+from fxpipe.torchtools.pytrees import bytes_of
 from fxpipe.torchtools.stopwatch import Stopwatch, stopwatch_for
 
 _REPEATS = 3

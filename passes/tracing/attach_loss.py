@@ -22,7 +22,7 @@ from fxpipe.ir.traced import DRAWS, TAKES_TURNS, Literal, Traced, Value
 from fxpipe.passes.graph.lazy_module import lazy_module
 from fxpipe.random.leaf_draws import DrawsWatched
 from fxpipe.torchtools import source
-from fxpipe.torchtools.apart import together
+from fxpipe.torchtools.pytrees import together
 
 LEAF_LOSS = "fxpipe_loss"
 """What the loss is called among leaf modules."""

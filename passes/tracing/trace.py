@@ -24,8 +24,8 @@ from fxpipe.errors import TraceError
 from fxpipe.passes.graph.layouts import BatchNormsLaidOut
 from fxpipe.passes.tracing.average_batchnorm import averages_traced
 from fxpipe.passes.tracing.explain import explained
-from fxpipe.torchtools.apart import returning_parts
 from fxpipe.torchtools.own_backward import functions_kept
+from fxpipe.torchtools.pytrees import returning_parts
 from fxpipe.torchtools.value_hooks import value_hooks_refused
 
 Dims = Sequence[tuple[int, ...]]

@@ -13,7 +13,7 @@ from torch.nn.functional import mse_loss
 
 import fxpipe
 from fxpipe import InputError, PartitionError
-from fxpipe.telling import listening, telling
+from fxpipe.log import listening, telling
 
 X = torch.randn(8, 4)
 PASSES = ["trace Sequential", "functionalise", "measure", "partition", "cut", "differentiate"]

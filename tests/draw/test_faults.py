@@ -9,10 +9,10 @@ import pytest
 
 from fxpipe.draw.colours import FAULT
 from fxpipe.errors import InputError, VerificationError
-from fxpipe.ir.edge import Edge
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
+from fxpipe.ir.value import Edge
 from fxpipe.passes.lowering.communicate import communicate
 from fxpipe.passes.lowering.free import free
 from fxpipe.passes.lowering.lower import Lower

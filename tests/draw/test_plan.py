@@ -13,11 +13,10 @@ from torch import fx
 from fxpipe.draw.colours import FAULT, SKIP
 from fxpipe.draw.picture import Picture
 from fxpipe.draw.plan import draw_plan
-from fxpipe.draw.words import count_text, lines, runs
 from fxpipe.errors import Fault, VerificationError
-from fxpipe.ir.edge import HOST, Edge
 from fxpipe.ir.plan import Argument, Costs, Plan, Stage, ValueSpec
-from fxpipe.units import bytes_text, time_text
+from fxpipe.ir.value import HOST, Edge
+from fxpipe.words import bytes_text, count_text, lines, runs, time_text
 from tests.helpers.plans import chain, plan_of, skipping
 
 

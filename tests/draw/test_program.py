@@ -15,7 +15,6 @@ from fxpipe.draw.picture import Picture
 from fxpipe.draw.program import DETAILED, WITH_ARROWS, draw_program
 from fxpipe.draw.walk import Walked
 from fxpipe.errors import Fault
-from fxpipe.ir.edge import HOST
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import (
     OPCODES,
@@ -42,6 +41,7 @@ from fxpipe.ir.program import (
     WeightGrad,
 )
 from fxpipe.ir.schedule import Schedule
+from fxpipe.ir.value import HOST
 from fxpipe.passes.lowering.communicate import communicate
 from fxpipe.passes.lowering.free import free
 from fxpipe.passes.lowering.lower import Lower

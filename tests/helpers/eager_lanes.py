@@ -17,8 +17,7 @@ from fxpipe.ir.program import Program
 from fxpipe.runtime.choice import Dispatch
 from fxpipe.runtime.devices.backend import Room
 from fxpipe.runtime.devices.cpu import CpuWires
-from fxpipe.runtime.devices.launcher import Launcher
-from fxpipe.runtime.devices.launching import LaunchingWires
+from fxpipe.runtime.devices.launching import Launcher, LaunchingWires
 from fxpipe.runtime.trail import Unfinished
 
 

@@ -11,8 +11,7 @@ from torch import Tensor, fx, nn
 
 from fxpipe.ir.plan import Plan, Stage
 from fxpipe.ir.traced import Traced
-from fxpipe.kernels.kernel import Backwarded, Forwarded, InputGraded, Totals
-from fxpipe.kernels.wrapping import Wrapping
+from fxpipe.kernels.kernel import Backwarded, Forwarded, InputGraded, Totals, Wrapping
 from fxpipe.passes.differentiate.part_backward import part_backward
 from tests.helpers.fronted import differentiated, front_end, in_stages, run_plan
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from dataclasses import replace
 
-from fxpipe.ir.edge import HOST, Edge
 from fxpipe.ir.program import (
     Backward,
     Barrier,
@@ -36,6 +35,7 @@ from fxpipe.ir.program import (
     WeightGrad,
     norm_buffer,
 )
+from fxpipe.ir.value import HOST, Edge
 from tests.oracles.random_loop import Model, tensor
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from fxpipe.ir.edge import HOST, Edge
 from fxpipe.ir.task import KINDS
+from fxpipe.ir.value import HOST, Edge
 
 
 def tensor(*origin: object) -> int:

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 import fxpipe
 from examples.unet import UNet
-from fxpipe.ir.edge import HOST
 from fxpipe.ir.plan import Plan, pop, stash
 from fxpipe.ir.traced import Traced, Value
+from fxpipe.ir.value import HOST
 from fxpipe.passes.graph.localise_sizes import localise_sizes
 from fxpipe.passes.partition.assignment import Assignment, compute_nodes, in_order, is_part, owners
 from fxpipe.passes.partition.cut import cut

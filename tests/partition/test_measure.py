@@ -21,7 +21,7 @@ from fxpipe.passes.partition.assignment import compute_nodes
 from fxpipe.passes.partition.measure import NodeCost, measure
 from fxpipe.passes.partition.measure_leaves import measure_leaves
 from fxpipe.passes.tracing.symbolic import trace_symbolically
-from fxpipe.torchtools.nest import bytes_of
+from fxpipe.torchtools.pytrees import bytes_of
 from fxpipe.torchtools.untouched import untouched
 from tests.helpers.fronted import (
     assert_equal,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import fxpipe
-from fxpipe.runtime.crew import Left
+from fxpipe.runtime.run import Left
 from tests.helpers.overlapping import SGD, compiled, make
 from tests.oracles.delayed import MSE, DelayedLoop
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import fxpipe
-from fxpipe.runtime.crew import Crew
+from fxpipe.runtime.run import Crew
 from tests.helpers.overlapping import SGD, compiled, make
 from tests.helpers.tiny import Snapshot, adam, batch, pipe_of, soon, within
 from tests.oracles import loop

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from torch import fx, nn
 
 from fxpipe.errors import InputError, ParseError
-from fxpipe.ir.edge import HOST, Edge
 from fxpipe.ir.plan import Argument, Costs, Plan, Stage, ValueSpec, Write
 from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
+from fxpipe.ir.value import HOST, Edge
 from fxpipe.text.edge import parse_edge
 from fxpipe.text.graph import parse_graph
 from fxpipe.text.plan import parse_plan, print_plan

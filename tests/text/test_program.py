@@ -10,7 +10,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fxpipe.errors import ParseError
-from fxpipe.ir.edge import HOST, Edge
 from fxpipe.ir.program import (
     KEPT,
     OPCODES,
@@ -41,6 +40,7 @@ from fxpipe.ir.program import (
     saved,
 )
 from fxpipe.ir.recipe import RECIPES
+from fxpipe.ir.value import HOST, Edge
 from fxpipe.passes.lowering.communicate import communicate
 from fxpipe.passes.lowering.free import free
 from fxpipe.passes.lowering.lower import Lower

@@ -10,8 +10,8 @@ import torch
 from torch import fx, nn
 
 from fxpipe.errors import VerificationError
-from fxpipe.ir.edge import HOST, Edge
 from fxpipe.ir.plan import Argument, Plan, Stage, ValueSpec, Write
+from fxpipe.ir.value import HOST, Edge
 from fxpipe.text.plan import parse_plan
 from fxpipe.verify.plan import verify_plan
 from tests.helpers.lines import lines

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from fxpipe.ir.edge import HOST, Edge
 from fxpipe.ir.program import (
     Backward,
     Barrier,
@@ -27,6 +26,7 @@ from fxpipe.ir.program import (
 )
 from fxpipe.ir.recipe import Recipe
 from fxpipe.ir.schedule import Schedule
+from fxpipe.ir.value import HOST, Edge
 from fxpipe.passes.lowering.communicate import communicate
 from fxpipe.passes.lowering.lower import Lower
 from fxpipe.schedules import gpipe, inference, one_f_one_b

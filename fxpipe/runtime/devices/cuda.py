@@ -22,7 +22,7 @@ from fxpipe.ir.program import COMPUTE
 from fxpipe.runtime.devices.backend import Room
 from fxpipe.runtime.devices.cuda_graphs import ALONE
 from fxpipe.runtime.devices.cuda_streams import Streams
-from fxpipe.runtime.devices.launcher import Launcher
+from fxpipe.runtime.devices.launching import Launcher
 from fxpipe.runtime.trail import Unfinished
 
 CudaPlace = torch.device | torch.cuda.Stream

@@ -13,9 +13,9 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from examples.unet import UNet
-from fxpipe.ir.edge import HOST
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.traced import Traced, Value
+from fxpipe.ir.value import HOST
 from fxpipe.kernels.graph import GraphKernel
 from fxpipe.passes.differentiate.differentiate import Differentiate, Wanted
 from fxpipe.passes.differentiate.joint import ORIGIN

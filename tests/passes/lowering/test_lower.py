@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxpipe.errors import InputError
-from fxpipe.ir.edge import HOST, Edge
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import (
     Backward,
@@ -34,6 +33,7 @@ from fxpipe.ir.program import (
 )
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import B, F, I, R, Task, U, W
+from fxpipe.ir.value import HOST, Edge
 from fxpipe.passes.lowering.communicate import communicate
 from fxpipe.passes.lowering.free import free
 from fxpipe.passes.lowering.lower import Lower

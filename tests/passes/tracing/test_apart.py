@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import fxpipe
-from fxpipe.torchtools.apart import Parts, _Walk, apart, together
+from fxpipe.torchtools.pytrees import Parts, _Walk, apart, together
 from tests.oracles import loop
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -5,22 +5,88 @@ from __future__ import annotations
 import functools
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import NamedTuple
+from time import thread_time
+from typing import Any, NamedTuple
 
 from fxpipe.errors import ExecutionError
 from fxpipe.ir.plan import Plan
-from fxpipe.ir.program import Program
-from fxpipe.runtime.clock import Clock
+from fxpipe.ir.program import Program, Turn
 from fxpipe.runtime.devices.backend import Backend, Common
 from fxpipe.runtime.devices.cpu import Worker
-from fxpipe.runtime.driver import Driver, drivers
 from fxpipe.runtime.failure import Expected, explained, whereabouts
-from fxpipe.runtime.interpreter import Job, Stopped
+from fxpipe.runtime.interpreter import Job, Machine, Stopped
 from fxpipe.runtime.weights.live import LiveWeights
 from fxpipe.runtime.weights.versions import VersionedWeights
+
+
+class Clock:
+    """Start and end of every instruction of some steps.
+
+    Attributes:
+        times: device → start and end of its first instruction, of its second, and so on; the
+            backend turns them into nanoseconds of one clock.
+    """
+
+    def __init__(self, devices: int) -> None:
+        self.times: tuple[list[Any], ...] = tuple([] for _ in range(devices))
+
+    def watch(self, machines: Iterable[Machine]) -> None:
+        """Take the time of what these devices run."""
+        for machine in machines:
+            machine.times = self.times[machine.device]
+
+
+class Driver:
+    """One thread's share of a run.
+
+    Attributes:
+        machines: whom it drives.
+        at: the one whose instruction is running, or has failed.
+        busy: processor seconds of the thread in the last run.
+    """
+
+    def __init__(self, machines: Sequence[Machine], turns: Sequence[Turn]) -> None:
+        """Nothing is run yet.
+
+        Args:
+            machines: whom it drives.
+            turns: which of them goes on, and how far; see ``Program.turns``.
+        """
+        self.machines = tuple(machines)
+        self.at = self.machines[0]
+        self.busy = 0.0
+        self._turns = turns
+        self._next = 0
+
+    def run(self) -> None:
+        """Bring all to the end of their lists or to their next pause. Raises as Machine.run."""
+        if self._next == len(self._turns):  # another step
+            self._next = 0
+        start = thread_time()
+        paused = 0
+        while self._next < len(self._turns) and paused < len(self.machines):
+            index, end = self._turns[self._next]
+            self.at = self.machines[index]
+            paused += not self.at.run(end)
+            self._next += self.at.position == end
+        self.busy = thread_time() - start
+
+
+def drivers(machines: Sequence[Machine], threads: int) -> list[Driver]:
+    """Thread → its share: one thread's is all machines, else each has its own.
+
+    Args:
+        machines: device → its machine.
+        threads: how many there are: 1, or one a device.
+    """
+    program = machines[0].program
+    if threads == 1:
+        return [Driver(machines, program.turns)]
+    return [Driver([m], [(0, len(program.lists[m.device]))]) for m in machines]
+
 
 GRACE = 0.5
 """Seconds that the devices get to leave their lists before a failure is raised regardless; a

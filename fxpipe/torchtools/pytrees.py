@@ -1,4 +1,4 @@
-"""What a model returns as tensors: objects that PyTorch's trees do not know are taken apart.
+"""Nests of values: objects taken apart into tensors, and dataclasses made known to PyTorch.
 
 ``torch.utils._pytree`` knows tuples, dicts and what was registered with it. A model may return any
 other object that holds tensors among its attributes, such as a cache of keys and values.
@@ -6,6 +6,7 @@ other object that holds tensors among its attributes, such as a cache of keys an
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+
+from fxpipe.errors import InputError
 
 _WHOLE = (Tensor, nn.Module, type, torch.SymInt, torch.SymFloat, torch.SymBool)
 """Never taken apart; a size in a trace leads to all that the tracer knows."""
@@ -40,7 +43,7 @@ pytree.register_pytree_node(
     lambda values, context: Parts(
         context[0], dict(zip(context[1], values, strict=True)), context[2]
     ),
-    serialized_type_name="fxpipe.torchtools.apart.Parts",
+    serialized_type_name="fxpipe.torchtools.pytrees.Parts",
 )
 
 
@@ -105,3 +108,38 @@ def _objects(value: Any) -> Any:
 
 
 __all__ = ["Parts", "apart", "returning_parts", "together"]
+
+
+def flatten(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
+    """The leaves of a value and how they nest, in dataclasses as in lists and dicts.
+
+    Raises:
+        InputError: a dataclass cannot be made again from its fields.
+    """
+    leaves, spec = pytree.tree_flatten(value)
+    strange = {type(x): x for x in leaves if _is_made_of_fields(x)}
+    if not strange:
+        return leaves, spec
+    for kind, example in strange.items():
+        try:
+            torch.export.register_dataclass(kind)
+            pytree.tree_map(lambda x: x, example)
+        except (ValueError, TypeError) as error:
+            raise InputError(
+                f"{kind.__name__} is a dataclass that cannot be made from its fields "
+                f"({error}); give it all fields as arguments, or use a dict"
+            ) from error
+    return flatten(value)
+
+
+def _is_made_of_fields(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def bytes_of(value: Any) -> int:
+    """The bytes of a tensor, or of all tensors in a nest of values."""
+    return sum(
+        leaf.numel() * leaf.element_size()
+        for leaf in pytree.tree_leaves(value)
+        if isinstance(leaf, torch.Tensor)
+    )
