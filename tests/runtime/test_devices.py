@@ -18,6 +18,7 @@ from torch.nn import functional
 
 import fxpipe
 from fxpipe import InputError
+from fxpipe.runtime import interpreter
 from fxpipe.runtime.devices.cpu import Worker
 from tests.helpers.tiny import CUTS, Tiny, batch, soon, within
 
@@ -123,7 +124,7 @@ def test_threads_share_the_intra_op_threads_and_others_keep_theirs(
             pipe.step(x, target=y)
             assert torch.get_num_threads() == 4
             assert in_new_thread(torch.get_num_threads) == 4
-            table = dict(fxpipe.runtime.interpreter.HANDLERS)
+            table = dict(interpreter.HANDLERS)
 
             def wrapped(handler: Any) -> Any:
                 def run(machine: Any, instruction: Any) -> None:
@@ -132,9 +133,7 @@ def test_threads_share_the_intra_op_threads_and_others_keep_theirs(
 
                 return run
 
-            monkeypatch.setattr(
-                fxpipe.runtime.interpreter, "HANDLERS", {k: wrapped(h) for k, h in table.items()}
-            )
+            monkeypatch.setattr(interpreter, "HANDLERS", {k: wrapped(h) for k, h in table.items()})
             pipe.step(x, target=y)
         assert counts == {"fxpipe-0": 2, "fxpipe-1": 2}
         assert in_new_thread(torch.get_num_threads) == 4
