@@ -7,6 +7,7 @@ inside functions, and those for type checking alone, are therefore free.
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -167,6 +168,35 @@ def test_imports_are_absolute() -> None:
         if isinstance(node, ast.ImportFrom) and node.level > 0
     ]
     assert not relative
+
+
+ORACLES = sorted((ROOT / "tests" / "oracles").glob("*.py"))
+SHARED = {
+    "every_division": ["fxpipe.passes.partition.work"],
+    "stream_machine": ["fxpipe.runtime.interpreter", "fxpipe.runtime.store"],
+}
+"""Oracle → what it needs besides the representations; its page says why."""
+
+
+@pytest.mark.parametrize("path", ORACLES, ids=lambda path: path.stem)
+def test_an_oracle_shares_only_data_with_what_it_judges(path: Path) -> None:
+    shared = [
+        name
+        for name in imported(ast.parse(path.read_text()))
+        if name.partition(".")[0] == "fxpipe"
+        and layer_of(name) != "representations"
+        and name not in SHARED.get(path.stem, [])
+    ]
+    assert not shared
+    helped = [name for name in imported(ast.parse(path.read_text())) if ".helpers." in name]
+    assert not helped
+
+
+def test_the_page_of_oracles_tells_of_each_and_of_files_that_are_there() -> None:
+    page = (ROOT / "tests" / "oracles" / "README.md").read_text()
+    assert sorted(re.findall(r"\*\*`(\w+)\.py`\*\*", page)) == [path.stem for path in ORACLES]
+    named = [name for name in re.findall(r"`([\w/]+(?:\.py)?)`", page) if "/" in name]
+    assert [name for name in named if not (ROOT / name).exists()] == []
 
 
 def test_imports_inside_functions_and_for_types_are_not_counted() -> None:

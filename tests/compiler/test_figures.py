@@ -21,7 +21,7 @@ from fxpipe.passes.lowering.streams import Streams
 from fxpipe.runtime import interpreter
 from fxpipe.runtime.interpreter import Machine
 from fxpipe.simulator.measured import measured_run
-from tests.helpers.timing import timed
+from tests.oracles.stream_times import timed
 from tests.passes.lowering.test_streams import plain
 
 pytestmark = pytest.mark.usefixtures("one_thread")

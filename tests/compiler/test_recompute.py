@@ -21,7 +21,7 @@ from fxpipe.kernels.rechecked import fingerprint
 from fxpipe.passes.schedule.add_recompute import add_recompute
 from tests.helpers.overlapping import ADAMW, compiled, make
 from tests.oracles import loop
-from tests.oracles.delayed import DelayedLoop
+from tests.oracles.delayed_loop import DelayedLoop
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

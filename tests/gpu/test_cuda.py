@@ -20,7 +20,7 @@ from fxpipe import DeviceMemoryError, InputError
 from fxpipe.runtime.choice import Dispatch
 from fxpipe.runtime.devices.cuda import CudaLanes
 from tests.oracles import loop
-from tests.oracles.delayed import DelayedLoop
+from tests.oracles.delayed_loop import DelayedLoop
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 

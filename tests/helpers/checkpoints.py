@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import fxpipe
 from examples.unet import UNet
-from tests.oracles.delayed import Batch
+from tests.oracles.delayed_loop import Batch
 
 PLAIN: dict[str, Any] = {"microbatches": 4, "schedule": "2bw", "tracer": "symbolic"}
 """A checkpoint does not depend on how a model was traced, and this is 20 times as fast."""

@@ -15,6 +15,7 @@ from fxpipe.ir.program import (
     Free,
     InputGrad,
     Instruction,
+    Launch,
     Load,
     Move,
     Norm,
@@ -180,3 +181,34 @@ def _other_moves(program: Program, instruction: Move) -> Iterator[tuple[str, Ins
     for kind in (Load, Output, Send, Receive, Stash, Pop, Free):
         if kind is not make:
             yield "change opcode", kind(buffer)
+
+
+def launch_mutants(program: Program) -> Iterator[tuple[str, Program]]:
+    """Each wait and each record dropped, moved in its list, or given to another stream."""
+
+    def changed(*changes: tuple[int, int, Launch]) -> Program:
+        launches = [list(own) for own in program.launches]
+        for device, position, launch in changes:
+            launches[device][position] = launch
+        return replace(program, launches=tuple(map(tuple, launches)))
+
+    for device, own in enumerate(program.launches):
+        for at, launch in enumerate(own):
+            for event in launch.waits:
+                left = replace(launch, waits=tuple(e for e in launch.waits if e != event))
+                yield "drop a wait", changed((device, at, left))
+                for to in (at - 2, at - 1, at + 1, at + 2):
+                    if 0 <= to < len(own) and event not in own[to].waits:
+                        there = replace(own[to], waits=(*own[to].waits, event))
+                        yield "move a wait", changed((device, at, left), (device, to, there))
+            if launch.record is not None:
+                left = replace(launch, record=None)
+                yield "drop a record", changed((device, at, left))
+                for to in (at - 3, at - 2, at - 1, at + 1, at + 2, at + 3):
+                    if 0 <= to < len(own) and own[to].record is None:
+                        there = replace(own[to], record=launch.record)
+                        yield "move a record", changed((device, at, left), (device, to, there))
+            if launch.stream != "compute":
+                yield "another stream", changed((device, at, replace(launch, stream="compute")))
+            else:
+                yield "another stream", changed((device, at, replace(launch, stream="in9")))

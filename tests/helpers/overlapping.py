@@ -12,7 +12,7 @@ import fxpipe
 from examples.unet import UNet
 from tests.helpers.own_optimizers import Nesterov, Orthogonal, groups
 from tests.models.test_split_training import Transformer, scores
-from tests.oracles.delayed import MSE, Batch, Factory
+from tests.oracles.delayed_loop import MSE, Batch, Factory
 
 OPTIMIZERS: dict[str, Factory] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),

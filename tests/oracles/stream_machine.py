@@ -39,7 +39,7 @@ from fxpipe.ir.program import (
 )
 from fxpipe.runtime.interpreter import HANDLERS, Job, Machine, Weights
 from fxpipe.runtime.store import Store
-from tests.oracles.launched_memory import Held, Layout, Memory, layout_of, poison
+from tests.oracles.stream_memory import Held, Layout, Memory, layout_of, poison
 from tests.oracles.stream_queues import Drawn, Queues, Threads, Work, WrongOrder
 
 

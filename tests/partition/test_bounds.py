@@ -16,7 +16,8 @@ from fxpipe.passes.partition.solver.bound import chain_bound, lower_bound
 from fxpipe.passes.partition.solver.memory_bound import memory_bound
 from fxpipe.passes.partition.solver.orders import densest_first
 from fxpipe.passes.partition.work import Machine, Transfer, Work
-from tests.oracles.divisions import MANY, chain, fits, legal, machines, weighed, works
+from tests.helpers.works import MANY, chain, machines, works
+from tests.oracles.every_division import fits, legal, weighed
 
 
 @MANY

@@ -23,7 +23,8 @@ from fxpipe.passes.partition.solver.resend import sent_apart
 from fxpipe.passes.partition.solver.runs import Goal, Runs
 from fxpipe.passes.partition.solver.solve import SLACK, solve
 from fxpipe.passes.partition.work import Machine, Transfer, Work, weigh
-from tests.oracles.divisions import MANY, chain, fits, legal, machines, weighed, works
+from tests.helpers.works import MANY, chain, machines, works
+from tests.oracles.every_division import fits, legal, weighed
 
 
 def as_runs(work: Work, machine: Machine, cuts: Sequence[int]) -> tuple[list[float], int] | None:

@@ -15,7 +15,8 @@ from fxpipe.passes.partition.solver.downsets import Search, downsets
 from fxpipe.passes.partition.solver.lattice import Lattice
 from fxpipe.passes.partition.solver.solve import SLACK, least_limits, solve
 from fxpipe.passes.partition.work import Machine, Transfer, Work
-from tests.oracles.divisions import MANY, chain, fits, legal, machines, weighed, works
+from tests.helpers.works import MANY, chain, machines, works
+from tests.oracles.every_division import fits, legal, weighed
 
 
 @MANY

@@ -17,7 +17,7 @@ import fxpipe
 from fxpipe.runtime.devices.backend import CpuBackend
 from tests.helpers.checkpoints import PLAIN, Left, make, run
 from tests.helpers.overlapping import ADAMW, OPTIMIZERS, SGD
-from tests.oracles.delayed import MSE, Batch
+from tests.oracles.delayed_loop import MSE, Batch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

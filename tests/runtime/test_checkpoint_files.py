@@ -27,7 +27,7 @@ from fxpipe.runtime.weights import checkpoint
 from fxpipe.runtime.weights.checkpoint import FORMAT
 from tests.helpers.checkpoints import PLAIN, Left, header_of, make, run, same, write_as
 from tests.helpers.overlapping import ADAMW, OPTIMIZERS, SGD
-from tests.oracles.delayed import MSE, Factory
+from tests.oracles.delayed_loop import MSE, Factory
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

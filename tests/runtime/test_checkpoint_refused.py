@@ -19,7 +19,7 @@ import fxpipe
 from fxpipe.runtime.weights import checkpoint
 from tests.helpers.checkpoints import PLAIN, everything, header_of, make, run, same, write_as
 from tests.helpers.overlapping import ADAMW
-from tests.oracles.delayed import MSE
+from tests.oracles.delayed_loop import MSE
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -15,7 +15,7 @@ from fxpipe.ir.recipe import RECIPES, find_recipe
 from fxpipe.passes.schedule.add_clip import add_clip
 from tests.helpers.overlapping import LOSSES, SGD, compiled, make
 from tests.oracles import loop
-from tests.oracles.delayed import DelayedLoop
+from tests.oracles.delayed_loop import DelayedLoop
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -18,7 +18,7 @@ from fxpipe.runtime import interpreter
 from fxpipe.runtime.interpreter import Machine
 from tests.helpers.overlapping import ADAMW, compiled, make
 from tests.oracles import loop
-from tests.oracles.delayed import MSE, DelayedLoop
+from tests.oracles.delayed_loop import MSE, DelayedLoop
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import fxpipe
 from fxpipe.runtime.run import Left
 from tests.helpers.overlapping import SGD, compiled, make
-from tests.oracles.delayed import MSE, DelayedLoop
+from tests.oracles.delayed_loop import MSE, DelayedLoop
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -13,7 +13,7 @@ from fxpipe.ir.recipe import find_recipe
 from tests.helpers.overlapping import ADAMW, LOSSES, MORE, OPTIMIZERS, SGD, compiled, make
 from tests.helpers.profiles import DEEP
 from tests.models.test_split_training import scores
-from tests.oracles.delayed import MSE, DelayedLoop, Factory, PredictedLoop
+from tests.oracles.delayed_loop import MSE, DelayedLoop, Factory, PredictedLoop
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -20,7 +20,7 @@ from fxpipe.runtime.run import Crew
 from tests.helpers.overlapping import SGD, compiled, make
 from tests.helpers.tiny import Snapshot, adam, batch, pipe_of, soon, within
 from tests.oracles import loop
-from tests.oracles.delayed import MSE, DelayedLoop
+from tests.oracles.delayed_loop import MSE, DelayedLoop
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

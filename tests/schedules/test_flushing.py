@@ -15,7 +15,7 @@ from fxpipe.schedules import (
     naive,
     one_f_one_b,
 )
-from tests.oracles.timelines import (
+from tests.oracles.small_simulator import (
     AS_LONG,
     busy,
     device_stash,

@@ -19,7 +19,15 @@ from fxpipe.schedules import (
     pipedream_vertical,
     two_bw,
 )
-from tests.oracles.timelines import AS_LONG, busy, makespan, peak_stash, run_of, simulate, times
+from tests.oracles.small_simulator import (
+    AS_LONG,
+    busy,
+    makespan,
+    peak_stash,
+    run_of,
+    simulate,
+    times,
+)
 
 STEPS = 4
 BOX = [(p, m) for p in range(1, 7) for m in range(1, 14)]

@@ -33,7 +33,7 @@ from fxpipe.schedules import (
     zb_h2,
     zb_v,
 )
-from tests.oracles.timelines import (
+from tests.oracles.small_simulator import (
     AS_LONG,
     HALVES,
     device_stash,

@@ -9,7 +9,7 @@ import pytest
 
 from fxpipe.ir.recipe import find_recipe
 from fxpipe.schedules import one_f_one_b, zb_h1, zb_h2
-from tests.oracles.timelines import HALVES, grid, idle, makespan, peak_stash, simulate, times
+from tests.oracles.small_simulator import HALVES, grid, idle, makespan, peak_stash, simulate, times
 
 GRIDS = {
     ("zb-h1", 2, 1): """

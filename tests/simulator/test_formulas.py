@@ -21,7 +21,7 @@ from fxpipe.ir.recipe import Recipe, find_recipe, round_robin
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import KINDS, B, F, U, define_task
 from tests.helpers.profiles import DEEP
-from tests.oracles import timelines
+from tests.oracles import small_simulator
 from tests.schedules.test_flushing import GRIDS
 
 TF, TB, TI, TW, TU = map(time, "FBIWU")
@@ -156,8 +156,8 @@ def test_the_forms_are_what_is_simulated(name: str) -> None:
                 "peak_stash": max(ran.device_stash),
             }
             if not update:
-                drawn = timelines.simulate(timelines.run_of(schedule, steps), costs)
-                assert timelines.makespan(drawn) == ran.makespan
+                drawn = small_simulator.simulate(small_simulator.run_of(schedule, steps), costs)
+                assert small_simulator.makespan(drawn) == ran.makespan
                 found |= {"bubble_size": ran.bubble_size, "bubble": ran.bubble}
             for quantity, simulated in found.items():
                 if quantity in forms.found and holds(forms[quantity].where, at):

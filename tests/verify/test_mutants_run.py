@@ -18,7 +18,7 @@ from tests.helpers.mutants import sampled, schedule_mutants
 from tests.helpers.profiles import DEEP
 from tests.helpers.tiny import within
 from tests.oracles import loop
-from tests.oracles.delayed import DelayedLoop
+from tests.oracles.delayed_loop import DelayedLoop
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -25,8 +25,8 @@ from tests.helpers.lines import lines
 from tests.helpers.mutants import program_mutants, sampled
 from tests.helpers.plans import chain, skipping
 from tests.helpers.profiles import DEEP
-from tests.oracles.program import program_is_right, steps_to_tell
-from tests.oracles.random_loop import Model, plain_loop
+from tests.oracles.program_executor import program_is_right, steps_to_tell
+from tests.oracles.symbolic_loop import Model, plain_loop
 
 V = Schedule.parse(
     "schedule v stages=4 microbatches=2 delay=0\n"

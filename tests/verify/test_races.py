@@ -16,9 +16,10 @@ from fxpipe.passes.lowering.lower import Lower
 from fxpipe.passes.lowering.streams import Streams
 from fxpipe.passes.runner import run
 from fxpipe.schedules import one_f_one_b
+from tests.helpers.mutants import launch_mutants
 from tests.helpers.plans import chain, skipping
 from tests.helpers.profiles import DEEP
-from tests.oracles.ordering import Ordering, launch_mutants
+from tests.oracles.stream_ordering import Ordering
 
 NAMES = ["1f1b", "gpipe", "zb-h1", "interleaved-1f1b", "2bw", *(["pipedream"] if DEEP else [])]
 SIZES = [(2, 2), (3, 2), (3, 4)] if DEEP else [(2, 2)]

@@ -20,7 +20,7 @@ from fxpipe.verify.schedule import verify_schedule
 from tests.helpers.lines import lines
 from tests.helpers.mutants import sampled, schedule_mutants
 from tests.helpers.profiles import DEEP
-from tests.oracles.schedule import schedule_is_right
+from tests.oracles.schedule_executor import schedule_is_right
 
 LIBRARY = tuple(RECIPES.values())
 

@@ -21,11 +21,11 @@ from fxpipe.runtime.host import BatchHost
 from fxpipe.runtime.interpreter import Job
 from fxpipe.runtime.weights.live import LiveWeights
 from fxpipe.runtime.weights.versions import VersionedWeights
+from tests.helpers.mutants import launch_mutants
 from tests.helpers.profiles import DEEP
 from tests.oracles import loop
-from tests.oracles.launched_memory import Layout
-from tests.oracles.ordering import launch_mutants
 from tests.oracles.stream_machine import StreamMachine
+from tests.oracles.stream_memory import Layout
 from tests.oracles.stream_queues import WrongOrder
 
 pytestmark = pytest.mark.usefixtures("one_thread")

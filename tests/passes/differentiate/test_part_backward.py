@@ -22,9 +22,9 @@ from fxpipe.passes.partition.assignment import Assignment, compute_nodes
 from fxpipe.passes.partition.cut import cut
 from fxpipe.passes.tracing.symbolic import trace_symbolically
 from tests.helpers.fronted import differentiated, front_end, in_stages, run_plan, values_of, whole
+from tests.helpers.halves import assert_same, compare, graphs, masks, operations, parted
 from tests.helpers.profiles import DEEP
 from tests.helpers.random_models import RandomModel, Recipe, recipes
-from tests.oracles.halves import assert_same, compare, graphs, masks, operations, parted
 from tests.passes.differentiate.test_differentiate import cases as shared_cases
 from tests.passes.differentiate.test_differentiate import made
 

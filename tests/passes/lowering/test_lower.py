@@ -41,8 +41,8 @@ from fxpipe.passes.runner import run
 from fxpipe.schedules import gpipe, inference, one_f_one_b
 from tests.helpers.lines import lines
 from tests.helpers.plans import chain, plan_of, skipping
-from tests.oracles.program import program_is_right
-from tests.oracles.random_loop import plain_loop
+from tests.oracles.program_executor import program_is_right
+from tests.oracles.symbolic_loop import plain_loop
 
 
 def whole(schedule: Schedule, plan: Plan, *, updates: bool = True, pause: bool = False) -> Program:

@@ -40,7 +40,7 @@ from fxpipe.schedules import gpipe, one_f_one_b
 from fxpipe.simulator import Sizes, simulate
 from fxpipe.simulator.costs import Link
 from tests.helpers.plans import chain, skipping
-from tests.helpers.timing import Timed, timed
+from tests.oracles.stream_times import Timed, timed
 from tests.passes.lowering.test_lower import plans, schedules
 from tests.text.test_program import LINES
 

@@ -36,7 +36,7 @@ from fxpipe.ir.program import (
     norm_buffer,
 )
 from fxpipe.ir.value import HOST, Edge
-from tests.oracles.random_loop import Model, tensor
+from tests.oracles.symbolic_loop import Model, tensor
 
 
 class WrongError(Exception):

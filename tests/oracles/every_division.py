@@ -1,0 +1,63 @@
+"""All legal divisions of a small graph of work, each weighed by going through it from the start."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+
+from fxpipe.passes.partition.work import Machine, Work
+
+
+def legal(work: Work, stages: int) -> Iterator[tuple[int, ...]]:
+    """Every assignment in which no value runs backward and no stage is empty."""
+    for assigned in itertools.product(range(stages), repeat=len(work)):
+        forward = all(
+            transfer.source is None
+            or all(assigned[transfer.source] <= assigned[reader] for reader in transfer.readers)
+            for transfer in work.transfers
+        )
+        if forward and len(set(assigned)) == stages:
+            yield assigned
+
+
+def weighed(work: Work, machine: Machine, assigned: Sequence[int]) -> tuple[list[float], int]:
+    """Seconds of each stage, bytes that cross: written down once more, in another way."""
+    seconds = [
+        math.fsum(s for s, at in zip(work.seconds, assigned, strict=True) if at == stage) / speed
+        for stage, speed in enumerate(machine.speeds)
+    ]
+    crossing = 0
+    for value in work.transfers:
+        stages = sorted({assigned[reader] for reader in value.readers})
+        home = stages[0] if value.source is None else assigned[value.source]
+        for other in stages:
+            if other == home:
+                continue
+            crossing += value.bytes
+            for a, b in ((home, other), (other, home)) if value.returns else ((home, other),):
+                took = machine.per_byte[a][b] * value.bytes if machine.per_byte else 0.0
+                took += machine.per_message[a][b] if machine.per_message and value.bytes else 0.0
+                seconds[home] += took
+                seconds[other] += took
+    return seconds, crossing
+
+
+def fits(work: Work, machine: Machine, assigned: Sequence[int]) -> bool:
+    """Whether each stage keeps its limit: likewise."""
+    for stage, limit in enumerate(machine.limits):
+        own = [atom for atom, at in enumerate(assigned) if at == stage]
+        always = machine.reserved[stage] if machine.reserved else 0.0
+        always += sum(work.resident[atom] for atom in own)
+        undo = sum(work.undo[atom] for atom in own) if work.undo else 0
+        stash = machine.peaks[stage] * sum(work.saved[atom] for atom in own)
+        for value in work.transfers:
+            readers = [assigned[reader] for reader in value.readers]
+            home = min(readers) if value.source is None else assigned[value.source]
+            if home == stage:
+                always, undo = always + value.resident, undo + value.undo
+            elif stage in readers:
+                stash += (machine.arrived or machine.peaks)[stage] * value.bytes
+        if always + stash > limit or always + undo > limit:
+            return False
+    return True
