@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -56,10 +56,11 @@ class Traced:
     """A model's computation on one micro-batch, as a graph without side effects.
 
     The graph's placeholders are parameters, buffers, the inputs and, where the graph draws random
-    numbers, SEED. It returns the tuple of its ``writes`` and then its ``outputs`` that are values.
+    numbers, SEED. It returns the tuple of its ``writes``, then its ``outputs`` that are values, and
+    then the loss where that is none of these. Two are equal when their texts are.
 
     Attributes:
-        module: the graph.
+        module: the graph; equality compares its text.
         parameters: its parameter placeholders.
         buffers: its buffer placeholders, lifted constants among them.
         constants: target → tensor, of the buffers that are not the model's but lifted constants.
@@ -91,6 +92,13 @@ class Traced:
         return self.module.graph
 
     @property
+    def text(self) -> str:
+        """The graph as text, one node a line."""
+        from fxpipe.text.graph import print_graph
+
+        return print_graph(self.graph)
+
+    @property
     def seeded(self) -> bool:
         """Whether the graph draws random numbers, and so takes SEED."""
         return any(node.op == "placeholder" and node.name == SEED for node in self.graph.nodes)
@@ -101,6 +109,58 @@ class Traced:
         found.update(model.named_buffers(remove_duplicate=False))
         found.update(self.constants)
         return found
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Traced):
+            return NotImplemented
+        return _identity(self) == _identity(other)
+
+    def __hash__(self) -> int:
+        return hash(self.text)
+
+    def __str__(self) -> str:
+        """Text that ``Traced.parse`` reads back to an equal value."""
+        from fxpipe.text.traced import print_traced
+
+        return print_traced(self)
+
+    @staticmethod
+    def parse(
+        text: str, root: nn.Module | None = None, functions: Iterable[Callable[..., Any]] = ()
+    ) -> Traced:
+        """Read a traced graph. Raises ParseError with line and column.
+
+        How the outputs nest, the constants' values and the sizes that the graph holds for are no
+        part of the text. What a text can name is what that of a plan can, see ``Plan.parse``.
+
+        Args:
+            text: what ``str(traced)`` gave.
+            root: the module that holds the leaf modules which the graph calls, if it calls any.
+            functions: what else the graph may call.
+        """
+        from fxpipe.text.traced import parse_traced
+
+        return parse_traced(text, root, functions)
+
+    def verify(self) -> Traced:
+        """Return self, or raise VerificationError with every fault."""
+        from fxpipe.verify.traced import verify_traced
+
+        return verify_traced(self)
+
+
+def _identity(traced: Traced) -> tuple[Any, ...]:
+    return (
+        traced.parameters,
+        traced.buffers,
+        traced.inputs,
+        traced.writes,
+        traced.outputs,
+        traced.leaves,
+        traced.loss,
+        traced.deferred,
+        traced.text,
+    )
 
 
 def with_dims(traced: Traced, dims: Sequence[tuple[int, ...]]) -> Traced:

@@ -27,11 +27,13 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
-from torch import nn
+from torch import fx, nn
 
 from fxpipe.errors import ParseError
 from fxpipe.ir.plan import Argument, Plan, Stage, Write
+from fxpipe.ir.traced import Traced
 from fxpipe.ir.value import Edge
 from fxpipe.text.edge import is_name, parse_edge
 from fxpipe.text.graph import parse_graph
@@ -65,18 +67,23 @@ def _lines(plan: Plan) -> Iterator[str]:
         yield f"edge {edge}"
     for stage in plan.stages:
         yield f"stage {stage.index}" + (" leaves" if stage.leaves else "")
-        for word, arguments in (("parameter", stage.parameters), ("buffer", stage.buffers)):
-            for argument in arguments:
-                target = _print_target(argument.target)
-                held = stage.leaves and argument.name == argument.target
-                yield f"  {word} {target}" if held else f"  {word} {argument.name} = {target}"
-        for write in stage.writes:
-            target = _print_target(write.target)
-            held = stage.leaves and write.value == write.target
-            yield f"  write {target}" + ("" if held else f" = {write.value}")
-        yield "  graph"
-        for line in stage.text.split("\n"):
-            yield f"    {line}"
+        yield from print_body(stage)
+
+
+def print_body(holder: Stage | Traced) -> Iterator[str]:
+    """The lines of what a graph reads and writes, and of the graph, indented."""
+    for word, arguments in (("parameter", holder.parameters), ("buffer", holder.buffers)):
+        for argument in arguments:
+            target = _print_target(argument.target)
+            held = holder.leaves and argument.name == argument.target
+            yield f"  {word} {target}" if held else f"  {word} {argument.name} = {target}"
+    for write in holder.writes:
+        target = _print_target(write.target)
+        held = holder.leaves and write.value == write.target
+        yield f"  write {target}" + ("" if held else f" = {write.value}")
+    yield "  graph"
+    for line in holder.text.split("\n"):
+        yield f"    {line}"
 
 
 def _print_target(target: str) -> str:
@@ -99,8 +106,18 @@ def parse_plan(
     return _PlanReader(text, root, tuple(functions)).read()
 
 
-class _PlanReader:
-    """Reads the lines of a plan in order.
+@dataclass(frozen=True)
+class Body:
+    """A graph, and what it reads and writes, as it was read."""
+
+    parameters: tuple[Argument, ...]
+    buffers: tuple[Argument, ...]
+    writes: tuple[Write, ...]
+    graph: fx.GraphModule
+
+
+class BodyReader:
+    """Reads lines in order, among them those of graphs with what these read and write.
 
     Attributes:
         root: where the graphs' leaf modules are looked up.
@@ -115,14 +132,82 @@ class _PlanReader:
         self.lines = lines_of(text)
         self.position = 0
 
+    def body(self, subject: str, kind: str, leaves: bool) -> Body:
+        """The indented lines from here on.
+
+        Args:
+            subject: what they belong to, such as ``stage 2``.
+            kind: what that is, such as ``a stage``.
+            leaves: whether the graph calls leaf modules.
+        """
+        arguments: dict[str, list[Argument]] = {"parameter": [], "buffer": []}
+        writes: list[Write] = []
+        while True:
+            line = self.next(f"{subject} has no graph")
+            if not line.indent:
+                raise line.error(f"{subject} has no graph above; {kind} has {_ITEMS}", 0)
+            if _GRAPH.fullmatch(line.code):
+                break
+            if found := _ARGUMENT.fullmatch(line.code):
+                name = _read_name(line, found, 2)
+                arguments[found[1]].append(Argument(name, _read_target(line, found, 3)))
+            elif found := _WRITE.fullmatch(line.code):
+                writes.append(Write(_read_target(line, found, 1), _read_name(line, found, 2)))
+            elif leaves and (found := _HELD.fullmatch(line.code)):
+                target = _read_target(line, found, 2)
+                if found[1] == "write":
+                    writes.append(Write(target, target))
+                else:
+                    arguments[found[1]].append(Argument(target, target))
+            else:
+                raise line.error(f"{kind} has {_ITEMS}", 0)
+        start = self.position
+        while self.position < len(self.lines) and self._is_inside(self.lines[self.position]):
+            self.position += 1
+        body = self.lines[start : self.position]
+        if all(inner.is_blank for inner in body):
+            raise line.error(f"the graph of {subject} has no lines", len(line.code))
+        graph = parse_graph(
+            "\n".join(inner.text for inner in body),
+            self.root,
+            self.functions,
+            first_line=body[0].number,
+        )
+        return Body(tuple(arguments["parameter"]), tuple(arguments["buffer"]), tuple(writes), graph)
+
+    def _is_inside(self, line: Line) -> bool:
+        """Whether a line belongs to the graph above: it is indented, or says nothing."""
+        return line.is_blank or line.indent > 0
+
+    def peek(self) -> Line | None:
+        """The next line that says something."""
+        while self.position < len(self.lines):
+            if not self.lines[self.position].is_blank:
+                return self.lines[self.position]
+            self.position += 1
+        return None
+
+    def next(self, missing: str) -> Line:
+        """Take the next line that says something; ``missing`` is the error if there is none."""
+        line = self.peek()
+        if line is None:
+            last = self.lines[-1]
+            raise ParseError(missing, last.number, len(last.text) + 1)
+        self.position += 1
+        return line
+
+
+class _PlanReader(BodyReader):
+    """Reads a plan."""
+
     def read(self) -> Plan:
-        header = self._next("a plan starts with 'plan stages=<number>'")
+        header = self.next("a plan starts with 'plan stages=<number>'")
         match = _HEADER.fullmatch(header.code)
         if match is None or header.indent:
             raise header.error("a plan starts with 'plan stages=<number>'", 0)
         edges: list[Edge] = []
         stages: list[Stage] = []
-        while (line := self._peek()) is not None:
+        while (line := self.peek()) is not None:
             self.position += 1
             if line.indent:
                 raise line.error("only a stage has indented lines", 0)
@@ -139,68 +224,8 @@ class _PlanReader:
         return Plan(tuple(stages), tuple(edges))
 
     def _stage(self, index: int, leaves: bool) -> Stage:
-        arguments: dict[str, list[Argument]] = {"parameter": [], "buffer": []}
-        writes: list[Write] = []
-        while True:
-            line = self._next(f"stage {index} has no graph")
-            if not line.indent:
-                raise line.error(f"stage {index} has no graph above; a stage has {_ITEMS}", 0)
-            if _GRAPH.fullmatch(line.code):
-                break
-            if found := _ARGUMENT.fullmatch(line.code):
-                name = _read_name(line, found, 2)
-                arguments[found[1]].append(Argument(name, _read_target(line, found, 3)))
-            elif found := _WRITE.fullmatch(line.code):
-                writes.append(Write(_read_target(line, found, 1), _read_name(line, found, 2)))
-            elif leaves and (found := _HELD.fullmatch(line.code)):
-                target = _read_target(line, found, 2)
-                if found[1] == "write":
-                    writes.append(Write(target, target))
-                else:
-                    arguments[found[1]].append(Argument(target, target))
-            else:
-                raise line.error(f"a stage has {_ITEMS}", 0)
-        start = self.position
-        while self.position < len(self.lines) and self._is_inside(self.lines[self.position]):
-            self.position += 1
-        body = self.lines[start : self.position]
-        if all(inner.is_blank for inner in body):
-            raise line.error(f"the graph of stage {index} has no lines", len(line.code))
-        graph = parse_graph(
-            "\n".join(inner.text for inner in body),
-            self.root,
-            self.functions,
-            first_line=body[0].number,
-        )
-        return Stage(
-            index,
-            tuple(arguments["parameter"]),
-            tuple(arguments["buffer"]),
-            tuple(writes),
-            graph,
-            leaves,
-        )
-
-    def _is_inside(self, line: Line) -> bool:
-        """Whether a line belongs to the stage above: it is indented, or says nothing."""
-        return line.is_blank or line.indent > 0
-
-    def _peek(self) -> Line | None:
-        """The next line that says something."""
-        while self.position < len(self.lines):
-            if not self.lines[self.position].is_blank:
-                return self.lines[self.position]
-            self.position += 1
-        return None
-
-    def _next(self, missing: str) -> Line:
-        """Take the next line that says something; ``missing`` is the error if there is none."""
-        line = self._peek()
-        if line is None:
-            last = self.lines[-1]
-            raise ParseError(missing, last.number, len(last.text) + 1)
-        self.position += 1
-        return line
+        body = self.body(f"stage {index}", "a stage", leaves)
+        return Stage(index, body.parameters, body.buffers, body.writes, body.graph, leaves)
 
 
 def _read_name(line: Line, match: re.Match[str], group: int) -> str:
