@@ -20,7 +20,7 @@ LOOK = """
 import importlib, json, os, pkgutil, sys
 sys.path.insert(0, sys.argv[1])
 import fxpipe, fxpipe.passes, fxpipe.schedules
-from fxpipe.recipe import RECIPES
+from fxpipe.ir.recipe import RECIPES
 for found in pkgutil.walk_packages(fxpipe.__path__, "fxpipe."):
     importlib.import_module(found.name)
 print(json.dumps({

@@ -1,4 +1,4 @@
-"""What ``fxpipe.runtime.cuda`` uses of ``torch.cuda``, on the CPU: streams that are never behind.
+"""A ``torch.cuda`` on the CPU, as far as the CUDA backend uses it: streams are never behind.
 
 It refuses what torch refuses: to wait for an event that was not recorded is nothing, to take the
 time between events that keep none is an error.

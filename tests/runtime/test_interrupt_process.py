@@ -33,7 +33,7 @@ import torch
 from torch.nn import functional
 import fxpipe
 from fxpipe.runtime import interpreter
-from tests.tiny import CUTS, Snapshot, Tiny, batch
+from tests.helpers.tiny import CUTS, Snapshot, Tiny, batch
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -83,14 +83,14 @@ print("done", flush=True)
 """
 
 SLOW = """
-def slowly(machine, instruction, run=interpreter.HANDLERS[fxpipe.program.Backward]):
+def slowly(machine, instruction, run=interpreter.HANDLERS[fxpipe.ir.program.Backward]):
     if machine.device == 1:
         print("armed", flush=True)
         sys.stdin.readline()
     run(machine, instruction)
 
 pipe.prepare(x, target=y)
-interpreter.HANDLERS[fxpipe.program.Backward] = slowly
+interpreter.HANDLERS[fxpipe.ir.program.Backward] = slowly
 pipe.step(x, target=y)
 """
 
