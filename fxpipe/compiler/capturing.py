@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from fxpipe.errors import InputError
 from fxpipe.ir.plan import Plan, Stage
@@ -142,6 +142,9 @@ def obstacle(plan: Plan, stage: Stage) -> str | None:
             return f"its input {edge.value!r} is one whole number, which is read on the host"
     for module in (kernel.forward_graph, kernel.backward_graph):
         for node in () if module is None else module.graph.nodes:
+            value = node.meta.get("val")
+            if isinstance(value, Tensor) and value.layout is not torch.strided:
+                return f"{node.name!r} is sparse, and how many entries it has is read on the host"
             if _asks_the_host(node):
                 line = source.of_node(node)
                 where = f" at {line}" if line else ""

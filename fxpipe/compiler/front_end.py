@@ -39,6 +39,7 @@ from fxpipe.passes.tracing.explain import (
     differing_line,
     explained,
     refuse_control_flow,
+    refuse_entries,
     refuse_values,
 )
 from fxpipe.passes.tracing.leaf_calls import LeafCalls, call_leaves
@@ -266,6 +267,7 @@ def _functional(
         except Exception as error:
             raise explained(model, error, "export") from error
     refuse_values(model, traced)
+    refuse_entries(model, traced)
     return traced
 
 

@@ -42,7 +42,7 @@ def try_model(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 
 
 def refuse_sparse(model: nn.Module, inputs: Mapping[str, Any], tracer: str) -> None:
-    """See that the model keeps dense tensors alone, and is given none that cannot be traced.
+    """See that the model trains dense tensors alone, and reads none that cannot be traced.
 
     Args:
         model: the model.
@@ -50,15 +50,14 @@ def refuse_sparse(model: nn.Module, inputs: Mapping[str, Any], tracer: str) -> N
         tracer: by which it will be traced.
 
     Raises:
-        InputError: it keeps, or is given, another.
+        InputError: it trains, or reads, another.
     """
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if tensor.layout is not torch.strided:
+    for name, parameter in model.named_parameters():
+        if parameter.layout is not torch.strided:
             raise InputError(
-                f"the model's {name!r} is {tensor.layout}, which a stage cannot hold; keep it "
-                "dense (to_dense()), keep its indices and values and multiply by index_add, or let "
-                "forward take it as an input, in COO and whole in every micro-batch: "
-                "compile(..., batch_dims={its name: None})"
+                f"the model's parameter {name!r} is {parameter.layout}, whose gradients cannot be "
+                "added up over micro-batches; let its values be the parameter, and make the sparse "
+                "tensor of them in forward (torch.sparse_coo_tensor(indices, values, size))"
             )
     for name, value in inputs.items() if tracer == "export" else ():
         layout = value.layout if isinstance(value, Tensor) else torch.strided

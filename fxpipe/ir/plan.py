@@ -69,14 +69,20 @@ class ValueSpec:
     Attributes:
         shape: in elements; the batch dimension is that of one micro-batch.
         dtype: the element type.
+        layout: how it is stored.
+        stored: the bytes of a sparse value's indices and values.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    layout: torch.layout = torch.strided
+    stored: int = 0
 
     @property
     def bytes(self) -> int:
         """Bytes of one micro-batch's value."""
+        if self.layout is not torch.strided:
+            return self.stored
         count = 1
         for size in self.shape:
             count *= size

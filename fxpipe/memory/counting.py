@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fxpipe.torchtools.pieces import pieces
+
 
 class Counting(TorchDispatchMode):
     """While it is active, what operations make is counted from then until it is freed.
@@ -59,7 +61,8 @@ class Counting(TorchDispatchMode):
         """
         for leaf in pytree.tree_leaves(values):
             if isinstance(leaf, Tensor):
-                self._adopt(leaf.untyped_storage(), counted)
+                for piece in pieces(leaf):
+                    self._adopt(piece.untyped_storage(), counted)
 
     def _adopt(self, storage: torch.UntypedStorage, counted: bool) -> None:
         key = storage._cdata

@@ -162,8 +162,10 @@ class GraphMemory:
         found = []
         for crossing, node, wanted in zip(crossings, nodes, strides, strict=True):
             value = node.meta.get("val")
-            if isinstance(value, Tensor) and torch.empty_like(value).stride() != wanted:
-                ends = zip(value.shape, wanted or (), strict=True)
+            if not isinstance(value, Tensor) or wanted is None:
+                continue
+            if torch.empty_like(value).stride() != wanted:
+                ends = zip(value.shape, wanted, strict=True)
                 extent = 1 + sum((size - 1) * stride for size, stride in ends)
                 size = extent * value.element_size() if value.numel() else 0
                 self.laid_out[self._stage.index, *crossing] = size

@@ -12,6 +12,7 @@ from fxpipe.ir.schedule import Schedule
 from fxpipe.kernels.graph import GraphKernel
 from fxpipe.memory.graph import GraphMemory
 from fxpipe.simulator.sizes import Sizes
+from fxpipe.torchtools.pieces import size_in_bytes
 
 
 @dataclass(frozen=True)
@@ -102,4 +103,4 @@ def sizes_of(
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return sum(map(size_in_bytes, tensors))

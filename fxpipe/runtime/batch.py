@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from fxpipe.errors import InputError, near
 from fxpipe.kernels.graph import layout
+from fxpipe.torchtools.pieces import equal
 from fxpipe.torchtools.pytrees import flatten
 
 BatchDims = Mapping[str, int | None]
@@ -180,7 +181,7 @@ def _leaf_key(leaf: Any, dim: int | None) -> Any:
     if not isinstance(leaf, Tensor):
         return type(leaf), repr(leaf)
     shape = leaf.shape if dim is None else (*leaf.shape[:dim], None, *leaf.shape[dim + 1 :])
-    return dim, leaf.dtype, leaf.device, tuple(shape)
+    return dim, leaf.dtype, leaf.device, leaf.layout, tuple(shape)
 
 
 @dataclass(frozen=True)
@@ -341,7 +342,7 @@ def join(
         if dim is not None and first.dim() > dim:
             if all(part.shape[dim] == size for part, size in zip(parts, sizes, strict=True)):
                 return torch.cat(list(parts), dim)
-        if all(torch.equal(part, first) for part in parts):
+        if all(equal(part, first) for part in parts):
             return first
     raise InputError(
         f"{name} differs between micro-batches and has no batch dimension to join it along; "

@@ -28,6 +28,7 @@ from fxpipe.kernels.kernel import Kernel, add
 from fxpipe.passes.differentiate.joint import JointTrace, StageSides, callable_graph
 from fxpipe.passes.differentiate.split_joint import split_joint
 from fxpipe.passes.graph.layouts import TrueLayouts
+from fxpipe.torchtools.pieces import size_in_bytes
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,15 @@ class Differentiate:
             return _Tracer(plan, self.values, self.state, self.wanted).run()
 
 
+def _specs(values: Mapping[str, Any]) -> dict[str, ValueSpec]:
+    """What is known of the tensors among some values."""
+    return {
+        name: ValueSpec(tuple(x.shape), x.dtype, x.layout, size_in_bytes(x))
+        for name, x in values.items()
+        if isinstance(x, Tensor)
+    }
+
+
 class _Differentiator:
     """Walks the stages forward for the values, then backward for the gradients."""
 
@@ -84,7 +94,7 @@ class _Differentiator:
         self.values = dict(values)
         self.gradients: dict[tuple[str, int], Tensor] = {}
         self.kernels: dict[int, Kernel] = {}
-        self.specs: dict[str, ValueSpec] = {}
+        self.specs = _specs(values)
 
     def run(self) -> Plan:
         for stage in self.plan.stages:
@@ -103,10 +113,8 @@ class _Differentiator:
         stages = tuple(
             replace(stage, kernel=self.kernels[stage.index]) for stage in self.plan.stages
         )
-        for name, value in self.values.items():
-            if isinstance(value, Tensor):
-                self.specs[name] = ValueSpec(tuple(value.shape), value.dtype)
-        return replace(self.plan, stages=stages, edges=edges, specs=self.specs)
+        specs = {**_specs(self.values), **self.specs}
+        return replace(self.plan, stages=stages, edges=edges, specs=specs)
 
     def forward(self, stage: Stage) -> None:
         """Find the values that the stage makes, with their ``requires_grad``."""

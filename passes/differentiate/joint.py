@@ -229,7 +229,7 @@ class JointTrace:
             inputs=len(inputs),
             outputs=len(self._sides.returned),
             writes=len(stage.writes),
-            input_strides=tuple(x.stride() if isinstance(x, Tensor) else None for x in inputs),
+            input_strides=tuple(map(_strides, inputs)),
             gradient_outputs=tuple(index for index, wanted in enumerate(has) if wanted),
             gradient_strides=tuple(gradient.stride() for gradient in given),
             input_gradients=tuple(found[: len(inputs)]),
@@ -349,6 +349,11 @@ def _blamed(
         for function, node in origins.items():
             hooks.callback(function.register_prehook(enter(node)).remove)
         yield
+
+
+def _strides(value: Any) -> tuple[int, ...] | None:
+    dense = isinstance(value, Tensor) and value.layout is torch.strided
+    return value.stride() if dense else None
 
 
 def callable_graph(

@@ -22,6 +22,7 @@ from fxpipe.ir.value import HOST
 from fxpipe.kernels.serial import run_serially
 from fxpipe.passes.graph.fixed_draws import FixedDraws, pattern
 from fxpipe.torchtools import moments
+from fxpipe.torchtools.pieces import pieces
 from fxpipe.torchtools.pytrees import apart
 
 _RELATIVE = {torch.float64: 1e-7, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
@@ -204,6 +205,11 @@ def _compare(what: str, here: Tensor, there: Tensor, noise: float = 0.0) -> None
 def _difference(here: Tensor, there: Tensor, noise: float = 0.0) -> str:
     """In which way two tensors differ; nothing where they agree."""
     here, there = here.detach(), there.detach()
+    if here.layout is not there.layout:
+        return f"{here.layout}, not {there.layout}"
+    if here.layout is not torch.strided:
+        each = (_difference(*pair, noise) for pair in zip(pieces(here), pieces(there), strict=True))
+        return next(filter(None, each), "")
     if here.shape != there.shape or here.dtype != there.dtype:
         return f"{tuple(here.shape)} {here.dtype}, not {tuple(there.shape)} {there.dtype}"
     if not (here.is_floating_point() or here.is_complex()):

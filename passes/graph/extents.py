@@ -17,7 +17,7 @@ import sympy
 import torch
 from torch import Tensor
 from torch._dynamo.source import ConstantSource
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, UnsupportedOperatorException
 from torch.autograd.graph import saved_tensors_hooks
 from torch.fx.experimental.symbolic_shapes import (
     DimDynamic,
@@ -26,9 +26,10 @@ from torch.fx.experimental.symbolic_shapes import (
 )
 from torch.utils.flop_counter import FlopCounterMode
 
-from fxpipe.ir.plan import Plan, Stage, outputs_of
+from fxpipe.ir.plan import Plan, Stage, ValueSpec, outputs_of
 from fxpipe.ir.value import HOST
 from fxpipe.passes.differentiate.joint import StageSides
+from fxpipe.torchtools.pieces import memory, size_in_bytes
 
 BATCH = sympy.Symbol("b", integer=True, positive=True)
 """Samples in a micro-batch."""
@@ -59,6 +60,13 @@ def extents(plan: Plan, state: Mapping[str, Tensor], batch: int) -> tuple[Extent
         state: name in the model → parameter, buffer or constant.
         batch: samples in the micro-batch that it was made for: what has so many rows has ``b``.
     """
+    try:
+        return _extents(plan, state, batch)
+    except UnsupportedOperatorException:  # products with sparse tensors take no symbols
+        return _extents(plan, state, None)
+
+
+def _extents(plan: Plan, state: Mapping[str, Tensor], batch: int | None) -> tuple[Extent, ...]:
     shapes = ShapeEnv(specialize_zero_one=False)
     mode = FakeTensorMode(shape_env=shapes)
     walk = _Walk(plan, mode, state, batch)
@@ -70,7 +78,7 @@ class _Walk:
     """Goes from stage to stage with the values that cross."""
 
     def __init__(
-        self, plan: Plan, mode: FakeTensorMode, state: Mapping[str, Tensor], batch: int
+        self, plan: Plan, mode: FakeTensorMode, state: Mapping[str, Tensor], batch: int | None
     ) -> None:
         self.plan = plan
         used = {a.target for s in plan.stages for a in (*s.parameters, *s.buffers)}
@@ -84,19 +92,19 @@ class _Walk:
         for edge in plan.edges:
             if edge.source == HOST and edge.value in plan.specs:
                 spec = plan.specs[edge.value]
-                self.values[edge.value] = _input(mode, edge.value, spec.shape, spec.dtype, batch)
+                self.values[edge.value] = _input(mode, edge.value, spec, batch)
 
     def extent(self, stage: Stage) -> Extent:
         into = self.plan.edges_into(stage.index)
         away = self.plan.edges_from(stage.index)
         parameters = [self.state[a.target] for a in stage.parameters]
         inputs = [_cut(self.values[edge.value], edge.gradient) for edge in into]
-        owned = {_memory(p) for p in (*parameters, *(self.state[a.target] for a in stage.buffers))}
+        owned = {memory(p) for p in (*parameters, *(self.state[a.target] for a in stage.buffers))}
         saved: dict[int, sympy.Expr] = {}
 
         def keep(tensor: Tensor) -> Tensor:
-            if _memory(tensor) not in owned:
-                saved[_memory(tensor)] = _expression(_size(tensor))
+            if memory(tensor) not in owned:
+                saved[memory(tensor)] = _expression(_size(tensor))
             return tensor
 
         names = outputs_of(away)
@@ -126,15 +134,15 @@ class _Walk:
         )
 
 
-def _input(
-    mode: FakeTensorMode, name: str, shape: tuple[int, ...], dtype: torch.dtype, batch: int
-) -> Tensor:
+def _input(mode: FakeTensorMode, name: str, spec: ValueSpec, batch: int | None) -> Tensor:
     """A tensor without data; its first dimension is a symbol where it is the batch."""
-    sizes = [DimDynamic.STATIC] * len(shape)
-    if shape and shape[0] == batch:
+    if spec.layout is not torch.strided:  # it is whole in every micro-batch
+        return mode.from_tensor(torch.zeros(spec.shape, dtype=spec.dtype, layout=spec.layout))
+    sizes = [DimDynamic.STATIC] * len(spec.shape)
+    if spec.shape and spec.shape[0] == batch:
         sizes[0] = DimDynamic.DUCK
     return mode.from_tensor(
-        torch.empty(shape, dtype=dtype),
+        torch.empty(spec.shape, dtype=spec.dtype),
         source=ConstantSource(name),
         symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes),
     )
@@ -144,14 +152,12 @@ def _cut(value: Any, gradient: bool) -> Any:
     return value.detach().requires_grad_(gradient) if isinstance(value, Tensor) else value
 
 
-def _memory(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
-
-
 def _size(tensor: Tensor) -> Any:
     """Bytes of a tensor's memory; that of an input does not know that its batch may change."""
+    if tensor.layout is not torch.strided:
+        return size_in_bytes(tensor)
     size = tensor.untyped_storage().nbytes()
-    return size if isinstance(size, torch.SymInt) else tensor.numel() * tensor.element_size()
+    return size if isinstance(size, torch.SymInt) else size_in_bytes(tensor)
 
 
 def _expression(size: Any) -> sympy.Expr:

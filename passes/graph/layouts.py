@@ -24,9 +24,26 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpipe.passes.graph.aliasing import may_alias
+from fxpipe.torchtools.pieces import memory
 
 _NO_VIEWS = (torch.ops.aten.detach.default, torch.ops.aten._unsafe_view.default)
 """Operations whose results lie in another tensor's memory, and are no views to autograd."""
+
+_REORDERINGS = frozenset(
+    (
+        *(torch.ops.aten._coalesce.default, torch.ops.aten.sparse_mask.default),
+        *(torch.ops.aten.t.default, torch.ops.aten.transpose.int),
+    )
+)
+"""Operations on sparse tensors whose entries are as many as before."""
+
+_CONTIGUOUS = frozenset(
+    (
+        *("aten::mse_loss_backward", "aten::smooth_l1_loss_backward"),
+        *("aten::huber_loss_backward", "aten::binary_cross_entropy"),
+    )
+)
+"""Operations on losses that lie otherwise without data, where an operand is not contiguous."""
 
 
 class TrueLayouts(TorchDispatchMode):
@@ -37,6 +54,8 @@ class TrueLayouts(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         made = func(*args, **kwargs)
+        if isinstance(made, FakeTensor) and made.layout is torch.sparse_coo:
+            return _with_entries(made, func, args)
         if not _in_doubt(func, pytree.tree_leaves((args, kwargs))):
             return made
         try:
@@ -97,7 +116,7 @@ def _written_base(node: fx.Node) -> fx.Node | None:
         here, there = base.meta.get("val"), source.meta.get("val")
         if not isinstance(here, FakeTensor) or not isinstance(there, FakeTensor):
             break
-        shared = here.untyped_storage()._cdata == there.untyped_storage()._cdata
+        shared = memory(here) == memory(there)
         if not shared or base.target in _NO_VIEWS:
             break
         viewed |= (here.shape, here.stride()) != (there.shape, there.stride())
@@ -105,6 +124,29 @@ def _written_base(node: fx.Node) -> fx.Node | None:
     value = base.meta.get("val")
     laid = isinstance(value, FakeTensor) and value.is_floating_point() and value.is_contiguous()
     return base if viewed and laid and base.op == "call_function" else None
+
+
+def _with_entries(made: Tensor, func: Any, operands: tuple[Any, ...]) -> Tensor:
+    """A sparse result with as many entries as its operand, where PyTorch tells it has none.
+
+    That is so with a tensor that is only brought into another order, or masked by another.
+    """
+    like = operands[1] if func is torch.ops.aten.sparse_mask.default else operands[0]
+    if func not in _REORDERINGS or made._nnz() or not isinstance(like, FakeTensor):
+        return made
+    values = like._values()
+    filled: Tensor = torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors.default(
+        made.sparse_dim(),
+        made.dense_dim(),
+        made.shape,
+        torch.empty_like(like._indices()),
+        torch.empty_like(values, dtype=made.dtype),
+        dtype=made.dtype,
+        layout=made.layout,
+        device=made.device,
+        is_coalesced=made.is_coalesced(),
+    )
+    return filled
 
 
 def _in_doubt(func: Any, operands: list[Any]) -> bool:
@@ -116,7 +158,9 @@ def _in_doubt(func: Any, operands: list[Any]) -> bool:
         return False
     if not all(x.is_floating_point() or x.dtype is torch.bool for x in tensors):
         return False
-    turned = "batch_norm" in func._schema.name and not lie_alike(x for x in tensors if x.dim() > 1)
+    name, images = func._schema.name, [x for x in tensors if x.dim() > 1]
+    turned = "batch_norm" in name and not lie_alike(images)
+    turned |= name in _CONTIGUOUS and not all(x.is_contiguous() for x in images)
     return turned or any(map(_has_ambiguous_strides, tensors))
 
 
@@ -131,6 +175,8 @@ def lie_alike(tensors: Iterable[Tensor]) -> bool:
 def _has_ambiguous_strides(x: Tensor) -> bool:
     """Whether a size of 1 has a stride that it has not in a new tensor."""
     place = 1
+    if x.layout is not torch.strided:
+        return False
     for size, stride in zip(reversed(x.shape), reversed(x.stride()), strict=True):
         if size == 1 and stride != place:
             return True
@@ -142,6 +188,8 @@ def _zeros(value: Any) -> Any:
     """Real zeros that lie as a tensor without data."""
     if not isinstance(value, FakeTensor):
         return value
+    if value.layout is not torch.strided:
+        return torch.zeros_like(value, device=value.fake_device)
     made = torch.empty_strided(
         value.shape, value.stride(), dtype=value.dtype, device=value.fake_device
     )
@@ -149,6 +197,7 @@ def _zeros(value: Any) -> Any:
 
 
 def _laid_out_as(made: Any, real: Any) -> Any:
-    if not isinstance(made, Tensor) or made.stride() == real.stride():
+    dense = isinstance(made, Tensor) and made.layout is torch.strided
+    if not dense or made.stride() == real.stride():
         return made
     return torch.empty_strided(made.shape, real.stride(), dtype=made.dtype, device=made.device)

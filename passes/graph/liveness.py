@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 
 from fxpipe.kernels.kernel import onto
 from fxpipe.passes.differentiate.fuse_accumulation import product_onto
+from fxpipe.torchtools.pieces import pieces
 
 
 class Span(NamedTuple):
@@ -147,5 +148,5 @@ def _storages(node: fx.Node) -> Iterator[tuple[int, int]]:
     """The storages that a node's example value lies in, with their bytes."""
     for leaf in pytree.tree_leaves(node.meta.get("val")):
         if isinstance(leaf, Tensor):
-            storage = leaf.untyped_storage()
-            yield storage._cdata, int(storage.nbytes())
+            for storage in (piece.untyped_storage() for piece in pieces(leaf)):
+                yield storage._cdata, int(storage.nbytes())

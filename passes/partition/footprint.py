@@ -18,6 +18,7 @@ from fxpipe.passes.differentiate.joint import ORIGIN
 from fxpipe.passes.partition.assignment import compute_nodes
 from fxpipe.passes.partition.atoms import Footprint
 from fxpipe.passes.partition.measure import NodeCost
+from fxpipe.torchtools.pieces import memory, size_in_bytes
 
 
 def footprint_of(
@@ -44,10 +45,10 @@ def footprint_of(
         argument.target for argument in traced.parameters if state[argument.target].requires_grad
     }
     resident = {
-        a.target: int(_bytes(state[a.target]) * (copies if a.target in trained else 1))
+        a.target: int(size_in_bytes(state[a.target]) * (copies if a.target in trained else 1))
         for a in (*traced.parameters, *traced.buffers)
     }
-    undoing = {target: int(_bytes(state[target]) * undo) for target in trained}
+    undoing = {target: int(size_in_bytes(state[target]) * undo) for target in trained}
     if plan is not None:
         return Footprint(resident, _saved(plan), undoing)
     kept = {node.name: costs[node.name].bytes for node in compute_nodes(traced.graph)}
@@ -69,14 +70,10 @@ def _saved(plan: Plan) -> dict[str, int]:
             continue
         seen.add(_memory(node))
         origin = node.meta.get("custom", {}).get(ORIGIN, "")
-        saved[origin] = saved.get(origin, 0) + _bytes(value)
+        saved[origin] = saved.get(origin, 0) + size_in_bytes(value)
     return saved
 
 
 def _memory(node: torch.fx.Node) -> int | None:
     value = node.meta.get("val")
-    return value.untyped_storage()._cdata if isinstance(value, Tensor) else None
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+    return memory(value) if isinstance(value, Tensor) else None

@@ -7,13 +7,17 @@ import traceback
 from collections.abc import Sequence
 from itertools import chain
 
-from torch import fx, nn
+import torch
+from torch import Tensor, fx, nn
 from torch._ops import HigherOrderOperator
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from fxpipe.errors import TraceError, told, way_out
 from fxpipe.ir.traced import Traced
 from fxpipe.torchtools import source
+from fxpipe.torchtools.pieces import SPARSE
+
+aten = torch.ops.aten
 
 _VALUES = "compute it with torch.where or masks"
 _LEAVES_TORCH = "compute it with PyTorch's own operations"
@@ -31,6 +35,13 @@ _CONSTRUCTS: Sequence[tuple[str, str, str]] = (
 _CONTROL_FLOW = ("cond", "while_loop", "map_impl", "scan", "associative_scan")
 _ON_VALUES = ("DataDependent", "data-dependent", "cannot be used as inputs to control flow")
 _OUTSIDE = (".numpy()", "np.ndarray")
+_ENTRIES = frozenset(
+    (
+        *(aten.indices.default, aten.values.default, aten._indices.default, aten._values.default),
+        *(aten.crow_indices.default, aten.col_indices.default),
+        *(aten.ccol_indices.default, aten.row_indices.default),
+    )
+)
 
 
 def explained(model: nn.Module, error: Exception, tracer: str) -> TraceError:
@@ -86,6 +97,29 @@ def refuse_values(model: nn.Module, traced: Traced) -> None:
         same = [_paths(other) for other in free if free[other] & free[node]]
         around = [path for path in _paths(node) if all(path in paths for paths in same)]
         raise _error(model, where, reason, cure, around)
+
+
+def refuse_entries(model: nn.Module, traced: Traced) -> None:
+    """See that a graph neither takes sparse tensors apart nor writes them: traced without data,
+    they have no entries.
+
+    Raises:
+        TraceError: it does; names the line.
+    """
+    written = {write.value: write.target for write in traced.writes}
+    for node in traced.graph.nodes:
+        value = node.meta.get("val")
+        if not isinstance(value, Tensor):
+            continue
+        if node.target in _ENTRIES and 0 in value.shape:
+            reason = "the indices or values of a sparse tensor, whose number no trace knows"
+            cure = "keep them as buffers, and make the sparse tensor of them in forward"
+        elif node.name in written and str(value.layout) in SPARSE:
+            reason = f"it writes {written[node.name]!r}, a sparse tensor"
+            cure = "let its indices and values be buffers, write these, and make it in forward"
+        else:
+            continue
+        raise _error(model, source.of_node(node), reason, cure, _paths(node))
 
 
 def refuse_control_flow(model: nn.Module, graph: fx.GraphModule) -> None:

@@ -35,7 +35,8 @@ fx.node.has_side_effect(_LEAF)  # it may be called for what it does to its buffe
 _known: dict[int, Sequence[Tensor]] = {}
 """Number of a call → what it returned, without data; for as long as its model is being traced."""
 
-_LIBRARY.impl("leaf", lambda inputs, call: [torch.empty_like(x) for x in _known[call]], "Meta")
+for _backend in ("Meta", "SparseMeta", "SparseCsrMeta"):  # by what a leaf module is given
+    _LIBRARY.impl("leaf", lambda inputs, call: [*map(torch.empty_like, _known[call])], _backend)
 
 
 def _sized(x: Tensor, size: Sequence[int], leaf: str) -> Tensor:

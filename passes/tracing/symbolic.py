@@ -26,6 +26,7 @@ from fxpipe.passes.tracing.explain import explained
 from fxpipe.random.leaf_draws import DrawsWatched
 from fxpipe.torchtools import source
 from fxpipe.torchtools.own_backward import functions_kept
+from fxpipe.torchtools.pieces import equal
 
 _OUT_OF_PLACE: dict[Any, Callable[..., Any]] = {
     operator.iadd: operator.add,
@@ -293,7 +294,7 @@ class Example(fx.Interpreter):
         owners = {
             name.rpartition(".")[0]
             for name, buffer in buffers.items()
-            if buffer._version != before[name][0] or not torch.equal(buffer, before[name][1])
+            if buffer._version != before[name][0] or not equal(buffer, before[name][1])
         }
         return {name for name in buffers if name.rpartition(".")[0] in owners}
 

@@ -57,15 +57,18 @@ def trace(
     Raises:
         TraceError: the model cannot be traced; names its source line and the cure.
     """
-    args, kwargs = pytree.tree_map_only(torch.Tensor, _no_view, (args, dict(kwargs)))
     shapes: list[dict[str, Any] | None] = [None]
     if batch > 1 and not fixed:
         shapes.insert(0, _dynamic(model, args, kwargs, batch, dims))
     errors: list[Exception] = []
     for dynamic in shapes:
         for as_export in (False, True):
+            # new ones each time: export marks the dimensions that it was to let vary
+            new_args, new_kwargs = pytree.tree_map_only(
+                torch.Tensor, _no_view, (args, dict(kwargs))
+            )
             try:
-                return _export(model, args, kwargs, dynamic, as_export)
+                return _export(model, new_args, new_kwargs, dynamic, as_export)
             except TraceError:
                 raise
             except Exception as error:

@@ -24,6 +24,7 @@ from torch import Tensor
 from fxpipe.errors import CheckpointError
 from fxpipe.runtime.weights.history import History
 from fxpipe.runtime.weights.optimizer_state import GroupState, OptimizerState, ParameterState
+from fxpipe.torchtools.pieces import SPARSE, pieces
 
 FORMAT = 3
 """Of the files that this version writes. It reads those up to it: 2 had no checksum, and 1 no
@@ -224,6 +225,19 @@ def _fits(value: Any, hint: Any) -> bool:
     return isinstance(value, hint) and not (hint is int and isinstance(value, bool))
 
 
+def _sparse(layout: str, parts: Sequence[Tensor], size: list[int], coalesced: bool) -> Tensor:
+    """A sparse tensor of its pieces. Raises RuntimeError where they are none of one."""
+    if SPARSE[layout] is torch.sparse_coo:
+        indices, values = parts
+        return torch.sparse_coo_tensor(
+            indices, values, size, is_coalesced=coalesced, check_invariants=True
+        )
+    rows, columns, values = parts
+    return torch.sparse_compressed_tensor(
+        rows, columns, values, size, layout=SPARSE[layout], check_invariants=True
+    )
+
+
 class _Tensors:
     """The tensors of a file, each in memory that is its own, as safetensors asks."""
 
@@ -271,6 +285,11 @@ def _encode(value: Any, path: str, tensors: _Tensors, depth: int = 0) -> Any:
     match value:
         case None | bool() | int() | float() | str():
             return value
+        case Tensor(layout=layout) if str(layout) in SPARSE:
+            coalesced = layout is torch.sparse_coo and value.is_coalesced()
+            parts = [inside(piece, index) for index, piece in enumerate(pieces(value.detach()))]
+            kind = {"sparse": str(layout), "size": [*value.shape], "coalesced": coalesced}
+            return {**kind, "pieces": parts}
         case Tensor():
             return tensors.add(path, value)
         case list() | tuple():
@@ -295,6 +314,8 @@ def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
             return tensors[path]
         case {"complex": str(path)}:
             return torch.view_as_complex(tensors[path])
+        case {"sparse": str(kind), "size": list(size), "coalesced": bool(sorted_), "pieces": parts}:
+            return _sparse(kind, [_decode(each, tensors) for each in parts], size, sorted_)
         case {"tuple": list(items)}:
             return tuple(_decode(item, tensors) for item in items)
         case {"dict": list(pairs)}:

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from fxpipe.errors import CheckpointError, told
 from fxpipe.runtime.weights.snapshot import copied, settings, twin
+from fxpipe.torchtools.pieces import pieces
 
 
 @dataclass(frozen=True)
@@ -231,9 +232,13 @@ def _is_number(value: Any) -> bool:
 
 
 def described(tensor: Tensor) -> str:
-    """``6×6 of float32``."""
+    """``6×6 of float32``, and ``6×6 of float32, sparse_coo with 9 entries``."""
     sizes = "×".join(map(str, tensor.shape)) or "a scalar"
-    return f"{sizes} of {str(tensor.dtype).removeprefix('torch.')}"
+    text = f"{sizes} of {tensor.dtype}".replace("torch.", "")
+    if tensor.layout is torch.strided:
+        return text
+    layout = str(tensor.layout).removeprefix("torch.")
+    return f"{text}, {layout} with {len(pieces(tensor)[-1])} entries"
 
 
 def _told(value: Any) -> str:

@@ -19,6 +19,7 @@ from fxpipe.runtime.weights.optimizer import OptimizerFactory, make_optimizer
 from fxpipe.runtime.weights.optimizer_state import OptimizerState, Restoring, check, described, take
 from fxpipe.runtime.weights.versions import VersionedWeights
 from fxpipe.signals import HeldSignals
+from fxpipe.torchtools.pieces import pieces
 
 
 class Progress:
@@ -304,6 +305,13 @@ def _check_random(generator: torch.Generator, state: Tensor) -> None:
         ) from error
 
 
+def _kind(tensor: Tensor) -> tuple[Any, ...]:
+    """What a tensor and what is copied to it have in common."""
+    compressed = tensor.layout not in (torch.strided, torch.sparse_coo)
+    entries = pieces(tensor)[-1].shape if compressed else ()
+    return tensor.dtype, tensor.layout, tensor.shape, entries
+
+
 def _check(kind: str, own: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
     """Raises CheckpointError at the first of the model's tensors that is not so in another's."""
     for name, tensor in own.items():
@@ -313,7 +321,7 @@ def _check(kind: str, own: Mapping[str, Tensor], saved: Mapping[str, Tensor]) ->
                 f"{near(name, saved)}"
             )
         other = saved[name]
-        if other.dtype != tensor.dtype or other.shape != tensor.shape:
+        if _kind(other) != _kind(tensor):
             raise CheckpointError(
                 f"the checkpoint is of another model: its {kind} {name!r} is "
                 f"{described(other)}, and the pipe's is {described(tensor)}"

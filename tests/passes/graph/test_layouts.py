@@ -50,6 +50,10 @@ OPERATIONS: list[Callable[[Tensor, Tensor], Any]] = [
     lambda x, y: functional.group_norm(x, 1),
     lambda x, y: x.sum(1, keepdim=True),
     lambda x, y: x.flip(0),
+    lambda x, y: aten.mse_loss_backward(torch.ones(()), x, y, 1),
+    lambda x, y: aten.smooth_l1_loss_backward(torch.ones(()), x, y, 1, 1.0),
+    lambda x, y: aten.huber_loss_backward(torch.ones(()), x, y, 1, 1.0),
+    lambda x, y: functional.binary_cross_entropy(x, y, reduction="none"),
 ]
 
 

@@ -224,30 +224,6 @@ def test_an_index_by_tensors_depends_on_no_values_in_its_shape() -> None:
     compiled(Net(Inner(picks)))
 
 
-class Sparse(nn.Module):
-    adjacency: Tensor
-
-    def __init__(self, layout: torch.layout) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-        self.register_buffer("adjacency", torch.eye(4).to_sparse(layout=layout))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = torch.sparse.mm(self.adjacency, self.layer(x))
-        return y
-
-
-@pytest.mark.filterwarnings("ignore:Sparse")  # CSR is in beta
-@pytest.mark.parametrize("tracer", ["export", "symbolic"])
-@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
-def test_a_sparse_buffer_is_refused_by_name(tracer: Any, layout: torch.layout) -> None:
-    with (
-        fxpipe.compile(Sparse(layout), 2, microbatches=1, loss=mse_loss, tracer=tracer) as pipe,
-        pytest.raises(fxpipe.InputError, match=r"'adjacency' is torch.sparse_.*keep it dense"),
-    ):
-        pipe.step(torch.randn(4, 4), target=torch.randn(4, 4))
-
-
 class Graphs(nn.Module):
     """Takes the adjacency matrix of a graph of four nodes."""
 

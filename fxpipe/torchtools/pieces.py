@@ -1,0 +1,44 @@
+"""The dense tensors that hold a sparse one: it has no memory, strides or entries of its own to
+compare, and they have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+_COMPRESSED: Mapping[torch.layout, tuple[str, str]] = {
+    torch.sparse_csr: ("crow_indices", "col_indices"),
+    torch.sparse_bsr: ("crow_indices", "col_indices"),
+    torch.sparse_csc: ("ccol_indices", "row_indices"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices"),
+}
+
+SPARSE = {str(layout): layout for layout in (torch.sparse_coo, *_COMPRESSED)}
+"""The sparse layouts by their names."""
+
+
+def pieces(tensor: Tensor) -> tuple[Tensor, ...]:
+    """The tensor itself; of a sparse one its indices, and last its values."""
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in _COMPRESSED:
+        rows, columns = (getattr(tensor, name)() for name in _COMPRESSED[tensor.layout])
+        return rows, columns, tensor.values()
+    return (tensor,)
+
+
+def memory(tensor: Tensor) -> int:
+    """The memory that its values lie in, which views of it share."""
+    return int(pieces(tensor)[-1].untyped_storage()._cdata)
+
+
+def size_in_bytes(tensor: Tensor) -> int:
+    """Bytes of its elements; of a sparse one those of its indices and values."""
+    return sum(piece.numel() * piece.element_size() for piece in pieces(tensor))
+
+
+def equal(one: Tensor, other: Tensor) -> bool:
+    """As ``torch.equal``; two sparse tensors are equal if their indices and values are."""
+    return one.layout is other.layout and all(map(torch.equal, pieces(one), pieces(other)))

@@ -1,0 +1,255 @@
+"""Graph networks: a sparse adjacency matrix as a buffer, or of trained values."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+import fxpipe
+from tests.oracles import loop
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore:Sparse"),  # CSR is in beta, and invariants go unchecked
+]
+
+NODES = 6
+LAYOUTS = [torch.sparse_coo, torch.sparse_csr]
+TRACERS = ["export", "symbolic"]
+
+
+def adjacency(layout: torch.layout = torch.sparse_coo) -> Tensor:
+    weights = torch.rand(NODES, NODES)
+    return (weights * (weights > 0.5)).to_sparse(layout=layout)
+
+
+class Graphs(nn.Module):
+    """Three layers, each of which reads the adjacency matrix; several graphs are a batch."""
+
+    adj: Tensor
+
+    def __init__(self, adj: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("adj", adj)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            y = layer(x).permute(1, 0, 2).reshape(NODES, -1)
+            y = torch.sparse.mm(self.adj, y)
+            x = torch.relu(y.reshape(NODES, x.shape[0], 4).permute(1, 0, 2))
+        return x
+
+
+def twins(layout: torch.layout = torch.sparse_coo) -> tuple[Graphs, Graphs]:
+    """Two models that are the same; PyTorch copies no CSR tensor deeply."""
+    adj = adjacency(layout)
+    models = Graphs(adj), Graphs(adj.clone())
+    models[1].layers.load_state_dict(models[0].layers.state_dict())
+    return models
+
+
+def graphs(count: int = 8) -> tuple[Tensor, Tensor]:
+    return torch.randn(count, NODES, 4), torch.randn(count, NODES, 4)
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3])
+@pytest.mark.parametrize("tracer", TRACERS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_sparse_buffer_is_read_by_every_stage(
+    layout: torch.layout, tracer: Any, stages: int
+) -> None:
+    torch.manual_seed(0)
+    model, alone = twins(layout)
+    x, y = graphs()
+    with fxpipe.compile(model, stages, microbatches=4, loss=mse_loss, tracer=tracer) as pipe:
+        made = pipe.step(x, target=y)
+        readers = [[a.target for a in stage.buffers] for stage in pipe.plan.stages]
+        assert torch.equal(pipe(x).detach(), torch.cat([alone(part) for part in x.split(2)]))
+    assert readers == [["adj"]] * stages
+    expected = loop.train(alone, 4, x, loss=mse_loss, target=y)
+    assert torch.equal(made, expected.loss)
+    loop.assert_same(loop.gradients(model), loop.gradients(alone))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "zb-h1"])
+def test_micro_batches_of_different_sizes_multiply_by_a_sparse_buffer(schedule: str) -> None:
+    torch.manual_seed(1)
+    model, alone = twins()
+    x, y = graphs(7)
+    with fxpipe.compile(model, 2, microbatches=3, loss=mse_loss, schedule=schedule) as pipe:
+        pipe.step(x, target=y)
+    loop.train(alone, 3, x, loss=mse_loss, target=y)
+    loop.assert_same(loop.gradients(model), loop.gradients(alone))
+
+
+class Trained(nn.Module):
+    """Edges with trained weights: the sparse tensor is made in forward, for all layers."""
+
+    edges: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        adj = adjacency()
+        self.register_buffer("edges", adj.indices())
+        self.weights = nn.Parameter(adj.values())
+        self.layers = nn.ModuleList(nn.Linear(NODES, NODES) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        adj = torch.sparse_coo_tensor(self.edges, self.weights, (NODES, NODES))
+        for layer in self.layers:
+            x = torch.sparse.mm(adj, layer(x).t()).t()
+            x = x.relu_()
+        return x
+
+
+@pytest.mark.parametrize("stages", [1, 3])
+def test_trained_values_of_a_sparse_tensor_get_the_loops_gradients(stages: int) -> None:
+    torch.manual_seed(2)
+    model = Trained()
+    alone = copy.deepcopy(model)
+    x, y = torch.randn(8, NODES), torch.randn(8, NODES)
+    with fxpipe.compile(model, stages, microbatches=4, loss=mse_loss) as pipe:
+        pipe.step(x, target=y)
+    loop.train(alone, 4, x, loss=mse_loss, target=y)
+    loop.assert_same(loop.gradients(model), loop.gradients(alone))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_training_goes_on_from_a_checkpoint_with_a_sparse_buffer(
+    layout: torch.layout, tmp_path: Path
+) -> None:
+    torch.manual_seed(3)
+    first, second = twins(layout)
+    x, y = graphs()
+    options: dict[str, Any] = {"loss": mse_loss, "microbatches": 2, "optimizer": torch.optim.Adam}
+    with fxpipe.compile(first, 2, **options) as pipe, fxpipe.compile(second, 3, **options) as other:
+        pipe.step(x, target=y)
+        pipe.checkpoint(tmp_path / "run", extra={"graph": first.adj})
+        with torch.no_grad():
+            second.adj.values().zero_() if layout is torch.sparse_csr else second.adj.zero_()
+        extra = other.restore(tmp_path / "run")
+        for found in (second.adj, extra["graph"]):
+            assert found.layout is layout
+            assert torch.equal(found.to_dense(), first.adj.to_dense())
+        assert torch.equal(pipe.step(x, target=y), other.step(x, target=y))
+    loop.assert_same(dict(second.layers.named_parameters()), dict(first.layers.named_parameters()))
+
+
+def test_a_checkpoint_with_another_kind_of_buffer_is_refused(tmp_path: Path) -> None:
+    torch.manual_seed(4)
+    adj = adjacency()
+    with fxpipe.compile(Graphs(adj), 2, loss=mse_loss, microbatches=2) as pipe:
+        pipe.checkpoint(tmp_path / "run")
+    for other in (adj.to_dense(), adj.to_sparse_csr()):
+        model = Graphs(other)
+        before = {name: weight.clone() for name, weight in model.named_parameters()}
+        with (
+            fxpipe.compile(model, 2, loss=mse_loss, microbatches=2) as pipe,
+            pytest.raises(fxpipe.CheckpointError, match=r"'adj' is 6×6 of float32, sparse_coo"),
+        ):
+            pipe.restore(tmp_path / "run")
+        loop.assert_same(dict(model.named_parameters()), before)
+
+
+def test_memory_counts_the_indices_and_values_of_a_sparse_buffer() -> None:
+    """Two graphs of one size, of which one has 20 edges more: two indices and a weight each."""
+    torch.manual_seed(5)
+
+    def peak(edges: int) -> int:
+        adj = torch.zeros(NODES * NODES).index_fill(0, torch.randperm(36)[:edges], 1.0)
+        model = Graphs(adj.reshape(NODES, NODES).to_sparse())
+        x, y = graphs()
+        with fxpipe.compile(model, 1, microbatches=4, loss=mse_loss) as pipe:
+            pipe.prepare(x, target=y)
+            assert "Graphs" in str(pipe)
+            assert [extent.sent for extent in pipe.sizes.stages] == [0]
+            return pipe.simulate().memory[0].peak
+
+    assert peak(30) - peak(10) == 20 * (2 * 8 + 4)
+
+
+class Whole(nn.Module):
+    """Takes the matrix as an input, in two layers of one kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Layer(), Layer()
+
+    def forward(self, x: Tensor, adj: Tensor) -> Tensor:
+        y: Tensor = self.second(self.first(x, adj), adj)
+        return y
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(NODES, NODES)
+
+    def forward(self, x: Tensor, adj: Tensor) -> Tensor:
+        return torch.relu(torch.sparse.mm(adj, self.linear(x).t()).t())
+
+
+@pytest.mark.parametrize("tracer", TRACERS)
+@pytest.mark.parametrize("leaves", [[], ["second"]])
+def test_a_leaf_takes_a_sparse_input(leaves: list[str], tracer: Any) -> None:
+    torch.manual_seed(6)
+    model, adj = Whole(), adjacency()
+    alone = copy.deepcopy(model)
+    x, y = torch.randn(8, NODES), torch.randn(8, NODES)
+    options: dict[str, Any] = {"batch_dims": {"adj": None}, "leaf_modules": leaves}
+    with fxpipe.compile(model, 2, microbatches=4, loss=mse_loss, tracer=tracer, **options) as pipe:
+        pipe.step(x, adj, target=y)
+        assert "1f1b" in str(pipe) and pipe.simulate().memory
+        (spec,) = (spec for name, spec in pipe.plan.specs.items() if name == "adj")
+    assert spec.bytes == adj.indices().nbytes + adj.values().nbytes
+    loop.train(alone, 4, x, loss=mse_loss, target=y, weight=len, adj=adj)
+    loop.assert_same(loop.gradients(model), loop.gradients(alone))
+
+
+class Apart(Graphs):
+    """Takes the matrix apart, or writes it."""
+
+    def __init__(self, change: Callable[[Apart], Tensor]) -> None:
+        super().__init__(adjacency())
+        self.change = change
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.change(self).sum()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda m: m.adj.values(), "cannot be traced at .*values of a sparse.*keep them as buff"),
+        (lambda m: m.adj.mul_(0.5).to_dense(), "cannot be traced at .*writes 'adj', a sparse"),
+    ],
+    ids=["taken apart", "written"],
+)
+def test_what_no_graph_can_hold_of_a_sparse_buffer_is_refused_by_name(
+    change: Callable[[Apart], Tensor], message: str
+) -> None:
+    x, y = graphs()
+    with (
+        fxpipe.compile(Apart(change), 2, microbatches=4, loss=mse_loss) as pipe,
+        pytest.raises(fxpipe.TraceError, match=message),
+    ):
+        pipe.step(x, target=y)
+
+
+def test_a_sparse_parameter_is_refused_by_name() -> None:
+    model = Graphs(adjacency())
+    model.edges = nn.Parameter(adjacency())
+    x, y = graphs()
+    with (
+        fxpipe.compile(model, 2, microbatches=4, loss=mse_loss) as pipe,
+        pytest.raises(fxpipe.InputError, match=r"parameter 'edges' is torch.sparse.*in forward"),
+    ):
+        pipe.step(x, target=y)
