@@ -43,6 +43,8 @@ from fxpipe.passes.tracing.explain import (
     refuse_values,
 )
 from fxpipe.passes.tracing.leaf_calls import LeafCalls, call_leaves
+from fxpipe.passes.tracing.leaf_nests import REST
+from fxpipe.passes.tracing.rest import Calls, split
 from fxpipe.passes.tracing.symbolic import is_torchs, trace_symbolically
 from fxpipe.passes.tracing.trace import accepts, trace
 from fxpipe.runtime.batch import Batch
@@ -188,10 +190,45 @@ class FrontEnd:
             try:
                 traced = self._traced(self.model, args, kwargs, dims, size, fixed)
             except TraceError as error:
-                self._leaves.grow(error)
+                refusal = self._leaves.grow(error)
+                if refusal is not None:
+                    traced = self._before(refusal, args, kwargs, size)
+                    self._leaves.tell()
+                    return traced
             else:
                 self._leaves.tell()
                 return traced
+
+    def _before(
+        self, refusal: TraceError, args: tuple[Any, ...], kwargs: dict[str, Any], size: int
+    ) -> Traced:
+        """The model's graph up to a line of its own that cannot be traced; the rest is a leaf."""
+        calls = Calls(self.model, args, kwargs) if self.tracer == "export" else None
+        reached: list[str] = []
+        begins = 0
+
+        def attempt(count: int) -> tuple[Traced | None, int]:
+            nonlocal begins
+            assert calls is not None
+            while True:
+                twin = split(self.model, calls, count, reached)
+                try:
+                    traced = self._with_leaves(args, kwargs, size, twin)
+                except TraceError as error:
+                    if self._leaves.grow(error) is not None:
+                        return None, len(reached)
+                else:
+                    begins = count
+                    return traced, count
+
+        traced = None if calls is None else calls.latest(attempt)
+        if calls is None or traced is None:
+            self._leaves.shrink()
+            raise refusal
+        called = [str(node.target) for node in traced.graph.nodes if node.op == "call_module"]
+        self._leaves.shrink(called)
+        self._leaves.tell_rest(refusal, calls.names, begins)
+        return traced
 
     def _traced(
         self,
@@ -206,25 +243,30 @@ class FrontEnd:
             with telling(f"trace {type(model).__name__}"):
                 return trace_symbolically(model, args, kwargs, self._leaves.modules.values())
         if model is self.model and (self._leaves.modules or self._leaves.loss):
-            return self._with_leaves(args, kwargs, size)
+            return self._with_leaves(args, kwargs, size, self.model)
         with telling(f"trace {type(model).__name__}"):
             program = trace(model, args, kwargs, size, fixed, dims)
         return _functional(model, program, accepts(program, args, kwargs, size, dims))
 
-    def _with_leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any], size: int) -> Traced:
+    def _with_leaves(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], size: int, model: nn.Module
+    ) -> Traced:
         """The exported model's graph with its leaf modules; it holds for this size alone."""
-        calls = LeafCalls(self._leaves.modules, self._leaves.unasked)
+        leaves = dict(self._leaves.modules)
+        if REST in model._modules:
+            leaves[REST] = model.get_submodule(REST)
+        calls = LeafCalls(leaves, {*self._leaves.unasked, REST})
         try:
             with calls.recorded(), torch.no_grad():
-                self.model(*args, **kwargs)
-            with calls.opaque(self.model), telling(f"trace {type(self.model).__name__}"):
-                program = trace(self.model, args, kwargs, size, fixed=True)
-            traced = _functional(self.model, program, accepts(program, args, kwargs, size))
+                model(*args, **kwargs)
+            with calls.opaque(model), telling(f"trace {type(model).__name__}"):
+                program = trace(model, args, kwargs, size, fixed=True)
+            traced = _functional(model, program, accepts(program, args, kwargs, size))
         finally:
             calls.forget()
         values = zip(traced.inputs, pytree.tree_leaves((args, kwargs)), strict=True)
         given = {name: value for name, value in values if name is not None}
-        return call_leaves(traced, self.model, calls, given)
+        return call_leaves(traced, model, calls, given)
 
     def refuse_hidden(self, batch: Batch, leaves: list[Any], made: Any) -> None:
         """See that the model trains nothing but its parameters.

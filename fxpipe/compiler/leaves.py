@@ -3,7 +3,7 @@ be traced, the smallest around it that can be called so."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from torch import nn
 
@@ -45,7 +45,7 @@ class Leaves:
         named = dict(self._model.named_modules())
         self.modules.update((name, named[name]) for name in self.modules if name in named)
 
-    def grow(self, error: TraceError) -> None:
+    def grow(self, error: TraceError) -> TraceError | None:
         """Let the smallest submodule around what cannot be traced be a leaf.
 
         Submodules of the same class, which would fail at the same line, become leaves with it.
@@ -53,8 +53,8 @@ class Leaves:
         Args:
             error: why the model cannot be traced with the present ones.
 
-        Raises:
-            TraceError: there is none, or the fault is no line's.
+        Returns:
+            Where there is none: the error to raise; see ``shrink``.
         """
         where, around = error.where, list(error.submodules)
         if isinstance(error, UnfitLeaf) and error.name in self.unasked:
@@ -64,14 +64,18 @@ class Leaves:
         named = dict(self._model.named_modules())
         name = next((n for n in reversed(around) if n in named.keys() - self.modules.keys()), None)
         if name is None:
-            for left in self.unasked.keys() - self._told:
-                del self.unasked[left], self.modules[left]
-            raise error
+            return error
         inside = (self.unasked[n] for n in self.unasked if n.startswith(f"{name}."))
         where = next(inside, where)
         for each in _alike(named, name):
             self.modules.setdefault(each, named[each])
             self.unasked.setdefault(each, where)
+        return None
+
+    def shrink(self, called: Collection[str] = ()) -> None:
+        """Forget those that nobody asked for, no earlier graph has, and this one does not call."""
+        for left in self.unasked.keys() - self._told - set(called):
+            del self.unasked[left], self.modules[left]
 
     def take_loss(self, error: TraceError) -> None:
         """Let the loss be called as it is.
@@ -88,6 +92,30 @@ class Leaves:
         LOGGER.warning(
             "the loss cannot be traced at %s. It is therefore called as it is: %s",
             error.where,
+            _COST,
+        )
+
+    def tell_rest(self, error: TraceError, calls: Sequence[str], count: int) -> None:
+        """Warn, once, that the rest of the model's own ``forward`` is called as it is.
+
+        Args:
+            error: why.
+            calls: the submodules that it calls.
+            count: after how many of them the rest begins.
+        """
+        if error.where in self._told:
+            return
+        self._told.add(error.where)
+        later = [repr(name) for name in dict.fromkeys(calls[count:])]
+        called = ", ".join(later) if len(later) <= 3 else f"{len(later)} submodules, {later[0]} …"
+        LOGGER.warning(
+            "%s cannot be traced at %s. That line is in no submodule. %s is therefore called as it "
+            "is%s, in one stage: no cut falls into it, %s. With that line in a submodule of its "
+            "own, that alone would be called as it is",
+            type(self._model).__name__,
+            error.where,
+            f"What forward does after its call of {calls[count - 1]!r}" if count else "The model",
+            f", with {called}," if later else "",
             _COST,
         )
 

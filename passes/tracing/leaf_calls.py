@@ -24,7 +24,14 @@ from torch.utils import _pytree as pytree
 from fxpipe.errors import TraceError
 from fxpipe.ir.plan import Argument, Write
 from fxpipe.ir.traced import Traced, Value
-from fxpipe.passes.tracing.leaf_nests import Place, UnfitLeaf, can_be_given, indices, with_places
+from fxpipe.passes.tracing.leaf_nests import (
+    Place,
+    UnfitLeaf,
+    can_be_given,
+    indices,
+    leaf_called,
+    with_places,
+)
 from fxpipe.passes.tracing.symbolic import Example, leaf_tensors, reserve_names
 
 _LIBRARY = torch.library.Library("fxpipe", "FRAGMENT")
@@ -43,7 +50,7 @@ def _sized(x: Tensor, size: Sequence[int], leaf: str) -> Tensor:
     """What a leaf module returned, which must have a size as when the model was traced."""
     if list(x.shape) != list(size):
         raise TraceError(
-            f"leaf module {leaf!r} returns a tensor of size {list(x.shape)}, and returned "
+            f"{leaf_called(leaf)} returns a tensor of size {list(x.shape)}, and returned "
             f"{list(size)} when the model was traced, so that its size depends on values; mark a "
             "module around it as the leaf, one that returns tensors of one size"
         )

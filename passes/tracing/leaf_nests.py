@@ -12,6 +12,14 @@ from torch.utils import _pytree as pytree
 
 from fxpipe.errors import TraceError, told
 
+REST = "fxpipe_rest"
+"""What the rest of the model's own ``forward`` is called among leaf modules."""
+
+
+def leaf_called(name: str) -> str:
+    """What messages call a leaf module."""
+    return "the rest of forward" if name == REST else f"leaf module {name!r}"
+
 
 class UnfitLeaf(TraceError):
     """A submodule cannot be called as it is; maybe one around it can.
@@ -21,7 +29,7 @@ class UnfitLeaf(TraceError):
     """
 
     def __init__(self, name: str, why: str) -> None:
-        super().__init__(f"leaf module {name!r} {why}")
+        super().__init__(f"{leaf_called(name)} {why}")
         self.name = name
 
 

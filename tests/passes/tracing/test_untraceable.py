@@ -70,10 +70,6 @@ def loops(self: Inner, y: Tensor) -> Tensor:
     return y
 
 
-def lists(self: Inner, y: Tensor) -> Tensor:
-    return y * len([v for v in y.flatten().tolist() if v > 0])  # here
-
-
 def array(self: Inner, y: Tensor) -> Tensor:
     return y + torch.from_numpy(y.detach().numpy())  # here
 
@@ -136,7 +132,9 @@ tracers = pytest.mark.parametrize("tracer", ["export", "symbolic"])
 def test_a_refusal_shows_the_line_the_construct_and_the_way_out(
     tracer: str, function: Callable[[Any, Tensor], Tensor], construct: str
 ) -> None:
-    # what depends on values is refused in the model itself; a submodule becomes a leaf
+    if tracer == "export" and function in (branches, loops, array):
+        pytest.skip("what depends on values is called as it is, see test_rest.py")
+    # in a submodule it is called as it is by both tracers
     inner = Inner(function)
     model = inner if function in (branches, loops, array) else Net(inner)
     with pytest.raises(TraceError) as caught:
@@ -155,25 +153,6 @@ def test_two_traces_that_differ_are_told_with_the_line_where_they_part(tracer: s
     with pytest.raises(TraceError, match=r"tracing is not deterministic.*leaf_modules=") as caught:
         compiled(Net(Inner(counts_outside)), tracer)
     assert f"cannot be traced at {__file__}:" in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("function", "construct"), [(lists, "numbers read from a tensor's values")]
-)
-def test_what_the_exporter_alone_refuses_is_explained(
-    function: Callable[[Any, Tensor], Tensor], construct: str
-) -> None:
-    with pytest.raises(TraceError, match=r"# here \(.*leaf_modules=\[its name\]") as caught:
-        compiled(Inner(function))
-    assert construct in str(caught.value)
-
-
-def test_a_number_that_a_graph_would_read_from_values_is_refused() -> None:
-    def scales(self: Inner, y: Tensor) -> Tensor:
-        return y * y.mean().item()
-
-    with pytest.raises(TraceError, match=r"depends on the values.*leaf_modules=\[its name\]"):
-        compiled(Inner(scales))
 
 
 @tracers
@@ -271,19 +250,3 @@ def test_a_sparse_input_is_whole_in_every_microbatch(tracer: Any, layout: torch.
     expected = loop.train(alone, 2, x, loss=mse_loss, target=y, adjacency=adjacency)
     assert torch.equal(made, expected.loss)
     loop.assert_same(loop.gradients(model), loop.gradients(alone))
-
-
-class Branching(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = torch.cond(x.sum() > 0, torch.sin, torch.cos, (x * self.weight,))
-        return y
-
-
-def test_control_flow_of_torchs_own_is_refused_by_name_in_the_model_itself() -> None:
-    message = r"Branching cannot be traced at .*torch.cond\(.* cond, which.*torch.where.*its name\]"
-    with pytest.raises(TraceError, match=message):
-        compiled(Branching())

@@ -1,0 +1,373 @@
+"""Let the model's own ``forward`` be traced up to a line, and what follows be one leaf module.
+
+before:  class Net(nn.Module): forward(x) = F.ctc_loss(self.head(self.body(x)), …)
+traced:  body = self.body(x);  head = self.head(body);  fxpipe_rest = self.fxpipe_rest(x, head)
+
+The leaf runs ``forward`` once more, on a copy of the model whose first calls of submodules give
+what they gave. The parameters and buffers that it reads are its inputs, so that they may be used
+in other stages, too.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from threading import get_ident
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from fxpipe.ir.traced import Traced
+from fxpipe.passes.tracing.flow import Flow, storage_of, tensors_of
+from fxpipe.passes.tracing.leaf_nests import REST, UnfitLeaf
+from fxpipe.passes.tracing.value_checks import ValueChecks
+from fxpipe.random.leaf_draws import DrawsWatched
+from fxpipe.torchtools.pieces import equal
+from fxpipe.torchtools.pytrees import apart
+
+
+class _Reached(BaseException):
+    """Leaves ``forward`` after a call; it is no Exception, which ``forward`` might catch."""
+
+
+class Calls:
+    """The submodules that a model's own ``forward`` calls, in their order.
+
+    Attributes:
+        names: call → the submodule's name.
+        written: the calls whose outputs ``forward`` writes into.
+        limit: how many calls come before ``forward`` itself draws a random number, which it must
+            not do twice; else how many there are.
+        checks: its own checks of values, which the rest of it does in every step.
+    """
+
+    def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Run a model to see them.
+
+        Args:
+            model: the model; the caller puts its state back.
+            args: positional inputs of one micro-batch.
+            kwargs: keyword inputs of one micro-batch.
+        """
+        self.names: list[str] = []
+        outputs: list[list[tuple[Tensor, int]]] = []
+        drawn: list[int] = []
+
+        self.checks = ValueChecks()
+
+        def begin() -> None:
+            self.checks.open = False
+            if watch.drew:
+                drawn.append(len(self.names))
+
+        def end(name: str, output: Any) -> None:
+            self.names.append(name)
+            leaves = pytree.tree_leaves(apart(output))
+            outputs.append([(x, x._version) for x in leaves if isinstance(x, Tensor)])
+            watch.drew, self.checks.open = False, True
+
+        with (
+            torch.no_grad(),
+            DrawsWatched() as watch,
+            self.checks,
+            _called_directly(model, begin, end),
+        ):
+            model.forward(*args, **kwargs)
+        self.limit = min(drawn, default=len(self.names))
+        self.written = {
+            index
+            for index, given in enumerate(outputs)
+            if any(x._version != version for x, version in given)
+        }
+
+    def latest(self, trace: Callable[[int], tuple[Traced | None, int]]) -> Traced | None:
+        """The graph that is traced as far as can be; None where none can.
+
+        Args:
+            trace: from after how many calls the rest is a leaf → the graph, or None, and how many
+                calls were reached.
+        """
+        low, high, at = -1, self.limit + 1, self.limit  # low can be traced, high cannot
+        found: Traced | None = None
+        while high - low > 1:
+            traced, reached = trace(at)
+            if traced is not None:
+                low, found = at, traced
+            else:
+                high = min(at, reached + 1)
+            at = high - 1 if reached < at else (low + high) // 2
+        return found
+
+
+class Rest(nn.Module):
+    """What a model's own ``forward`` computes after some of its calls of submodules.
+
+    Attributes:
+        learnt: whether it is known what it reads.
+    """
+
+    def __init__(self, model: nn.Module, calls: Calls, count: int) -> None:
+        """Nothing has run yet.
+
+        Args:
+            model: the model.
+            calls: of submodules.
+            count: after how many of them.
+        """
+        super().__init__()
+        self._names = calls.names[:count]
+        self._written = calls.written
+        self.learnt = False
+        self._state: tuple[str, ...] = ()
+        self._writes: tuple[str, ...] = ()
+        self._outputs: list[Any] = []  # those that are not read, without data
+        # in a tuple: as a submodule it would hold the parameters as its own
+        self._copy = (_Copy(model, self._names),)
+
+    def learn(self, model: nn.Module, args: Any, kwargs: Any, outputs: Sequence[Any]) -> None:
+        """Run it once, to see which outputs, parameters and buffers it reads and writes.
+
+        Args:
+            model: the model.
+            args: positional inputs of the model.
+            kwargs: keyword inputs of the model.
+            outputs: of the calls before.
+        """
+        state = _state(model)
+        before = {name: (x._version, x.clone()) for name, x in state.items()}
+        with torch.no_grad(), Flow({**dict(enumerate(outputs)), **state}) as flow:
+            output = self._copy[0].run(args, kwargs, self._given(outputs), {})
+        read = flow.origins(output)
+        writes = {
+            name
+            for name, (version, value) in before.items()
+            if state[name]._version != version or not equal(state[name], value)
+        }
+        inside = tuple(f"{name}." for name in self._names)
+        self._writes = tuple(name for name in state if name in writes)
+        self._state = tuple(
+            name for name in state if name in read | writes or not name.startswith(inside)
+        )
+        self.learnt = True
+        self._outputs = [
+            None if index in read else pytree.tree_map_only(Tensor, lambda x: x.to("meta"), output)
+            for index, output in enumerate(outputs)
+        ]
+
+    def call(self, model: nn.Module, args: Any, kwargs: Any, outputs: Sequence[Any]) -> Any:
+        """What the model returns, by a call of this module.
+
+        Args:
+            model: the model, or one with the same tensors.
+            args: positional inputs of the model.
+            kwargs: keyword inputs of the model.
+            outputs: of the calls before.
+        """
+        state = [operator.attrgetter(name)(model) for name in self._state]
+        pairs = zip(outputs, self._outputs, strict=True)
+        read = [output if hollow is None else None for output, hollow in pairs]
+        output, written = self(args, kwargs, read, state)
+        for name, value in zip(self._writes, written, strict=True):
+            with torch.no_grad():
+                operator.attrgetter(name)(model).copy_(value)
+        return output
+
+    def forward(self, args: Any, kwargs: Any, outputs: Any, tensors: Any) -> Any:
+        """The model's output, and the buffers that it writes."""
+        state = dict(zip(self._state, tensors, strict=True))
+        state.update((name, state[name].clone()) for name in self._writes)
+        copy, pairs = self._copy[0], zip(outputs, self._outputs, strict=True)
+        device = next((x.device for x in tensors_of((outputs, tensors, args, kwargs))), None)
+        given = [
+            output
+            if hollow is None
+            else pytree.tree_map_only(Tensor, lambda x: torch.zeros_like(x, device=device), hollow)
+            for output, hollow in pairs
+        ]
+        unread = {i: given[i] for i, hollow in enumerate(self._outputs) if hollow is not None}
+        known = {storage_of(copy.state[name]) for name in state}
+        others = {name: x for name, x in copy.state.items() if storage_of(x) not in known}
+        with Flow({**unread, **others}) as flow:
+            output = apart(copy.run(args, kwargs, self._given(given), state))
+        if read := flow.origins(output):
+            first = next(iter(read))
+            what = repr(first) if isinstance(first, str) else f"what {self._names[first]!r} returns"
+            raise UnfitLeaf(
+                REST,
+                f"reads {what}, and did not when the model was traced; move what depends on values "
+                "into a submodule of its own",
+            )
+        return output, [state[name] for name in self._writes]
+
+    def _given(self, outputs: Sequence[Any]) -> list[Any]:
+        """The outputs; copies of those that ``forward`` writes into."""
+        return [
+            pytree.tree_map_only(Tensor, torch.clone, output) if index in self._written else output
+            for index, output in enumerate(outputs)
+        ]
+
+
+def split(model: nn.Module, calls: Calls, count: int, reached: list[str]) -> nn.Module:
+    """The model with the rest of its own ``forward`` as one more submodule, REST.
+
+    Args:
+        model: the model, which stays as it is; the parameters are the same.
+        calls: of submodules.
+        count: after how many of them the rest begins.
+        reached: takes the names of those that a run calls.
+    """
+    rest = Rest(model, calls, count)
+    kind = type(model)
+    own = vars(model).get("forward")
+
+    @functools.wraps(kind.forward if own is None else own)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        outputs: list[Any] = []
+        checks = ValueChecks(calls.checks)
+        reached.clear()
+
+        def begin() -> None:
+            checks.open = False
+
+        def end(name: str, output: Any) -> None:
+            checks.open = True
+            written = len(outputs) in calls.written
+            outputs.append(pytree.tree_map_only(Tensor, torch.clone, output) if written else output)
+            reached.append(name)
+            if len(outputs) == count:
+                raise _Reached
+
+        if count:
+            with suppress(_Reached), checks, _called_directly(model, begin, end):
+                kind.forward(self, *args, **kwargs) if own is None else own(*args, **kwargs)
+        if reached != calls.names[:count]:
+            raise UnfitLeaf(REST, "follows other calls of submodules when the model is traced")
+        if not rest.learnt:
+            rest.learn(model, args, kwargs, outputs)
+        return rest.call(self, args, kwargs, outputs)
+
+    if own is not None:
+        taken = inspect.signature(own)
+        mine = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        vars(forward)["__signature__"] = taken.replace(
+            parameters=[mine, *taken.parameters.values()]
+        )
+    made = {"forward": forward, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    twin: nn.Module = object.__new__(type(kind.__name__, (kind,), made))
+    vars(twin).update({name: value for name, value in vars(model).items() if name != "forward"})
+    twin._modules = {**model._modules, REST: rest}
+    return twin
+
+
+@contextmanager
+def _called_directly(
+    model: nn.Module, begin: Callable[[], None], end: Callable[[str, Any], None]
+) -> Iterator[None]:
+    """Inside, tell of each of a model's submodules that this thread calls, but not of those that
+    are called inside of it."""
+    names = {id(vars(module)): name for name, module in model.named_modules() if name}
+    before: Any = nn.Module.__call__
+    thread = get_ident()
+    inside = False
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        nonlocal inside
+        name = names.get(id(vars(self)))
+        if name is None or inside or get_ident() != thread:
+            return before(self, *args, **kwargs)
+        begin()
+        inside = True
+        try:
+            output = before(self, *args, **kwargs)
+        finally:
+            inside = False
+        end(name, output)
+        return output
+
+    nn.Module.__call__ = call  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.__call__ = before  # type: ignore[method-assign]
+
+
+class _Copy:
+    """A copy of a model's modules, over the same tensors; some calls give what they are told to.
+
+    Attributes:
+        state: name → parameter or buffer.
+    """
+
+    def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
+        """Copy a model.
+
+        Args:
+            model: the model.
+            names: the submodules whose calls come first, call by call.
+        """
+        self.state = _state(model)
+        self._names = names
+        self._outputs: list[Any] = []
+        self._made: dict[int, nn.Module] = {}
+        self._model = self._copied(model)
+        for hooks in ("_forward_hooks", "_forward_pre_hooks"):  # they run around this
+            vars(self._model)[hooks] = type(vars(model)[hooks])()
+        for name, module in self._model.named_modules():
+            if name in names:
+                module._compiled_call_impl = functools.partial(self._called, name, module)
+
+    def run(self, args: Any, kwargs: Any, outputs: Sequence[Any], state: Any) -> Any:
+        """What the model returns.
+
+        Args:
+            args: positional inputs.
+            kwargs: keyword inputs.
+            outputs: what the first calls of submodules give.
+            state: name → tensor that stands for a parameter or buffer of that name.
+        """
+        self._outputs = list(outputs)
+        try:
+            output = torch.func.functional_call(self._model, state, args, kwargs)
+            if self._outputs:
+                self._refuse()
+        finally:
+            self._outputs = []
+        return output
+
+    def _called(self, name: str, module: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self._outputs:
+            return module._call_impl(*args, **kwargs)
+        if name != self._names[len(self._names) - len(self._outputs)]:
+            self._refuse()
+        return self._outputs.pop(0)
+
+    def _refuse(self) -> None:
+        raise UnfitLeaf(REST, "follows other calls of submodules than when the model was traced")
+
+    def _copied(self, module: nn.Module) -> nn.Module:
+        if id(module) in self._made:
+            return self._made[id(module)]
+        copy = self._made[id(module)] = object.__new__(type(module))
+        for name, value in vars(module).items():
+            own = isinstance(value, MethodType) and value.__self__ is module
+            vars(copy)[name] = MethodType(value.__func__, copy) if own else value
+        copy._parameters, copy._buffers = dict(module._parameters), dict(module._buffers)
+        if isinstance(copy, nn.RNNBase):  # it is kept in step with the parameters
+            copy._flat_weights = list(copy._flat_weights)
+        copy._modules = {
+            name: None if child is None else self._copied(child)
+            for name, child in module._modules.items()
+        }
+        return copy
+
+
+def _state(model: nn.Module) -> dict[str, Tensor]:
+    state: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    state.update(model.named_buffers(remove_duplicate=False))
+    return state
