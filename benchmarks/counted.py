@@ -59,7 +59,7 @@ class Counted:
         values = machine.store.values
         if isinstance(instruction, Send | Stash):
             home, name = machine.program.destination(instruction), machine.named(instruction.buffer)
-            machine.wires.put(home, name, _copied(values[instruction.buffer]))
+            machine.channels.put(home, name, _copied(values[instruction.buffer]))
         else:
             with self.counting:
                 handler(machine, instruction)

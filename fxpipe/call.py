@@ -17,30 +17,30 @@ from fxpipe.errors import InputError
 from fxpipe.ir.traced import Value
 from fxpipe.ir.value import HOST
 from fxpipe.runtime.batch import Batch
-from fxpipe.runtime.execution import Execution
 from fxpipe.runtime.host import BatchHost, draw_seed
+from fxpipe.runtime.run import FlushedRun
 from fxpipe.turn import Turn, in_turn
 
 
 def differentiable_call(
-    compiled: Compiled, host: BatchHost, execution: Execution, batch: Batch, turn: Turn
+    compiled: Compiled, host: BatchHost, run: FlushedRun, batch: Batch, turn: Turn
 ) -> list[Any]:
     """Run the forwards and return the flat outputs, joined and with their history.
 
     An input that the model returns is returned as it came. Backward, which may come in any thread,
     takes the pipe's turn.
     """
-    call = _Call(compiled, host, execution, turn)
+    call = _Call(compiled, host, run, turn)
     inputs = {
         name: leaf
         for name, leaf in zip(compiled.traced.inputs, batch.leaves, strict=True)
         if name is not None and isinstance(leaf, Tensor) and leaf.requires_grad
     }
     call.inputs = list(inputs)
-    parameters = execution.parameters
+    parameters = run.parameters
     call.parameters = list(parameters)
     leaves = (leaf for leaf in batch.leaves if isinstance(leaf, Tensor))
-    call.watched = [*leaves, *parameters.values(), *execution.constants]
+    call.watched = [*leaves, *parameters.values(), *run.constants]
     tensors = (*inputs.values(), *parameters.values())
     outputs = _Pipe.apply(call, *tensors)  # type: ignore[no-untyped-call]
     return [
@@ -52,13 +52,11 @@ def differentiable_call(
 class _Call:
     """What forward leaves for backward."""
 
-    def __init__(
-        self, compiled: Compiled, host: BatchHost, execution: Execution, turn: Turn
-    ) -> None:
+    def __init__(self, compiled: Compiled, host: BatchHost, run: FlushedRun, turn: Turn) -> None:
         self._turn = turn
         self.compiled = compiled
         self.host = host
-        self.execution: Execution | None = execution
+        self.run: FlushedRun | None = run
         self.inputs: list[str] = []
         self.parameters: list[str] = []
         self.watched: list[Tensor] = []
@@ -75,8 +73,8 @@ class _Call:
     @in_turn
     def backward(self, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         """Let the pipeline drain; see torch.autograd.Function."""
-        execution = self.execution
-        if execution is None:
+        run = self.run
+        if run is None:
             raise InputError(
                 "backward ran a second time through one call of the pipe, whose activations are "
                 "freed; call the pipe again"
@@ -86,29 +84,27 @@ class _Call:
                 "a parameter, buffer or input of the pipe was changed in place between its call "
                 "and backward; run backward before the optimizer's step"
             )
-        self.execution = None
+        self.run = None
         totals: dict[str, Tensor | None] = dict.fromkeys(self.differentiable)
         for spec, gradient in zip(self.compiled.traced.outputs, gradients, strict=True):
             if isinstance(spec, Value) and spec.name in totals and gradient is not None:
                 before = totals[spec.name]
                 totals[spec.name] = gradient if before is None else before + gradient
         self.host.set_output_gradients(list(totals), list(totals.values()))
-        found = execution.advance(
-            lambda: {**self.host.gradients_of_inputs(), **execution.take_gradients()}
-        )
+        found = run.advance(lambda: {**self.host.gradients_of_inputs(), **run.take_gradients()})
         return (None, *(found.get(name) for name in (*self.inputs, *self.parameters)))
 
 
 class _Pipe(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: _Call, *tensors: Tensor) -> Any:
-        assert call.execution is not None
+        assert call.run is not None
 
         def result() -> list[Any]:
             draw_seed(call.compiled.traced)
             return call.host.flat_output()
 
-        outputs = call.execution.advance(result)
+        outputs = call.run.advance(result)
         call.versions = [tensor._version for tensor in call.watched]
         ctx.call = call
         ctx.set_materialize_grads(False)

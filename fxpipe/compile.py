@@ -39,7 +39,7 @@ from fxpipe.passes.partition.options import Partition, read_partition
 from fxpipe.pipeline import Pipeline
 from fxpipe.runtime.batch import BatchDims
 from fxpipe.runtime.choice import Choice, Dispatch
-from fxpipe.runtime.devices.backend import CpuBackend
+from fxpipe.runtime.devices.backend import Backend
 from fxpipe.runtime.devices.cuda import CudaBackend, home
 from fxpipe.runtime.devices.cuda_graphs import CudaGraphs
 from fxpipe.runtime.weights.optimizer import OptimizerFactory
@@ -239,7 +239,7 @@ def compile(
     given = None if example is None else read_example(example)
     engine = Engine(
         model,
-        CpuBackend() if homes[0].type == "cpu" else CudaBackend(places),
+        Backend() if homes[0].type == "cpu" else CudaBackend(places),
         choice,
         threads,
         optimizer,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,18 +18,20 @@ from fxpipe.kernels.kernel import Kernel
 from fxpipe.runtime.batch import Batch
 from fxpipe.runtime.choice import Choice
 from fxpipe.runtime.devices.backend import Backend
-from fxpipe.runtime.devices.cpu import Worker
-from fxpipe.runtime.execution import Execution
-from fxpipe.runtime.flight import Flight
+from fxpipe.runtime.devices.workers import Worker
 from fxpipe.runtime.host import BatchHost, draw_seed, next_seed
+from fxpipe.runtime.interpreter import Job
+from fxpipe.runtime.overlapping import OverlappingRun
 from fxpipe.runtime.pending import PendingLoss
-from fxpipe.runtime.run import Clock, Setting
+from fxpipe.runtime.run import FlushedRun, Run
 from fxpipe.runtime.weights.clipping import Clipping
-from fxpipe.runtime.weights.live import LiveWeights
+from fxpipe.runtime.weights.live import LiveWeights, Weights
 from fxpipe.runtime.weights.optimizer import OptimizerFactory
 from fxpipe.runtime.weights.progress import Progress
 from fxpipe.simulator.sizes import Sizes
 from fxpipe.turn import Turn, in_turn
+
+R = TypeVar("R", bound=Run[Any])
 
 
 class Engine:
@@ -77,13 +79,13 @@ class Engine:
         self._choice = choice
         self._workers = [Worker(f"fxpipe-{index}", threads) for index in range(choice.most)]
         self._turn = Turn(self._workers)
-        self._clock: Clock | None = None
-        self._flight: Flight | None = None
+        self._times: list[list[Any]] = []
+        self._overlapping: OverlappingRun | None = None
 
     @property
     def batches(self) -> int:
         """How many batches ``step`` has trained on."""
-        return self.progress.trained if self._flight is None else self._flight.count
+        return self.progress.trained if self._overlapping is None else self._overlapping.count
 
     @property
     def grad_norm(self) -> float | None:
@@ -120,7 +122,7 @@ class Engine:
         host = BatchHost(traced, batch, parts, keep, next_seed(traced))
         optimizers = self.progress.optimizers_of(compiled.plan)
         if overlaps:
-            return self._fly(compiled, host, optimizers, weights, with_output)
+            return self._overlap(compiled, host, optimizers, weights, with_output)
 
         def result() -> Any:
             draw_seed(traced)
@@ -128,35 +130,35 @@ class Engine:
             return (loss, host.output()) if with_output else loss
 
         self._weigh(compiled, host, weights, 0)
-        execution = self._execution(compiled, host, optimizers, onto_grad=not self.updates)
+        run = self._flushed(compiled, host, optimizers, onto_grad=not self.updates)
         try:
-            made = execution.advance(result)
+            made = run.advance(result)
         finally:
-            if execution.committed:  # an interrupt may come after that
+            if run.committed:  # an interrupt may come after that
                 self.progress.count()
         if self._clipping is not None:
             self._clipping.settle(1)
-        self.stashed = execution.peak_kept
-        self._choice.took(compiled.plan, execution.busy, len(parts), backward=True)
+        self.stashed = run.peak_kept
+        self._choice.took(compiled.plan, run.busy, len(parts), backward=True)
         return made
 
     def infer(self, compiled: Compiled, batch: Batch, parts: Sequence[Sequence[Any]]) -> list[Any]:
         """The flat outputs of the model for a batch, without gradients."""
-        host, execution = self._called(compiled, batch, parts)
+        host, run = self._called(compiled, batch, parts)
 
         def result() -> list[Any]:
             draw_seed(compiled.traced)
             return host.flat_output()
 
-        made = execution.advance(result)
-        self._choice.took(compiled.plan, execution.busy, len(parts), backward=False)
+        made = run.advance(result)
+        self._choice.took(compiled.plan, run.busy, len(parts), backward=False)
         return made
 
     def call(self, compiled: Compiled, batch: Batch, parts: Sequence[Sequence[Any]]) -> list[Any]:
         """The flat outputs of the model for a batch, whose backward drains the pipeline."""
-        host, execution = self._called(compiled, batch, parts)
-        made = differentiable_call(compiled, host, execution, batch, self._turn)
-        self._choice.took(compiled.plan, execution.busy, len(parts), backward=False)
+        host, run = self._called(compiled, batch, parts)
+        made = differentiable_call(compiled, host, run, batch, self._turn)
+        self._choice.took(compiled.plan, run.busy, len(parts), backward=False)
         return made
 
     @contextmanager
@@ -167,14 +169,14 @@ class Engine:
             What gets, at its end, device → start and end of its instructions, in nanoseconds.
         """
         self.flush()
-        clock = self._clock = Clock(devices)
+        taken = self._times = [[] for _ in range(devices)]
         times: list[list[int]] = []
         try:
             yield times
             self.flush()
         finally:
-            self._clock = None
-        times += (self._backend.nanoseconds(d, own) for d, own in enumerate(clock.times))
+            self._times = []
+        times += (self._backend.nanoseconds(d, own) for d, own in enumerate(taken))
 
     @in_turn
     def held(self, compiled: Compiled) -> Sizes:
@@ -187,8 +189,8 @@ class Engine:
         """Raises InputError where the pipe can run nothing any more."""
         if self.closed:
             raise InputError("the pipe is closed; compile the model again")
-        if self._flight is not None:
-            self._flight.check()
+        if self._overlapping is not None:
+            self._overlapping.check()
         for worker in self._workers:
             worker.check()
 
@@ -200,31 +202,31 @@ class Engine:
     @in_turn
     def flush(self) -> None:
         """Run the batches in flight to their end. See ``Pipeline.flush``."""
-        flight, self._flight = self._flight, None
-        if flight is not None and not flight.failed:
-            flight.drain()
+        run, self._overlapping = self._overlapping, None
+        if run is not None and not run.failed:
+            run.drain()
             if self._clipping is not None:
-                self._clipping.settle(flight.count)
+                self._clipping.settle(run.count)
 
     @in_turn
     def abandon(self) -> None:
         """Drop the batches in flight: what an error has left half done shall not go on."""
-        flight, self._flight = self._flight, None
-        if flight is not None:
-            flight.abandon()
+        run, self._overlapping = self._overlapping, None
+        if run is not None:
+            run.abandon()
 
     @in_turn
     def close(self) -> None:
         """Flush and end the workers."""
         try:
-            if self._flight is None or not self._flight.forked:
+            if self._overlapping is None or not self._overlapping.forked:
                 self.flush()
         finally:
             self.closed = True
             for worker in self._workers:
                 worker.close()
 
-    def _fly(
+    def _overlap(
         self,
         compiled: Compiled,
         host: BatchHost,
@@ -233,19 +235,20 @@ class Engine:
         with_output: bool,
     ) -> Any:
         """Train on a batch that overlaps with others; its loss may come later."""
-        flight = self._airborne(compiled, optimizers)
-        number = flight.count
-        if flight.busy is not None:
-            self._choice.took(compiled.plan, flight.busy, len(host.sizes), backward=True)
+        run = self._overlapped(compiled, optimizers)
+        number = run.count
+        if run.busy_step is not None:
+            self._choice.took(compiled.plan, run.busy_step, len(host.sizes), backward=True)
         if self._clipping is not None:
             # of later batches it may not be known yet what becomes of them
             self._clipping.settle(number - 2 - compiled.schedule.depth)
         dtype = self._weigh(compiled, host, weights, number)
         draw_seed(compiled.traced)
         turn = self._turn
-        loss = PendingLoss(dtype, lambda: turn.take(flight.wait_for, number))
-        flight.step(self._kernels(compiled), host, self._clipping, lambda: loss.come(host.loss()))
-        self.stashed = flight.peak_kept
+        loss = PendingLoss(dtype, lambda: turn.take(run.wait_for, number))
+        job = Job(self._kernels(compiled), host, self._clipping)
+        run.step(job, lambda: loss.come(host.loss()))
+        self.stashed = run.peak_kept
         return (loss.read(), host.output()) if with_output else loss
 
     def _weigh(
@@ -264,20 +267,20 @@ class Engine:
 
     def _called(
         self, compiled: Compiled, batch: Batch, parts: Sequence[Sequence[Any]]
-    ) -> tuple[BatchHost, Execution]:
+    ) -> tuple[BatchHost, FlushedRun]:
         traced = compiled.traced
         host = BatchHost(traced, batch, parts, compiled.results, next_seed(traced))
         none = [None] * len(compiled.plan.stages)
-        return host, self._execution(compiled, host, none, onto_grad=False)
+        return host, self._flushed(compiled, host, none, onto_grad=False)
 
-    def _execution(
+    def _flushed(
         self,
         compiled: Compiled,
         host: BatchHost,
         optimizers: Sequence[Optimizer | None],
         *,
         onto_grad: bool,
-    ) -> Execution:
+    ) -> FlushedRun:
         state = compiled.traced.state_of(self._model)
         weights = LiveWeights(
             compiled.plan.stages,
@@ -286,40 +289,51 @@ class Engine:
             onto_grad=onto_grad,
             deferred=compiled.traced.deferred,
         )
-        setting = self._setting(compiled, state, optimizers)
-        return Execution(setting, self._kernels(compiled), host, weights, clipping=self._clipping)
+        run = self._run(FlushedRun, compiled, weights, state, optimizers)
+        run.feed(Job(self._kernels(compiled), host, self._clipping))
+        return run
 
-    def _airborne(self, compiled: Compiled, optimizers: Sequence[Optimizer | None]) -> Flight:
-        """The flight of a program; one of another program is flushed before."""
+    def _overlapped(
+        self, compiled: Compiled, optimizers: Sequence[Optimizer | None]
+    ) -> OverlappingRun:
+        """The run that a batch joins; the batches of another program are flushed first."""
         if not any(optimizers):
             raise InputError(
                 f"schedule {compiled.schedule.name!r} updates the weights while batches are in "
                 "flight, and there is no optimizer; give compile(..., optimizer=...)"
             )
-        flight = self._flight
-        if flight is not None and (
-            flight.program is not compiled.program or flight.threads != compiled.threads
+        run = self._overlapping
+        if run is not None and (
+            run.program is not compiled.program or run.threads != compiled.threads
         ):
             self.flush()
-        if self._flight is None or self._flight.failed:
+        if self._overlapping is None or self._overlapping.failed:
             state = compiled.traced.state_of(self._model)
             versions = self.progress.versions_of(compiled.plan, compiled.schedule)
             versions.open(compiled.plan.stages, state, compiled.traced.deferred)
-            self._flight = Flight(self._setting(compiled, state, optimizers), versions)
-        return self._flight
+            self._overlapping = self._run(
+                OverlappingRun, compiled, versions, state, optimizers, versions.slowest
+            )
+        return self._overlapping
 
-    def _setting(
+    def _run(
         self,
+        kind: type[R],
         compiled: Compiled,
+        weights: Weights,
         state: Mapping[str, Tensor],
         optimizers: Sequence[Optimizer | None],
-    ) -> Setting:
-        return Setting(
+        first: int = 0,
+    ) -> R:
+        """A run of a program, whose first step has this number."""
+        return kind(
             compiled.program,
             compiled.plan,
             self._workers[: compiled.threads],
             self._backend,
-            clock=self._clock,
+            weights,
+            first=first,
+            times=self._times,
             expected=lambda: predicted_peaks(
                 compiled.plan,
                 compiled.program,

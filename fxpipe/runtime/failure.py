@@ -9,7 +9,7 @@ import torch
 
 from fxpipe.errors import DeviceError, DeviceMemoryError, ExecutionError, FxpipeError, told
 from fxpipe.ir.program import Instruction, Load, Pop, Receive
-from fxpipe.runtime.devices.backend import Backend, Room
+from fxpipe.runtime.devices.backend import Backend, DeviceMemory
 from fxpipe.runtime.interpreter import Machine
 from fxpipe.runtime.trail import Given, Unfinished
 from fxpipe.text.instruction import print_instruction
@@ -47,11 +47,7 @@ def explained(
     if isinstance(cause, ExecutionError):
         return cause
     instruction = machine.program.lists[machine.device][machine.position]
-    text = print_instruction(instruction)
-    when = f"device {machine.device} was given {text}"
-    late = explained_late(cause, when, backend, machine.device)
-    if late is not None:
-        return late
+    text = given(machine)
     stage, microbatch = _place(instruction)
     line = source.of_failure(cause)
     named = _named(stage, microbatch)
@@ -65,12 +61,12 @@ def explained(
         "source": line,
     }
     if lacks_memory(cause):
-        rooms = [backend.room(device) for device in range(machine.program.devices)]
+        memories = [backend.memory(device) for device in range(machine.program.devices)]
         peaks = _peaks(expected)
         return DeviceMemoryError(
-            f"{where}: {_lack(machine.device, rooms, peaks)}; {consequence} ({told(cause)})",
+            f"{where}: {_lack(machine.device, memories, peaks)}; {consequence} ({told(cause)})",
             predicted=None if peaks is None else peaks[machine.device],
-            capacity=rooms[machine.device].total,
+            capacity=memories[machine.device].total,
             **place,
         )
     return ExecutionError(f"{where} ({told(cause)}); {consequence}", **place)
@@ -115,6 +111,11 @@ def lacks_memory(cause: BaseException) -> bool:
     )
 
 
+def given(machine: Machine) -> str:
+    """The instruction that a machine is at."""
+    return print_instruction(machine.program.lists[machine.device][machine.position])
+
+
 def whereabouts(machine: Machine) -> str:
     """``device 1 was at instruction 3, forward s1[0] v0 keep``."""
     instructions = machine.program.lists[machine.device]
@@ -124,14 +125,14 @@ def whereabouts(machine: Machine) -> str:
     return f"device {machine.device} was at instruction {machine.position}, {text}"
 
 
-def _lack(device: int, rooms: Sequence[Room], peaks: Sequence[int] | None) -> str:
+def _lack(device: int, memories: Sequence[DeviceMemory], peaks: Sequence[int] | None) -> str:
     """Who has no memory, what was expected, and what to change."""
-    place, used, total = rooms[device]
+    place, used, total = memories[device]
     facts = []
     if used is not None:
         facts.append(f"it held up to {bytes_text(used)}")
     if peaks is not None:
-        beside = [d for d, room in enumerate(rooms) if room.place == place]
+        beside = [d for d, memory in enumerate(memories) if memory.place == place]
         together = sum(peaks[d] for d in beside)
         more = f", and {bytes_text(together)} for the {len(beside)} devices that share it"
         facts.append(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -59,19 +59,32 @@ class BatchHost:
         self.outputs: dict[str, list[Any]] = {name: [None] * microbatches for name in keep}
         self.input_gradients: dict[str, dict[int, list[Tensor]]] = {}
         self.gradients: dict[str, Sequence[Tensor]] = {}
+        self._complete: Callable[[], None] | None = None
+        self._missing = microbatches * len(keep)
+        self._lock = threading.Lock()
+
+    def when_complete(self, complete: Callable[[], None]) -> None:
+        """Have this called once all outputs are there."""
+        self._complete = complete
 
     def give(self, buffer: Buffer) -> Any:
-        """See Host.give."""
+        """The value that a Load asks for."""
         source = self.gradients if buffer.kind == "grad" else self.inputs
         return source[buffer.value][buffer.microbatch]
 
     def take(self, buffer: Buffer, value: Any) -> None:
-        """See Host.take."""
+        """Keep what an Output hands over."""
         if buffer.target == HOST and buffer.kind == "grad":
             by_microbatch = self.input_gradients.setdefault(buffer.value, {})
             by_microbatch.setdefault(buffer.microbatch, []).append(value)
         elif buffer.value in self.keep:
             self.outputs[buffer.value][buffer.microbatch] = _alone(value)
+            if self._complete is not None:
+                with self._lock:
+                    self._missing -= 1
+                    complete = self._missing == 0
+                if complete:
+                    self._complete()
 
     @property
     def shares(self) -> list[float]:

@@ -1,15 +1,16 @@
 """The interpreter: one dispatch table and one loop over a device's instructions.
 
-It decides nothing. What an instruction means on its device is a function below; how values and
-threads move between devices is the backend's, behind ``Wires``.
+It decides nothing. What an instruction means on its device is a function below; how values move
+between devices is the backend's, behind ``Channels``.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter_ns
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -46,66 +47,59 @@ from fxpipe.ir.program import (
 )
 from fxpipe.ir.task import KINDS
 from fxpipe.kernels.kernel import Forwarded, Kernel, add
+from fxpipe.runtime.devices.workers import Channels, Stopped
+from fxpipe.runtime.host import BatchHost
 from fxpipe.runtime.own_task import run_task
-from fxpipe.runtime.store import Store
 from fxpipe.runtime.weights.clipping import Clipping, norms_of
+from fxpipe.runtime.weights.live import Weights
 from fxpipe.torchtools.recomputing import recomputing
 
 
-class Stopped(Exception):
-    """Another device failed, or the caller interrupted: leave the list where it is."""
+class Store:
+    """The values on one device during one run. Nothing outlives the run but what is committed.
 
+    Attributes:
+        values: the live buffers.
+        gradients: stage and batch → the gradients of its parameters so far, None where there is
+            none yet.
+        state: name in the model → the newest value of a buffer that this run has written.
+        kept: stage → micro-batches that are kept now for what is left of their backward.
+        peak: stage → the most that were kept at once.
+    """
 
-class Wires(Protocol):
-    """How the devices of one run reach each other."""
+    def __init__(self) -> None:
+        self.values: dict[Buffer, Any] = {}
+        self.gradients: dict[tuple[int, int], list[torch.Tensor | None]] = {}
+        self.state: dict[str, torch.Tensor] = {}
+        self.kept: Counter[int] = Counter()
+        self.peak: Counter[int] = Counter()
 
-    stopping: bool
+    def keep(self, buffer: Buffer, saved: list[Any]) -> None:
+        """Hold what a forward saved, and count it."""
+        self.values[buffer] = saved
+        stage = buffer.source
+        self.kept[stage] += 1
+        self.peak[stage] = max(self.peak[stage], self.kept[stage])
 
-    def put(self, device: int, buffer: Buffer, value: Any) -> None:
-        """Hand a value to a device; never waits."""
-        ...
+    def take(self, buffer: Buffer) -> list[Any]:
+        """Hand over what was kept for the end of a backward; the store forgets it."""
+        self.kept[buffer.source] -= 1
+        saved: list[Any] = self.values.pop(buffer)
+        return saved
 
-    def get(self, device: int, buffer: Buffer) -> Any:
-        """Wait on a device for a value. Raises Stopped when the run is stopped."""
-        ...
+    def age(self, steps: int) -> None:
+        """Count batches from so many steps later: this step's batch is then an earlier one."""
+        if steps:
+            older = {b._replace(batch=b.batch - steps): v for b, v in self.values.items()}
+            self.values = older
+            sums = {(stage, batch - steps): g for (stage, batch), g in self.gradients.items()}
+            self.gradients = sums
 
-    def meet(self) -> None:
-        """Wait until every device is here. Raises Stopped when the run is stopped."""
-        ...
-
-
-class Host(Protocol):
-    """The caller's side of one run."""
-
-    def give(self, buffer: Buffer) -> Any:
-        """The value that a Load asks for."""
-        ...
-
-    def take(self, buffer: Buffer, value: Any) -> None:
-        """Keep what an Output hands over."""
-        ...
-
-
-class Weights(Protocol):
-    """The parameters and buffers of the model, by stage and version, and their update."""
-
-    def parameters(self, stage: int, version: int) -> Sequence[torch.Tensor]:
-        """A stage's parameters of a version."""
-        ...
-
-    def buffers(self, stage: int) -> Sequence[torch.Tensor]:
-        """A stage's buffers as they were before the run."""
-        ...
-
-    def gradients(self, stage: int) -> Sequence[torch.Tensor | None]:
-        """What the sums of a stage's gradients start from."""
-        ...
-
-    def update(
-        self, stage: int, reads: int, writes: int, gradients: Sequence[torch.Tensor | None]
-    ) -> None:
-        """Make the version ``writes`` of a stage from ``reads`` and the batch's gradients."""
-        ...
+    def clear(self) -> None:
+        """Let go of everything."""
+        self.values.clear()
+        self.gradients.clear()
+        self.state.clear()
 
 
 @dataclass(frozen=True)
@@ -119,7 +113,7 @@ class Job:
     """
 
     kernels: Sequence[Sequence[Kernel]]
-    host: Host
+    host: BatchHost
     clipping: Clipping | None = None
 
 
@@ -127,15 +121,15 @@ class Job:
 class Machine:
     """One device in one run.
 
-    Instructions count batches and versions from the step that they are run in; jobs, wires and
-    weights know them by their absolute numbers.
+    Instructions count batches and versions from the step that they are run in; jobs, channels
+    and weights know them by their absolute numbers.
 
     Attributes:
         program: what runs.
         device: which of its lists this machine runs.
         stages: the plan's stages.
         jobs: batch → what it brings along.
-        wires: the way to the other devices.
+        channels: the way to the other devices.
         weights: parameters and buffers.
         store: what the device holds.
         position: the index of the instruction that is next, or running.
@@ -149,7 +143,7 @@ class Machine:
     device: int
     stages: Sequence[Stage]
     jobs: Mapping[int, Job]
-    wires: Wires
+    channels: Channels
     weights: Weights
     store: Store = field(default_factory=Store)
     position: int = 0
@@ -174,7 +168,7 @@ class Machine:
         end = len(instructions) if end is None else end
         while self.position < end:
             instruction = instructions[self.position]
-            if self.wires.stopping:
+            if self.channels.stopping:
                 raise Stopped
             if not overlaps or self.step + batch_of(instruction) in self.batches:
                 if self.times is None:
@@ -216,11 +210,11 @@ def _output(machine: Machine, instruction: Output) -> None:
 def _send(machine: Machine, instruction: Send | Stash) -> None:
     value = machine.store.values[instruction.buffer]
     destination = machine.program.destination(instruction)
-    machine.wires.put(destination, machine.named(instruction.buffer), value)
+    machine.channels.put(destination, machine.named(instruction.buffer), value)
 
 
 def _receive(machine: Machine, instruction: Receive | Pop) -> None:
-    value = machine.wires.get(machine.device, machine.named(instruction.buffer))
+    value = machine.channels.get(machine.device, machine.named(instruction.buffer))
     machine.store.values[instruction.buffer] = value
 
 
@@ -344,7 +338,7 @@ def _free(machine: Machine, instruction: Free) -> None:
 
 
 def _barrier(machine: Machine, instruction: Barrier) -> None:
-    machine.wires.meet()
+    machine.channels.meet()
 
 
 def _pause(machine: Machine, instruction: Pause) -> None:

@@ -1,51 +1,51 @@
-"""Who takes a program through a run: a machine for each device, and the workers that drive them."""
+"""A run: a program on its way through the workers, which report to the caller.
+
+``FlushedRun`` is that of one batch, all or nothing. That of batches without a flush between them
+is in ``overlapping``.
+"""
 
 from __future__ import annotations
 
 import functools
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 from time import thread_time
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
-from fxpipe.errors import ExecutionError
+from torch import Tensor
+
+from fxpipe.errors import DeviceError, ExecutionError
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import Program, Turn
-from fxpipe.runtime.devices.backend import Backend, Common
-from fxpipe.runtime.devices.cpu import Worker
-from fxpipe.runtime.failure import Expected, explained, whereabouts
-from fxpipe.runtime.interpreter import Job, Machine, Stopped
-from fxpipe.runtime.weights.live import LiveWeights
-from fxpipe.runtime.weights.versions import VersionedWeights
+from fxpipe.runtime.devices.backend import Backend
+from fxpipe.runtime.devices.workers import Stopped, Worker
+from fxpipe.runtime.failure import Expected, explained, explained_late, given, whereabouts
+from fxpipe.runtime.interpreter import Job, Machine
+from fxpipe.runtime.weights.live import LiveWeights, Weights
+from fxpipe.signals import HeldSignals
 
+GRACE = 0.5
+"""Seconds that the devices get to leave their lists before a failure is raised regardless; a
+device that is in the middle of an instruction ends it before it starts anything else."""
 
-class Clock:
-    """Start and end of every instruction of some steps.
+POLL = 0.1
+"""Seconds after which the caller looks for signals: one that comes to another thread, or that
+``_thread.interrupt_main`` imitates, does not end a wait."""
 
-    Attributes:
-        times: device → start and end of its first instruction, of its second, and so on; the
-            backend turns them into nanoseconds of one clock.
-    """
-
-    def __init__(self, devices: int) -> None:
-        self.times: tuple[list[Any], ...] = tuple([] for _ in range(devices))
-
-    def watch(self, machines: Iterable[Machine]) -> None:
-        """Take the time of what these devices run."""
-        for machine in machines:
-            machine.times = self.times[machine.device]
+R = TypeVar("R")
+W = TypeVar("W", bound=Weights)
 
 
 class Driver:
-    """One thread's share of a run.
+    """One worker's share of a run.
 
     Attributes:
         machines: whom it drives.
         at: the one whose instruction is running, or has failed.
-        busy: processor seconds of the thread in the last run.
+        busy: processor seconds of the thread in the last step.
     """
 
     def __init__(self, machines: Sequence[Machine], turns: Sequence[Turn]) -> None:
@@ -75,105 +75,82 @@ class Driver:
         self.busy = thread_time() - start
 
 
-def drivers(machines: Sequence[Machine], threads: int) -> list[Driver]:
-    """Thread → its share: one thread's is all machines, else each has its own.
-
-    Args:
-        machines: device → its machine.
-        threads: how many there are: 1, or one a device.
-    """
-    program = machines[0].program
-    if threads == 1:
-        return [Driver(machines, program.turns)]
-    return [Driver([m], [(0, len(program.lists[m.device]))]) for m in machines]
-
-
-GRACE = 0.5
-"""Seconds that the devices get to leave their lists before a failure is raised regardless; a
-device that is in the middle of an instruction ends it before it starts anything else."""
-
-POLL = 0.1
-"""Seconds after which the caller looks for signals: one that comes to another thread, or that
-``_thread.interrupt_main`` imitates, does not end a wait."""
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What runs, and on what.
+class Finished(NamedTuple):
+    """What a worker reports.
 
     Attributes:
-        program: a verified program.
-        plan: the plan that it was lowered from.
-        workers: one for each device, or one for all.
-        backend: what runs the devices' lists.
-        clock: takes the time of every instruction, if given.
-        expected: what the devices are predicted to hold, for messages.
+        step: of this step, or batch.
+        device: it has left its list, at the end, at a pause or because of an error. None: all
+            outputs of the batch are with the caller.
+        error: why it left its list before that.
     """
 
-    program: Program
-    plan: Plan
-    workers: Sequence[Worker]
-    backend: Backend
-    clock: Clock | None = None
-    expected: Expected | None = None
-
-
-class Left(NamedTuple):
-    """A device has left a step's list: at its end, at a pause, or because of an error."""
-
-    device: int
     step: int
+    device: int | None = None
     error: BaseException | None = None
 
-    @property
-    def failed(self) -> bool:
-        """Whether it left because of an error of its own."""
-        return self.error is not None and not isinstance(self.error, Stopped)
 
-
-class Landed(NamedTuple):
-    """A batch's outputs are all with the caller."""
-
-    batch: int
-
-
-class Crew:
-    """The machines of a run, and the workers, which report to the caller.
+class Run(Generic[W]):
+    """A program on its way through the workers.
 
     Attributes:
+        program: what runs.
         machines: device → its machine.
+        threads: how many workers there are: one for each device, or one for all.
         running: how many devices have not left what they were given.
+        failed: whether it is over, as something failed or the caller was interrupted.
     """
 
     def __init__(
         self,
-        setting: Setting,
-        jobs: Mapping[int, Job],
-        weights: LiveWeights | VersionedWeights,
+        program: Program,
+        plan: Plan,
+        workers: Sequence[Worker],
+        backend: Backend,
+        weights: W,
+        *,
         first: int = 0,
+        times: Sequence[list[Any]] = (),
+        expected: Expected | None = None,
     ) -> None:
         """Nothing runs yet.
 
         Args:
-            setting: what runs, and on what.
-            jobs: batch → what it brings along.
+            program: a verified program.
+            plan: the plan that it was lowered from.
+            workers: one for each device, or one for all.
+            backend: what runs the devices' lists.
             weights: parameters and buffers.
             first: the number of the first step.
+            times: device → gets the times of all instructions, see Machine; by default none.
+            expected: what the devices are predicted to hold, for messages.
         """
-        program, backend = setting.program, setting.backend
-        self._setting = setting
-        self._weights = weights
-        threads = len(setting.workers)
-        self._wires = backend.wires(program, threads)
-        common = Common(program, setting.plan.stages, jobs, weights)
-        self.machines = [
-            backend.machine(self._wires, device, common, first) for device in range(program.devices)
-        ]
-        self._drivers = drivers(self.machines, threads)
-        if setting.clock is not None:
-            setting.clock.watch(self.machines)
-        self._reports: SimpleQueue[Left | Landed | None] = SimpleQueue()
+        self.program = program
+        self.threads = len(workers)
         self.running = 0
+        self.failed = False
+        self._workers = workers
+        self._backend = backend
+        self._weights = weights
+        self._expected = expected
+        self._jobs: dict[int, Job] = {}
+        self._channels = backend.channels(program, len(workers))
+        self.machines = [
+            backend.machine(
+                program, device, plan.stages, self._jobs, self._channels, weights, first
+            )
+            for device in range(program.devices)
+        ]
+        for machine, own in zip(self.machines, times, strict=False):
+            machine.times = own
+        if len(workers) == 1:
+            self._drivers = [Driver(self.machines, program.turns)]
+        else:
+            ends = (len(own) for own in program.lists)
+            self._drivers = [
+                Driver([m], [(0, end)]) for m, end in zip(self.machines, ends, strict=True)
+            ]
+        self._reports: SimpleQueue[Finished | None] = SimpleQueue()
 
     @property
     def peak_kept(self) -> Counter[int]:
@@ -187,84 +164,229 @@ class Crew:
         return sum(driver.busy for driver in self._drivers)
 
     @property
-    def whereabouts(self) -> str:
-        """Where each device is, in words."""
-        return "; ".join(map(whereabouts, self.machines))
-
-    @property
     def forked(self) -> bool:
         """Whether this is asked in another process, where there are no workers."""
-        return self._setting.workers[0].forked
+        return self._workers[0].forked
 
     def check(self) -> None:
         """Raises InputError where a worker has ended, or is in another process."""
-        for worker in self._setting.workers:
+        for worker in self._workers:
             worker.check()
 
-    def start(self, step: int, work: Callable[[Driver], None]) -> None:
+    def stop(self) -> bool:
+        """Stop all devices. A running update is awaited, a computation only for GRACE.
+
+        Returns:
+            Whether all have left what they were given. One that has not drops its values when its
+            thread comes to it.
+        """
+        self.failed = True
+        updating = self._weights.stop()
+        self._channels.stop()
+        deadline = time.monotonic() + GRACE
+        while self.running:
+            try:
+                report = self._hear(None if updating else max(deadline - time.monotonic(), 0))
+            except Empty:
+                return False
+            if report is not None:
+                self._note(report)
+        return True
+
+    def _held(self) -> HeldSignals:
+        """Signals are held, and wake the caller that waits for reports."""
+        return HeldSignals(wake=lambda: self._reports.put(None))
+
+    def _start(self, step: int, work: Callable[[Driver], None]) -> None:
         """Let every worker do its share of a step; each device reports when it has left it.
 
         Raises InputError as ``check``; nothing has begun then.
         """
         self.check()
-        for driver, worker in zip(self._drivers, self._setting.workers, strict=True):
+        for driver, worker in zip(self._drivers, self._workers, strict=True):
             worker.submit(functools.partial(self._drive, driver, step, work))
             self.running += len(driver.machines)
 
     def _drive(self, driver: Driver, step: int, work: Callable[[Driver], None]) -> None:
         """A worker's job."""
         try:
-            if self._wires.stopping:
+            if self._channels.stopping:
                 raise Stopped
             work(driver)
             for machine in driver.machines:
-                self._reports.put(Left(machine.device, step))
+                self._reports.put(Finished(step, machine.device))
         except BaseException as error:
             if not isinstance(error, Stopped):
                 self._weights.stop()
-                self._wires.stop()
+                self._channels.stop()
             for machine in driver.machines:
                 # no name for it here, or it and this frame would hold each other
                 self._reports.put(
-                    Left(machine.device, step, error if machine is driver.at else Stopped())
+                    Finished(step, machine.device, error if machine is driver.at else Stopped())
                 )
 
-    def tell(self, report: Landed | None) -> None:
-        """Report something else to the caller; None wakes it."""
-        self._reports.put(report)
-
-    def hear(self, timeout: float | None = POLL) -> Left | Landed | None:
-        """The next report. Raises Empty where none comes within so many seconds."""
+    def _hear(self, timeout: float | None) -> Finished | None:
+        """The next report; None for a signal. Raises Empty where none comes in so many seconds."""
         report = self._reports.get(timeout=timeout)
-        if isinstance(report, Left):
+        if report is not None and report.device is not None:
             self.running -= 1
         return report
 
-    def stop(self, note: Callable[[Left | Landed], None] = lambda report: None) -> bool:
-        """Stop all devices. A running update is awaited, a computation only for GRACE.
+    def _wait(self, signals: HeldSignals, done: Callable[[], bool]) -> None:
+        """Take reports until something is so. Raises what failed before, or was held."""
+        interrupt: BaseException | None = None
+        try:
+            while not done():
+                try:
+                    report = self._hear(POLL)
+                except Empty:
+                    self.check()
+                    continue
+                if report is None:
+                    interrupt = signals.take()
+                    if interrupt is not None:
+                        places = "; ".join(map(whereabouts, self.machines))
+                        interrupt.add_note(f"interrupted: {places}; {self._give_up()}")
+                        raise interrupt
+                elif report.error is None or isinstance(report.error, Stopped):
+                    self._note(report)
+                else:
+                    raise self._failure(report) from report.error
+        finally:
+            interrupt = None  # or the exception and this frame would hold each other
+
+    def _failure(self, report: Finished) -> ExecutionError:
+        """The error for what an instruction raised; nothing runs any more."""
+        cause, device = report.error, report.device
+        assert cause is not None and device is not None
+        machine = self.machines[device]
+        position, step = machine.position, machine.step
+        late = self._lost(cause, f"device {device} was given {given(machine)}", device)
+        if late is not None:
+            return late
+        consequence = self._give_up()
+        machine.position, machine.step = position, step
+        return explained(machine, cause, consequence, self._backend, self._expected)
+
+    def _lost(
+        self, cause: BaseException, when: str, noticed: int | None = None
+    ) -> DeviceError | None:
+        """What a device reports late: then it need not let anything be put back."""
+        late = explained_late(cause, when, self._backend, noticed)
+        if late is not None:
+            with suppress(Exception):
+                self._give_up()
+        return late
+
+    def _give_up(self) -> str:
+        """Stop all devices. Returns what that means for the weights, in words."""
+        raise NotImplementedError
+
+    def _note(self, report: Finished) -> None:
+        """Take notice of a report."""
+
+
+class FlushedRun(Run[LiveWeights]):
+    """A run of one batch, which is through before another one begins.
+
+    ``advance`` runs it to its end or its next pause and makes the results the model's. Until
+    then nothing outside this object has changed, and after a failure nothing will.
+
+    Attributes:
+        committed: whether the last ``advance`` made its results the model's.
+    """
+
+    committed = False
+
+    @property
+    def alive(self) -> int:
+        """Buffers that are alive on all devices."""
+        return sum(len(machine.store.values) for machine in self.machines)
+
+    @property
+    def parameters(self) -> dict[str, Tensor]:
+        """Name in the model → each parameter that the program reads."""
+        return self._weights.by_name
+
+    @property
+    def constants(self) -> list[Tensor]:
+        """The buffers that the program reads and does not write."""
+        return self._weights.constants
+
+    def feed(self, job: Job) -> None:
+        """This is the batch."""
+        self._jobs[0] = job
+
+    def advance(self, result: Callable[[], R]) -> R:
+        """Run every device to the end of its list or its next pause, and commit.
 
         Args:
-            note: is told what the devices report until then.
+            result: makes what the caller wants of it; called before anything is the model's, so
+                that nothing has happened if it raises.
 
-        Returns:
-            Whether all have left what they were given. One that has not drops its values when its
-            thread comes to it.
+        Raises:
+            ExecutionError: an instruction raised; all devices have been stopped, and the weights
+                are as before.
+            KeyboardInterrupt: or what else a signal's handler raises; its note says where the
+                devices were, and whether the weights are as before or as after.
         """
-        updating = self._weights.stop()
-        self._wires.stop()
-        deadline = time.monotonic() + GRACE
-        while self.running:
+        self.committed = False
+        with self._held() as signals:
             try:
-                report = self.hear(None if updating else max(deadline - time.monotonic(), 0))
-            except Empty:
-                return False
-            if report is not None:
-                note(report)
-        return True
+                self._backend.begin()
+                self._start(0, Driver.run)
+                self._wait(signals, lambda: self.running == 0)
+                self._backend.end()
+                made = result()
+                self._weights.commit(self._written(), self._gradients())
+            except BaseException as error:
+                late = explained_late(error, "a step began or ended", self._backend)
+                self._put_back(late or error)
+                if late is not None:
+                    raise late from error
+                raise
+            self.committed = True
+            if signals.held is not None:
+                signals.held.add_note("interrupted after the step, whose results are kept")
+            self._clear(values=all(map(_at_end, self.machines)))
+        return made
 
-    def explained(self, device: int, cause: BaseException, consequence: str) -> ExecutionError:
-        """The error for what the instruction raised that a device is at; see ``failure``."""
-        setting = self._setting
-        return explained(
-            self.machines[device], cause, consequence, setting.backend, setting.expected
-        )
+    def take_gradients(self) -> dict[str, Tensor]:
+        """Hand over the sums of gradients, by name in the model, instead of to ``.grad``."""
+        found = self._weights.named(self._gradients())
+        for machine in self.machines:
+            machine.store.gradients.clear()
+        return found
+
+    def _give_up(self) -> str:
+        if self.stop():
+            self._clear(values=True)
+        return "the weights are as before the step"
+
+    def _put_back(self, error: BaseException) -> None:
+        """Make the weights what they were. A device that is lost need not let it."""
+        if self.running and not self.failed:
+            self._give_up()
+        try:
+            self._backend.end()  # updates may be on their way still
+            self._weights.roll_back()
+        except Exception:
+            if not isinstance(error, DeviceError):
+                raise
+
+    def _clear(self, values: bool) -> None:
+        for machine in self.machines:
+            machine.store.state.clear()
+            machine.store.gradients.clear()
+            if values:
+                machine.store.values.clear()
+
+    def _written(self) -> dict[str, Tensor]:
+        return {name: value for m in self.machines for name, value in m.store.state.items()}
+
+    def _gradients(self) -> dict[int, list[Tensor | None]]:
+        return {s: g for m in self.machines for (s, _), g in m.store.gradients.items()}
+
+
+def _at_end(machine: Machine) -> bool:
+    return machine.position == len(machine.program.lists[machine.device])

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 import fxpipe
 from fxpipe.ir.program import Program
 from fxpipe.runtime.choice import Dispatch
-from fxpipe.runtime.devices.backend import Room
-from fxpipe.runtime.devices.cpu import CpuWires
-from fxpipe.runtime.devices.launching import Launcher, LaunchingWires
+from fxpipe.runtime.devices.backend import DeviceMemory
+from fxpipe.runtime.devices.launching import Launcher, LaunchingChannels
 from fxpipe.runtime.trail import Unfinished
 
 
@@ -85,13 +84,12 @@ class Backend(Launcher):
     def __init__(self, devices: int) -> None:
         self.lanes = [Lanes(device) for device in range(devices)]
         super().__init__(self.lanes, [f"fake:{device}" for device in range(devices)])
-        self.wires_: list[LaunchingWires] = []
+        self.made: list[LaunchingChannels] = []
         self.calls: Counter[str] = Counter()
 
-    def wires(self, program: Program, threads: int) -> CpuWires:
-        made = super().wires(program, threads)
-        assert isinstance(made, LaunchingWires)
-        self.wires_.append(made)
+    def channels(self, program: Program, threads: int) -> LaunchingChannels:
+        made = super().channels(program, threads)
+        self.made.append(made)
         return made
 
     def begin(self) -> None:
@@ -106,8 +104,8 @@ class Backend(Launcher):
     def nanoseconds(self, device: int, times: Sequence[Any]) -> list[int]:
         return list(times)
 
-    def room(self, device: int) -> Room:
-        return Room(f"fake:{device}", 5 << 20, 6 << 20)
+    def memory(self, device: int) -> DeviceMemory:
+        return DeviceMemory(f"fake:{device}", 5 << 20, 6 << 20)
 
     def unfinished(self, error: BaseException) -> Sequence[Unfinished]:
         return self.left() if isinstance(error, LateError) else ()

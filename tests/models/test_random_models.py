@@ -34,7 +34,7 @@ from fxpipe.passes.partition.options import read_partition
 from fxpipe.pipeline import Pipeline
 from fxpipe.runtime.batch import Batch
 from fxpipe.runtime.choice import Choice
-from fxpipe.runtime.devices.backend import CpuBackend
+from fxpipe.runtime.devices.backend import Backend
 from tests.helpers.profiles import DEEP
 from tests.helpers.random_models import OPERATIONS, ROW, SCALAR, RandomModel, Recipe, recipes
 from tests.oracles import loop
@@ -219,7 +219,7 @@ def compare(
     compiler._programs.clear()
     devices = [torch.device("cpu")] * stages
     pipe = Pipeline(
-        model, compiler, Engine(model, CpuBackend(), compiler.choice, 1), devices, step.microbatches
+        model, compiler, Engine(model, Backend(), compiler.choice, 1), devices, step.microbatches
     )
     try:
         loss, output = pipe.step(*inputs, return_output=True)

@@ -37,8 +37,9 @@ from fxpipe.ir.program import (
     Stash,
     batch_of,
 )
-from fxpipe.runtime.interpreter import HANDLERS, Job, Machine, Weights
-from fxpipe.runtime.store import Store
+from fxpipe.runtime.devices.workers import Channels
+from fxpipe.runtime.interpreter import HANDLERS, Job, Machine, Store
+from fxpipe.runtime.weights.live import Weights
 from tests.oracles.stream_memory import Held, Layout, Memory, layout_of, poison
 from tests.oracles.stream_queues import Drawn, Queues, Threads, Work, WrongOrder
 
@@ -94,7 +95,7 @@ class StreamMachine:
         self.memories = [Memory() for _ in program.lists]
         self.held: list[dict[Buffer, Held]] = [{} for _ in program.lists]
         self.machines = [
-            Machine(program, device, stages, jobs, _NoWires(), weights)
+            Machine(program, device, stages, jobs, _NoChannels(program, 1), weights)
             for device in range(program.devices)
         ]
         self.values: list[dict[Buffer, Any]] = [{} for _ in program.lists]
@@ -283,7 +284,7 @@ class StreamMachine:
     def _scratch(self, device: int, step: int) -> Machine:
         """The device's machine as an instruction sees it: its own values, everybody's sums."""
         own = self.machines[device]
-        machine = Machine(self.program, device, own.stages, self.jobs, own.wires, own.weights)
+        machine = Machine(self.program, device, own.stages, self.jobs, own.channels, own.weights)
         machine.step, machine.batches = step, range(len(self.jobs))
         machine.store = Store()
         machine.store.state = own.store.state
@@ -329,10 +330,8 @@ class _Sums(dict[tuple[int, int], list[Tensor | None]]):
         return self._kept.pop(self._key(key), *default)
 
 
-class _NoWires:
+class _NoChannels(Channels):
     """Values move by their blocks."""
-
-    stopping = False
 
     def put(self, device: int, buffer: Buffer, value: Any) -> None:
         raise AssertionError

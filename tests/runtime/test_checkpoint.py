@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR, LRScheduler, MultiStepLR, OneCycleLR
 
 import fxpipe
-from fxpipe.runtime.devices.backend import CpuBackend
+from fxpipe.runtime.devices.backend import Backend
 from tests.helpers.checkpoints import PLAIN, Left, make, run
 from tests.helpers.overlapping import ADAMW, OPTIMIZERS, SGD
 from tests.oracles.delayed_loop import MSE, Batch
@@ -232,7 +232,7 @@ def test_the_generators_of_devices_go_on_where_they_were(
 ) -> None:
     """A CPU device has none of its own: here it is given one, under the name of another device."""
     own = torch.Generator().manual_seed(3)
-    monkeypatch.setattr(CpuBackend, "generators", lambda self: {"cuda:0": own})
+    monkeypatch.setattr(Backend, "generators", lambda self: {"cuda:0": own})
     with fxpipe.compile(make("mlp", 0, 1)[0], 2, loss=MSE, **PLAIN, optimizer=ADAMW) as pipe:
         torch.rand(5, generator=own)
         pipe.checkpoint(tmp_path / "run")

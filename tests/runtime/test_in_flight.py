@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import fxpipe
-from fxpipe.runtime.run import Left
+from fxpipe.runtime.run import Finished
 from tests.helpers.overlapping import SGD, compiled, make
 from tests.oracles.delayed_loop import MSE, DelayedLoop
 
@@ -194,15 +194,15 @@ def test_a_device_may_add_the_state_of_its_step_while_older_ones_are_dropped() -
     with compiled(model, 2, 4) as pipe:
         for x, y in data:
             pipe.step(x, target=y)
-        flight = pipe._engine._flight
-        assert flight is not None
+        run = pipe._engine._overlapping
+        assert run is not None
         pipe.flush()
-        states = flight._states[0]
+        states = run._states[0]
         for step in list(states):
             states[Meanwhile(step)] = states.pop(step)
         assert states
         count = len(states)
-        flight._note(Left(0, flight.count - 1))
+        run._note(Finished(run.count - 1, 0))
         assert len(states) > count
 
 

@@ -83,7 +83,7 @@ def until_noticed(send: Callable[[], None]) -> Callable[[Machine], None]:
 
     def interrupt(machine: Machine) -> None:
         send()
-        assert soon(lambda: machine.wires.stopping)
+        assert soon(lambda: machine.channels.stopping)
 
     return interrupt
 
@@ -106,8 +106,8 @@ def test_an_interrupt_inside_of_any_instruction_undoes_the_step(
             ):
                 pipe.step(x, target=y)
             (note,) = raised.value.__notes__
-            assert note.startswith("interrupted a step, the weights are as before it: device 0 was")
-            assert "; device 1 was" in note
+            assert note.startswith("interrupted: device 0 was") and "; device 1 was" in note
+            assert note.endswith("; the weights are as before the step")
             assert not list(before.differences(Snapshot.of(pipe)))
             assert torch.equal(pipe.step(x, target=y), loss)
             assert not list(after.differences(Snapshot.of(pipe)))

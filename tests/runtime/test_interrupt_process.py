@@ -152,7 +152,7 @@ def test_a_process_that_is_interrupted_inside_an_instruction_ends_cleanly() -> N
             took = time.monotonic() - sent
         assert took < 1 + metronome.late
         note = process.stderr.readline()
-        assert note.startswith("interrupted a step") and "device 1 was at instruction" in note
+        assert note.startswith("interrupted: ") and "device 1 was at instruction" in note
         process.stdin.write("go on\n")  # until here the instruction was not through
         process.stdin.flush()
         assert process.stdout.read() == process.stderr.read() == ""

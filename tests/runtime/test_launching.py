@@ -14,7 +14,7 @@ import fxpipe
 from fxpipe.errors import DeviceError, DeviceMemoryError
 from fxpipe.ir.program import Backward, Program
 from fxpipe.runtime.choice import Dispatch
-from fxpipe.runtime.devices.backend import Room
+from fxpipe.runtime.devices.backend import DeviceMemory
 from fxpipe.runtime.host import BatchHost
 from fxpipe.runtime.weights.live import LiveWeights
 from fxpipe.runtime.weights.versions import VersionedWeights
@@ -53,7 +53,7 @@ def test_a_step_that_is_launched_gives_the_loops_gradients(
         assert done == told * 2
         waits = sum(len(launch.waits) for launch in launches)
         assert len(lanes.log) - len(done) == 2 * waits
-    assert not any(wires.events._marks for wires in backend.wires_)
+    assert not any(channels.events._marks for channels in backend.made)
 
 
 @both
@@ -151,7 +151,7 @@ def test_a_device_without_memory_stops_the_others_and_says_what_was_predicted(
 def test_devices_that_share_memory_are_predicted_together(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     pipe, backend = launched(Tiny(), 3)
-    monkeypatch.setattr(backend, "room", lambda device: Room("fake", 1, 2))
+    monkeypatch.setattr(backend, "memory", lambda device: DeviceMemory("fake", 1, 2))
     backend.lanes[0].lacks = "forward s0[0] v0 keep"
     x, y = batch(8)
     with pipe, within(60), pytest.raises(DeviceMemoryError, match="for the 3 devices that share"):
@@ -275,7 +275,7 @@ def test_a_failure_that_nobody_asked_about_is_told_when_the_next_step_begins() -
 def test_who_waits_for_an_event_is_woken_when_the_run_stops() -> None:
     from fxpipe.ir.program import Event, Launch
     from fxpipe.runtime.devices.launching import Events
-    from fxpipe.runtime.interpreter import Stopped
+    from fxpipe.runtime.devices.workers import Stopped
 
     program = Program("x", 1, (0,), (), ((),), (), ((Launch(waits=(Event(0),)),),))
     events = Events(program)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import fxpipe
-from fxpipe.runtime.run import Crew
+from fxpipe.runtime.run import Run
 from tests.helpers.overlapping import SGD, compiled, make
 from tests.helpers.tiny import Snapshot, adam, batch, pipe_of, soon, within
 from tests.oracles import loop
@@ -422,18 +422,18 @@ def test_a_worker_that_ends_during_a_step_does_not_let_it_wait(
     monkeypatch: pytest.MonkeyPatch, schedule: str
 ) -> None:
     x, y = batch()
-    plain = Crew._drive
+    plain = Run._drive
 
-    def drive(crew: Crew, driver: Any, *rest: Any) -> None:
+    def drive(run: Run[Any], driver: Any, *rest: Any) -> None:
         if driver.machines[0].device == 1:
             raise SystemExit
-        plain(crew, driver, *rest)
+        plain(run, driver, *rest)
 
     with pipe_of(2, schedule, optimizer=adam) as pipe:
         pipe.prepare(x, target=y)
         assert pipe.optimizers
         before = Snapshot.of(pipe)
-        monkeypatch.setattr(Crew, "_drive", drive)
+        monkeypatch.setattr(Run, "_drive", drive)
         with pytest.raises(fxpipe.InputError, match="thread 'fxpipe-1' has ended"):
             float(pipe.step(x, target=y))
         assert not list(before.differences(Snapshot.of(pipe)))

@@ -5,27 +5,19 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
 from fxpipe.ir.plan import Stage
 from fxpipe.ir.program import Program
-from fxpipe.runtime.devices.cpu import CpuWires
-from fxpipe.runtime.interpreter import Job, Machine, Weights
+from fxpipe.runtime.devices.workers import Channels
+from fxpipe.runtime.interpreter import Job, Machine
 from fxpipe.runtime.trail import Unfinished
+from fxpipe.runtime.weights.live import Weights
 
 
-class Common(NamedTuple):
-    """What all machines of a run share; see Machine."""
-
-    program: Program
-    stages: Sequence[Stage]
-    jobs: Mapping[int, Job]
-    weights: Weights
-
-
-class Room(NamedTuple):
+class DeviceMemory(NamedTuple):
     """The memory of a device.
 
     Attributes:
@@ -39,82 +31,54 @@ class Room(NamedTuple):
     total: int | None
 
 
-class Backend(Protocol):
-    """Devices of one kind, kept from run to run."""
+class Backend:
+    """Devices of one kind, kept from run to run.
 
-    def wires(self, program: Program, threads: int) -> CpuWires:
+    As it stands here they are on the CPU, where an instruction is done when it returns. What other
+    devices do in another way, their backend says.
+    """
+
+    def channels(self, program: Program, threads: int) -> Channels:
         """The way between the devices in one run, which so many threads drive."""
-        ...
+        return Channels(program, threads)
 
-    def machine(self, wires: CpuWires, device: int, common: Common, first: int) -> Machine:
-        """One device in one run, whose first step has this number."""
-        ...
+    def machine(
+        self,
+        program: Program,
+        device: int,
+        stages: Sequence[Stage],
+        jobs: Mapping[int, Job],
+        channels: Any,
+        weights: Weights,
+        first: int,
+    ) -> Machine:
+        """One device in one run, see Machine, whose first step has this number."""
+        return Machine(program, device, stages, jobs, channels, weights, step=first)
 
     def begin(self) -> None:
         """The caller starts a run: the devices may read what the caller has made."""
-        ...
 
     def end(self) -> None:
         """A run is launched: the caller may read what the devices make."""
-        ...
 
     def computing(self, device: int) -> AbstractContextManager[None]:
         """Within it, what a device's thread computes comes after the device's computations."""
-        ...
+        return nullcontext()
 
-    def nanoseconds(self, device: int, times: Sequence[object]) -> list[int]:
+    def nanoseconds(self, device: int, times: Sequence[Any]) -> list[int]:
         """The times that a machine has taken, of one clock for all devices. It may wait."""
-        ...
+        return list(times)
 
-    def room(self, device: int) -> Room:
-        """The memory of a device."""
-        ...
+    def memory(self, device: int) -> DeviceMemory:
+        """The memory of a device; those on the CPU share the machine's."""
+        known = "SC_PHYS_PAGES" in os.sysconf_names
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if known else None
+        return DeviceMemory("the CPU", None, total)
 
     def generators(self) -> Mapping[str, torch.Generator]:
         """Device, where it has one of its own → torch's generator for it."""
-        ...
-
-    def unfinished(self, error: BaseException) -> Sequence[Unfinished]:
-        """For an error that devices report late, what they may be at; else nothing."""
-        ...
-
-
-class CpuBackend:
-    """CPU devices, which do one instruction after another. See Backend."""
-
-    def wires(self, program: Program, threads: int) -> CpuWires:
-        """See Backend.wires."""
-        return CpuWires(program.devices, threads)
-
-    def machine(self, wires: CpuWires, device: int, common: Common, first: int) -> Machine:
-        """See Backend.machine."""
-        program, stages, jobs, weights = common
-        return Machine(program, device, stages, jobs, wires, weights)
-
-    def begin(self) -> None:
-        """See Backend.begin: a run has its results when it is through."""
-
-    def end(self) -> None:
-        """See Backend.end."""
-
-    def computing(self, device: int) -> AbstractContextManager[None]:
-        """See Backend.computing."""
-        return nullcontext()
-
-    def nanoseconds(self, device: int, times: Sequence[object]) -> list[int]:
-        """See Backend.nanoseconds: they are of the host's clock."""
-        return [time for time in times if isinstance(time, int)]
-
-    def room(self, device: int) -> Room:
-        """See Backend.room: devices share the machine's memory."""
-        known = "SC_PHYS_PAGES" in os.sysconf_names
-        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if known else None
-        return Room("the CPU", None, total)
-
-    def generators(self) -> Mapping[str, torch.Generator]:
-        """See Backend.generators: that for the CPU is enough."""
         return {}
 
     def unfinished(self, error: BaseException) -> Sequence[Unfinished]:
-        """See Backend.unfinished: an instruction is done when it returns."""
+        """For an error that devices report late, what they may be at; else nothing."""
         return ()

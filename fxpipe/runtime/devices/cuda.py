@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from fxpipe.ir.program import COMPUTE
-from fxpipe.runtime.devices.backend import Room
+from fxpipe.runtime.devices.backend import DeviceMemory
 from fxpipe.runtime.devices.cuda_graphs import ALONE
 from fxpipe.runtime.devices.cuda_streams import Streams
 from fxpipe.runtime.devices.launching import Launcher
@@ -122,10 +122,10 @@ class CudaLanes:
         host = perf_counter_ns()
         return [host - round(1e6 * moment.elapsed_time(now)) for moment in moments]
 
-    def room(self) -> Room:
+    def memory(self) -> DeviceMemory:
         """What this process has taken of the device's memory, and what there is."""
         _, total = torch.cuda.mem_get_info(self.device)
-        return Room(str(self.device), torch.cuda.max_memory_allocated(self.device), total)
+        return DeviceMemory(str(self.device), torch.cuda.max_memory_allocated(self.device), total)
 
     def _copied(self, stream: str, value: Tensor) -> Tensor:
         if value.is_cpu and value.dim() == 0 and not value.is_floating_point():
@@ -226,9 +226,9 @@ class CudaBackend(Launcher):
         """See Backend.nanoseconds: instructions begin and end on their streams."""
         return self.lanes[device].nanoseconds(times)
 
-    def room(self, device: int) -> Room:
-        """See Backend.room."""
-        return self.lanes[device].room()
+    def memory(self, device: int) -> DeviceMemory:
+        """See Backend.memory."""
+        return self.lanes[device].memory()
 
     def generators(self) -> Mapping[str, torch.Generator]:
         """See Backend.generators."""

@@ -13,8 +13,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
-
+from fxpipe.ir.plan import Stage
 from fxpipe.ir.program import (
     COMPUTE,
     Event,
@@ -27,10 +26,11 @@ from fxpipe.ir.program import (
     Receive,
     batch_of,
 )
-from fxpipe.runtime.devices.backend import Common
-from fxpipe.runtime.devices.cpu import CpuWires
-from fxpipe.runtime.interpreter import HANDLERS, Machine, Stopped
+from fxpipe.runtime.devices.backend import Backend
+from fxpipe.runtime.devices.workers import Channels, Stopped
+from fxpipe.runtime.interpreter import HANDLERS, Job, Machine
 from fxpipe.runtime.trail import Given, Trail, Unfinished
+from fxpipe.runtime.weights.live import Weights
 from fxpipe.text.instruction import print_instruction
 
 
@@ -103,7 +103,7 @@ class Events:
             self._changed.notify_all()
 
 
-class LaunchingWires(CpuWires):
+class LaunchingChannels(Channels):
     """The way between devices with streams: values by reference, which the receiver copies.
 
     Attributes:
@@ -111,17 +111,12 @@ class LaunchingWires(CpuWires):
     """
 
     def __init__(self, program: Program, threads: int) -> None:
-        """Nothing is on its way.
-
-        Args:
-            program: what runs.
-            threads: how many launch it: at a barrier each waits for the others.
-        """
-        super().__init__(program.devices, threads)
+        """Nothing is on its way. See Channels."""
+        super().__init__(program, threads)
         self.events = Events(program)
 
     def stop(self) -> None:
-        """See CpuWires.stop."""
+        """See Channels.stop."""
         self.events.stop()
         super().stop()
 
@@ -154,7 +149,7 @@ class LaunchingMachine(Machine):
         """Launch the instruction at ``position``, and return it."""
         instruction = self.program.lists[self.device][self.position]
         launch = self.program.launches[self.device][self.position]
-        if self.wires.stopping:
+        if self.channels.stopping:
             raise Stopped
         for event in launch.waits:
             at = event._replace(batch=self.step + event.batch)
@@ -192,12 +187,12 @@ class LaunchingMachine(Machine):
             if isinstance(instruction, Load):
                 value = self.jobs[self.step + buffer.batch].host.give(buffer)
             else:
-                value = self.wires.get(self.device, self.named(buffer))
+                value = self.channels.get(self.device, self.named(buffer))
             self.store.values[buffer] = self.lanes.bring(launch.stream, value)
 
 
-class Launcher:
-    """Launches on lanes that are kept from run to run. Most of a Backend."""
+class Launcher(Backend):
+    """Launches on lanes that are kept from run to run: most of a Backend for streams."""
 
     def __init__(self, lanes: Sequence[Lanes], places: Sequence[str]) -> None:
         """Nothing is launched yet.
@@ -209,23 +204,31 @@ class Launcher:
         self._lanes = tuple(lanes)
         self._trails = [Trail(device, place) for device, place in enumerate(places)]
 
-    def wires(self, program: Program, threads: int) -> CpuWires:
-        """See Backend.wires: values go by reference, and the receiver copies."""
-        return LaunchingWires(program, threads)
+    def channels(self, program: Program, threads: int) -> LaunchingChannels:
+        """See Backend.channels: values go by reference, and the receiver copies."""
+        return LaunchingChannels(program, threads)
 
-    def machine(self, wires: CpuWires, device: int, common: Common, first: int) -> Machine:
+    def machine(
+        self,
+        program: Program,
+        device: int,
+        stages: Sequence[Stage],
+        jobs: Mapping[int, Job],
+        channels: LaunchingChannels,
+        weights: Weights,
+        first: int,
+    ) -> Machine:
         """See Backend.machine."""
-        assert isinstance(wires, LaunchingWires)
-        program, stages, jobs, weights = common
         return LaunchingMachine(
             program,
             device,
             stages,
             jobs,
-            wires,
+            channels,
             weights,
+            step=first,
             lanes=self._lanes[device],
-            events=wires.events,
+            events=channels.events,
             trail=self._trails[device],
             first=first,
         )
@@ -233,10 +236,6 @@ class Launcher:
     def computing(self, device: int) -> AbstractContextManager[None]:
         """See Backend.computing."""
         return self._lanes[device].on(COMPUTE, "statistics")
-
-    def generators(self) -> Mapping[str, torch.Generator]:
-        """See Backend.generators: none but that for the CPU."""
-        return {}
 
     def left(self) -> list[Unfinished]:
         """What the devices may be at, as far as they still tell."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch.optim import Optimizer
 
 from fxpipe.ir.plan import Stage
-from fxpipe.runtime.interpreter import Stopped
+from fxpipe.runtime.devices.workers import Stopped
 from fxpipe.runtime.weights.snapshot import OptimizerSnapshot
 from fxpipe.torchtools import moments
 from fxpipe.torchtools.moments import DeferredNorm
@@ -29,7 +30,85 @@ class _Before:
         self._optimizer.put_back()
 
 
-class LiveWeights:
+class Weights:
+    """The parameters and buffers of the model, by stage and version, and their update."""
+
+    def __init__(self) -> None:
+        """No plan is known yet, see ``bind``."""
+        self._state: Mapping[str, torch.Tensor] = {}
+        self._names: list[list[str]] = []
+        self._buffers: list[list[torch.Tensor]] = []
+        self._deferred: Sequence[DeferredNorm] = ()
+        self._lock = threading.Condition()
+        self._stopped = False
+        self._running = 0
+
+    def bind(
+        self,
+        stages: Sequence[Stage],
+        state: Mapping[str, torch.Tensor],
+        deferred: Sequence[DeferredNorm] = (),
+    ) -> None:
+        """Find a plan's tensors.
+
+        Args:
+            stages: the plan's stages.
+            state: name in the model → parameter, buffer or constant.
+            deferred: the calls of BatchNorm whose statistics are updated once a batch.
+        """
+        self._state = state
+        self._deferred = deferred
+        self._names = [[a.target for a in stage.parameters] for stage in stages]
+        written = {write.target for stage in stages for write in stage.writes}
+        # a backward may read what its forward read: not the buffer itself, which commit changes
+        first = {name: state[name].clone() for name in written}
+        self._buffers = [[first.get(a.target, state[a.target]) for a in s.buffers] for s in stages]
+
+    def parameters(self, stage: int, version: int) -> Sequence[torch.Tensor]:
+        """A stage's parameters of a version."""
+        raise NotImplementedError
+
+    def buffers(self, stage: int) -> Sequence[torch.Tensor]:
+        """A stage's buffers as they were before the run."""
+        return self._buffers[stage]
+
+    def gradients(self, stage: int) -> Sequence[torch.Tensor | None]:
+        """What the sums of a stage's gradients start from."""
+        return [None] * len(self._names[stage])
+
+    def update(
+        self, stage: int, reads: int, writes: int, gradients: Sequence[torch.Tensor | None]
+    ) -> None:
+        """Make the version ``writes`` of a stage from ``reads`` and the batch's gradients.
+
+        The caller's own ``.grad`` is left as it was.
+        """
+        raise NotImplementedError
+
+    def stop(self) -> bool:
+        """Let no further update begin. Returns whether one is running, which must be awaited."""
+        with self._lock:
+            self._stopped = True
+            self._lock.notify_all()
+            return self._running > 0
+
+    @contextmanager
+    def _updating(self, may: Callable[[], bool] = lambda: True) -> Iterator[None]:
+        """Inside an update runs; it waits until it may. Raises Stopped after ``stop``."""
+        with self._lock:
+            self._lock.wait_for(lambda: self._stopped or may())
+            if self._stopped:
+                raise Stopped
+            self._running += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._running -= 1
+                self._lock.notify_all()
+
+
+class LiveWeights(Weights):
     """One version of the weights: the model's own tensors, changed in place at the update.
 
     An update is part of a transaction: until ``commit`` every stage can be put back. The copies
@@ -58,22 +137,15 @@ class LiveWeights:
             onto_grad: whether the sums of gradients start from ``.grad``, to replace it.
             deferred: the calls of BatchNorm whose statistics ``commit`` updates.
         """
-        self._parameters = [[state[a.target] for a in s.parameters] for s in stages]
+        super().__init__()
+        self.bind(stages, state, deferred)
+        self._parameters = [[state[name] for name in names] for names in self._names]
         written = {write.target for stage in stages for write in stage.writes}
-        # a backward may read what its forward read: not the buffer itself, which commit changes
-        first = {name: state[name].clone() for name in written}
-        self._buffers = [[first.get(a.target, state[a.target]) for a in s.buffers] for s in stages]
         self.constants = [
             state[a.target] for s in stages for a in s.buffers if a.target not in written
         ]
-        self._state = state
-        self._names = [[a.target for a in s.parameters] for s in stages]
         self._optimizers = optimizers
         self._onto_grad = onto_grad
-        self._deferred = deferred
-        self._lock = threading.Lock()
-        self._stopped = False
-        self._updating = 0
         self._before: list[_Before] = []
 
     @property
@@ -96,29 +168,21 @@ class LiveWeights:
         """See Weights.parameters."""
         return self._parameters[stage]
 
-    def buffers(self, stage: int) -> Sequence[torch.Tensor]:
-        """See Weights.buffers."""
-        return self._buffers[stage]
-
     def gradients(self, stage: int) -> Sequence[torch.Tensor | None]:
         """See Weights.gradients: ``.grad`` where the step adds to it, as torch does."""
         if not self._onto_grad:
-            return [None] * len(self._parameters[stage])
+            return super().gradients(stage)
         return [parameter.grad for parameter in self._parameters[stage]]
 
     def update(
         self, stage: int, reads: int, writes: int, gradients: Sequence[torch.Tensor | None]
     ) -> None:
-        """See Weights.update. The caller's own ``.grad`` is left as it was."""
+        """See Weights.update."""
         optimizer = self._optimizers[stage]
         if optimizer is None or not gradients:
             return
         parameters = self._parameters[stage]
-        with self._lock:
-            if self._stopped:
-                raise Stopped
-            self._updating += 1
-        try:
+        with self._updating():
             self._before.append(_Before(parameters, optimizer))
             own = [parameter.grad for parameter in parameters]
             try:
@@ -128,15 +192,6 @@ class LiveWeights:
             finally:
                 for parameter, gradient in zip(parameters, own, strict=True):
                     parameter.grad = gradient
-        finally:
-            with self._lock:
-                self._updating -= 1
-
-    def stop(self) -> bool:
-        """Let no further update begin. Returns whether one is running, which must be awaited."""
-        with self._lock:
-            self._stopped = True
-            return self._updating > 0
 
     def roll_back(self) -> None:
         """Put every stage back that this run has updated."""

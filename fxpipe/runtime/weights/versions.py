@@ -15,7 +15,6 @@ instead while batches are in flight.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -25,8 +24,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fxpipe.ir.plan import Stage
-from fxpipe.runtime.interpreter import Stopped
 from fxpipe.runtime.weights.history import History
+from fxpipe.runtime.weights.live import Weights
 from fxpipe.runtime.weights.prediction import check_predictable
 from fxpipe.runtime.weights.snapshot import frozen
 from fxpipe.runtime.weights.stage_weights import Buffers, StageWeights
@@ -34,7 +33,7 @@ from fxpipe.torchtools import moments
 from fxpipe.torchtools.moments import DeferredNorm
 
 
-class VersionedWeights:
+class VersionedWeights(Weights):
     """The parameters of all stages in as many versions as the schedule's delay asks for.
 
     A failure takes all stages back to one version, the newest that every one has had, and what
@@ -71,6 +70,7 @@ class VersionedWeights:
             for optimizer in optimizers:
                 if optimizer is not None:
                     check_predictable(optimizer)
+        super().__init__()
         self.base = 0
         self._stages = [
             StageWeights(own, optimizer, delay, predicts)
@@ -78,15 +78,8 @@ class VersionedWeights:
         ]
         for stage in self._stages:
             stage.restart(0)
-        self._names: list[list[str]] = []
-        self._state: Mapping[str, Tensor] = {}
-        self._deferred: Sequence[DeferredNorm] = ()
-        self._buffers: list[list[Tensor]] = []
         self._groups: dict[tuple[int, int], list[dict[str, Any]]] = {}
         self._awaits = awaits
-        self._lock = threading.Condition()
-        self._stopped = False
-        self._updating = 0
 
     @property
     def slowest(self) -> int:
@@ -119,7 +112,7 @@ class VersionedWeights:
     def _no_update(self) -> Iterator[None]:
         """Inside no update runs: one has a version less, or one in the making."""
         with self._lock:
-            self._lock.wait_for(lambda: self._updating == 0)
+            self._lock.wait_for(lambda: self._running == 0)
             yield
 
     def open(
@@ -141,13 +134,7 @@ class VersionedWeights:
             self.base = self.slowest
             for stage in self._stages:
                 stage.restart(self.base)
-        self._state = state
-        self._deferred = deferred
-        self._names = [[a.target for a in stage.parameters] for stage in stages]
-        written = {write.target for stage in stages for write in stage.writes}
-        # a backward may read what its forward read: not the buffer itself, which commit changes
-        first = {name: state[name].clone() for name in written}
-        self._buffers = [[first.get(a.target, state[a.target]) for a in s.buffers] for s in stages]
+        self.bind(stages, state, deferred)
 
     def history(self) -> History:
         """What a checkpoint keeps, while no batch is in flight."""
@@ -186,27 +173,13 @@ class VersionedWeights:
             tensors[name] if name in tensors else self._state[name] for name in self._names[stage]
         ]
 
-    def buffers(self, stage: int) -> Sequence[Tensor]:
-        """See Weights.buffers."""
-        return self._buffers[stage]
-
-    def gradients(self, stage: int) -> Sequence[Tensor | None]:
-        """See Weights.gradients."""
-        return [None] * len(self._names[stage])
-
     def update(
         self, stage: int, reads: int, writes: int, gradients: Sequence[Tensor | None]
     ) -> None:
-        """See Weights.update. The caller's own ``.grad`` is left as it was."""
+        """See Weights.update."""
         own = self._stages[stage]
-        with self._lock:
-            if self._awaits:
-                kept = own.newest + 1 - own.delay
-                self._lock.wait_for(lambda: self._stopped or self.slowest >= kept)
-            if self._stopped:
-                raise Stopped
-            self._updating += 1
-        try:
+        kept = own.newest + 1 - own.delay
+        with self._updating(lambda: not self._awaits or self.slowest >= kept):
             named = dict(zip(self._names[stage], gradients, strict=True)) if gradients else {}
             with self._lock:
                 groups = self._groups.pop((stage, reads), [])
@@ -215,10 +188,6 @@ class VersionedWeights:
             slowest = self.slowest
             for each in self._stages:
                 each.forget(slowest)
-        finally:
-            with self._lock:
-                self._updating -= 1
-                self._lock.notify_all()
 
     def _carry(self, stage: int, changed: Sequence[Mapping[str, Any]]) -> None:
         """What an optimizer has changed in its groups holds for the batches to come."""
@@ -230,13 +199,6 @@ class VersionedWeights:
             for groups in (optimizer.param_groups, *later):
                 for group, values in zip(groups, changed, strict=True):
                     group.update(values)
-
-    def stop(self) -> bool:
-        """Let no further update begin. Returns whether one is running, which must be awaited."""
-        with self._lock:
-            self._stopped = True
-            self._lock.notify_all()
-            return self._updating > 0
 
     def recover(self) -> int:
         """After ``stop``: put all stages back to the newest version that every one has.

@@ -1,4 +1,4 @@
-"""CPU devices: worker threads, kept between runs, and the wires between devices."""
+"""Worker threads, kept from run to run, and the channels between the devices of one run."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from typing import Any
 import torch
 
 from fxpipe.errors import InputError
-from fxpipe.ir.program import Buffer
-from fxpipe.runtime.interpreter import Stopped
+from fxpipe.ir.program import Buffer, Program
 
-Job = Callable[[], None]
-Jobs = SimpleQueue[Job | None]
+Jobs = SimpleQueue[Callable[[], None] | None]
+
+
+class Stopped(Exception):
+    """Another device failed, or the caller interrupted: leave the list where it is."""
 
 
 class Worker:
@@ -86,7 +88,7 @@ class Worker:
             "outside, or because Python ends; close() the pipe and compile the model again"
         )
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: Callable[[], None]) -> None:
         """Run a job after those before it. Raises as ``check``."""
         self.check()
         self._given += 1
@@ -140,29 +142,33 @@ def _end_all() -> None:
         thread.join()
 
 
-class CpuWires:
-    """The way between the CPU devices of one run: a queue into each, tensors by reference."""
+class Channels:
+    """The way between the devices of one run: a queue into each, tensors by reference.
 
-    def __init__(self, devices: int, threads: int) -> None:
+    Attributes:
+        stopping: whether each device is to leave its list at its next instruction.
+    """
+
+    def __init__(self, program: Program, threads: int) -> None:
         """Nothing is on its way.
 
         Args:
-            devices: how many.
-            threads: how many drive them; at a barrier each waits for the others.
+            program: what runs.
+            threads: how many drive the devices; at a barrier each waits for the others.
         """
         self.stopping = False
         self._inboxes: list[SimpleQueue[tuple[Buffer, Any] | None]] = [
-            SimpleQueue() for _ in range(devices)
+            SimpleQueue() for _ in program.lists
         ]
-        self._arrived: list[dict[Buffer, Any]] = [{} for _ in range(devices)]
+        self._arrived: list[dict[Buffer, Any]] = [{} for _ in program.lists]
         self._barrier = threading.Barrier(threads)
 
     def put(self, device: int, buffer: Buffer, value: Any) -> None:
-        """See Wires.put."""
+        """Hand a value to a device; never waits."""
         self._inboxes[device].put((buffer, value))
 
     def get(self, device: int, buffer: Buffer) -> Any:
-        """See Wires.get."""
+        """Wait on a device for a value. Raises Stopped when the run is stopped."""
         arrived, inbox = self._arrived[device], self._inboxes[device]
         while buffer not in arrived:
             message = inbox.get()
@@ -173,7 +179,7 @@ class CpuWires:
         return arrived.pop(buffer)
 
     def meet(self) -> None:
-        """See Wires.meet."""
+        """Wait until every thread is here. Raises Stopped when the run is stopped."""
         try:
             self._barrier.wait()
         except threading.BrokenBarrierError:

@@ -1,0 +1,184 @@
+"""Steps that overlap: batches in flight, and what happens to them when something fails.
+
+A step hands its window to the workers and waits for the outputs of the batch before alone: the
+first device needs the next batch before the last one is through the forwards of this one, and would
+otherwise be idle. ``drain`` runs all that is left to its end.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from fxpipe.errors import InputError
+from fxpipe.runtime.interpreter import Job
+from fxpipe.runtime.run import Driver, Finished, Run
+from fxpipe.runtime.weights.versions import VersionedWeights
+
+
+class OverlappingRun(Run[VersionedWeights]):
+    """A run of batches without a flush between them.
+
+    Attributes:
+        count: the number of the next batch, from the first that the pipe has trained on.
+    """
+
+    def __init__(self, *where: Any, first: int, **how: Any) -> None:
+        """Nothing is in flight yet. See Run; the weights are bound to the plan."""
+        super().__init__(*where, first=first, **how)
+        self.count = self._first = first
+        self._left = [self.count - 1] * self.program.devices
+        # batch → what is called when its outputs are there
+        self._pending: dict[int, Callable[[], None]] = {}
+        self._states: list[dict[int, dict[str, Tensor]]] = [{} for _ in self.machines]
+
+    @property
+    def busy_step(self) -> float | None:
+        """Processor seconds of the workers in the last step, once there was a whole one."""
+        whole = min(self._left) - self._first >= self.program.depth
+        return self.busy if whole else None
+
+    def step(self, job: Job, landed: Callable[[], None] = lambda: None) -> int:
+        """Start the next batch's step, and wait until the outputs of the one before are there.
+
+        Args:
+            job: the batch.
+            landed: called when the caller waits and the batch's outputs are there.
+
+        Returns:
+            The batch's number, for ``wait_for``.
+
+        Raises:
+            ExecutionError: an instruction raised, of this batch or of one before; it says which
+                batches count. The run is over.
+            KeyboardInterrupt: or what else a signal's handler raises, likewise.
+        """
+        self.check()
+        batch = self.count
+        with self._held() as signals:
+            self._weights.expect(batch)
+            job.host.when_complete(lambda: self._reports.put(Finished(batch)))
+            self._pending[batch] = landed
+            self._jobs[batch] = job
+            self.count += 1
+            self._ask(self._backend.begin)
+            self._submit(batch)
+            self._wait(signals, lambda: all(each >= batch for each in self._pending))
+            self._ask(self._backend.end)
+            if signals.held is not None:
+                signals.held.add_note("interrupted after the step, whose batch counts")
+        return batch
+
+    def wait_for(self, batch: int) -> None:
+        """Wait until the outputs of a batch are there. Raises as ``step`` does."""
+        if batch not in self._pending:
+            return
+        if self.failed:
+            raise InputError(
+                f"the loss of batch {batch} never came: a failure or an interrupt has dropped that "
+                "batch; train on it again"
+            )
+        self.check()
+        with self._held() as signals:
+            self._wait(signals, lambda: batch not in self._pending)
+
+    def drain(self) -> None:
+        """Run all batches in flight to their end. Raises as ``step`` does."""
+        self.check()
+        with self._held() as signals:
+            for step in range(self.count, self.count + self.program.depth):
+                self._submit(step)
+            self._wait(signals, lambda: self.running == 0)
+            self._ask(self._backend.end)
+            self._commit(self.count - 1)
+            self._weights.trim()
+            for machine in self.machines:
+                machine.store.state.clear()
+            self._jobs.clear()
+
+    def check(self) -> None:
+        """See that the workers are there.
+
+        Raises:
+            InputError: they are not. The run is over, in the process in which it was.
+        """
+        try:
+            super().check()
+        except InputError as error:
+            if not self.forked:
+                error.add_note(self._give_up())
+            raise
+
+    def abandon(self) -> None:
+        """Drop what is in flight; the weights are then those of the last batch that was done."""
+        if not self.failed and not self.forked:
+            self._give_up()
+
+    def _submit(self, step: int) -> None:
+        batches = range(self._first, self.count)
+        self._start(step, functools.partial(self._run_lists, step, batches))
+
+    def _run_lists(self, step: int, batches: range, driver: Driver) -> None:
+        """A worker's job: run its devices' lists of a step."""
+        for machine in driver.machines:
+            machine.begin(step, batches)
+        driver.run()
+        for machine in driver.machines:
+            # all forwards of the step's own batch are done
+            if self._weights.defers:
+                with self._backend.computing(machine.device):
+                    machine.store.state = self._weights.gathered(machine.store.state)
+            self._states[machine.device][step] = dict(machine.store.state)
+
+    def _note(self, report: Finished) -> None:
+        if report.device is None:
+            self._ask(self._backend.end)  # the outputs are launched, and maybe not made yet
+            self._pending.pop(report.step)()
+        elif report.error is None:
+            self._left[report.device] = report.step
+            over = min(self._left) - self.program.depth
+            for batch in [batch for batch in self._jobs if batch <= over]:
+                del self._jobs[batch]
+            for states in self._states:
+                for step in list(states):  # a copy: the device may add its next at any time
+                    if step < over - 1:
+                        del states[step]
+
+    def _ask(self, devices: Callable[[], None]) -> None:
+        """Begin or end a run on the devices; while all is stopped, what fails is told anyway."""
+        try:
+            devices()
+        except Exception as error:
+            if self.failed:
+                return
+            if late := self._lost(error, "a batch began or ended"):
+                raise late from error
+            raise
+
+    def _give_up(self) -> str:
+        """Stop all devices and put the weights back. Returns what that means, in words."""
+        self.stop()
+        for job in self._jobs.values():
+            if job.clipping is not None:
+                job.clipping.forget()
+        self._ask(self._backend.end)  # updates may be on their way still
+        done = self._weights.recover()
+        self._commit(done - 1)
+        for machine in self.machines:
+            machine.store.clear()
+        self._jobs.clear()
+        dropped = self.count - done
+        self.count = done
+        return (
+            f"the weights are those after {done} batches, and the {dropped} that came later are "
+            "dropped"
+        )
+
+    def _commit(self, batch: int) -> None:
+        """Make the buffers the model's as they were after a batch."""
+        for states in self._states:
+            if batch in states:
+                self._weights.commit(states[batch])
