@@ -17,12 +17,10 @@ from fxpipe.errors import InputError
 from fxpipe.kernels.kernel import Kernel
 from fxpipe.runtime.batch import Batch
 from fxpipe.runtime.choice import Choice
-from fxpipe.runtime.devices.backend import Backend
-from fxpipe.runtime.devices.workers import Worker
-from fxpipe.runtime.host import BatchHost, draw_seed, next_seed
+from fxpipe.runtime.devices.backend import Backend, Worker
+from fxpipe.runtime.host import BatchHost, PendingLoss, draw_seed, next_seed
 from fxpipe.runtime.interpreter import Job
 from fxpipe.runtime.overlapping import OverlappingRun
-from fxpipe.runtime.pending import PendingLoss
 from fxpipe.runtime.run import FlushedRun, Run
 from fxpipe.runtime.weights.clipping import Clipping
 from fxpipe.runtime.weights.live import LiveWeights, Weights

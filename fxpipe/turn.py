@@ -20,7 +20,7 @@ from typing import Any, ClassVar, ParamSpec, TypeVar, cast
 
 import torch
 
-from fxpipe.runtime.devices.workers import Worker, is_worker
+from fxpipe.runtime.devices.backend import Worker, is_worker
 from fxpipe.signals import SignalsAtOperations, raise_held
 
 POLL = 0.01

@@ -9,9 +9,8 @@ import torch
 
 from fxpipe.errors import DeviceError, DeviceMemoryError, ExecutionError, FxpipeError, told
 from fxpipe.ir.program import Instruction, Load, Pop, Receive
-from fxpipe.runtime.devices.backend import Backend, DeviceMemory
+from fxpipe.runtime.devices.backend import Backend, DeviceMemory, Given, Unfinished
 from fxpipe.runtime.interpreter import Machine
-from fxpipe.runtime.trail import Given, Unfinished
 from fxpipe.text.instruction import print_instruction
 from fxpipe.torchtools import source
 from fxpipe.words import bytes_text

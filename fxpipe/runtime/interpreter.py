@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter_ns
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -47,12 +47,18 @@ from fxpipe.ir.program import (
 )
 from fxpipe.ir.task import KINDS
 from fxpipe.kernels.kernel import Forwarded, Kernel, add
-from fxpipe.runtime.devices.workers import Channels, Stopped
 from fxpipe.runtime.host import BatchHost
 from fxpipe.runtime.own_task import run_task
 from fxpipe.runtime.weights.clipping import Clipping, norms_of
-from fxpipe.runtime.weights.live import Weights
 from fxpipe.torchtools.recomputing import recomputing
+
+if TYPE_CHECKING:
+    from fxpipe.runtime.devices.backend import Channels
+    from fxpipe.runtime.weights.live import Weights
+
+
+class Stopped(Exception):
+    """Another device failed, or the caller interrupted: leave the list where it is."""
 
 
 class Store:

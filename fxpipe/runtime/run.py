@@ -20,10 +20,9 @@ from torch import Tensor
 from fxpipe.errors import DeviceError, ExecutionError
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import Program, Turn
-from fxpipe.runtime.devices.backend import Backend
-from fxpipe.runtime.devices.workers import Stopped, Worker
+from fxpipe.runtime.devices.backend import Backend, Worker
 from fxpipe.runtime.failure import Expected, explained, explained_late, given, whereabouts
-from fxpipe.runtime.interpreter import Job, Machine
+from fxpipe.runtime.interpreter import Job, Machine, Stopped
 from fxpipe.runtime.weights.live import LiveWeights, Weights
 from fxpipe.signals import HeldSignals
 

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 import fxpipe
 from fxpipe.ir.program import Program
 from fxpipe.runtime.choice import Dispatch
-from fxpipe.runtime.devices.backend import DeviceMemory
+from fxpipe.runtime.devices.backend import DeviceMemory, Unfinished
 from fxpipe.runtime.devices.launching import Launcher, LaunchingChannels
-from fxpipe.runtime.trail import Unfinished
 
 
 class LateError(RuntimeError):

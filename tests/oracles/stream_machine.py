@@ -37,7 +37,7 @@ from fxpipe.ir.program import (
     Stash,
     batch_of,
 )
-from fxpipe.runtime.devices.workers import Channels
+from fxpipe.runtime.devices.backend import Channels
 from fxpipe.runtime.interpreter import HANDLERS, Job, Machine, Store
 from fxpipe.runtime.weights.live import Weights
 from tests.oracles.stream_memory import Held, Layout, Memory, layout_of, poison

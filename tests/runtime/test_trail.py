@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from fxpipe.ir.program import Backward, Forward, Instruction
-from fxpipe.runtime.trail import Given, Trail
+from fxpipe.runtime.devices.backend import Given
+from fxpipe.runtime.devices.launching import Trail
 
 
 def given(trail: Trail, *instructions: Instruction, stream: str = "compute") -> list[Given]:

@@ -1,20 +1,230 @@
-"""What runs the devices' lists: one interface, for devices of any kind."""
+"""What runs the devices' lists: worker threads, the channels between devices, and a backend for
+each kind of device.
+"""
 
 from __future__ import annotations
 
+import atexit
 import os
-from collections.abc import Mapping, Sequence
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import torch
 
+from fxpipe.errors import InputError
 from fxpipe.ir.plan import Stage
-from fxpipe.ir.program import Program
-from fxpipe.runtime.devices.workers import Channels
-from fxpipe.runtime.interpreter import Job, Machine
-from fxpipe.runtime.trail import Unfinished
+from fxpipe.ir.program import Buffer, Instruction, Program
+from fxpipe.runtime.interpreter import Job, Machine, Stopped
 from fxpipe.runtime.weights.live import Weights
+
+Jobs = SimpleQueue[Callable[[], None] | None]
+
+
+class Worker:
+    """A thread that runs jobs one after another. A job must not raise.
+
+    The thread ends once the worker is closed, or nobody holds the worker any more.
+    """
+
+    def __init__(self, name: str, threads: int) -> None:
+        """Start the thread.
+
+        Args:
+            name: for debuggers.
+            threads: intra-op threads of its operations.
+        """
+        self._jobs: Jobs = SimpleQueue()
+        self._given, self._done = 0, [0]
+        self._process = os.getpid()
+        ready = threading.Event()
+        self._thread = thread = threading.Thread(
+            target=_work, args=(self._jobs, self._done, threads, ready), name=name, daemon=True
+        )
+        self._end = weakref.finalize(self, self._jobs.put, None)
+        self._end.atexit = False  # _end_all does it, and waits
+        _running[thread] = self._jobs
+        try:
+            thread.start()
+            ready.wait()
+        finally:
+            # the thread's count became the default of threads to come: put the caller's back
+            torch.set_num_threads(torch.get_num_threads())
+
+    @property
+    def here(self) -> bool:
+        """Whether this is asked in its thread."""
+        return self._thread is threading.current_thread()
+
+    @property
+    def forked(self) -> bool:
+        """Whether this is asked in another process, forked from that of its thread."""
+        return os.getpid() != self._process
+
+    @property
+    def idle(self) -> bool:
+        """Whether it is through with its jobs, or will never be."""
+        return self._done[0] == self._given or not self._thread.is_alive()
+
+    def check(self) -> None:
+        """See that it can run jobs.
+
+        Raises:
+            InputError: it cannot, and why.
+        """
+        if not self._end.alive:
+            raise InputError("the pipe is closed; compile the model again")
+        if self._thread.is_alive():
+            return
+        if self.forked:
+            raise InputError(
+                "this process was forked from the one that compiled the pipe, and the pipe's "
+                "threads run in that one alone; use the pipe there, or start this process by "
+                'spawning (multiprocessing.get_context("spawn")) and compile in it'
+            )
+        raise InputError(
+            f"the pipe's thread {self._thread.name!r} has ended, by an exception that came from "
+            "outside, or because Python ends; close() the pipe and compile the model again"
+        )
+
+    def submit(self, job: Callable[[], None]) -> None:
+        """Run a job after those before it. Raises as ``check``."""
+        self.check()
+        self._given += 1
+        self._jobs.put(job)
+
+    def close(self) -> None:
+        """End the thread after the jobs that it has."""
+        self._end()
+
+
+def is_worker() -> bool:
+    """Whether this is asked in the thread of a worker."""
+    return threading.current_thread() in _running
+
+
+def _work(jobs: Jobs, done: list[int], threads: int, ready: threading.Event) -> None:
+    torch.get_num_threads()  # a thread takes the default at its first use: let that be now
+    torch.set_num_threads(threads)
+    _keep_memory()
+    ready.set()
+    with torch.no_grad():
+        while True:
+            job = jobs.get()
+            if job is None:
+                return
+            job()
+            done[0] += 1
+            del job  # or the last run's tensors would live until the next
+
+
+def _keep_memory() -> None:
+    """Let glibc keep the memory of freed activations for the next ones.
+
+    It returns free memory to the system above a threshold, and every step would fault the same
+    pages in anew (a tenth of a small U-Net's step). The threshold rises when a large block that
+    was mapped on its own is freed, to at most 32 MiB a block; see mallopt(3), M_MMAP_THRESHOLD.
+    """
+    torch.empty(31 << 20, dtype=torch.uint8)
+
+
+_running: weakref.WeakKeyDictionary[threading.Thread, Jobs] = weakref.WeakKeyDictionary()
+
+
+@atexit.register
+def _end_all() -> None:
+    """Wait for every worker: a thread that is inside an operation when Python ends may crash."""
+    running = list(_running.items())
+    for _, jobs in running:
+        jobs.put(None)
+    for thread, _ in running:
+        thread.join()
+
+
+class Channels:
+    """The way between the devices of one run: a queue into each, tensors by reference.
+
+    Attributes:
+        stopping: whether each device is to leave its list at its next instruction.
+    """
+
+    def __init__(self, program: Program, threads: int) -> None:
+        """Nothing is on its way.
+
+        Args:
+            program: what runs.
+            threads: how many drive the devices; at a barrier each waits for the others.
+        """
+        self.stopping = False
+        self._inboxes: list[SimpleQueue[tuple[Buffer, Any] | None]] = [
+            SimpleQueue() for _ in program.lists
+        ]
+        self._arrived: list[dict[Buffer, Any]] = [{} for _ in program.lists]
+        self._barrier = threading.Barrier(threads)
+
+    def put(self, device: int, buffer: Buffer, value: Any) -> None:
+        """Hand a value to a device; never waits."""
+        self._inboxes[device].put((buffer, value))
+
+    def get(self, device: int, buffer: Buffer) -> Any:
+        """Wait on a device for a value. Raises Stopped when the run is stopped."""
+        arrived, inbox = self._arrived[device], self._inboxes[device]
+        while buffer not in arrived:
+            message = inbox.get()
+            if message is None:
+                raise Stopped
+            arrived[message[0]] = message[1]
+            del message
+        return arrived.pop(buffer)
+
+    def meet(self) -> None:
+        """Wait until every thread is here. Raises Stopped when the run is stopped."""
+        try:
+            self._barrier.wait()
+        except threading.BrokenBarrierError:
+            raise Stopped from None
+
+    def stop(self) -> None:
+        """Wake every device that waits; each leaves its list at its next instruction."""
+        self.stopping = True
+        self._barrier.abort()
+        for inbox in self._inboxes:
+            inbox.put(None)
+
+
+class Given(NamedTuple):
+    """An instruction that a device was given.
+
+    Attributes:
+        position: its index in the device's list.
+        instruction: the instruction.
+        step: the step that it was given in.
+    """
+
+    position: int
+    instruction: Instruction
+    step: int
+
+
+class Unfinished(NamedTuple):
+    """What one stream may still be at.
+
+    Attributes:
+        device: of the program.
+        place: what the device is called, such as ``cuda:1``.
+        stream: the stream's name in programs.
+        done: the last instruction that was seen to be done, or None.
+        since: those that it was given later, in order.
+    """
+
+    device: int
+    place: str
+    stream: str
+    done: Given | None
+    since: tuple[Given, ...]
 
 
 class DeviceMemory(NamedTuple):

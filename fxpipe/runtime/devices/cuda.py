@@ -19,11 +19,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from fxpipe.ir.program import COMPUTE
-from fxpipe.runtime.devices.backend import DeviceMemory
-from fxpipe.runtime.devices.cuda_graphs import ALONE
-from fxpipe.runtime.devices.cuda_streams import Streams
+from fxpipe.runtime.devices.backend import DeviceMemory, Unfinished
+from fxpipe.runtime.devices.cuda_graphs import ALONE, Streams
 from fxpipe.runtime.devices.launching import Launcher
-from fxpipe.runtime.trail import Unfinished
 
 CudaPlace = torch.device | torch.cuda.Stream
 """Where a device of a program is: a CUDA device with its index, or a stream to compute on."""

@@ -7,9 +7,9 @@ and waits only for other launches: for a value to be sent, and for an event to b
 from __future__ import annotations
 
 import threading
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -26,10 +26,8 @@ from fxpipe.ir.program import (
     Receive,
     batch_of,
 )
-from fxpipe.runtime.devices.backend import Backend
-from fxpipe.runtime.devices.workers import Channels, Stopped
-from fxpipe.runtime.interpreter import HANDLERS, Job, Machine
-from fxpipe.runtime.trail import Given, Trail, Unfinished
+from fxpipe.runtime.devices.backend import Backend, Channels, Given, Unfinished
+from fxpipe.runtime.interpreter import HANDLERS, Job, Machine, Stopped
 from fxpipe.runtime.weights.live import Weights
 from fxpipe.text.instruction import print_instruction
 
@@ -60,6 +58,81 @@ class Lanes(Protocol):
     def moment(self, stream: str) -> Any:
         """A mark that keeps the time when the stream reaches it."""
         ...
+
+
+class _Stream:
+    """Attributes: done and open as in Unfinished; marked: the marks that are not reached yet, and
+    how many of the open ones each comes behind."""
+
+    def __init__(self) -> None:
+        self.done: Given | None = None
+        self.open: deque[Given] = deque()
+        self.marked: deque[tuple[Any, int]] = deque()
+        self.passed = 0
+
+
+class Trail:
+    """What one device was given and what of it is known to be done, from run to run.
+
+    After a failure a CUDA device reports it at the next call, whichever that is, and tells nothing
+    more. So it is asked what is done while instructions are launched. Several threads may use it.
+    """
+
+    def __init__(self, device: int, place: str) -> None:
+        """Nothing was given yet.
+
+        Args:
+            device: its index in the program.
+            place: what messages call it.
+        """
+        self._device, self._place = device, place
+        self._streams: dict[str, _Stream] = {}
+        self._lock = threading.Lock()
+
+    def give(self, stream: str, given: Given) -> None:
+        """A stream is about to be given an instruction."""
+        with self._lock:
+            if stream not in self._streams:
+                self._streams[stream] = _Stream()
+            self._streams[stream].open.append(given)
+
+    def mark(self, stream: str, mark: Any) -> None:
+        """A mark stands behind all that a stream was given so far."""
+        with self._lock:
+            if stream in self._streams:
+                own = self._streams[stream]
+                own.marked.append((mark, own.passed + len(own.open)))
+
+    def look(self, stream: str, reached: Callable[[Any], bool]) -> None:
+        """See how far a stream is.
+
+        Args:
+            stream: its name.
+            reached: whether a mark is; it raises what the device has to report.
+        """
+        with self._lock:
+            own = self._streams.get(stream)
+            while own is not None and own.marked and reached(own.marked[0][0]):
+                _, count = own.marked.popleft()
+                while own.passed < count:
+                    own.done = own.open.popleft()
+                    own.passed += 1
+
+    def unfinished(self, reached: Callable[[Any], bool]) -> list[Unfinished]:
+        """The streams that may still be at something.
+
+        Args:
+            reached: as for ``look``; a device that has failed may tell nothing any more.
+        """
+        for name in tuple(self._streams):
+            with suppress(RuntimeError):
+                self.look(name, reached)
+        with self._lock:
+            return [
+                Unfinished(self._device, self._place, name, own.done, tuple(own.open))
+                for name, own in self._streams.items()
+                if own.open
+            ]
 
 
 class Events:

@@ -22,8 +22,8 @@ from safetensors.torch import save, save_file
 from torch import Tensor
 
 from fxpipe.errors import CheckpointError
-from fxpipe.runtime.weights.history import History
 from fxpipe.runtime.weights.optimizer_state import GroupState, OptimizerState, ParameterState
+from fxpipe.runtime.weights.stage_weights import History
 from fxpipe.torchtools.pieces import SPARSE, pieces
 
 FORMAT = 3

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fxpipe.errors import CheckpointError, told
-from fxpipe.runtime.weights.snapshot import copied, settings, twin
+from fxpipe.runtime.weights.live import copied, settings, twin
 from fxpipe.torchtools.pieces import pieces
 
 

@@ -14,9 +14,9 @@ from fxpipe.ir.plan import Plan
 from fxpipe.ir.schedule import Schedule
 from fxpipe.runtime.weights.checkpoint import Checkpoint
 from fxpipe.runtime.weights.clipping import Clipping
-from fxpipe.runtime.weights.history import History
 from fxpipe.runtime.weights.optimizer import OptimizerFactory, make_optimizer
 from fxpipe.runtime.weights.optimizer_state import OptimizerState, Restoring, check, described, take
+from fxpipe.runtime.weights.stage_weights import History
 from fxpipe.runtime.weights.versions import VersionedWeights
 from fxpipe.signals import HeldSignals
 from fxpipe.torchtools.pieces import pieces

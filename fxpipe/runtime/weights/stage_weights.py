@@ -7,6 +7,7 @@ delay d has d + 1 buffers and no more.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,12 +15,50 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fxpipe.errors import InputError
-from fxpipe.runtime.weights.history import Versions, since
+from fxpipe.runtime.weights.live import OptimizerSnapshot, frozen, settings, twin
 from fxpipe.runtime.weights.prediction import predict
-from fxpipe.runtime.weights.snapshot import OptimizerSnapshot, frozen, settings, twin
 
 Buffers = dict[str, Tensor]
 """Name in the model → one version of the parameter."""
+
+Versions = Mapping[int, Mapping[str, Tensor]]
+"""Version → name → value."""
+
+
+@dataclass(frozen=True)
+class History:
+    """The versions that batches to come may read, while no batch is in flight.
+
+    Attributes:
+        newest: the newest version: how many batches have updated the weights. Its values are the
+            model's own parameters.
+        base: the oldest that can be read; earlier ones are read as this one.
+        older: the versions before the newest, where batches read them themselves.
+        predicted: what the batches of a version read instead, where that is predicted; the
+            newest among them.
+    """
+
+    newest: int
+    base: int
+    older: Versions = field(default_factory=dict)
+    predicted: Versions = field(default_factory=dict)
+
+    def renamed(self, names: Mapping[str, str]) -> History:
+        """The same under other names; without what has none."""
+
+        def rename(versions: Versions) -> Versions:
+            return {
+                version: {names[name]: own for name, own in tensors.items() if name in names}
+                for version, tensors in versions.items()
+            }
+
+        return History(self.newest, self.base, rename(self.older), rename(self.predicted))
+
+
+def since(versions: Versions, version: int, name: str) -> Tensor | None:
+    """A parameter's value of a version; of the oldest after it where it has none of that."""
+    later = [v for v, tensors in versions.items() if v >= version and name in tensors]
+    return versions[min(later)][name] if later else None
 
 
 class StageWeights:

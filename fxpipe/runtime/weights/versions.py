@@ -24,11 +24,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fxpipe.ir.plan import Stage
-from fxpipe.runtime.weights.history import History
-from fxpipe.runtime.weights.live import Weights
+from fxpipe.runtime.weights.live import Weights, frozen
 from fxpipe.runtime.weights.prediction import check_predictable
-from fxpipe.runtime.weights.snapshot import frozen
-from fxpipe.runtime.weights.stage_weights import Buffers, StageWeights
+from fxpipe.runtime.weights.stage_weights import Buffers, History, StageWeights
 from fxpipe.torchtools import moments
 from fxpipe.torchtools.moments import DeferredNorm
 
