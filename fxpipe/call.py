@@ -16,14 +16,13 @@ from fxpipe.compiler.compiled import Compiled
 from fxpipe.errors import InputError
 from fxpipe.ir.traced import Value
 from fxpipe.ir.value import HOST
-from fxpipe.runtime.batch import Batch
 from fxpipe.runtime.host import BatchHost, draw_seed
 from fxpipe.runtime.run import FlushedRun
 from fxpipe.turn import Turn, in_turn
 
 
 def differentiable_call(
-    compiled: Compiled, host: BatchHost, run: FlushedRun, batch: Batch, turn: Turn
+    compiled: Compiled, host: BatchHost, run: FlushedRun, turn: Turn
 ) -> list[Any]:
     """Run the forwards and return the flat outputs, joined and with their history.
 
@@ -33,13 +32,13 @@ def differentiable_call(
     call = _Call(compiled, host, run, turn)
     inputs = {
         name: leaf
-        for name, leaf in zip(compiled.traced.inputs, batch.leaves, strict=True)
+        for name, leaf in zip(compiled.traced.inputs, host.micro.batch.leaves, strict=True)
         if name is not None and isinstance(leaf, Tensor) and leaf.requires_grad
     }
     call.inputs = list(inputs)
     parameters = run.parameters
     call.parameters = list(parameters)
-    leaves = (leaf for leaf in batch.leaves if isinstance(leaf, Tensor))
+    leaves = (leaf for leaf in host.micro.batch.leaves if isinstance(leaf, Tensor))
     call.watched = [*leaves, *parameters.values(), *run.constants]
     tensors = (*inputs.values(), *parameters.values())
     outputs = _Pipe.apply(call, *tensors)  # type: ignore[no-untyped-call]

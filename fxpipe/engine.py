@@ -15,7 +15,7 @@ from fxpipe.compiler.compiled import Compiled
 from fxpipe.compiler.predict import plan_sizes, predicted_peaks
 from fxpipe.errors import InputError
 from fxpipe.kernels.kernel import Kernel
-from fxpipe.runtime.batch import Batch
+from fxpipe.runtime.batch import MicroBatches
 from fxpipe.runtime.choice import Choice
 from fxpipe.runtime.devices.backend import Backend, Worker
 from fxpipe.runtime.host import BatchHost, PendingLoss, draw_seed, next_seed
@@ -93,9 +93,7 @@ class Engine:
     def step(
         self,
         compiled: Compiled,
-        batch: Batch,
-        parts: Sequence[Sequence[Any]],
-        weights: Sequence[float],
+        micro: MicroBatches,
         *,
         with_output: bool,
     ) -> Any:
@@ -103,9 +101,7 @@ class Engine:
 
         Args:
             compiled: what runs.
-            batch: the inputs and targets.
-            parts: the leaves of each micro-batch.
-            weights: micro-batch → what its loss counts in that of the batch.
+            micro: the inputs and targets.
             with_output: whether the model's output is wanted as well.
 
         Returns:
@@ -116,18 +112,18 @@ class Engine:
         keep = frozenset({traced.loss}) | (compiled.results if with_output else frozenset())
         overlaps = compiled.schedule.overlaps
         if overlaps:  # the caller may fill it anew before all of it is read
-            parts = batch.copied().split(len(parts))
-        host = BatchHost(traced, batch, parts, keep, next_seed(traced))
+            micro = micro.copied()
+        host = BatchHost(traced, micro, keep, next_seed(traced))
         optimizers = self.progress.optimizers_of(compiled.plan)
         if overlaps:
-            return self._overlap(compiled, host, optimizers, weights, with_output)
+            return self._overlap(compiled, host, optimizers, with_output)
 
         def result() -> Any:
             draw_seed(traced)
             loss = host.loss()
             return (loss, host.output()) if with_output else loss
 
-        self._weigh(compiled, host, weights, 0)
+        self._weigh(compiled, host, 0)
         run = self._flushed(compiled, host, optimizers, onto_grad=not self.updates)
         try:
             made = run.advance(result)
@@ -137,26 +133,26 @@ class Engine:
         if self._clipping is not None:
             self._clipping.settle(1)
         self.stashed = run.peak_kept
-        self._choice.took(compiled.plan, run.busy, len(parts), backward=True)
+        self._choice.took(compiled.plan, run.busy, len(micro), backward=True)
         return made
 
-    def infer(self, compiled: Compiled, batch: Batch, parts: Sequence[Sequence[Any]]) -> list[Any]:
+    def infer(self, compiled: Compiled, micro: MicroBatches) -> list[Any]:
         """The flat outputs of the model for a batch, without gradients."""
-        host, run = self._called(compiled, batch, parts)
+        host, run = self._called(compiled, micro)
 
         def result() -> list[Any]:
             draw_seed(compiled.traced)
             return host.flat_output()
 
         made = run.advance(result)
-        self._choice.took(compiled.plan, run.busy, len(parts), backward=False)
+        self._choice.took(compiled.plan, run.busy, len(micro), backward=False)
         return made
 
-    def call(self, compiled: Compiled, batch: Batch, parts: Sequence[Sequence[Any]]) -> list[Any]:
+    def call(self, compiled: Compiled, micro: MicroBatches) -> list[Any]:
         """The flat outputs of the model for a batch, whose backward drains the pipeline."""
-        host, run = self._called(compiled, batch, parts)
-        made = differentiable_call(compiled, host, run, batch, self._turn)
-        self._choice.took(compiled.plan, run.busy, len(parts), backward=False)
+        host, run = self._called(compiled, micro)
+        made = differentiable_call(compiled, host, run, self._turn)
+        self._choice.took(compiled.plan, run.busy, len(micro), backward=False)
         return made
 
     @contextmanager
@@ -229,18 +225,17 @@ class Engine:
         compiled: Compiled,
         host: BatchHost,
         optimizers: Sequence[Optimizer | None],
-        weights: Sequence[float],
         with_output: bool,
     ) -> Any:
         """Train on a batch that overlaps with others; its loss may come later."""
         run = self._overlapped(compiled, optimizers)
         number = run.count
         if run.busy_step is not None:
-            self._choice.took(compiled.plan, run.busy_step, len(host.sizes), backward=True)
+            self._choice.took(compiled.plan, run.busy_step, len(host.micro), backward=True)
         if self._clipping is not None:
             # of later batches it may not be known yet what becomes of them
             self._clipping.settle(number - 2 - compiled.schedule.depth)
-        dtype = self._weigh(compiled, host, weights, number)
+        dtype = self._weigh(compiled, host, number)
         draw_seed(compiled.traced)
         turn = self._turn
         loss = PendingLoss(dtype, lambda: turn.take(run.wait_for, number))
@@ -249,9 +244,7 @@ class Engine:
         self.stashed = run.peak_kept
         return (loss.read(), host.output()) if with_output else loss
 
-    def _weigh(
-        self, compiled: Compiled, host: BatchHost, weights: Sequence[float], batch: int
-    ) -> torch.dtype:
+    def _weigh(self, compiled: Compiled, host: BatchHost, batch: int) -> torch.dtype:
         """Let the losses count what they weigh, their gradients times the scale of a batch, too.
 
         Returns:
@@ -260,14 +253,12 @@ class Engine:
         assert compiled.traced.loss is not None
         dtype = compiled.plan.specs[compiled.traced.loss].dtype
         scale = 1.0 if self._clipping is None else self._clipping.begin(batch)
-        host.weigh_loss(weights, dtype, scale)
+        host.weigh_loss(dtype, scale)
         return dtype
 
-    def _called(
-        self, compiled: Compiled, batch: Batch, parts: Sequence[Sequence[Any]]
-    ) -> tuple[BatchHost, FlushedRun]:
+    def _called(self, compiled: Compiled, micro: MicroBatches) -> tuple[BatchHost, FlushedRun]:
         traced = compiled.traced
-        host = BatchHost(traced, batch, parts, compiled.results, next_seed(traced))
+        host = BatchHost(traced, micro, compiled.results, next_seed(traced))
         none = [None] * len(compiled.plan.stages)
         return host, self._flushed(compiled, host, none, onto_grad=False)
 

@@ -17,11 +17,10 @@ from fxpipe.compiler.sizes import Sizes
 from fxpipe.compiler.timetable import Purpose
 from fxpipe.engine import Engine
 from fxpipe.errors import InputError
-from fxpipe.intake import Intake
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
-from fxpipe.runtime.batch import Batch, BatchDims
+from fxpipe.runtime.batch import BatchDims, Intake, MicroBatches
 from fxpipe.runtime.weights import checkpoint
 from fxpipe.signals import SignalsAtOperations
 from fxpipe.simulator import Simulation
@@ -63,7 +62,14 @@ class Pipeline(StandIn):
         self._compiler = compiler
         self._engine, self._turn = engine, engine._turn
         compiler.plans.quiet = engine.quiet
-        self._intake = Intake(model, compiler, devices, microbatches, batch_dims)
+        self._intake = Intake(
+            model,
+            self.devices[0].type,
+            microbatches or 4 * len(devices),
+            fixed=compiler.timetable.recipe.microbatches is not None,
+            has_loss=compiler.objective.loss is not None,
+            batch_dims=batch_dims,
+        )
         self._shown: Compiled | None = None
 
     # training and calling
@@ -108,14 +114,13 @@ class Pipeline(StandIn):
             ExecutionError: something raised; the weights are as before, or as it says.
         """
         with SignalsAtOperations() as signals:
-            batch = self._batch(args, kwargs, target)
-            parts = self._intake.parts(batch, step=True)
+            micro = self._take(args, kwargs, target, step=True)
             compiled = self._compiler.compile(
-                batch, parts, "step", updates=self._engine.updates, outputs=return_output
+                micro, "step", updates=self._engine.updates, outputs=return_output
             )
-            weights = self._compiler.weights(compiled, batch, parts)
-            compiled = compiled.weighted(weights)
-            made = self._engine.step(compiled, batch, parts, weights, with_output=return_output)
+            micro = self._compiler.weighed(compiled, micro)
+            compiled = compiled.weighted(micro.weights)
+            made = self._engine.step(compiled, micro, with_output=return_output)
             self._shown = compiled
             if signals.held is not None:
                 signals.held.add_note("interrupted after the step, whose results are kept")
@@ -150,14 +155,13 @@ class Pipeline(StandIn):
         Raises:
             InputError, TraceError, ExecutionError: as in ``step``.
         """
-        batch = self._batch(args, kwargs)
+        micro = self._take(args, kwargs, step=False)
         self.flush()
         differentiable = self.training and torch.is_grad_enabled()
-        parts = self._intake.parts(batch, step=False)
         purpose: Purpose = "call" if differentiable else "infer"
-        compiled = self._compiler.compile(batch, parts, purpose, input_gradients=differentiable)
+        compiled = self._compiler.compile(micro, purpose, input_gradients=differentiable)
         run = self._engine.call if differentiable else self._engine.infer
-        output = run(compiled, batch, parts)
+        output = run(compiled, micro)
         self._shown = self._shown or compiled
         return together(output, compiled.traced.out_spec)
 
@@ -238,19 +242,18 @@ class Pipeline(StandIn):
         Raises:
             InputError, TraceError, PartitionError: what the first ``step`` would raise.
         """
-        batch = self._batch(args, kwargs, target)
+        micro = self._take(args, kwargs, target, step=True)
         can_step = target is not None or self._compiler.objective.loss is None
-        parts = self._intake.parts(batch, step=True)
         if can_step and self.training:
             try:
                 self._shown = self._compiler.compile(
-                    batch, parts, "step", updates=self._engine.updates, outputs=False
+                    micro, "step", updates=self._engine.updates, outputs=False
                 )
                 return
             except InputError:
                 if self._compiler.objective.loss is not None:
                     raise
-        self._shown = self._compiler.compile(batch, parts, "call", input_gradients=True)
+        self._shown = self._compiler.compile(micro, "call", input_gradients=True)
 
     def __repr__(self) -> str:
         """The table of stages."""
@@ -402,9 +405,11 @@ class Pipeline(StandIn):
             self._engine.abandon()  # what it has left half done shall not go on
         self.close()
 
-    def _batch(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any = None) -> Batch:
+    def _take(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any = None, *, step: bool
+    ) -> MicroBatches:
         self._engine.check()
-        return self._intake.batch(args, kwargs, target)
+        return self._intake.take(args, kwargs, target, step=step)
 
     def _compiled(self) -> Compiled:
         if self._shown is None:

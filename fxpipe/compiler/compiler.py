@@ -40,7 +40,7 @@ from fxpipe.passes.lowering.streams import Streams
 from fxpipe.passes.partition.assignment import Verdict
 from fxpipe.passes.partition.options import Partition
 from fxpipe.passes.tracing.loss_terms import Divisor, loss_terms
-from fxpipe.runtime.batch import Batch
+from fxpipe.runtime.batch import MicroBatches
 from fxpipe.runtime.choice import Choice
 from fxpipe.runtime.weights.optimizer import OptimizerFactory, make_optimizer, state_size
 from fxpipe.signals import SignalsAtOperations
@@ -133,8 +133,7 @@ class Compiler:
 
     def compile(
         self,
-        batch: Batch,
-        parts: Sequence[list[Any]],
+        micro: MicroBatches,
         purpose: Purpose,
         *,
         updates: bool = False,
@@ -144,21 +143,20 @@ class Compiler:
         """Everything that a call needs; what an earlier call of its kind made is used again.
 
         Args:
-            batch: the call's inputs, and its targets for a step.
-            parts: the leaves of each micro-batch.
+            micro: the call's inputs, and its targets for a step.
             purpose: what the call is for.
             updates: whether the step updates the weights.
             input_gradients: whether inputs that require gradients get them.
             outputs: whether the model's outputs are handed over, each for the whole batch.
         """
-        what = f"{type(self.model).__name__} for a {purpose} of {batch.size} samples"
+        what = f"{type(self.model).__name__} for a {purpose} of {micro.batch.size} samples"
         with (
             SignalsAtOperations(),
             told(what, self.verbose),
             without_collection(),
             sources_forgotten(),
         ):
-            made = (batch, parts, purpose, updates, input_gradients, outputs)
+            made = (micro, purpose, updates, input_gradients, outputs)
             compiled = self._compile(*made)
             while purpose == "step" and not self._placement.judged:
                 graph = self.plans.graph_of(compiled.traced)
@@ -169,23 +167,21 @@ class Compiler:
                     self._programs.clear()
                     compiled = self._compile(*made)
                 except PartitionError as error:
-                    cure = self._remedies(compiled, graph, batch.size, updates)
+                    cure = self._remedies(compiled, graph, micro.batch.size, updates)
                     raise PartitionError(f"{error}; {cure}") from None
         return compiled
 
     def _compile(
         self,
-        batch: Batch,
-        parts: Sequence[list[Any]],
+        micro: MicroBatches,
         purpose: Purpose,
         updates: bool,
         input_gradients: bool,
         outputs: bool,
     ) -> Compiled:
         self.plans.look()
-        microbatches = len(parts)
-        sizes = batch.sizes(microbatches)
-        first = {size: parts[sizes.index(size)] for size in sizes}
+        batch, microbatches, sizes = micro.batch, len(micro), micro.sizes
+        first = {size: micro.leaves[sizes.index(size)] for size in sizes}
         wants = tuple(
             input_gradients and isinstance(leaf, Tensor) and leaf.requires_grad
             for leaf in batch.leaves
@@ -231,27 +227,27 @@ class Compiler:
         made = (traced, plan, kernels, schedule, program, purpose, sizes[0], threads)
         return Compiled(*made, terms)
 
-    def weights(self, compiled: Compiled, batch: Batch, parts: Sequence[list[Any]]) -> list[float]:
-        """What each micro-batch's loss is multiplied by.
+    def weighed(self, compiled: Compiled, micro: MicroBatches) -> MicroBatches:
+        """The same, each weighted by what its loss counts in that of the batch.
 
         Warns once where the loss is not that of the whole batch.
 
         Raises:
             InputError: as ``Objective.weights``.
         """
-        weights = self.objective.weights(batch, parts)
-        if len(parts) == 1 or not any(map(any, compiled.terms)):
-            return weights
+        micro = replace(micro, weights=self.objective.weights(micro))
+        if len(micro) == 1 or not any(map(any, compiled.terms)):
+            return micro
         constants = compiled.traced.constants
 
         def buffer(name: str) -> Tensor:
             return constants[name] if name in constants else self.model.get_buffer(name)
 
-        weights, wrong = weighed(compiled.terms, batch, parts, weights, buffer)
+        weights, wrong = weighed(compiled.terms, micro, buffer)
         if wrong is not None and not self._warned:
             self._warned = True
-            warnings.warn(self.objective.advice(wrong, batch), stacklevel=users_level())
-        return weights
+            warnings.warn(self.objective.advice(wrong, micro.batch), stacklevel=users_level())
+        return replace(micro, weights=weights)
 
     def _terms_of(self, traced: Traced, split: Sequence[int]) -> tuple[Divisor | None, ...]:
         if traced.module not in self._terms:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fxpipe.errors import InputError, told
 from fxpipe.passes.tracing.loss_terms import Divisor
-from fxpipe.runtime.batch import Batch
+from fxpipe.runtime.batch import Batch, MicroBatches
 
 Loss = Callable[..., Any]
 Weight = Callable[..., Any]
@@ -52,21 +52,17 @@ class Objective:
             return value.sum() / self.weight(*targets)
         return value.mean() if self.reduction == "mean" else value.sum()
 
-    def weights(self, batch: Batch, parts: Sequence[Sequence[Any]]) -> list[float]:
+    def weights(self, micro: MicroBatches) -> Sequence[float]:
         """What each micro-batch's loss is multiplied by.
-
-        Args:
-            batch: the batch.
-            parts: the leaves of each micro-batch.
 
         Raises:
             InputError: a weight is no number of at least 0, or all are 0.
         """
         if self.weight is None:
             if self.reduction == "sum":
-                return [1.0] * len(parts)
-            return [size / batch.size for size in batch.sizes(len(parts))]
-        found = [self._weight(self.weight, batch, leaves) for leaves in parts]
+                return [1.0] * len(micro)
+            return micro.weights
+        found = [self._weight(self.weight, micro.batch, leaves) for leaves in micro.leaves]
         total = sum(found)
         if not total:
             raise InputError(
@@ -127,30 +123,27 @@ class Objective:
 
 def weighed(
     terms: Sequence[Sequence[Divisor | None]],
-    batch: Batch,
-    parts: Sequence[Sequence[Any]],
-    shares: list[float],
+    micro: MicroBatches,
     buffer: Callable[[str], Tensor],
-) -> tuple[list[float], Divisor | None]:
+) -> tuple[Sequence[float], Divisor | None]:
     """What each micro-batch's loss is multiplied by, so that the sum is the loss of the batch.
 
     Args:
         terms: micro-batch → what the terms of its loss are divided by.
-        batch: the batch.
-        parts: micro-batch → its leaves.
-        shares: each micro-batch's share of the samples.
+        micro: the batch; its weights are the micro-batches' shares of the samples.
         buffer: name → buffer.
 
     Returns:
         The shares of the divisors, where all terms are means that have the same; else those of the
         samples, and a divisor that has others, if one does.
     """
-    wanted: list[list[float]] = []
+    shares, parts = micro.weights, micro.leaves
+    wanted: list[Sequence[float]] = []
     wrong: list[Divisor] = []
     for divisors in zip(*terms, strict=True):
         divisor = divisors[0]
         ratios = shares
-        if divisor is not None and not _counts_all(divisor, batch):
+        if divisor is not None and not _counts_all(divisor, micro.batch):
             ratios = _ratios(divisors, parts, shares, buffer)
         wanted.append(ratios)
         if divisor is not None and not _near(ratios, shares):
@@ -166,9 +159,9 @@ def weighed(
 def _ratios(
     divisors: Sequence[Divisor | None],
     parts: Sequence[Sequence[Any]],
-    shares: list[float],
+    shares: Sequence[float],
     buffer: Callable[[str], Tensor],
-) -> list[float]:
+) -> Sequence[float]:
     """The shares of a term's divisors; none where they are not known. Those of the samples where
     nothing counts, as in a batch of ignored targets, or where it fails, as the run then will."""
     found: list[float] = []

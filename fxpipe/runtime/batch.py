@@ -136,14 +136,85 @@ class Batch:
         leaves, nested = pytree.tree_map_only(Tensor, change, (self.leaves, self.call.nested))
         return replace(self, leaves=leaves, call=replace(self.call, nested=nested))
 
-    def copied(self) -> Batch:
-        """The same batch in memory of its own, to be read when the caller may have changed it."""
-        return replace(self, leaves=tuple(map(_copied, self.leaves)))
+    def in_parts(self, microbatches: int) -> MicroBatches:
+        """The batch and its micro-batches, each weighted by its samples. Raises as ``split``."""
+        leaves = self.split(microbatches)
+        return MicroBatches(self, leaves, [n / self.size for n in self.sizes(microbatches)])
 
     def unflatten(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
         """``(args, kwargs, targets)`` of a micro-batch's leaves."""
         args, kwargs, targets = pytree.tree_unflatten(list(leaves), self.spec)
         return args, kwargs, targets
+
+
+@dataclass(frozen=True)
+class MicroBatches:
+    """A batch in parts: what a call runs on.
+
+    Attributes:
+        batch: the whole.
+        leaves: micro-batch → its leaves.
+        weights: micro-batch → what its loss counts in that of the batch: its share of the samples,
+            unless somebody knows better.
+    """
+
+    batch: Batch
+    leaves: list[list[Any]]
+    weights: Sequence[float]
+
+    def __len__(self) -> int:
+        return len(self.leaves)
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """Samples in each micro-batch."""
+        return self.batch.sizes(len(self.leaves))
+
+    def copied(self) -> MicroBatches:
+        """The same in memory of its own, to be read when the caller may have changed the batch."""
+        batch = replace(self.batch, leaves=tuple(map(_copied, self.batch.leaves)))
+        return replace(self, batch=batch, leaves=batch.split(len(self)))
+
+
+@dataclass(frozen=True)
+class Intake:
+    """Makes micro-batches of the arguments of calls.
+
+    Attributes:
+        model: the model.
+        device_type: that of the devices.
+        microbatches: into how many a batch is split.
+        fixed: whether a step's schedule is for that number alone; a call has at most as many as
+            samples.
+        has_loss: whether a loss compares the model's output with targets.
+        batch_dims: input → its dimension that is split.
+    """
+
+    model: nn.Module
+    device_type: str
+    microbatches: int
+    fixed: bool
+    has_loss: bool
+    batch_dims: BatchDims | None
+
+    def take(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any = None, *, step: bool
+    ) -> MicroBatches:
+        """The micro-batches of a step or of a call.
+
+        Raises:
+            InputError: the arguments do not fit.
+        """
+        targets = () if target is None else target if isinstance(target, tuple) else (target,)
+        if targets and not self.has_loss:
+            raise InputError(
+                "there is a target but no loss to compare it with; give compile(..., "
+                "loss=function), or leave out target"
+            )
+        batch = Batch.of(self.model, args, kwargs, targets, self.batch_dims)
+        batch.check_devices("cpu", self.device_type)
+        count = self.microbatches
+        return batch.in_parts(count if step and self.fixed else min(count, batch.size))
 
 
 def _split(leaf: Tensor, microbatches: int, dim: int) -> Sequence[Tensor]:
@@ -304,58 +375,3 @@ def _sizes(leaves: Sequence[Any], wanted: Mapping[int, int | None]) -> list[tupl
         for index, leaf in enumerate(leaves)
         if isinstance(leaf, Tensor) and leaf.dim() and (dim := wanted.get(index, 0)) is not None
     ]
-
-
-def join(
-    parts: Sequence[Any], sizes: Sequence[int], dims: tuple[int, ...] | None, name: str
-) -> Any:
-    """One output of the whole batch from those of its micro-batches.
-
-    Tensors are concatenated along the dimension that is the batch. Of those without dimension
-    floating-point numbers are averaged by samples. Python numbers that count samples are added.
-    Anything else must be the same in every micro-batch.
-
-    Args:
-        parts: the output of each micro-batch.
-        sizes: samples in each.
-        dims: the dimensions that are the batch; None to tell by the sizes whether 0 is.
-        name: what the output is called in the error.
-
-    Raises:
-        InputError: the parts differ and cannot be joined.
-    """
-    first = parts[0]
-    if not isinstance(first, Tensor):
-        if dims:
-            return sum(parts)
-        if all(part == first for part in parts):
-            return first
-    elif first.dim() == 0 and (first.is_floating_point() or first.is_complex()):
-        return weighted_sum(parts, [size / sum(sizes) for size in sizes])
-    elif dims is not None and len(dims) > 1 and len(parts) > 1:
-        raise InputError(
-            f"{name} has the batch in dimensions {' and '.join(map(str, dims))}, and a micro-batch "
-            "knows its own samples alone; compute it from the joined outputs"
-        )
-    else:
-        dim = 0 if dims is None else next(iter(dims), None)
-        if dim is not None and first.dim() > dim:
-            if all(part.shape[dim] == size for part, size in zip(parts, sizes, strict=True)):
-                return torch.cat(list(parts), dim)
-        if all(equal(part, first) for part in parts):
-            return first
-    raise InputError(
-        f"{name} differs between micro-batches and has no batch dimension to join it along; "
-        "return it per sample, or only the mean as a scalar"
-    )
-
-
-def weighted_sum(parts: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """The sum of parts times weights, from the first part on; those of weight 0 do not count."""
-    total: Tensor | None = None
-    for part, weight in zip(parts, weights, strict=True):
-        if weight:
-            weighted = part if weight == 1 else part * weight
-            total = weighted if total is None else total + weighted
-    assert total is not None, "some weight is not zero"
-    return total

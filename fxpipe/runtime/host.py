@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from fxpipe.errors import InputError
 from fxpipe.ir.program import Buffer
 from fxpipe.ir.traced import SEED, Literal, Traced, Value
 from fxpipe.ir.value import HOST
 from fxpipe.kernels.kernel import add
 from fxpipe.random.generators import mix
-from fxpipe.runtime.batch import Batch, join, weighted_sum
+from fxpipe.runtime.batch import MicroBatches
+from fxpipe.torchtools.pieces import equal
 from fxpipe.torchtools.pytrees import together
 
 _DRAWING = threading.RLock()
@@ -28,8 +30,7 @@ class BatchHost:
     def __init__(
         self,
         traced: Traced,
-        batch: Batch,
-        parts: Sequence[Sequence[Any]],
+        micro: MicroBatches,
         keep: frozenset[str],
         seed: int,
     ) -> None:
@@ -37,21 +38,18 @@ class BatchHost:
 
         Args:
             traced: the graph that runs, which names inputs and outputs.
-            batch: the inputs.
-            parts: the leaves of each micro-batch, as the batch splits itself.
+            micro: the inputs.
             keep: the outputs that the caller wants; others are dropped as they come.
             seed: of this step, where the graph draws random numbers.
         """
-        microbatches = len(parts)
+        microbatches = len(micro)
         self.traced = traced
-        self._size, self._dims = batch.size, batch.dims
+        self.micro = micro
         handed = {out.name for out in traced.outputs if isinstance(out, Value)}
-        leaves = zip(traced.inputs, batch.leaves, strict=True)
+        leaves = zip(traced.inputs, micro.batch.leaves, strict=True)
         self.whole = {name: leaf for name, leaf in leaves if name in handed}
-        self.sizes = batch.sizes(microbatches)
-        self.loss_weights: Sequence[float] = self.shares
         self.inputs: dict[str, Sequence[Any]] = {}
-        for name, column in zip(traced.inputs, zip(*parts, strict=True), strict=True):
+        for name, column in zip(traced.inputs, zip(*micro.leaves, strict=True), strict=True):
             if name is not None:
                 self.inputs[name] = column
         if traced.seeded:
@@ -87,28 +85,21 @@ class BatchHost:
                 if complete:
                     self._complete()
 
-    @property
-    def shares(self) -> list[float]:
-        """Each micro-batch's share of the batch: its weight in the mean."""
-        return [size / self._size for size in self.sizes]
-
-    def weigh_loss(self, weights: Sequence[float], dtype: torch.dtype, scale: float = 1.0) -> None:
-        """Let each micro-batch's loss have a weight in that of the batch.
+    def weigh_loss(self, dtype: torch.dtype, scale: float = 1.0) -> None:
+        """Let each micro-batch's loss have its weight in that of the batch.
 
         Args:
-            weights: micro-batch → its weight.
             dtype: of the loss.
             scale: by what the gradients are multiplied besides, of which the loss knows nothing.
         """
         assert self.traced.loss is not None
-        self.loss_weights = weights
-        scaled = [weight * scale for weight in weights]
+        scaled = [weight * scale for weight in self.micro.weights]
         self.gradients[self.traced.loss] = torch.tensor(scaled, dtype=dtype).unbind()
 
     def loss(self) -> Tensor:
         """The loss of the batch, summed in micro-batch order."""
         assert self.traced.loss is not None
-        return weighted_sum(self.outputs[self.traced.loss], self.loss_weights)
+        return weighted_sum(self.outputs[self.traced.loss], self.micro.weights)
 
     def output(self) -> Any:
         """The model's output for the whole batch."""
@@ -120,13 +111,13 @@ class BatchHost:
 
     def _joined(self, index: int, out: Value | Literal) -> Any:
         if isinstance(out, Literal):
-            return self._size if out.dims else out.value
+            return self.micro.batch.size if out.dims else out.value
         if out.name in self.whole:  # an input that the model hands through
             leaf = self.whole[out.name]
             return leaf.detach() if isinstance(leaf, Tensor) else leaf
         if out.name == self.traced.loss:
             return self.loss()
-        return join(self.outputs[out.name], self.sizes, out.dims, f"output {index}")
+        return join(self.outputs[out.name], self.micro.sizes, out.dims, f"output {index}")
 
     def set_output_gradients(
         self, names: Sequence[str], gradients: Sequence[Tensor | None]
@@ -134,12 +125,14 @@ class BatchHost:
         """Split the gradients of the joined outputs; None stands for zeros."""
         dims = {out.name: out.dims for out in self.traced.outputs if isinstance(out, Value)}
         for name, gradient in zip(names, gradients, strict=True):
-            self.gradients[name] = _split_like(self.outputs[name], gradient, self.sizes, dims[name])
+            self.gradients[name] = _split_like(
+                self.outputs[name], gradient, self.micro.sizes, dims[name]
+            )
 
     def gradients_of_inputs(self) -> Mapping[str, Tensor]:
         """The gradient of each input that gets one, for the whole batch."""
         found: dict[str, Tensor] = {}
-        dims = dict(zip(self.traced.inputs, self._dims, strict=True))
+        dims = dict(zip(self.traced.inputs, self.micro.batch.dims, strict=True))
         for name, by_microbatch in self.input_gradients.items():
             parts = [add(by_microbatch[i]) for i in sorted(by_microbatch)]
             dim = dims[name]
@@ -188,6 +181,61 @@ def next_seed(traced: Traced) -> int:
             return draw_seed(traced)
         finally:
             torch.set_rng_state(before)
+
+
+def join(
+    parts: Sequence[Any], sizes: Sequence[int], dims: tuple[int, ...] | None, name: str
+) -> Any:
+    """One output of the whole batch from those of its micro-batches.
+
+    Tensors are concatenated along the dimension that is the batch. Of those without dimension
+    floating-point numbers are averaged by samples. Python numbers that count samples are added.
+    Anything else must be the same in every micro-batch.
+
+    Args:
+        parts: the output of each micro-batch.
+        sizes: samples in each.
+        dims: the dimensions that are the batch; None to tell by the sizes whether 0 is.
+        name: what the output is called in the error.
+
+    Raises:
+        InputError: the parts differ and cannot be joined.
+    """
+    first = parts[0]
+    if not isinstance(first, Tensor):
+        if dims:
+            return sum(parts)
+        if all(part == first for part in parts):
+            return first
+    elif first.dim() == 0 and (first.is_floating_point() or first.is_complex()):
+        return weighted_sum(parts, [size / sum(sizes) for size in sizes])
+    elif dims is not None and len(dims) > 1 and len(parts) > 1:
+        raise InputError(
+            f"{name} has the batch in dimensions {' and '.join(map(str, dims))}, and a micro-batch "
+            "knows its own samples alone; compute it from the joined outputs"
+        )
+    else:
+        dim = 0 if dims is None else next(iter(dims), None)
+        if dim is not None and first.dim() > dim:
+            if all(part.shape[dim] == size for part, size in zip(parts, sizes, strict=True)):
+                return torch.cat(list(parts), dim)
+        if all(equal(part, first) for part in parts):
+            return first
+    raise InputError(
+        f"{name} differs between micro-batches and has no batch dimension to join it along; "
+        "return it per sample, or only the mean as a scalar"
+    )
+
+
+def weighted_sum(parts: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """The sum of parts times weights, from the first part on; those of weight 0 do not count."""
+    total: Tensor | None = None
+    for part, weight in zip(parts, weights, strict=True):
+        if weight:
+            weighted = part if weight == 1 else part * weight
+            total = weighted if total is None else total + weighted
+    assert total is not None, "some weight is not zero"
+    return total
 
 
 class PendingLoss(Tensor):

@@ -12,7 +12,7 @@ import random
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -37,11 +37,12 @@ from fxpipe.ir.program import (
     Stash,
     batch_of,
 )
-from fxpipe.runtime.devices.backend import Channels
 from fxpipe.runtime.interpreter import HANDLERS, Job, Machine, Store
-from fxpipe.runtime.weights.live import Weights
 from tests.oracles.stream_memory import Held, Layout, Memory, layout_of, poison
 from tests.oracles.stream_queues import Drawn, Queues, Threads, Work, WrongOrder
+
+if TYPE_CHECKING:
+    from fxpipe.runtime.weights.live import Weights
 
 
 @dataclass
@@ -95,7 +96,7 @@ class StreamMachine:
         self.memories = [Memory() for _ in program.lists]
         self.held: list[dict[Buffer, Held]] = [{} for _ in program.lists]
         self.machines = [
-            Machine(program, device, stages, jobs, _NoChannels(program, 1), weights)
+            Machine(program, device, stages, jobs, cast(Any, _NoChannels()), weights)
             for device in range(program.devices)
         ]
         self.values: list[dict[Buffer, Any]] = [{} for _ in program.lists]
@@ -330,8 +331,10 @@ class _Sums(dict[tuple[int, int], list[Tensor | None]]):
         return self._kept.pop(self._key(key), *default)
 
 
-class _NoChannels(Channels):
+class _NoChannels:
     """Values move by their blocks."""
+
+    stopping = False
 
     def put(self, device: int, buffer: Buffer, value: Any) -> None:
         raise AssertionError

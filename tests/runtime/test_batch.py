@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from fxpipe.errors import InputError
 from fxpipe.ir.traced import SEED
 from fxpipe.random.generators import mix
-from fxpipe.runtime.batch import Batch, join
-from fxpipe.runtime.host import BatchHost, draw_seed, next_seed
+from fxpipe.runtime.batch import Batch
+from fxpipe.runtime.host import BatchHost, draw_seed, join, next_seed
 from tests.helpers.fronted import front_end
 
 
@@ -196,7 +196,7 @@ def host(batch: int = 5, microbatches: int = 2, seed: int = 3) -> BatchHost:
     traced = front_end(Dropped(), x)
     names = frozenset(out.name for out in traced.outputs if hasattr(out, "name"))
     batched = Batch.of(Dropped(), (x,), {})
-    return BatchHost(traced, batched, batched.split(microbatches), names, seed)
+    return BatchHost(traced, batched.in_parts(microbatches), names, seed)
 
 
 def test_each_micro_batch_has_a_seed_of_its_own() -> None:
@@ -225,8 +225,8 @@ def test_copies_of_a_batch_stay_as_they_were_and_lie_as_they_did(way: str) -> No
 
     batch = Batch.of(Tabled(), (x, table), {}, (), {"table": None})
     traced = replace(front_end(nn.ReLU(), torch.randn(5, 4)), inputs=("x", "table"))
-    given = BatchHost(traced, batch, batch.split(2), frozenset(), 0).inputs
-    copies = BatchHost(traced, batch, batch.copied().split(2), frozenset(), 0).inputs
+    given = BatchHost(traced, batch.in_parts(2), frozenset(), 0).inputs
+    copies = BatchHost(traced, batch.in_parts(2).copied(), frozenset(), 0).inputs
     before = [part.clone() for part in given["x"]]
     assert all(map(torch.equal, copies["x"], before))
     assert [p.data_ptr() % 64 for p in copies["x"]] == [p.data_ptr() % 64 for p in given["x"]]
@@ -240,10 +240,10 @@ def test_copies_of_a_batch_stay_as_they_were_and_lie_as_they_did(way: str) -> No
 
 def test_a_micro_batchs_loss_weighs_its_share() -> None:
     here = host()
-    assert here.shares == [3 / 5, 2 / 5]
+    assert here.micro.weights == [3 / 5, 2 / 5]
     here.traced = replace(here.traced, loss="loss")
-    here.weigh_loss(here.shares, torch.float64)
-    assert [float(g) for g in here.gradients["loss"]] == here.shares
+    here.weigh_loss(torch.float64)
+    assert [float(g) for g in here.gradients["loss"]] == here.micro.weights
     here.outputs["loss"] = [torch.tensor(1.0), torch.tensor(2.0)]
     torch.testing.assert_close(here.loss(), torch.tensor(1.4))
 

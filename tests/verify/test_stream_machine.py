@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,7 +15,7 @@ from fxpipe.compiler.compiled import Compiled
 from fxpipe.errors import VerificationError
 from fxpipe.ir.program import Buffer, Pop, Program, Recompute
 from fxpipe.passes.lowering.streams import Streams
-from fxpipe.runtime.batch import Batch
+from fxpipe.runtime.batch import Batch, MicroBatches
 from fxpipe.runtime.host import BatchHost
 from fxpipe.runtime.interpreter import Job
 from fxpipe.runtime.weights.live import LiveWeights
@@ -62,15 +61,13 @@ class Case:
         compiled: its plan, kernels and program.
         program: the program with streams.
         batches: step → the batch.
-        parts: step → micro-batch → its leaves.
         layouts: how all values lie in memory, once a run without a seed has found it.
     """
 
     model: nn.Module
     compiled: Compiled
     program: Program
-    batches: list[Batch]
-    parts: Sequence[Sequence[list[Any]]]
+    batches: list[MicroBatches]
     layouts: dict[tuple[int, Buffer], Layout] = field(default_factory=dict)
 
     @property
@@ -84,9 +81,9 @@ class Case:
         traced = self.compiled.traced
         assert traced.loss is not None
         jobs = {}
-        for step, (batch, parts) in enumerate(zip(self.batches, self.parts, strict=True)):
-            host = BatchHost(traced, batch, parts, frozenset({traced.loss}), 0)
-            host.weigh_loss(host.shares, torch.float32)
+        for step, micro in enumerate(self.batches):
+            host = BatchHost(traced, micro, frozenset({traced.loss}), 0)
+            host.weigh_loss(torch.float32)
             jobs[step] = Job(self.compiled.kernels, host)
         return jobs
 
@@ -110,13 +107,12 @@ def made(
         recompute=recompute,
     ) as pipe:
         batches = [
-            Batch.of(model, (torch.randn(8, 6),), {}, (torch.randn(8, 6),), {})
+            Batch.of(model, (torch.randn(8, 6),), {}, (torch.randn(8, 6),), {}).in_parts(4)
             for _ in range(steps)
         ]
-        parts = [batch.split(4) for batch in batches]
-        compiled = pipe._compiler.compile(batches[0], parts[0], "step", updates=updates)
+        compiled = pipe._compiler.compile(batches[0], "step", updates=updates)
     program = Streams()(compiled.program).verify()
-    return Case(model, compiled, program, batches, parts)
+    return Case(model, compiled, program, batches)
 
 
 def gradients(
@@ -186,7 +182,7 @@ def test_two_versions_of_weights_train_as_the_delayed_loop(devices: int) -> None
     for batch in case.batches:
         before = copy.deepcopy(newest)
         loop.clear(read)
-        x, y = batch.leaves
+        x, y = batch.batch.leaves
         loop.train(read, 4, x, loss=nn.functional.mse_loss, target=y)
         with torch.no_grad():
             for p, q in zip(newest.parameters(), read.parameters(), strict=True):
