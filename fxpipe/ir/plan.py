@@ -263,8 +263,3 @@ class Plan:
         from fxpipe.draw.plan import draw_plan
 
         return draw_plan(self)
-
-
-def outputs_of(edges: tuple[Edge, ...]) -> tuple[str, ...]:
-    """The values of some edges from one stage, each once, in order."""
-    return tuple(dict.fromkeys(edge.value for edge in edges))

@@ -49,6 +49,7 @@ from fxpipe.ir.value import (
     gradient_buffer,
     gradient_groups,
     norm_buffer,
+    outputs_of,
     saved,
     state,
 )
@@ -129,11 +130,11 @@ class Program:
     passes: tuple[str, ...] = ()
     launches: tuple[tuple[Launch, ...], ...] = ()
 
-    @property
+    @cached_property
     def stages(self) -> int:
         return len(self.placement)
 
-    @property
+    @cached_property
     def devices(self) -> int:
         return len(self.lists)
 
@@ -151,6 +152,11 @@ class Program:
     def edges_from(self) -> tuple[tuple[Edge, ...], ...]:
         """Stage → the edges that its forward writes, in the order of ``edges``."""
         return self._grouped([edge.source for edge in self.edges])
+
+    @cached_property
+    def values_from(self) -> tuple[tuple[str, ...], ...]:
+        """Stage → the values that it makes, each once, in the order of ``edges``."""
+        return tuple(map(outputs_of, self.edges_from))
 
     @cached_property
     def turns(self) -> tuple[Turn, ...]:

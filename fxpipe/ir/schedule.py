@@ -68,7 +68,7 @@ class Schedule:
         """The letters of its tasks."""
         return frozenset(task.kind for row in self.rows for task in row)
 
-    @property
+    @cached_property
     def trains(self) -> bool:
         """False for a schedule of forwards alone."""
         return bool(self.kinds - {"F"})
@@ -85,7 +85,7 @@ class Schedule:
         """How many batches back its tasks reach: 0 where every step ends with a flush."""
         return max((-task.batch for row in self.rows for task in row), default=0)
 
-    @property
+    @cached_property
     def overlaps(self) -> bool:
         """Whether batches overlap, so that a step ends without a flush."""
         return self.depth > 0 or any(self.delays)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -98,7 +99,7 @@ class Traced:
 
         return print_graph(self.graph)
 
-    @property
+    @cached_property
     def seeded(self) -> bool:
         """Whether the graph draws random numbers, and so takes SEED."""
         return any(node.op == "placeholder" and node.name == SEED for node in self.graph.nodes)

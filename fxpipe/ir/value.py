@@ -49,6 +49,11 @@ def stage_name(stage: int) -> str:
     return "host" if stage == HOST else str(stage)
 
 
+def outputs_of(edges: Iterable[Edge]) -> tuple[str, ...]:
+    """The values of some edges from one stage, each once, in order."""
+    return tuple(dict.fromkeys(edge.value for edge in edges))
+
+
 def gradient_groups(edges: Iterable[Edge]) -> tuple[tuple[Edge, ...], ...]:
     """For each value that gets a gradient, its edges in the order in which the parts are added.
 

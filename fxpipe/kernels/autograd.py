@@ -12,7 +12,8 @@ import torch
 from torch import fx
 
 from fxpipe.ir.traced import TAKES_TURNS
-from fxpipe.kernels.kernel import Backwarded, Forwarded, InputGraded, Totals, added
+from fxpipe.kernels.graph import added
+from fxpipe.kernels.kernel import Backwarded, Forwarded, InputGraded, Totals
 from fxpipe.random.leaf_draws import SeededDraws, draw_from
 
 _TURN = RLock()

@@ -171,3 +171,17 @@ def layout(value: torch.Tensor, strides: tuple[int, ...]) -> tuple[int, ...]:
         size > 1 and stride == 0 for size, stride in zip(value.shape, strides, strict=True)
     )
     return torch.empty(value.shape, device="meta").stride() if repeats else strides
+
+
+def onto(total: torch.Tensor | None, gradient: torch.Tensor) -> torch.Tensor:
+    """A sum with a gradient added, in place; the first gradient is the sum itself."""
+    # a gradient may be a view of all of another tensor, which would be kept as its base
+    return gradient.detach() if total is None else total.add_(gradient)
+
+
+def added(totals: Totals, gradients: Totals) -> list[torch.Tensor | None]:
+    """For each parameter the sum with its gradient added, where there is any."""
+    return [
+        total if gradient is None else onto(total, gradient)
+        for total, gradient in zip(totals or [None] * len(gradients), gradients, strict=True)
+    ]

@@ -135,28 +135,6 @@ class Kernel(Protocol):
         ...
 
 
-def onto(total: torch.Tensor | None, gradient: torch.Tensor) -> torch.Tensor:
-    """A sum with a gradient added, in place; the first gradient is the sum itself."""
-    # a gradient may be a view of all of another tensor, which would be kept as its base
-    return gradient.detach() if total is None else total.add_(gradient)
-
-
-def added(totals: Totals, gradients: Totals) -> list[torch.Tensor | None]:
-    """For each parameter the sum with its gradient added, where there is any."""
-    return [
-        total if gradient is None else onto(total, gradient)
-        for total, gradient in zip(totals or [None] * len(gradients), gradients, strict=True)
-    ]
-
-
-def add(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The sum of a value's gradients, from the first part on; no part is changed."""
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return total
-
-
 class Wrapping:
     """Hands every call on. See Kernel.
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import reduce
+from operator import add
 from typing import Any
 
 from torch import Tensor
 
-from fxpipe.ir.plan import Plan, outputs_of
-from fxpipe.ir.value import HOST, gradient_groups
-from fxpipe.kernels.kernel import Backwarded, add
+from fxpipe.ir.plan import Plan
+from fxpipe.ir.value import HOST, gradient_groups, outputs_of
+from fxpipe.kernels.kernel import Backwarded
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ def run_serially(
     for stage in reversed(plan.stages) if output_gradients else ():
         assert stage.kernel is not None
         totals = [
-            add([crossing[edge.value, edge.target] for edge in group])
+            reduce(add, [crossing[edge.value, edge.target] for edge in group])
             for group in gradient_groups(plan.edges_from(stage.index))
         ]
         kernel, kept = stage.kernel, saved[stage.index]

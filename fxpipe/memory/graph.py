@@ -10,7 +10,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from fxpipe.ir.plan import Plan, Stage, outputs_of
+from fxpipe.ir.plan import Plan, Stage
+from fxpipe.ir.value import outputs_of
 from fxpipe.kernels.graph import GraphKernel
 from fxpipe.passes.graph.liveness import Liveness, liveness
 from fxpipe.simulator.sizes import Place

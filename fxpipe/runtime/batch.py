@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -14,7 +14,6 @@ from torch.utils import _pytree as pytree
 
 from fxpipe.errors import InputError, near
 from fxpipe.kernels.graph import layout
-from fxpipe.torchtools.pieces import equal
 from fxpipe.torchtools.pytrees import flatten
 
 BatchDims = Mapping[str, int | None]
@@ -71,7 +70,9 @@ class Batch:
             ) from None
         ordered = {name: kwargs[name] for name in sorted(kwargs)}
         nested = (tuple(args), ordered, tuple(targets))
-        leaves, spec = flatten(nested)
+        leaves, spec = pytree.tree_flatten(nested)
+        if any(map(is_dataclass, leaves)):
+            leaves, spec = flatten(nested)
         leaves = [_ordinary(leaf) for leaf in leaves]
         call = _Call(nested, signature)
         wanted = call.wanted(batch_dims) if batch_dims else {}

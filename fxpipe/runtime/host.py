@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
+from operator import add
 from typing import Any
 
 import torch
@@ -14,7 +16,6 @@ from fxpipe.errors import InputError
 from fxpipe.ir.program import Buffer
 from fxpipe.ir.traced import SEED, Literal, Traced, Value
 from fxpipe.ir.value import HOST
-from fxpipe.kernels.kernel import add
 from fxpipe.random.generators import mix
 from fxpipe.runtime.batch import MicroBatches
 from fxpipe.torchtools.pieces import equal
@@ -134,7 +135,7 @@ class BatchHost:
         found: dict[str, Tensor] = {}
         dims = dict(zip(self.traced.inputs, self.micro.batch.dims, strict=True))
         for name, by_microbatch in self.input_gradients.items():
-            parts = [add(by_microbatch[i]) for i in sorted(by_microbatch)]
+            parts = [reduce(add, by_microbatch[i]) for i in sorted(by_microbatch)]
             dim = dims[name]
             found[name] = torch.stack(parts).sum(0) if dim is None else torch.cat(parts, dim)
         return found
@@ -169,12 +170,16 @@ def _split_like(
 
 def draw_seed(traced: Traced) -> int:
     """A new seed from torch's generator, if the graph draws random numbers at all."""
+    if not traced.seeded:
+        return 0
     with _DRAWING:
-        return int(torch.randint(2**62, (), dtype=torch.int64).item()) if traced.seeded else 0
+        return int(torch.randint(2**62, (), dtype=torch.int64).item())
 
 
 def next_seed(traced: Traced) -> int:
     """What ``draw_seed`` gives next; a run draws it when it succeeds, and so not in vain."""
+    if not traced.seeded:
+        return 0
     with _DRAWING:
         before = torch.get_rng_state()
         try:

@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import add
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fxpipe.ir.plan import Stage, outputs_of
+from fxpipe.ir.plan import Stage
 from fxpipe.ir.program import (
     Backward,
     Barrier,
@@ -46,7 +48,7 @@ from fxpipe.ir.program import (
     state,
 )
 from fxpipe.ir.task import KINDS
-from fxpipe.kernels.kernel import Forwarded, Kernel, add
+from fxpipe.kernels.kernel import Forwarded, Kernel
 from fxpipe.runtime.host import BatchHost
 from fxpipe.runtime.own_task import run_task
 from fxpipe.runtime.weights.clipping import Clipping, norms_of
@@ -215,7 +217,7 @@ def _output(machine: Machine, instruction: Output) -> None:
 
 def _send(machine: Machine, instruction: Send | Stash) -> None:
     value = machine.store.values[instruction.buffer]
-    destination = machine.program.destination(instruction)
+    destination = machine.program.placement[instruction.buffer.target]
     machine.channels.put(destination, machine.named(instruction.buffer), value)
 
 
@@ -230,9 +232,8 @@ def _forward(machine: Machine, instruction: Forward) -> None:
     if instruction.again:
         store.values[state(stage, i, batch)] = list(buffers)
     result = _run_forward(machine, instruction, buffers)
-    edges = machine.program.edges_from[stage]
-    made = dict(zip(outputs_of(edges), result.outputs, strict=True))
-    for edge in edges:
+    made = dict(zip(machine.program.values_from[stage], result.outputs, strict=True))
+    for edge in machine.program.edges_from[stage]:
         store.values[forward_buffer(edge, i, batch)] = made[edge.value]
     for write, value in zip(machine.stages[stage].writes, result.writes, strict=True):
         store.state[write.target] = value
@@ -310,7 +311,7 @@ def _output_gradients(machine: Machine, instruction: Backward | InputGrad) -> li
     """The gradient of each of the stage's values that gets one, summed over its consumers."""
     i, batch, values = instruction.microbatch, instruction.batch, machine.store.values
     return [
-        add([values[gradient_buffer(edge, i, batch)] for edge in edges])
+        reduce(add, [values[gradient_buffer(edge, i, batch)] for edge in edges])
         for edges in machine.program.gradients_of[instruction.stage]
     ]
 

@@ -11,8 +11,8 @@ from torch import fx
 from torch._ops import OpOverload
 
 from fxpipe.errors import Fault
-from fxpipe.ir.plan import Stage, outputs_of, pop, stash
-from fxpipe.ir.value import Edge
+from fxpipe.ir.plan import Stage, pop, stash
+from fxpipe.ir.value import Edge, outputs_of
 from fxpipe.text.target import print_function
 
 _WRITING = frozenset(

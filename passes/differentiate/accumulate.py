@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from fxpipe.kernels.kernel import onto
+from fxpipe.kernels.graph import onto
 
 
 def accumulate(graph: fx.Graph, inputs: int) -> None:

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
+from operator import add
 from typing import Any, ClassVar
 
 import torch
@@ -21,10 +23,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import set_detect_anomaly
 
-from fxpipe.ir.plan import Plan, Stage, ValueSpec, outputs_of
-from fxpipe.ir.value import HOST, Edge, gradient_groups
+from fxpipe.ir.plan import Plan, Stage, ValueSpec
+from fxpipe.ir.value import HOST, Edge, gradient_groups, outputs_of
 from fxpipe.kernels.autograd import AutogradKernel
-from fxpipe.kernels.kernel import Kernel, add
+from fxpipe.kernels.kernel import Kernel
 from fxpipe.passes.differentiate.joint import JointTrace, StageSides, callable_graph
 from fxpipe.passes.differentiate.split_joint import split_joint
 from fxpipe.passes.graph.layouts import TrueLayouts
@@ -145,7 +147,7 @@ class _Differentiator:
             if edge.value == value
         ]
         for group in gradient_groups(edges):
-            return add([self.gradients[edge.value, edge.target] for edge in group])
+            return reduce(add, [self.gradients[edge.value, edge.target] for edge in group])
         return None
 
     def arguments(self, stage: Stage) -> tuple[list[Tensor], list[Tensor], list[Any]]:

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, fx
 
 from fxpipe.ir.plan import Plan
-from fxpipe.kernels.graph import GraphKernel
-from fxpipe.kernels.kernel import onto
+from fxpipe.kernels.graph import GraphKernel, onto
 from fxpipe.passes.graph.lazy_module import lazy_module
 
 aten = torch.ops.aten

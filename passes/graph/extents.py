@@ -26,8 +26,8 @@ from torch.fx.experimental.symbolic_shapes import (
 )
 from torch.utils.flop_counter import FlopCounterMode
 
-from fxpipe.ir.plan import Plan, Stage, ValueSpec, outputs_of
-from fxpipe.ir.value import HOST
+from fxpipe.ir.plan import Plan, Stage, ValueSpec
+from fxpipe.ir.value import HOST, outputs_of
 from fxpipe.passes.differentiate.joint import StageSides
 from fxpipe.torchtools.pieces import memory, size_in_bytes
 

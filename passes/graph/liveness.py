@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
-from fxpipe.kernels.kernel import onto
+from fxpipe.kernels.graph import onto
 from fxpipe.passes.differentiate.fuse_accumulation import product_onto
 from fxpipe.torchtools.pieces import pieces
 

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 
 from torch import fx
 
-from fxpipe.ir.plan import Plan, Stage, Write, outputs_of, pop, stash
+from fxpipe.ir.plan import Plan, Stage, Write, pop, stash
 from fxpipe.ir.traced import Traced, Value
-from fxpipe.ir.value import HOST, Edge
+from fxpipe.ir.value import HOST, Edge, outputs_of
 from fxpipe.passes.graph.lazy_module import lazy_module
 from fxpipe.passes.partition.assignment import Assignment, compute_nodes, module_paths, readers
 

@@ -137,7 +137,7 @@ def gradients(
 def looped(case: Case) -> tuple[dict[str, Tensor | None], Tensor]:
     """The same in the plain loop: gradients, statistics and the loss."""
     alone = copy.deepcopy(case.model)
-    x, y = case.batches[0].leaves
+    x, y = case.batches[0].batch.leaves
     ran = loop.train(alone, 4, x, loss=nn.functional.mse_loss, target=y)
     return {**loop.gradients(alone), **dict(alone.named_buffers())}, ran.loss
 
@@ -179,10 +179,10 @@ def test_two_versions_of_weights_train_as_the_delayed_loop(devices: int) -> None
     assert case.program.depth == 1
     newest = copy.deepcopy(case.model)
     read = copy.deepcopy(case.model)
-    for batch in case.batches:
+    for micro in case.batches:
         before = copy.deepcopy(newest)
         loop.clear(read)
-        x, y = batch.batch.leaves
+        x, y = micro.batch.leaves
         loop.train(read, 4, x, loss=nn.functional.mse_loss, target=y)
         with torch.no_grad():
             for p, q in zip(newest.parameters(), read.parameters(), strict=True):

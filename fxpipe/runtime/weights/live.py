@@ -276,7 +276,9 @@ class LiveWeights(Weights):
             gradients: stage → sums of gradients, for ``.grad``.
         """
         with torch.no_grad():
-            for name, value in moments.commit(self._deferred, self._state, state).items():
+            if self._deferred:
+                state = moments.commit(self._deferred, self._state, state)
+            for name, value in state.items():
                 self._state[name].copy_(value)
             for stage, totals in gradients.items():
                 for parameter, total in zip(self._parameters[stage], totals, strict=True):
