@@ -133,7 +133,7 @@ class Engine:
         if self._clipping is not None:
             self._clipping.settle(1)
         self.stashed = run.peak_kept
-        self._choice.took(compiled.plan, run.busy, len(micro), backward=True)
+        self._took(compiled, run.busy, micro, backward=True)
         return made
 
     def infer(self, compiled: Compiled, micro: MicroBatches) -> list[Any]:
@@ -145,14 +145,14 @@ class Engine:
             return host.flat_output()
 
         made = run.advance(result)
-        self._choice.took(compiled.plan, run.busy, len(micro), backward=False)
+        self._took(compiled, run.busy, micro, backward=False)
         return made
 
     def call(self, compiled: Compiled, micro: MicroBatches) -> list[Any]:
         """The flat outputs of the model for a batch, whose backward drains the pipeline."""
         host, run = self._called(compiled, micro)
         made = differentiable_call(compiled, host, run, self._turn)
-        self._choice.took(compiled.plan, run.busy, len(micro), backward=False)
+        self._took(compiled, run.busy, micro, backward=False)
         return made
 
     @contextmanager
@@ -231,7 +231,7 @@ class Engine:
         run = self._overlapped(compiled, optimizers)
         number = run.count
         if run.busy_step is not None:
-            self._choice.took(compiled.plan, run.busy_step, len(host.micro), backward=True)
+            self._took(compiled, run.busy_step, host.micro, backward=True)
         if self._clipping is not None:
             # of later batches it may not be known yet what becomes of them
             self._clipping.settle(number - 2 - compiled.schedule.depth)
@@ -332,3 +332,10 @@ class Engine:
 
     def _kernels(self, compiled: Compiled) -> Sequence[Sequence[Kernel]]:
         return compiled.rechecked() if self._recompute_check else compiled.kernels
+
+    def _took(
+        self, compiled: Compiled, seconds: float, micro: MicroBatches, *, backward: bool
+    ) -> None:
+        """Judge by the processor time of a run whether one thread is still the better choice."""
+        if self._choice.trials:
+            self._choice.took(compiled.plan, seconds, len(micro), backward=backward)

@@ -119,7 +119,8 @@ class Pipeline(StandIn):
                 micro, "step", updates=self._engine.updates, outputs=return_output
             )
             micro = self._compiler.weighed(compiled, micro)
-            compiled = compiled.weighted(micro.weights)
+            if not all(micro.weights):
+                compiled = compiled.weighted(micro.weights)
             made = self._engine.step(compiled, micro, with_output=return_output)
             self._shown = compiled
             if signals.held is not None:

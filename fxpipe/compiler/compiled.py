@@ -50,8 +50,6 @@ class Compiled:
 
     def weighted(self, weights: Sequence[float]) -> Compiled:
         """Where the losses of some micro-batches count for nothing, so do their gradients."""
-        if all(weights):
-            return self
         kernels = [
             kernels if weight else [Discarding(kernel) for kernel in kernels]
             for kernels, weight in zip(self.kernels, weights, strict=True)

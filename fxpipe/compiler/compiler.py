@@ -235,7 +235,8 @@ class Compiler:
         Raises:
             InputError: as ``Objective.weights``.
         """
-        micro = replace(micro, weights=self.objective.weights(micro))
+        if not self.objective.averages:
+            micro = replace(micro, weights=self.objective.weights(micro))
         if len(micro) == 1 or not any(map(any, compiled.terms)):
             return micro
         constants = compiled.traced.constants

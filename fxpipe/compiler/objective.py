@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 from torch import Tensor
@@ -71,7 +72,7 @@ class Objective:
             )
         return [weight / total for weight in found]
 
-    @property
+    @cached_property
     def averages(self) -> bool:
         """Whether losses are averaged, and the caller does not say by what they are weighted."""
         return self.weight is None and self.reduction == "mean"

@@ -287,7 +287,7 @@ def _address(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _copies(values: Sequence[Any]) -> list[Any]:
-    """Values that are nobody's slot's."""
+    """Copies in memory of their own, which no replay writes over."""
     return [value.clone() if isinstance(value, Tensor) else value for value in values]
 
 

@@ -57,27 +57,21 @@ Totals = Sequence[torch.Tensor | None]
 
 
 class Kernel(Protocol):
-    """A stage made ready to run for one micro-batch size."""
+    """A stage made ready to run for one micro-batch size.
 
-    @property
-    def forward_graph(self) -> fx.GraphModule:
-        """What runs forward, as a graph to look at."""
-        ...
+    Attributes:
+        forward_graph: what runs forward, as a graph to look at.
+        backward_graph: what runs backward, or None where autograd does, or nothing needs to.
+        input_grad_graph: the half of backward that others wait for; None also where it is not
+            parted.
+        weight_grad_graph: the half that nobody waits for; None also where no parameter has a
+            gradient.
+    """
 
-    @property
-    def backward_graph(self) -> fx.GraphModule | None:
-        """What runs backward, or None where autograd does, or nothing needs to."""
-        ...
-
-    @property
-    def input_grad_graph(self) -> fx.GraphModule | None:
-        """The half of backward that others wait for; None also where it is not parted."""
-        ...
-
-    @property
-    def weight_grad_graph(self) -> fx.GraphModule | None:
-        """The half that nobody waits for; None also where no parameter has a gradient."""
-        ...
+    forward_graph: fx.GraphModule
+    backward_graph: fx.GraphModule | None
+    input_grad_graph: fx.GraphModule | None
+    weight_grad_graph: fx.GraphModule | None
 
     def forward(
         self,
@@ -136,7 +130,7 @@ class Kernel(Protocol):
 
 
 class Wrapping:
-    """Hands every call on. See Kernel.
+    """A kernel around another one: hands every call on.
 
     Attributes:
         kernel: the other.
@@ -144,26 +138,10 @@ class Wrapping:
 
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
-
-    @property
-    def forward_graph(self) -> fx.GraphModule:
-        """See Kernel.forward_graph."""
-        return self.kernel.forward_graph
-
-    @property
-    def backward_graph(self) -> fx.GraphModule | None:
-        """See Kernel.backward_graph."""
-        return self.kernel.backward_graph
-
-    @property
-    def input_grad_graph(self) -> fx.GraphModule | None:
-        """See Kernel.input_grad_graph."""
-        return self.kernel.input_grad_graph
-
-    @property
-    def weight_grad_graph(self) -> fx.GraphModule | None:
-        """See Kernel.weight_grad_graph."""
-        return self.kernel.weight_grad_graph
+        self.forward_graph = kernel.forward_graph
+        self.backward_graph = kernel.backward_graph
+        self.input_grad_graph = kernel.input_grad_graph
+        self.weight_grad_graph = kernel.weight_grad_graph
 
     def forward(
         self, parameters: Sequence[Tensor], buffers: Sequence[Tensor], inputs: list[Any]
@@ -187,10 +165,10 @@ class Wrapping:
 
 
 class Discarding(Wrapping):
-    """Runs as the kernel does, but gives parameters no gradient.
+    """Runs as the kernel does, but gives parameters no gradient: for a micro-batch of weight 0.
 
-    That of a micro-batch of weight 0 is 0 by right, and where its loss divides by how much of it
-    counts, a 0 times infinity would come out as not-a-number.
+    Its gradient is 0. Computed, it may come out as not-a-number instead: where the loss divides by
+    the number of targets that count, it is 0 times infinity.
     """
 
     def backward(

@@ -17,7 +17,7 @@ from itertools import pairwise
 from queue import SimpleQueue
 from time import perf_counter
 from typing import Literal
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from torch import fx
 
@@ -47,6 +47,7 @@ class Choice:
 
     Attributes:
         most: how many threads are needed.
+        trials: what runs the first stage of plans that one thread runs for now, see ``took``.
     """
 
     def __init__(self, devices: int, dispatch: Dispatch | None) -> None:
@@ -60,6 +61,7 @@ class Choice:
         self._given = dispatch is not None or devices == 1
         # what runs the first stage stands for the plan
         self._threads: WeakKeyDictionary[Kernel, int] = WeakKeyDictionary()
+        self.trials = WeakSet[Kernel]()
         self._times: WeakKeyDictionary[Kernel, list[float]] = WeakKeyDictionary()
 
     def threads(self, plan: Plan) -> int:
@@ -69,6 +71,8 @@ class Choice:
             return self.most
         if kernel not in self._threads:
             self._threads[kernel] = self._choose(plan)
+            if self._threads[kernel] == 1 and processors() > 1:
+                self.trials.add(kernel)
         return self._threads[kernel]
 
     def took(self, plan: Plan, seconds: float, microbatches: int, *, backward: bool) -> None:
@@ -83,13 +87,17 @@ class Choice:
             backward: whether backwards were among it.
         """
         kernel = _first(plan)
-        if kernel is None or processors() == 1 or self._threads.get(kernel) != 1:
+        if kernel is None or kernel not in self.trials:
+            return
+        count = operations(plan, backward)
+        if not count:
             return
         times = self._times.setdefault(kernel, [])
-        if len(times) == RUNS or not (count := operations(plan, backward)):
-            return
         times.append(seconds / microbatches / count)
-        if len(times) == RUNS and min(times) > CLEARLY * hand_over():
+        if len(times) < RUNS:
+            return
+        self.trials.discard(kernel)
+        if min(times) > CLEARLY * hand_over():
             self._threads[kernel] = self.most
             noted(f"a thread for each device from now on: {_compared(min(times), hand_over())}")
 

@@ -18,7 +18,6 @@ import torch
 from torch.nn import functional
 
 import fxpipe
-from fxpipe.compiler.compiled import Compiled
 from fxpipe.runtime import interpreter
 from fxpipe.runtime.interpreter import Machine
 from fxpipe.runtime.weights.live import LiveWeights
@@ -303,23 +302,23 @@ def test_an_interrupt_while_compiling_leaves_no_trace() -> None:
             assert not list(after.differences(Snapshot.of(pipe)))
 
 
-@pytest.mark.parametrize("place", ["schedule", "weighted"])
+@pytest.mark.parametrize("place", ["compile", "weighed"])
 def test_an_interrupt_in_a_callback_of_a_weak_reference_is_not_lost(
     pipe: fxpipe.Pipeline, place: str
 ) -> None:
     """Python drops what such a callback raises, and a trace leaves thousands of them."""
-    owner = {"schedule": pipe._compiler.timetable, "weighted": Compiled}[place]
+    owner = pipe._compiler
     original = getattr(owner, place)
 
     class Dies:
         pass
 
-    def dying(*args: Any) -> Any:
+    def dying(*args: Any, **kwargs: Any) -> Any:
         dies = Dies()
         reference = weakref.ref(dies, lambda _: raise_signal())
         del dies
         assert reference() is None
-        return original(*args)
+        return original(*args, **kwargs)
 
     x, y = batch()
     pipe.step(x, target=y)
