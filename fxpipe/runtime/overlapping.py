@@ -41,12 +41,12 @@ class OverlappingRun(Run[VersionedWeights]):
         whole = min(self._left) - self._first >= self.program.depth
         return self.busy if whole else None
 
-    def step(self, job: Job, landed: Callable[[], None] = lambda: None) -> int:
+    def step(self, job: Job, arrived: Callable[[], None] = lambda: None) -> int:
         """Start the next batch's step, and wait until the outputs of the one before are there.
 
         Args:
             job: the batch.
-            landed: called when the caller waits and the batch's outputs are there.
+            arrived: called when the caller waits and the batch's outputs are there.
 
         Returns:
             The batch's number, for ``wait_for``.
@@ -61,7 +61,7 @@ class OverlappingRun(Run[VersionedWeights]):
         with self._held() as signals:
             self._weights.expect(batch)
             job.host.when_complete(lambda: self._reports.put(Finished(batch)))
-            self._pending[batch] = landed
+            self._pending[batch] = arrived
             self._jobs[batch] = job
             self.count += 1
             self._ask(self._backend.begin)
