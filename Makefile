@@ -13,11 +13,12 @@ WORKERS := --numprocesses=logical --maxprocesses=4 --dist=worksteal
 # The virtual environment alone decides what is imported.
 unexport PYTHONPATH
 
-.PHONY: help demo test deep check compare docs format clean
+.PHONY: help demo test quick deep check compare docs format clean
 
 help:
 	@echo "make demo   train a U-Net over two devices and compare with one"
 	@echo "make test   run the tests"
+	@echo "make quick  run the tests that compile no model and start no process"
 	@echo "make deep   run the tests with many more random examples"
 	@echo "make check  lint, formatting and types"
 	@echo "make compare  time fxpipe beside its peers"
@@ -30,6 +31,9 @@ demo: $(READY)
 
 test: $(READY)
 	$(RUN) -m pytest $(WORKERS)
+
+quick: $(READY)
+	$(RUN) -m pytest $(WORKERS) --quick
 
 deep: $(READY)
 	HYPOTHESIS_PROFILE=deep $(RUN) -m pytest $(WORKERS)

@@ -1,20 +1,29 @@
 """What tests share.
 
 Golden texts: a test compares with a file in tests/golden, ``--update-golden`` writes it.
+
+Quick tests are those in the folders ``QUICK``: they compile no model, trace none and start no
+process, save for the few that say so with ``@pytest.mark.models``. ``--quick`` runs them alone.
 """
 
 from __future__ import annotations
 
+import gc
 import signal
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+import fxpipe
 from fxpipe.runtime import choice
 
-GOLDEN = Path(__file__).parent / "golden"
+TESTS = Path(__file__).parent
+GOLDEN = TESTS / "golden"
+QUICK = ("draw", "ir", "partition/solver", "schedules", "simulator", "text", "verify")
 
 Golden = Callable[[str, str], None]
 """``golden(name, text)``: the text equals that of the file ``name``."""
@@ -24,6 +33,53 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--update-golden", action="store_true", help="write the golden files instead of comparing"
     )
+    parser.addoption(
+        "--quick", action="store_true", help="run only what compiles no model and starts no process"
+    )
+
+
+def in_quick_folder(path: Path) -> bool:
+    return any(path.is_relative_to(TESTS / folder) for folder in QUICK)
+
+
+def is_quick(item: pytest.Item) -> bool:
+    return in_quick_folder(item.path) and item.get_closest_marker("models") is None
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Files elsewhere are not even imported."""
+    elsewhere = collection_path.suffix == ".py" and not in_quick_folder(collection_path)
+    return True if elsewhere and config.getoption("--quick") else None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--quick"):
+        slow = [item for item in items if not is_quick(item)]
+        items[:] = [item for item in items if is_quick(item)]
+        config.hook.pytest_deselected(items=slow)
+
+
+def pytest_collection_finish() -> None:
+    """Begin with one intra-op thread, and with all that is imported out of the collector's way."""
+    torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def quick_tests_stay_quick(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not is_quick(request.node):
+        return
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        pytest.fail(
+            f"tests in {', '.join(QUICK)} compile no model, trace none and start no process; "
+            "mark this one with @pytest.mark.models"
+        )
+
+    monkeypatch.setattr(fxpipe, "compile", refuse)
+    monkeypatch.setattr(torch.export, "export", refuse)
+    monkeypatch.setattr(subprocess, "Popen", refuse)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -58,10 +114,9 @@ def golden(request: pytest.FixtureRequest) -> Golden:
     return check
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Each device and the test itself compute with one intra-op thread: sums have one order."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    """Each device and the test itself compute with one intra-op thread, however many cores there
+    are: kernels round by their number of threads, and the tests' workers share the cores."""
     yield
-    torch.set_num_threads(before)
+    torch.set_num_threads(1)

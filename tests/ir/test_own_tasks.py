@@ -17,7 +17,7 @@ from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import BUILT_IN, KINDS, B, F, Task, TaskContext, U, define_task
 from tests.oracles import loop
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.models
 
 
 @pytest.fixture(autouse=True)

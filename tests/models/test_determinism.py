@@ -62,11 +62,7 @@ def train(stages: int, schedule: str, steps: int = 2, tracer: Tracer = "export")
 
 @pytest.fixture(scope="module")
 def alone() -> Trained:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    found = train(1, "gpipe")
-    torch.set_num_threads(before)
-    return found
+    return train(1, "gpipe")
 
 
 @pytest.mark.parametrize(("stages", "schedule"), [(2, "1f1b"), (3, "zb-h1"), (4, "gpipe")])

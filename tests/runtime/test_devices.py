@@ -113,39 +113,35 @@ def test_threads_share_the_intra_op_threads_and_others_keep_theirs(
     def loss(output: Tensor, target: Tensor) -> Tensor:
         return functional.cross_entropy(output, target)
 
-    before = torch.get_num_threads()
     torch.set_num_threads(4)
-    try:
-        with fxpipe.compile(
-            Counting(), ["cpu"] * 2, microbatches=2, loss=loss, partition=CUTS[2]
-        ) as pipe:
-            assert torch.get_num_threads() == 4
-            assert in_new_thread(torch.get_num_threads) == 4
-            pipe.step(x, target=y)
-            assert torch.get_num_threads() == 4
-            assert in_new_thread(torch.get_num_threads) == 4
-            table = dict(interpreter.HANDLERS)
-
-            def wrapped(handler: Any) -> Any:
-                def run(machine: Any, instruction: Any) -> None:
-                    counts[threading.current_thread().name] = torch.get_num_threads()
-                    handler(machine, instruction)
-
-                return run
-
-            monkeypatch.setattr(interpreter, "HANDLERS", {k: wrapped(h) for k, h in table.items()})
-            pipe.step(x, target=y)
-        assert counts == {"fxpipe-0": 2, "fxpipe-1": 2}
+    with fxpipe.compile(
+        Counting(), ["cpu"] * 2, microbatches=2, loss=loss, partition=CUTS[2]
+    ) as pipe:
+        assert torch.get_num_threads() == 4
         assert in_new_thread(torch.get_num_threads) == 4
-    finally:
-        torch.set_num_threads(before)
+        pipe.step(x, target=y)
+        assert torch.get_num_threads() == 4
+        assert in_new_thread(torch.get_num_threads) == 4
+        table = dict(interpreter.HANDLERS)
+
+        def wrapped(handler: Any) -> Any:
+            def run(machine: Any, instruction: Any) -> None:
+                counts[threading.current_thread().name] = torch.get_num_threads()
+                handler(machine, instruction)
+
+            return run
+
+        monkeypatch.setattr(interpreter, "HANDLERS", {k: wrapped(h) for k, h in table.items()})
+        pipe.step(x, target=y)
+    assert counts == {"fxpipe-0": 2, "fxpipe-1": 2}
+    assert in_new_thread(torch.get_num_threads) == 4
 
 
 def test_more_devices_than_threads_have_one_each() -> None:
-    before = torch.get_num_threads()
+    torch.set_num_threads(4)
     with pipe_of(["cpu"] * 5):
-        assert torch.get_num_threads() == before
-        assert in_new_thread(torch.get_num_threads) == before
+        assert torch.get_num_threads() == 4
+        assert in_new_thread(torch.get_num_threads) == 4
 
 
 def test_backward_after_the_pipe_is_closed_says_so() -> None:

@@ -278,7 +278,8 @@ def test_an_interrupt_while_compiling_leaves_no_trace() -> None:
         )
 
     x, y = batch()
-    threads = torch.get_num_threads()
+    threads = 4
+    torch.set_num_threads(threads)
     with compiled() as alone, calling_at_node(0, raise_signal) as nodes:
         loss = alone.step(x, target=y)
         after = Snapshot.of(alone)

@@ -26,7 +26,7 @@ from fxpipe.verify.program import verify_program
 from tests.helpers.plans import chain
 from tests.oracles import loop
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.models
 
 ROWS = ("0: F0 F1 B0 B1 U", "1: F0 B0 F1 B1 U")
 

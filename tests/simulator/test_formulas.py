@@ -216,6 +216,7 @@ def test_the_forms_say_where_they_hold() -> None:
     assert "for" in str(formulas("zb-h2")) and "given Eq(T_I, T_F)" in str(formulas("zb-h2"))
 
 
+@pytest.mark.models
 @pytest.mark.usefixtures("one_thread")
 def test_a_real_run_keeps_what_the_forms_say() -> None:
     x = torch.randn(8, 3)

@@ -66,6 +66,7 @@ def same(a: Any, b: Any) -> bool:
 # What is printed
 
 
+@pytest.mark.models
 @pytest.mark.parametrize("name", CASES)
 def test_an_exported_graph_is_read_back_and_computes_the_same(name: str) -> None:
     graph, values = export(CASES[name])
@@ -77,6 +78,7 @@ def test_an_exported_graph_is_read_back_and_computes_the_same(name: str) -> None
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
+@pytest.mark.models
 def test_node_names_targets_and_arguments_are_kept() -> None:
     graph, _ = export(CASES["u-net"])
     module = round_trip(graph)
@@ -87,6 +89,7 @@ def test_node_names_targets_and_arguments_are_kept() -> None:
         assert str(old.kwargs) == str(new.kwargs)
 
 
+@pytest.mark.models
 def test_a_dynamic_batch_shows_its_size_as_a_node() -> None:
     assert "torch.ops.aten.sym_size.int(index, 0)" in print_graph(export(CASES["slices"]).graph)
 

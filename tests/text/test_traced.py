@@ -56,12 +56,14 @@ def test_a_graph_is_read_and_printed_as_it_was() -> None:
     assert traced.writes[0].value == "mul"
 
 
+@pytest.mark.models
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_traced_is_valid_and_is_read_back_equal(name: str) -> None:
     traced = front_end(CASES[name].model, *CASES[name].args)
     assert Traced.parse(str(traced.verify())) == traced
 
 
+@pytest.mark.models
 def test_deferred_statistics_are_valid_and_are_read_back_equal() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.BatchNorm1d(4, momentum=None))
     traced = defer_batchnorm(front_end(model, torch.randn(5, 3)), model)
@@ -69,6 +71,7 @@ def test_deferred_statistics_are_valid_and_are_read_back_equal() -> None:
     assert Traced.parse(str(traced.verify()), functions=[gather]) == traced
 
 
+@pytest.mark.models
 @pytest.mark.parametrize("tracer", ["export", "symbolic"])
 def test_graphs_with_leaf_modules_and_a_loss_are_valid_and_are_read_back_equal(
     tracer: Any,

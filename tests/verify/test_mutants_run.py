@@ -20,7 +20,7 @@ from tests.helpers.tiny import within
 from tests.oracles import loop
 from tests.oracles.delayed_loop import DelayedLoop
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.models
 
 TRAINING = sorted(RECIPES.keys() - {"inference"})
 STEPS = 3

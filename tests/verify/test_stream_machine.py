@@ -27,7 +27,7 @@ from tests.oracles.stream_machine import StreamMachine
 from tests.oracles.stream_memory import Layout
 from tests.oracles.stream_queues import WrongOrder
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.models
 
 CUTS = {2: ["layers.3"], 3: ["layers.2", "layers.4"], 4: ["layers.1", "layers.3", "layers.5"]}
 """Stages → where they begin: measured times may divide differently each time."""

@@ -107,6 +107,7 @@ def test_all_faults_are_reported_at_once() -> None:
     assert said.startswith(f"the traced graph has {len(caught.value.faults)} faults:")
 
 
+@pytest.mark.models
 def test_verification_takes_time_in_proportion_to_the_graph() -> None:
     def work(layers: int) -> int:
         model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers)))
