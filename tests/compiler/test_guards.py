@@ -9,13 +9,11 @@ import logging
 import pstats
 import textwrap
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.module import (
@@ -24,8 +22,7 @@ from torch.nn.modules.module import (
 )
 
 import fxpipe
-from fxpipe.compiler.guards import VARIANTS, Guards
-from fxpipe.torchtools.garbage import without_collection
+from fxpipe.compiler.guards import VARIANTS
 from tests.oracles import loop
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -74,7 +71,6 @@ TABLE = {"rows": [{"gain": 1.0}]}
 OPTIONS = types.ModuleType("options")
 OPTIONS.gain = 1.0  # type: ignore[attr-defined]
 UNREAD = 0
-LEAF_CALLS = {"all": [0]}
 
 
 def helper(x: Tensor, gain: float = 1.0) -> Tensor:
@@ -261,127 +257,6 @@ def test_a_backward_hook_of_all_modules_is_refused() -> None:
         handle.remove()
 
 
-_TREES = st.recursive(
-    st.integers(0, 3),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.lists(inner, max_size=3).map(tuple)
-        | st.dictionaries(st.sampled_from("abc"), inner, max_size=3)
-        | st.builds(types.SimpleNamespace, left=inner, right=inner)
-    ),
-    max_leaves=12,
-)
-
-
-def _read(tree: Any) -> str:
-    """All that a tree holds, read as a model would."""
-    if isinstance(tree, types.SimpleNamespace):
-        return f"<{_read(tree.left)} {_read(tree.right)}>"
-    if isinstance(tree, dict):
-        return f"{ {key: _read(value) for key, value in tree.items()} }"
-    return (
-        f"{type(tree)}{[_read(each) for each in tree]}" if not isinstance(tree, int) else f"{tree}"
-    )
-
-
-def _places(tree: Any) -> Iterator[tuple[Any, Any]]:
-    """Where something can be put in place: a container or an object, and a key of it."""
-    if isinstance(tree, types.SimpleNamespace):
-        tree = vars(tree)
-    pairs = [*tree.items()] if isinstance(tree, dict) else [*enumerate(tree)]
-    for key, value in pairs:
-        if not isinstance(tree, tuple):
-            yield tree, key
-        if not isinstance(value, int):
-            yield from _places(value)
-
-
-@given(st.data())
-@settings(max_examples=60, deadline=None)
-def test_whatever_changes_in_place_inside_of_an_attribute_is_another_state(data: Any) -> None:
-    class Holds(nn.Module):
-        def forward(self) -> str:
-            return _read(self.tree)
-
-    model = Holds()
-    model.tree = [data.draw(_TREES), data.draw(_TREES)]  # type: ignore[assignment]
-    guards = Guards(model, None, {})
-    first = guards.variant()
-    with without_collection(), guards.reading():  # collection runs code of others in between
-        before = model()
-    guards.settle()
-    assert guards.variant() == first
-    container, key = data.draw(st.sampled_from([*_places(model.tree)]))
-    old = container[key]
-    container[key] = data.draw(_TREES)
-    if model() != before:
-        assert guards.variant() != first
-    container[key] = old
-    assert guards.variant() == first
-
-
-def test_each_object_whose_method_makes_names_counts() -> None:
-    class Made(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.gain_a = 1.0
-
-        def forward(net, x: float) -> float:
-            for letter in "a":
-                x = x * getattr(net, f"gain_{letter}")
-            return x
-
-    model = nn.Sequential(Made(), Made())
-    guards = Guards(model, None, {})
-    first = guards.variant()
-    with guards.reading():
-        model(1.0)
-    guards.settle()
-    model[1].gain_a = 2.0  # type: ignore[assignment]
-    assert guards.variant() != first
-
-
-def test_the_default_type_of_numbers_counts() -> None:
-    class Sized(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x * torch.ones(()).element_size()
-
-    x = torch.ones(4, 2)
-    with fxpipe.compile(Sized(), ["cpu"], microbatches=2) as pipe, torch.no_grad():
-        assert torch.equal(pipe(x), 4 * x)
-        torch.set_default_dtype(torch.float64)
-        try:
-            assert torch.equal(pipe(x), 8 * x)
-        finally:
-            torch.set_default_dtype(torch.float32)
-
-
-def test_a_number_in_the_closure_of_a_loss_counts() -> None:
-    beta = 1.0
-
-    def loss(output: Tensor, target: Tensor) -> Tensor:
-        return F.mse_loss(output, target) * beta
-
-    x = torch.randn(4, 4)
-    with fxpipe.compile(nn.Linear(4, 4), ["cpu"], microbatches=2, loss=loss) as pipe:
-        before = pipe.step(x, target=x)
-        beta = 2.0
-        assert torch.equal(pipe.step(x, target=x), 2 * before)
-
-
-def test_a_shape_that_changes_with_a_parameter_counts() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
-    x, target = torch.randn(8, 4), torch.randint(3, (8,))
-    with fxpipe.compile(model, 2 * ["cpu"], microbatches=2, loss=F.cross_entropy) as pipe:
-        pipe.step(x, target=target)
-        model[2] = nn.Linear(4, 5)
-        alone = copy.deepcopy(model)
-        loop.clear(model, alone)
-        made = pipe.step(x, target=target + 2)
-    assert torch.equal(made, loop.train(alone, 2, x, loss=F.cross_entropy, target=target + 2).loss)
-    loop.assert_same(loop.gradients(model), loop.gradients(alone))
-
-
 def test_what_no_code_reads_is_no_reason_to_trace(caplog: pytest.LogCaptureFixture) -> None:
     model = Net()
     x, target = torch.randn(8, 4), torch.randint(3, (8,))
@@ -418,54 +293,6 @@ def test_counters_that_no_code_reads_are_no_reason_to_trace(
     assert "anew" not in caplog.text
 
 
-@pytest.mark.parametrize("asked", [True, False])
-def test_what_a_leaf_module_reads_and_changes_is_no_reason_to_trace(
-    caplog: pytest.LogCaptureFixture, asked: bool
-) -> None:
-    class Leaf(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.calls = {"all": [0]}
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.calls["all"][0] += 1
-            if asked:
-                LEAF_CALLS["all"][0] += 1
-            return x if x.sum() > 1e9 else x * min(self.calls["all"][0], 1)
-
-    model = nn.Sequential(nn.Linear(4, 4), Leaf())
-    x = torch.randn(8, 4)
-    with (
-        caplog.at_level(logging.INFO, "fxpipe"),
-        fxpipe.compile(
-            model,
-            ["cpu"],
-            microbatches=2,
-            loss=F.mse_loss,
-            leaf_modules=["1"] if asked else [],
-        ) as pipe,
-    ):
-        for _ in range(3):
-            pipe.step(x, target=x)
-    assert "anew" not in caplog.text
-
-
-@pytest.mark.parametrize("tracer", ["export", "symbolic"])
-def test_a_leaf_module_that_is_replaced_counts(tracer: str) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 4))
-    x = torch.randn(8, 4)
-    options: dict[str, Any] = {"tracer": tracer, "leaf_modules": ["1"]}
-    with fxpipe.compile(model, ["cpu"], microbatches=2, loss=F.mse_loss, **options) as pipe:
-        pipe.step(x, target=x)
-        model[1] = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
-        alone = copy.deepcopy(model)
-        loop.clear(model, alone)
-        made = pipe.step(x, target=x)
-    assert torch.equal(made, loop.train(alone, 2, x, loss=F.mse_loss, target=x).loss)
-    loop.assert_same(loop.gradients(model), loop.gradients(alone))
-
-
 def test_a_state_that_comes_back_has_its_graphs_back(caplog: pytest.LogCaptureFixture) -> None:
     model = Net()
     x, target = torch.randn(8, 4), torch.randint(3, (8,))
@@ -480,28 +307,6 @@ def test_a_state_that_comes_back_has_its_graphs_back(caplog: pytest.LogCaptureFi
     assert "Net is traced anew, as model.scale has changed" in caplog.text
 
 
-def test_what_each_call_changes_inside_of_an_attribute_is_told(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    class Counts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(4, 4)
-            self.counts = {"calls": [0]}
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.counts["calls"][0] += 1
-            made: Tensor = self.inner(x)
-            return made
-
-    x = torch.randn(8, 4)
-    with fxpipe.compile(Counts(), ["cpu"], microbatches=2, loss=F.mse_loss) as pipe:
-        for _ in range(2):
-            pipe.step(x, target=x)
-    assert caplog.text.count("Counts changes model.counts['calls'][0] itself") == 1
-    assert "anew" not in caplog.text
-
-
 def test_graphs_of_old_states_are_forgotten() -> None:
     model = Net()
     x, target = torch.randn(4, 4), torch.randint(3, (4,))
@@ -510,57 +315,6 @@ def test_graphs_of_old_states_are_forgotten() -> None:
             model.scale = float(scale)
             pipe.step(x, target=target)
         assert len(pipe._compiler.plans.graphs) == VARIANTS
-
-
-def test_what_a_first_run_sets_is_no_new_state() -> None:
-    class Lazy(nn.Module):
-        table: Tensor | None = None
-
-        def forward(self, x: Tensor) -> Tensor:
-            if self.table is None:
-                self.table = torch.ones(4)
-            return x * self.table
-
-    model = Lazy()
-    guards = Guards(model, None, {})
-    first = guards.variant()
-    with guards.reading():
-        model(torch.ones(4))
-    guards.settle()
-    assert guards.variant() == first
-    model.table = torch.zeros(4)
-    assert guards.variant() != first
-
-
-def test_a_parameter_without_a_shape_gets_one_by_its_first_run() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 3))
-    x, target = torch.randn(8, 5), torch.randint(3, (8,))
-    with fxpipe.compile(model, ["cpu"], microbatches=2, loss=F.cross_entropy) as pipe:
-        made = pipe.step(x, target=target)
-    alone = copy.deepcopy(model)
-    loop.clear(alone)
-    assert torch.equal(made, loop.train(alone, 2, x, loss=F.cross_entropy, target=target).loss)
-    loop.assert_same(loop.gradients(model), loop.gradients(alone))
-
-
-def test_an_object_that_does_not_tell_its_length_may_be_held() -> None:
-    class Stream:
-        def __len__(self) -> int:
-            raise TypeError("nobody knows")
-
-        def __iter__(self) -> Iterator[int]:
-            return iter(())
-
-        def __contains__(self, value: object) -> bool:
-            return False
-
-    model = Net()
-    model.scale = Stream()  # type: ignore[assignment]
-    guards = Guards(model, None, {})
-    with guards.reading():
-        assert model.scale is not None
-    assert guards.variant() == guards.variant()
 
 
 COLLECTED = 0

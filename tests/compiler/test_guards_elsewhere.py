@@ -1,0 +1,140 @@
+"""What a trace depends on besides attributes: leaf modules, closures, shapes, the default type."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fxpipe
+from tests.oracles import loop
+
+LEAF_CALLS = {"all": [0]}
+
+
+def test_the_default_type_of_numbers_counts() -> None:
+    class Sized(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * torch.ones(()).element_size()
+
+    x = torch.ones(4, 2)
+    with fxpipe.compile(Sized(), ["cpu"], microbatches=2) as pipe, torch.no_grad():
+        assert torch.equal(pipe(x), 4 * x)
+        torch.set_default_dtype(torch.float64)
+        try:
+            assert torch.equal(pipe(x), 8 * x)
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+
+def test_a_number_in_the_closure_of_a_loss_counts() -> None:
+    beta = 1.0
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(output, target) * beta
+
+    x = torch.randn(4, 4)
+    with fxpipe.compile(nn.Linear(4, 4), ["cpu"], microbatches=2, loss=loss) as pipe:
+        before = pipe.step(x, target=x)
+        beta = 2.0
+        assert torch.equal(pipe.step(x, target=x), 2 * before)
+
+
+def test_a_shape_that_changes_with_a_parameter_counts() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
+    x, target = torch.randn(8, 4), torch.randint(3, (8,))
+    with fxpipe.compile(model, 2 * ["cpu"], microbatches=2, loss=F.cross_entropy) as pipe:
+        pipe.step(x, target=target)
+        model[2] = nn.Linear(4, 5)
+        alone = copy.deepcopy(model)
+        loop.clear(model, alone)
+        made = pipe.step(x, target=target + 2)
+    assert torch.equal(made, loop.train(alone, 2, x, loss=F.cross_entropy, target=target + 2).loss)
+    loop.assert_same(loop.gradients(model), loop.gradients(alone))
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_what_a_leaf_module_reads_and_changes_is_no_reason_to_trace(
+    caplog: pytest.LogCaptureFixture, asked: bool
+) -> None:
+    class Leaf(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls = {"all": [0]}
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls["all"][0] += 1
+            if asked:
+                LEAF_CALLS["all"][0] += 1
+            return x if x.sum() > 1e9 else x * min(self.calls["all"][0], 1)
+
+    model = nn.Sequential(nn.Linear(4, 4), Leaf())
+    x = torch.randn(8, 4)
+    with (
+        caplog.at_level(logging.INFO, "fxpipe"),
+        fxpipe.compile(
+            model,
+            ["cpu"],
+            microbatches=2,
+            loss=F.mse_loss,
+            leaf_modules=["1"] if asked else [],
+        ) as pipe,
+    ):
+        for _ in range(3):
+            pipe.step(x, target=x)
+    assert "anew" not in caplog.text
+
+
+@pytest.mark.parametrize("tracer", ["export", "symbolic"])
+def test_a_leaf_module_that_is_replaced_counts(tracer: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 4))
+    x = torch.randn(8, 4)
+    options: dict[str, Any] = {"tracer": tracer, "leaf_modules": ["1"]}
+    with fxpipe.compile(model, ["cpu"], microbatches=2, loss=F.mse_loss, **options) as pipe:
+        pipe.step(x, target=x)
+        model[1] = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+        alone = copy.deepcopy(model)
+        loop.clear(model, alone)
+        made = pipe.step(x, target=x)
+    assert torch.equal(made, loop.train(alone, 2, x, loss=F.mse_loss, target=x).loss)
+    loop.assert_same(loop.gradients(model), loop.gradients(alone))
+
+
+def test_what_each_call_changes_inside_of_an_attribute_is_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+            self.counts = {"calls": [0]}
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.counts["calls"][0] += 1
+            made: Tensor = self.inner(x)
+            return made
+
+    x = torch.randn(8, 4)
+    with fxpipe.compile(Counts(), ["cpu"], microbatches=2, loss=F.mse_loss) as pipe:
+        for _ in range(2):
+            pipe.step(x, target=x)
+    assert caplog.text.count("Counts changes model.counts['calls'][0] itself") == 1
+    assert "anew" not in caplog.text
+
+
+def test_a_parameter_without_a_shape_gets_one_by_its_first_run() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 3))
+    x, target = torch.randn(8, 5), torch.randint(3, (8,))
+    with fxpipe.compile(model, ["cpu"], microbatches=2, loss=F.cross_entropy) as pipe:
+        made = pipe.step(x, target=target)
+    alone = copy.deepcopy(model)
+    loop.clear(alone)
+    assert torch.equal(made, loop.train(alone, 2, x, loss=F.cross_entropy, target=target).loss)
+    loop.assert_same(loop.gradients(model), loop.gradients(alone))
