@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 import fxpipe
 from examples.unet import UNet
-from tests.oracles.delayed_loop import Batch
+from tests.helpers.overlapping import ADAMW
+from tests.oracles.delayed_loop import MSE, Batch
 
 PLAIN: dict[str, Any] = {"microbatches": 4, "schedule": "2bw", "tracer": "symbolic"}
 """A checkpoint does not depend on how a model was traced, and this is 20 times as fast."""
@@ -86,6 +87,15 @@ def make(case: str, batches: int, samples: int) -> tuple[nn.Module, list[Batch]]
 def run(pipe: fxpipe.Pipeline, data: list[Batch]) -> list[float]:
     """The losses of batches."""
     return [float(pipe.step(x, target=y)) for x, y in data]
+
+
+def write_one(path: Path) -> Path:
+    """A checkpoint of three batches of the MLP, with AdamW."""
+    model, data = make("mlp", 3, 4)
+    with fxpipe.compile(model, 2, loss=MSE, optimizer=ADAMW, **PLAIN) as pipe:
+        run(pipe, data)
+        pipe.checkpoint(path)
+    return path
 
 
 def header_of(path: Path) -> Any:

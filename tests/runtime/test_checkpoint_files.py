@@ -25,7 +25,7 @@ import fxpipe
 from examples.unet import UNet
 from fxpipe.runtime.weights import checkpoint
 from fxpipe.runtime.weights.checkpoint import FORMAT
-from tests.helpers.checkpoints import PLAIN, Left, header_of, make, run, same, write_as
+from tests.helpers.checkpoints import PLAIN, Left, header_of, make, run, same, write_as, write_one
 from tests.helpers.overlapping import ADAMW, OPTIMIZERS, SGD
 from tests.oracles.delayed_loop import MSE, Factory
 
@@ -34,12 +34,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture
 def trained(tmp_path: Path) -> Path:
-    """A checkpoint of three batches of the MLP, with AdamW."""
-    model, data = make("mlp", 3, 4)
-    with fxpipe.compile(model, 2, loss=MSE, optimizer=ADAMW, **PLAIN) as pipe:
-        run(pipe, data)
-        pipe.checkpoint(tmp_path / "run")
-    return tmp_path / "run"
+    return write_one(tmp_path / "run")
 
 
 def refuse(

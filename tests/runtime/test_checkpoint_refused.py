@@ -17,7 +17,16 @@ from torch import nn
 
 import fxpipe
 from fxpipe.runtime.weights import checkpoint
-from tests.helpers.checkpoints import PLAIN, everything, header_of, make, run, same, write_as
+from tests.helpers.checkpoints import (
+    PLAIN,
+    everything,
+    header_of,
+    make,
+    run,
+    same,
+    write_as,
+    write_one,
+)
 from tests.helpers.overlapping import ADAMW
 from tests.oracles.delayed_loop import MSE
 
@@ -26,12 +35,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture
 def trained(tmp_path: Path) -> Path:
-    """A checkpoint of three batches of the MLP, with AdamW."""
-    model, data = make("mlp", 3, 4)
-    with fxpipe.compile(model, 2, loss=MSE, optimizer=ADAMW, **PLAIN) as pipe:
-        run(pipe, data)
-        pipe.checkpoint(tmp_path / "run")
-    return tmp_path / "run"
+    return write_one(tmp_path / "run")
 
 
 def places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:

@@ -21,6 +21,7 @@ import fxpipe.passes.tracing.trace
 from fxpipe.errors import ExecutionError, PartitionError
 from fxpipe.random.generators import mix
 from fxpipe.random.leaf_draws import SeededDraws, draw_from
+from tests.helpers.around import Around
 from tests.oracles import loop
 
 pytestmark = [
@@ -41,18 +42,6 @@ class Does(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         return self.function(self, x)
-
-
-class Around(nn.Module):
-    """Layers around another module."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.first, self.inner, self.last = nn.Linear(4, 4), inner, nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.last(self.inner(self.first(x)))
-        return y
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from torch.nn.functional import mse_loss
 
 import fxpipe
 from fxpipe.errors import TraceError
+from tests.helpers.around import Around
 from tests.oracles import loop
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -35,16 +36,6 @@ class Inner(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.layer(x)
         return self.function(self, y)
-
-
-class Net(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.first, self.inner, self.last = nn.Linear(4, 4), inner, nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.last(self.inner(self.first(x)))
-        return y
 
 
 def compiled(model: nn.Module, tracer: Any = "export", **options: Any) -> None:
@@ -136,7 +127,7 @@ def test_a_refusal_shows_the_line_the_construct_and_the_way_out(
         pytest.skip("what depends on values is called as it is, see test_rest.py")
     # in a submodule it is called as it is by both tracers
     inner = Inner(function)
-    model = inner if function in (branches, loops, array) else Net(inner)
+    model = inner if function in (branches, loops, array) else Around(inner)
     with pytest.raises(TraceError) as caught:
         compiled(model, tracer)
     message = str(caught.value)
@@ -151,7 +142,7 @@ def test_a_refusal_shows_the_line_the_construct_and_the_way_out(
 @tracers
 def test_two_traces_that_differ_are_told_with_the_line_where_they_part(tracer: str) -> None:
     with pytest.raises(TraceError, match=r"tracing is not deterministic.*leaf_modules=") as caught:
-        compiled(Net(Inner(counts_outside)), tracer)
+        compiled(Around(Inner(counts_outside)), tracer)
     assert f"cannot be traced at {__file__}:" in str(caught.value)
 
 
@@ -166,13 +157,13 @@ def test_the_way_out_leads_out(tracer: str, function: Any) -> None:
             pytest.skip("the check of the graph would see another result")
     if function in (counts, appends):
         inner.function = lambda self, y: (function(self, y), y)[1]
-    compiled(Net(inner), tracer, leaf_modules=["inner"])
+    compiled(Around(inner), tracer, leaf_modules=["inner"])
 
 
 def test_a_refused_model_keeps_its_python_state() -> None:
     inner = Inner(appends)
     with pytest.raises(TraceError):
-        compiled(Net(inner))
+        compiled(Around(inner))
     assert inner.log == []
 
 
@@ -183,7 +174,7 @@ def test_what_is_made_once_is_no_change() -> None:
             self.table["width"] = 4
         return y + self.kept
 
-    compiled(Net(Inner(makes)))
+    compiled(Around(Inner(makes)))
 
 
 def test_random_generators_are_as_before() -> None:
@@ -192,7 +183,7 @@ def test_random_generators_are_as_before() -> None:
 
     before = random.getstate()
     with pytest.raises(TraceError):
-        compiled(Net(Inner(draws)))
+        compiled(Around(Inner(draws)))
     assert random.getstate() == before
 
 
@@ -200,7 +191,7 @@ def test_an_index_by_tensors_depends_on_no_values_in_its_shape() -> None:
     def picks(self: Inner, y: Tensor) -> Tensor:
         return y[:, torch.tensor([3, 1, 2, 0])]
 
-    compiled(Net(Inner(picks)))
+    compiled(Around(Inner(picks)))
 
 
 class Graphs(nn.Module):
