@@ -29,7 +29,7 @@ def unet() -> Work:
 
 def transformer() -> Work:
     tokens = torch.randint(101, (8, 17))
-    model = GPT2(101, 16, 3, 32, 2)
+    model = GPT2(101, 16, 2, 32, 2)
     return model, tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), next_words
 
 

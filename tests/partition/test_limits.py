@@ -43,7 +43,7 @@ def unet() -> Case:
 
 def transformer() -> Case:
     tokens = torch.randint(101, (8, 17))
-    model = GPT2(101, 16, 3, 32, 2)
+    model = GPT2(101, 16, 2, 32, 2)
     return model, tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), next_words
 
 
@@ -103,7 +103,7 @@ def test_a_limit_is_kept_by_the_predicted_peak_or_refused(
         (layers, ["5"], PLAIN),
         (layers, ["5"], ADAM),
         (unet, ["ups"], PLAIN),
-        (transformer, ["blocks.2"], ADAM),
+        (transformer, ["blocks.1"], ADAM),
     ],
 )
 def test_a_named_cut_is_allowed_what_it_is_predicted_to_hold_and_no_byte_less(
@@ -236,7 +236,7 @@ def test_a_cut_that_only_its_count_forbids_is_predicted_once() -> None:
         (layers, ["5"], "1f1b", "never"),
         (unet, ["ups"], "gpipe", "never"),
         (unet, ["ups"], "gpipe", "always"),
-        (transformer, ["blocks.2"], "zb-h1", "never"),
+        (transformer, ["blocks.1"], "zb-h1", "never"),
     ],
 )
 def test_the_largest_micro_batch_is_taken_and_one_sample_more_is_refused(
@@ -282,7 +282,7 @@ def test_the_largest_micro_batch_is_taken_and_one_sample_more_is_refused(
 def test_what_a_refusal_proposes_is_enough(
     make: Any, schedule: str, part: float, cures: set[str]
 ) -> None:
-    at = {unet: ["ups"], transformer: ["blocks.2"], layers: ["5"]}[make]
+    at = {unet: ["ups"], transformer: ["blocks.1"], layers: ["5"]}[make]
     options = {"schedule": schedule, "optimizer": PLAIN}
     limits = [part * peak for peak in peaks(make, at=at, **options)]
     with pytest.raises(fxpipe.PartitionError) as refused:
