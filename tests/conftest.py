@@ -38,6 +38,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_configure() -> None:
+    if lost := [folder for folder in QUICK if not (TESTS / folder).is_dir()]:
+        raise pytest.UsageError(f"QUICK in {__file__} names folders that are not there: {lost}")
+
+
 def in_quick_folder(path: Path) -> bool:
     return any(path.is_relative_to(TESTS / folder) for folder in QUICK)
 
