@@ -217,7 +217,7 @@ def test_of_two_writers_at_once_both_succeed(
 
 KILLED = """
 import os, signal, sys
-from fxpipe.runtime import checkpoint
+from fxpipe.runtime.weights import checkpoint
 saved = checkpoint.read(sys.argv[1])
 checkpoint.save_file = lambda tensors, path, metadata: (
     path.write_bytes(b"half"), os.kill(os.getpid(), signal.SIGKILL)
