@@ -8,6 +8,14 @@ fewest bytes.
    too many, as in wide graphs, over those of a contracted graph: that gives better cuts and no
    bound, so where links or limits matter the gap may stay; it is told.
 3. Of the cuts within SLACK of the bound, the one that sends the fewest bytes.
+
+What each part is worth was measured on the models of the benchmarks in 2 to 8 stages, over links
+and within limits, on costs that were recorded once. Without contraction the slowest stage takes up
+to 22 % longer (T5 over links), without counting values as often as they are sent 15 % (a U-Net over
+links), without the search of small graphs 9 % (ViT over links), without the lattice of downsets 6 %
+(BART over links). Without packing, BART on equal devices loses its proof. Without the bound by a
+chain, U-Nets and GPT-2 take twice the time in eight stages, for where a model nearly is a chain it
+proves the first cut.
 """
 
 from __future__ import annotations
@@ -17,11 +25,10 @@ import math
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from fxpipe.passes.partition.solver.bound import chain_bound, lower_bound
+from fxpipe.passes.partition.solver.bound import chain_bound, lower_bound, memory_bound
 from fxpipe.passes.partition.solver.contract import contractions
 from fxpipe.passes.partition.solver.downsets import Search, TooManyError, downsets, pack
 from fxpipe.passes.partition.solver.lattice import Lattice
-from fxpipe.passes.partition.solver.memory_bound import memory_bound
 from fxpipe.passes.partition.solver.orders import orders
 from fxpipe.passes.partition.solver.resend import sent_apart
 from fxpipe.passes.partition.solver.runs import Runs, equal_runs

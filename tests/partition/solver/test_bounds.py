@@ -11,10 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxpipe.passes.partition.solver.blocks import Block, alone, latest_sources, trees
-from fxpipe.passes.partition.solver.bound import chain_bound, lower_bound
-from fxpipe.passes.partition.solver.memory_bound import memory_bound
-from fxpipe.passes.partition.solver.orders import densest_first
+from fxpipe.passes.partition.solver.bound import chain_bound, lower_bound, memory_bound
+from fxpipe.passes.partition.solver.orders import (
+    Block,
+    alone,
+    densest_first,
+    latest_sources,
+    trees,
+)
 from fxpipe.passes.partition.work import Machine, Transfer, Work
 from tests.helpers.works import MANY, chain, machines, works
 from tests.oracles.every_division import fits, legal, weighed
