@@ -6,10 +6,8 @@ from collections.abc import Iterator, Sequence
 from statistics import median
 
 from fxpipe.draw.chart import TICKS, nice_step
-from fxpipe.draw.marks import Marks, faults_of, mark
-from fxpipe.draw.schedule import default_steps
-from fxpipe.draw.timeline import Timeline, walk
-from fxpipe.draw.walk import Span
+from fxpipe.draw.marks import Marks
+from fxpipe.draw.timeline import Span, Timeline, timeline_of
 from fxpipe.errors import Fault, InputError
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import Task
@@ -59,10 +57,8 @@ def schedule_grid(
         raise InputError(f"steps is {steps}; show at least 1")
     if width is not None and width < _NARROWEST:
         raise InputError(f"width is {width}; a grid needs at least {_NARROWEST} characters")
-    marks = mark(faults_of(schedule) if faults is None else faults)
-    steps = 0 if marks.faults else default_steps(schedule) if steps is None else steps
-    timeline = walk(schedule, costs, steps=steps)
-    grid = _Grid(schedule, timeline, steps, marks)
+    timeline, count, marks = timeline_of(schedule, costs, steps, faults)
+    grid = _Grid(schedule, timeline, count, marks)
     lines = list(grid.bands(width))
     lines += [f"! {fault}" for fault in marks.faults]
     return "\n".join(line.rstrip() for line in lines)
@@ -71,7 +67,9 @@ def schedule_grid(
 class _Grid:
     """A timeline in columns of characters."""
 
-    def __init__(self, schedule: Schedule, timeline: Timeline, steps: int, marks: Marks) -> None:
+    def __init__(
+        self, schedule: Schedule, timeline: Timeline[Task], steps: int, marks: Marks
+    ) -> None:
         self._tags_stages = schedule.stages > schedule.devices
         self._steps = steps
         self._marks = marks

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fxpipe.draw.program_timeline import instruction_time, needs_of
-from fxpipe.draw.walk import Place, Walked, walk_rows
-from fxpipe.ir.program import COMPUTE, Barrier, Event, Instruction, Pause, Program
+from fxpipe.draw.timeline import Timeline, sketch
+from fxpipe.ir.program import COMPUTE, Barrier, Event, Instruction, Pause, Program, letter_of
+from fxpipe.ir.walk import Place, Wait, usual_cost, waits_of
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def lanes_of(program: Program) -> Lanes:
             positions = tuple(at for at, name in enumerate(streams) if name == stream)
             rows.append(Lane(device, stream, positions))
     at = {
-        (lane.device, position): (row, index)
+        Place(lane.device, position): Place(row, index)
         for row, lane in enumerate(rows)
         for index, position in enumerate(lane.positions)
     }
@@ -63,33 +63,37 @@ def _waits(program: Program, at: dict[Place, Place]) -> dict[Place, list[Place]]
     for device, launches in enumerate(program.launches):
         for position, launch in enumerate(launches):
             if launch.record is not None:
-                recorded[launch.record] = at[device, position]
+                recorded[launch.record] = at[Place(device, position)]
     # What an earlier step recorded is there already.
     return {
-        at[device, position]: [recorded[event] for event in launch.waits if event in recorded]
+        at[Place(device, position)]: [
+            recorded[event] for event in launch.waits if event in recorded
+        ]
         for device, launches in enumerate(program.launches)
         for position, launch in enumerate(launches)
         if launch.waits
     }
 
 
-def walk_lanes(program: Program, lanes: Lanes, mark: float) -> Walked[Instruction]:
+def sketch_lanes(program: Program, lanes: Lanes, mark: float) -> Timeline[Instruction]:
     """Run a program on paper, valid or not; its spans name the row and the position in it.
 
     Args:
         program: what to run.
-        lanes: its rows.
+        lanes: its rows. On a stream an arrival waits for events, and not for the send, which only
+            hands the value on.
         mark: the time of an instruction that computes nothing.
     """
-    needs = needs_of(program)
     rows = [[program.lists[lane.device][at] for at in lane.positions] for lane in lanes.rows]
-    needed: list[list[list[Place]]] = []
-    for row, lane in enumerate(lanes.rows):
-        own: list[list[Place]] = []
-        for index, position in enumerate(lane.positions):
-            meets = isinstance(program.lists[lane.device][position], Barrier | Pause)
-            found = needs[lane.device][position] if meets or not program.launches else []
-            own.append([lanes.at.get(place, place) for place in found])
-            own[-1] += lanes.waits.get((row, index), [])
-        needed.append(own)
-    return walk_rows(rows, lambda instruction: instruction_time(instruction, mark), needed)
+    waits: list[list[Wait]] = [[] for _ in rows]
+    for device, own in enumerate(waits_of(program)):
+        for position, *on in own:
+            x = program.lists[device][position]
+            if not program.launches or isinstance(x, Barrier | Pause):
+                row, index = lanes.at[Place(device, position)]
+                waits[row].append((index, *lanes.at[Place(*on)]))
+    for (row, index), sources in lanes.waits.items():
+        waits[row] += [(index, *source) for source in sources]
+    for own in waits:
+        own.sort()
+    return sketch(rows, lambda x: mark if letter_of(x) is None else usual_cost(x), waits)

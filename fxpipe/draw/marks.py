@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from fxpipe.draw.canvas import Look, text_width
 from fxpipe.draw.chart import Chart
 from fxpipe.draw.colours import FAINT, FAULT, PAPER
-from fxpipe.draw.walk import Place
 from fxpipe.errors import Fault, VerificationError
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
+from fxpipe.ir.walk import Place
 
 FAULTY = Look(PAPER, FAULT, 2.0)
 """A task or an instruction at fault; its own colour is kept where it runs at all."""
@@ -95,7 +95,7 @@ def mark(faults: Sequence[Fault]) -> Marks:
     rows: dict[int, list[int]] = defaultdict(list)
     for number, fault in enumerate(faults, start=1):
         if fault.device is not None and fault.position is not None:
-            at[fault.device, fault.position].append(number)
+            at[Place(fault.device, fault.position)].append(number)
         elif fault.device is not None:
             rows[fault.device].append(number)
     return Marks(

@@ -16,11 +16,11 @@ from fxpipe.draw.glyph import (
     arrow_entries,
     glyph,
 )
-from fxpipe.draw.lanes import Lane, Lanes, lanes_of, walk_lanes
+from fxpipe.draw.lanes import Lane, Lanes, lanes_of, sketch_lanes
 from fxpipe.draw.marks import FAULTY, GAP, NEVER, WAITING, Marks, faults_of, mark
 from fxpipe.draw.picture import Picture
 from fxpipe.draw.schedule import row_label
-from fxpipe.draw.walk import Place, Span, Walked
+from fxpipe.draw.timeline import Span, Timeline
 from fxpipe.errors import Fault
 from fxpipe.ir.program import (
     OPCODES,
@@ -33,6 +33,7 @@ from fxpipe.ir.program import (
     Send,
     Stash,
 )
+from fxpipe.ir.walk import Place
 from fxpipe.text.instruction import print_instruction
 
 DETAILED = 600
@@ -85,9 +86,9 @@ def draw_program(program: Program, *, faults: Sequence[Fault] | None = None) -> 
     count = sum(map(len, program.lists))
     unit = _unit(program)
     lanes = lanes_of(program)
-    walked = walk_lanes(program, lanes, _MARK / unit if count <= DETAILED else 0.0)
+    timeline = sketch_lanes(program, lanes, _MARK / unit if count <= DETAILED else 0.0)
     marks = _in_rows(marks, lanes)
-    spans = (*walked.spans, *walked.unrun)
+    spans = (*timeline.spans, *timeline.unrun)
     glyphs = [glyph(span.task, program) for span in spans]
     end = max((span.end for span in spans), default=0.0) or 1.0
     if count <= DETAILED:
@@ -102,7 +103,7 @@ def draw_program(program: Program, *, faults: Sequence[Fault] | None = None) -> 
         scale = _Scale(fitted, marks=False, arrows=count <= WITH_ARROWS)
     chart = Chart(
         Canvas("program"),
-        _title(program, walked, marks),
+        _title(program, timeline, marks),
         [marks.label(row, _row_label(program, lane)) for row, lane in enumerate(lanes.rows)],
         end,
         scale.fit.scale,
@@ -112,9 +113,9 @@ def draw_program(program: Program, *, faults: Sequence[Fault] | None = None) -> 
 
     nodes: dict[Instruction, tuple[Span[Instruction], str]] = {}
     drawn_at: dict[Place, tuple[Span[Instruction], str]] = {}
-    unrun, stuck = set(walked.unrun), set(walked.stuck)
+    unrun, stuck = set(timeline.unrun), set(timeline.stuck)
     for span, drawn in zip(spans, glyphs, strict=True):
-        place = (span.device, span.position)
+        place = Place(span.device, span.position)
         if span in unrun:
             drawn = replace(drawn, look=WAITING if span in stuck else NEVER)
         if place in marks.at:
@@ -253,7 +254,7 @@ def _in_rows(marks: Marks, lanes: Lanes) -> Marks:
         first.setdefault(lane.device, row)
     return Marks(
         marks.faults,
-        {lanes.at.get(place, (-1, -1)): numbers for place, numbers in marks.at.items()},
+        {lanes.at.get(place, Place(-1, -1)): numbers for place, numbers in marks.at.items()},
         {first[device]: found for device, found in marks.rows.items() if device in first},
     )
 
@@ -263,7 +264,7 @@ def _row_label(program: Program, lane: Lane) -> str:
     return f"{label} · {lane.stream}" if lane.stream else label
 
 
-def _title(program: Program, walked: Walked[Instruction], marks: Marks) -> str:
+def _title(program: Program, timeline: Timeline[Instruction], marks: Marks) -> str:
     count = sum(map(len, program.lists))
     parts = [
         f"program of {program.name}",
@@ -271,8 +272,8 @@ def _title(program: Program, walked: Walked[Instruction], marks: Marks) -> str:
         f"m = {program.microbatches}",
         f"{count} instruction{'' if count == 1 else 's'}",
     ]
-    if walked.stuck:
-        parts.append(f"STUCK: {len(walked.unrun)} never run")
+    if timeline.stuck:
+        parts.append(f"STUCK: {len(timeline.unrun)} never run")
     if marks.faults:
         parts.append(marks.count)
     return " · ".join(parts)

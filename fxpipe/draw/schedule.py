@@ -10,13 +10,13 @@ from fxpipe.draw.canvas import Canvas, Look
 from fxpipe.draw.chart import Chart, Entry, row_height
 from fxpipe.draw.colours import INK, PAPER
 from fxpipe.draw.fit import Fit, fit
-from fxpipe.draw.marks import FAULTY, GAP, NEVER, WAITING, Marks, faults_of, mark
+from fxpipe.draw.marks import FAULTY, GAP, NEVER, WAITING, Marks
 from fxpipe.draw.picture import Picture
-from fxpipe.draw.timeline import Timeline, walk
-from fxpipe.draw.walk import Span
+from fxpipe.draw.timeline import Span, Timeline, timeline_of
 from fxpipe.errors import Fault, InputError
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import KINDS, Task
+from fxpipe.ir.walk import Place
 from fxpipe.simulator.costs import Costs
 
 _STAGES_SHOWN = 6
@@ -51,12 +51,7 @@ def draw_schedule(
     """
     if steps is not None and steps < 1:
         raise InputError(f"steps is {steps}; draw at least 1")
-    marks = mark(faults_of(schedule) if faults is None else faults)
-    if marks.faults:
-        steps = 0  # Positions of faults are those of one window.
-    elif steps is None:
-        steps = default_steps(schedule)
-    timeline = walk(schedule, costs, steps=steps)
+    timeline, steps, marks = timeline_of(schedule, costs, steps, faults)
     boxes = boxes_of(schedule, steps)
     fitted = fit_timelines([(timeline, boxes)])
     chart = Chart(
@@ -75,16 +70,7 @@ def draw_schedule(
     return chart.canvas.picture
 
 
-def default_steps(schedule: Schedule) -> int:
-    """How many steps show what a schedule does; 0 for one window, where no batches overlap."""
-    return schedule.depth + 2 + max(schedule.delays, default=0) if _overlaps(schedule) else 0
-
-
-def _overlaps(schedule: Schedule) -> bool:
-    return schedule.depth > 0 or any(schedule.delays)
-
-
-def fit_timelines(drawn: Sequence[tuple[Timeline, Boxes]]) -> Fit:
+def fit_timelines(drawn: Sequence[tuple[Timeline[Task], Boxes]]) -> Fit:
     """The one scale at which these timelines are drawn.
 
     What comes once a step may be too short for its label, and does not widen the rest.
@@ -100,7 +86,9 @@ def fit_timelines(drawn: Sequence[tuple[Timeline, Boxes]]) -> Fit:
     return fit(found, end or 1.0, row_height(devices))
 
 
-def draw_tasks(chart: Chart, timeline: Timeline, boxes: Boxes, fitted: Fit, marks: Marks) -> bool:
+def draw_tasks(
+    chart: Chart, timeline: Timeline[Task], boxes: Boxes, fitted: Fit, marks: Marks
+) -> bool:
     """Draw the boxes of all tasks; returns whether all labels are whole."""
     whole = True
     stuck = set(timeline.stuck)
@@ -108,7 +96,7 @@ def draw_tasks(chart: Chart, timeline: Timeline, boxes: Boxes, fitted: Fit, mark
     told = len(timeline.spans) <= _TOLD
     for number, span in enumerate((*timeline.spans, *timeline.unrun)):
         time = span.end - span.start
-        place = (span.device, span.position)
+        place = Place(span.device, span.position)
         if time == 0 and place not in marks.at:
             continue
         look = boxes.look(span.task)
@@ -157,7 +145,7 @@ def row_label(placement: Sequence[int], device: int) -> str:
     return f"device {device} ({'stage' if len(held) == 1 else 'stages'} {shown})"
 
 
-def _title(schedule: Schedule, timeline: Timeline, steps: int, marks: Marks) -> str:
+def _title(schedule: Schedule, timeline: Timeline[Task], steps: int, marks: Marks) -> str:
     parts = [schedule.name, f"p = {schedule.devices}", f"m = {schedule.microbatches}"]
     if any(schedule.delays):
         delays = sorted(set(schedule.delays))
@@ -168,12 +156,12 @@ def _title(schedule: Schedule, timeline: Timeline, steps: int, marks: Marks) -> 
         parts.append(f"STUCK: {len(timeline.unrun)} tasks never run")
     if marks.faults:
         parts.append(marks.count)
-    if not timeline.unrun and not marks.faults:
+    if timeline.bubble is not None:
         parts.append(f"bubble {timeline.bubble:.1%}")
     return " · ".join(parts)
 
 
-def _caption(timeline: Timeline) -> str:
+def _caption(timeline: Timeline[Task]) -> str:
     """``time, with F = 1, B = 2``; where the stages differ, ``F = 1 to 1.5``."""
     times: dict[str, set[float]] = {letter: set() for letter in KINDS}
     for span in (*timeline.spans, *timeline.unrun):
@@ -186,7 +174,7 @@ def _caption(timeline: Timeline) -> str:
     return f"time, with {', '.join(shown)}" if shown else "time"
 
 
-def _legend(boxes: Boxes, timeline: Timeline, marks: Marks, whole: bool) -> list[Entry]:
+def _legend(boxes: Boxes, timeline: Timeline[Task], marks: Marks, whole: bool) -> list[Entry]:
     spans: list[Span[Task]] = [*timeline.spans, *timeline.unrun]
     entries = boxes.legend(span.task for span in spans)
     if marks.faults:

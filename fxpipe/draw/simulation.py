@@ -9,8 +9,7 @@ from fxpipe.draw.glyph import arrow, arrow_entries
 from fxpipe.draw.marks import mark
 from fxpipe.draw.picture import Picture
 from fxpipe.draw.schedule import draw_tasks, fit_timelines, row_labels
-from fxpipe.draw.timeline import Timeline
-from fxpipe.draw.walk import Span
+from fxpipe.draw.timeline import simulated
 from fxpipe.errors import InputError
 from fxpipe.ir.task import Task
 from fxpipe.simulator.events import Transfer
@@ -38,7 +37,7 @@ def draw_simulations(*simulations: Simulation) -> Picture:
         raise InputError("there is no simulation to draw; give at least one")
     measured = any(simulation.seconds for simulation in simulations)
     unit = _MILLISECONDS if measured else 1.0
-    drawn = [(_timeline(simulation, unit), _boxes(simulation)) for simulation in simulations]
+    drawn = [(simulated(simulation, unit), _boxes(simulation)) for simulation in simulations]
     fitted = fit_timelines(drawn)
     end = max(timeline.end for timeline, _ in drawn)
     canvas = Canvas("simulation")
@@ -68,14 +67,6 @@ def draw_simulations(*simulations: Simulation) -> Picture:
         entries.append(Entry("(labels that do not fit are left out)"))
     charts[-1].legend(below, entries)
     return canvas.picture
-
-
-def _timeline(simulation: Simulation, unit: float) -> Timeline:
-    spans = tuple(
-        Span(s.device, s.position, s.start * unit, s.end * unit, task_of(s.instruction))
-        for s in simulation.spans
-    )
-    return Timeline(simulation.devices, spans, ())
 
 
 def _boxes(simulation: Simulation) -> Boxes:

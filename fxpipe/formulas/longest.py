@@ -9,11 +9,11 @@ from functools import cached_property
 
 from fxpipe.errors import InputError
 from fxpipe.formulas.envelope import Vector, dot
-from fxpipe.ir.program import Barrier, Instruction, Program, letter_of
+from fxpipe.ir.program import Barrier, Instruction, Program, Turn, letter_of
 from fxpipe.ir.task import KINDS
+from fxpipe.ir.walk import waits_of, walk
 from fxpipe.simulator.costs import task_times
 from fxpipe.simulator.events import run
-from fxpipe.simulator.order import Order, find_order
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Paths:
             for letter, column in self.columns.items():
                 if once or KINDS[letter].per_microbatch:
                     costs[letter] = self._encoded(column, times)
-            events = run(self.program, self._order, task_times(self.program, costs))
+            events = run(self.program, self._turns, task_times(self.program, costs))
             self._known[times, once] = [list(map(int, own)) for own in events.ends]
         return self._known[times, once]
 
@@ -116,13 +116,13 @@ class Paths:
         ]
 
     @cached_property
-    def _order(self) -> Order:
-        order = find_order(self.program.lists)
-        if order.stuck:
+    def _turns(self) -> list[Turn]:
+        walked = walk([len(own) for own in self.program.lists], waits_of(self.program))
+        if walked.stuck:
             raise InputError(
                 f"program {self.program.name!r} gets stuck; Program.verify() tells why"
             )
-        return order
+        return walked.turns
 
     @property
     def _size(self) -> int:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
 from fxpipe.ir.instruction import (
@@ -161,14 +160,9 @@ class Program:
     @cached_property
     def turns(self) -> tuple[Turn, ...]:
         """Whose turn it is, one after another, where one thread runs the lists of all devices."""
-        from fxpipe.ir.dispatch import dispatch_order
+        from fxpipe.ir.walk import turns_of
 
-        at = [0] * self.devices
-        turns = []
-        for device, own in groupby(dispatch_order(self)):
-            at[device] += sum(1 for _ in own)
-            turns.append((device, at[device]))
-        return tuple(turns)
+        return turns_of(self)
 
     def _grouped(self, ends: list[int]) -> tuple[tuple[Edge, ...], ...]:
         groups: list[list[Edge]] = [[] for _ in range(self.stages)]

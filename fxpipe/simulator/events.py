@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import inf
 from typing import NamedTuple
@@ -12,9 +12,7 @@ from fxpipe.ir.program import (
     LETTERS,
     Barrier,
     Buffer,
-    Clip,
     Instruction,
-    Norm,
     Pause,
     Pop,
     Program,
@@ -22,9 +20,9 @@ from fxpipe.ir.program import (
     Run,
     Send,
     Stash,
+    Turn,
 )
 from fxpipe.simulator.costs import TASKS, Link, Links, Times
-from fxpipe.simulator.order import Order
 from fxpipe.simulator.sizes import Sizes
 
 
@@ -74,7 +72,7 @@ class Events:
 
 def run(
     program: Program,
-    order: Order,
+    turns: Iterable[Turn],
     times: Times,
     *,
     links: Links | None = None,
@@ -89,7 +87,7 @@ def run(
 
     Args:
         program: what runs; an instruction is written once in it.
-        order: its order.
+        turns: an order in which they can run.
         times: letter and stage → time.
         links: what transfers take; None for no time at all.
         overlap: whether a device computes while it sends. Without, it waits until the value has
@@ -107,16 +105,13 @@ def run(
     ways = _Ways(program, links, sizes)
     met: list[dict[type[Instruction], int]] = [{Barrier: 0, Pause: 0} for _ in lists]
     meetings: dict[tuple[type[Instruction], int], float] = {}
-    norms: dict[int, float] = {}
-    for device, first, stop in order.runs:
+    for device, stop in turns:
         starts, ends = events.starts[device], events.ends[device]
-        now = ends[first - 1] if first else 0
-        for position in range(first, stop):
+        now = events.free(device)
+        for position in range(len(ends), stop):
             instruction = lists[device][position]
             starts.append(now)
             if isinstance(instruction, TASKS):
-                if isinstance(instruction, Clip):
-                    starts[-1] = now = max(now, norms.get(instruction.batch, now))
                 now += times[LETTERS[type(instruction)], instruction.stage]
             else:
                 match instruction:
@@ -131,9 +126,6 @@ def run(
                             now = end
                     case Receive(buffer) | Pop(buffer):
                         now = max(now, transfers[buffer].end) + overhead
-                    case Norm(_, batch):
-                        now += overhead
-                        norms[batch] = max(now, norms.get(batch, now))
                     case Run(letter, stage):
                         now += times[letter, stage]
                     case Barrier() | Pause():

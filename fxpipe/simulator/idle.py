@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fxpipe.ir.program import Barrier, Clip, Pause, Pop, Receive, Send, Stash, letter_of
+from fxpipe.ir.program import Barrier, Pause, Pop, Receive, Send, Stash, letter_of
 from fxpipe.simulator.simulation import Simulation
 
 
@@ -22,8 +22,7 @@ class Idle:
         waiting: another device → waiting in between until that one has made what comes next.
         copying: another device → waiting in between for transfers from it, or to it where they
             do not overlap.
-        meeting: waiting in between until all devices have come to a barrier or a pause, or have
-            told the norms of their gradients.
+        meeting: waiting in between until all devices have come to a barrier or a pause.
         other: what is left: instructions that compute nothing, and, where it was measured, all
             that lies between two instructions.
     """
@@ -65,8 +64,6 @@ def _idle(simulation: Simulation, device: int) -> Idle:
     meeting: float = 0
     for position in range(first + 1, last):
         start, end = starts[position], ends[position]
-        if isinstance(own[position], Clip):
-            meeting += start - ends[position - 1]
         if end == start:
             continue
         match own[position]:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fxpipe.ir.program import Barrier, Buffer, Clip, Instruction, Norm, Pause, Pop, Receive
+from fxpipe.ir.program import Barrier, Buffer, Instruction, Pause, Pop, Receive
+from fxpipe.ir.walk import Place
 from fxpipe.simulator.events import Transfer
 from fxpipe.simulator.simulation import Simulation, Span
-
-Place = tuple[int, int]
-"""A device and a position in its list."""
 
 
 def critical_path(simulation: Simulation) -> tuple[Span | Transfer, ...]:
@@ -42,12 +40,6 @@ def _backwards(simulation: Simulation) -> Iterator[Span | Transfer]:
             case Barrier() | Pause():
                 device, position, met = meetings.latest(device, position)
                 yield from _if_long(here._replace(start=met))
-            case Clip(_, batch):
-                yield from _if_long(here)
-                before = events.ends[device][position - 1] if position else 0
-                if start > before:
-                    device, position = meetings.last_norm(batch)
-                    position += 1  # the norm itself is next
             case _:
                 yield from _if_long(here)
         position -= 1
@@ -71,35 +63,27 @@ def _before_on_link(simulation: Simulation) -> dict[Buffer, Buffer]:
 
 
 class _Meetings:
-    """The barriers, pauses and norms of all stages: who comes last to each."""
+    """The barriers and pauses: who comes last to each."""
 
     def __init__(self, simulation: Simulation) -> None:
         self._starts = simulation.events.starts
         self._of: dict[Place, tuple[type[Instruction], int]] = {}
-        self._ends = simulation.events.ends
-        self._norms: dict[int, list[Place]] = {}
         self._places: dict[tuple[type[Instruction], int], list[Place]] = {}
         for device, starts in enumerate(self._starts):
             count: dict[type[Instruction], int] = {Barrier: 0, Pause: 0}
             for position in range(len(starts)):
                 kind = type(simulation.program.lists[device][position])
-                if isinstance(x := simulation.program.lists[device][position], Norm):
-                    self._norms.setdefault(x.batch, []).append((device, position))
                 if kind in count:
                     meeting = kind, count[kind]
                     count[kind] += 1
-                    self._of[device, position] = meeting
-                    self._places.setdefault(meeting, []).append((device, position))
+                    self._of[Place(device, position)] = meeting
+                    self._places.setdefault(meeting, []).append(Place(device, position))
 
     def latest(self, device: int, position: int) -> tuple[int, int, float]:
         """The device that comes last to the meeting at a place, where there, and when.
 
         The device itself, where it is not earlier than the others.
         """
-        places = self._places[self._of[device, position]]
+        places = self._places[self._of[Place(device, position)]]
         last = max(places, key=lambda place: (self._starts[place[0]][place[1]], place[0] == device))
         return *last, self._starts[last[0]][last[1]]
-
-    def last_norm(self, batch: int) -> Place:
-        """The norm that the clips of a batch wait for."""
-        return max(self._norms[batch], key=lambda place: self._ends[place[0]][place[1]])

@@ -9,10 +9,10 @@ from fxpipe.ir.blocking import blocking
 from fxpipe.ir.program import Compute, Program
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.unroll import FURTHEST, unroll
+from fxpipe.ir.walk import waits_of, walk
 from fxpipe.simulator.chain import chain_program
 from fxpipe.simulator.costs import Costs, Links, task_times
 from fxpipe.simulator.events import run
-from fxpipe.simulator.order import find_order
 from fxpipe.simulator.simulation import Simulation, Span
 from fxpipe.simulator.sizes import Sizes
 from fxpipe.text.instruction import print_instruction
@@ -68,11 +68,13 @@ def simulate(
     if not isinstance(count, int):
         raise InputError(f"steps is {count!r}; give a whole number of at least 1")
     flat = program if count == usual == 1 else unroll(program, count)
-    order = find_order(flat.lists)
-    events = run(flat, order, times, links=links, overlap=overlap, overhead=overhead, sizes=sizes)
+    walked = walk([len(own) for own in flat.lists], waits_of(flat))
+    events = run(
+        flat, walked.turns, times, links=links, overlap=overlap, overhead=overhead, sizes=sizes
+    )
     stuck = tuple(
         Span(device, events.free(device), inf, flat.lists[device][at], at)
-        for device, at in sorted(order.stuck.items())
+        for device, (at, *_) in sorted(walked.stuck.items())
     )
     if stuck and not stuck_ok:
         first = stuck[0]

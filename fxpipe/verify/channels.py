@@ -22,11 +22,9 @@ from dataclasses import dataclass
 
 from fxpipe.errors import Fault, InputError
 from fxpipe.ir.program import Program
+from fxpipe.ir.walk import Wait, waits_of, walk
 from fxpipe.text.instruction import print_instruction
 from fxpipe.verify.facts import Facts, Move
-from fxpipe.verify.waits import Place, Wait, deadlock_faults
-
-Waits = list[list[Wait]]
 
 
 @dataclass(frozen=True)
@@ -46,23 +44,24 @@ class Unstuck:
             raise InputError(f"channel is {self.channel}; give at least 0, or None for no bound")
 
     def __call__(self, facts: Facts) -> Iterator[Fault]:
-        waits: Waits = [[] for _ in facts.program.lists]
+        lists = facts.program.lists
+        # what waits for ever, and what is out of order on one device, other rules report
+        waits = [
+            [wait for wait in own if wait[1] != device]
+            for device, own in enumerate(waits_of(facts.program))
+        ]
         for pair, received in facts.received.items():
             sent = facts.sent.get(pair, [])
-            yield from _receives(facts, pair, sent, received, waits)
+            yield from _too_late(facts, pair, sent, received)
             if self.channel is not None:
                 yield from _sends(facts, pair, sent, received, self.channel, waits)
-        _meetings(facts, waits)
-        _events(facts, waits)
         for own in waits:
             own.sort()
         cure = "send earlier or receive later on one of the devices of the circle"
         if self.channel is not None:
             cure += f", or let more than {self.channel} values be on their way between two devices"
-        yield from deadlock_faults(
-            waits,
-            lambda place: print_instruction(facts.program.lists[place.device][place.position]),
-            cure,
+        yield from walk(list(map(len, lists)), waits).faults(
+            lambda device, position: print_instruction(lists[device][position]), cure
         )
 
 
@@ -89,20 +88,15 @@ def _stuck(facts: Facts, channel: int) -> bool:
     return any(Unstuck(channel)(facts))
 
 
-def _receives(
-    facts: Facts, pair: tuple[int, int], sent: list[Move], received: list[Move], waits: Waits
+def _too_late(
+    facts: Facts, pair: tuple[int, int], sent: list[Move], received: list[Move]
 ) -> Iterator[Fault]:
-    """Receives wait for sends."""
+    """A value is sent in the step in which it is received, or before."""
     source, device = pair
     sends = {move.buffer: move for move in reversed(sent)}
     for move in received:
         send = sends.get(move.buffer)
-        if send is None:
-            continue  # reported as never sent
-        if send.batch == move.batch:
-            wait = Wait(Place(device, move.position), Place(source, send.position))
-            waits[device].append(wait)
-        elif send.batch < move.batch:
+        if send is not None and send.batch < move.batch:
             yield facts.fault(
                 device,
                 move.position,
@@ -118,7 +112,7 @@ def _sends(
     sent: list[Move],
     received: list[Move],
     channel: int,
-    waits: Waits,
+    waits: list[list[Wait]],
 ) -> Iterator[Fault]:
     """Sends wait for the receive that makes room: of the value as many sends ago as there is room.
 
@@ -135,7 +129,7 @@ def _sends(
         steps = windows + sent[index].batch - receive.batch
         position = receive.position - (channel == 0)
         if steps == 0 and position >= 0:
-            waits[device].append(Wait(Place(device, move.position), Place(target, position)))
+            waits[device].append((move.position, target, position))
         elif steps > 0:
             yield facts.fault(
                 device,
@@ -148,32 +142,3 @@ def _sends(
 
 def _later(steps: int) -> str:
     return "in the next step" if steps == 1 else f"{steps} steps later"
-
-
-def _meetings(facts: Facts, waits: Waits) -> None:
-    """Barriers and pauses wait for all devices."""
-    for meeting in zip(*facts.meetings, strict=False):
-        places = [Place(device, position) for device, (position, _) in enumerate(meeting)]
-        for here in places:
-            # A device arrives when it has passed what comes before.
-            waits[here.device].extend(
-                Wait(here, Place(there.device, there.position - 1))
-                for there in places
-                if there is not here and there.position > 0
-            )
-
-
-def _events(facts: Facts, waits: Waits) -> None:
-    """An instruction is launched when the events that it waits for have been recorded."""
-    launches = facts.program.launches
-    records: dict[int, Place] = {}
-    for device, own in enumerate(launches):
-        for position, launch in enumerate(own):
-            if launch.record is not None:
-                records.setdefault(launch.record.number, Place(device, position))
-    for device, own in enumerate(launches):
-        for position, launch in enumerate(own):
-            for event in launch.waits:
-                on = records.get(event.number)
-                if on is not None and on.device != device and event.batch == 0:
-                    waits[device].append(Wait(Place(device, position), on))

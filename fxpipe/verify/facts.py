@@ -30,8 +30,8 @@ from fxpipe.ir.program import (
     batch_of,
 )
 from fxpipe.ir.unroll import shifted
+from fxpipe.ir.walk import Place
 from fxpipe.text.instruction import print_instruction
-from fxpipe.verify.waits import Place
 
 
 class Move(NamedTuple):

@@ -36,10 +36,10 @@ from fxpipe.ir.program import (
 )
 from fxpipe.ir.task import KINDS
 from fxpipe.ir.value import HOST, Edge, stage_name
+from fxpipe.ir.walk import Place
 from fxpipe.text.edge import is_name
 from fxpipe.text.instruction import print_instruction
 from fxpipe.verify.spans import counts_faults
-from fxpipe.verify.waits import Place
 
 
 def frame_faults(program: Program) -> Iterator[Fault]:

@@ -15,12 +15,12 @@ A window repeats, step after step, and the rules hold for all steps though they 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from fxpipe.errors import Fault
 from fxpipe.ir.task import KINDS
-from fxpipe.verify.waits import Place, Wait, deadlock_faults
-from fxpipe.verify.window import Key, Spot, Window
+from fxpipe.ir.walk import Wait, needs_of, walk
+from fxpipe.verify.window import Spot, Window
 
 _LINES = {"F": "forwards", "B": "gradients", "W": "gradients"}
 """What takes the micro-batches in order: buffers such as BatchNorm's statistics are written, and
@@ -64,7 +64,7 @@ def _descents(window: Window, run: list[tuple[int, Spot]]) -> Iterator[Fault]:
 def dependencies(window: Window) -> Iterator[Fault]:
     """Run the rows against each other."""
     waits: list[list[Wait]] = [[] for _ in window.schedule.rows]
-    needs = _needs(window)
+    needs = needs_of(window.schedule)
     spots = window.spots
     for key, at in spots.items():
         late: Spot | None = None
@@ -76,14 +76,14 @@ def dependencies(window: Window) -> Iterator[Fault]:
                 if on.moment > (at if late is None else late).moment:
                     late = on
             elif on.batch == at.batch:
-                waits[at.device].append(Wait(Place(*at[:2]), Place(*on[:2])))
+                waits[at.device].append((at.position, on.device, on.position))
             elif on.batch < at.batch:
                 yield _too_early(window, at, on)
         if late is not None:
             yield _misplaced(window, at, late)
-    yield from deadlock_faults(
-        waits,
-        lambda place: str(window.schedule.rows[place.device][place.position]),
+    rows = window.schedule.rows
+    yield from walk(list(map(len, rows)), waits).faults(
+        lambda device, position: str(rows[device][position]),
         "reorder one of the devices of the circle",
     )
 
@@ -107,38 +107,6 @@ def _too_early(window: Window, at: Spot, on: Spot) -> Fault:
         f"position {on.position}",
         "let both stand for the same batch, or that one for a later batch",
     )
-
-
-def _needs(window: Window) -> Callable[[Key], list[Key]]:
-    """Task → the tasks of its batch that must come before it, if the schedule has them."""
-    kinds = window.schedule.kinds
-    near = {
-        letter: [
-            (before, there)
-            for befores, there in ((kind.follows, 0), (kind.previous, -1), (kind.next, 1))
-            for before in befores
-            if before in kinds
-        ]
-        for letter, kind in KINDS.items()
-    }
-    gathers = {k: [b for b in kind.gathers if b in kinds] for k, kind in KINDS.items()}
-    every = range(window.schedule.microbatches)
-    last, stages = window.schedule.microbatches - 1, range(window.schedule.stages)
-
-    def needs(key: Key) -> list[Key]:
-        letter, i, stage = key
-        if i is not None:
-            return [(before, i, stage + there) for before, there in near[letter]]
-        found: list[Key] = [
-            (before, j, stage)
-            for before, _ in near[letter]
-            for j in (every if KINDS[before].per_microbatch else (None,))
-        ]
-        # gradients are added in order: the last micro-batch's come last
-        found += [(before, last, s) for before in gathers[letter] for s in stages]
-        return found
-
-    return needs
 
 
 def gradients_used_up(window: Window) -> Iterator[Fault]:

@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator
 
 from fxpipe.errors import Fault, VerificationError
 from fxpipe.ir.program import Program
+from fxpipe.ir.walk import Place
 from fxpipe.torchtools.garbage import without_collection
 from fxpipe.verify import compute, flow, races, reads
 from fxpipe.verify.channels import Unstuck
 from fxpipe.verify.facts import Facts
 from fxpipe.verify.form import Form, frame_faults
-from fxpipe.verify.waits import Place
 
 Rule = Callable[[Facts], Iterator[Fault]]
 

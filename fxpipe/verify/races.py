@@ -48,6 +48,7 @@ from fxpipe.ir.program import (
 )
 from fxpipe.ir.task import KINDS
 from fxpipe.ir.value import HOST
+from fxpipe.ir.walk import waits_of, walk
 from fxpipe.text.instruction import print_instruction
 from fxpipe.verify.facts import Facts
 
@@ -132,38 +133,20 @@ class _Race:
         self.reads: defaultdict[Hashable, dict[int, Access]] = defaultdict(dict)
         self.ended: dict[Hashable, Access] = {}
         self.let_go: list[dict[int, Access]] = [{} for _ in self.program.lists]
-        self.sent: set[Buffer] = set()
         self.told: set[tuple[int, int, int, int]] = set()
 
     def run(self) -> Iterator[Fault]:
-        """Run all lists, each until it waits for what is not launched yet."""
+        """Run all lists, step after step; those that get stuck, for which ``recorded`` tells why,
+        up to there."""
         program = self.program
-        steps = program.depth + 2 if program.depth else 1
-        lengths = [len(own) for own in program.lists]
-        done = [0] * program.devices
-        moved = True
-        while moved:
-            moved = False
-            for device, length in enumerate(lengths):
-                while done[device] < steps * length:
-                    step, position = divmod(done[device], length)
+        walked = walk([len(own) for own in program.lists], waits_of(program))
+        for step in range(program.depth + 2 if program.depth and not walked.stuck else 1):
+            done = [0] * program.devices
+            for device, stop in walked.turns:
+                for position in range(done[device], stop):
                     launch = program.launches[device][position]
-                    if self._waits(step, program.lists[device][position], launch):
-                        break
                     yield from self._do(step, device, position, launch)
-                    done[device] += 1
-                    moved = True
-
-    def _waits(self, step: int, instruction: Instruction, launch: Launch) -> bool:
-        """Whether it cannot be launched yet."""
-        if isinstance(instruction, Receive | Pop):
-            buffer = _later(instruction.buffer, step)
-            if buffer.batch >= 0 and buffer not in self.sent:
-                return True
-        return any(
-            event.batch + step >= 0 and _event(event, step) not in self.events
-            for event in launch.waits
-        )
+                done[device] = stop
 
     def _do(self, step: int, device: int, position: int, launch: Launch) -> Iterator[Fault]:
         """Check an instruction and advance its stream."""
@@ -176,8 +159,6 @@ class _Race:
         here = Access(stream, clock[stream] + 1, device, position)
         if not isinstance(instruction, Send | Stash | Output | Barrier | Pause):
             yield from self._touch(step, instruction, clock, here)
-        if isinstance(instruction, Send | Stash):
-            self.sent.add(_later(instruction.buffer, step))
         clock[stream] += 1
         if launch.record is not None and self.awaited[launch.record.number]:
             event = _event(launch.record, step)

@@ -10,10 +10,8 @@ from typing import NamedTuple
 from fxpipe.errors import Fault, near
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import KINDS, Task, is_whole
+from fxpipe.ir.walk import Key
 from fxpipe.verify.spans import counts_faults
-
-Key = tuple[str, int | None, int]
-"""Kind, micro-batch and stage: one task of every batch."""
 
 
 class Spot(NamedTuple):

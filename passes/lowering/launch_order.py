@@ -8,7 +8,6 @@ from collections import deque
 from typing import NamedTuple
 
 from fxpipe.errors import InputError
-from fxpipe.ir.dispatch import usual_cost
 from fxpipe.ir.program import (
     Barrier,
     Buffer,
@@ -23,6 +22,7 @@ from fxpipe.ir.program import (
     Stash,
 )
 from fxpipe.ir.value import HOST
+from fxpipe.ir.walk import usual_cost
 
 Arrival = Load | Receive | Pop
 

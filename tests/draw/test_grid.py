@@ -12,11 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxpipe.draw.grid import schedule_grid
-from fxpipe.draw.timeline import walk
+from fxpipe.draw.timeline import timeline_of
 from fxpipe.errors import Fault, InputError
 from fxpipe.ir.recipe import Recipe
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import B, F, U
+from fxpipe.passes.schedule.add_clip import add_clip
 from fxpipe.schedules import gpipe, inference, one_f_one_b
 from fxpipe.simulator.costs import Costs
 
@@ -54,6 +55,17 @@ def test_stages_are_named_where_a_device_holds_several() -> None:
            0         2         4
         0: F0@0 .    F0@2 B0@2 .    B0@0
         1: .    F0@1 .    .    B0@1 .
+        """
+    )
+
+
+def test_a_clip_starts_when_all_stages_have_their_gradients() -> None:
+    grid = add_clip(one_f_one_b(2, 1)).grid(costs={"F": 1, "B": 2, "C": 1, "U": 1})
+    assert grid == drawn(
+        """
+           0     2     4     6
+        0: F0 .  .  .  B0--- C- U-
+        1: .  F0 B0--- .  .  C- U-
         """
     )
 
@@ -107,7 +119,7 @@ def test_tasks_stand_where_their_time_says(
 ) -> None:
     costs: Costs = {"F": forward, "B": backward, "U": 1}
     schedule = recipe(p, m)
-    timeline = walk(schedule, costs)
+    timeline, _, _ = timeline_of(schedule, costs)
     ruler, *rows = schedule.grid(costs=costs).splitlines()
     places = {}
     for span in timeline.spans:

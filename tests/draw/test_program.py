@@ -10,10 +10,10 @@ import pytest
 
 from fxpipe.draw.colours import BACKWARD, FAULT, FORWARD, GRADIENT, SKIP, UPDATE
 from fxpipe.draw.glyph import glyph
-from fxpipe.draw.lanes import lanes_of, walk_lanes
+from fxpipe.draw.lanes import lanes_of, sketch_lanes
 from fxpipe.draw.picture import Picture
 from fxpipe.draw.program import DETAILED, WITH_ARROWS, draw_program
-from fxpipe.draw.walk import Walked
+from fxpipe.draw.timeline import Timeline
 from fxpipe.errors import Fault
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import (
@@ -46,7 +46,7 @@ from fxpipe.passes.lowering.communicate import communicate
 from fxpipe.passes.lowering.free import free
 from fxpipe.passes.lowering.lower import Lower
 from fxpipe.passes.lowering.streams import Streams
-from fxpipe.schedules import gpipe, inference, one_f_one_b
+from fxpipe.schedules import gpipe, inference, one_f_one_b, two_bw
 from tests.helpers.plans import chain, skipping
 
 X = Buffer("in", "x", HOST, 0, 0)
@@ -80,8 +80,8 @@ def lowered(plan: Plan, schedule: Schedule, *, pause: bool = False) -> Program:
     return free(communicate(Lower(plan, pause=pause)(schedule)))
 
 
-def walk_program(program: Program) -> Walked[Instruction]:
-    return walk_lanes(program, lanes_of(program), 0.0)
+def walk_program(program: Program) -> Timeline[Instruction]:
+    return sketch_lanes(program, lanes_of(program), 0.0)
 
 
 def by_hand(*lists: tuple[Instruction, ...]) -> Program:
@@ -201,6 +201,11 @@ def test_a_program_that_never_ends_is_marked(rows: tuple[tuple[Instruction, ...]
     assert len(boxes) == sum(map(len, rows))
 
 
+def test_what_an_earlier_window_sent_is_there() -> None:
+    program = lowered(chain(2), two_bw(2, 2)).verify()
+    assert "STUCK" not in draw_program(program).source
+
+
 def test_a_stuck_instruction_is_marked_in_a_large_program_too() -> None:
     program = lowered(chain(4), one_f_one_b(4, 32))
     first = tuple(i for i in program.lists[0] if not isinstance(i, Send))
@@ -258,7 +263,7 @@ def test_streams_are_rows_and_events_arrows() -> None:
 def test_what_waits_for_an_event_starts_after_it() -> None:
     program = Streams()(lowered(chain(3), one_f_one_b(3, 4)))
     lanes = lanes_of(program)
-    spans = {(s.device, s.position): s for s in walk_lanes(program, lanes, 0.25).spans}
+    spans = {(s.device, s.position): s for s in sketch_lanes(program, lanes, 0.25).spans}
     assert len(spans) == sum(map(len, program.lists))
     for place, sources in lanes.waits.items():
         assert all(spans[source].end <= spans[place].start for source in sources)

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from fxpipe.draw.chart import nice_step
 from fxpipe.draw.colours import BACKWARD, FAULT, FORWARD, TASKS, UPDATE
 from fxpipe.draw.picture import Picture
-from fxpipe.draw.schedule import default_steps, draw_schedule
+from fxpipe.draw.schedule import draw_schedule
+from fxpipe.draw.timeline import default_steps
 from fxpipe.errors import Fault, InputError, VerificationError
 from fxpipe.ir.recipe import Recipe
 from fxpipe.ir.schedule import Schedule

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from fxpipe.ir.dispatch import dispatch_order
 from fxpipe.ir.plan import Stage
 from fxpipe.ir.program import (
     Barrier,
@@ -58,6 +57,16 @@ class Ran:
     state: dict[str, Tensor] = field(default_factory=dict)
 
 
+def dispatch_order(program: Program) -> tuple[int, ...]:
+    """The device of each instruction, where one thread takes all turns."""
+    at = [0] * program.devices
+    order: list[int] = []
+    for device, stop in program.turns:
+        order += [device] * (stop - at[device])
+        at[device] = stop
+    return tuple(order)
+
+
 class StreamMachine:
     """All devices of one run.
 
@@ -85,7 +94,7 @@ class StreamMachine:
             weights: parameters and buffers.
             layouts: of all values; filled by a run without a seed.
             seed: of all that is left to chance; None does each instruction when it is launched.
-            in_turn: whether one host thread launches, in the order of ``dispatch_order``.
+            in_turn: whether one host thread launches, in the order of ``Program.turns``.
             threads: whether each stream has a thread; else the order of their work is drawn, and
                 the seed alone decides what comes of it.
         """

@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxpipe
 from fxpipe.errors import InputError, VerificationError
-from fxpipe.ir.dispatch import dispatch_order
 from fxpipe.ir.program import (
     Barrier,
     Forward,
@@ -44,6 +43,7 @@ from tests.helpers.overlapping import OPTIMIZERS, compiled
 from tests.helpers.plans import chain, skipping
 from tests.helpers.profiles import DEEP
 from tests.helpers.tiny import Snapshot, batch
+from tests.oracles.stream_machine import dispatch_order
 from tests.passes.lowering.test_lower import plans, schedules
 from tests.passes.lowering.test_streams import LIBRARY, plain
 
@@ -140,7 +140,7 @@ def test_an_update_comes_after_those_that_it_awaits_whoever_is_slow(
     """A failure takes all stages back to one version, which each must still have."""
     costs: dict[Any, float] = {slow: 100.0}
     monkeypatch.setattr(
-        "fxpipe.ir.dispatch.usual_cost", lambda x: costs.get(getattr(x, "stage", None), 1.0)
+        "fxpipe.ir.walk.usual_cost", lambda x: costs.get(getattr(x, "stage", None), 1.0)
     )
     schedule = RECIPES["1f1b-async"].delayed(delay)(4, microbatches)
     assert schedule.versions().awaited
