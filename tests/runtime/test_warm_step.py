@@ -1,0 +1,76 @@
+"""What a step of something that is compiled already goes through: little of the library."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fxpipe
+
+ROOT = Path(fxpipe.__file__).parent.parent
+
+MOST = 24
+"""Files of the library that such a step calls functions of, in any thread."""
+
+
+class Entered:
+    """The files of the library whose functions are called, as long as ``on``."""
+
+    def __init__(self) -> None:
+        self.on = False
+        self.files: set[str] = set()
+
+    def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
+        path = Path(frame.f_code.co_filename)
+        if self.on and event == "call" and path.is_relative_to(ROOT):
+            name = path.relative_to(ROOT).as_posix()
+            if not name.startswith("tests/"):
+                self.files.add(name)
+
+    @contextmanager
+    def profiling(self) -> Iterator[None]:
+        """Threads that are started inside are watched as well."""
+        before = threading.getprofile(), sys.getprofile()
+        threading.setprofile(self)
+        sys.setprofile(self)
+        try:
+            yield
+        finally:
+            threading.setprofile(before[0])  # type: ignore[arg-type]
+            sys.setprofile(before[1])
+
+
+@pytest.mark.parametrize("dispatch", ["device", "thread"])
+def test_a_step_like_an_earlier_one_goes_through_few_files(dispatch: Any) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6))
+    x, y = torch.randn(8, 6), torch.randn(8, 6)
+    entered = Entered()
+    with (
+        entered.profiling(),
+        fxpipe.compile(
+            model,
+            ["cpu"] * 2,
+            microbatches=4,
+            partition=["2"],
+            loss=nn.functional.mse_loss,
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+            dispatch=dispatch,
+        ) as pipe,
+    ):
+        pipe.step(x, target=y)
+        entered.on = True
+        pipe.step(x, target=y)
+        entered.on = False
+    assert "fxpipe/runtime/interpreter.py" in entered.files
+    assert "fxpipe/kernels/graph.py" in entered.files
+    assert len(entered.files) <= MOST, sorted(entered.files)
