@@ -203,7 +203,9 @@ class FrontEnd:
         self, refusal: TraceError, args: tuple[Any, ...], kwargs: dict[str, Any], size: int
     ) -> Traced:
         """The model's graph up to a line of its own that cannot be traced; the rest is a leaf."""
-        calls = Calls(self.model, args, kwargs) if self.tracer == "export" else None
+        # what was asked for and cannot be called so is no line's fault
+        possible = self.tracer == "export" and refusal.where
+        calls = Calls(self.model, args, kwargs) if possible else None
         reached: list[str] = []
         begins = 0
 

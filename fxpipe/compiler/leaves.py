@@ -60,7 +60,7 @@ class Leaves:
         if isinstance(error, UnfitLeaf) and error.name in self.unasked:
             where, around = self.unasked[error.name], called(self._model, error)
             kind = type(self._model).__name__
-            error = TraceError(f"{kind} cannot be traced at {where}, and {error}")
+            error = TraceError(f"{kind} cannot be traced at {where}, and {error}", where)
         named = dict(self._model.named_modules())
         name = next((n for n in reversed(around) if n in named.keys() - self.modules.keys()), None)
         if name is None:
