@@ -99,11 +99,16 @@ class Report:
         for figure in self.figures:
             table.add_row(figure.name, str(figure))
         Console().print(table, *(grid.table() for grid in self.grids))
+        path = self.write(folder)
+        Console().print(f"Written to {path} and {path.with_suffix('.json').name}", soft_wrap=True)
+
+    def write(self, folder: Path) -> Path:
+        """Write it as Markdown, whose path it returns, and as JSON."""
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{self.name}-{self.machine.date}.md"
         path.write_text(self.markdown())
         path.with_suffix(".json").write_text(json.dumps(asdict(self), indent=2) + "\n")
-        Console().print(f"Written to {path} and {path.with_suffix('.json').name}", soft_wrap=True)
+        return path
 
 
 def timed(function: Callable[[], Result]) -> tuple[Result, float]:

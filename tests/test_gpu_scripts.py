@@ -13,18 +13,25 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.nn.functional import mse_loss
 
 import fxpipe
-from benchmarks.gpu import ablation, groups, memory, scaling, spin, stages
+from benchmarks.gpu import __main__ as calls
+from benchmarks.gpu import ablation, groups, memory, overlap, right, scaling, spin, stages
+from benchmarks.gpu.limited import limited
 from benchmarks.gpu.peer import Peer
-from benchmarks.gpu.setting import Setting, out_of_memory
+from benchmarks.gpu.setting import Setting
 from benchmarks.gpu.workloads import NAMES, balance, begins, fair, layers, workload
 from benchmarks.models.amoebanet import AmoebaNetD
 from benchmarks.models.gpt2 import GPT2
 from benchmarks.models.resnet import ResNet
 from benchmarks.models.unet import UNet
 from examples.plain import one_thread
+from fxpipe.ir.blocking import Arrival
+from fxpipe.ir.program import letter_of
+from fxpipe.ir.unroll import unroll
+from tests.helpers.eager_lanes import launched
 
 DRY = Setting(True, torch.device("cpu"), Path(), 0.0, 1)
 
@@ -33,8 +40,19 @@ RUNS: list[tuple[Callable[[Sequence[str]], int], str]] = [
     (stages.main, "--models gpt2 --stages 2"),
     (scaling.main, "--models gpt2 --devices 1 2 --microbatches 2"),
     (ablation.main, ""),
+    (overlap.main, "--models gpt2 --schedules 1f1b"),
     (memory.main, "--models gpt2 --schedules 2bw --modes always"),
 ]
+SCRIPTS = {
+    "ablation": ablation,
+    "memory": memory,
+    "overlap": overlap,
+    "right": right,
+    "scaling": scaling,
+    "spin": spin,
+    "stages": stages,
+}
+PARTS = [*calls.EVERYTHING, *itertools.chain(*calls.CALLS.values())]
 
 
 @pytest.fixture(autouse=True)
@@ -67,12 +85,229 @@ def test_without_cuda_a_script_says_so_in_one_line(capsys: pytest.CaptureFixture
     assert "no CUDA device" in told and "--dry-run" in told and told.count("\n") == 1
 
 
+def result(folder: Path) -> list[Any]:
+    """The tables of the one result that a folder holds."""
+    (path,) = folder.glob("*.json")
+    return [grid["rows"] for grid in json.loads(path.read_text())["grids"]]
+
+
 def test_rows_for_which_no_time_is_left_are_shown_and_fail(tmp_path: Path) -> None:
     given = ["--dry-run", "--minutes", "0", "--output", str(tmp_path), "--models", "gpt2"]
     assert stages.main(given) == 1
-    (path,) = tmp_path.glob("*.json")
-    rows = json.loads(path.read_text())["grids"][0]["rows"]
+    rows, missing = result(tmp_path)
     assert all(cell == "–" for row in rows for cell in row[2:])
+    assert missing == [[f"tiny GPT-2, p={p}", "no time was left"] for p in (1, 2)]
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no memory"), KeyError("any\n|kind")])
+def test_an_error_costs_its_row_alone_and_is_written_down(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure(work: Any, schedule: str, mode: str, *_: Any) -> memory.Row:
+        if schedule == "1f1b":
+            (first,) = result(tmp_path)  # what was measured before is published
+            assert [row[0] for row in first] == ["tiny GPT-2, gpipe, recompute never"]
+            raise error
+        return memory.Row(1, 1, 1)
+
+    monkeypatch.setattr(memory, "measure", measure)
+    given = ["--models", "gpt2", "--modes", "never", "--output", str(tmp_path), "--dry-run"]
+    assert memory.main(given) == 1
+    rows, ((row, why),) = result(tmp_path)
+    assert [row[-1] for row in rows] == ["+0.00 %", "–", "+0.00 %"]
+    assert row == "tiny GPT-2, 1f1b, recompute never"
+    assert why in ("OutOfMemoryError: no memory", r"KeyError: 'any\n/kind'")
+
+
+@pytest.mark.parametrize("part", PARTS, ids=[" ".join(part.words) for part in PARTS])
+def test_every_script_takes_the_arguments_that_it_is_given(
+    part: calls.Part, tmp_path: Path
+) -> None:
+    script, *own = part.words
+    given = [*own, "--dry-run", "--minutes", "0", "--output", str(tmp_path)]
+    assert SCRIPTS[script].main(given) == 1
+    assert all(why == "no time was left" for _, why in result(tmp_path)[-1])
+
+
+@pytest.mark.parametrize("call", calls.CALLS)
+def test_a_call_ends_in_time_though_every_script_takes_all_of_its_own(
+    call: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = 0.0
+
+    def take(command: Sequence[str], seconds: float) -> tuple[int | None, str]:
+        nonlocal now
+        assert 60 * float(command[-1]) < seconds  # there is time to end by itself
+        now += seconds
+        return None, ""
+
+    monkeypatch.setattr(calls, "limited", take)
+    monkeypatch.setattr(calls, "perf_counter", lambda: now)
+    assert calls.main([call]) == 1
+    assert now <= 570
+    assert capsys.readouterr().out.count("(killed after") == len(calls.CALLS[call])
+
+
+def test_a_script_that_fails_does_not_keep_the_next_from_running(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran: list[Sequence[str]] = []
+
+    def take(command: Sequence[str], seconds: float) -> tuple[int | None, str]:
+        ran.append(command)
+        return len(ran) % 2, ""
+
+    monkeypatch.setattr(calls, "limited", take)
+    assert calls.main(["--dry-run", "--output", str(tmp_path), "--minutes", "3"]) == 1
+    assert len(ran) == len(calls.EVERYTHING)
+    assert all("--dry-run" in command and command[-1] == "3.0" for command in ran)
+    assert "not whole: right (exit status 1)" in capsys.readouterr().out
+
+
+def test_a_process_is_killed_in_time_with_all_that_it_started() -> None:
+    assert limited(["sh", "-c", "echo begun; exit 3"], 600, stdout=-1) == (3, "begun\n")
+    status, output = limited(["sh", "-c", "echo begun; sleep 900 & wait"], 1, stdout=-1)
+    assert status is None and output in ("begun\n", "")
+
+
+def test_each_test_of_the_gpu_runs_by_itself(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "test_some.py"
+    file.write_text(
+        "import os, pytest, warnings\n"
+        "def test_right(): warnings.warn('a warning')\n"
+        "def test_wrong(): assert 1 == 2\n"
+        "def test_dead(): os._exit(139)\n"
+        "@pytest.mark.skip\ndef test_elsewhere(): pass\n"
+    )
+    given = ["--output", str(tmp_path), "--files", str(file), "no/such.py", "--seconds", "600"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(right, "OF_A_DRY_RUN", 1)
+        assert right.main(["--dry-run", *given]) == 1
+    rows, missing = result(tmp_path)
+    found = {name.rpartition("::")[2]: outcome for name, outcome, _ in rows}
+    assert found == {
+        "test_right": "passed",
+        "test_wrong": "failed",
+        "test_dead": "ended with 139",
+        "test_elsewhere": "skipped",
+    }
+    whys = {name.rpartition("::")[2]: why for name, why in missing}
+    assert whys["test_wrong"].endswith("assert 1 == 2") and "no/such.py" in whys["no/such.py"]
+
+
+class Beside(Setting):
+    """As on a GPU, as far as the script that is tried can tell."""
+
+    def synchronize(self) -> None:
+        """There is nothing to wait for."""
+
+
+@pytest.mark.parametrize("given", ["", "--dispatch thread", "--cuda-graphs"])
+def test_stages_are_launched_as_is_asked(
+    given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[dict[str, Any]] = []
+
+    def compiled(model: Any, devices: Any, **options: Any) -> Any:
+        found.append(options)
+        raise RuntimeError("that is all")
+
+    monkeypatch.setattr(fxpipe, "compile", compiled)
+    one = ["--models", "gpt2", "--stages", "1", "--output", str(tmp_path), *given.split()]
+    stages.main(["--dry-run", *one])
+    own = SimpleNamespace(
+        microbatches=2,
+        recompute="never",
+        schedule="1f1b",
+        dispatch="thread" if "thread" in given else "device",
+        cuda_graphs="graphs" in given,
+    )
+    with pytest.raises(RuntimeError, match="that is all"):
+        gpu = Beside(False, torch.device("cpu"), tmp_path, 0.0, 1)
+        stages.measure(workload("gpt2", DRY), 1, gpu, own)
+    dry, real = found
+    assert dry["dispatch"] == real["dispatch"] == own.dispatch
+    assert not dry["cuda_graphs"] and real["cuda_graphs"] == own.cuda_graphs
+
+
+def test_memory_is_measured_over_four_steps_that_all_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    within: list[int] = []
+
+    def peak(setting: Setting, step: Callable[[], Any]) -> int:
+        before = len(ran)
+        step()
+        within.append(len(ran) - before)
+        return 0
+
+    def step(pipe: fxpipe.Pipeline, *args: Any, **kwargs: Any) -> Any:
+        ran.append(pipe)
+        return plain(pipe, *args, **kwargs)
+
+    ran: list[fxpipe.Pipeline] = []
+    plain = fxpipe.Pipeline.step
+    monkeypatch.setattr(Setting, "peak", peak)
+    monkeypatch.setattr(fxpipe.Pipeline, "step", step)
+    memory.measure(workload("gpt2", DRY), "2bw", "never", 2, 4, DRY)
+    assert within == [4]
+
+
+def test_what_is_covered_is_counted_as_on_a_ruler() -> None:
+    dice = random.Random(0)
+
+    def draw() -> list[tuple[float, float]]:
+        starts = [dice.randrange(20) for _ in range(dice.randrange(5))]
+        return [(start, start + dice.randrange(6)) for start in starts]
+
+    for _ in range(200):
+        spans, by = draw(), draw()
+        marked = {at for start, end in by for at in range(int(start), int(end))}
+        wanted = sum(at in marked for start, end in spans for at in range(int(start), int(end)))
+        assert overlap.covered(spans, by) == wanted
+
+
+def test_copies_are_found_on_the_streams_that_only_copy() -> None:
+    def event(kind: str, stream: int, name: str, start: int, length: int) -> dict[str, Any]:
+        where = {"args": {"stream": stream}, "tid": stream, "pid": 0}
+        return {"ph": "X", "cat": kind, "name": name, "ts": start, "dur": length, **where}
+
+    events = [
+        event("kernel", 7, "gemm", 0, 10),
+        event("gpu_memcpy", 7, "Memcpy DtoD", 10, 5),  # in the middle of what is computed
+        event("kernel", 7, "direct_copy_kernel", 15, 5),
+        event("kernel", 9, "relu", 15, 5),
+        event("gpu_memcpy", 13, "Memcpy HtoD", 8, 4),
+        event("kernel", 17, "void at::native::direct_copy_kernel_cuda", 18, 4),
+        event("cpu_op", 13, "aten::mm", 0, 99),
+        {"ph": "M", "name": "process_name"},
+    ]
+    lanes = overlap.lanes_of(events)
+    assert {lane.name: (len(lane.copies), len(lane.kernels)) for lane in lanes} == {
+        "7": (2, 1),
+        "9": (0, 1),
+        "13": (1, 0),
+        "17": (1, 0),
+    }
+    found = overlap.under(lanes)
+    assert found.copies == pytest.approx(8e-6) and found.under == pytest.approx(4e-6)
+
+
+def test_arrivals_are_held_against_the_tasks_of_their_own_device() -> None:
+    pipe, _ = launched(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)), 2, partition=["1"])
+    with pipe:
+        pipe.step(torch.rand(4, 4), target=torch.tensor([0, 1, 2, 0]))
+        flat = unroll(pipe.program, 1)
+    assert flat.launches
+    times: list[list[int]] = []
+    for own in flat.lists:  # all tasks from 0 to 100, all arrivals from 40 to 140 and the rest
+        times.append([])
+        for instruction in own:
+            times[-1] += (0, 100) if letter_of(instruction) else (40, 140)
+    arrivals = sum(isinstance(i, Arrival) for own in flat.lists for i in own)
+    found = overlap.arrivals_under_tasks(flat, times)
+    assert arrivals and found.copies == pytest.approx(arrivals * 100e-9)
+    assert found.share == pytest.approx(0.6)
 
 
 def test_models_have_as_many_parameters_as_the_papers_say() -> None:
@@ -155,13 +390,6 @@ def test_memory_of_devices_together_is_counted_at_one_time() -> None:
     assert memory.together(apart) == 22
     at_once = simulation([[0.0, 2.0], [1.0, 3.0]], [[10, 2], [20, 3]])
     assert memory.together(at_once) == 30
-
-
-def test_a_lack_of_memory_is_found_behind_other_errors() -> None:
-    error = RuntimeError("stage 1")
-    error.__cause__ = torch.OutOfMemoryError("no memory")
-    assert out_of_memory(error)
-    assert not out_of_memory(RuntimeError("no memory"))
 
 
 class Driver(ModuleType):

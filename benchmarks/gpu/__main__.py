@@ -1,37 +1,102 @@
-"""Run all GPU scripts, a process each; arguments are handed to every one.
+"""Run GPU scripts, a process each, which is ended when its time is up.
 
-Run it with ``python -m benchmarks.gpu``, or ``python -m benchmarks.gpu --dry-run``.
+``python -m benchmarks.gpu`` runs all of them; ``python -m benchmarks.gpu right`` runs those of one
+call, in less than ten minutes. ``--dry-run`` tries either on CPU devices.
 """
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Sequence
+from time import perf_counter
+from typing import NamedTuple
 
+from benchmarks.gpu.limited import limited
+from benchmarks.gpu.setting import arguments
 from benchmarks.gpu.workloads import NAMES
 
-COMMANDS: tuple[tuple[str, ...], ...] = (
-    ("spin",),
-    *(("stages", "--models", name) for name in NAMES),
-    *(("scaling", "--models", name) for name in ("unet", "amoebanet")),
-    ("ablation",),
-    *(("memory", "--models", name) for name in ("unet", "gpt2")),
+MINUTES = 9.5
+"""The most that a call takes."""
+
+
+class Part(NamedTuple):
+    """A script and how long it may take.
+
+    Attributes:
+        words: the script and its arguments.
+        minutes: after which it begins no more rows.
+        grace: minutes that it has for the row which it is at then.
+    """
+
+    words: tuple[str, ...]
+    minutes: float
+    grace: float
+
+
+def part(words: str, minutes: float = 6.5, grace: float = 1.0) -> Part:
+    return Part(tuple(words.split()), minutes, grace)
+
+
+EVERYTHING = (
+    part("right", grace=2.0),
+    part("spin"),
+    *(part(f"stages --models {name}") for name in NAMES),
+    part("overlap"),
+    *(part(f"scaling --models {name}") for name in ("unet", "amoebanet")),
+    part("ablation"),
+    *(part(f"memory --models {name}") for name in ("unet", "gpt2")),
 )
-"""Each takes a few minutes at most."""
+
+CALLS = {
+    "right": (part("right", 7.5, grace=2.0),),
+    "speed": (
+        part("spin", 1.5),
+        part("stages --models gpt2 --dispatch thread", 2.5),
+        part("stages --models unet --batch 32 --stages 1 2 8", 2.5),
+    ),
+    "overlap": (
+        part("overlap", 1.5),
+        part("scaling --models unet --devices 1 8 --microbatches 32", 2.0),
+        part("ablation", 3.0),
+    ),
+    "memory": tuple(
+        part(f"memory --models {name} --schedules 1f1b 2bw --modes never always", 3.5)
+        for name in ("gpt2", "unet")
+    ),
+}
+"""The first half hour on a GPU, a question each: are results right, how fast is it, what of the
+copies is hidden and how does it scale, and is memory as predicted?"""
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0 if all of them gave it."""
-    handed = sys.argv[1:] if given is None else given
+    """Returns the exit status: 0 if all scripts gave it."""
+    parser = arguments(str(__doc__).partition("\n")[0])
+    parser.set_defaults(minutes=None)
+    parser.add_argument("call", nargs="?", choices=CALLS, help="by default all scripts are run")
+    own = parser.parse_args(given)
+    handed = ["--rounds", str(own.rounds), *(["--dry-run"] if own.dry_run else [])]
+    if own.output is not None:
+        handed += ["--output", str(own.output.resolve())]
+    start = perf_counter()
     failed = []
-    for script, *own in COMMANDS:
-        words = [script, *own]
-        print(" ".join(words), flush=True)
-        command = [sys.executable, "-m", f"benchmarks.gpu.{script}", *own, *handed]
-        if subprocess.run(command).returncode:
-            failed.append(" ".join(words))
-    print("failed: " + "; ".join(failed) if failed else "all done")
+    for words, usual, grace in CALLS.get(own.call, EVERYTHING):
+        name = " ".join(words)
+        minutes = usual if own.minutes is None else own.minutes
+        limit = minutes + grace
+        if own.call is not None:
+            limit = min(limit, MINUTES - (perf_counter() - start) / 60)
+        if limit <= 0:
+            failed.append(f"{name} (no time was left)")
+            continue
+        print(name, flush=True)
+        module, *arguments_ = words
+        command = [sys.executable, "-m", f"benchmarks.gpu.{module}", *arguments_, *handed]
+        status, _ = limited([*command, "--minutes", str(minutes)], 60 * limit)
+        if status is None:
+            failed.append(f"{name} (killed after {limit:.1f} minutes)")
+        elif status:
+            failed.append(f"{name} (exit status {status})")
+    print("not whole: " + "; ".join(failed) if failed else "all done")
     return 1 if failed else 0
 
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 import fxpipe
 from benchmarks.gpu.groups import Groups, GroupsError, split
+from benchmarks.gpu.rows import Rows
 from benchmarks.gpu.setting import HOW, Setting, add_dispatch, arguments, read
 from benchmarks.gpu.workloads import Workload, balance, begins, layers, workload
 from benchmarks.models.unet import UNet
@@ -135,17 +136,6 @@ def main(given: Sequence[str] | None = None) -> int:
     except GroupsError as error:
         print(error, file=sys.stderr)
         return 2
-    figures: list[Figure] = []
-    cells: list[tuple[str, ...]] = []
-    missing = 0
-    for variant in VARIANTS:
-        found = setting.row(partial(measure, variant, work, groups, parts, setting, own))
-        missing += found is None
-        if found is None:
-            cells.append((variant.name, "–", "–"))
-            continue
-        figures.append(Figure(f"{variant.name}: throughput", found[0], "samples/s"))
-        cells.append((variant.name, f"{found[0]:.4g}", f"{found[1] / 2**30:.3f} GiB"))
     settings: dict[str, str | int] = {
         "model": work.name,
         "batch": work.batch,
@@ -157,10 +147,20 @@ def main(given: Sequence[str] | None = None) -> int:
         "skips handed on": "each stage copies them once, besides the copy between devices",
         "memory": "the peak of a step on the whole GPU, by torch's allocator",
     }
-    grid = Grid(("variant", "samples a second", "memory"), cells)
     title = "U-Net without and with overlapped copies, direct skips and CUDA graphs"
-    setting.publish("ablation", title, settings, figures, [grid])
-    return 1 if missing else 0
+    rows = Rows(setting, "ablation", title, settings)
+    cells: list[tuple[str, ...]] = []
+    rows.grids.append(Grid(("variant", "samples a second", "memory"), cells))
+    for variant in VARIANTS:
+        run = partial(measure, variant, work, groups, parts, setting, own)
+        found = rows.measure(variant.name, run)
+        if found is None:
+            cells.append((variant.name, "–", "–"))
+        else:
+            rows.figures.append(Figure(f"{variant.name}: throughput", found[0], "samples/s"))
+            cells.append((variant.name, f"{found[0]:.4g}", f"{found[1] / 2**30:.3f} GiB"))
+        rows.publish()
+    return rows.end()
 
 
 def measure(

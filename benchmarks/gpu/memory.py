@@ -12,11 +12,13 @@ import heapq
 import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
 
 import fxpipe
+from benchmarks.gpu.rows import Rows
 from benchmarks.gpu.setting import Setting, arguments, read
 from benchmarks.gpu.workloads import NAMES, Workload, workload
 from benchmarks.report import Figure, Grid
@@ -25,7 +27,11 @@ from fxpipe.simulator import Simulation
 SCHEDULES = ("gpipe", "1f1b", "2bw")
 MODES = ("never", "except_last", "always")
 STEADY = 3
-"""Steps before the measured one: what is allocated once is there, and batches overlap."""
+"""Steps before the measured ones: what is allocated once is there."""
+
+STEPS = 4
+"""Steps that are measured, and the flush after them: under 2BW a step returns before it is
+launched, and the devices hold the most while batches overlap."""
 
 Adam = partial(torch.optim.Adam, lr=1e-4)
 
@@ -50,36 +56,33 @@ def main(given: Sequence[str] | None = None) -> int:
     setting, own = read(parser, given)
     stages = own.stages or (2 if setting.dry_run else 4)
     parts = own.microbatches or (4 if setting.dry_run else 8)
-    figures: list[Figure] = []
-    cells: list[tuple[str, ...]] = []
-    missing = 0
-    for name in own.models:
-        work = workload(name, setting, own.batch)
-        for schedule in own.schedules:
-            for mode in own.modes:
-                what = f"{work.name}, {schedule}, recompute {mode}"
-                row = setting.row(partial(measure, work, schedule, mode, stages, parts, setting))
-                missing += row is None
-                if row is None:
-                    cells.append((what, "–", "–", "–", "–"))
-                    continue
-                error = row.predicted / row.measured - 1 if row.measured else None
-                if error is not None:
-                    figures.append(Figure(f"{what}: predicted above measured", 100 * error, "%"))
-                cells.append((what, *map(_mebibytes, row), _percent(error)))
     settings: dict[str, str | int] = {
         "batches": ", ".join(str(workload(n, setting, own.batch).batch) for n in own.models),
         "stages": f"{stages}, all on one device",
         "micro-batches": parts,
         "optimizer": "Adam",
-        "measured": "the allocator's peak in a step, less what was there before the model",
-        "predicted": "of all devices together, at the worst moment of the simulated step",
+        "measured": f"the allocator's peak in {STEPS} steps and their flush, less what was there "
+        "before the model",
+        "predicted": f"of all devices together, at the worst moment of {STEPS} simulated steps",
     }
     heads = ("model, schedule", "predicted", "sum of the devices' peaks", "measured", "error")
     name = "-".join(["memory", *own.models])
-    title = "Memory, predicted and measured"
-    setting.publish(name, title, settings, figures, [Grid(heads, cells)])
-    return 1 if missing else 0
+    rows = Rows(setting, name, "Memory, predicted and measured", settings)
+    cells: list[tuple[str, ...]] = []
+    rows.grids.append(Grid(heads, cells))
+    for model, schedule, mode in product(own.models, own.schedules, own.modes):
+        work = workload(model, setting, own.batch)
+        what = f"{work.name}, {schedule}, recompute {mode}"
+        row = rows.measure(what, partial(measure, work, schedule, mode, stages, parts, setting))
+        if row is None:
+            cells.append((what, "–", "–", "–", "–"))
+        else:
+            error = row.predicted / row.measured - 1 if row.measured else None
+            if error is not None:
+                rows.figures.append(Figure(f"{what}: predicted above measured", 100 * error, "%"))
+            cells.append((what, *map(_mebibytes, row), _percent(error)))
+        rows.publish()
+    return rows.end()
 
 
 def measure(
@@ -97,11 +100,16 @@ def measure(
         optimizer=Adam,
         recompute=mode,
     ) as pipe:
-        for _ in range(STEADY):
-            pipe.step(x, target=y)
+
+        def train(steps: int) -> None:
+            for _ in range(steps):
+                pipe.step(x, target=y)
+            pipe.flush()
+
+        train(STEADY)
         setting.tidy()
-        measured = setting.peak(lambda: pipe.step(x, target=y)) - before
-        simulation = pipe.simulate()
+        measured = setting.peak(partial(train, STEPS)) - before
+        simulation = pipe.simulate(steps=STEPS)
         peaks = sum(memory.peak for memory in simulation.memory)
         return Row(together(simulation), peaks, measured)
 

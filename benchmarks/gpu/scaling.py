@@ -8,15 +8,16 @@ Run it with ``python -m benchmarks.gpu.scaling``; see the README beside it.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
-from torch import Tensor
 
 import fxpipe
 from benchmarks.gpu.groups import Groups, GroupsError, split
+from benchmarks.gpu.rows import Rows
 from benchmarks.gpu.setting import HOW, Setting, add_dispatch, arguments, read
 from benchmarks.gpu.workloads import NAMES, Workload, workload
 from benchmarks.report import Figure, Grid
@@ -28,7 +29,7 @@ SECONDS = 8.0
 
 SGD = partial(torch.optim.SGD, lr=1e-4)
 Cells = dict[tuple[int, int], float | None]
-"""Micro-batches and devices → samples a second; None where no memory or no time was left."""
+"""Micro-batches and devices → samples a second; None where it is not measured."""
 
 
 def main(given: Sequence[str] | None = None) -> int:
@@ -49,22 +50,6 @@ def main(given: Sequence[str] | None = None) -> int:
     except GroupsError as error:
         print(error, file=sys.stderr)
         return 2
-    figures: list[Figure] = []
-    grids: list[Grid] = []
-    missing = 0
-    for name in own.models:
-        work = workload(name, setting, own.batch)
-        cells = fill(work, counts, parts, groups, setting, own)
-        missing += sum(rate is None for rate in cells.values())
-        grids += tables(work, cells, counts, parts)
-        most, last = parts[-1], counts[-1]
-        found, one = cells[most, last], cells.get((most, counts[0]))
-        if found and one:
-            told = f"{work.name}: n={last}, m={most} over n={counts[0]}, m={most}"
-            figures += [
-                Figure(told, found / one),
-                Figure(f"{told}, ideal", ideal(last, most) / ideal(counts[0], most)),
-            ]
     settings: dict[str, str | int] = {
         "batches": ", ".join(str(workload(n, setting, own.batch).batch) for n in own.models),
         "groups": f"{counts[-1]} of {groups.multiprocessors} multiprocessors, {groups.how}",
@@ -72,11 +57,25 @@ def main(given: Sequence[str] | None = None) -> int:
         "launched by": HOW[own.dispatch],
         "recomputation": own.recompute,
         "balance": "fxpipe's own",
-        "cells": "–: no memory or no time was left",
+        "cells": "–: not measured",
     }
     name = "-".join(["scaling", *own.models])
-    setting.publish(name, "One GPU split into virtual devices", settings, figures, grids)
-    return 1 if missing else 0
+    rows = Rows(setting, name, "One GPU split into virtual devices", settings)
+    for model in own.models:
+        work = workload(model, setting, own.batch)
+        before = list(rows.grids)
+        for cells in fill(work, counts, parts, groups, setting, own, rows):
+            rows.grids = before + tables(work, cells, counts, parts)
+            rows.publish()
+        most, last = parts[-1], counts[-1]
+        found, one = cells[most, last], cells[most, counts[0]]
+        if found and one:
+            told = f"{work.name}: n={last}, m={most} over n={counts[0]}, m={most}"
+            rows.figures += [
+                Figure(told, found / one),
+                Figure(f"{told}, ideal", ideal(last, most) / ideal(counts[0], most)),
+            ]
+    return rows.end()
 
 
 def fill(
@@ -86,29 +85,34 @@ def fill(
     groups: Groups,
     setting: Setting,
     own: Any,
-) -> Cells:
-    """Measure every cell, those with the most micro-batches first: the targets are among them."""
-    x, y = (value.to(setting.device) for value in work.draw(work.batch))
-    cells: Cells = {}
+    rows: Rows,
+) -> Iterator[Cells]:
+    """Measure every cell, those with the most micro-batches first: the targets are among them.
+
+    Yields:
+        The cells, after each that is filled.
+    """
+    cells: Cells = dict.fromkeys(product(parts, counts))
     for microbatches in reversed(parts):
         for count in (counts[0], *reversed(counts[1:])):
             devices = groups.devices[:count]
-            cells[microbatches, count] = setting.row(
-                partial(rate, work, devices, microbatches, x, y, setting, own)
+            cells[microbatches, count] = rows.measure(
+                f"{work.name}: n={count}, m={microbatches}",
+                partial(rate, work, devices, microbatches, setting, own),
             )
-    return cells
+            yield cells
 
 
 def rate(
     work: Workload,
     devices: Sequence[Any],
     microbatches: int,
-    x: Tensor,
-    y: Tensor,
     setting: Setting,
     own: Any,
 ) -> float:
     """Samples a second."""
+    torch.manual_seed(0)
+    x, y = (value.to(setting.device) for value in work.draw(work.batch))
     with fxpipe.compile(
         work.model().to(setting.device),
         devices,

@@ -1,27 +1,22 @@
-"""What the GPU scripts share: their arguments, their devices, how they take time, their report."""
+"""What the GPU scripts share: their arguments, their devices, how they take time."""
 
 from __future__ import annotations
 
 import argparse
 import gc
-import importlib.metadata
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import Any, TypeVar, get_args
+from typing import Any, get_args
 
 import torch
 
-from benchmarks.machine import describe
-from benchmarks.report import RESULTS, Figure, Grid, Report
-from fxpipe.errors import ExecutionError
+from benchmarks.report import RESULTS
 from fxpipe.runtime.choice import Dispatch
-
-T = TypeVar("T")
 
 WARM_UP = 3
 LEAST = 3
@@ -102,47 +97,13 @@ class Setting:
         self.synchronize()
         return 0 if self.dry_run else torch.cuda.max_memory_allocated(self.device)
 
-    def row(self, measure: Callable[[], T]) -> T | None:
-        """What is measured, or None where the time is up or the device has too little memory."""
-        if self.over:
-            return None
-        try:
-            return measure()
-        except (RuntimeError, ExecutionError) as error:
-            if not out_of_memory(error):
-                raise
-            return None
-        finally:
-            self.tidy()
-
     def tidy(self) -> None:
-        """Give back what earlier rows have left."""
+        """Give back what earlier rows have left, what libraries keep to work in among it."""
         gc.collect()
         if not self.dry_run:
+            if clear := getattr(torch._C, "_cuda_clearCublasWorkspaces", None):
+                clear()
             torch.cuda.empty_cache()
-
-    def publish(
-        self,
-        name: str,
-        title: str,
-        settings: Mapping[str, str | int],
-        figures: Sequence[Figure],
-        grids: Sequence[Grid] = (),
-    ) -> None:
-        """Write the result file, with all that the figures depend on."""
-        common = {
-            "versions": ", ".join(
-                f"{package} {_version(package)}"
-                for package in ("fxpipe", "torchgpipe", "cuda-bindings")
-            ),
-            "matrix products": f"float32, precision {torch.get_float32_matmul_precision()!r}",
-            "times": f"medians of at most {self.rounds} steps, of each in turn, after {WARM_UP}",
-        }
-        if self.dry_run:
-            name, title = f"{name}-dry-run", f"{title} (dry run: the figures mean nothing)"
-        machine = replace(describe(), gpu=_gpu(self.device))
-        told = {**settings, **common}
-        Report(f"gpu-{name}", title, told, figures, machine, grids).publish(self.output)
 
 
 def arguments(description: str) -> argparse.ArgumentParser:
@@ -185,30 +146,4 @@ def add_dispatch(parser: argparse.ArgumentParser) -> None:
     """Let a script choose who launches."""
     parser.add_argument(
         "--dispatch", choices=get_args(Dispatch), default="device", help="who launches"
-    )
-
-
-def out_of_memory(error: BaseException | None) -> bool:
-    """Whether an error, or one that it comes from, is that the device has no memory left."""
-    while error is not None:
-        if isinstance(error, torch.OutOfMemoryError):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "(none)"
-
-
-def _gpu(device: torch.device) -> str:
-    if device.type != "cuda":
-        return "none"
-    about = torch.cuda.get_device_properties(device)
-    return (
-        f"{about.name}, {about.total_memory / 2**30:.0f} GiB, {about.multi_processor_count} "
-        f"multiprocessors, CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"
     )

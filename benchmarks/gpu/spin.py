@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from itertools import product
 from statistics import median
 from typing import Any, get_args
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import fxpipe
+from benchmarks.gpu.rows import Rows
 from benchmarks.gpu.setting import HOW, Setting, arguments, read
 from benchmarks.report import Figure, Grid
 from fxpipe.runtime.choice import Dispatch
@@ -89,6 +91,7 @@ def total(output: Tensor) -> Tensor:
 
 
 def main(given: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 1 where a row is missing."""
     parser = arguments(str(__doc__).partition("\n")[0])
     parser.add_argument("--devices", type=int, help="by default 8, in a dry run 2")
     parser.add_argument("--microbatches", type=int, help="by default 32, in a dry run 4")
@@ -100,31 +103,31 @@ def main(given: Sequence[str] | None = None) -> int:
     setting, own = read(parser, given)
     devices = own.devices or (2 if setting.dry_run else 8)
     microbatches = own.microbatches or (4 if setting.dry_run else 32)
-    length = calibrate(setting, own.microseconds)
-    figures = [Figure("length of one kernel, measured", 1e6 * length, "µs")]
-    cells: list[tuple[str, ...]] = []
-    missing = 0
-    dispatches: Sequence[Dispatch] = own.dispatch or setting.dispatches
-    for schedule, dispatch in product(own.schedules or STAGES_A_DEVICE, dispatches):
-        if setting.over:
-            missing += 1
-            continue
-        counts = devices, microbatches, own.microseconds
-        wanted, took = run(schedule, dispatch, *counts, length, setting)
-        figures.append(
-            Figure(f"{schedule}, {HOW[dispatch]}: measured over simulated", took / wanted)
-        )
-        cells.append((schedule, HOW[dispatch], f"{1e3 * wanted:.2f} ms", f"{1e3 * took:.2f} ms"))
     settings: dict[str, str | int] = {
         "devices": devices,
         "micro-batches": microbatches,
         "kernels": f"one of {own.microseconds} µs for a forward, two for a backward",
         "simulated": "makespan with the kernels' measured length, all else free",
     }
-    grid = Grid(("schedule", "launched by", "simulated", "measured"), cells)
-    title = "Kernels of a fixed length on virtual devices"
-    setting.publish("spin", title, settings, figures, [grid])
-    return 1 if missing else 0
+    rows = Rows(setting, "spin", "Kernels of a fixed length on virtual devices", settings)
+    length = rows.measure("length of one kernel", partial(calibrate, setting, own.microseconds))
+    if length is None:
+        return rows.end()
+    rows.figures.append(Figure("length of one kernel, measured", 1e6 * length, "µs"))
+    cells: list[tuple[str, ...]] = []
+    rows.grids.append(Grid(("schedule", "launched by", "simulated", "measured"), cells))
+    dispatches: Sequence[Dispatch] = own.dispatch or setting.dispatches
+    for schedule, dispatch in product(own.schedules or STAGES_A_DEVICE, dispatches):
+        counts = devices, microbatches, own.microseconds
+        what = f"{schedule}, {HOW[dispatch]}"
+        found = rows.measure(what, partial(run, schedule, dispatch, *counts, length, setting))
+        if found is not None:
+            wanted, took = found
+            rows.figures.append(Figure(f"{what}: measured over simulated", took / wanted))
+            seconds = f"{1e3 * wanted:.2f} ms", f"{1e3 * took:.2f} ms"
+            cells.append((schedule, HOW[dispatch], *seconds))
+        rows.publish()
+    return rows.end()
 
 
 def calibrate(setting: Setting, microseconds: int) -> float:

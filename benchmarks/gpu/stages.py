@@ -16,7 +16,8 @@ import torch
 
 import fxpipe
 from benchmarks.gpu.peer import Peer, installed
-from benchmarks.gpu.setting import Setting, arguments, read
+from benchmarks.gpu.rows import Rows
+from benchmarks.gpu.setting import HOW, Setting, add_dispatch, arguments, read
 from benchmarks.gpu.workloads import NAMES, Workload, balance, begins, layers, workload
 from benchmarks.report import Figure, Grid, timed
 from examples import plain
@@ -48,41 +49,51 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--microbatches", type=int, default=MICROBATCHES)
     parser.add_argument("--schedule", default="1f1b")
     parser.add_argument("--recompute", choices=("never", "except_last", "always"), default="never")
+    parser.add_argument(
+        "--cuda-graphs", action="store_true", help="capture stages; not in a dry run"
+    )
+    add_dispatch(parser)
     setting, own = read(parser, given)
     counts = own.stages or ((1, 2) if setting.dry_run else STAGES)
-    figures: list[Figure] = []
-    cells: list[tuple[str, ...]] = []
-    missing = 0
-    for name in own.models:
-        work = workload(name, setting, own.batch)
-        figures.append(Figure(f"{work.name}: parameters", _parameters(work) / 1e6, "million"))
-        for count in counts:
-            row = setting.row(partial(measure, work, count, setting, own))
-            missing += row is None
-            if row is None:
-                cells.append((work.name, str(count), *["–"] * 6))
-                continue
-            figures.append(Figure(f"{work.name}, p={count}: over the loop", row.pipe / row.loop))
-            if row.peer is not None:
-                over = Figure(f"{work.name}, p={count}: over torchgpipe", row.pipe / row.peer)
-                figures.append(over)
-            cells.append((work.name, *_shown(row)))
-        setting.tidy()
-    heading = ("model", "p", "loop", "fxpipe", "torchgpipe", "over loop", "over torchgpipe")
     settings: dict[str, str | int] = {
         "batches": ", ".join(str(workload(n, setting, own.batch).batch) for n in own.models),
         "micro-batches": own.microbatches,
         "schedule": f"{own.schedule}; torchgpipe has its own",
+        "launched by": HOW[own.dispatch],
+        "CUDA graphs": "captured" if own.cuda_graphs and not setting.dry_run else "none",
         "recomputation": f"{own.recompute} in both pipelines; none in the loop",
         "balance": "the same in both, by the times of forwards",
         "optimizer": "SGD in all three",
-        "columns": "samples a second; –: no memory or no time was left",
+        "columns": "samples a second; –: not measured",
     }
     title = "Stages on one GPU beside a plain loop and torchgpipe"
-    grid = Grid((*heading, "first step"), cells)
-    name = "-".join(["stages", *([] if tuple(own.models) == NAMES else own.models)])
-    setting.publish(name, title, settings, figures, [grid])
-    return 1 if missing else 0
+    name = "-".join(
+        [
+            "stages",
+            *([] if tuple(own.models) == NAMES else own.models),
+            *([] if own.dispatch == "device" else ["one-thread"]),
+            *(["graphs"] if own.cuda_graphs else []),
+        ]
+    )
+    rows = Rows(setting, name, title, settings)
+    cells: list[tuple[str, ...]] = []
+    heading = ("model", "p", "loop", "fxpipe", "torchgpipe", "over loop", "over torchgpipe")
+    rows.grids.append(Grid((*heading, "first step"), cells))
+    for model in own.models:
+        work = workload(model, setting, own.batch)
+        rows.figures.append(Figure(f"{work.name}: parameters", _parameters(work) / 1e6, "million"))
+        for count in counts:
+            what = f"{work.name}, p={count}"
+            row = rows.measure(what, partial(measure, work, count, setting, own))
+            if row is None:
+                cells.append((work.name, str(count), *["–"] * 6))
+            else:
+                rows.figures.append(Figure(f"{what}: over the loop", row.pipe / row.loop))
+                if row.peer is not None:
+                    rows.figures.append(Figure(f"{what}: over torchgpipe", row.pipe / row.peer))
+                cells.append((work.name, *_shown(row)))
+            rows.publish()
+    return rows.end()
 
 
 def measure(work: Workload, count: int, setting: Setting, own: Any) -> Row:
@@ -114,6 +125,8 @@ def measure(work: Workload, count: int, setting: Setting, own: Any) -> Row:
         loss=work.loss,
         optimizer=SGD,
         recompute=own.recompute,
+        dispatch=own.dispatch,
+        cuda_graphs=own.cuda_graphs and not setting.dry_run,
         partition=begins(layers(model), lengths),
     ) as pipe:
 

@@ -155,7 +155,7 @@ def _full() -> dict[str, Workload]:
 def _tiny() -> dict[str, Workload]:
     return {
         "unet": Workload(
-            "tiny U-Net", lambda: UNet(1, 4, depth=2, dropout=0.0), _maps(8), mse_loss, 8
+            "tiny U-Net", lambda: UNet(1, 4, depth=3, dropout=0.0), _maps(16), mse_loss, 32
         ),
         "amoebanet": Workload(
             "tiny AmoebaNet-D", lambda: AmoebaNetD(3, 16, 5), _images(64, 5), cross_entropy, 8
