@@ -13,13 +13,14 @@ WORKERS := --numprocesses=logical --maxprocesses=4 --dist=worksteal
 # The virtual environment alone decides what is imported.
 unexport PYTHONPATH
 
-.PHONY: help demo test quick deep check compare docs format clean
+.PHONY: help demo test quick deep compat check compare docs format clean
 
 help:
 	@echo "make demo   train a U-Net over two devices and compare with one"
 	@echo "make test   run the tests"
 	@echo "make quick  run the tests that compile no model and start no process"
 	@echo "make deep   run the tests with many more random examples"
+	@echo "make compat run the tests on the oldest and the newest torch and Python, and between"
 	@echo "make check  lint, formatting and types"
 	@echo "make compare  time fxpipe beside its peers"
 	@echo "make docs   build the pages into build/docs"
@@ -37,6 +38,9 @@ quick: $(READY)
 
 deep: $(READY)
 	HYPOTHESIS_PROFILE=deep $(RUN) -m pytest $(WORKERS)
+
+compat: $(READY)
+	$(RUN) -m benchmarks.compat $(WORKERS)
 
 check: $(READY)
 	$(RUN) -m ruff check .
@@ -64,4 +68,4 @@ $(VENV)/docs: $(READY)
 	touch $@
 
 clean:
-	rm -rf $(VENV) build docs/notebooks dist *.egg-info demo-output .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-* build docs/notebooks dist *.egg-info demo-output .pytest_cache .mypy_cache .ruff_cache .hypothesis
