@@ -31,31 +31,15 @@ dimensions on the CPU; it is called in training alone."""
 _FUNCTIONAL = torch.ops.aten._native_batch_norm_legit_functional.default
 
 
-def _run(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor,
-    variance: Tensor,
-    training: bool,
-    momentum: Tensor,
-    eps: float,
-) -> Any:
-    return _FUNCTIONAL(x, weight, bias, mean, variance, training, momentum.item(), eps)
+def _run(*operands: Any) -> Any:
+    *others, momentum, eps = operands
+    return _FUNCTIONAL(*others, momentum.item(), eps)
 
 
-def _shapes(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor,
-    variance: Tensor,
-    training: bool,
-    momentum: Tensor,
-    eps: float,
-) -> Any:
+def _shapes(x: Tensor, *operands: Any) -> Any:
+    *others, _, eps = operands
     x = x if lie_alike([x]) else x.contiguous()
-    return _FUNCTIONAL(x, weight, bias, mean, variance, training, 1.0, eps)
+    return _FUNCTIONAL(x, *others, 1.0, eps)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
