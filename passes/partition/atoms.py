@@ -13,7 +13,6 @@ be slower for that, with ``together`` much slower; what is proven of cuts is pro
 
 from __future__ import annotations
 
-import heapq
 import itertools
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,7 +29,7 @@ from fxpipe.passes.partition.assignment import (
     readers,
 )
 from fxpipe.passes.partition.measure import NodeCost
-from fxpipe.passes.partition.work import Transfer, Work
+from fxpipe.passes.partition.work import Transfer, Work, sorted_by_rank
 from fxpipe.passes.tracing.symbolic import is_view
 
 
@@ -194,7 +193,9 @@ def _joined(
     before: dict[int, set[int]] = {part: set() for part in parts}
     for group, others in sources.items():
         before[part_of[group]] |= {part_of[other] for other in others} - {part_of[group]}
-    return [[nodes[index] for index in parts[part]] for part in _sorted(parts, before)]
+    # each after those that it reads, and else as the program has them
+    ordered = sorted_by_rank(before, lambda part, _: parts[part][0])
+    return [[nodes[index] for index in parts[part]] for part in ordered]
 
 
 def _strongly_connected(sources: Mapping[int, set[int]]) -> Iterator[list[int]]:
@@ -227,21 +228,3 @@ def _strongly_connected(sources: Mapping[int, set[int]]) -> Iterator[list[int]]:
                 low[group] = min(low[group], seen[other])
             else:
                 path.append((other, iter(sources[other])))
-
-
-def _sorted(parts: Mapping[int, list[int]], before: Mapping[int, set[int]]) -> Iterator[int]:
-    """The parts, each after those that it reads, and else as the program has them."""
-    missing = {part: len(others) for part, others in before.items()}
-    after: dict[int, list[int]] = {part: [] for part in before}
-    for part, others in before.items():
-        for other in others:
-            after[other].append(part)
-    ready = [(parts[part][0], part) for part, count in missing.items() if not count]
-    heapq.heapify(ready)
-    while ready:
-        part = heapq.heappop(ready)[1]
-        yield part
-        for reader in after[part]:
-            missing[reader] -= 1
-            if not missing[reader]:
-                heapq.heappush(ready, (parts[reader][0], reader))

@@ -7,10 +7,12 @@ hold a downset of the graph: with an atom, all that it reads.
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -255,3 +257,30 @@ def weigh(work: Work, machine: Machine, stage_of: Sequence[int]) -> Division:
             for k, (saving, receiving) in enumerate(machine.held)
         ),
     )
+
+
+def sorted_by_rank(
+    before: Mapping[int, Collection[int]], rank: Callable[[int, int], Any]
+) -> Iterator[int]:
+    """A topological order: of what is ready, the lowest rank goes first, then the lowest number.
+
+    Args:
+        before: item → the items that it reads.
+        rank: given an item that has become ready, and how many came before; it is asked once.
+    """
+    missing = {item: len(sources) for item, sources in before.items()}
+    after: dict[int, list[int]] = {item: [] for item in before}
+    for item, sources in before.items():
+        for source in sources:
+            after[source].append(item)
+    heap = [(rank(item, 0), item) for item, count in missing.items() if not count]
+    heapq.heapify(heap)
+    done = 0
+    while heap:
+        item = heapq.heappop(heap)[1]
+        done += 1
+        yield item
+        for reader in after[item]:
+            missing[reader] -= 1
+            if not missing[reader]:
+                heapq.heappush(heap, (rank(reader, done), reader))

@@ -14,7 +14,7 @@ import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from fxpipe.passes.partition.work import Transfer, Work
+from fxpipe.passes.partition.work import Transfer, Work, sorted_by_rank
 
 _FINEST = 2.0**-12
 _STEP = 2.0**0.5
@@ -86,7 +86,8 @@ class _Merging:
 
     def made(self) -> tuple[Work, list[int]]:
         """The merged graph, and atom → merged atom."""
-        number = {atom: place for place, atom in enumerate(self._ordered())}
+        ordered = sorted_by_rank(self.before, lambda atom, _: atom)
+        number = {atom: place for place, atom in enumerate(ordered)}
         merged_into = [number[self._first(atom)] for atom in range(len(self._work))]
 
         def summed(amounts: Sequence[int]) -> list[int]:
@@ -116,16 +117,3 @@ class _Merging:
         while self._into[atom] != atom:
             self._into[atom] = atom = self._into[self._into[atom]]
         return atom
-
-    def _ordered(self) -> Iterator[int]:
-        """The merged atoms, each after those that it reads."""
-        missing = {atom: len(sources) for atom, sources in self.before.items()}
-        ready = [atom for atom, count in missing.items() if not count]
-        heapq.heapify(ready)
-        while ready:
-            atom = heapq.heappop(ready)
-            yield atom
-            for reader in self.after[atom]:
-                missing[reader] -= 1
-                if not missing[reader]:
-                    heapq.heappush(ready, reader)

@@ -14,7 +14,7 @@ import heapq
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from fxpipe.passes.partition.work import Machine, Work
+from fxpipe.passes.partition.work import Machine, Work, sorted_by_rank
 
 _LEAST = 1e-12
 """Bytes of what keeps none, so that a density is finite."""
@@ -169,15 +169,4 @@ def densest_first(work: Work, blocks: Sequence[Block]) -> list[int]:
 
 def _listed(work: Work, rank: Callable[[int, int], tuple[float, int]]) -> list[int]:
     """The order in which the ready atom of the lowest rank goes first."""
-    missing = [len(sources) for sources in work.before]
-    heap = [(rank(atom, 0), atom) for atom, count in enumerate(missing) if not count]
-    heapq.heapify(heap)
-    order: list[int] = []
-    while heap:
-        atom = heapq.heappop(heap)[1]
-        order.append(atom)
-        for reader in work.after[atom]:
-            missing[reader] -= 1
-            if not missing[reader]:
-                heapq.heappush(heap, (rank(reader, len(order)), reader))
-    return order
+    return list(sorted_by_rank(dict(enumerate(work.before)), rank))
