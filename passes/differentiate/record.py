@@ -5,8 +5,8 @@ after:   mm = aten.mm.default(x, w);  relu = aten.relu.default(mm);  return (rel
 
 It does what ``make_fx`` does, for less: no proxies, no symbols, no constants. A function that
 needs more than that is refused, and left to ``make_fx``. With ``make_fx`` alone, compiling and the
-first step take 1.5 times the processor time for a U-Net, and 1.6 times for GPT-2 with twelve
-blocks.
+first step take 1.5 times the processor time for a U-Net, 1.6 times for GPT-2 with twelve blocks
+and 3 times for AmoebaNet-D.
 """
 
 from __future__ import annotations
