@@ -13,8 +13,7 @@ from functools import lru_cache
 from typing import Literal
 
 from fxpipe.draw.colours import FAINT, INK, PAPER
-from fxpipe.draw.layout import PLACED
-from fxpipe.draw.picture import BOLD_FONT, Picture, blank, plain
+from fxpipe.draw.picture import BOLD_FONT, PLACED, Picture, blank, plain
 
 Point = tuple[float, float]
 Align = Literal["left", "centre", "right"]

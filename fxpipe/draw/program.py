@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from fxpipe.draw.canvas import Canvas, Look, Point, Stroke, text_width
-from fxpipe.draw.chart import Chart, Entry, row_height
+from fxpipe.draw.chart import Chart, Entry, Fit, fit, row_height
 from fxpipe.draw.colours import FAINT, IDLE
-from fxpipe.draw.fit import Fit, fit
 from fxpipe.draw.glyph import (
     MARK_HEIGHT,
     Glyph,

@@ -7,9 +7,8 @@ from dataclasses import replace
 
 from fxpipe.draw.box import VERSIONS, Boxes, boxes_of
 from fxpipe.draw.canvas import Canvas, Look
-from fxpipe.draw.chart import Chart, Entry, row_height
+from fxpipe.draw.chart import Chart, Entry, Fit, fit, row_height
 from fxpipe.draw.colours import INK, PAPER
-from fxpipe.draw.fit import Fit, fit
 from fxpipe.draw.marks import FAULTY, GAP, NEVER, WAITING, Marks
 from fxpipe.draw.picture import Picture
 from fxpipe.draw.timeline import Span, Timeline, timeline_of

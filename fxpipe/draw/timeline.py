@@ -13,9 +13,8 @@ from fxpipe.errors import Fault
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import BUILT_IN, KINDS, Task
 from fxpipe.ir.walk import Place, Wait, Waits, needs_of, walk
-from fxpipe.simulator.chain import chain_program
 from fxpipe.simulator.costs import Costs, times_of
-from fxpipe.simulator.simulate import simulate
+from fxpipe.simulator.simulate import chain_program, simulate
 from fxpipe.simulator.simulation import Simulation, task_of
 
 T = TypeVar("T")

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from fxpipe.formulas.derive import recipe_formulas, schedule_formulas
-from fxpipe.formulas.formulas import Formula, Formulas
-from fxpipe.formulas.symbols import T, m, p, s, time, v
+from fxpipe.formulas.formulas import Formula, Formulas, T, m, p, s, time, v
 
 __all__ = [
     "Formula",

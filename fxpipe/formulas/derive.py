@@ -27,16 +27,15 @@ from sympy.logic.boolalg import Boolean
 from fxpipe.errors import InputError
 from fxpipe.formulas.envelope import Envelope
 from fxpipe.formulas.fit import Fitted, Point, fit
-from fxpipe.formulas.formulas import Formula, Formulas
+from fxpipe.formulas.formulas import Formula, Formulas, T, m, p, s, time, v
 from fxpipe.formulas.given import Basis
 from fxpipe.formulas.samples import Bases, Sample, sample
-from fxpipe.formulas.symbols import T, m, p, s, time, v
 from fxpipe.ir.program import Program
 from fxpipe.ir.recipe import Recipe, round_robin
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import KINDS
 from fxpipe.ir.unroll import unroll
-from fxpipe.simulator.chain import chain_program
+from fxpipe.simulator.simulate import chain_program
 
 
 class Region(NamedTuple):

@@ -1,15 +1,36 @@
-"""Closed forms of a schedule, derived from the schedule itself."""
+"""Closed forms of a schedule, and the letters that they are written in."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from sympy import Expr, true
+from sympy import Expr, Symbol, true
 from sympy.core.relational import Relational
 from sympy.logic.boolalg import Boolean
 
 from fxpipe.errors import FormulaError
+
+p = Symbol("p", integer=True, positive=True)
+"""Devices."""
+
+m = Symbol("m", integer=True, positive=True)
+"""Micro-batches a step."""
+
+v = Symbol("v", integer=True, positive=True)
+"""Stages a device."""
+
+s = Symbol("s", integer=True, nonnegative=True)
+"""A stage, from 0."""
+
+T = Symbol("T", integer=True, positive=True)
+"""Steps in a row, where batches overlap."""
+
+
+def time(letter: str) -> Symbol:
+    """The time of a task, such as ``T_F`` of a forward."""
+    return Symbol(f"T_{letter}", nonnegative=True)
+
 
 QUANTITIES = {
     "makespan": "until everything is done",

@@ -17,7 +17,7 @@ from sympy.core.relational import (
 
 from fxpipe.errors import InputError
 from fxpipe.formulas.envelope import Vector
-from fxpipe.formulas.symbols import time
+from fxpipe.formulas.formulas import time
 
 
 @dataclass(frozen=True)

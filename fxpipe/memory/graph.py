@@ -14,8 +14,7 @@ from fxpipe.ir.plan import Plan, Stage
 from fxpipe.ir.value import outputs_of
 from fxpipe.kernels.graph import GraphKernel
 from fxpipe.passes.graph.liveness import Liveness, liveness
-from fxpipe.simulator.sizes import Place
-from fxpipe.simulator.workspace import Crossing, Given, Workspace
+from fxpipe.simulator.sizes import Crossing, Given, Place, Workspace
 
 
 class _Memory(NamedTuple):

@@ -1,16 +1,20 @@
-"""Simulate a program, or a schedule without a model."""
+"""Simulate a program, or a schedule without a model, whose stages each hand on one value."""
 
 from __future__ import annotations
 
 from math import inf
 
+import torch
+from torch import fx
+
 from fxpipe.errors import InputError
 from fxpipe.ir.blocking import blocking
+from fxpipe.ir.plan import Plan, Stage
 from fxpipe.ir.program import Compute, Program
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.unroll import FURTHEST, unroll
+from fxpipe.ir.value import HOST, Edge
 from fxpipe.ir.walk import waits_of, walk
-from fxpipe.simulator.chain import chain_program
 from fxpipe.simulator.costs import Costs, Links, task_times
 from fxpipe.simulator.events import run
 from fxpipe.simulator.simulation import Simulation, Span
@@ -133,3 +137,30 @@ def default_steps(program: Program) -> int:
             "simulated"
         )
     return 4 * (reach + 1) if reach else 1
+
+
+def chain(stages: int) -> Plan:
+    """Input ``x`` → ``y0`` → ``y1`` → … → ``loss``; the stages have no work in them."""
+    values = ["x", *(f"y{stage}" for stage in range(stages - 1)), "loss"]
+    ends = [HOST, *range(stages), HOST]
+    edges = tuple(
+        Edge(ends[k], ends[k + 1], value, gradient=k > 0) for k, value in enumerate(values)
+    )
+    return Plan(tuple(map(_empty, range(stages))), edges)
+
+
+def chain_program(schedule: Schedule, *, frees: bool = True) -> Program:
+    """Lower a verified schedule over a chain, with or without the frees."""
+    from fxpipe.passes.lowering.communicate import communicate
+    from fxpipe.passes.lowering.free import free
+    from fxpipe.passes.lowering.lower import Lower
+
+    lower = Lower(chain(schedule.stages), updates="U" in schedule.kinds)
+    program = communicate(lower(schedule))
+    return free(program) if frees else program
+
+
+def _empty(index: int) -> Stage:
+    graph = fx.Graph()
+    graph.output(())
+    return Stage(index, (), (), (), fx.GraphModule(torch.nn.Module(), graph))

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from os import PathLike
 
     from fxpipe.draw.picture import Picture
-    from fxpipe.simulator.idle import Idle
     from fxpipe.simulator.memory import Memory
     from fxpipe.simulator.steady import Steady
+    from fxpipe.simulator.waiting import Idle
 
 
 class Span(NamedTuple):
@@ -150,7 +150,7 @@ class Simulation:
     def idle(self) -> tuple[Idle, ...]:
         """Device → the time in which it computes nothing until the last micro-batch is through, by
         cause."""
-        from fxpipe.simulator.idle import idle_times
+        from fxpipe.simulator.waiting import idle_times
 
         return idle_times(self)
 
@@ -160,7 +160,7 @@ class Simulation:
 
         Instructions and transfers that take no time are left out.
         """
-        from fxpipe.simulator.path import critical_path
+        from fxpipe.simulator.waiting import critical_path
 
         return critical_path(self)
 

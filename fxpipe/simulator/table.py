@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from rich.console import Console
 from rich.table import Table
 
-from fxpipe.simulator.holding import PARTS
+from fxpipe.simulator.memory import PARTS
 from fxpipe.simulator.simulation import Simulation
 from fxpipe.text.instruction import print_instruction
 from fxpipe.words import bytes_text

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from fxpipe.draw.canvas import Canvas, Look, Stroke
-from fxpipe.draw.layout import FORMATS, lay_out
-from fxpipe.draw.picture import Picture, blank
+from fxpipe.draw.picture import FORMATS, Picture, blank, lay_out
 from fxpipe.errors import InputError
 
 MAGIC = {"svg": b"<?xml", "png": b"\x89PNG", "pdf": b"%PDF", "jpeg": b"\xff\xd8", "gif": b"GIF8"}
