@@ -73,6 +73,9 @@ def explained(model: nn.Module, error: Exception, tracer: str) -> TraceError:
     elif "found a fake tensor in the exported program" in whole:
         reason = "it reads or writes .data of a tensor, which a trace does not see"
         cure = "use .detach() to read, and torch.no_grad() to write"
+        if not called(model, error):  # no line's: a trace up to one would lose the write as well
+            unseen = _error(model, where, reason, cure, ())
+            return TraceError(str(unseen))
     elif "constraint" in whole:
         reason = "it holds for one size alone"
         cure = "make that line independent of the size, or give inputs of one size"
