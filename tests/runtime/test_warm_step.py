@@ -45,7 +45,7 @@ class Entered:
         try:
             yield
         finally:
-            threading.setprofile(before[0])  # type: ignore[arg-type]
+            threading.setprofile(before[0])
             sys.setprofile(before[1])
 
 
