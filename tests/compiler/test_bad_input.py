@@ -189,7 +189,7 @@ def pipe() -> Iterator[fxpipe.Pipeline]:
         ((X.to("meta"),), Y, ["x is on meta; move it to the CPU (x.cpu())"]),
         ((X.repeat(1, 2),), Y, ["Tiny fails on the first micro-batch at ", "h = self.first(x)"]),
         ((X.long(),), Y, ["Tiny fails on the first micro-batch at ", "must have the same dtype"]),
-        ((X,), Y.float(), ["the loss fails on the first micro-batch", "target dtype"]),
+        ((X,), Y.float(), ["the loss fails on the first micro-batch", "Float"]),
     ],
     ids=lambda value: value[0][:40] if isinstance(value, list) else "",
 )
