@@ -12,21 +12,17 @@ import torch
 from torch import nn
 
 import fxpipe.schedules as _library
-from fxpipe.compiler.front_end import Tracer
 from fxpipe.compiler.objective import Objective, Reduction
-from fxpipe.compiler.timetable import RecomputeLike
+from fxpipe.compiler.options import Place, Tracer
 from fxpipe.errors import InputError, near
 from fxpipe.ir.recipe import RECIPES, Recipe, find_recipe, fixed
 from fxpipe.ir.schedule import Schedule
-from fxpipe.passes.schedule.add_recompute import Recompute
+from fxpipe.passes.schedule.add_recompute import Recompute, RecomputeLike
 from fxpipe.runtime.batch import BatchDims
 from fxpipe.runtime.choice import Dispatch
 from fxpipe.runtime.devices.cuda import home
-from fxpipe.runtime.weights.clipping import Clipping
 
 Devices = int | Sequence[str | torch.device | torch.cuda.Stream]
-Place = torch.device | torch.cuda.Stream
-"""Where a device of a pipe is: one of torch's, or a stream of one."""
 ScheduleLike = str | PathLike[str] | Schedule | Recipe | Callable[..., Any]
 
 
@@ -345,14 +341,11 @@ def read_recompute(recompute: Any, stages: int) -> RecomputeLike:
     return given
 
 
-def read_clipping(clip_norm: Any, scaler: Any, optimizer: Any) -> Clipping | None:
-    """How gradients are clipped, or None.
-
-    Raises:
-        InputError: the limit is no positive number, the scaler no GradScaler, or nobody updates.
-    """
+def check_clipping(clip_norm: Any, scaler: Any, optimizer: Any) -> None:
+    """Raises InputError where the limit is no positive number, the scaler no GradScaler, or nobody
+    updates."""
     if clip_norm is None and scaler is None:
-        return None
+        return
     number = isinstance(clip_norm, int | float) and not isinstance(clip_norm, bool)
     if clip_norm is not None and not (number and 0 < clip_norm < float("inf")):
         raise InputError(f"clip_norm is {clip_norm!r}; give a number above 0, such as 1.0")
@@ -366,7 +359,6 @@ def read_clipping(clip_norm: Any, scaler: Any, optimizer: Any) -> Clipping | Non
             f"{word} is given and no optimizer, whose update it is for; give optimizer=, or leave "
             f"{word} out and treat .grad yourself"
         )
-    return Clipping(clip_norm, scaler)
 
 
 def check_model(model: Any, place: torch.device) -> None:

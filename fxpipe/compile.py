@@ -13,13 +13,13 @@ from torch import nn
 from fxpipe.arguments import (
     Devices,
     ScheduleLike,
+    check_clipping,
     check_flag,
     check_model,
     check_optimizer,
     check_overlap,
     check_tracer,
     read_batch_dims,
-    read_clipping,
     read_devices,
     read_dispatch,
     read_example,
@@ -28,20 +28,18 @@ from fxpipe.arguments import (
     read_recompute,
     read_schedule,
 )
-from fxpipe.compiler.capturing import Capturing, check_cuda_graphs
+from fxpipe.compiler.capturing import check_cuda_graphs
 from fxpipe.compiler.compiler import Compiler
-from fxpipe.compiler.front_end import Tracer
 from fxpipe.compiler.objective import Loss, Reduction, Weight
-from fxpipe.compiler.timetable import RecomputeLike
+from fxpipe.compiler.options import Options, Tracer
 from fxpipe.engine import Engine
 from fxpipe.errors import InputError
 from fxpipe.passes.partition.options import Partition, read_partition
+from fxpipe.passes.schedule.add_recompute import RecomputeLike
 from fxpipe.pipeline import Pipeline
 from fxpipe.runtime.batch import BatchDims
 from fxpipe.runtime.choice import Choice, Dispatch
-from fxpipe.runtime.devices.backend import Backend
-from fxpipe.runtime.devices.cuda import CudaBackend, home
-from fxpipe.runtime.devices.cuda_graphs import CudaGraphs
+from fxpipe.runtime.devices.cuda import home
 from fxpipe.runtime.weights.optimizer import OptimizerFactory
 
 _compiled: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Pipeline]] = weakref.WeakKeyDictionary()
@@ -190,8 +188,8 @@ def compile(
     """
     if isinstance(model, Pipeline):
         raise InputError("the model is a pipe already; compile the module that it was made of")
-    places = read_devices(devices)
-    homes = [home(place) for place in places]
+    places = tuple(read_devices(devices))
+    homes = tuple(home(place) for place in places)
     check_model(model, homes[0])
     with _compiling:
         _check_free(model)
@@ -206,47 +204,41 @@ def compile(
         check_cuda_graphs(
             homes[0], recompute_check=recompute_check, fuse_accumulation=fuse_accumulation
         )
-    choice = Choice(len(places), read_dispatch(dispatch, homes[0]))
+    who = read_dispatch(dispatch, homes[0])
     cuts = read_partition(partition)
     cuts.check(model, len(places))
     recipe, microbatches = read_schedule(schedule, len(places), microbatches, delay)
     check_flag("predict", predict)
     recipe = recipe.predicting() if predict else recipe
     check_overlap(recipe, optimizer)
-    clipping = read_clipping(clip_norm, scaler, optimizer)
-    threads = max(1, torch.get_num_threads() // len(places))
-    compiler = Compiler(
-        model,
-        recipe,
-        [f"device {index} ({place})" for index, place in enumerate(homes)],
-        objective=read_objective(loss, reduction, loss_weight),
-        partition=cuts,
-        optimizer=optimizer,
-        tracer=tracer,
-        threads=threads,
-        choice=choice,
+    check_clipping(clip_norm, scaler, optimizer)
+    options = Options(
+        model=model,
+        devices=places,
+        homes=homes,
+        recipe=recipe,
         microbatches=microbatches,
-        leaf_modules=read_leaf_modules(leaf_modules, model),
-        deferred_batchnorm=deferred_batchnorm,
-        fuse_accumulation=fuse_accumulation,
-        clips=clipping is not None,
+        objective=read_objective(loss, reduction, loss_weight),
+        optimizer=optimizer,
+        clip_norm=clip_norm,
+        scaler=scaler,
         recompute=read_recompute(recompute, recipe.stages(len(places))),
+        batch_dims=read_batch_dims(batch_dims, model),
+        deferred_batchnorm=deferred_batchnorm,
+        partition=cuts,
+        tracer=tracer,
+        leaf_modules=read_leaf_modules(leaf_modules, model),
+        fuse_accumulation=fuse_accumulation,
+        recompute_check=recompute_check,
+        dispatch=who,
+        cuda_graphs=cuda_graphs,
+        threads=max(1, torch.get_num_threads() // len(places)),
         places=homes if homes[0].type == "cuda" else (),
-        capturing=Capturing(CudaGraphs) if cuda_graphs else None,
         verbose=verbose,
     )
-    dims = read_batch_dims(batch_dims, model)
     given = None if example is None else read_example(example)
-    engine = Engine(
-        model,
-        Backend() if homes[0].type == "cpu" else CudaBackend(places),
-        choice,
-        threads,
-        optimizer,
-        clipping,
-        recompute_check=recompute_check,
-    )
-    pipe = Pipeline(model, compiler, engine, homes, microbatches, dims)
+    choice = Choice(len(places), options.dispatch)
+    pipe = Pipeline(options, Compiler(options, choice), Engine(options, choice))
     with _compiling:
         _check_free(model)  # as another thread may have compiled it meanwhile
         _compiled[model] = weakref.ref(pipe)

@@ -7,24 +7,25 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from fxpipe.call import differentiable_call
 from fxpipe.compiler.compiled import Compiled
+from fxpipe.compiler.options import Options
 from fxpipe.compiler.predict import plan_sizes, predicted_peaks
 from fxpipe.errors import InputError
 from fxpipe.kernels.kernel import Kernel
 from fxpipe.runtime.batch import MicroBatches
 from fxpipe.runtime.choice import Choice
 from fxpipe.runtime.devices.backend import Backend, Worker
+from fxpipe.runtime.devices.cuda import CudaBackend
 from fxpipe.runtime.host import BatchHost, PendingLoss, draw_seed, next_seed
 from fxpipe.runtime.interpreter import Job
 from fxpipe.runtime.overlapping import OverlappingRun
 from fxpipe.runtime.run import FlushedRun, Run
 from fxpipe.runtime.weights.clipping import Clipping
 from fxpipe.runtime.weights.live import LiveWeights, Weights
-from fxpipe.runtime.weights.optimizer import OptimizerFactory
 from fxpipe.runtime.weights.progress import Progress
 from fxpipe.simulator.sizes import Sizes
 from fxpipe.turn import Turn, in_turn
@@ -43,39 +44,25 @@ class Engine:
         closed: whether the workers have ended.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        backend: Backend,
-        choice: Choice,
-        threads: int,
-        optimizer: OptimizerFactory | None = None,
-        clipping: Clipping | None = None,
-        *,
-        recompute_check: bool = False,
-    ) -> None:
+    def __init__(self, options: Options, choice: Choice) -> None:
         """Start the workers.
 
         Args:
-            model: the model.
-            backend: the devices.
+            options: what the pipe is to be.
             choice: how many threads run the devices' lists.
-            threads: intra-op threads of each worker.
-            optimizer: from a stage's parameters to its optimizer; without it a step adds to
-                ``.grad``.
-            clipping: how gradients are clipped; None where they are not.
-            recompute_check: whether recomputations are compared with their forwards.
         """
-        self.progress = Progress(model, optimizer, clipping, backend.generators)
+        cpu = options.homes[0].type == "cpu"
+        backend = Backend() if cpu else CudaBackend(options.devices)
+        clipping = Clipping(options.clip_norm, options.scaler) if options.clips else None
+        self.progress = Progress(options.model, options.optimizer, clipping, backend.generators)
         self.stashed: Mapping[int, int] = {}
         self.closed = False
-        self._model = model
-        self.updates = optimizer is not None
+        self.updates = options.optimizer is not None
+        self._options = options
         self._clipping = clipping
-        self._recompute_check = recompute_check
         self._backend = backend
         self._choice = choice
-        self._workers = [Worker(f"fxpipe-{index}", threads) for index in range(choice.most)]
+        self._workers = [Worker(f"fxpipe-{i}", options.threads) for i in range(choice.most)]
         self._turn = Turn(self._workers)
         self._times: list[list[Any]] = []
         self._overlapping: OverlappingRun | None = None
@@ -176,7 +163,7 @@ class Engine:
     def held(self, compiled: Compiled) -> Sizes:
         """The bytes of what the stages and their optimizers hold."""
         optimizers = self.progress.optimizers_of(compiled.plan)
-        state = compiled.traced.state_of(self._model)
+        state = compiled.traced.state_of(self._options.model)
         return plan_sizes(compiled.plan, state, optimizers, compiled.schedule)
 
     def check(self) -> None:
@@ -270,7 +257,7 @@ class Engine:
         *,
         onto_grad: bool,
     ) -> FlushedRun:
-        state = compiled.traced.state_of(self._model)
+        state = compiled.traced.state_of(self._options.model)
         weights = LiveWeights(
             compiled.plan.stages,
             state,
@@ -297,7 +284,7 @@ class Engine:
         ):
             self.flush()
         if self._overlapping is None or self._overlapping.failed:
-            state = compiled.traced.state_of(self._model)
+            state = compiled.traced.state_of(self._options.model)
             versions = self.progress.versions_of(compiled.plan, compiled.schedule)
             versions.open(compiled.plan.stages, state, compiled.traced.deferred)
             self._overlapping = self._run(
@@ -331,7 +318,7 @@ class Engine:
         )
 
     def _kernels(self, compiled: Compiled) -> Sequence[Sequence[Kernel]]:
-        return compiled.rechecked() if self._recompute_check else compiled.kernels
+        return compiled.rechecked() if self._options.recompute_check else compiled.kernels
 
     def _took(
         self, compiled: Compiled, seconds: float, micro: MicroBatches, *, backward: bool

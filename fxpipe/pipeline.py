@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from fxpipe.compiler.compiled import Compiled
 from fxpipe.compiler.compiler import Compiler
+from fxpipe.compiler.options import Options
 from fxpipe.compiler.predict import predict, split_target
 from fxpipe.compiler.sizes import Sizes
 from fxpipe.compiler.timetable import Purpose
@@ -20,7 +21,8 @@ from fxpipe.errors import InputError
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
-from fxpipe.runtime.batch import BatchDims, Intake, MicroBatches
+from fxpipe.ir.traced import Traced
+from fxpipe.runtime.batch import Intake, MicroBatches
 from fxpipe.runtime.weights import checkpoint
 from fxpipe.signals import SignalsAtOperations
 from fxpipe.simulator import Simulation
@@ -48,27 +50,19 @@ class Pipeline(StandIn):
         devices: where the stages are, in order.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        compiler: Compiler,
-        engine: Engine,
-        devices: Sequence[torch.device],
-        microbatches: int | None,
-        batch_dims: BatchDims | None = None,
-    ) -> None:
-        super().__init__(model)
-        self.devices = tuple(devices)
+    def __init__(self, options: Options, compiler: Compiler, engine: Engine) -> None:
+        super().__init__(options.model)
+        self.devices = options.homes
+        self._options = options
         self._compiler = compiler
         self._engine, self._turn = engine, engine._turn
-        compiler.plans.quiet = engine.quiet
         self._intake = Intake(
-            model,
+            options.model,
             self.devices[0].type,
-            microbatches or 4 * len(devices),
-            fixed=compiler.timetable.recipe.microbatches is not None,
-            has_loss=compiler.objective.loss is not None,
-            batch_dims=batch_dims,
+            options.microbatches or 4 * len(self.devices),
+            fixed=options.recipe.microbatches is not None,
+            has_loss=options.loss is not None,
+            batch_dims=options.batch_dims,
         )
         self._shown: Compiled | None = None
 
@@ -115,7 +109,7 @@ class Pipeline(StandIn):
         """
         with SignalsAtOperations() as signals:
             micro = self._take(args, kwargs, target, step=True)
-            compiled = self._compiler.compile(
+            compiled = self._ready(
                 micro, "step", updates=self._engine.updates, outputs=return_output
             )
             micro = self._compiler.weighed(compiled, micro)
@@ -160,7 +154,7 @@ class Pipeline(StandIn):
         self.flush()
         differentiable = self.training and torch.is_grad_enabled()
         purpose: Purpose = "call" if differentiable else "infer"
-        compiled = self._compiler.compile(micro, purpose, input_gradients=differentiable)
+        compiled = self._ready(micro, purpose, input_gradients=differentiable)
         run = self._engine.call if differentiable else self._engine.infer
         output = run(compiled, micro)
         self._shown = self._shown or compiled
@@ -169,9 +163,15 @@ class Pipeline(StandIn):
     # what can be looked at
 
     @property
+    def traced(self) -> Traced:
+        """The graph of the whole model and its loss in the last training step, or in what was
+        compiled first. It, ``plan``, ``schedule`` and ``program`` raise InputError as long as
+        nothing is compiled."""
+        return self._compiled().traced
+
+    @property
     def plan(self) -> Plan:
-        """The stages and edges of the last training step, or of what was compiled first. It,
-        ``schedule`` and ``program`` raise InputError as long as nothing is compiled."""
+        """The stages and edges of the last training step."""
         return self._compiled().plan
 
     @property
@@ -188,7 +188,15 @@ class Pipeline(StandIn):
     def sizes(self) -> Sizes:
         """FLOPs and bytes of the stages as sympy expressions in the samples of a micro-batch, and
         the largest micro-batch that is predicted to keep the memory limits."""
-        return self._compiler.sizes(self._compiled(), self._engine.updates)
+        compiled = self._compiled()
+        with self._engine.quiet():
+            found = self._compiler.sizes(compiled, self._engine.updates)
+
+        def peaks(samples: int) -> Sequence[float]:
+            with self._engine.quiet():
+                return found.peaks(samples)
+
+        return replace(found, peaks=peaks)
 
     @property
     def stashed(self) -> Mapping[int, int]:
@@ -244,17 +252,17 @@ class Pipeline(StandIn):
             InputError, TraceError, PartitionError: what the first ``step`` would raise.
         """
         micro = self._take(args, kwargs, target, step=True)
-        can_step = target is not None or self._compiler.objective.loss is None
+        can_step = target is not None or self._options.loss is None
         if can_step and self.training:
             try:
-                self._shown = self._compiler.compile(
+                self._shown = self._ready(
                     micro, "step", updates=self._engine.updates, outputs=False
                 )
                 return
             except InputError:
-                if self._compiler.objective.loss is not None:
+                if self._options.loss is not None:
                     raise
-        self._shown = self._compiler.compile(micro, "call", input_gradients=True)
+        self._shown = self._ready(micro, "call", input_gradients=True)
 
     def __repr__(self) -> str:
         """The table of stages."""
@@ -314,7 +322,7 @@ class Pipeline(StandIn):
         """
         if steps < 1:
             raise InputError(f"steps is {steps}; a profile needs at least 1")
-        if target is None and self._compiler.objective.loss is not None:
+        if target is None and self._options.loss is not None:
             args, target = split_target(self._model, args, kwargs)
         with self._engine.timed(len(self.devices)) as times:
             for _ in range(steps):
@@ -411,6 +419,14 @@ class Pipeline(StandIn):
     ) -> MicroBatches:
         self._engine.check()
         return self._intake.take(args, kwargs, target, step=step)
+
+    def _ready(self, micro: MicroBatches, purpose: Purpose, **wanted: bool) -> Compiled:
+        """What runs a call. Where something is to be compiled, nothing else runs meanwhile."""
+        known = self._compiler.known(micro, purpose, **wanted)
+        if known is not None:
+            return known
+        with self._engine.quiet():
+            return self._compiler.compile(micro, purpose, **wanted)
 
     def _compiled(self) -> Compiled:
         if self._shown is None:

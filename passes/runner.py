@@ -1,32 +1,39 @@
-"""Run passes one after another and verify between them."""
+"""Run passes one after another and verify between them.
+
+``run`` hands one value from pass to pass. ``run_all`` runs a list of ``Pass``, which says of each
+what it requires and what it provides, over facts that go by name.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeVar, overload
 
 from fxpipe.errors import PassError, VerificationError
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
+from fxpipe.ir.traced import Traced
 from fxpipe.log import telling
 from fxpipe.verify.plan import verify_plan
 from fxpipe.verify.program import verify_program
 from fxpipe.verify.schedule import verify_schedule
+from fxpipe.verify.traced import verify_traced
 
-A = TypeVar("A", Plan, Schedule, Program)
-B = TypeVar("B", Plan, Schedule, Program)
-C = TypeVar("C", Plan, Schedule, Program)
-D = TypeVar("D", Plan, Schedule, Program)
-
-Pass = Callable[[A], B]
-"""A function, or a frozen dataclass with ``__call__``, its options as fields, and ``name``."""
+A = TypeVar("A", Traced, Plan, Schedule, Program)
+B = TypeVar("B", Traced, Plan, Schedule, Program)
+C = TypeVar("C", Traced, Plan, Schedule, Program)
+D = TypeVar("D", Traced, Plan, Schedule, Program)
 
 OnPass = Callable[[str, float], None]
 """Told the name of each pass that is done, and the seconds it took without verification."""
 
 VERIFIERS: dict[type, tuple[str, Callable[[Any], object]]] = {
+    Traced: ("traced graph", verify_traced),
     Plan: ("plan", verify_plan),
     Schedule: ("schedule", verify_schedule),
     Program: ("program", verify_program),
@@ -35,23 +42,23 @@ VERIFIERS: dict[type, tuple[str, Callable[[Any], object]]] = {
 
 
 @overload
-def run(value: A, first: Pass[A, B], /, *, on_pass: OnPass | None = None) -> B: ...
+def run(value: A, first: Callable[[A], B], /, *, on_pass: OnPass | None = None) -> B: ...
 @overload
 def run(
-    value: A, first: Pass[A, B], second: Pass[B, C], /, *, on_pass: OnPass | None = None
+    value: A, first: Callable[[A], B], second: Callable[[B], C], /, *, on_pass: OnPass | None = None
 ) -> C: ...
 @overload
 def run(
     value: A,
-    first: Pass[A, B],
-    second: Pass[B, C],
-    third: Pass[C, D],
+    first: Callable[[A], B],
+    second: Callable[[B], C],
+    third: Callable[[C], D],
     /,
     *,
     on_pass: OnPass | None = None,
 ) -> D: ...
 @overload
-def run(value: A, /, *passes: Pass[A, A], on_pass: OnPass | None = None) -> A: ...
+def run(value: A, /, *passes: Callable[[A], A], on_pass: OnPass | None = None) -> A: ...
 
 
 def run(value: Any, /, *passes: Callable[[Any], Any], on_pass: OnPass | None = None) -> Any:
@@ -59,8 +66,8 @@ def run(value: Any, /, *passes: Callable[[Any], Any], on_pass: OnPass | None = N
 
     Raises:
         PassError: a pass was handed or made something that its verifier refuses, or made
-            something else than a plan, a schedule or a program. It names the pass; the verifier's
-            error is the cause.
+            something else than a traced graph, a plan, a schedule or a program. It names the pass;
+            the verifier's error is the cause.
     """
     for index, each in enumerate(passes):
         name = pass_name(each)
@@ -75,6 +82,128 @@ def run(value: Any, /, *passes: Callable[[Any], Any], on_pass: OnPass | None = N
     return value
 
 
+@dataclass(frozen=True)
+class Pass:
+    """One line of a list of passes.
+
+    Attributes:
+        function: what runs, with the facts that it requires as arguments by name. Of a frozen
+            dataclass with ``__call__``, those that are its fields make one, and the rest go to it.
+        requires: the facts that it needs, such as ``"plan, state"``. Words before a fact say what
+            must have been done to it: ``"differentiated plan"``.
+        provides: the facts that it makes, in the order in which it returns them, with words that
+            say what is done to them now.
+        when: the fact that says whether it runs; behind ``not`` whether it does not.
+    """
+
+    function: Callable[..., Any]
+    requires: str
+    provides: str
+    when: str = ""
+
+    @property
+    def name(self) -> str:
+        """What it is called."""
+        return pass_name(self.function)
+
+    @cached_property
+    def needs(self) -> tuple[tuple[str, frozenset[str]], ...]:
+        """Fact → what must have been done to it."""
+        return tuple(_facts(self.requires))
+
+    @cached_property
+    def makes(self) -> tuple[tuple[str, frozenset[str]], ...]:
+        """Fact → what is done to it."""
+        return tuple(_facts(self.provides))
+
+    def runs(self, facts: Mapping[str, Any]) -> bool:
+        """Whether it is to run."""
+        name = self.when.removeprefix("not ")
+        return not name or bool(facts[name]) == (name == self.when)
+
+    def __call__(self, facts: Mapping[str, Any]) -> Any:
+        """What it makes of the facts that it requires."""
+        given = {name: facts[name] for name, _ in self.needs}
+        if not isinstance(self.function, type):
+            return self.function(**given)
+        fields = {field.name for field in dataclasses.fields(self.function)}
+        made = self.function(**{name: given.pop(name) for name in fields & given.keys()})
+        return made(**given)
+
+
+def _facts(text: str) -> Iterator[tuple[str, frozenset[str]]]:
+    for part in filter(None, text.split(", ")):
+        *done, name = part.split()
+        yield name, frozenset(done)
+
+
+def run_all(passes: Sequence[Pass], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Run a list of passes; verify each representation that one makes.
+
+    Args:
+        passes: the list.
+        given: the facts that there are, by name.
+
+    Returns:
+        All facts, those that the passes have made among them.
+
+    Raises:
+        PassError: a pass stands before what it requires, or has made something that its verifier
+            refuses. It names the pass.
+    """
+    check_order(passes, given)
+    facts = dict(given)
+    for each in passes:
+        if not each.runs(facts):
+            continue
+        for name, _ in each.needs:
+            if name not in facts:
+                raise PassError(f"pass {each.name!r} requires {name!r}, which nothing made")
+        with telling(each.name):
+            made = each(facts)
+        names = [name for name, _ in each.makes]
+        values = made if len(names) > 1 else [made][: len(names)]
+        for name, value in zip(names, values, strict=True):
+            if type(value) in VERIFIERS and value is not facts.get(name):
+                _verify(value, f"pass {each.name!r} made")
+            facts[name] = value
+    return facts
+
+
+def check_order(passes: Sequence[Pass], given: Collection[str]) -> None:
+    """See that each pass stands behind those that provide what it requires.
+
+    A pass that need not run counts as one that has, and what is given as done to it what no pass
+    of the list does. A word that several passes provide is done behind the last of them.
+
+    Args:
+        passes: the list.
+        given: the facts that there are before it.
+
+    Raises:
+        PassError: one does not; it names the pass, and the one to put it behind.
+    """
+    done = dict.fromkeys(given, frozenset[str]())
+    own: set[str] = set()
+    for place, each in enumerate(passes):
+        for name, words in each.needs:
+            left = words - done.get(name, frozenset())
+            later = [other for other in passes[place + 1 :] if name in dict(other.makes)]
+            doing = [other.name for other in later if words & dict(other.makes)[name]]
+            making = [other.name for other in later if name not in dict(other.needs)]
+            behind = doing if name in done else [*making[:1], *doing]
+            if not behind and not (left and name in own):
+                continue
+            what = " ".join((*sorted(words), name))
+            cure = f"put it behind {behind[-1]!r}" if behind else f"let a pass provide {what!r}"
+            raise PassError(
+                f"pass {each.name!r} requires {what!r}, which nothing before it provides; {cure}"
+            )
+        for name, words in each.makes:
+            done[name] = done.get(name, frozenset()) | words
+            own.add(name)
+
+
 def pass_name(each: Callable[[Any], Any]) -> str:
     """The name of a pass: its ``name``, else that of the function or the class."""
     name = getattr(each, "name", None) or getattr(each, "__name__", None)
@@ -84,7 +213,7 @@ def pass_name(each: Callable[[Any], Any]) -> str:
 def _verify(value: object, what: str) -> None:
     entry = VERIFIERS.get(type(value))
     if entry is None:
-        raise PassError(f"{what} {value!r}, which is not a plan, a schedule or a program")
+        raise PassError(f"{what} {value!r}, which is no representation that can be verified")
     word, verify = entry
     try:
         with telling(f"verify {word}"):

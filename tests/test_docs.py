@@ -10,6 +10,7 @@ from typing import Any, get_args
 
 import pytest
 
+from fxpipe.compiler.passes import LISTS
 from fxpipe.ir.program import OPCODES, BufferKind
 from fxpipe.ir.recipe import RECIPES
 from fxpipe.ir.task import BUILT_IN, KINDS
@@ -55,6 +56,47 @@ def test_every_kind_of_buffer_is_on_the_page_of_instructions() -> None:
     page = (DOCS / "instructions.md").read_text().split("## Buffers")[1]
     for kind in get_args(BufferKind):
         assert re.search(rf"^\| .*`{kind}`.* \|", page, re.MULTILINE), kind
+
+
+def passes_table() -> str:
+    """Every pass from a model to a program, as the compiler's lists have them."""
+    lines = ["| list | pass | what it does | requires | provides | when |", "|---" * 6 + "|"]
+    for name, passes in LISTS.items():
+        for each in passes:
+            told = (inspect.getdoc(each.function) or "").partition("\n")[0].rstrip(".:")
+            cells = [name, f"`{each.name}`", told, each.requires, each.provides, each.when]
+            lines.append(f"| {' | '.join(cells)} |")
+            name = ""
+    return "\n".join(lines)
+
+
+def test_every_pass_is_on_the_page_of_the_architecture(request: pytest.FixtureRequest) -> None:
+    path = DOCS / "architecture.md"
+    page = path.read_text()
+    before, _, rest = page.partition("| list | pass |")
+    _, gap, after = rest.partition("\n\n")
+    made = f"{before}{passes_table()}{gap}{after}"
+    if request.config.getoption("--update-golden"):
+        path.write_text(made)
+    else:
+        assert page == made
+
+
+def test_all_that_the_page_of_the_architecture_names_is_there() -> None:
+    page = (DOCS / "architecture.md").read_text()
+    prose = re.sub(r"```.*?```", "", page, flags=re.DOTALL)
+    named = re.findall(r"`((?:fxpipe|passes|schedules|tests|docs)/[\w./]*)`", prose)
+    assert len(named) > 20
+    missing = [name for name in named if not (DOCS.parent / name).exists()]
+    assert not missing
+    folders = {
+        path.parent.relative_to(DOCS.parent).as_posix()
+        for folder in ("fxpipe", "passes", "schedules")
+        for path in (DOCS.parent / folder).rglob("*.py")
+        if not {"passes", "schedules"} & set(path.relative_to(DOCS.parent).parts[1:])
+    }
+    told = {name.rstrip("/") for name in named}
+    assert folders <= told, f"say in a sentence what is in {sorted(folders - told)}"
 
 
 def test_every_kind_of_task_is_on_the_page_of_the_language_with_its_cost() -> None:

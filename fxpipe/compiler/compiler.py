@@ -4,45 +4,40 @@ from __future__ import annotations
 
 import operator
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fxpipe.compiler import passes
 from fxpipe.compiler.capturing import Capturing
 from fxpipe.compiler.compiled import Compiled
-from fxpipe.compiler.front_end import FrontEnd, Tracer
-from fxpipe.compiler.objective import Objective, weighed
+from fxpipe.compiler.objective import weighed
+from fxpipe.compiler.options import Options
 from fxpipe.compiler.placement import Placement
 from fxpipe.compiler.plans import Call, Graph, Plans
 from fxpipe.compiler.predict import plan_sizes, predicted_peaks
 from fxpipe.compiler.remedies import remedies
 from fxpipe.compiler.sizes import Sizes
-from fxpipe.compiler.timetable import Purpose, RecomputeLike, Timetable
+from fxpipe.compiler.timetable import Purpose, Timetable
 from fxpipe.errors import FxpipeError, InputError, PartitionError
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import Program
-from fxpipe.ir.recipe import Recipe
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.traced import Traced, Value
 from fxpipe.log import told
-from fxpipe.passes import runner
 from fxpipe.passes.graph.extents import extents
 from fxpipe.passes.graph.lazy_module import sources_forgotten
-from fxpipe.passes.lowering.communicate import communicate
-from fxpipe.passes.lowering.free import free
-from fxpipe.passes.lowering.lower import Lower
-from fxpipe.passes.lowering.streams import Streams
 from fxpipe.passes.partition.assignment import Verdict
-from fxpipe.passes.partition.options import Partition
+from fxpipe.passes.runner import run_all
 from fxpipe.passes.tracing.loss_terms import Divisor, loss_terms
-from fxpipe.runtime.batch import MicroBatches
+from fxpipe.runtime.batch import Batch, MicroBatches
 from fxpipe.runtime.choice import Choice
-from fxpipe.runtime.weights.optimizer import OptimizerFactory, make_optimizer, state_size
+from fxpipe.runtime.devices.cuda_graphs import CudaGraphs
+from fxpipe.runtime.weights.optimizer import make_optimizer, state_size
 from fxpipe.signals import SignalsAtOperations
 from fxpipe.torchtools.garbage import without_collection
 from fxpipe.torchtools.source import users_level
@@ -50,86 +45,62 @@ from fxpipe.torchtools.untouched import untouched
 
 
 class Compiler:
-    """Runs the passes when a call needs them, and keeps what they make.
+    """Has the passes run when a call needs them, and keeps what they make.
 
     Attributes:
-        model: the model.
-        objective: its loss.
+        options: what the pipe is to be.
+        choice: how many threads run the devices' lists.
         timetable: the schedules.
         plans: the plans.
-        choice: how many threads run the devices' lists.
         capturing: captures the stages' graphs, where that is asked for.
-        verbose: whether passes are printed as they run.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        recipe: Recipe,
-        devices: Sequence[str],
-        *,
-        objective: Objective,
-        partition: Partition,
-        optimizer: OptimizerFactory | None = None,
-        tracer: Tracer,
-        threads: int,
-        choice: Choice,
-        microbatches: int | None = None,
-        leaf_modules: Mapping[str, nn.Module] | None = None,
-        deferred_batchnorm: bool = False,
-        fuse_accumulation: bool = False,
-        clips: bool = False,
-        recompute: RecomputeLike = "never",
-        places: Sequence[torch.device] = (),
-        capturing: Capturing | None = None,
-        verbose: bool = False,
-    ) -> None:
+    def __init__(self, options: Options, choice: Choice) -> None:
         """Nothing is traced yet.
 
         Args:
-            model: the model, whose state is left alone.
-            recipe: the schedule of training steps, which places the stages.
-            devices: what messages call them.
-            objective: the loss.
-            partition: how the model is to be cut.
-            optimizer: for what it holds, where memory is limited.
-            tracer: "export" or "symbolic".
-            threads: intra-op threads of a device, for the measurement of costs.
+            options: what the pipe is to be; the model's state is left alone.
             choice: how many threads run the devices' lists.
-            microbatches: into how many a whole batch is split; None where nobody has said.
-            leaf_modules: name → submodule that is called as it is.
-            deferred_batchnorm: whether BatchNorm's statistics are updated once a step.
-            fuse_accumulation: whether products add gradients to sums in their own kernels.
-            clips: whether every stage clips before it updates.
-            recompute: which stages run their forwards again instead of keeping what their
-                backwards need.
-            places: device → where it is, for devices with streams; none for CPU devices.
-            capturing: captures the stages' graphs; None where they are launched as they are.
-            verbose: whether passes are printed as they run.
         """
-        self.model = model
-        self.objective = objective
+        self.options = options
         self.choice = choice
-        self.capturing = capturing
-        self.verbose = verbose
-        self.timetable = Timetable(
-            recipe, len(devices), microbatches=microbatches, clips=clips, recompute=recompute
-        )
-        self._devices = tuple(devices)
-        self._optimizer = optimizer
-        self._placement = Placement(model, partition, self.timetable, devices, optimizer, threads)
-        self.plans = Plans(
-            model,
-            FrontEnd(model, objective, tracer, threads, leaf_modules or {}),
-            self._placement,
-            threads=threads,
-            deferred_batchnorm=deferred_batchnorm,
-            fuse_accumulation=fuse_accumulation,
-            places=places,
-        )
+        self.capturing = Capturing(CudaGraphs) if options.cuda_graphs else None
+        self.timetable = Timetable(options)
+        self._placement = Placement(options, self.timetable)
+        self.plans = Plans(options, self._placement)
+        self._known: dict[Any, tuple[Compiled, list[tuple[Traced, Plan]]]] = {}
         self._programs: dict[Any, Program] = {}
         self._terms = WeakKeyDictionary[nn.Module, tuple[Divisor | None, ...]]()
         self._warned = False
+        self._variant: int | None = None
+
+    def known(
+        self,
+        micro: MicroBatches,
+        purpose: Purpose,
+        *,
+        updates: bool = False,
+        input_gradients: bool = False,
+        outputs: bool = True,
+    ) -> Compiled | None:
+        """What a call like an earlier one runs; None where something is to be compiled for it.
+
+        Args:
+            micro: as in ``compile``, and so are the others.
+            purpose: what the call is for.
+            updates: whether the step updates the weights.
+            input_gradients: whether inputs that require gradients get them.
+            outputs: whether the model's outputs are handed over.
+        """
+        kind = _Kind(purpose, updates, _wants(micro.batch, input_gradients), outputs)
+        found = self._known.get(self._key(micro, kind))
+        if found is None:
+            return None
+        compiled, plans = found
+        for traced, plan in plans:
+            self.plans.settle(traced, plan, compiled.schedule)
+        threads = self.choice.threads(compiled.plan)
+        return compiled if threads == compiled.threads else replace(compiled, threads=threads)
 
     def compile(
         self,
@@ -140,7 +111,9 @@ class Compiler:
         input_gradients: bool = False,
         outputs: bool = True,
     ) -> Compiled:
-        """Everything that a call needs; what an earlier call of its kind made is used again.
+        """Everything that a call needs; of what earlier calls needed nothing is made again.
+
+        Nothing may change the model meanwhile, and nothing else may run: see ``fxpipe.turn``.
 
         Args:
             micro: the call's inputs, and its targets for a step.
@@ -149,15 +122,15 @@ class Compiler:
             input_gradients: whether inputs that require gradients get them.
             outputs: whether the model's outputs are handed over, each for the whole batch.
         """
-        what = f"{type(self.model).__name__} for a {purpose} of {micro.batch.size} samples"
+        kind = _Kind(purpose, updates, _wants(micro.batch, input_gradients), outputs)
+        what = f"{type(self.options.model).__name__} for a {purpose} of {micro.batch.size} samples"
         with (
             SignalsAtOperations(),
-            told(what, self.verbose),
+            told(what, self.options.verbose),
             without_collection(),
             sources_forgotten(),
         ):
-            made = (micro, purpose, updates, input_gradients, outputs)
-            compiled = self._compile(*made)
+            compiled = self._compile(micro, kind)
             while purpose == "step" and not self._placement.judged:
                 graph = self.plans.graph_of(compiled.traced)
                 try:
@@ -165,31 +138,21 @@ class Compiler:
                         break
                     self.plans.forget()
                     self._programs.clear()
-                    compiled = self._compile(*made)
+                    self._known.clear()
+                    compiled = self._compile(micro, kind)
                 except PartitionError as error:
                     cure = self._remedies(compiled, graph, micro.batch.size, updates)
                     raise PartitionError(f"{error}; {cure}") from None
         return compiled
 
-    def _compile(
-        self,
-        micro: MicroBatches,
-        purpose: Purpose,
-        updates: bool,
-        input_gradients: bool,
-        outputs: bool,
-    ) -> Compiled:
+    def _compile(self, micro: MicroBatches, kind: _Kind) -> Compiled:
         self.plans.look()
-        batch, microbatches, sizes = micro.batch, len(micro), micro.sizes
+        purpose, batch, microbatches, sizes = kind.purpose, micro.batch, len(micro), micro.sizes
         first = {size: micro.leaves[sizes.index(size)] for size in sizes}
-        wants = tuple(
-            input_gradients and isinstance(leaf, Tensor) and leaf.requires_grad
-            for leaf in batch.leaves
-        )
         schedule = self.timetable.schedule(microbatches, purpose)
         for fixed in (None, True):  # a graph for one size has other names than one for several
             calls = {
-                size: Call(batch, leaves, size, purpose, wants, schedule, fixed)
+                size: Call(batch, leaves, size, purpose, kind.wants, schedule, fixed)
                 for size, leaves in first.items()
             }
             plans = {size: self.plans.plan(call) for size, call in calls.items()}
@@ -208,9 +171,9 @@ class Compiler:
                 "the loss has a gradient to no parameter, so that a step would train nothing; "
                 "let some parameter that it depends on require a gradient"
             )
-        if outputs:
+        if kind.outputs:
             traced = self.plans.output_dims(calls[sizes[0]], traced)
-        program = self._program(plan, schedule, purpose, updates)
+        program = self._program(plan, schedule, purpose, kind.updates)
         by_size = {
             size: self.capturing.captured(plan, schedule, program)
             if self.capturing
@@ -218,14 +181,25 @@ class Compiler:
             for size, (_, plan) in plans.items()
         }
         terms: list[tuple[Divisor | None, ...]] = []
-        if purpose == "step" and self.objective.averages:
+        if purpose == "step" and self.options.objective.averages:
             split = [index for index, dim in enumerate(batch.dims) if dim is not None]
             of_size = {size: self._terms_of(made, split) for size, (made, _) in plans.items()}
             terms = [of_size[size] for size in sizes]
         kernels = [by_size[size] for size in sizes]
         threads = self.choice.threads(plan)
         made = (traced, plan, kernels, schedule, program, purpose, sizes[0], threads)
-        return Compiled(*made, terms)
+        compiled = Compiled(*made, terms)
+        self._known[self._key(micro, kind)] = compiled, [*plans.values()]
+        return compiled
+
+    def _key(self, micro: MicroBatches, kind: _Kind) -> tuple[Any, ...]:
+        """All that decides what a call runs, the variant of the model's code first."""
+        state = self.plans.look()
+        if state[0] != self._variant:
+            kept = self.plans.front_end.guards.kept
+            self._known = {key: made for key, made in self._known.items() if key[0][0] in kept}
+            self._variant = state[0]
+        return state, micro.batch.key, micro.batch.size, len(micro), kind
 
     def weighed(self, compiled: Compiled, micro: MicroBatches) -> MicroBatches:
         """The same, each weighted by what its loss counts in that of the batch.
@@ -235,19 +209,20 @@ class Compiler:
         Raises:
             InputError: as ``Objective.weights``.
         """
-        if not self.objective.averages:
-            micro = replace(micro, weights=self.objective.weights(micro))
+        if not self.options.objective.averages:
+            micro = replace(micro, weights=self.options.objective.weights(micro))
         if len(micro) == 1 or not any(map(any, compiled.terms)):
             return micro
         constants = compiled.traced.constants
 
         def buffer(name: str) -> Tensor:
-            return constants[name] if name in constants else self.model.get_buffer(name)
+            return constants[name] if name in constants else self.options.model.get_buffer(name)
 
         weights, wrong = weighed(compiled.terms, micro, buffer)
         if wrong is not None and not self._warned:
             self._warned = True
-            warnings.warn(self.objective.advice(wrong, micro.batch), stacklevel=users_level())
+            advice = self.options.objective.advice(wrong, micro.batch)
+            warnings.warn(advice, stacklevel=users_level())
         return replace(micro, weights=weights)
 
     def _terms_of(self, traced: Traced, split: Sequence[int]) -> tuple[Divisor | None, ...]:
@@ -280,12 +255,12 @@ class Compiler:
             traced, plan = self.plans.any_size(graph, compiled.samples)
         except FxpipeError:  # the model refuses zeros, so that there is no other graph
             traced, plan = compiled.traced, compiled.plan
-        state = traced.state_of(self.model)
-        with self.plans.quiet(), untouched(self.model):
+        state = traced.state_of(self.options.model)
+        with untouched(self.options.model):
             found = extents(plan, state, compiled.samples)
         return Sizes(
             found,
-            self._devices,
+            self.options.names,
             self._placement.limits,
             compiled.samples,
             lambda samples: self._peaks(self._resized(compiled, graph, samples, updates), updates),
@@ -303,11 +278,11 @@ class Compiler:
         """Device → the most bytes that it is predicted to hold in a step, with what an optimizer
         outside would."""
         plan, schedule = compiled.plan, compiled.schedule
-        state = compiled.traced.state_of(self.model)
+        state = compiled.traced.state_of(self.options.model)
         own = [[state[a.target] for a in stage.parameters] for stage in plan.stages]
         optimizers: list[Optimizer | None] = [None] * len(own)
-        if updates and self._optimizer is not None:
-            optimizers = [make_optimizer(self._optimizer, p) if p else None for p in own]  # type: ignore[arg-type]
+        if updates and self.options.optimizer is not None:
+            optimizers = [make_optimizer(self.options.optimizer, p) if p else None for p in own]  # type: ignore[arg-type]
         sizes = plan_sizes(plan, state, optimizers, schedule)
         peaks = [float(peak) for peak in predicted_peaks(plan, compiled.program, sizes)]
         if not updates:
@@ -335,9 +310,31 @@ class Compiler:
         return self._programs[key]
 
     def _lowered(self, plan: Plan, schedule: Schedule, purpose: Purpose, updates: bool) -> Program:
-        lower = Lower(plan, updates=updates, pause=purpose == "call")
-        program = runner.run(schedule, lower, communicate, free)
-        return runner.run(program, Streams()) if self.plans.places else program
+        facts = {
+            "schedule": schedule,
+            "plan": plan,
+            "updates": updates,
+            "pause": purpose == "call",
+            "streams": bool(self.options.places),
+        }
+        program: Program = run_all(passes.PROGRAM, facts)["program"]
+        return program
+
+
+class _Kind(NamedTuple):
+    """What a call is for, and what it gives back."""
+
+    purpose: Purpose
+    updates: bool
+    wants: tuple[bool, ...]
+    outputs: bool
+
+
+def _wants(batch: Batch, input_gradients: bool) -> tuple[bool, ...]:
+    """For each leaf whether the call hands its gradient back."""
+    return tuple(
+        input_gradients and isinstance(leaf, Tensor) and leaf.requires_grad for leaf in batch.leaves
+    )
 
 
 def _exchangeable(traced: Traced, plan: Plan, other: Traced, other_plan: Plan) -> bool:

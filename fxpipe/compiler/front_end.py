@@ -1,59 +1,36 @@
-"""The front end: from a model and one micro-batch to a traced graph, with its loss."""
+"""The front end: from a model and one micro-batch to a traced graph, with its loss.
+
+It decides which submodules are called as they are; the passes make the graphs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
+from fxpipe.compiler import passes
 from fxpipe.compiler.guards import Guards
 from fxpipe.compiler.hidden import hidden, refuse_hidden
-from fxpipe.compiler.hooks import refuse_hooks
 from fxpipe.compiler.leaves import Leaves
-from fxpipe.compiler.objective import Objective
-from fxpipe.compiler.pythonic import refuse_changes
-from fxpipe.compiler.tryout import (
-    output_dims,
-    refuse_sparse,
-    try_loss,
-    try_model,
-    try_own_loss,
-)
-from fxpipe.errors import InputError, TraceError, way_out
+from fxpipe.compiler.options import Options
+from fxpipe.compiler.tryout import output_dims
+from fxpipe.errors import TraceError, way_out
 from fxpipe.ir.traced import Traced, Value, with_dims
-from fxpipe.log import telling
-from fxpipe.passes.graph.functionalise import functionalise
-from fxpipe.passes.graph.randomness import seed_randomness
-from fxpipe.passes.tracing.attach_loss import (
-    LossModule,
-    attach_leaf_loss,
-    attach_loss,
-    own_loss,
-    with_loss,
-)
-from fxpipe.passes.tracing.explain import (
-    differing_line,
-    explained,
-    refuse_control_flow,
-    refuse_entries,
-    refuse_values,
-)
-from fxpipe.passes.tracing.leaf_calls import LeafCalls, call_leaves
+from fxpipe.passes.runner import run_all
+from fxpipe.passes.tracing.attach_loss import LossModule
+from fxpipe.passes.tracing.explain import differing_line
+from fxpipe.passes.tracing.leaf_calls import LeafCalls
 from fxpipe.passes.tracing.leaf_nests import REST
 from fxpipe.passes.tracing.rest import Calls, split
-from fxpipe.passes.tracing.symbolic import is_torchs, trace_symbolically
-from fxpipe.passes.tracing.trace import accepts, trace
+from fxpipe.passes.tracing.symbolic import is_torchs
 from fxpipe.runtime.batch import Batch
 from fxpipe.torchtools import source
 from fxpipe.torchtools.own_backward import checkpoints_opened
 from fxpipe.torchtools.pytrees import apart
-from fxpipe.torchtools.untouched import assigned_in_place, intra_op_threads, same_sizes, untouched
-
-Tracer = Literal["export", "symbolic"]
+from fxpipe.torchtools.untouched import assigned_in_place, intra_op_threads, untouched
 
 Dims = Sequence[tuple[int, ...]]
 """Flat input → its dimensions that are the batch."""
@@ -66,29 +43,11 @@ class FrontEnd:
         guards: what the traces depend on besides tensors.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        objective: Objective,
-        tracer: Tracer,
-        threads: int,
-        leaf_modules: Mapping[str, nn.Module],
-    ) -> None:
-        """Nothing is traced yet.
-
-        Args:
-            model: the model.
-            objective: the loss.
-            tracer: "export" or "symbolic".
-            threads: intra-op threads while the model is tried.
-            leaf_modules: name → submodule that is called as it is.
-        """
-        self.model = model
-        self.objective = objective
-        self.tracer = tracer
-        self._threads = threads
-        self._leaves = Leaves(model, leaf_modules)
-        self.guards = Guards(model, objective.loss, self._leaves.modules)
+    def __init__(self, options: Options) -> None:
+        """Nothing is traced yet."""
+        self.options = options
+        self._leaves = Leaves(options.model, options.leaf_modules)
+        self.guards = Guards(options.model, options.loss, self._leaves.modules)
 
     def trace(
         self, batch: Batch, leaves: list[Any], size: int, with_loss_: bool, fixed: bool
@@ -102,48 +61,50 @@ class FrontEnd:
             with_loss_: whether the loss belongs to it.
             fixed: whether it need hold for this size alone.
         """
+        options, loss = self.options, self.options.loss
         args, kwargs, targets = batch.unflatten(leaves)
         every: Dims = [() if dim is None else (dim,) for dim in batch.dims]
         dims, target_dims = every[: batch.inputs], every[batch.inputs :]
+        facts = {
+            **vars(options),
+            "guards": self.guards,
+            "args": args,
+            "kwargs": kwargs,
+            "targets": targets,
+            "inputs": dict(zip(batch.names, leaves, strict=True)),
+            "size": size,
+            "called": self._leaves.modules,
+            "is_leaf": self._is_leaf,
+            "given_loss": with_loss_ and loss is not None,
+            "returned_loss": with_loss_ and loss is None,
+            "leaf_loss": False,
+            "traced_loss": False,
+        }
         self._leaves.renew()
-        refuse_sparse(self.model, dict(zip(batch.names, leaves, strict=True)), self.tracer)
-        refuse_hooks(self.model, self._is_leaf)
-        with untouched(self.model), intra_op_threads(self._threads):
-            with same_sizes(self.model):
-                run = self.guards.reading()(lambda: try_model(self.model, args, kwargs))
-                output = refuse_changes(self.model, self._leaves.modules, run)
-            if with_loss_ and self.objective.loss is not None:
-                with self.guards.reading():
-                    try_loss(self.model, self.objective, output, targets, size)
-            elif with_loss_:
-                try_own_loss(output)
+        run_all(passes.ADMIT, facts)
+        with untouched(options.model), intra_op_threads(options.threads):
+            output = run_all(passes.TRY, facts)["output"]
             traced = self._front_end(args, kwargs, dims, size, fixed)
             if not fixed and any(out.dims is None for out in traced.outputs):
-                told = output_dims(self.model, args, kwargs, dims, _flat_outputs(traced), size)
+                told = output_dims(options.model, args, kwargs, dims, _flat_outputs(traced), size)
                 traced = traced if told is None else with_dims(traced, told)
-            if not with_loss_:
-                return seed_randomness(traced)
-            if self.objective.loss is None:
-                name = own_loss(traced)
-                if name is None:
-                    raise InputError(
-                        "there is no loss: the model returns neither one tensor nor something "
-                        "with .loss; give compile(..., loss=function)"
-                    )
-                return with_loss(seed_randomness(traced), name)
-            flat, spec = pytree.tree_flatten(apart(output))
-            module = LossModule(self.objective, self.objective.loss, spec)
-            if traced.leaves:
-                return seed_randomness(attach_leaf_loss(traced, module, flat, targets))
-            dims = [*_output_dims(traced, size), *target_dims]
-            try:
-                loss = self._traced(module, (*flat, *targets), {}, dims, size, fixed)
-            except TraceError as error:
-                self._leaves.take_loss(error)
-                return self.trace(batch, leaves, size, with_loss_, fixed)
-            source.credit(loss.graph, self.objective.loss)
-        # seeded as one graph: no draw of the loss has the number of one of the model's
-        return seed_randomness(attach_loss(traced, loss, dict(module.named_buffers())))
+            if with_loss_ and loss is not None:
+                flat, spec = pytree.tree_flatten(apart(output))
+                module = LossModule(options.objective, loss, spec)
+                facts |= {"leaf_loss": traced.leaves, "traced_loss": not traced.leaves}
+                if traced.leaves:
+                    facts |= {"loss_module": module, "output": flat}
+                else:
+                    dims = [*_output_dims(traced, size), *target_dims]
+                    try:
+                        made = self._traced(module, (*flat, *targets), {}, dims, size, fixed)
+                    except TraceError as error:
+                        self._leaves.take_loss(error)
+                        return self.trace(batch, leaves, size, with_loss_, fixed)
+                    source.credit(made.graph, loss)
+                    facts |= {"loss": made, "tensors": dict(module.named_buffers())}
+            joined: Traced = run_all(passes.JOIN, {**facts, "traced": traced})["traced"]
+        return joined
 
     def output_dims(
         self, traced: Traced, batch: Batch, leaves: list[Any], size: int
@@ -158,12 +119,13 @@ class FrontEnd:
         """
         args, kwargs, _ = batch.unflatten(leaves)
         dims: Dims = [() if dim is None else (dim,) for dim in batch.dims[: batch.inputs]]
-        with untouched(self.model), intra_op_threads(self._threads):
-            return output_dims(self.model, args, kwargs, dims, _flat_outputs(traced), size)
+        with untouched(self.options.model), intra_op_threads(self.options.threads):
+            return output_dims(self.options.model, args, kwargs, dims, _flat_outputs(traced), size)
 
     def _is_leaf(self, name: str, module: nn.Module) -> bool:
         """Whether a submodule is called as it is."""
-        return name in self._leaves.modules or (self.tracer == "symbolic" and is_torchs(module))
+        symbolic = self.options.tracer == "symbolic"
+        return name in self._leaves.modules or (symbolic and is_torchs(module))
 
     def refuse_two_traces(
         self, batch: Batch, leaves: list[Any], size: int, with_loss_: bool, error: TraceError
@@ -177,7 +139,7 @@ class FrontEnd:
         line = differing_line(*(traced.graph for traced in graphs))
         if line:
             raise TraceError(
-                f"{type(self.model).__name__} cannot be traced at {line} (tracing is not "
+                f"{type(self.options.model).__name__} cannot be traced at {line} (tracing is not "
                 "deterministic: two traces differ there); let it depend on the inputs and the "
                 f"model's parameters and buffers alone, or {way_out('')}"
             ) from error
@@ -188,7 +150,7 @@ class FrontEnd:
         """The model's graph; where a line cannot be traced, a submodule around it is a leaf."""
         while True:
             try:
-                traced = self._traced(self.model, args, kwargs, dims, size, fixed)
+                traced = self._traced(self.options.model, args, kwargs, dims, size, fixed)
             except TraceError as error:
                 refusal = self._leaves.grow(error)
                 if refusal is not None:
@@ -204,8 +166,8 @@ class FrontEnd:
     ) -> Traced:
         """The model's graph up to a line of its own that cannot be traced; the rest is a leaf."""
         # what was asked for and cannot be called so is no line's fault
-        possible = self.tracer == "export" and refusal.where
-        calls = Calls(self.model, args, kwargs) if possible else None
+        model, possible = self.options.model, self.options.tracer == "export" and refusal.where
+        calls = Calls(model, args, kwargs) if possible else None
         reached: list[str] = []
         begins = 0
 
@@ -213,7 +175,7 @@ class FrontEnd:
             nonlocal begins
             assert calls is not None
             while True:
-                twin = split(self.model, calls, count, reached)
+                twin = split(model, calls, count, reached)
                 try:
                     traced = self._with_leaves(args, kwargs, size, twin)
                 except TraceError as error:
@@ -241,14 +203,10 @@ class FrontEnd:
         size: int,
         fixed: bool,
     ) -> Traced:
-        if self.tracer == "symbolic":
-            with telling(f"trace {type(model).__name__}"):
-                return trace_symbolically(model, args, kwargs, self._leaves.modules.values())
-        if model is self.model and (self._leaves.modules or self._leaves.loss):
-            return self._with_leaves(args, kwargs, size, self.model)
-        with telling(f"trace {type(model).__name__}"):
-            program = trace(model, args, kwargs, size, fixed, dims)
-        return _functional(model, program, accepts(program, args, kwargs, size, dims))
+        with_leaves = model is self.options.model and (self._leaves.modules or self._leaves.loss)
+        if with_leaves and self.options.tracer == "export":
+            return self._with_leaves(args, kwargs, size, model)
+        return self._graph(model, args, kwargs, dims, size, fixed)
 
     def _with_leaves(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], size: int, model: nn.Module
@@ -259,16 +217,33 @@ class FrontEnd:
             leaves[REST] = model.get_submodule(REST)
         calls = LeafCalls(leaves, {*self._leaves.unasked, REST})
         try:
-            with calls.recorded(), torch.no_grad():
-                model(*args, **kwargs)
-            with calls.opaque(model), telling(f"trace {type(model).__name__}"):
-                program = trace(model, args, kwargs, size, fixed=True)
-            traced = _functional(model, program, accepts(program, args, kwargs, size))
+            return self._graph(model, args, kwargs, None, size, True, calls)
         finally:
             calls.forget()
-        values = zip(traced.inputs, pytree.tree_leaves((args, kwargs)), strict=True)
-        given = {name: value for name, value in values if name is not None}
-        return call_leaves(traced, model, calls, given)
+
+    def _graph(
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        dims: Dims | None,
+        size: int,
+        fixed: bool,
+        calls: LeafCalls | None = None,
+    ) -> Traced:
+        facts = {
+            "model": model,
+            "args": args,
+            "kwargs": kwargs,
+            "dims": dims,
+            "size": size,
+            "fixed": fixed,
+            "calls": calls,
+            "leaves": self._leaves.modules.values(),
+            "symbolic": self.options.tracer == "symbolic",
+        }
+        traced: Traced = run_all(passes.TRACE, facts)["traced"]
+        return traced
 
     def refuse_hidden(self, batch: Batch, leaves: list[Any], made: Any) -> None:
         """See that the model trains nothing but its parameters.
@@ -282,37 +257,23 @@ class FrontEnd:
             TraceError: gradients go to another tensor, too.
         """
         args, kwargs, _ = batch.unflatten(leaves)
-        once = hidden(self.model, apart(made), (args, kwargs))
+        model = self.options.model
+        once = hidden(model, apart(made), (args, kwargs))
         if once:
             made, _ = self.call(batch, leaves, False)
-            refuse_hidden(self.model, once, hidden(self.model, apart(made), (args, kwargs)))
+            refuse_hidden(model, once, hidden(model, apart(made), (args, kwargs)))
 
     def call(self, batch: Batch, leaves: list[Any], with_loss_: bool) -> tuple[Any, Tensor | None]:
         """The model itself, and its loss, on one micro-batch."""
         args, kwargs, targets = batch.unflatten(leaves)
-        with assigned_in_place(self.model), checkpoints_opened():
-            output = self.model(*args, **kwargs)
+        with assigned_in_place(self.options.model), checkpoints_opened():
+            output = self.options.model(*args, **kwargs)
         if not with_loss_:
             return output, None
-        if self.objective.loss is not None:
-            return output, self.objective(output, *targets)
+        if self.options.objective.loss is not None:
+            return output, self.options.objective(output, *targets)
         found = output.get("loss", output) if isinstance(output, dict) else output
         return output, getattr(found, "loss", found)
-
-
-def _functional(
-    model: nn.Module, program: ExportedProgram, accepts_: Callable[[int], bool]
-) -> Traced:
-    """The exported program as one functional graph; all that fails is a TraceError."""
-    refuse_control_flow(model, program.graph_module)
-    with telling("functionalise"):
-        try:
-            traced = functionalise(program, accepts_)
-        except Exception as error:
-            raise explained(model, error, "export") from error
-    refuse_values(model, traced)
-    refuse_entries(model, traced)
-    return traced
 
 
 def _output_dims(traced: Traced, size: int) -> Dims:

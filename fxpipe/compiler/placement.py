@@ -4,33 +4,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from fxpipe.compiler.room import Room
+from fxpipe.compiler import passes
+from fxpipe.compiler.options import Options
 from fxpipe.compiler.timetable import Timetable
-from fxpipe.ir.plan import Costs, Plan
+from fxpipe.errors import PartitionError
+from fxpipe.ir.plan import Costs
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.traced import Traced
-from fxpipe.log import telling
 from fxpipe.memory.held import undo_bytes
-from fxpipe.passes.differentiate.differentiate import Differentiate, Wanted
-from fxpipe.passes.differentiate.part_backward import part_backward
+from fxpipe.passes.differentiate.differentiate import Wanted
 from fxpipe.passes.partition.assignment import Assignment, Verdict, compute_nodes, owners
 from fxpipe.passes.partition.atoms import Footprint
-from fxpipe.passes.partition.balance import balance, judge
-from fxpipe.passes.partition.cut import cut
-from fxpipe.passes.partition.follow import place_like
-from fxpipe.passes.partition.footprint import footprint_of
-from fxpipe.passes.partition.measure import NodeCost, measure
-from fxpipe.passes.partition.measure_leaves import measure_leaves
-from fxpipe.passes.partition.named_cuts import cut_at
-from fxpipe.passes.partition.options import Partition
-from fxpipe.passes.partition.work import Machine
-from fxpipe.runtime.weights.optimizer import OptimizerFactory, state_size
+from fxpipe.passes.partition.measure import NodeCost
+from fxpipe.passes.partition.work import Load, Machine
+from fxpipe.passes.runner import run_all
+from fxpipe.runtime.weights.optimizer import state_size
 from fxpipe.torchtools.untouched import intra_op_threads, untouched
+from fxpipe.words import bytes_text
 
 
 class Placement:
@@ -44,38 +40,22 @@ class Placement:
         costs: stage → what it costs, as measured on the first graph.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        partition: Partition,
-        timetable: Timetable,
-        devices: Sequence[str],
-        optimizer: OptimizerFactory | None,
-        threads: int,
-    ) -> None:
+    def __init__(self, options: Options, timetable: Timetable) -> None:
         """Nothing is placed yet.
 
         Args:
-            model: the model, for the names of its submodules.
-            partition: what to mind.
+            options: how the model is to be cut, for which devices.
             timetable: the schedule of training steps, which places the stages.
-            devices: what messages call them.
-            optimizer: for the size of its state.
-            threads: intra-op threads of a device, for the measurement.
         """
         self.owners: Mapping[str, int] = {}
         self.costs: Mapping[int, Costs] = {}
-        self._model = model
-        self._partition = partition
+        self._options = options
         self._timetable = timetable
-        self._devices = devices
-        self._optimizer = optimizer
-        self._threads = threads
         self._schedule: Schedule
         self._reference: tuple[Traced, Assignment] | None = None
         self._room: Room | None = None
         self._machine: Machine | None = None
-        self._measured: tuple[Traced, Plan | None, dict[str, NodeCost]] | None = None
+        self._measured: tuple[Traced, Mapping[str, Any]] | None = None
 
     def place(
         self,
@@ -101,48 +81,69 @@ class Placement:
             PartitionError: the model cannot be cut as asked.
         """
         if self._reference is not None:
-            return place_like(traced, *self._reference)
-        recipe = self._timetable.recipe
-        schedule = recipe(len(self._devices), recipe.microbatches or microbatches)
-        schedule = self._timetable.recomputing(schedule)
+            return self.follow(traced, *self._reference)
+        options, partition = self._options, self._options.partition
+        schedule = self._timetable.for_placing(microbatches)
         if self._room is None:
-            machine = self._partition.machine(schedule, self._devices)
+            machine = partition.machine(schedule, options.names)
             self._room = Room(schedule.placement, machine)
         self._machine = machine = self._room.machine()
         nearest = step and self._room.nearest
         if not step:
             self._room.firm = "give compile(..., example=...) of a step, raise memory_limits"
         if self._measured is None or self._measured[0] is not traced:
-            with untouched(self._model), intra_op_threads(self._threads), telling("measure"):
-                plan = None if traced.leaves else _single(traced, values, state, wanted)
-                costs = _costs(traced, plan, values, state)
-            self._measured = traced, plan, costs
-        _, plan, costs = self._measured
+            self._measured = traced, self._measure(traced, values, state, wanted)
         self._schedule = schedule
-        footprint = Footprint()
+        facts = {
+            **self._measured[1],
+            "state": state,
+            "stages": schedule.stages,
+            "machine": machine,
+            "limited": machine.limited,
+            "footprint": Footprint(),
+            "together": partition.keep_together,
+            "at": partition.at,
+            "named": partition.at is not None,
+            "nearest": nearest,
+            "model": options.model,
+        }
         if machine.limited:  # else memory decides nothing, and the optimizer need not be asked
-            footprint = footprint_of(traced, plan, costs, state, self._copies, self._undo)
-        together = self._partition.keep_together
-        with telling("partition"):
-            if self._partition.at is None:
-                assignment = balance(
-                    traced,
-                    schedule.stages,
-                    costs,
-                    machine=machine,
-                    footprint=footprint,
-                    together=together,
-                    nearest=nearest,
-                )
-            else:
-                names = self._partition.at
-                assignment = cut_at(traced, schedule.stages, names, self._model, together)
-                assignment = judge(traced, assignment, costs, machine, footprint, nearest=nearest)
-                self._room.firm = "begin stages at other submodules, raise memory_limits"
+            facts |= {"copies": self._copies, "undo": self._undo}
+        assignment: Assignment = run_all(passes.PARTITION, facts)["assignment"]
+        if partition.at is not None:
+            self._room.firm = "begin stages at other submodules, raise memory_limits"
         self._reference = traced, assignment
         self.owners = owners(traced, assignment)
-        self.costs = _by_stage(traced, assignment, costs)
+        self.costs = _by_stage(traced, assignment, facts["costs"])
         return assignment
+
+    def follow(self, traced: Traced, reference: Traced, assignment: Assignment) -> Assignment:
+        """The stages of a graph as another one has them."""
+        facts = {"traced": traced, "reference": reference, "assignment": assignment}
+        placed: Assignment = run_all(passes.FOLLOW, facts)["assignment"]
+        return placed
+
+    def _measure(
+        self,
+        traced: Traced,
+        values: Mapping[str, Any],
+        state: Mapping[str, Tensor],
+        wanted: Wanted,
+    ) -> Mapping[str, Any]:
+        """The facts of a graph whose nodes have their costs."""
+        facts = {
+            "traced": traced,
+            "values": values,
+            "state": state,
+            "wanted": wanted,
+            "plan": None,
+            "owners": {},
+            "stage_costs": {},
+            "under_autograd": traced.leaves,
+        }
+        with untouched(self._options.model), intra_op_threads(self._options.threads):
+            made = run_all(passes.MEASURE, facts)
+        return {name: made[name] for name in ("traced", "plan", "costs")}
 
     @property
     def verdict(self) -> Verdict | None:
@@ -152,8 +153,8 @@ class Placement:
     @property
     def limits(self) -> tuple[float, ...]:
         """Device → the bytes that it may hold; infinite where there is no limit."""
-        devices = len(self._devices)
-        return self._partition.limits(devices) or (math.inf,) * devices
+        devices = len(self._options.devices)
+        return self._options.partition.limits(devices) or (math.inf,) * devices
 
     @property
     def judged(self) -> bool:
@@ -190,25 +191,11 @@ class Placement:
 
     @property
     def _undoing(self) -> float:
-        return undo_bytes(self._schedule, self._state, 1, 1) if self._optimizer else 0.0
+        return undo_bytes(self._schedule, self._state, 1, 1) if self._options.optimizer else 0.0
 
     @cached_property
     def _state(self) -> float:
-        return state_size(self._optimizer)
-
-
-def _single(
-    traced: Traced, values: Mapping[str, Any], state: Mapping[str, Tensor], wanted: Wanted
-) -> Plan:
-    """The whole model as one stage, differentiated."""
-    whole = Assignment(1, {node.name: 0 for node in compute_nodes(traced.graph)})
-    return part_backward(Differentiate(values, state, wanted)(cut(traced, whole, {})))
-
-
-def _costs(
-    traced: Traced, plan: Plan | None, values: Mapping[str, Any], state: Mapping[str, Tensor]
-) -> dict[str, NodeCost]:
-    return measure_leaves(traced, values) if plan is None else measure(traced, plan, values, state)
+        return state_size(self._options.optimizer)
 
 
 def _by_stage(
@@ -226,3 +213,80 @@ def _by_stage(
         )
         for stage, nodes in enumerate(found)
     }
+
+
+_TRIES = 8
+
+
+class Room:
+    """What is known of the memory that the partition does not count atom by atom.
+
+    What the graphs of a stage add while they run, for one, is known once they are made. Where a
+    device is then predicted to hold more than it may, the difference is left free by the next cut.
+
+    Attributes:
+        firm: why a cut that was made cannot be made anew; empty where it can.
+        kept: whether a cut is known to keep the limits.
+        nearest: whether a cut that keeps no limit by its own count is worth being predicted.
+    """
+
+    def __init__(self, homes: Sequence[int], machine: Machine) -> None:
+        """Nothing is known yet.
+
+        Args:
+            homes: stage → device.
+            machine: the stages.
+        """
+        self.firm = ""
+        self.kept = not machine.limited
+        self.nearest = True
+        self._homes = homes
+        self._machine = machine
+        self._reserved: dict[int, int] = {}
+        self._left = _TRIES
+
+    def machine(self) -> Machine:
+        """The stages, with what is to be left free."""
+        shares = [
+            math.ceil(self._reserved.get(home, 0) / self._homes.count(home)) for home in self._homes
+        ]
+        return replace(self._machine, reserved=tuple(shares))
+
+    def keeps(self, loads: Sequence[Load], machine: Machine, peaks: Sequence[float]) -> bool:
+        """Whether a cut keeps the limits. If not, ``machine`` leaves more free from now on.
+
+        Args:
+            loads: stage → what the cut counts.
+            machine: the stages that it was made for.
+            peaks: device → the most bytes that it is predicted to hold.
+
+        Raises:
+            PartitionError: it does not, and no other cut is to be tried.
+        """
+        counted, limits = [0.0] * len(peaks), [0.0] * len(peaks)
+        reserved = machine.reserved or (0,) * len(loads)
+        for home, load, share, limit in zip(
+            self._homes, loads, reserved, machine.limits, strict=True
+        ):
+            counted[home] += load.memory - share
+            limits[home] += limit
+        over = [device for device, peak in enumerate(peaks) if peak > limits[device]]
+        if not over:
+            self.kept = True
+            return True
+        self._left -= 1
+        if self.firm or not self._left:
+            device = max(over, key=lambda d: peaks[d] / limits[d])
+            name = machine.name_of(self._homes.index(device))
+            raise PartitionError(
+                f"{name} is predicted to hold {bytes_text(peaks[device])} in a step and may take "
+                f"{bytes_text(limits[device])}; {self.firm or 'raise memory_limits'}, or give more "
+                "devices"
+            )
+        for device, peak in enumerate(peaks):
+            more = math.ceil(peak - counted[device])
+            if more > 0 or device in over:
+                self._reserved[device] = max(more, self._reserved.get(device, more))
+        beyond = any(load.memory > limit for load, limit in zip(loads, machine.limits, strict=True))
+        self.nearest = self.nearest and not beyond
+        return False

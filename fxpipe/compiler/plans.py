@@ -3,35 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from fxpipe.compiler import passes
 from fxpipe.compiler.front_end import FrontEnd
 from fxpipe.compiler.homes import brought, gathered, settle
+from fxpipe.compiler.options import Options
 from fxpipe.compiler.placement import Placement
 from fxpipe.compiler.timetable import Purpose
 from fxpipe.errors import TraceError
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.traced import SEED, Traced, Value, with_dims
-from fxpipe.log import telling
-from fxpipe.passes import runner
-from fxpipe.passes.differentiate.differentiate import Differentiate, Wanted
-from fxpipe.passes.differentiate.fuse_accumulation import fuse_accumulation as fuse_accumulation_
-from fxpipe.passes.differentiate.part_backward import part_backward
-from fxpipe.passes.graph.check import check
-from fxpipe.passes.graph.defer_batchnorm import defer_batchnorm
-from fxpipe.passes.graph.localise_sizes import localise_sizes
-from fxpipe.passes.graph.place_devices import PlaceDevices
-from fxpipe.passes.graph.relay import relay
+from fxpipe.passes.differentiate.differentiate import Wanted
 from fxpipe.passes.partition.assignment import Assignment
-from fxpipe.passes.partition.cut import cut
-from fxpipe.passes.partition.follow import place_like
+from fxpipe.passes.runner import run_all
 from fxpipe.runtime.batch import Batch
 from fxpipe.torchtools.untouched import intra_op_threads, untouched
 
@@ -121,42 +113,19 @@ class Plans:
     Attributes:
         front_end: traces the model.
         graphs: what it has traced so far.
-        places: device → where it is, for devices with streams; none for CPU devices.
-        quiet: for as long as the model is run, traced or moved: nothing may change it meanwhile,
-            and nothing else may run; see ``fxpipe.turn``.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        front_end: FrontEnd,
-        placement: Placement,
-        *,
-        threads: int,
-        deferred_batchnorm: bool,
-        fuse_accumulation: bool,
-        places: Sequence[torch.device],
-    ) -> None:
+    def __init__(self, options: Options, placement: Placement) -> None:
         """Nothing is traced yet.
 
         Args:
-            model: the model.
-            front_end: traces it.
-            placement: assigns the nodes of its graphs to stages.
-            threads: intra-op threads of a device, with which plans are checked.
-            deferred_batchnorm: whether BatchNorm's statistics are updated once a step.
-            fuse_accumulation: whether products add gradients to sums in their own kernels.
-            places: device → where it is, for devices with streams; none for CPU devices.
+            options: what the pipe is to be.
+            placement: assigns the nodes of the model's graphs to stages.
         """
-        self.front_end = front_end
+        self.options = options
+        self.front_end = FrontEnd(options)
         self.graphs: dict[Any, Graph] = {}
-        self.places = tuple(places)
-        self.quiet: Callable[[], AbstractContextManager[None]] = nullcontext
-        self._model = model
         self._placement = placement
-        self._threads = threads
-        self._deferred_batchnorm = deferred_batchnorm
-        self._fused = [fuse_accumulation_] if fuse_accumulation else []
         # kind of call → the size that came first and has a graph of its own, if any
         self._first: dict[Any, int | None] = {}
         self._dims: dict[Any, Sequence[tuple[int, ...]] | None] = {}
@@ -167,16 +136,19 @@ class Plans:
         self._variants: set[int] = set()
         self._state: tuple[Any, ...] = ()
 
-    def look(self) -> None:
+    def look(self) -> tuple[Any, ...]:
         """See what traces depend on besides the call, and whether it is as it was, before ``plan``.
 
         Graphs of what was long ago are forgotten.
+
+        Returns:
+            What was seen; first the number of the variant, see ``Guards``.
         """
         guards = self.front_end.guards
         variant = guards.variant()
         flags = tuple([module.training for module in guards.modules])
         trained = tuple([parameter.requires_grad for parameter in guards.parameters])
-        device = self.places[0].type if self.places else "cpu"
+        device = self.options.places[0].type if self.options.places else "cpu"
         cast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
         self._state = variant, flags, trained, cast, torch.get_default_dtype()
         if variant not in self._variants:
@@ -189,6 +161,7 @@ class Plans:
             self._dims = {k: dims for k, dims in self._dims.items() if k[0][0] in kept}
             known = {id(graph.traced) for graph in self.graphs.values()}
             self._checked = {like for like in self._checked if like[0] in known}
+        return self._state
 
     def plan(self, call: Call) -> tuple[Traced, Plan]:
         """The whole model's graph and its plan, whose stages are on their devices.
@@ -199,25 +172,29 @@ class Plans:
             TraceError: the model cannot be traced, or its trace computes something else.
             PartitionError: the graph cannot be cut as asked.
         """
-        with nullcontext() if self._plan_key(call) in self._plans else self.quiet():
-            return self._placed(call)
-
-    def _placed(self, call: Call) -> tuple[Traced, Plan]:
-        if not self.places:
+        places = self.options.places
+        if not places:
             traced, plan = self._plan(call)
             self._check(call, traced, plan)
             return traced, plan
         placement = call.schedule.placement
         key = (self._plan_key(call), placement)
-        homes = tuple(self.places[device] for device in placement)
         if key not in self._homed:
             with self._gathered(call) as here:
                 traced, plan = self._plan(here)
                 self._check(here, traced, plan)
-            self._homed[key] = traced, runner.run(plan, PlaceDevices(self.places[0], homes))
+            homes = tuple(places[device] for device in placement)
+            facts = {"plan": plan, "device": places[0], "homes": homes}
+            self._homed[key] = traced, run_all(passes.DEVICES, facts)["plan"]
         traced, plan = self._homed[key]
-        settle(plan, traced.state_of(self._model), homes)
+        self.settle(traced, plan, call.schedule)
         return traced, plan
+
+    def settle(self, traced: Traced, plan: Plan, schedule: Schedule) -> None:
+        """Let each stage's tensors lie where it runs, before a call of any kind."""
+        if self.options.places:
+            homes = tuple(self.options.places[device] for device in schedule.placement)
+            settle(plan, traced.state_of(self.options.model), homes)
 
     def forget(self) -> None:
         """Place and differentiate all graphs anew; what was traced is kept."""
@@ -239,11 +216,11 @@ class Plans:
         """
         self.look()
         call = replace(graph.call.zeros(), fixed=False)
-        with self.quiet(), self._gathered(call) as here:
+        with self._gathered(call) as here:
             traced = self._trace(here)
             if not traced.accepts(size):
                 traced = self._trace(here.resized(size))
-            assignment = place_like(traced, graph.traced, graph.assignment)
+            assignment = self._placement.follow(traced, graph.traced, graph.assignment)
             other = self._relayed(here, traced, assignment)
             return other.traced, self._differentiated(other, here.resized(size))
 
@@ -253,7 +230,7 @@ class Plans:
             return traced
         key = self._graph_key(call), call.size
         if key not in self._dims:
-            with self.quiet(), self._gathered(call) as here:
+            with self._gathered(call) as here:
                 self._dims[key] = self.front_end.output_dims(
                     traced, here.batch, here.leaves, here.size
                 )
@@ -263,12 +240,12 @@ class Plans:
     @contextmanager
     def _gathered(self, call: Call) -> Iterator[Call]:
         """Inside, the model and the call are on the first device, where it has several."""
-        if not self.places:
+        if not self.options.places:
             yield call
             return
-        first = self.places[0]
+        first = self.options.places[0]
         constants = [c for g in self.graphs.values() for c in g.traced.constants.values()]
-        with gathered(self._model, constants, first):
+        with gathered(self.options.model, constants, first):
             yield replace(call, leaves=brought(call.leaves, first))
 
     def _plan(self, call: Call) -> tuple[Traced, Plan]:
@@ -280,18 +257,21 @@ class Plans:
 
     def _differentiated(self, graph: Graph, call: Call) -> Plan:
         traced = graph.traced
-        values = _values(traced, call.leaves, call.wants)
-        with telling("cut"):
-            plan = cut(traced, graph.assignment, self._placement.owners)
-        state = traced.state_of(self._model)
-        halves = [part_backward] if call.parted else []
-        with untouched(self._model), intra_op_threads(self._threads):
-            differentiate = Differentiate(values, state, _wanted(traced, call.purpose))
-            plan = runner.run(plan, differentiate, *halves, *self._fused)
-        costs = self._placement.costs
-        return replace(
-            plan, stages=tuple(replace(s, costs=costs.get(s.index)) for s in plan.stages)
-        )
+        options = self.options
+        facts = {
+            "traced": traced,
+            "assignment": graph.assignment,
+            "owners": self._placement.owners,
+            "stage_costs": self._placement.costs,
+            "values": _values(traced, call.leaves, call.wants),
+            "state": traced.state_of(options.model),
+            "wanted": _wanted(traced, call.purpose),
+            "parted": call.parted,
+            "fuse_accumulation": options.fuse_accumulation,
+        }
+        with untouched(options.model), intra_op_threads(options.threads):
+            plan: Plan = run_all(passes.PLAN, facts)["plan"]
+        return plan
 
     def _check(self, call: Call, traced: Traced, plan: Plan) -> None:
         """Compare a plan with the model, where none like it was."""
@@ -299,8 +279,7 @@ class Plans:
         like = (id(traced), gradients, call.parted)
         if like in self._checked:
             return
-        batch, leaves = call.batch, call.leaves
-        values, state = _values(traced, leaves, call.wants), traced.state_of(self._model)
+        batch, leaves, model = call.batch, call.leaves, self.options.model
 
         def run() -> tuple[Any, Tensor | None]:
             output, loss = self.front_end.call(batch, leaves, call.with_loss)
@@ -308,10 +287,17 @@ class Plans:
             return output, loss
 
         made: list[Any] = []
-        with self.quiet(), untouched(self._model), intra_op_threads(self._threads):
+        facts = {
+            "traced": traced,
+            "plan": plan,
+            "values": _values(traced, leaves, call.wants),
+            "state": traced.state_of(model),
+            "call": run,
+            "differentiated": gradients,
+        }
+        with untouched(model), intra_op_threads(self.options.threads):
             try:
-                with telling("check against the model"):
-                    check(traced, plan, values, state, run, gradients)
+                run_all(passes.CHECK, facts)
             except TraceError as error:
                 self.front_end.refuse_two_traces(batch, leaves, call.size, call.with_loss, error)
                 raise
@@ -331,7 +317,7 @@ class Plans:
             return kept
         *kind, own = key
         traced = self._trace(call)
-        values, state = _values(traced, call.leaves), traced.state_of(self._model)
+        values, state = _values(traced, call.leaves), traced.state_of(self.options.model)
         wanted = _wanted(traced, call.purpose)
         assignment = self._placement.place(
             traced, values, state, wanted, call.schedule.microbatches, step=call.purpose == "step"
@@ -343,11 +329,17 @@ class Plans:
     def _relayed(self, call: Call, traced: Traced, assignment: Assignment) -> Graph:
         # a call without gradients has the graph of one with them
         wanted = _wanted(traced, "step" if call.with_loss else "call")
-        state = traced.state_of(self._model)
+        state = traced.state_of(self.options.model)
         trained = {a.name for a in traced.parameters if state[a.target].requires_grad}
         trained |= {name for name in traced.inputs if name is not None and wanted.inputs}
-        relayed = relay(traced, assignment, trained, wanted.outputs)
-        return Graph(*localise_sizes(*relayed), call.hollow())
+        facts = {
+            "traced": traced,
+            "assignment": assignment,
+            "trained": trained,
+            "outputs": wanted.outputs,
+        }
+        fit = run_all(passes.FIT, facts)
+        return Graph(fit["traced"], fit["assignment"], call.hollow())
 
     def _trace(self, call: Call) -> Traced:
         key = self._graph_key(call)
@@ -357,9 +349,6 @@ class Plans:
             fixed = key[-1] is not None
             traced = self.front_end.trace(call.batch, call.leaves, call.size, call.with_loss, fixed)
             self.front_end.guards.settle()
-            if self._deferred_batchnorm:
-                with telling("defer_batchnorm"):
-                    traced = defer_batchnorm(traced, self._model)
             self._traced[key, call.size] = traced
         return traced
 
@@ -371,7 +360,7 @@ class Plans:
         kind = *self._state, call.batch.key, call.with_loss
         fixed = call.fixed
         if fixed is None:
-            alone = call.uniform and self.front_end.tracer == "export"
+            alone = call.uniform and self.options.tracer == "export"
             fixed = alone and self._first.get(kind, call.size) == call.size
         return *kind, call.size if fixed else None
 

@@ -2,49 +2,32 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Mapping, Sequence
-from typing import Literal
+from dataclasses import replace
+from typing import Any, Literal
 
+from fxpipe.compiler import passes
+from fxpipe.compiler.options import Options
 from fxpipe.errors import InputError
 from fxpipe.ir.recipe import Recipe, find_recipe
 from fxpipe.ir.schedule import Schedule
-from fxpipe.passes.schedule.add_clip import add_clip
-from fxpipe.passes.schedule.add_recompute import Recompute, add_recompute
-from fxpipe.passes.schedule.end_with_flush import end_with_flush
+from fxpipe.passes.runner import run_all
 
 Purpose = Literal["step", "call", "infer"]
 """A training step with its loss, a differentiable call, or a call without gradients."""
-
-RecomputeLike = Recompute | Sequence[Recompute] | Mapping[int, Recompute]
 
 
 class Timetable:
     """Makes each schedule once, verified, with what the pipe's options add to it."""
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        devices: int,
-        *,
-        microbatches: int | None = None,
-        clips: bool = False,
-        recompute: RecomputeLike,
-    ) -> None:
+    def __init__(self, options: Options, whole: int = 0) -> None:
         """No schedule is made yet.
 
         Args:
-            recipe: the schedule of steps, which places the stages.
-            devices: how many.
-            microbatches: into how many a whole batch is split; None for the most so far.
-            clips: whether every stage clips before it updates.
-            recompute: which stages run their forwards again.
+            options: the recipe of steps, and what is added to its schedules.
+            whole: into how many micro-batches a batch was split at most, so far.
         """
-        self.recipe = recipe
-        self._devices = devices
-        self._whole = microbatches or 0
-        self._clips = clips
-        self._recompute = recompute
+        self._options = options
+        self._whole = max(options.microbatches or 0, whole)
         self._made: dict[tuple[int, Purpose], Schedule] = {}
 
     def schedule(self, microbatches: int, purpose: Purpose) -> Schedule:
@@ -59,16 +42,7 @@ class Timetable:
         """
         key = (microbatches, purpose)
         if key not in self._made:
-            schedule = self._recipe(purpose)(self._devices, microbatches)
-            if microbatches < self._whole and schedule.overlaps:
-                needed = schedule.versions().smallest
-                if any(map(operator.lt, schedule.delays, needed)):
-                    schedule = end_with_flush(schedule)
-            schedule.verify()
-            if purpose != "infer" and not schedule.kinds & {"R"}:
-                schedule = self.recomputing(schedule).verify()
-            clips = self._clips and purpose == "step"
-            self._made[key] = add_clip(schedule).verify() if clips else schedule
+            self._made[key] = self._written(microbatches, purpose)
         if purpose == "step":
             self._whole = max(self._whole, microbatches)
         schedule = self._made[key]
@@ -77,7 +51,7 @@ class Timetable:
                 f"schedule {schedule.name!r} runs forwards of an earlier batch, whose step has "
                 "returned its loss already; let every forward belong to this step's batch"
             )
-        if "C" in schedule.kinds and not self._clips:
+        if "C" in schedule.kinds and not self._options.clips:
             raise InputError(
                 f"schedule {schedule.name!r} clips gradients, and nothing says by how much; give "
                 "compile(..., clip_norm=1.0), or leave its C out"
@@ -89,33 +63,38 @@ class Timetable:
             )
         return schedule
 
-    def changed(
-        self, *, recipe: Recipe | None = None, recompute: RecomputeLike | None = None
-    ) -> Timetable:
-        """Another one, of the same options but for these."""
-        return Timetable(
-            recipe or self.recipe,
-            self._devices,
-            microbatches=self._whole,
-            clips=self._clips,
-            recompute=self._recompute if recompute is None else recompute,
-        )
+    def for_placing(self, microbatches: int) -> Schedule:
+        """The schedule of steps by whose memory the model is cut, which nobody runs: not verified.
 
-    def recomputing(self, schedule: Schedule) -> Schedule:
-        """A schedule with the recomputes that the pipe's options add."""
-        return add_recompute(schedule, _modes(self._recompute, schedule.stages))
+        Args:
+            microbatches: into how many the batch at hand is split.
+        """
+        recipe, recompute = self._options.recipe, self._options.recompute
+        schedule = recipe(len(self._options.devices), recipe.microbatches or microbatches)
+        facts = {"schedule": schedule, "recompute": recompute, "recomputes": recompute != "never"}
+        return passes.RECOMPUTE(facts) if passes.RECOMPUTE.runs(facts) else schedule
+
+    def changed(self, **options: Any) -> Timetable:
+        """Another one, of the same options but for these."""
+        return Timetable(replace(self._options, **options), self._whole)
+
+    def _written(self, microbatches: int, purpose: Purpose) -> Schedule:
+        recompute = self._options.recompute
+        facts = {
+            "recipe": self._recipe(purpose),
+            "devices": len(self._options.devices),
+            "microbatches": microbatches,
+            "short": microbatches < self._whole,
+            "recompute": recompute,
+            "recomputes": recompute != "never" and purpose != "infer",
+            "clips": self._options.clips and purpose == "step",
+        }
+        schedule: Schedule = run_all(passes.SCHEDULE, facts)["schedule"]
+        return schedule
 
     def _recipe(self, purpose: Purpose) -> Recipe:
+        recipe = self._options.recipe
         if purpose == "step":
-            return self.recipe
+            return recipe
         name = "gpipe" if purpose == "call" else "inference"
-        return find_recipe(name).placed(self.recipe.placement)
-
-
-def _modes(given: RecomputeLike, stages: int) -> list[Recompute]:
-    """Stage → whether it recomputes."""
-    if isinstance(given, str):
-        return [given] * stages
-    if isinstance(given, Mapping):
-        return [given.get(stage, "never") for stage in range(stages)]
-    return list(given)
+        return find_recipe(name).placed(recipe.placement)

@@ -16,11 +16,14 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from fxpipe.compiler.guards import Guards
 from fxpipe.compiler.hidden import refuse_hidden_in_loss
 from fxpipe.compiler.objective import Objective
+from fxpipe.compiler.pythonic import refuse_changes
 from fxpipe.errors import InputError, told
 from fxpipe.torchtools import source
 from fxpipe.torchtools.pytrees import apart
+from fxpipe.torchtools.untouched import same_sizes
 
 
 def try_model(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -39,6 +42,30 @@ def try_model(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) 
             f"{type(model).__name__} fails on the first micro-batch{_told(error)}; give it inputs "
             "that it takes, or correct that line"
         ) from error
+
+
+def run_model(
+    model: nn.Module,
+    guards: Guards,
+    called: Mapping[str, nn.Module],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """The model's output; what it reads is noted, and it may change nothing that no graph holds.
+
+    Args:
+        model: the model.
+        guards: note what it reads.
+        called: its submodules that are called as they are.
+        args: positional inputs of one micro-batch.
+        kwargs: keyword inputs of one micro-batch.
+
+    Raises:
+        InputError, TraceError: the model itself raises, or changes more.
+    """
+    with same_sizes(model):
+        run = guards.reading()(lambda: try_model(model, args, kwargs))
+        return refuse_changes(model, called, run)
 
 
 def refuse_sparse(model: nn.Module, inputs: Mapping[str, Any], tracer: str) -> None:
@@ -180,6 +207,19 @@ def try_own_loss(output: Any) -> None:
             ".loss; give compile(..., loss=function)"
         )
     _check_scalar(value, "the loss that the model returns")
+
+
+def run_loss(
+    model: nn.Module,
+    guards: Guards,
+    objective: Objective,
+    output: Any,
+    targets: Sequence[Any],
+    size: int,
+) -> None:
+    """See that the loss is one, as ``try_loss``; what it reads is noted."""
+    with guards.reading():
+        try_loss(model, objective, output, targets, size)
 
 
 def _check_signature(loss: Callable[..., Any], targets: Sequence[Any]) -> None:

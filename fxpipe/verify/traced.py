@@ -64,17 +64,18 @@ class _TracedGraph(GraphFaults):
         )
 
     def _buffers(self) -> Iterator[Fault]:
-        """What is written and kept has its name once."""
+        """Each parameter is read once, and each buffer written once."""
         traced = self.traced
-        targets = Counter(a.target for a in (*traced.parameters, *traced.buffers))
-        for target, count in targets.items():
+        for target, count in Counter(a.target for a in traced.parameters).items():
             if count > 1:
-                yield self._of(target, f"is read as {count} arguments", "read it once")
+                what = f"parameter {target}"
+                yield Fault(f"is read as {count} arguments", "read it once", subject=what)
         for target, count in Counter(write.target for write in traced.writes).items():
             if count > 1:
                 yield self._of(target, f"is written {count} times", "write its last value alone")
-        for target in traced.constants:
-            if target not in targets:
+        read = {argument.target for argument in traced.buffers}
+        for target in () if traced.leaves else traced.constants:
+            if target not in read:
                 yield self._of(target, "is a constant that the graph does not read", "leave it out")
         written = {write.target for write in traced.writes}
         for norm in traced.deferred:
@@ -99,7 +100,7 @@ class _TracedGraph(GraphFaults):
                         f"the {word} is {name!r}, which no node makes",
                         "name the node that makes it",
                     )
-                elif not self._is_single(node):
+                elif not (self.leaves or self._is_single(node)):
                     yield self._fault(f"is the {word}, but no single value", "name an item", name)
 
     def _returned(self) -> Iterator[Fault]:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import (
     ConstantArgument,
@@ -31,7 +31,7 @@ from fxpipe.passes.differentiate.part_recurrent import part_recurrent
 from fxpipe.passes.graph.layouts import lay_gradients
 from fxpipe.passes.graph.lazy_module import lazy_module
 from fxpipe.passes.graph.rewrite import rewrite
-from fxpipe.passes.tracing.explain import at_node
+from fxpipe.passes.tracing.explain import at_node, explained
 from fxpipe.passes.tracing.open_instance_norm import open_instance_norms
 from fxpipe.torchtools.own_backward import functions_kept
 
@@ -46,17 +46,29 @@ _ASSERTIONS = frozenset(
 )
 
 
-def functionalise(program: ExportedProgram, accepts: Callable[[int], bool]) -> Traced:
+def functionalise(
+    program: ExportedProgram, accepts: Callable[[int], bool], model: nn.Module | None = None
+) -> Traced:
     """The exported program as one functional graph.
 
     Args:
         program: what the tracer gave; it is changed.
         accepts: the batch sizes for which it holds.
+        model: what was traced, for the messages of errors.
 
     Raises:
         TraceError: the model writes into one of its inputs, or keeps something that a graph
-            cannot hold.
+            cannot hold; with ``model`` for whatever fails.
     """
+    try:
+        return _functional(program, accepts)
+    except Exception as error:
+        if model is None:
+            raise
+        raise explained(model, error, "export") from error
+
+
+def _functional(program: ExportedProgram, accepts: Callable[[int], bool]) -> Traced:
     _detach_without_grad(program.graph_module)
     _detach_in_place(program.graph_module)
     lay_gradients(program.graph_module)

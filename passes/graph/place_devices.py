@@ -32,11 +32,11 @@ class PlaceDevices:
     its name.
 
     Attributes:
-        traced: the device that the plan was traced on.
+        device: the one that the plan was traced on.
         homes: stage → its device.
     """
 
-    traced: torch.device
+    device: torch.device
     homes: tuple[torch.device, ...]
     name: ClassVar[str] = "place_devices"
 
@@ -46,9 +46,9 @@ class PlaceDevices:
 
     def _placed(self, stage: Stage) -> Stage:
         home = self.homes[stage.index]
-        if same(home, self.traced):
+        if same(home, self.device):
             return stage
-        move = functools.partial(moved, traced=self.traced, home=home)
+        move = functools.partial(moved, traced=self.device, home=home)
         kernel = stage.kernel
         assert kernel is None or isinstance(kernel, GraphKernel | AutogradKernel)
         return replace(

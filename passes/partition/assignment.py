@@ -69,6 +69,11 @@ class Assignment:
     verdict: Verdict | None = field(default=None, compare=False)
 
 
+def one_stage(traced: Traced) -> Assignment:
+    """The whole graph as one stage, in which its nodes are measured."""
+    return Assignment(1, {node.name: 0 for node in compute_nodes(traced.graph)})
+
+
 def owners(traced: Traced, assignment: Assignment) -> dict[str, int]:
     """Parameter or buffer (its name in the model) → the first stage that reads it."""
     return {

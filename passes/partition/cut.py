@@ -12,14 +12,19 @@ from collections.abc import Mapping
 
 from torch import fx
 
-from fxpipe.ir.plan import Plan, Stage, Write, pop, stash
+from fxpipe.ir.plan import Costs, Plan, Stage, Write, pop, stash
 from fxpipe.ir.traced import Traced, Value
 from fxpipe.ir.value import HOST, Edge, outputs_of
 from fxpipe.passes.graph.lazy_module import lazy_module
 from fxpipe.passes.partition.assignment import Assignment, compute_nodes, module_paths, readers
 
 
-def cut(traced: Traced, assignment: Assignment, owners: Mapping[str, int]) -> Plan:
+def cut(
+    traced: Traced,
+    assignment: Assignment,
+    owners: Mapping[str, int],
+    stage_costs: Mapping[int, Costs] | None = None,
+) -> Plan:
     """The plan of a graph whose nodes have their stages.
 
     A parameter that several stages read belongs to its owner, which sends it to the others like
@@ -29,12 +34,20 @@ def cut(traced: Traced, assignment: Assignment, owners: Mapping[str, int]) -> Pl
         traced: the whole graph.
         assignment: node → stage; every edge runs forward.
         owners: parameter, by its name in the model → the stage that owns it.
+        stage_costs: stage → what it was measured to cost, where that is known.
     """
-    return _Cutter(traced, assignment, owners).plan()
+    return _Cutter(traced, assignment, owners, stage_costs or {}).plan()
 
 
 class _Cutter:
-    def __init__(self, traced: Traced, assignment: Assignment, owners: Mapping[str, int]) -> None:
+    def __init__(
+        self,
+        traced: Traced,
+        assignment: Assignment,
+        owners: Mapping[str, int],
+        costs: Mapping[int, Costs],
+    ) -> None:
+        self.costs = costs
         self.traced = traced
         self.stages = assignment.stages
         self.stage_of = assignment.nodes
@@ -129,6 +142,7 @@ class _Cutter:
             graph=lazy_module(self.traced.module, graph, f"Stage{index}"),
             leaves=self.traced.leaves,
             modules=self._modules(index),
+            costs=self.costs.get(index),
         )
 
     def _writer(self, write: Write) -> int:

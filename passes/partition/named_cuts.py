@@ -19,7 +19,7 @@ from fxpipe.passes.partition.assignment import Assignment, bonds, in_order, kept
 def cut_at(
     traced: Traced,
     stages: int,
-    names: Sequence[str],
+    at: Sequence[str],
     model: nn.Module,
     together: Sequence[str] = (),
 ) -> Assignment:
@@ -28,7 +28,7 @@ def cut_at(
     Args:
         traced: the graph.
         stages: how many.
-        names: where stages begin.
+        at: where stages begin.
         model: the model, for the names that there are.
         together: submodules that no cut may part.
 
@@ -36,9 +36,9 @@ def cut_at(
         PartitionError: a name that does not exist, computes nothing, comes before the cut that
             stands before it, or lies where no cut can be; or their number does not fit.
     """
-    if len(names) != stages - 1:
+    if len(at) != stages - 1:
         raise PartitionError(
-            f"partition names {len(names)} cuts, which make {len(names) + 1} stages, for "
+            f"partition names {len(at)} cuts, which make {len(at) + 1} stages, for "
             f"{stages} devices; name {stages - 1}"
         )
     nodes = in_order(traced)
@@ -50,7 +50,7 @@ def cut_at(
     places = _cut_places(runs, len(nodes))
     known = [name for name, _ in model.named_modules() if name]
     cuts: list[int] = []
-    for name in names:
+    for name in at:
         if name not in known:
             raise PartitionError(f"partition names no submodule {name!r}: {near(name, known)}")
         place = next((i for i, node in enumerate(nodes) if within(node, name)), None)
@@ -58,12 +58,12 @@ def cut_at(
             raise PartitionError(f"submodule {name!r} computes nothing; cut at another one")
         if cuts and place == cuts[-1]:
             raise PartitionError(
-                f"the cuts at {names[len(cuts) - 1]!r} and at {name!r} are one and the same, and "
+                f"the cuts at {at[len(cuts) - 1]!r} and at {name!r} are one and the same, and "
                 "a stage between them would be empty; name another one"
             )
         if cuts and place < cuts[-1]:
             raise PartitionError(
-                f"a cut at {name!r} after the one at {names[len(cuts) - 1]!r} would make an edge "
+                f"a cut at {name!r} after the one at {at[len(cuts) - 1]!r} would make an edge "
                 "run backward, for it runs earlier; name the cuts in the order in which they run"
             )
         if place not in places[1:-1]:

@@ -6,7 +6,7 @@ after:   1: F0 F1 R0 B0 F2 R1 B1 B2 U          except_last: the last micro-batch
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -14,20 +14,32 @@ from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import Task
 
 Recompute = Literal["never", "always", "except_last"]
+RecomputeLike = Recompute | Sequence[Recompute] | Mapping[int, Recompute]
+"""The mode of all stages, of each in order, or by its number; who is left out never recomputes."""
 
 
-def add_recompute(schedule: Schedule, modes: Sequence[Recompute]) -> Schedule:
+def add_recompute(schedule: Schedule, recompute: RecomputeLike) -> Schedule:
     """Schedule → Schedule: a recompute right before each backward that is to have one.
 
     Args:
         schedule: one without recomputes of its own; those that it has are left alone.
-        modes: stage → whether its forwards run again. With "except_last" that of the last
+        recompute: which stages run their forwards again. With "except_last" that of the last
             micro-batch does not: on the last stage its backward follows at once.
     """
     if "R" in schedule.kinds or not schedule.trains:
         return schedule
+    modes = _modes(recompute, schedule.stages)
     rows = (tuple(_row(row, schedule.microbatches, modes)) for row in schedule.rows)
     return replace(schedule, rows=tuple(rows))
+
+
+def _modes(given: RecomputeLike, stages: int) -> list[Recompute]:
+    """Stage → whether it recomputes."""
+    if isinstance(given, str):
+        return [given] * stages
+    if isinstance(given, Mapping):
+        return [given.get(stage, "never") for stage in range(stages)]
+    return list(given)
 
 
 def _row(row: tuple[Task, ...], microbatches: int, modes: Sequence[Recompute]) -> Iterator[Task]:

@@ -2,9 +2,31 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import replace
 
+from fxpipe.ir.recipe import Recipe
 from fxpipe.ir.schedule import Schedule
+
+
+def write_schedule(recipe: Recipe, devices: int, microbatches: int, short: bool) -> Schedule:
+    """A recipe's schedule. Where it is too short to overlap with its delay it ends with a flush.
+
+    Args:
+        recipe: what writes it.
+        devices: how many.
+        microbatches: how many.
+        short: whether that is fewer than a whole batch has.
+
+    Raises:
+        VerificationError: it is wrong.
+    """
+    schedule = recipe(devices, microbatches)
+    if short and schedule.overlaps:
+        needed = schedule.versions().smallest
+        if any(map(operator.lt, schedule.delays, needed)):
+            schedule = end_with_flush(schedule)
+    return schedule.verify()
 
 
 def end_with_flush(schedule: Schedule) -> Schedule:

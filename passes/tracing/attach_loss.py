@@ -60,11 +60,11 @@ class LossModule(nn.Module):
         return self.loss(together(given[:count], self._output), *given[count:])
 
 
-def attach_loss(model: Traced, loss: Traced, tensors: dict[str, torch.Tensor]) -> Traced:
+def attach_loss(traced: Traced, loss: Traced, tensors: dict[str, torch.Tensor]) -> Traced:
     """One graph that computes the model's outputs and its loss.
 
     Args:
-        model: the model's graph.
+        traced: the model's graph.
         loss: the graph of a LossModule, traced on the model's outputs and the targets.
         tensors: the buffers of the loss, by name.
 
@@ -86,11 +86,11 @@ def attach_loss(model: Traced, loss: Traced, tensors: dict[str, torch.Tensor]) -
         raise InputError("the loss must return one tensor; return a scalar such as its mean")
     graph = fx.Graph()
     copies: dict[fx.Node, Any] = {}
-    _copy_placeholders(model.graph, graph, copies)
-    given = _flat_inputs(model, loss)
+    _copy_placeholders(traced.graph, graph, copies)
+    given = _flat_inputs(traced, loss)
     loss_inputs: list[str | None] = []
     buffers: list[Argument] = []
-    constants = dict(model.constants)
+    constants = dict(traced.constants)
     names = {argument.name: argument.target for argument in loss.buffers}
     later: list[tuple[fx.Node, str]] = []
     for node in loss.graph.nodes:
@@ -107,87 +107,87 @@ def attach_loss(model: Traced, loss: Traced, tensors: dict[str, torch.Tensor]) -
             constant = loss.constants[target] if target in loss.constants else tensors[target]
             buffers.append(Argument(copy.name, f"loss:{target}"))
             constants[f"loss:{target}"] = constant
-    _copy_nodes(model.graph, graph, copies)
-    from_model = {node.name: copies[node] for node in model.graph.nodes if node in copies}
+    _copy_nodes(traced.graph, graph, copies)
+    from_model = {node.name: copies[node] for node in traced.graph.nodes if node in copies}
     for node, origin in later:
         copies[node] = from_model[origin]
     _copy_nodes(loss.graph, graph, copies)
     for index, name in enumerate(loss.inputs):
-        if index >= len(model.outputs):
+        if index >= len(traced.outputs):
             loss_inputs.append(None if name is None else _copied_name(loss.graph, copies, name))
     value = _copied_name(loss.graph, copies, loss.outputs[0].name)
     by_name = {node.name: node for node in graph.nodes}
-    result = [by_name[_copied_name(model.graph, copies, w.value)] for w in model.writes]
+    result = [by_name[_copied_name(traced.graph, copies, w.value)] for w in traced.writes]
     result += [
-        by_name[_copied_name(model.graph, copies, out.name)]
-        for out in model.outputs
+        by_name[_copied_name(traced.graph, copies, out.name)]
+        for out in traced.outputs
         if isinstance(out, Value)
     ]
     graph.output((*result, by_name[value]))
     graph.lint()
     return with_loss(
         replace(
-            model,
-            module=lazy_module(model.module, graph),
-            buffers=(*model.buffers, *buffers),
+            traced,
+            module=lazy_module(traced.module, graph),
+            buffers=(*traced.buffers, *buffers),
             constants=constants,
-            inputs=(*model.inputs, *loss_inputs),
-            accepts=lambda size: model.accepts(size) and loss.accepts(size),
+            inputs=(*traced.inputs, *loss_inputs),
+            accepts=lambda size: traced.accepts(size) and loss.accepts(size),
         ),
         value,
     )
 
 
 def attach_leaf_loss(
-    model: Traced, loss: LossModule, output: Sequence[Any], targets: tuple[Any, ...]
+    traced: Traced, loss_module: LossModule, output: Sequence[Any], targets: tuple[Any, ...]
 ) -> Traced:
     """The same for a graph with leaf modules: the loss is one more of them, called as it is.
 
     Args:
-        model: the model's graph.
-        loss: the loss.
+        traced: the model's graph.
+        loss_module: the loss.
         output: the leaves of the model's output on the example.
         targets: the targets of the example.
 
     Raises:
         InputError: the loss is not a scalar.
     """
-    module = fx.GraphModule(model.module, fx.Graph())
-    module.add_submodule(LEAF_LOSS, loss)
-    for name, _ in model.module.named_children():
-        module.add_submodule(name, model.module.get_submodule(name))
+    module = fx.GraphModule(traced.module, fx.Graph())
+    module.add_submodule(LEAF_LOSS, loss_module)
+    for name, _ in traced.module.named_children():
+        module.add_submodule(name, traced.module.get_submodule(name))
     graph = fx.Graph()
     copies: dict[fx.Node, Any] = {}
-    _copy_placeholders(model.graph, graph, copies)
+    _copy_placeholders(traced.graph, graph, copies)
     leaves, spec = pytree.tree_flatten(targets)
     names = [f"target_{index}" for index in range(len(leaves))]
     given = [graph.placeholder(name) for name in names]
-    for node in model.graph.nodes:
+    for node in traced.graph.nodes:
         if node.op == "get_attr":
-            _share_attribute(model.module, module, str(node.target))
-    _copy_nodes(model.graph, graph, copies)
+            _share_attribute(traced.module, module, str(node.target))
+    _copy_nodes(traced.graph, graph, copies)
     by_name = {node.name: node for node in graph.nodes}
     outputs = [
-        out.value if isinstance(out, Literal) else by_name[out.name] for out in model.outputs
+        out.value if isinstance(out, Literal) else by_name[out.name] for out in traced.outputs
     ]
     value = graph.call_module(LEAF_LOSS, (*outputs, *pytree.tree_unflatten(given, spec)))
     with torch.no_grad(), DrawsWatched() as watch:
-        value.meta["val"] = loss(*output, *targets)
+        value.meta["val"] = loss_module(*output, *targets)
     value.meta[DRAWS], value.meta[TAKES_TURNS] = watch.drew, watch.traced
     with suppress(Exception):  # not every loss that can be called can be traced
-        value.meta[LOSS_GRAPH] = _readable(loss, output, leaves, spec)
+        value.meta[LOSS_GRAPH] = _readable(loss_module, output, leaves, spec)
     written = [node for node in outputs if isinstance(node, fx.Node)]
     graph.output((*written, value))
     graph.lint()
     module.graph = graph
-    held = {f"{LEAF_LOSS}.{name}": buffer for name, buffer in loss.named_buffers()}
+    held = {f"{LEAF_LOSS}.{name}": buffer for name, buffer in loss_module.named_buffers()}
     return with_loss(
         replace(
-            model,
+            traced,
             module=module,
-            buffers=(*model.buffers, *(Argument(name, name) for name in held)),
-            constants={**model.constants, **held},
-            inputs=(*model.inputs, *names),
+            buffers=(*traced.buffers, *(Argument(name, name) for name in held)),
+            constants={**traced.constants, **held},
+            inputs=(*traced.inputs, *names),
         ),
         value.name,
     )
@@ -227,8 +227,22 @@ def with_loss(traced: Traced, name: str) -> Traced:
     return replace(traced, loss=name)
 
 
-def own_loss(traced: Traced) -> str | None:
-    """The name of the loss that the model itself returns: its only output, or ``.loss``."""
+def declare_own_loss(traced: Traced) -> Traced:
+    """The same graph with the loss that the model itself returns: its only output, or ``.loss``.
+
+    Raises:
+        InputError: it returns none.
+    """
+    name = _own_loss(traced)
+    if name is None:
+        raise InputError(
+            "there is no loss: the model returns neither one tensor nor something with .loss; "
+            "give compile(..., loss=function)"
+        )
+    return with_loss(traced, name)
+
+
+def _own_loss(traced: Traced) -> str | None:
     output = together(traced.outputs, traced.out_spec)
     if isinstance(output, dict):
         output = output.get("loss", output)

@@ -10,6 +10,7 @@ from itertools import chain
 import torch
 from torch import Tensor, fx, nn
 from torch._ops import HigherOrderOperator
+from torch.export import ExportedProgram
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from fxpipe.errors import TraceError, told, way_out
@@ -125,13 +126,13 @@ def refuse_entries(model: nn.Module, traced: Traced) -> None:
         raise _error(model, source.of_node(node), reason, cure, _paths(node))
 
 
-def refuse_control_flow(model: nn.Module, graph: fx.GraphModule) -> None:
-    """See that a graph, with its regions without gradients, holds no ``torch.cond`` or its like.
+def refuse_control_flow(model: nn.Module, program: ExportedProgram) -> None:
+    """See that a program, with its regions without gradients, holds no ``torch.cond`` or its like.
 
     Raises:
         TraceError: it does; names the line.
     """
-    regions = [m for m in graph.modules() if isinstance(m, fx.GraphModule)]
+    regions = [m for m in program.graph_module.modules() if isinstance(m, fx.GraphModule)]
     for node in chain.from_iterable(region.graph.nodes for region in regions):
         if isinstance(node.target, HigherOrderOperator) and node.target.name() in _CONTROL_FLOW:
             name = node.target.name().removesuffix("_impl")

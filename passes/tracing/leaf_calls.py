@@ -193,8 +193,20 @@ class LeafCalls:
         return pytree.tree_map_only(Place, lambda place: results[place.index], known.returned)
 
 
+def record_leaves(
+    model: nn.Module, calls: LeafCalls, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> None:
+    """Run the model once for real, so that it is known what its leaf modules return."""
+    with calls.recorded(), torch.no_grad():
+        model(*args, **kwargs)
+
+
 def call_leaves(
-    traced: Traced, model: nn.Module, calls: LeafCalls, values: Mapping[str, Any]
+    traced: Traced,
+    model: nn.Module,
+    calls: LeafCalls,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
 ) -> Traced:
     """The graph with its leaf modules, which reads parameters and buffers from the model itself.
 
@@ -202,11 +214,13 @@ def call_leaves(
         traced: the functional graph, with the operations that stand for leaf modules.
         model: the model; the graph runs once, and the caller puts the model's state back.
         calls: what was recorded.
-        values: an example of each input, by name.
+        args: positional inputs of one micro-batch.
+        kwargs: keyword inputs of one micro-batch.
     """
     rewriter = _Rewriter(traced, model, calls)
     module = rewriter.run()
-    given = {rewriter.names[name]: value for name, value in values.items()}
+    values = zip(traced.inputs, pytree.tree_leaves((args, kwargs)), strict=True)
+    given = {rewriter.names[name]: value for name, value in values if name is not None}
     inputs = [given[n.name] for n in module.graph.nodes if n.op == "placeholder"]
     written = Example(module).written(module, *inputs)
     held = leaf_tensors(module)

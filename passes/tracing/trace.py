@@ -10,8 +10,8 @@ import inspect
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -27,6 +27,9 @@ from fxpipe.passes.tracing.explain import explained
 from fxpipe.torchtools.own_backward import functions_kept
 from fxpipe.torchtools.pytrees import returning_parts
 from fxpipe.torchtools.value_hooks import value_hooks_refused
+
+if TYPE_CHECKING:
+    from fxpipe.passes.tracing.leaf_calls import LeafCalls
 
 Dims = Sequence[tuple[int, ...]]
 """Flat input → its dimensions that are the batch."""
@@ -74,6 +77,34 @@ def trace(
             except Exception as error:
                 errors.append(error)
     raise explained(model, errors[-1], "export") from errors[0]
+
+
+def export(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    size: int,
+    fixed: bool,
+    dims: Dims | None,
+    calls: LeafCalls | None,
+) -> tuple[ExportedProgram, Callable[[int], bool]]:
+    """The model's program of ATen operations, and a test for which batch sizes it holds.
+
+    Args:
+        model: as ``trace`` takes it; so are ``args``, ``kwargs``, ``fixed`` and ``dims``.
+        args: positional inputs.
+        kwargs: keyword inputs.
+        size: how many samples.
+        fixed: whether it need hold for that size alone.
+        dims: the dimensions of each flat input that are the batch.
+        calls: those of leaf modules, which are traced as operations; None without leaf modules.
+
+    Raises:
+        TraceError: as ``trace``.
+    """
+    with nullcontext() if calls is None else calls.opaque(model):
+        program = trace(model, args, kwargs, size, fixed, dims)
+    return program, accepts(program, args, kwargs, size, dims)
 
 
 def accepts(

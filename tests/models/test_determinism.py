@@ -9,7 +9,7 @@ from torch.distributions import Dirichlet
 from torch.nn.functional import mse_loss
 
 import fxpipe
-from fxpipe.compiler.front_end import Tracer
+from fxpipe.compiler.options import Tracer
 from tests.oracles import loop
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -20,7 +20,7 @@ from torch import Tensor
 from fxpipe import B, F, PartitionError, U
 from fxpipe.compiler.compiler import Compiler
 from fxpipe.compiler.front_end import FrontEnd
-from fxpipe.compiler.objective import Objective
+from fxpipe.compiler.options import Options
 from fxpipe.compiler.timetable import Timetable
 from fxpipe.engine import Engine
 from fxpipe.ir.recipe import Recipe as Schedules
@@ -31,10 +31,10 @@ from fxpipe.passes.partition.assignment import Assignment, compute_nodes
 from fxpipe.passes.partition.follow import place_like
 from fxpipe.passes.partition.measure import NodeCost
 from fxpipe.passes.partition.options import read_partition
+from fxpipe.passes.runner import Pass
 from fxpipe.pipeline import Pipeline
 from fxpipe.runtime.batch import Batch
 from fxpipe.runtime.choice import Choice
-from fxpipe.runtime.devices.backend import Backend
 from tests.helpers.profiles import DEEP
 from tests.helpers.random_models import OPERATIONS, ROW, SCALAR, RandomModel, Recipe, recipes
 from tests.oracles import loop
@@ -113,9 +113,7 @@ class Cut:
         chosen = sorted(random.Random(self.seed).sample(range(len(names)), self.stages - 1))
         return [names[place] for place in chosen]
 
-    def assign(
-        self, traced: Traced, stages: int, costs: Mapping[str, NodeCost], **options: Any
-    ) -> Assignment:
+    def assign(self, traced: Traced, stages: int, costs: Mapping[str, NodeCost]) -> Assignment:
         """Stages grow along the graph, with jumps; what must be together is put together."""
         draw = random.Random(self.seed)
         nodes = compute_nodes(traced.graph)
@@ -129,7 +127,10 @@ class Cut:
     def applied(self) -> AbstractContextManager[object]:
         """While it is entered, the compiler assigns nodes as this says."""
         return (
-            patch("fxpipe.compiler.placement.balance", self.assign)
+            patch(
+                "fxpipe.compiler.passes.PARTITION",
+                (Pass(self.assign, "traced, stages, costs", "assignment"),),
+            )
             if self.how == "nodes"
             else nullcontext()
         )
@@ -146,8 +147,8 @@ cuts = st.builds(
 class Remembering(FrontEnd):
     """Traces a model once for several cuts: a graph does not depend on where it is cut."""
 
-    def __init__(self, model: RandomModel) -> None:
-        super().__init__(model, Objective(), "export", 1, {})
+    def __init__(self, options: Options) -> None:
+        super().__init__(options)
         self.memory: dict[Any, Traced] = {}
 
     def trace(self, batch: Batch, leaves: list[Any], size: int, *rest: Any) -> Traced:
@@ -176,18 +177,10 @@ def test_a_random_model_equals_the_loop(
     most = [most_gradients_in_a_sum(alone, recipe, step) for step in steps]
     for feature in sorted(set(recipe.features())):
         event(feature)
-    front_end = Remembering(model)
+    front_end = Remembering(options_of(model, several[0], recipe, steps[0]))
     for cut in several:
-        compiler = Compiler(
-            model,
-            SCHEDULES[steps[0].schedule],
-            [f"device {index}" for index in range(cut.stages)],
-            objective=Objective(),
-            partition=read_partition(cut.partition(recipe)),
-            tracer="export",
-            threads=1,
-            choice=Choice(cut.stages, "device"),
-        )
+        options = options_of(model, cut, recipe, steps[0])
+        compiler = Compiler(options, Choice(cut.stages, "device"))
         compiler.plans.front_end = front_end
         with cut.applied():
             for step, count in zip(steps, most, strict=True):
@@ -196,17 +189,29 @@ def test_a_random_model_equals_the_loop(
                 try:
                     for name in SCHEDULES if DEEP else (step.schedule,):
                         run = replace(step, schedule=name)
-                        compare(model, alone, compiler, cut.stages, recipe, run, bound)
+                        compare(model, alone, compiler, options, recipe, run, bound)
                 except PartitionError:
                     event("a cut that is refused")
                     break
+
+
+def options_of(model: RandomModel, cut: Cut, recipe: Recipe, step: Run) -> Options:
+    """What a pipe over CPU devices is to be."""
+    devices = (torch.device("cpu"),) * cut.stages
+    return Options(
+        model=model,
+        devices=devices,
+        homes=devices,
+        recipe=SCHEDULES[step.schedule],
+        partition=read_partition(cut.partition(recipe)),
+    )
 
 
 def compare(
     model: RandomModel,
     alone: RandomModel,
     compiler: Compiler,
-    stages: int,
+    options: Options,
     recipe: Recipe,
     step: Run,
     bound: float,
@@ -215,12 +220,11 @@ def compare(
     batch = step.batch(recipe)
     inputs = recipe.inputs(batch, step.seed)
     loop.clear(model, alone)
-    compiler.timetable = Timetable(SCHEDULES[step.schedule], stages, recompute="never")
+    options = replace(options, recipe=SCHEDULES[step.schedule], microbatches=step.microbatches)
+    compiler.timetable = Timetable(options)
     compiler._programs.clear()
-    devices = [torch.device("cpu")] * stages
-    pipe = Pipeline(
-        model, compiler, Engine(model, Backend(), compiler.choice, 1), devices, step.microbatches
-    )
+    compiler._known.clear()
+    pipe = Pipeline(options, compiler, Engine(options, compiler.choice))
     try:
         loss, output = pipe.step(*inputs, return_output=True)
     finally:

@@ -18,7 +18,7 @@ from torch.optim import SGD, Adam
 import fxpipe
 from benchmarks.models.gpt2 import GPT2, next_words
 from benchmarks.models.unet import UNet
-from fxpipe.compiler.room import Room
+from fxpipe.compiler.placement import Room
 from fxpipe.ir.recipe import find_recipe
 from fxpipe.passes.partition.options import Partition, arrival_peaks, stash_peaks
 from fxpipe.passes.partition.solver.solve import solve

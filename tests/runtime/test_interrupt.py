@@ -303,7 +303,7 @@ def test_an_interrupt_while_compiling_leaves_no_trace() -> None:
             assert not list(after.differences(Snapshot.of(pipe)))
 
 
-@pytest.mark.parametrize("place", ["compile", "weighed"])
+@pytest.mark.parametrize("place", ["known", "weighed"])
 def test_an_interrupt_in_a_callback_of_a_weak_reference_is_not_lost(
     pipe: fxpipe.Pipeline, place: str
 ) -> None:

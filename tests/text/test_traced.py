@@ -83,7 +83,7 @@ def test_graphs_with_leaf_modules_and_a_loss_are_valid_and_are_read_back_equal(
     )
     with pipe:
         pipe.step(x, target=y)
-        traced = pipe._compiled().traced
+        traced = pipe.traced
         assert traced.leaves and traced.loss is not None
         assert Traced.parse(str(traced.verify()), traced.module) == traced
 

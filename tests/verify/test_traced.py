@@ -56,8 +56,8 @@ def test_the_loss_may_be_an_output() -> None:
         ("input none", "input x", "reads 2 things named 'x'; rename them"),
         (
             "buffer b_moments",
-            "buffer b_2 = bn.moments\n  buffer b_moments",
-            "buffer bn.moments: is read as 2 arguments; read it once",
+            "parameter b_2 = weight\n  buffer b_moments",
+            "parameter weight: is read as 2 arguments; read it once",
         ),
         (
             "write bn.moments = mul",

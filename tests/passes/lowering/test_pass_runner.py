@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -13,10 +14,11 @@ import pytest
 from fxpipe.errors import PassError, VerificationError
 from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
+from fxpipe.log import listening
 from fxpipe.passes.lowering.communicate import communicate
 from fxpipe.passes.lowering.free import free
 from fxpipe.passes.lowering.lower import Lower
-from fxpipe.passes.runner import run
+from fxpipe.passes.runner import Pass, run, run_all
 from fxpipe.schedules import gpipe
 from tests.helpers.plans import chain
 
@@ -58,8 +60,111 @@ def test_a_pass_that_makes_something_else_is_named() -> None:
         def __call__(self, schedule: Schedule) -> None:
             return None
 
-    with pytest.raises(PassError, match="pass 'nothing' made None, which is not a plan"):
+    with pytest.raises(PassError, match="pass 'nothing' made None, which is no representation"):
         run(gpipe(1, 1), Nothing())  # type: ignore[type-var]
+
+
+def doubled(x: int) -> int:
+    return 2 * x
+
+
+def added(x: int, y: int) -> tuple[int, int]:
+    return x + y, x
+
+
+def test_a_list_of_passes_hands_on_what_each_requires_and_provides() -> None:
+    passes = (
+        Pass(doubled, "x", "large x"),
+        Pass(doubled, "x", "x", when="more"),
+        Pass(doubled, "x", "x", when="not more"),
+        Pass(added, "large x, y", "y, x"),
+    )
+    assert run_all(passes, {"x": 1, "y": 5, "more": True}) == {"x": 4, "y": 9, "more": True}
+
+
+def test_the_fields_of_a_pass_come_from_the_facts() -> None:
+    passes = (
+        Pass(Lower, "schedule, plan, pause", "program"),
+        Pass(communicate, "program", "communicated program"),
+        Pass(free, "communicated program", "freed program"),
+    )
+    facts = {"schedule": gpipe(2, 2), "plan": chain(2), "pause": True}
+    program = run_all(passes, facts)["program"]
+    assert program == run(gpipe(2, 2), Lower(chain(2), pause=True), communicate, free)
+
+
+@pytest.mark.parametrize(
+    ("passes", "message"),
+    [
+        (
+            (Pass(added, "x, y", "x, z"), Pass(doubled, "x", "y")),
+            "pass 'added' requires 'y', which nothing before it provides; put it behind 'doubled'",
+        ),
+        (
+            (Pass(added, "large x, z", "z, y"), Pass(doubled, "x", "large x")),
+            "pass 'added' requires 'large x', which nothing before it provides; put it behind "
+            "'doubled'",
+        ),
+        (
+            (Pass(doubled, "x", "x"), Pass(doubled, "large x", "x")),
+            "pass 'doubled' requires 'large x', which nothing before it provides; let a pass "
+            "provide 'large x'",
+        ),
+        ((Pass(added, "x, y", "y, x"),), "pass 'added' requires 'y', which nothing made"),
+    ],
+)
+def test_a_pass_in_the_wrong_place_is_refused_by_name(
+    passes: tuple[Pass, ...], message: str
+) -> None:
+    with pytest.raises(PassError, match=f"^{re.escape(message)}$"):
+        run_all(passes, {"x": 1, "z": 2})
+
+
+def test_a_pass_that_need_not_run_counts_as_one_that_has() -> None:
+    passes = (
+        Pass(doubled, "x", "large x", when="more"),
+        Pass(added, "large x, y", "x, y"),
+    )
+    assert run_all(passes, {"x": 1, "y": 2, "more": False})["x"] == 3
+
+
+def test_what_a_pass_of_a_list_makes_is_verified() -> None:
+    def lose_a_device(program: Program) -> Program:
+        return replace(program, lists=(program.lists[0], ()))
+
+    passes = (
+        Pass(Lower, "schedule, plan", "program"),
+        Pass(lose_a_device, "program", "program"),
+        Pass(communicate, "program", "program"),
+    )
+    with pytest.raises(PassError, match=r"^pass 'lose_a_device' made an invalid program") as caught:
+        run_all(passes, {"schedule": gpipe(2, 2), "plan": chain(2)})
+    assert isinstance(caught.value.__cause__, VerificationError)
+
+
+def test_what_a_pass_leaves_as_it_was_is_not_verified_again() -> None:
+    told: list[str] = []
+
+    class Ear:
+        def begins(self, name: str) -> None:
+            told.append(name)
+
+        def ends(self, name: str, seconds: float) -> None:
+            assert seconds >= 0
+
+        def notes(self, text: str) -> None:
+            raise AssertionError(text)
+
+    def left(schedule: Schedule) -> Schedule:
+        return schedule
+
+    def renamed(schedule: Schedule) -> Schedule:
+        return replace(schedule, name="other")
+
+    passes = (Pass(left, "schedule", "schedule"), Pass(renamed, "schedule", "schedule"))
+    with listening(Ear()):
+        run_all(passes, {"schedule": gpipe(2, 2)})
+    assert told == ["left", "renamed", "verify schedule"]
 
 
 def test_each_pass_is_told_with_its_seconds() -> None:

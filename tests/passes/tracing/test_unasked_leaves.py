@@ -231,9 +231,10 @@ def test_submodules_of_one_class_become_leaves_at_once(
 
     def trace(model: nn.Module, *args: Any, **options: Any) -> Any:
         traces.append(type(model).__name__)
-        return fxpipe.passes.tracing.trace.trace(model, *args, **options)
+        return original(model, *args, **options)
 
-    monkeypatch.setattr("fxpipe.compiler.front_end.trace", trace)
+    original = fxpipe.passes.tracing.trace.trace
+    monkeypatch.setattr("fxpipe.passes.tracing.trace.trace", trace)
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.LayerNorm(4), Does(branches)) for _ in range(4)]
     model, cuts = Around(nn.Sequential(*layers)), ["inner.2", "last"]

@@ -1,0 +1,91 @@
+"""The arguments of ``fxpipe.compile``, checked, as one value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from fxpipe.compiler.objective import Objective
+from fxpipe.ir.recipe import Recipe
+from fxpipe.passes.partition.options import Partition
+from fxpipe.passes.schedule.add_recompute import RecomputeLike
+from fxpipe.runtime.batch import BatchDims
+from fxpipe.runtime.choice import Dispatch
+from fxpipe.runtime.weights.optimizer import OptimizerFactory
+
+Place = torch.device | torch.cuda.Stream
+"""Where a device of a pipe is: one of torch's, or a stream of one."""
+
+Tracer = Literal["export", "symbolic"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Options:
+    """What a pipe is to be. All that compiles, runs and describes it reads this value.
+
+    Attributes:
+        model: the model, whose parameters are used as they are.
+        devices: where each device is, as it was asked for.
+        homes: device → the torch.device of that.
+        recipe: the schedule of training steps with its delay, which places the stages.
+        microbatches: into how many a whole batch is split; None where nobody has said.
+        objective: the loss, and how those of micro-batches make that of the batch.
+        optimizer: from a stage's parameters to its optimizer; without it a step adds to ``.grad``.
+        clip_norm: the greatest norm that gradients may have; None for any.
+        scaler: scales losses; None where nothing does.
+        recompute: which stages run their forwards again instead of keeping what backwards need.
+        batch_dims: input → its dimension that is split.
+        deferred_batchnorm: whether BatchNorm's statistics are updated once a step.
+        partition: how the model is to be cut.
+        tracer: "export" or "symbolic".
+        leaf_modules: name → submodule that is called as it is.
+        fuse_accumulation: whether products add gradients to sums in their own kernels.
+        recompute_check: whether recomputations are compared with their forwards.
+        dispatch: who runs the devices' lists; None for who is faster.
+        cuda_graphs: whether stages are captured into CUDA graphs.
+        threads: intra-op threads of a device.
+        places: device → where it is, for devices with streams; none for CPU devices.
+        verbose: whether passes are printed as they run.
+    """
+
+    model: nn.Module
+    devices: tuple[Place, ...]
+    homes: tuple[torch.device, ...]
+    recipe: Recipe
+    microbatches: int | None = None
+    objective: Objective = field(default_factory=Objective)
+    optimizer: OptimizerFactory | None = None
+    clip_norm: float | None = None
+    scaler: torch.amp.GradScaler | None = None
+    recompute: RecomputeLike = "never"
+    batch_dims: BatchDims = field(default_factory=dict)
+    deferred_batchnorm: bool = False
+    partition: Partition = field(default_factory=Partition)
+    tracer: Tracer = "export"
+    leaf_modules: Mapping[str, nn.Module] = field(default_factory=dict)
+    fuse_accumulation: bool = False
+    recompute_check: bool = False
+    dispatch: Dispatch | None = None
+    cuda_graphs: bool = False
+    threads: int = 1
+    places: tuple[torch.device, ...] = ()
+    verbose: bool = False
+
+    @property
+    def loss(self) -> Callable[..., Any] | None:
+        """The loss function; None where the model returns its loss."""
+        return self.objective.loss
+
+    @property
+    def clips(self) -> bool:
+        """Whether every stage clips, or unscales, before it updates."""
+        return self.clip_norm is not None or self.scaler is not None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Device → what messages call it."""
+        return tuple(f"device {index} ({home})" for index, home in enumerate(self.homes))

@@ -1,0 +1,175 @@
+"""Every pass from a model to a program, in the order in which they run.
+
+A line has a pass, the facts that it requires, those that it provides, and the fact that says
+whether it runs at all. Words before a fact say what is done to it: what requires a
+``differentiated plan`` stands behind what provides one. ``fxpipe.passes.runner`` runs the lists,
+verifies each traced graph, plan, schedule and program that a pass makes, and takes the times that
+``verbose=True`` prints. What a list makes is kept: a call like an earlier one runs none of them.
+"""
+
+from __future__ import annotations
+
+from fxpipe.compiler.hooks import refuse_hooks
+from fxpipe.compiler.tryout import refuse_sparse, run_loss, run_model, try_own_loss
+from fxpipe.passes.differentiate.differentiate import Differentiate
+from fxpipe.passes.differentiate.fuse_accumulation import fuse_accumulation
+from fxpipe.passes.differentiate.part_backward import part_backward
+from fxpipe.passes.graph.check import check
+from fxpipe.passes.graph.defer_batchnorm import defer_batchnorm
+from fxpipe.passes.graph.functionalise import functionalise
+from fxpipe.passes.graph.localise_sizes import localise_sizes
+from fxpipe.passes.graph.place_devices import PlaceDevices
+from fxpipe.passes.graph.randomness import seed_randomness
+from fxpipe.passes.graph.relay import relay
+from fxpipe.passes.lowering.communicate import communicate
+from fxpipe.passes.lowering.free import free
+from fxpipe.passes.lowering.lower import Lower
+from fxpipe.passes.lowering.streams import Streams
+from fxpipe.passes.partition.assignment import one_stage
+from fxpipe.passes.partition.balance import balance, judge
+from fxpipe.passes.partition.cut import cut
+from fxpipe.passes.partition.follow import place_like
+from fxpipe.passes.partition.footprint import footprint_of
+from fxpipe.passes.partition.measure import measure
+from fxpipe.passes.partition.measure_leaves import measure_leaves
+from fxpipe.passes.partition.named_cuts import cut_at
+from fxpipe.passes.runner import Pass
+from fxpipe.passes.schedule.add_clip import add_clip
+from fxpipe.passes.schedule.add_recompute import add_recompute
+from fxpipe.passes.schedule.end_with_flush import write_schedule
+from fxpipe.passes.tracing.attach_loss import attach_leaf_loss, attach_loss, declare_own_loss
+from fxpipe.passes.tracing.explain import refuse_control_flow, refuse_entries, refuse_values
+from fxpipe.passes.tracing.leaf_calls import call_leaves, record_leaves
+from fxpipe.passes.tracing.symbolic import trace_symbolically
+from fxpipe.passes.tracing.trace import export
+
+RECOMPUTE = Pass(add_recompute, "schedule, recompute", "recomputing schedule", when="recomputes")
+
+SCHEDULE = (
+    Pass(write_schedule, "recipe, devices, microbatches, short", "schedule"),
+    RECOMPUTE,
+    Pass(add_clip, "recomputing schedule", "schedule", when="clips"),
+)
+"""A recipe and a number of micro-batches → the schedule of a step or a call."""
+
+ADMIT = (
+    Pass(refuse_sparse, "model, inputs, tracer", ""),
+    Pass(refuse_hooks, "model, is_leaf", ""),
+)
+"""What no graph could hold is refused."""
+
+TRY = (
+    Pass(run_model, "model, guards, called, args, kwargs", "output"),
+    Pass(run_loss, "model, guards, objective, output, targets, size", "", when="given_loss"),
+    Pass(try_own_loss, "output", "", when="returned_loss"),
+)
+"""The model and its loss run as they are on a micro-batch, before they are traced."""
+
+TRACE = (
+    Pass(record_leaves, "model, calls, args, kwargs", "", when="calls"),
+    Pass(
+        export,
+        "model, args, kwargs, size, fixed, dims, calls",
+        "program, accepts",
+        when="not symbolic",
+    ),
+    Pass(refuse_control_flow, "model, program", "", when="not symbolic"),
+    Pass(functionalise, "program, accepts, model", "functional traced", when="not symbolic"),
+    Pass(refuse_values, "model, functional traced", "", when="not symbolic"),
+    Pass(refuse_entries, "model, functional traced", "", when="not symbolic"),
+    Pass(call_leaves, "functional traced, model, calls, args, kwargs", "traced", when="calls"),
+    Pass(trace_symbolically, "model, args, kwargs, leaves", "traced", when="symbolic"),
+)
+"""A module and one micro-batch → its graph. The model's first, and then, by itself, the loss's."""
+
+JOIN = (
+    Pass(declare_own_loss, "traced", "complete traced", when="returned_loss"),
+    Pass(
+        attach_leaf_loss,
+        "traced, loss_module, output, targets",
+        "complete traced",
+        when="leaf_loss",
+    ),
+    Pass(attach_loss, "traced, loss, tensors", "complete traced", when="traced_loss"),
+    Pass(seed_randomness, "complete traced", "seeded traced"),
+    Pass(defer_batchnorm, "seeded traced, model", "traced", when="deferred_batchnorm"),
+)
+"""The graphs of the model and its loss → the one graph that is cut."""
+
+MEASURE = (
+    Pass(one_stage, "traced", "assignment", when="not under_autograd"),
+    Pass(cut, "traced, assignment, owners, stage_costs", "plan", when="not under_autograd"),
+    Pass(
+        Differentiate,
+        "plan, values, state, wanted",
+        "differentiated plan",
+        when="not under_autograd",
+    ),
+    Pass(part_backward, "differentiated plan", "parted plan", when="not under_autograd"),
+    Pass(measure, "traced, parted plan, values, state", "costs", when="not under_autograd"),
+    Pass(measure_leaves, "traced, values", "costs", when="under_autograd"),
+)
+"""The first graph of a model → what each of its nodes costs."""
+
+PARTITION = (
+    Pass(footprint_of, "traced, plan, costs, state, copies, undo", "footprint", when="limited"),
+    Pass(
+        balance,
+        "traced, stages, costs, machine, footprint, together, nearest",
+        "assignment",
+        when="not named",
+    ),
+    Pass(cut_at, "traced, stages, at, model, together", "assignment", when="named"),
+    Pass(
+        judge, "traced, assignment, costs, machine, footprint, nearest", "assignment", when="named"
+    ),
+)
+"""Costs → the stage of every node of the first graph."""
+
+FOLLOW = (Pass(place_like, "traced, reference, assignment", "assignment"),)
+"""A further graph of the model gets the stages of the first."""
+
+FIT = (
+    Pass(relay, "traced, assignment, trained, outputs", "relayed traced, assignment"),
+    Pass(localise_sizes, "relayed traced, assignment", "traced, assignment"),
+)
+"""A graph whose nodes have stages → the same, fit to be cut."""
+
+PLAN = (
+    Pass(cut, "traced, assignment, owners, stage_costs", "plan"),
+    Pass(Differentiate, "plan, values, state, wanted", "differentiated plan"),
+    Pass(part_backward, "differentiated plan", "parted plan", when="parted"),
+    Pass(fuse_accumulation, "parted plan", "plan", when="fuse_accumulation"),
+)
+"""A graph → the plan with its kernels."""
+
+CHECK = (Pass(check, "traced, plan, values, state, call, differentiated", ""),)
+"""The plan computes what the model computes, or it is refused."""
+
+DEVICES = (Pass(PlaceDevices, "plan, device, homes", "plan"),)
+"""A plan whose stages make their tensors where they run; for devices with streams."""
+
+PROGRAM = (
+    Pass(Lower, "schedule, plan, updates, pause", "program"),
+    Pass(communicate, "program", "communicated program"),
+    Pass(free, "communicated program", "freed program"),
+    Pass(Streams, "freed program", "program", when="streams"),
+)
+"""A schedule and a plan → what each device runs."""
+
+LISTS = {
+    "schedule": SCHEDULE,
+    "admit": ADMIT,
+    "try": TRY,
+    "trace": TRACE,
+    "join": JOIN,
+    "measure": MEASURE,
+    "partition": PARTITION,
+    "follow": FOLLOW,
+    "fit": FIT,
+    "plan": PLAN,
+    "check": CHECK,
+    "devices": DEVICES,
+    "program": PROGRAM,
+}
+"""All of them, in order."""

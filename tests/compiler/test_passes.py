@@ -1,0 +1,69 @@
+"""The lists of passes: each is in order, asks for what its passes take, and is the only one."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from pathlib import Path
+
+import pytest
+
+from fxpipe.compiler.passes import LISTS
+from fxpipe.errors import PassError
+from fxpipe.passes.runner import Pass, check_order
+
+ROOT = Path(__file__).parents[2]
+EVERY = [each for passes in LISTS.values() for each in passes]
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_each_list_is_in_order(name: str) -> None:
+    check_order(LISTS[name], ())
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "then"),
+    [
+        ("join", "seed_randomness", "attach_loss"),
+        ("join", "defer_batchnorm", "seed_randomness"),
+        ("trace", "call_leaves", "functionalise"),
+        ("fit", "localise_sizes", "relay"),
+        ("plan", "part_backward", "differentiate"),
+        ("plan", "fuse_accumulation", "part_backward"),
+        ("program", "free", "communicate"),
+        ("program", "streams", "free"),
+        ("schedule", "add_clip", "add_recompute"),
+    ],
+)
+def test_a_pass_before_the_one_that_it_needs_is_refused(name: str, first: str, then: str) -> None:
+    passes = [each for each in LISTS[name] if each.name != first]
+    (moved,) = [each for each in LISTS[name] if each.name == first]
+    place = [each.name for each in passes].index(then)
+    with pytest.raises(PassError, match=rf"pass '{first}' requires .* put it behind '{then}'"):
+        check_order([*passes[:place], moved, *passes[place:]], ())
+
+
+@pytest.mark.parametrize("each", EVERY, ids=lambda each: each.name)
+def test_a_pass_requires_what_it_takes(each: Pass) -> None:
+    signatures = [inspect.signature(each.function)]
+    if isinstance(each.function, type):
+        signatures.append(inspect.signature(each.function.__call__))
+    taken = {p.name: p for signature in signatures for p in signature.parameters.values()}
+    taken.pop("self", None)
+    given = {name for name, _ in each.needs}
+    assert given <= taken.keys()
+    assert {name for name, p in taken.items() if p.default is p.empty} <= given
+
+
+def test_nothing_else_of_the_library_calls_these_passes() -> None:
+    names = {each.function.__name__ for each in EVERY}
+    importing = [
+        (path.relative_to(ROOT).as_posix(), alias.name)
+        for path in sorted(ROOT.glob("fxpipe/**/*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("fxpipe.passes.")
+        for alias in node.names
+        if alias.name in names
+    ]
+    others = {path for path, _ in importing if path.startswith("fxpipe/compiler/")}
+    assert others == {"fxpipe/compiler/passes.py"}, importing
