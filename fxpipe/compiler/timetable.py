@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from fxpipe.compiler import passes
 from fxpipe.compiler.options import Options
-from fxpipe.errors import InputError
+from fxpipe.errors import InputError, PassError, VerificationError
 from fxpipe.ir.recipe import Recipe, find_recipe
 from fxpipe.ir.schedule import Schedule
 from fxpipe.passes.runner import run_all
@@ -89,7 +89,12 @@ class Timetable:
             "recomputes": recompute != "never" and purpose != "infer",
             "clips": self._options.clips and purpose == "step",
         }
-        schedule: Schedule = run_all(passes.SCHEDULE, facts)["schedule"]
+        try:
+            schedule: Schedule = run_all(passes.SCHEDULE, facts)["schedule"]
+        except PassError as error:
+            if isinstance(error.__cause__, VerificationError):  # the schedule is the caller's
+                raise error.__cause__ from None
+            raise
         return schedule
 
     def _recipe(self, purpose: Purpose) -> Recipe:
