@@ -3,40 +3,29 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
 from fxpipe.compiler.compiled import Compiled
 from fxpipe.compiler.compiler import Compiler
 from fxpipe.compiler.options import Options
-from fxpipe.compiler.predict import predict, split_target
-from fxpipe.compiler.sizes import Sizes
+from fxpipe.compiler.predict import split_target
 from fxpipe.compiler.timetable import Purpose
 from fxpipe.engine import Engine
 from fxpipe.errors import InputError
-from fxpipe.ir.plan import Plan
-from fxpipe.ir.program import Program
-from fxpipe.ir.schedule import Schedule
-from fxpipe.ir.traced import Traced
+from fxpipe.inspection import Inspected
 from fxpipe.runtime.batch import Intake, MicroBatches
 from fxpipe.runtime.weights import checkpoint
 from fxpipe.signals import SignalsAtOperations
 from fxpipe.simulator import Simulation
-from fxpipe.simulator.costs import Costs, Links
 from fxpipe.simulator.measured import measured_run
-from fxpipe.simulator.table import peak_texts
-from fxpipe.table import stage_table
 from fxpipe.torchtools.pytrees import together
-from fxpipe.torchtools.stand_in import StandIn
 from fxpipe.turn import in_turn
-from fxpipe.words import preformatted
 
 
-class Pipeline(StandIn):
+class Pipeline(Inspected):
     """A model cut into stages over devices. Make one with ``fxpipe.compile``.
 
     It has the model's own parameters, buffers and submodules under their own names, so state
@@ -51,11 +40,7 @@ class Pipeline(StandIn):
     """
 
     def __init__(self, options: Options, compiler: Compiler, engine: Engine) -> None:
-        super().__init__(options.model)
-        self.devices = options.homes
-        self._options = options
-        self._compiler = compiler
-        self._engine, self._turn = engine, engine._turn
+        super().__init__(options, compiler, engine)
         self._intake = Intake(
             options.model,
             self.devices[0].type,
@@ -64,7 +49,6 @@ class Pipeline(StandIn):
             has_loss=options.loss is not None,
             batch_dims=options.batch_dims,
         )
-        self._shown: Compiled | None = None
 
     # training and calling
 
@@ -160,85 +144,6 @@ class Pipeline(StandIn):
         self._shown = self._shown or compiled
         return together(output, compiled.traced.out_spec)
 
-    # what can be looked at
-
-    @property
-    def traced(self) -> Traced:
-        """The graph of the whole model and its loss in the last training step, or in what was
-        compiled first. It, ``plan``, ``schedule`` and ``program`` raise InputError as long as
-        nothing is compiled."""
-        return self._compiled().traced
-
-    @property
-    def plan(self) -> Plan:
-        """The stages and edges of the last training step."""
-        return self._compiled().plan
-
-    @property
-    def schedule(self) -> Schedule:
-        """The schedule of the last training step."""
-        return self._compiled().schedule
-
-    @property
-    def program(self) -> Program:
-        """The program of the last training step."""
-        return self._compiled().program
-
-    @property
-    def sizes(self) -> Sizes:
-        """FLOPs and bytes of the stages as sympy expressions in the samples of a micro-batch, and
-        the largest micro-batch that is predicted to keep the memory limits."""
-        compiled = self._compiled()
-        with self._engine.quiet():
-            found = self._compiler.sizes(compiled, self._engine.updates)
-
-        def peaks(samples: int) -> Sequence[float]:
-            with self._engine.quiet():
-                return found.peaks(samples)
-
-        return replace(found, peaks=peaks)
-
-    @property
-    def stashed(self) -> Mapping[int, int]:
-        """Stage → the most micro-batches that it kept for backward at once, as counted in the
-        last training step."""
-        return dict(self._engine.stashed)
-
-    @property
-    def grad_norm(self) -> float | None:
-        """The norm of all gradients, before clipping, of the latest batch whose update was
-        decided; None without ``clip_norm`` and ``scaler``."""
-        return self._engine.grad_norm
-
-    @property
-    def batches(self) -> int:
-        """How many batches ``step`` has trained on; a checkpoint keeps the number."""
-        return self._engine.batches
-
-    @property
-    def weight_versions(self) -> list[int]:
-        """Stage → how many versions of its weights live; empty before the first step of a
-        schedule whose batches overlap, as all others have one."""
-        return self._engine.progress.weight_versions
-
-    @property
-    def weight_bytes(self) -> list[int]:
-        """Stage → the bytes of all live versions of its weights; empty as ``weight_versions``."""
-        return self._engine.progress.weight_bytes
-
-    @property
-    @in_turn
-    def optimizers(self) -> tuple[Optimizer | None, ...]:
-        """Stage → its optimizer, for learning-rate schedulers; None for a stage without
-        parameters. The first step or ``example`` makes them.
-
-        Raises:
-            InputError: the pipe has no optimizer, or nothing is compiled yet.
-        """
-        if not self._engine.updates:
-            raise InputError("the pipe has no optimizer; give compile(..., optimizer=...)")
-        return self._engine.progress.optimizers_of(self._compiled().plan)
-
     @in_turn
     def prepare(self, *args: Any, target: Any = None, **kwargs: Any) -> None:
         """Trace and compile for inputs like these, without running a step.
@@ -263,44 +168,6 @@ class Pipeline(StandIn):
                 if self._options.loss is not None:
                     raise
         self._shown = self._ready(micro, "call", input_gradients=True)
-
-    def __repr__(self) -> str:
-        """The table of stages."""
-        shown, verdict = self._shown, self._compiler.verdict
-        memory = () if shown is None else peak_texts(self.simulate())
-        table = stage_table(self._model, shown, self.devices, verdict, memory)
-        if shown is None or shown.traced.leaves:
-            return table
-        return "\n".join([table, *self.sizes.verdict()])
-
-    def _repr_html_(self) -> str:
-        """The same for notebooks."""
-        return preformatted(repr(self))
-
-    def simulate(
-        self,
-        costs: Costs | None = None,
-        *,
-        links: Links | None = None,
-        overlap: bool = True,
-        steps: int | None = None,
-    ) -> Simulation:
-        """What a training step takes and holds, predicted.
-
-        The costs are what the stages were measured to take alone, in seconds, and what is given
-        here; the sizes are those of the plan. See ``fxpipe.simulator.simulate``.
-
-        ``memory`` has the peak of each device in bytes, the table's figure, and its parts: what is
-        there always, by storage, and what the nodes of the running graph hold. Operations' own
-        scratch memory is not counted, nor what stages with leaf modules save. Gradients that
-        ``.grad`` holds now count besides the step's own.
-
-        Raises:
-            InputError: nothing is compiled or measured yet, or an argument does not fit.
-        """
-        compiled = self._compiled()
-        plan, program, held = compiled.plan, compiled.program, self._engine.held(compiled)
-        return predict(plan, program, held, costs, links=links, overlap=overlap, steps=steps)
 
     @in_turn
     def profile(self, *args: Any, target: Any = None, steps: int = 1, **kwargs: Any) -> Simulation:
@@ -427,10 +294,3 @@ class Pipeline(StandIn):
             return known
         with self._engine.quiet():
             return self._compiler.compile(micro, purpose, **wanted)
-
-    def _compiled(self) -> Compiled:
-        if self._shown is None:
-            raise InputError(
-                "nothing is compiled yet; call step once, or give compile(..., example=inputs)"
-            )
-        return self._shown

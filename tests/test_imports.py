@@ -44,8 +44,8 @@ LAYERS = {
         "fxpipe.compile",
         "fxpipe.compiler",
         "fxpipe.engine",
+        "fxpipe.inspection",
         "fxpipe.pipeline",
-        "fxpipe.table",
         "fxpipe.turn",
     ),
 }

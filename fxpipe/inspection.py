@@ -1,0 +1,259 @@
+"""What can be looked at of a pipe: its plan and program, its figures, and the table of stages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from torch.optim import Optimizer
+
+from fxpipe.compiler.compiled import Compiled
+from fxpipe.compiler.compiler import Compiler
+from fxpipe.compiler.options import Options
+from fxpipe.compiler.predict import predict
+from fxpipe.compiler.sizes import Sizes
+from fxpipe.engine import Engine
+from fxpipe.errors import InputError
+from fxpipe.ir.plan import Plan, Stage
+from fxpipe.ir.program import Program
+from fxpipe.ir.schedule import Schedule
+from fxpipe.ir.traced import Traced
+from fxpipe.passes.partition.assignment import Verdict
+from fxpipe.simulator import Simulation
+from fxpipe.simulator.costs import Costs, Links
+from fxpipe.simulator.table import peak_texts
+from fxpipe.torchtools.stand_in import StandIn
+from fxpipe.turn import in_turn
+from fxpipe.words import bytes_text, preformatted
+
+_MODULES = 4
+
+
+class Inspected(StandIn):
+    """The part of a pipe that shows what it is and does.
+
+    Attributes:
+        devices: where the stages are, in order.
+    """
+
+    def __init__(self, options: Options, compiler: Compiler, engine: Engine) -> None:
+        super().__init__(options.model)
+        self.devices = options.homes
+        self._options = options
+        self._compiler = compiler
+        self._engine, self._turn = engine, engine._turn
+        self._shown: Compiled | None = None
+
+    @property
+    def traced(self) -> Traced:
+        """The graph of the whole model and its loss in the last training step, or in what was
+        compiled first. It, ``plan``, ``schedule`` and ``program`` raise InputError as long as
+        nothing is compiled."""
+        return self._compiled().traced
+
+    @property
+    def plan(self) -> Plan:
+        """The stages and edges of the last training step."""
+        return self._compiled().plan
+
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule of the last training step."""
+        return self._compiled().schedule
+
+    @property
+    def program(self) -> Program:
+        """The program of the last training step."""
+        return self._compiled().program
+
+    @property
+    def sizes(self) -> Sizes:
+        """FLOPs and bytes of the stages as sympy expressions in the samples of a micro-batch, and
+        the largest micro-batch that is predicted to keep the memory limits."""
+        compiled = self._compiled()
+        with self._engine.quiet():
+            found = self._compiler.sizes(compiled, self._engine.updates)
+
+        def peaks(samples: int) -> Sequence[float]:
+            with self._engine.quiet():
+                return found.peaks(samples)
+
+        return replace(found, peaks=peaks)
+
+    @property
+    def stashed(self) -> Mapping[int, int]:
+        """Stage → the most micro-batches that it kept for backward at once, as counted in the
+        last training step."""
+        return dict(self._engine.stashed)
+
+    @property
+    def grad_norm(self) -> float | None:
+        """The norm of all gradients, before clipping, of the latest batch whose update was
+        decided; None without ``clip_norm`` and ``scaler``."""
+        return self._engine.grad_norm
+
+    @property
+    def batches(self) -> int:
+        """How many batches ``step`` has trained on; a checkpoint keeps the number."""
+        return self._engine.batches
+
+    @property
+    def weight_versions(self) -> list[int]:
+        """Stage → how many versions of its weights live; empty before the first step of a
+        schedule whose batches overlap, as all others have one."""
+        return self._engine.progress.weight_versions
+
+    @property
+    def weight_bytes(self) -> list[int]:
+        """Stage → the bytes of all live versions of its weights; empty as ``weight_versions``."""
+        return self._engine.progress.weight_bytes
+
+    @property
+    @in_turn
+    def optimizers(self) -> tuple[Optimizer | None, ...]:
+        """Stage → its optimizer, for learning-rate schedulers; None for a stage without
+        parameters. The first step or ``example`` makes them.
+
+        Raises:
+            InputError: the pipe has no optimizer, or nothing is compiled yet.
+        """
+        if not self._engine.updates:
+            raise InputError("the pipe has no optimizer; give compile(..., optimizer=...)")
+        return self._engine.progress.optimizers_of(self._compiled().plan)
+
+    def __repr__(self) -> str:
+        """The table of stages."""
+        shown, verdict = self._shown, self._compiler.verdict
+        memory = () if shown is None else peak_texts(self.simulate())
+        table = stage_table(self._model, shown, self.devices, verdict, memory)
+        if shown is None or shown.traced.leaves:
+            return table
+        return "\n".join([table, *self.sizes.verdict()])
+
+    def _repr_html_(self) -> str:
+        """The same for notebooks."""
+        return preformatted(repr(self))
+
+    def simulate(
+        self,
+        costs: Costs | None = None,
+        *,
+        links: Links | None = None,
+        overlap: bool = True,
+        steps: int | None = None,
+    ) -> Simulation:
+        """What a training step takes and holds, predicted.
+
+        The costs are what the stages were measured to take alone, in seconds, and what is given
+        here; the sizes are those of the plan. See ``fxpipe.simulator.simulate``.
+
+        ``memory`` has the peak of each device in bytes, the table's figure, and its parts: what is
+        there always, by storage, and what the nodes of the running graph hold. Operations' own
+        scratch memory is not counted, nor what stages with leaf modules save. Gradients that
+        ``.grad`` holds now count besides the step's own.
+
+        Raises:
+            InputError: nothing is compiled or measured yet, or an argument does not fit.
+        """
+        compiled = self._compiled()
+        plan, program, held = compiled.plan, compiled.program, self._engine.held(compiled)
+        return predict(plan, program, held, costs, links=links, overlap=overlap, steps=steps)
+
+    def _compiled(self) -> Compiled:
+        if self._shown is None:
+            raise InputError(
+                "nothing is compiled yet; call step once, or give compile(..., example=inputs)"
+            )
+        return self._shown
+
+
+def stage_table(
+    model: nn.Module,
+    compiled: Compiled | None,
+    devices: Sequence[torch.device],
+    verdict: Verdict | None = None,
+    memory: Sequence[str] = (),
+) -> str:
+    """The stages, and how well they are balanced, as text.
+
+    Args:
+        model: the model.
+        compiled: what is shown; None before the first call.
+        devices: where the stages are.
+        verdict: what the partition knows of its balance.
+        memory: device → what it is predicted to hold at most.
+    """
+    title = f"fxpipe.Pipeline of {type(model).__name__} over {len(devices)} devices"
+    if compiled is None:
+        return f"{title}: not compiled yet; the first call traces it"
+    plan, schedule = compiled.plan, compiled.schedule
+    table = Table(
+        title=f"{title}, {schedule.name}, {schedule.microbatches} micro-batches",
+        title_justify="left",
+    )
+    for heading in ("stage", "device"):
+        table.add_column(heading)
+    table.add_column("modules", overflow="fold")
+    for heading in ("parameters", "forward", "backward", "share", "receives", "stash", "memory"):
+        table.add_column(heading, justify="right")
+    counts = {name: p.numel() for name, p in model.named_parameters(remove_duplicate=False)}
+    seconds = [0.0 if s.costs is None else s.costs.forward + s.costs.backward for s in plan.stages]
+    for stage, work in zip(plan.stages, seconds, strict=True):
+        device = schedule.placement[stage.index]
+        table.add_row(
+            str(stage.index),
+            f"{device} ({devices[device]})",
+            _modules(stage),
+            f"{sum(counts[argument.target] for argument in stage.parameters):,}",
+            _milliseconds(stage, "forward"),
+            _milliseconds(stage, "backward"),
+            f"{100 * work / sum(seconds):.1f} %" if sum(seconds) else "",
+            bytes_text(sum(plan.bytes_of(e) or 0 for e in plan.edges_into(stage.index))),
+            bytes_text(
+                sum(plan.bytes_of(e) or 0 for e in plan.edges_from(stage.index) if e.kind == "skip")
+            ),
+            memory[device],
+        )
+    console = Console(width=130, color_system=None, file=None, record=True, quiet=False)
+    with console.capture() as capture:
+        console.print(table)
+    text = "\n".join(line.rstrip() for line in capture.get().rstrip().splitlines())
+    return (
+        f"{text}\nper micro-batch; {_balance(seconds, verdict)}\n"
+        "memory: the most that the stage's device holds at once in a step, predicted"
+    )
+
+
+def _modules(stage: Stage) -> str:
+    shown = ", ".join(stage.modules[:_MODULES])
+    more = len(stage.modules) - _MODULES
+    return shown + (f" and {more} more" if more > 0 else "")
+
+
+def _milliseconds(stage: Stage, which: str) -> str:
+    return "" if stage.costs is None else f"{1e3 * getattr(stage.costs, which):.2f} ms"
+
+
+def _balance(seconds: Sequence[float], verdict: Verdict | None) -> str:
+    """What was balanced, and how near to the best it is."""
+    if not sum(seconds):
+        return "nothing was measured"
+    if verdict is None:
+        ratio = max(seconds) * len(seconds) / sum(seconds)
+        return f"the slowest stage takes {ratio:.2f} times the mean"
+    loads = verdict.loads
+    mean = sum(load.seconds for load in loads) / len(loads)
+    what = "compute"
+    if any(load.transfer for load in loads):
+        what = "compute and transfers"
+    proven = "the best cut"
+    if verdict.gap >= 5e-4:
+        proven = f"at most {100 * verdict.gap:.1f} % slower than the best cut"
+    return (
+        f"the slowest stage takes {verdict.slowest / mean:.2f} times the mean ({what}), proven "
+        f"{proven} of those that {verdict.condition}"
+    )
