@@ -99,8 +99,7 @@ class Compiler:
         compiled, plans = found
         for traced, plan in plans:
             self.plans.settle(traced, plan, compiled.schedule)
-        threads = self.choice.threads(compiled.plan)
-        return compiled if threads == compiled.threads else replace(compiled, threads=threads)
+        return compiled
 
     def compile(
         self,
@@ -199,7 +198,7 @@ class Compiler:
             kept = self.plans.front_end.guards.kept
             self._known = {key: made for key, made in self._known.items() if key[0][0] in kept}
             self._variant = state[0]
-        return state, micro.batch.key, micro.batch.size, len(micro), kind
+        return state, micro.batch.key, micro.batch.size, len(micro), kind, self.choice.changes
 
     def weighed(self, compiled: Compiled, micro: MicroBatches) -> MicroBatches:
         """The same, each weighted by what its loss counts in that of the batch.

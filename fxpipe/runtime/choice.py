@@ -47,6 +47,7 @@ class Choice:
 
     Attributes:
         most: how many threads are needed.
+        changes: how often a choice was made anew.
         trials: what runs the first stage of plans that one thread runs for now, see ``took``.
     """
 
@@ -61,6 +62,7 @@ class Choice:
         self._given = dispatch is not None or devices == 1
         # what runs the first stage stands for the plan
         self._threads: WeakKeyDictionary[Kernel, int] = WeakKeyDictionary()
+        self.changes = 0
         self.trials = WeakSet[Kernel]()
         self._times: WeakKeyDictionary[Kernel, list[float]] = WeakKeyDictionary()
 
@@ -98,6 +100,7 @@ class Choice:
             return
         self.trials.discard(kernel)
         if min(times) > CLEARLY * hand_over():
+            self.changes += 1
             self._threads[kernel] = self.most
             noted(f"a thread for each device from now on: {_compared(min(times), hand_over())}")
 
