@@ -163,7 +163,7 @@ class Engine:
     def held(self, compiled: Compiled) -> Sizes:
         """The bytes of what the stages and their optimizers hold."""
         optimizers = self.progress.optimizers_of(compiled.plan)
-        state = compiled.traced.state_of(self._options.model)
+        state = self.progress.state_of(compiled.traced)
         return plan_sizes(compiled.plan, state, optimizers, compiled.schedule)
 
     def check(self) -> None:
@@ -257,7 +257,7 @@ class Engine:
         *,
         onto_grad: bool,
     ) -> FlushedRun:
-        state = compiled.traced.state_of(self._options.model)
+        state = self.progress.state_of(compiled.traced)
         weights = LiveWeights(
             compiled.plan.stages,
             state,
@@ -284,7 +284,7 @@ class Engine:
         ):
             self.flush()
         if self._overlapping is None or self._overlapping.failed:
-            state = compiled.traced.state_of(self._options.model)
+            state = self.progress.state_of(compiled.traced)
             versions = self.progress.versions_of(compiled.plan, compiled.schedule)
             versions.open(compiled.plan.stages, state, compiled.traced.deferred)
             self._overlapping = self._run(

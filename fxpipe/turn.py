@@ -45,6 +45,7 @@ class Turn:
             workers: the pipe's threads.
         """
         self._workers = workers
+        self._threads = frozenset(worker.thread for worker in workers)
         self._lock = threading.RLock()
         self._inside: int | None = None  # the thread that is
         self._waits = False  # whether it only waits to trace
@@ -53,7 +54,7 @@ class Turn:
     def take(self, do: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Do something as the only thread that is inside; the pipe's own are there anyway."""
         me = threading.get_ident()
-        if self._inside == me or any(worker.here for worker in self._workers):
+        if self._inside == me or threading.current_thread() in self._threads:
             return do(*args, **kwargs)
         while True:
             with self._lock:

@@ -384,7 +384,7 @@ def end(pipe: fxpipe.Pipeline, worker: int) -> None:
     """End a worker's thread by an exception from outside."""
     name = f"fxpipe-{worker}"
     owner = pipe._engine._workers[worker]
-    thread = owner._thread
+    thread = owner.thread
     assert thread.name == name
     assert thread.ident is not None
     kind, error = ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit)

@@ -28,6 +28,9 @@ class Worker:
     """A thread that runs jobs one after another. A job must not raise.
 
     The thread ends once the worker is closed, or nobody holds the worker any more.
+
+    Attributes:
+        thread: the thread.
     """
 
     def __init__(self, name: str, threads: int) -> None:
@@ -41,7 +44,7 @@ class Worker:
         self._given, self._done = 0, [0]
         self._process = os.getpid()
         ready = threading.Event()
-        self._thread = thread = threading.Thread(
+        self.thread = thread = threading.Thread(
             target=_work, args=(self._jobs, self._done, threads, ready), name=name, daemon=True
         )
         self._end = weakref.finalize(self, self._jobs.put, None)
@@ -55,11 +58,6 @@ class Worker:
             torch.set_num_threads(torch.get_num_threads())
 
     @property
-    def here(self) -> bool:
-        """Whether this is asked in its thread."""
-        return self._thread is threading.current_thread()
-
-    @property
     def forked(self) -> bool:
         """Whether this is asked in another process, forked from that of its thread."""
         return os.getpid() != self._process
@@ -67,7 +65,7 @@ class Worker:
     @property
     def idle(self) -> bool:
         """Whether it is through with its jobs, or will never be."""
-        return self._done[0] == self._given or not self._thread.is_alive()
+        return self._done[0] == self._given or not self.thread.is_alive()
 
     def check(self) -> None:
         """See that it can run jobs.
@@ -77,7 +75,7 @@ class Worker:
         """
         if not self._end.alive:
             raise InputError("the pipe is closed; compile the model again")
-        if self._thread.is_alive():
+        if self.thread.is_alive():
             return
         if self.forked:
             raise InputError(
@@ -86,7 +84,7 @@ class Worker:
                 'spawning (multiprocessing.get_context("spawn")) and compile in it'
             )
         raise InputError(
-            f"the pipe's thread {self._thread.name!r} has ended, by an exception that came from "
+            f"the pipe's thread {self.thread.name!r} has ended, by an exception that came from "
             "outside, or because Python ends; close() the pipe and compile the model again"
         )
 

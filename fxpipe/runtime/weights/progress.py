@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from fxpipe.errors import CheckpointError, InputError, near
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.schedule import Schedule
+from fxpipe.ir.traced import Traced
 from fxpipe.runtime.weights.checkpoint import Checkpoint
 from fxpipe.runtime.weights.clipping import Clipping
 from fxpipe.runtime.weights.optimizer import OptimizerFactory, make_optimizer
@@ -73,6 +74,12 @@ class Progress:
     def weight_bytes(self) -> list[int]:
         """Stage → the bytes of those; empty where batches never overlapped."""
         return [] if self.versions is None else self.versions.bytes
+
+    def state_of(self, traced: Traced) -> dict[str, Tensor]:
+        """Name in the model → its parameter or buffer as it is now, or a graph's constant."""
+        parameters = self._model.named_parameters(remove_duplicate=False)
+        buffers = self._model.named_buffers(remove_duplicate=False)
+        return {**dict(parameters), **dict(buffers), **traced.constants}
 
     def optimizers_of(self, plan: Plan) -> tuple[Optimizer | None, ...]:
         """Stage → its optimizer; the first plan's stages are those of all.
