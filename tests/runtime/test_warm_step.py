@@ -18,7 +18,7 @@ import fxpipe
 
 ROOT = Path(fxpipe.__file__).parent.parent
 
-MOST = 19
+MOST = 18
 """Files of the library that such a step calls functions of, in any thread."""
 
 
