@@ -29,6 +29,9 @@ from fxpipe.torchtools.pieces import memory
 _NO_VIEWS = (torch.ops.aten.detach.default, torch.ops.aten._unsafe_view.default)
 """Operations whose results lie in another tensor's memory, and are no views to autograd."""
 
+_RESHAPES = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
+"""Views whose strides along sizes of 1 PyTorch chooses otherwise where there are data."""
+
 _REORDERINGS = frozenset(
     (
         *(torch.ops.aten._coalesce.default, torch.ops.aten.sparse_mask.default),
@@ -63,6 +66,12 @@ class TrueLayouts(TorchDispatchMode):
                 real = func(*pytree.tree_map(_zeros, args), **pytree.tree_map(_zeros, kwargs))
         except Exception:  # zeros are not what it takes
             return made
+        if func in _RESHAPES:  # in the memory of its operand, as before
+            return (
+                made
+                if made.stride() == real.stride()
+                else made.as_strided(made.shape, real.stride())
+            )
         return pytree.tree_map(_laid_out_as, made, real)
 
 
@@ -154,6 +163,8 @@ def _in_doubt(func: Any, operands: list[Any]) -> bool:
     if not isinstance(func, OpOverload) or func.namespace not in ("aten", "fxpipe"):
         return False
     tensors = [leaf for leaf in operands if isinstance(leaf, FakeTensor)]
+    if func in _RESHAPES:
+        return any(1 in x.shape for x in tensors)
     if func._schema.is_mutable or may_alias(func) or torch.Tag.nondeterministic_seeded in func.tags:
         return False
     if not all(x.is_floating_point() or x.dtype is torch.bool for x in tensors):

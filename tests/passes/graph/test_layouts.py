@@ -119,6 +119,37 @@ class Video(nn.Module):
         return scores
 
 
+class Attending(nn.Module):
+    """Looks at all pixels, as the U-Nets of diffusion models do, and normalises the image again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, 8, 1), nn.Conv2d(8, 3, 1)
+        self.query, self.norm = nn.Linear(8, 8), nn.GroupNorm(2, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        image: Tensor = self.first(x)
+        pixels = self.query(image.flatten(2).transpose(1, 2)).transpose(1, 2)
+        y = self.norm(pixels.reshape(image.shape) + image)
+        scores: Tensor = self.last(y).flatten(2).transpose(1, 2)
+        return scores
+
+
+@given(shuffled())
+def test_sizes_of_one_lie_as_they_do_with_data_where_a_tensor_is_viewed(
+    pair: tuple[Tensor, Tensor],
+) -> None:
+    real = pair[0][:1]
+    shapes = [1, *real.shape], [*real.shape, 1], [*real.shape[:-1], 1, real.shape[-1]]
+    strides = [real.view(shape).stride() for shape in shapes]
+    with FakeTensorMode() as mode:  # type: ignore[no-untyped-call]
+        fake = mode.from_tensor(real)
+        with TrueLayouts():
+            views = [fake.view(shape) for shape in shapes]
+    assert [view.stride() for view in views] == strides
+    assert {view.untyped_storage()._cdata for view in views} == {fake.untyped_storage()._cdata}
+
+
 class Written(nn.Module):
     """Writes to a view, and what multiplies by it gives it a gradient that lies turned."""
 
@@ -161,6 +192,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "averaging": (lambda: Turned(nn.BatchNorm1d(6, momentum=None), True), (33, 4)),
     "no statistics": (lambda: Turned(nn.BatchNorm1d(6, track_running_stats=False), False), (33, 4)),
     "single pixels": (Video, (4, 8)),
+    "one image a micro-batch": (Attending, (3, 4, 4)),
     "a view is written": (lambda: Written(_scaled_heads), (20, 32)),
     "rows are written": (lambda: Written(_scaled_rows), (20, 32)),
     "what a written view is of is read": (lambda: Written(_scaled_beside), (20, 32)),
@@ -175,8 +207,9 @@ def test_models_whose_values_lie_in_other_orders_equal_the_loop(name: str, stage
     model = make()
     alone = copy.deepcopy(model)
     with fxpipe.compile(model, stages, microbatches=2, loss=mse_loss) as pipe:
-        for rows in (4, 7):
-            x, y = torch.randn(rows, *shape), torch.randn(rows, shape[0], 3)
+        for rows in (2, 4, 7):
+            x = torch.randn(rows, *shape)
+            y = torch.randn(rows, 16 if name == "one image a micro-batch" else shape[0], 3)
             pipe.step(x, target=y)
             loop.train(alone, 2, x, loss=mse_loss, target=y)
         loop.assert_same(loop.gradients(model), loop.gradients(alone))
