@@ -142,9 +142,9 @@ def test_sizes_of_one_lie_as_they_do_with_data_where_a_tensor_is_viewed(
     real = pair[0][:1]
     shapes = [1, *real.shape], [*real.shape, 1], [*real.shape[:-1], 1, real.shape[-1]]
     strides = [real.view(shape).stride() for shape in shapes]
-    with FakeTensorMode() as mode:  # type: ignore[no-untyped-call]
+    with FakeTensorMode() as mode:
         fake = mode.from_tensor(real)
-        with TrueLayouts():
+        with TrueLayouts():  # type: ignore[no-untyped-call]
             views = [fake.view(shape) for shape in shapes]
     assert [view.stride() for view in views] == strides
     assert {view.untyped_storage()._cdata for view in views} == {fake.untyped_storage()._cdata}
