@@ -1,7 +1,8 @@
 """The tests on the oldest and on the newest torch and Python that are supported, and between.
 
 Each row has an environment of its own, ``.venv-2.11`` and so on, which is made when it is missing
-and kept. A row whose Python this machine lacks is left out, and says so. Arguments are pytest's.
+and kept. A row whose Python this machine lacks is left out, and says so; pyenv shows its own with
+``PYENV_VERSION=3.11:3.12:3.13``. Arguments are pytest's.
 Run it with ``make compat``.
 """
 
