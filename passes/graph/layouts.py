@@ -209,6 +209,7 @@ def _zeros(value: Any) -> Any:
 
 def _laid_out_as(made: Any, real: Any) -> Any:
     dense = isinstance(made, Tensor) and made.layout is torch.strided
-    if not dense or made.stride() == real.stride():
+    # what is masked out is None, and a BatchNorm without data makes it nevertheless
+    if not dense or real is None or made.stride() == real.stride():
         return made
     return torch.empty_strided(made.shape, real.stride(), dtype=made.dtype, device=made.device)

@@ -83,6 +83,15 @@ def test_results_without_data_have_the_strides_of_real_ones(
         assert ours.stride() == theirs.stride()
 
 
+def test_a_batch_norm_whose_input_needs_no_gradient_has_those_of_its_parameters() -> None:
+    with FakeTensorMode(), TrueLayouts():  # type: ignore[no-untyped-call]
+        x, ones = torch.ones(4, 5).t(), torch.ones(4)
+        made = aten.native_batch_norm_backward(
+            x, x, ones, None, None, ones, ones, True, 1e-5, [False, True, True]
+        )
+    assert [gradient.shape for gradient in made[1:]] == [(4,), (4,)]
+
+
 class Turned(nn.Module):
     """Normalises the features of a sequence, as PointNet and PatchTST do."""
 
