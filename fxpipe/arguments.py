@@ -1,4 +1,4 @@
-"""The arguments of ``compile``: each is checked by itself, and refused with what to give."""
+"""Checks the arguments of ``compile`` one by one; each error says what to give instead."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ ScheduleLike = str | PathLike[str] | Schedule | Recipe | Callable[..., Any]
 
 
 def read_devices(devices: Devices) -> list[Place]:
-    """Where the devices are; CUDA devices have their index.
+    """The device or CUDA stream of each position in the pipeline; CUDA devices have their index.
 
     Raises:
-        InputError: there are none, or no such ones.
+        InputError: the list is empty, or a device does not exist.
     """
     if isinstance(devices, bool) or not isinstance(devices, int | Sequence):
         raise InputError(f'devices is {devices!r}; give a list such as ["cpu", "cpu"], or how many')
@@ -94,10 +94,10 @@ def _cuda_device(device: torch.device) -> torch.device:
 
 
 def read_dispatch(dispatch: Any, place: torch.device) -> Dispatch | None:
-    """Who runs or launches instructions; None for who is faster.
+    """Whether each device has a thread, or one thread runs all; None to take what is faster.
 
     Raises:
-        InputError: nobody known.
+        InputError: there is no such dispatch.
     """
     if dispatch == "auto":
         return None if place.type == "cpu" else "device"
@@ -115,7 +115,7 @@ def read_schedule(
     """The recipe of a schedule, and the number of micro-batches where one is given.
 
     Raises:
-        InputError: it is no schedule, or for other numbers of devices or micro-batches.
+        InputError: it is no schedule, or it is for another number of devices or micro-batches.
     """
     recipe = _recipe(schedule, devices)
     if recipe.microbatches is not None:
@@ -168,8 +168,8 @@ def _check_microbatches(microbatches: int | None) -> None:
 
 
 def check_overlap(recipe: Recipe, optimizer: Any) -> None:
-    """Raises InputError for a schedule that updates in flight, and no optimizer that could, or for
-    one that shall predict weights and reads the newest."""
+    """Raises InputError where a schedule without flush has no optimizer to update with, or where
+    ``predict`` is asked for and every batch reads the newest weights anyway."""
     delays = recipe.delay if isinstance(recipe.delay, tuple) else (recipe.delay,)
     if recipe.predict and not any(delays):
         raise InputError(
@@ -188,7 +188,7 @@ def read_objective(loss: Any, reduction: Any, loss_weight: Any) -> Objective:
     """The loss of a batch.
 
     Raises:
-        InputError: it is no function, has parameters, or is reduced in no known way.
+        InputError: the loss is no function or has parameters, or the reduction is unknown.
     """
     if loss is not None and not callable(loss):
         raise InputError(f"loss is {loss!r}; give a function loss(output, *targets)")
@@ -214,10 +214,10 @@ def read_objective(loss: Any, reduction: Any, loss_weight: Any) -> Objective:
 
 
 def read_batch_dims(batch_dims: Any, model: nn.Module) -> BatchDims:
-    """Input → its dimension that is the batch, or None.
+    """Input → its batch dimension, or None.
 
     Raises:
-        InputError: it is no such mapping, or names no input of the model.
+        InputError: it is no such mapping, or it names something that is no input of the model.
     """
     if batch_dims is None:
         return {}
@@ -265,10 +265,10 @@ def check_tracer(tracer: Any) -> None:
 
 
 def read_leaf_modules(leaf_modules: Any, model: nn.Module) -> dict[str, nn.Module]:
-    """Name in the model → module, of each that is called as it is.
+    """Name in the model → module, for each module that is called as it is.
 
     Raises:
-        InputError: one is no submodule, or a class that none is of.
+        InputError: an entry is no submodule, or a class that no submodule has.
     """
     if isinstance(leaf_modules, str | type | nn.Module) or not isinstance(leaf_modules, Sequence):
         raise InputError(
@@ -298,7 +298,7 @@ def read_leaf_modules(leaf_modules: Any, model: nn.Module) -> dict[str, nn.Modul
 
 
 def check_optimizer(optimizer: Any) -> None:
-    """Raises InputError where it is no function."""
+    """Raises InputError where the optimizer is no function."""
     if optimizer is not None and not callable(optimizer):
         text = repr(optimizer)
         if len(text) >= 60 or "\n" in text:
@@ -342,8 +342,8 @@ def read_recompute(recompute: Any, stages: int) -> RecomputeLike:
 
 
 def check_clipping(clip_norm: Any, scaler: Any, optimizer: Any) -> None:
-    """Raises InputError where the limit is no positive number, the scaler no GradScaler, or nobody
-    updates."""
+    """Raises InputError where the limit is no positive number, the scaler is no GradScaler, or
+    there is no optimizer."""
     if clip_norm is None and scaler is None:
         return
     number = isinstance(clip_norm, int | float) and not isinstance(clip_norm, bool)
@@ -362,10 +362,10 @@ def check_clipping(clip_norm: Any, scaler: Any, optimizer: Any) -> None:
 
 
 def check_model(model: Any, place: torch.device) -> None:
-    """Raises InputError where it is no module, on another device, or normalises over processes.
+    """Raises InputError for what is no module, is on another device, or has a SyncBatchNorm.
 
     Args:
-        model: what was given.
+        model: the model that was given.
         place: the first device of the pipe.
     """
     if not isinstance(model, nn.Module):
@@ -387,6 +387,6 @@ def check_model(model: Any, place: torch.device) -> None:
 
 
 def check_flag(name: str, value: Any) -> None:
-    """Raises InputError where it is neither True nor False."""
+    """Raises InputError where the value is neither True nor False."""
     if not isinstance(value, bool):
         raise InputError(f"{name} is {value!r}; give True or False")

@@ -24,10 +24,10 @@ from fxpipe.turn import Turn, in_turn
 def differentiable_call(
     compiled: Compiled, host: BatchHost, run: FlushedRun, turn: Turn
 ) -> list[Any]:
-    """Run the forwards and return the flat outputs, joined and with their history.
+    """Run the forwards and return the flat outputs, joined over micro-batches, for autograd.
 
-    An input that the model returns is returned as it came. Backward, which may come in any thread,
-    takes the pipe's turn.
+    An input that the model returns unchanged is returned as it is. Backward may be called from any
+    thread; it then waits until no other thread uses the pipe.
     """
     call = _Call(compiled, host, run, turn)
     inputs = {
@@ -49,7 +49,7 @@ def differentiable_call(
 
 
 class _Call:
-    """What forward leaves for backward."""
+    """What forward keeps for backward."""
 
     def __init__(self, compiled: Compiled, host: BatchHost, run: FlushedRun, turn: Turn) -> None:
         self._turn = turn

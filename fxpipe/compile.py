@@ -1,4 +1,4 @@
-"""``fxpipe.compile``: the one call."""
+"""``fxpipe.compile``, which makes a pipeline of a model."""
 
 from __future__ import annotations
 
@@ -82,108 +82,112 @@ def compile(
 
     Args:
         model: any module; its parameters are used as they are, never copied.
-        devices: names or torch.devices; one may stand several times, and computes for each on a
-            stream of its own. Or torch.cuda.Streams to compute on, also several of one GPU, such
-            as those of green contexts. Or a number of CUDA devices, or of CPU devices where there
-            is no CUDA. Each holds one stage, or as many as the schedule places there.
+        devices: names or torch.devices. A device may be listed several times; each entry then
+            computes on a stream of its own. Or torch.cuda.Streams to compute on, also several of
+            one GPU, such as those of green contexts. Or a number of CUDA devices, or of CPU devices
+            where there is no CUDA. Each holds one stage, or as many as the schedule places there.
         schedule: a name ("1f1b", "gpipe"), a Schedule, its text, a path to its text, or a
             function that writes one.
-        microbatches: into how many parts a batch is split; by default four a device. A batch of
-            fewer samples, as the last of an epoch may be, is split into single ones.
+        microbatches: into how many parts a batch is split; by default four per device. A batch of
+            fewer samples, as the last of an epoch may be, is split into single samples.
         delay: by how many versions the weights that a batch reads may be behind the newest, for
             schedules whose batches overlap; by default the schedule's own.
-        predict: let a batch read, instead of weights of ``delay`` versions ago, what the
-            optimizer's momentum says they will be when its update comes: SpecTrain for SGD with
-            momentum, XPipe for Adam and AdamW. Without a delay there is nothing to predict.
-        clip_norm: the greatest norm that the gradients of a batch may have, over all stages, as
-            ``torch.nn.utils.clip_grad_norm_`` has it; before each update the stages exchange the
-            norms of theirs.
-        scaler: a gradient scaler for half precision: losses are scaled for their backwards alone,
-            gradients unscaled before they are clipped, and a batch whose gradients are not finite
-            updates no stage. What ``step`` returns and ``grad_norm`` are as without it.
+        predict: let a batch read predicted weights instead of weights that are ``delay`` versions
+            old. The optimizer's momentum predicts what they will be when the batch's update
+            comes: SpecTrain for SGD with momentum, XPipe for Adam and AdamW. Without a delay
+            there is nothing to predict.
+        clip_norm: the greatest norm that the gradients of a batch may have, over all stages, as in
+            ``torch.nn.utils.clip_grad_norm_``. Before each update the stages exchange the norms of
+            their gradients.
+        scaler: a gradient scaler for half precision. Losses are scaled for backward only,
+            gradients are unscaled before they are clipped, and a batch whose gradients are not
+            finite updates no stage. The loss that ``step`` returns and ``grad_norm`` are unscaled.
         recompute: "never", "always", or "except_last" (all micro-batches but the last): let a stage
             keep only its inputs, and run its forward again before its backward. Or a mode for
-            each stage: a list of them, or a mapping from a stage's number to its mode; stages
+            each stage: a list of modes, or a mapping from a stage's number to its mode; stages
             that are left out never recompute.
         loss: ``loss(output, *targets)`` → a scalar, or one loss per sample. None where the model
-            returns the loss, alone or as ``.loss``. What it reads of the model by itself gets no
-            gradient, and where batches overlap it is of the newest version.
-        reduction: whether the loss is a "mean", so that a micro-batch's counts by its share of the
-            samples, or a "sum" over them. Where a mean ``cross_entropy`` or ``nll_loss`` ignores
-            targets or weights classes (and so in the loss that transformers make of ``labels=``),
-            a micro-batch's counts by its share of the targets that count: the loss and the
-            gradients are those of the whole batch.
+            returns the loss, alone or as ``.loss``. A parameter that the loss function reads from
+            the model directly gets no gradient from it, and where batches overlap the loss reads
+            its newest version.
+        reduction: whether the loss is a "mean", so that the loss of a micro-batch is weighted by
+            its share of the samples, or a "sum" over them. Where a mean ``cross_entropy`` or
+            ``nll_loss`` ignores targets or weights classes (also inside the loss that transformers
+            compute from ``labels=``), it is weighted by its share of the targets that count. So
+            the loss and the gradients are those of the whole batch.
         loss_weight: for any other mean over something else than samples, such as
-            ``(losses * mask).sum() / mask.sum()``: ``loss_weight(*targets)`` → how much of it a
-            micro-batch has, as ``lambda target, mask: mask.sum()``. Where the model returns the
-            loss, it is given the model's inputs. It goes before all that the loss itself tells;
-            without it a loss that is not that of the whole batch is warned of, once.
-        optimizer: a function from parameters to a torch optimizer, called once a stage; with it
+            ``(losses * mask).sum() / mask.sum()``: ``loss_weight(*targets)`` → the micro-batch's
+            weight in that mean, as ``lambda target, mask: mask.sum()``. Where the model returns
+            the loss, the function is given the model's inputs. It takes precedence over what is
+            found in the loss itself. Without it there is one warning if the loss is not that of
+            the whole batch.
+        optimizer: a function from parameters to a torch optimizer, called once per stage; with it
             ``step`` updates the weights. Without it ``step`` adds to ``.grad``.
         example: a tuple of inputs of a batch, or ``(args, kwargs)`` with what ``step`` takes,
             ``target`` among them; the model is compiled for it at once. Without it the first call
             compiles.
-        batch_dims: input → its dimension that is the batch, where that is not 0, or None where
-            every micro-batch gets the whole tensor: ``{"x": 1, "table": None, "target": 1}``. A
-            part of a nested input is called ``"x['left']"``, one of several targets
-            ``"target[0]"``. Every name must be there in a call, unless the model declares it and
-            it is left out. A sparse tensor cannot be split: give None for it.
-        deferred_batchnorm: whether BatchNorm's running statistics are updated once a step, by the
-            mean and the variance of the whole batch, as without micro-batches; gathered from those
-            of the micro-batches, they may differ from these in the last bits. Otherwise each
-            micro-batch updates them, in order. Either way each is normalised by itself.
+        batch_dims: input → its batch dimension, where that is not 0, or None where every
+            micro-batch gets the whole tensor: ``{"x": 1, "table": None, "target": 1}``. A part of
+            a nested input is called ``"x['left']"``, one of several targets ``"target[0]"``. A
+            call must have every input that is named here, but for optional inputs of the model.
+            A sparse tensor cannot be split: give None for it.
+        deferred_batchnorm: whether BatchNorm's running statistics are updated once per step, by
+            the mean and the variance of the whole batch, as without micro-batches. They are
+            gathered from those of the micro-batches, so the last bits may differ. Otherwise each
+            micro-batch updates them, in order. Either way each micro-batch is normalised by its
+            own statistics.
         partition: "auto", names of submodules, at each of which a stage begins, or a
             ``fxpipe.Partition`` with memory limits, device speeds, links, or submodules to keep
             together.
         tracer: "export" (torch.export), or "symbolic" (torch.fx, submodules of torch.nn are
             called as they are).
-        leaf_modules: submodules, by name, by class or themselves, that are called as they are in
-            every step, with their hooks, their control flow and their autograd functions, by
-            either tracer. Autograd then drives backward in every stage. Where a line cannot be
-            traced, such as a branch on the values of a tensor or ``torch.cond``, the smallest
-            submodule around it that can be called so becomes one by itself, and so does a loss;
-            the logger "fxpipe" then has a warning with the line, the submodule and what that costs.
-            Stages with ``torch.cond``, ``while_loop`` and their like take turns on their devices,
-            for PyTorch can trace these in one thread alone. What a leaf module returns must have a
-            size that depends on no values, or the model computes with a size that it had in the
-            first micro-batch; of those that nobody named this is checked.
+        leaf_modules: submodules (names, classes or the modules themselves) that are not traced but
+            called as they are in every step, with their hooks, control flow and autograd
+            functions. Autograd then runs backward in every stage. Where a line cannot be traced,
+            such as a branch on the values of a tensor or ``torch.cond``, the smallest submodule
+            around it that works as a leaf module is made one automatically, and so is a loss. The
+            logger "fxpipe" then has a warning with the line, the submodule and what that costs.
+            Stages with ``torch.cond``, ``while_loop`` and their like run one at a time, as PyTorch
+            can trace these in one thread only. The sizes of what a leaf module returns must not
+            depend on values: the model computes with the sizes of the first micro-batch. This is
+            checked for the leaf modules that were made automatically.
         fuse_accumulation: let matrix products add parameters' gradients to the sums over
             micro-batches in their own kernels. It saves time in linear layers; gradients then
             equal the plain loop's to rounding, not to the bit.
-        recompute_check: compare what each recomputation makes with what its forward made, to the
-            bit, and fail where a stage computes something else the second time, with the first
-            such node. It takes time, and on a CUDA device each recomputation is waited for.
-        dispatch: who runs the devices' lists, or launches them on CUDA devices: a thread for each
-            "device", or one "thread" for all, in an order in which it never has to wait. Results
-            are the same to the bit. "auto" is "device" on CUDA devices, and on CPU devices what
-            costs less. Python runs one thread at a time, so that several hand its lock over at
-            every operation; where operations are shorter than that, one thread is faster, and
-            ``profile`` shows the devices one after another. It is chosen for whatever is compiled,
-            by what operations took on the first micro-batch and a hand-over takes on this machine,
-            and told to the logger; where operations of a larger one turn out to be long, each
-            device gets a thread after all. Operations have the same intra-op threads either way.
-            Own tasks, optimizers or leaf modules that wait for those of other devices need
-            "device".
-        cuda_graphs: on CUDA devices, capture what a stage computes into CUDA graphs, in the first
-            steps that come to it, and replay them from then on: one launch instead of one for
-            each operation. Results are the same to the bit. For each size of micro-batches a stage
-            has fixed memory for as many as the schedule has in flight there, each with what its
-            operations need for a moment, and for the gradients of its parameters once more;
-            ``simulate`` counts none of it. Parameters are read where
-            they are: those that are elsewhere later (an assigned state dict) are captured anew.
-            Stages that draw random numbers, have leaf modules, or compute sizes from data run as
-            without it; the logger "fxpipe" has an info record of each, which ``verbose`` prints.
-            Where batches overlap, call ``pipe.flush()`` before ``torch.cuda.synchronize()`` as
-            long as something is captured: nobody may wait for a device meanwhile.
-        verbose: print every pass and its time on standard error, with a line that says what goes
-            on. The logger "fxpipe" has the same as debug records, and as info one for the whole and
-            one for who runs the devices' lists.
+        recompute_check: compare the result of each recomputation with that of its forward, to the
+            bit. Where they differ, an error names the first node that does. It takes time, and on
+            a CUDA device the host waits for each recomputation.
+        dispatch: which threads run the devices' instruction lists, or launch them on CUDA devices:
+            "device" has a thread for each device, "thread" has one for all, in an order in which
+            it never has to wait. Results are the same to the bit. "auto" is "device" on CUDA
+            devices, and the faster of the two on CPU devices. Python runs one thread at a time, so
+            several threads hand the interpreter lock over at every operation. Where operations
+            are shorter than that, one thread is faster, and ``profile`` shows the devices one
+            after another. The choice is made for each compiled plan, from the time of operations
+            on the first micro-batch and the time of a hand-over on this machine, and is logged.
+            Where operations of a larger micro-batch turn out to be long, each device gets a thread
+            after all. The number of intra-op threads is the same either way. Tasks of your own,
+            optimizers and leaf modules that wait for another device need "device".
+        cuda_graphs: on CUDA devices, capture the computation of a stage into CUDA graphs in its
+            first steps, and replay them from then on: one launch instead of one for each operation.
+            Results are the same to the bit. For each micro-batch size a stage has fixed memory for
+            as many micro-batches as the schedule has in flight there, the temporary memory of their
+            operations included, and for one more set of parameter gradients; ``simulate`` counts
+            none of it. Parameters are read at their addresses: where these change (an assigned
+            state dict), the stage is captured again. Stages that draw random numbers, have leaf
+            modules, or compute sizes from data run without graphs; the logger "fxpipe" has an info
+            record of each, which ``verbose`` prints. Where batches overlap, call ``pipe.flush()``
+            before ``torch.cuda.synchronize()`` as long as stages are being captured: nothing may
+            wait for a device during a capture.
+        verbose: print every pass and its time on standard error, with a line that shows what is
+            running. The logger "fxpipe" has the passes as debug records, and two info records: one
+            for the whole compilation and one for the choice of threads.
 
     Returns:
         The pipe: a module with the parameters, buffers and submodules of the model.
 
     Raises:
-        InputError: an argument is wrong; it says which and what to do.
+        InputError: an argument is wrong; the error says which and what to do.
         TraceError, PartitionError: with ``example``, see ``Pipeline.step``.
     """
     if isinstance(model, Pipeline):
@@ -253,7 +257,7 @@ def compile(
 
 
 def _check_free(model: nn.Module) -> None:
-    """Raises InputError where the model, or a part of it, or one around it, is compiled."""
+    """Raises InputError where the model, a submodule, or a module around it is compiled already."""
     owner = _compiled[model]() if model in _compiled else None
     if owner is not None and not owner.closed:
         raise InputError(

@@ -1,4 +1,4 @@
-"""What runs a pipe's batches, and what stays from one run to the next."""
+"""The engine runs a pipe's batches and keeps what lasts from one run to the next."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Engine:
         """Start the workers.
 
         Args:
-            options: what the pipe is to be.
+            options: the arguments of ``compile``.
             choice: how many threads run the devices' lists.
         """
         cpu = options.homes[0].type == "cpu"
@@ -74,7 +74,7 @@ class Engine:
 
     @property
     def grad_norm(self) -> float | None:
-        """The norm of the gradients of the latest batch whose update was decided, if any clips."""
+        """The gradient norm of the latest batch whose update was decided; None without clipping."""
         return None if self._clipping is None else self._clipping.norm
 
     def step(
@@ -87,7 +87,7 @@ class Engine:
         """Train on a batch.
 
         Args:
-            compiled: what runs.
+            compiled: the compiled step.
             micro: the inputs and targets.
             with_output: whether the model's output is wanted as well.
 
@@ -144,10 +144,11 @@ class Engine:
 
     @contextmanager
     def timed(self, devices: int) -> Iterator[list[list[int]]]:
-        """Within it the time of every instruction is taken.
+        """Take the time of every instruction inside the block.
 
         Yields:
-            What gets, at its end, device → start and end of its instructions, in nanoseconds.
+            A list that is filled at the end of the block: device → start and end of its
+            instructions, in nanoseconds.
         """
         self.flush()
         taken = self._times = [[] for _ in range(devices)]
@@ -176,7 +177,7 @@ class Engine:
             worker.check()
 
     def quiet(self) -> AbstractContextManager[None]:
-        """Flush. Within what this returns, nothing runs in any other pipe either."""
+        """Flush, and return a context manager inside which no other pipe runs anything either."""
         self.flush()
         return self._turn.alone()
 
@@ -191,7 +192,7 @@ class Engine:
 
     @in_turn
     def abandon(self) -> None:
-        """Drop the batches in flight: what an error has left half done shall not go on."""
+        """Drop the batches in flight, after an error that left them half done."""
         run, self._overlapping = self._overlapping, None
         if run is not None:
             run.abandon()
@@ -220,7 +221,7 @@ class Engine:
         if run.busy_step is not None:
             self._took(compiled, run.busy_step, host.micro, backward=True)
         if self._clipping is not None:
-            # of later batches it may not be known yet what becomes of them
+            # whether later batches update may not be decided yet
             self._clipping.settle(number - 2 - compiled.schedule.depth)
         dtype = self._weigh(compiled, host, number)
         draw_seed(compiled.traced)
@@ -232,10 +233,10 @@ class Engine:
         return (loss.read(), host.output()) if with_output else loss
 
     def _weigh(self, compiled: Compiled, host: BatchHost, batch: int) -> torch.dtype:
-        """Let the losses count what they weigh, their gradients times the scale of a batch, too.
+        """Give each micro-batch's loss its weight, and its gradient the scaler's scale as well.
 
         Returns:
-            The losses' type.
+            The dtype of the losses.
         """
         assert compiled.traced.loss is not None
         dtype = compiled.plan.specs[compiled.traced.loss].dtype
@@ -301,7 +302,7 @@ class Engine:
         optimizers: Sequence[Optimizer | None],
         first: int = 0,
     ) -> R:
-        """A run of a program, whose first step has this number."""
+        """A run of the compiled program; ``first`` is the number of its first step."""
         return kind(
             compiled.program,
             compiled.plan,

@@ -27,8 +27,8 @@ class TraceError(FxpipeError):
     """The model (or the loss) cannot be traced, or the traced graph does not compute the same.
 
     Attributes:
-        where: the line that cannot be traced and why, or "" where it is no line's fault.
-        submodules: the names of those that were being called there, outermost first.
+        where: the line that cannot be traced and why, or "" where no line is known.
+        submodules: the names of the submodules that were being called there, outermost first.
     """
 
     def __init__(self, message: str, where: str = "", submodules: Sequence[str] = ()) -> None:
@@ -41,7 +41,7 @@ def way_out(submodule: str) -> str:
     """What to do with a part of a model that cannot be traced: call it as it is.
 
     Args:
-        submodule: its name in the model, or "" where it is no submodule's.
+        submodule: its name in the model, or "" where the part is in no submodule.
     """
     if submodule:
         return (
@@ -59,7 +59,7 @@ class PartitionError(FxpipeError):
 
 
 class ParseError(FxpipeError):
-    """A text is not a plan, schedule or program. Carries the place.
+    """A text is not a plan, schedule or program. Carries the line and the column.
 
     Attributes:
         line: line in the text, from 1.
@@ -123,11 +123,11 @@ class VerificationError(FxpipeError):
 
 
 class PassError(FxpipeError):
-    """A pass was given, or made, something that its verifier refuses. Names the pass."""
+    """The input or the output of a pass does not verify. Names the pass."""
 
 
 class RecomputeError(FxpipeError):
-    """A stage that is recomputed makes something else the second time. Names stage and node."""
+    """A recomputation differs from the forward that it repeats. Names stage and node."""
 
 
 class CaptureError(FxpipeError):
@@ -135,7 +135,7 @@ class CaptureError(FxpipeError):
 
 
 class FormulaError(FxpipeError):
-    """No closed form of the kinds that are looked for holds. Says for what, and what to try."""
+    """No closed form was found. Says for which quantity, and what to try."""
 
 
 class ExecutionError(FxpipeError):
@@ -185,12 +185,12 @@ class DeviceMemoryError(ExecutionError):
 
 
 class DeviceError(ExecutionError):
-    """A device reports late that something failed that it was given earlier, and not what.
+    """A device reports, late, that an earlier instruction failed, without saying which one.
 
     Its ``device``, ``instruction``, ``stage`` and ``microbatch`` are those of the first suspect.
 
     Attributes:
-        suspects: the instructions, as text, of which one failed, as far as is known.
+        suspects: the instructions that may be the one that failed, as text.
     """
 
     def __init__(self, message: str, *, suspects: tuple[str, ...], **place: Any) -> None:
@@ -199,7 +199,7 @@ class DeviceError(ExecutionError):
 
 
 def told(error: BaseException) -> str:
-    """``ValueError: no luck``: what was raised, even where it has no text that can be made."""
+    """``ValueError: no luck``: an exception as text, even where its ``str`` raises."""
     name = type(error).__name__
     try:
         text = str(error).strip()
@@ -209,7 +209,7 @@ def told(error: BaseException) -> str:
 
 
 def near(name: str, names: Iterable[str]) -> str:
-    """A hint for a misspelt name: the near ones, else all of them (at most eight)."""
+    """A hint for a misspelt name: the similar names, else all names (at most eight)."""
     known = sorted(names)
     close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
     if close:

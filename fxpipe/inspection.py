@@ -1,4 +1,4 @@
-"""What can be looked at of a pipe: its plan and program, its figures, and the table of stages."""
+"""The read-only side of a pipe: its plan and program, its figures, and the table of stages."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ class Inspected(StandIn):
 
     @property
     def traced(self) -> Traced:
-        """The graph of the whole model and its loss in the last training step, or in what was
-        compiled first. It, ``plan``, ``schedule`` and ``program`` raise InputError as long as
-        nothing is compiled."""
+        """The graph of the whole model and its loss in the last training step, or before one, in
+        what was compiled first. ``traced``, ``plan``, ``schedule`` and ``program`` raise InputError
+        as long as nothing is compiled."""
         return self._compiled().traced
 
     @property
@@ -72,8 +72,8 @@ class Inspected(StandIn):
 
     @property
     def sizes(self) -> Sizes:
-        """FLOPs and bytes of the stages as sympy expressions in the samples of a micro-batch, and
-        the largest micro-batch that is predicted to keep the memory limits."""
+        """FLOPs and bytes of the stages as sympy expressions in the micro-batch size, and the
+        largest micro-batch that is predicted to fit into the memory limits."""
         compiled = self._compiled()
         with self._engine.quiet():
             found = self._compiler.sizes(compiled, self._engine.updates)
@@ -103,13 +103,13 @@ class Inspected(StandIn):
 
     @property
     def weight_versions(self) -> list[int]:
-        """Stage → how many versions of its weights live; empty before the first step of a
-        schedule whose batches overlap, as all others have one."""
+        """Stage → how many versions of its weights are alive. Empty where batches do not overlap,
+        which needs one version only, and before the first step."""
         return self._engine.progress.weight_versions
 
     @property
     def weight_bytes(self) -> list[int]:
-        """Stage → the bytes of all live versions of its weights; empty as ``weight_versions``."""
+        """Stage → the bytes of all live versions of its weights; empty like ``weight_versions``."""
         return self._engine.progress.weight_bytes
 
     @property
@@ -146,15 +146,15 @@ class Inspected(StandIn):
         overlap: bool = True,
         steps: int | None = None,
     ) -> Simulation:
-        """What a training step takes and holds, predicted.
+        """Predict the time and the memory of a training step.
 
-        The costs are what the stages were measured to take alone, in seconds, and what is given
-        here; the sizes are those of the plan. See ``fxpipe.simulator.simulate``.
+        The costs are the measured times of each stage alone, in seconds; ``costs`` overrides them.
+        The sizes are those of the plan. See ``fxpipe.simulator.simulate``.
 
-        ``memory`` has the peak of each device in bytes, the table's figure, and its parts: what is
-        there always, by storage, and what the nodes of the running graph hold. Operations' own
-        scratch memory is not counted, nor what stages with leaf modules save. Gradients that
-        ``.grad`` holds now count besides the step's own.
+        ``memory`` has the peak of each device in bytes, as the table shows it, and its parts: what
+        is always allocated, by storage, and what the nodes of the running graph hold. It counts
+        neither the scratch memory of operations nor what stages with leaf modules save. Gradients
+        that ``.grad`` holds now are counted in addition to the step's own.
 
         Raises:
             InputError: nothing is compiled or measured yet, or an argument does not fit.
@@ -182,10 +182,10 @@ def stage_table(
 
     Args:
         model: the model.
-        compiled: what is shown; None before the first call.
+        compiled: the compiled step; None before the first call.
         devices: where the stages are.
-        verdict: what the partition knows of its balance.
-        memory: device → what it is predicted to hold at most.
+        verdict: what the partition search says about the balance.
+        memory: device → its predicted peak.
     """
     title = f"fxpipe.Pipeline of {type(model).__name__} over {len(devices)} devices"
     if compiled is None:
@@ -239,7 +239,7 @@ def _milliseconds(stage: Stage, which: str) -> str:
 
 
 def _balance(seconds: Sequence[float], verdict: Verdict | None) -> str:
-    """What was balanced, and how near to the best it is."""
+    """How much slower the slowest stage is than the mean, and how near that is to the best cut."""
     if not sum(seconds):
         return "nothing was measured"
     if verdict is None:

@@ -1,6 +1,6 @@
-"""What compiling is doing, told while it happens: to the logger ``fxpipe``, and on standard error.
+"""Reports the passes of a compilation as they run: to the logger ``fxpipe`` and on standard error.
 
-Each pass is a debug record of its name and its seconds, which the record also has as attributes
+Each pass is a debug record with its name and its seconds. The record also has them as attributes
 ``fxpipe_pass`` and ``fxpipe_seconds``.
 """
 
@@ -20,16 +20,16 @@ LOGGER = logging.getLogger("fxpipe")
 
 
 class Listener(Protocol):
-    """Who is told of passes."""
+    """Is notified of passes."""
 
     def begins(self, name: str) -> None:
-        """A pass begins, maybe inside of another one."""
+        """A pass begins; passes may be nested."""
 
     def ends(self, name: str, seconds: float) -> None:
-        """It is done; not called where it raised."""
+        """A pass is done; not called for a pass that raised."""
 
     def notes(self, text: str) -> None:
-        """Something is not as it was asked for."""
+        """Something cannot be done as the user asked."""
 
 
 _listener: ContextVar[Listener | None] = ContextVar("fxpipe_listener", default=None)
@@ -37,7 +37,7 @@ _listener: ContextVar[Listener | None] = ContextVar("fxpipe_listener", default=N
 
 @contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """Inside, and in this thread, it is told of every pass."""
+    """Inside the block, the listener is notified of every pass of this thread."""
     token = _listener.set(listener)
     try:
         yield
@@ -47,7 +47,7 @@ def listening(listener: Listener) -> Iterator[None]:
 
 @contextmanager
 def telling(name: str) -> Iterator[None]:
-    """What happens inside is a pass of that name."""
+    """The block is a pass of that name."""
     listener = _listener.get()
     if listener is not None:
         listener.begins(name)
@@ -62,7 +62,7 @@ def telling(name: str) -> Iterator[None]:
 
 
 def noted(text: str) -> None:
-    """Tell of something that is not as it was asked for."""
+    """Report something that cannot be done as the user asked."""
     LOGGER.info("%s", text)
     listener = _listener.get()
     if listener is not None:
@@ -74,7 +74,7 @@ WIDTH = 28
 
 
 class Compilation:
-    """Listens to the passes of one call; most calls have none, as all is compiled already.
+    """Listens to the passes of one call. Most calls have none, as everything is compiled already.
 
     Attributes:
         passes: how many are done.
@@ -84,8 +84,8 @@ class Compilation:
         """Nothing has begun.
 
         Args:
-            what: is compiled.
-            console: on which passes are printed; None prints nothing.
+            what: what is compiled, for messages.
+            console: where passes are printed; None prints nothing.
         """
         self.passes = 0
         self._what = what
@@ -114,7 +114,7 @@ class Compilation:
             self._console.print(f"  {text}", highlight=False, markup=False)
 
     def close(self, seconds: float, *, done: bool) -> None:
-        """It is over; the line goes, and the whole time is told."""
+        """End: remove the status line and report the total time."""
         if self._status is not None:
             self._status.stop()
         if done and self.passes:
@@ -129,7 +129,7 @@ class Compilation:
 
 @contextmanager
 def told(what: str, verbose: bool) -> Iterator[None]:
-    """Tell of the passes inside: to the logger, and, where asked for, on standard error."""
+    """Report the passes inside the block to the logger, and if ``verbose`` on standard error."""
     compilation = Compilation(what, Console(stderr=True) if verbose else None)
     start = time.perf_counter()
     done = False

@@ -31,9 +31,10 @@ class Pipeline(Inspected):
     It has the model's own parameters, buffers and submodules under their own names, so state
     dicts move both ways. ``step`` trains on one batch; calling it is the model's forward.
 
-    Threads take turns in it, and pipes run side by side. While a first step traces a model, which
-    changes PyTorch for all threads, no pipe runs, and other code of yours should not. What changes
-    the model past the pipe is to be kept apart from steps. A forked process cannot run it.
+    Several threads may use a pipe, one at a time, and several pipes may run at once. Tracing a
+    model, as the first step does, changes PyTorch for all threads: no pipe runs meanwhile, and
+    your own PyTorch code should not either. Change the model's tensors yourself only while no step
+    runs. A forked process cannot run the pipe.
 
     Attributes:
         devices: where the stages are, in order.
@@ -58,38 +59,39 @@ class Pipeline(Inspected):
     ) -> Any:
         """Train on one batch: forward, backward and, with an optimizer, the update.
 
-        The first batch is traced for its size alone. Where the micro-batches of a later one are of
-        another size, the model is traced once more, for any size that it allows. Where a batch has
-        something compiled, those in flight are run to their end first. The tensors of
-        a batch may be filled anew when it returns: where batches overlap, it has copied them.
+        The first batch is traced for its micro-batch size only. At the first batch with another
+        micro-batch size the model is traced once more, for all sizes that it allows. If a batch
+        needs compilation, the batches in flight are finished first. The tensors of a batch may be
+        overwritten when ``step`` returns: where batches overlap, it has copied them.
 
-        An input whose strides are others than those that were traced is copied into these: the
-        result equals the loop's over the copy, in which kernels may round otherwise.
+        An input whose strides differ from the traced ones is copied to the traced strides. The
+        result equals that of the plain loop over the copy, for which kernels may round differently.
 
-        Where batches overlap, a failure takes all stages back to one batch: go on with batch number
-        ``batches``. The next ones read the weights of then, as after ``load_state_dict``, since
-        older versions are dropped; a checkpoint keeps these.
+        Where batches overlap, a failure rolls all stages back to the same batch: go on with batch
+        number ``batches``. Older versions of the weights are dropped then, so the next batches read
+        the newest one, as after ``load_state_dict``; a checkpoint keeps the older versions.
 
         Args:
-            *args: the model's positional inputs. Tensors are split along dimension 0, or what
-                ``batch_dims`` says; one without dimensions, or with a single row, is for all.
+            *args: the model's positional inputs. Tensors are split along dimension 0, or the one in
+                ``batch_dims``. A scalar tensor or one of size 1 goes whole to every micro-batch.
             target: what the loss compares with: a tensor, or a tuple of them.
             return_output: also return the model's output for the whole batch.
             **kwargs: the model's keyword inputs.
 
         Returns:
             The loss of the batch, a detached scalar: the mean over micro-batches, each weighted by
-            its samples or its targets that count; see ``compile``. Where batches overlap it may be
-            on its way, as a tensor on a CUDA device may be: whatever reads it waits for it. With
-            ``return_output`` the pair (loss, detached output), where tensors are joined as the
-            inputs were split, floating-point numbers averaged by samples, and all else must be the
-            same in every micro-batch.
+            its samples or its targets that count; see ``compile``. Where batches overlap it may not
+            be computed yet, like a tensor on a CUDA device: whatever reads it waits for it. With
+            ``return_output`` the pair (loss, detached output). Output tensors are joined as the
+            inputs were split, floating-point scalars are averaged by samples, and everything else
+            must be the same in every micro-batch.
 
         Raises:
             InputError: inputs, target or loss do not fit.
             TraceError: the first call of its kind: the model or the loss cannot be traced.
             PartitionError: the first call: the model cannot be cut as asked.
-            ExecutionError: something raised; the weights are as before, or as it says.
+            ExecutionError: an instruction raised; the weights are as before the step, unless the
+                message says otherwise.
         """
         with SignalsAtOperations() as signals:
             micro = self._take(args, kwargs, target, step=True)
@@ -106,13 +108,13 @@ class Pipeline(Inspected):
         return made
 
     def flush(self) -> None:
-        """Run the batches in flight to their end, where the schedule lets them overlap.
+        """Finish the batches in flight, where the schedule lets batches overlap.
 
-        ``state_dict``, ``train``, ``eval``, calling the pipe and leaving a ``with`` block do it
-        too. It changes no result: the next batch reads the version that it would have read.
+        ``state_dict``, ``train``, ``eval``, calling the pipe and leaving a ``with`` block flush
+        too. No result changes: the next batch reads the version that it would have read anyway.
 
         Raises:
-            ExecutionError: something raised while they ran; it says which batches count.
+            ExecutionError: an instruction raised; the message says which batches count.
         """
         self._engine.flush()
 
@@ -122,7 +124,7 @@ class Pipeline(Inspected):
 
         In eval mode or without gradients, inference. In training mode the output is
         differentiable: calling ``backward`` on something computed from it drains the pipeline.
-        Batches in flight are run to their end first. ``torch.compile`` calls it as it is.
+        Batches in flight are finished first. ``torch.compile`` leaves this method uncompiled.
 
         Args:
             *args: the model's positional inputs, split as in ``step``.
@@ -171,21 +173,21 @@ class Pipeline(Inspected):
 
     @in_turn
     def profile(self, *args: Any, target: Any = None, steps: int = 1, **kwargs: Any) -> Simulation:
-        """The same, measured: train on a batch as ``step`` does, and take the time.
+        """Train on a batch as ``step`` does and measure it: ``simulate`` with measured times.
 
         Args:
             *args: the model's inputs; the target may be the last of them.
             target: what the loss compares with.
-            steps: how many steps to run, and to measure.
+            steps: how many steps to run and measure.
             **kwargs: the model's keyword inputs.
 
         Returns:
-            The times of all instructions in seconds. Its ``costs`` are those of the stages as
-            they ran beside each other, and ``simulate`` takes them. Its ``memory`` is predicted,
-            as ``simulate``'s is, for the times that were measured.
+            The times of all instructions in seconds. Its ``costs`` are the times of the stages
+            while all of them ran at once, and can be given to ``simulate``. Its ``memory`` is
+            predicted as in ``simulate``, from the measured times.
 
         Raises:
-            InputError: as ``step``, or ``steps`` is below 1.
+            InputError: as in ``step``, or ``steps`` is below 1.
         """
         if steps < 1:
             raise InputError(f"steps is {steps}; a profile needs at least 1")
@@ -200,34 +202,35 @@ class Pipeline(Inspected):
 
     @in_turn
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own: its keys, its shapes. Flushes first: it is the newest version."""
+        """The model's own state dict. Flushes first, so that it is the newest version."""
         self.flush()
         return self._model.state_dict(*args, **kwargs)
 
     @in_turn
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Into the model, as its own. Flushes first; the next batch reads what was loaded."""
+        """As the model's own. Flushes first; the next batch reads what was loaded."""
         self.flush()
         return self._model.load_state_dict(state_dict, *args, **kwargs)
 
     @in_turn
     def checkpoint(self, path: str | os.PathLike[str], *, extra: Any = None) -> None:
-        """Write to a file all that a run needs to go on as if it had not stopped. Flushes first.
+        """Write to a file all that training needs to go on as if not interrupted. Flushes first.
 
-        That is the weights, in all the versions that batches to come read, buffers, what the
-        optimizers keep, the states of torch's generators, for the CPU and the pipe's devices, and
-        the number of batches; without an optimizer, ``.grad`` too. All stands under its name in
-        the model, so any partition can go on from it. The file is one of safetensors, without
-        code and with a checksum. Others may write and read it at once: it is replaced as a whole.
+        That is the weights, in all versions that later batches read, the buffers, the optimizers'
+        state, the states of torch's generators for the CPU and the pipe's devices, and the number
+        of batches; without an optimizer also ``.grad``. Everything is stored under its name in the
+        model, so training can go on with any partition. The file is in safetensors format, without
+        code and with a checksum. It is replaced atomically, so other processes may read it.
 
         Args:
-            path: of the file.
-            extra: what else the run has, for ``restore`` to return: the state of a learning-rate
+            path: the path of the file.
+            extra: anything else to keep, which ``restore`` returns: the state of a learning-rate
                 scheduler or of ``random``, an epoch. Tensors, numbers, strings, and lists, tuples
                 and dicts of them.
 
         Raises:
-            CheckpointError: the file cannot be written, or hold ``extra``; an older one is left.
+            CheckpointError: the file cannot be written, or cannot hold ``extra``; an older file
+                stays as it is.
         """
         self.flush()
         checkpoint.write(self._engine.progress.checkpoint(extra), path)
@@ -236,17 +239,18 @@ class Pipeline(Inspected):
     def restore(self, path: str | os.PathLike[str]) -> Any:
         """Go on from a checkpoint, at any time, on any number of devices.
 
-        All is checked before anything changes; each optimizer is tried out on a copy of what the
-        checkpoint has for it. Where the optimizer function goes by the stage, ``prepare`` the pipe
-        first. A learning-rate scheduler changes its optimizer when it is made: ``prepare``, make
-        the schedulers over ``optimizers``, restore, and give each its state from ``extra``.
+        Everything is checked before anything changes; each optimizer first makes a step on a copy
+        of its restored state. If the optimizer function makes different optimizers for different
+        stages, call ``prepare`` first. A learning-rate scheduler changes its optimizer when it is
+        constructed: call ``prepare``, make the schedulers over ``optimizers``, restore, and load
+        their states from ``extra``.
 
         Returns:
-            What ``checkpoint`` was given as ``extra``.
+            The ``extra`` that ``checkpoint`` was given.
 
         Raises:
             CheckpointError: the file is no checkpoint, damaged, or of another model or optimizer.
-                The pipe is as it was.
+                Nothing has changed.
         """
         self._engine.check()
         self.flush()
@@ -265,12 +269,13 @@ class Pipeline(Inspected):
     # its life
 
     def close(self) -> None:
-        """Flush, end the worker threads and let the model be compiled again; the pipe is done."""
+        """Flush and end the worker threads. The pipe can run nothing more; the model may be
+        compiled again."""
         self._engine.close()
 
     @property
     def closed(self) -> bool:
-        """Whether the pipe is done."""
+        """Whether ``close`` was called."""
         return self._engine.closed
 
     def __enter__(self) -> Pipeline:
@@ -278,7 +283,7 @@ class Pipeline(Inspected):
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
-            self._engine.abandon()  # what it has left half done shall not go on
+            self._engine.abandon()  # batches that the error left half done must not go on
         self.close()
 
     def _take(
@@ -288,7 +293,7 @@ class Pipeline(Inspected):
         return self._intake.take(args, kwargs, target, step=step)
 
     def _ready(self, micro: MicroBatches, purpose: Purpose, **wanted: bool) -> Compiled:
-        """What runs a call. Where something is to be compiled, nothing else runs meanwhile."""
+        """The compiled program for a call; while it is compiled, nothing else runs."""
         known = self._compiler.known(micro, purpose, **wanted)
         if known is not None:
             return known

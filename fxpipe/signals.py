@@ -1,4 +1,4 @@
-"""Ctrl-C where it can do no harm: what a signal's handler raises is held until a safe place."""
+"""Makes Ctrl-C safe: an exception of a signal handler is held and raised at a safe point."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ _OPERATIONS = frozenset(
     ("forward", "_call_impl", "__call__", "run_node", "run", "node_copy", "create_node")
 )
 _COMPILING = ("fxpipe.passes.", "fxpipe.compiler.")
-"""Where calls of our own functions are as good as operations: they change nothing of the model."""
+"""Modules whose function calls are safe points, too: they change nothing of the model."""
 
 _DELICATE = frozenset(("__enter__", "__exit__", "__del__", "__torch_dispatch__"))
-"""Functions inside of which nothing may be raised: they change what must be changed back, or
-C++ has called them, which passes not every exception on."""
+"""Functions inside which nothing may be raised: they make changes that must be undone, or they are
+called from C++, which does not pass every exception on."""
 
 
 class HeldSignals:
-    """While it is entered, an exception of a signal handler is held instead of raised.
+    """Inside the block, an exception that a signal handler raises is held back.
 
-    Python raises KeyboardInterrupt between any two steps of the main thread, so no code could
-    promise that something happens as a whole or not at all. Inside, every handler runs as ever
-    and at once; only what it raises waits, and ``wake`` tells whoever waits to look at ``held``.
-    Leaving raises what nobody has taken. In other threads, which get no signals, this does
-    nothing. Of two that are entered one inside of the other, the inner one holds.
+    Python raises KeyboardInterrupt between any two instructions of the main thread, so without
+    this no code could promise that something happens completely or not at all. Inside, every
+    handler still runs at once; only its exception is held, and ``wake`` makes a waiting caller look
+    at ``held``. Leaving the block raises the exception unless ``take`` has fetched it. In other
+    threads, which get no signals, this does nothing. Of nested blocks, the inner one holds.
 
     Attributes:
-        held: what a handler has raised, the latest if there were several.
+        held: the exception of a handler, the latest if there were several.
     """
 
-    _innermost: ClassVar[HeldSignals | None] = None  # of those that the main thread has entered
+    _innermost: ClassVar[HeldSignals | None] = None  # the innermost block of the main thread
 
     def __init__(self, wake: Callable[[], None]) -> None:
         """Nothing is held yet.
 
         Args:
-            wake: called after an exception was held; it may come at any point of the block.
+            wake: called after an exception was held; this may happen anywhere in the block.
         """
         self.held: BaseException | None = None
         self._wake = wake
@@ -86,14 +86,14 @@ class HeldSignals:
             held = None  # or the exception and this frame would hold each other
 
     def take(self) -> BaseException | None:
-        """What is held; it is the caller's to raise then."""
+        """Return the held exception and forget it; the caller has to raise it."""
         held, self.held = self.held, None
         return held
 
     def _put_back(self) -> None:
-        """Let signals be handled as before. Ctrl-C, one of the first of them, comes last."""
+        """Restore the signal handlers; that of Ctrl-C last."""
         for number, handler in reversed(self._before.items()):
-            if signal.getsignal(number) is self._own:  # else a handler has put another one there
+            if signal.getsignal(number) is self._own:  # else a handler has installed another one
                 signal.signal(number, handler)
         self._before, self._called, self._own = {}, {}, None
 
@@ -106,7 +106,7 @@ class HeldSignals:
 
 
 def raise_held() -> None:
-    """Raise what is held, for whoever waits where it would not come by itself."""
+    """Raise the held exception now, in a wait inside a block that would not raise it itself."""
     holder = HeldSignals._innermost
     if holder is not None and threading.current_thread() is threading.main_thread():
         held = holder.take()
@@ -118,20 +118,19 @@ def raise_held() -> None:
 
 
 def _in_the_end(number: int, handler: Any) -> Any:
-    """What is called for a signal in the end: not the handler of one that is entered around."""
+    """The handler that the user installed, found behind those of the surrounding blocks."""
     owner = getattr(handler, "__self__", None)
     return owner._called[number] if isinstance(owner, HeldSignals) else handler
 
 
 class SignalsAtOperations(HeldSignals):
-    """While it is entered, an exception of a signal handler comes where an operation could fail.
+    """Inside the block, an exception of a signal handler is raised where an operation could fail.
 
-    Tracing changes much inside of PyTorch for as long as it runs, and an exception in the middle
-    of such a change leaves all later traces wrong; one in a callback of a weak reference, of which
-    a trace leaves thousands, Python drops altogether. Once one is held, this watches the functions
-    that are called, and raises it at the first that is an operation of a model, a node of a graph
-    or a part of a pass, where errors are expected; never while a context manager is entered or
-    left.
+    Tracing changes much inside PyTorch while it runs, and an exception in the middle of such a
+    change makes all later traces wrong. An exception in a weak reference's callback, of which a
+    trace makes thousands, is dropped by Python. So once an exception is held, this watches function
+    calls and raises it at the first one that is an operation of a model, a node of a graph or a
+    part of a pass, where errors are expected; never while a context manager is entered or left.
     """
 
     def __init__(self) -> None:
@@ -145,7 +144,7 @@ class SignalsAtOperations(HeldSignals):
         self._base = sys._getframe(1)
         entering = self._base.f_back
         if entering is not None and entering.f_code.co_name == "__enter__":
-            self._base = entering.f_back  # it is entered inside of a context manager
+            self._base = entering.f_back  # skips the frame of the context manager around this one
         return self
 
     def __exit__(
@@ -182,7 +181,7 @@ class SignalsAtOperations(HeldSignals):
 
 
 def _may_fail(frame: FrameType, event: str) -> bool:
-    """Whether what a profiler was told of is a place where errors are expected."""
+    """Whether a profiler event is at a place where errors are expected."""
     if event in ("call", "c_call") and frame.f_code.co_name in _OPERATIONS:
         return True
     name = frame.f_globals.get("__name__", "")
@@ -190,9 +189,9 @@ def _may_fail(frame: FrameType, event: str) -> bool:
 
 
 def put_back(profiler: Any) -> None:
-    """Let what ``sys.getprofile`` gave before be the thread's profiler again.
+    """Set the thread's profiler to one that ``sys.getprofile`` returned before.
 
-    One that is written in C, as that of cProfile, is no function that Python can call.
+    A profiler written in C, such as cProfile's, is no function that Python can call.
     """
     if profiler is None or callable(profiler):
         sys.setprofile(profiler)

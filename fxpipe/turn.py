@@ -1,10 +1,11 @@
-"""Threads that share pipes: one at a time is inside of a pipe, and none while another traces.
+"""Locking for threads that share pipes: one thread at a time in a pipe, none during a trace.
 
-Tracing changes PyTorch for every thread: the tensors of a model are others meanwhile, modules are
-called in another way, and an optimizer that steps takes itself for a part of the trace and rounds
-otherwise. So whoever traces waits until no pipe runs, and whoever comes to a pipe waits for the
-trace. Nobody holds a pipe while waiting to get into it. Threads of pipes, in which a leaf module
-may call another pipe, never wait for a trace: that one waits for them.
+Tracing changes PyTorch for every thread: a model's tensors are replaced for its duration, modules
+are called differently, and an optimizer that steps meanwhile takes itself for a part of the trace
+and rounds differently. So a thread that traces waits until no pipe runs, and a thread that calls a
+pipe waits for the trace to end. No thread holds one pipe while it waits for a trace. A pipe's own
+worker threads, in which a leaf module may call another pipe, never wait for a trace; the trace
+waits for them.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from fxpipe.runtime.devices.backend import Worker, is_worker
 from fxpipe.signals import SignalsAtOperations, raise_held
 
 POLL = 0.01
-"""Seconds after which whoever waits to trace looks again, also for signals."""
+"""Seconds after which a thread that waits to trace checks again, also for signals."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -32,14 +33,14 @@ M = TypeVar("M", bound=Callable[..., Any])
 
 
 class Turn:
-    """The right to be inside of a pipe."""
+    """The lock of a pipe."""
 
     _tracing: ClassVar = threading.RLock()
-    _tracer: ClassVar[int | None] = None  # the thread that has it, or waits for others to be done
+    _tracer: ClassVar[int | None] = None  # the thread that traces, or waits for pipes to finish
     _every: ClassVar[weakref.WeakValueDictionary[int, Turn]] = weakref.WeakValueDictionary()
 
     def __init__(self, workers: Sequence[Worker]) -> None:
-        """Nobody is inside.
+        """No thread is inside.
 
         Args:
             workers: the pipe's threads.
@@ -47,12 +48,12 @@ class Turn:
         self._workers = workers
         self._threads = frozenset(worker.thread for worker in workers)
         self._lock = threading.RLock()
-        self._inside: int | None = None  # the thread that is
-        self._waits = False  # whether it only waits to trace
+        self._inside: int | None = None  # the thread that is inside
+        self._waits = False  # whether that thread only waits to trace
         Turn._every[id(self)] = self
 
     def take(self, do: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Do something as the only thread that is inside; the pipe's own are there anyway."""
+        """Call a function as the only thread inside, besides the pipe's own workers."""
         me = threading.get_ident()
         if self._inside == me or threading.current_thread() in self._threads:
             return do(*args, **kwargs)
@@ -69,7 +70,7 @@ class Turn:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Within it nothing else runs in any pipe; Ctrl-C ends the wait for that."""
+        """Inside the block nothing else runs in any pipe. Ctrl-C ends the wait for that."""
         if is_worker():
             yield
             return
@@ -92,7 +93,7 @@ class Turn:
                 Turn._tracing.release()
 
     def _quiet(self) -> bool:
-        """Whether nobody runs anything in the pipe; while this is asked nobody new comes in."""
+        """Whether nothing runs in the pipe; the caller makes sure that nothing starts meanwhile."""
         if not self._waits:
             if not self._lock.acquire(blocking=False):
                 return False
@@ -101,14 +102,14 @@ class Turn:
 
     @classmethod
     def _forked(cls) -> None:
-        """In a forked process nobody is inside: the other threads are not there."""
+        """Reset all locks in a forked process, which has none of the other threads."""
         cls._tracing, cls._tracer = threading.RLock(), None
         for turn in cls._known():
             turn._lock, turn._inside, turn._waits = threading.RLock(), None, False
 
     @classmethod
     def _known(cls) -> list[Turn]:
-        """Those of all pipes; a list is made at once, and threads make pipes at any time."""
+        """The locks of all pipes, as a list: other threads may make pipes at any time."""
         return [turn for ref in cls._every.valuerefs() if (turn := ref()) is not None]
 
 
@@ -117,9 +118,9 @@ if hasattr(os, "register_at_fork"):
 
 
 def in_turn(method: M) -> M:
-    """Let threads take turns in a method of a pipe, or of a part of it that has its ``_turn``.
+    """Decorate a method so that one thread at a time runs it; its object has a ``_turn``.
 
-    It is no part of what ``torch.compile`` compiles: what a pipe runs is compiled already.
+    ``torch.compile`` leaves the method as it is: what a pipe runs is compiled already.
     """
 
     @functools.wraps(method)

@@ -63,7 +63,7 @@ def runs(names: Iterable[str]) -> list[str]:
 
 
 def _run(placed: tuple[int, str]) -> tuple[str, int | None]:
-    """What the names of one run share: their numbers grow as their places do."""
+    """A key that the names of one run share: number minus index is the same for all of them."""
     place, name = placed
     parent, _, last = name.rpartition(".")
     if last.isascii() and last.isdecimal():
@@ -72,7 +72,7 @@ def _run(placed: tuple[int, str]) -> tuple[str, int | None]:
 
 
 def lines(names: Sequence[str], width: int, most: int) -> list[str]:
-    """Names with commas between, in lines of so many characters, at most so many lines.
+    """Names with commas between, in at most ``most`` lines of at most ``width`` characters.
 
     A further line tells how many names are left out. A name that is wider than a line keeps its
     end, which tells it from others.

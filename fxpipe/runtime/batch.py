@@ -32,7 +32,7 @@ class Batch:
         leaves: all tensors and other values in order: positional, keyword (by name), targets.
         spec: how they nest: ``(args, kwargs, targets)``.
         dims: for each leaf the dimension that is split; None for what each micro-batch gets whole.
-        size: the batch size: of that dimension, in every tensor that has one.
+        size: the batch size: the size of that dimension in every tensor that is split.
         inputs: how many of the leaves are inputs of the model; the rest are targets.
         call: names and nested values, from which the leaves' names are made.
     """
@@ -95,7 +95,8 @@ class Batch:
         return (self.spec, self.inputs, tuple(map(_leaf_key, self.leaves, self.dims)))
 
     def check_devices(self, *kinds: str) -> None:
-        """Raises InputError where a tensor is on a device of another kind than these, or sparse."""
+        """Raises InputError where a tensor is on another kind of device than these, or where a
+        sparse tensor would be split."""
         for leaf, dim, name in zip(self.leaves, self.dims, self.names, strict=True):
             if not isinstance(leaf, Tensor):
                 continue
@@ -133,12 +134,12 @@ class Batch:
         return [base + (i < more) for i in range(microbatches)]
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> Batch:
-        """The same batch with every tensor changed."""
+        """The same batch with ``change`` applied to every tensor."""
         leaves, nested = pytree.tree_map_only(Tensor, change, (self.leaves, self.call.nested))
         return replace(self, leaves=leaves, call=replace(self.call, nested=nested))
 
     def in_parts(self, microbatches: int) -> MicroBatches:
-        """The batch and its micro-batches, each weighted by its samples. Raises as ``split``."""
+        """The batch and its micro-batches, each weighted by its samples. Raises like ``split``."""
         leaves = self.split(microbatches)
         return MicroBatches(self, leaves, [n / self.size for n in self.sizes(microbatches)])
 
@@ -150,13 +151,13 @@ class Batch:
 
 @dataclass(frozen=True)
 class MicroBatches:
-    """A batch in parts: what a call runs on.
+    """A batch split into micro-batches.
 
     Attributes:
-        batch: the whole.
+        batch: the whole batch.
         leaves: micro-batch → its leaves.
-        weights: micro-batch → what its loss counts in that of the batch: its share of the samples,
-            unless somebody knows better.
+        weights: micro-batch → the weight of its loss in that of the batch: its share of the
+            samples, or with ``loss_weight`` or ignored targets another one.
     """
 
     batch: Batch
@@ -172,7 +173,7 @@ class MicroBatches:
         return self.batch.sizes(len(self.leaves))
 
     def copied(self) -> MicroBatches:
-        """The same in memory of its own, to be read when the caller may have changed the batch."""
+        """A copy that can be read after the caller has changed the tensors of the batch."""
         batch = replace(self.batch, leaves=tuple(map(_copied, self.batch.leaves)))
         return replace(self, batch=batch, leaves=batch.split(len(self)))
 
@@ -183,12 +184,12 @@ class Intake:
 
     Attributes:
         model: the model.
-        device_type: that of the devices.
-        microbatches: into how many a batch is split.
-        fixed: whether a step's schedule is for that number alone; a call has at most as many as
-            samples.
+        device_type: the type of the devices, such as ``cpu``.
+        microbatches: into how many micro-batches a batch is split.
+        fixed: whether a step's schedule is for exactly that number. Otherwise, and in calls, a
+            batch with fewer samples has fewer micro-batches.
         has_loss: whether a loss compares the model's output with targets.
-        batch_dims: input → its dimension that is split.
+        batch_dims: input → the dimension that is split.
     """
 
     model: nn.Module
@@ -220,13 +221,13 @@ class Intake:
 
 def _split(leaf: Tensor, microbatches: int, dim: int) -> Sequence[Tensor]:
     parts = leaf.tensor_split(microbatches, dim)
-    # a part of rows lies as the whole does; else its strides would tell the size of the batch
+    # a slice of rows has the strides of the whole; other slices have strides that depend on the
+    # size of the batch, and are copied
     return parts if dim == 0 else [part.contiguous() for part in parts]
 
 
 def _copied(leaf: Any) -> Any:
-    """A copy with the strides and the alignment: by them kernels are chosen, which round
-    differently."""
+    """A copy with the same strides and alignment, so that the same kernels run and round alike."""
     if not isinstance(leaf, Tensor):
         return leaf
     if leaf.layout is not torch.strided:
@@ -270,7 +271,7 @@ class _Call:
 
     @cached_property
     def heads(self) -> tuple[str, ...]:
-        """For each leaf the argument that it belongs to."""
+        """For each leaf the name of the argument that it belongs to."""
         return tuple(self._head(path)[0] for path, _ in self._paths)
 
     @cached_property
@@ -283,8 +284,8 @@ class _Call:
         """Leaf → the dimension that the user asks for, counted from the front.
 
         Raises:
-            InputError: a leaf does not have it, or nothing has that name. Inputs that the model
-                declares may be left out, and targets all together.
+            InputError: a leaf does not have that dimension, or no leaf has that name. Optional
+                inputs of the model may be missing in the call, and so may the targets.
         """
         found: dict[int, int | None] = {}
         known = {*self.names, *self.heads}
@@ -337,7 +338,7 @@ class _Call:
 
 
 def _batch_size(leaves: Sequence[Any], wanted: Mapping[int, int | None], call: _Call) -> int:
-    """The size that all tensors agree about; what ``wanted`` names cannot be shared."""
+    """The batch size that all tensors agree on; those that ``wanted`` names must have it."""
     sure: set[int] = set()
     guessed: set[int] = set()
     for index, leaf in enumerate(leaves):

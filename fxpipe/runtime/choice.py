@@ -1,10 +1,10 @@
-"""How many threads run the lists of CPU devices: what is faster, as measured.
+"""Chooses whether one thread or one per device runs the lists of CPU devices, by measuring.
 
-A thread gives the interpreter lock away at every operation, and when it has to wait to get it back,
-handing over has cost a few microseconds; on some machines it is some tens. Two threads that each do
-an operation of t side by side and wait w for the lock take t + w, one thread takes 2t: operations
-that take less than a hand-over are faster one after another. With more threads it is the same, as
-all wait for one lock.
+A thread releases the interpreter lock at every operation. If it has to wait to get the lock back,
+the hand-over costs a few microseconds, and on some machines some tens. Two threads that run an
+operation of time t side by side and wait w for the lock take t + w; one thread takes 2t. So
+operations that are shorter than a hand-over are faster one after another. With more threads it is
+the same, as all of them wait for one lock.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from fxpipe.kernels.kernel import Kernel
 from fxpipe.log import noted
 
 Dispatch = Literal["device", "thread"]
-"""Who runs or launches the devices' lists: a thread for each of them, or one thread for all."""
+"""Which threads run or launch the devices' lists: one for each device, or one for all."""
 
 LONG = 5e-5
 """Seconds of an operation that is worth a hand-over on any machine."""
 
 CLEARLY = 2.0
-"""How much longer than a hand-over an operation must turn out to be, for one thread to be given up:
-the time of a step has that of updates in it, and of all that is between operations."""
+"""How many times longer than a hand-over an operation must be before one thread is given up for
+several: the time of a step also contains updates and all that is between operations."""
 
 RUNS = 3
 """So many runs by one thread are timed; the best of them counts."""
@@ -43,31 +43,31 @@ _TURNS = 40
 
 
 class Choice:
-    """Whether the devices have a thread each, for each plan.
+    """For each plan, whether each device has its own thread.
 
     Attributes:
-        most: how many threads are needed.
-        changes: how often a choice was made anew.
-        trials: what runs the first stage of plans that one thread runs for now, see ``took``.
+        most: the greatest number of threads that any plan may need.
+        changes: how often a choice was revised.
+        trials: the first stage's kernel of each plan that one thread runs for now, see ``took``.
     """
 
     def __init__(self, devices: int, dispatch: Dispatch | None) -> None:
         """Nothing is chosen yet.
 
         Args:
-            devices: how many.
-            dispatch: what holds for all plans, if it is given.
+            devices: the number of devices.
+            dispatch: the choice for all plans, if the user gave one.
         """
         self.most = 1 if dispatch == "thread" else devices
         self._given = dispatch is not None or devices == 1
-        # what runs the first stage stands for the plan
+        # the kernel of the first stage identifies the plan
         self._threads: WeakKeyDictionary[Kernel, int] = WeakKeyDictionary()
         self.changes = 0
         self.trials = WeakSet[Kernel]()
         self._times: WeakKeyDictionary[Kernel, list[float]] = WeakKeyDictionary()
 
     def threads(self, plan: Plan) -> int:
-        """How many run the devices' lists: 1, or one a device."""
+        """How many threads run the devices' lists: 1, or one for each device."""
         kernel = _first(plan)
         if self._given or kernel is None:
             return self.most
@@ -78,15 +78,15 @@ class Choice:
         return self._threads[kernel]
 
     def took(self, plan: Plan, seconds: float, microbatches: int, *, backward: bool) -> None:
-        """One thread has run all lists. If operations are longer than thought, it was the last.
+        """Take note of a run by one thread. If operations are long, later runs have more threads.
 
-        What was measured may have been of smaller micro-batches.
+        The first choice may have been made for smaller micro-batches.
 
         Args:
             plan: the plan.
             seconds: processor time of the thread.
             microbatches: how many it ran.
-            backward: whether backwards were among it.
+            backward: whether it ran backwards, too.
         """
         kernel = _first(plan)
         if kernel is None or kernel not in self.trials:
@@ -168,7 +168,7 @@ def processors() -> int:
 
 @cache
 def hand_over() -> float:
-    """Seconds from when a thread waits until another one that waited for it goes on.
+    """Seconds from when a thread starts to wait until the thread that it woke goes on.
 
     It is measured once, in some hundredths of a second: the lower quartile, so that other work on
     the machine counts little.
