@@ -6,24 +6,24 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from fxpipe.draw.marks import Marks, faults_of, mark
 from fxpipe.errors import Fault
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import BUILT_IN, KINDS, Task
+from fxpipe.ir.unroll import unroll_schedule
 from fxpipe.ir.walk import Place, Wait, Waits, needs_of, walk
 from fxpipe.simulator.costs import Costs, times_of
 from fxpipe.simulator.simulate import chain_program, simulate
-from fxpipe.simulator.simulation import Simulation, task_of
+from fxpipe.simulator.simulation import Simulation, idle_share, task_of
 
 T = TypeVar("T")
 
 _UNKNOWN_TIME = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class Span(Generic[T]):
+class Span(NamedTuple, Generic[T]):
     """A task, or an instruction, on a row from its start to its end.
 
     Attributes:
@@ -90,8 +90,8 @@ def timeline_of(
 ) -> tuple[Timeline[Task], int, Marks]:
     """When a schedule's tasks run, valid or not, if communication takes no time.
 
-    A valid one is simulated. One that has faults is shown as far as it comes: one window in the
-    midst of others, for the positions of faults are those of a window.
+    A valid one has the times of its simulation. One that has faults is shown as far as it comes:
+    one window in the midst of others, for the positions of faults are those of a window.
 
     Args:
         schedule: what to run.
@@ -103,13 +103,18 @@ def timeline_of(
         The timeline; its steps, with batches counted from the first, or 0 for one window; and what
         is marked.
     """
-    wrong = faults_of(schedule)
-    marks = mark(wrong if faults is None else faults)
-    if wrong or marks.faults:
-        return _refused(schedule, costs), 0, marks
-    count = default_steps(schedule) if steps is None else steps
-    program = chain_program(schedule, frees=False)
-    return simulated(simulate(program, costs, steps=max(count, 1))), count, marks
+    marks = mark(faults_of(schedule) if faults is None else faults)
+    count = 0 if marks.faults else default_steps(schedule) if steps is None else steps
+    if faults is None and not marks.faults and schedule.overlaps and "C" in schedule.kinds:
+        # in the flush, what receives a norm may stand a few tasks before the clip that reads it
+        program = chain_program(schedule, frees=False)
+        return simulated(simulate(program, costs, steps=count)), count, marks
+    timeline = _run(schedule, costs, count)
+    if marks.faults or timeline.unrun:
+        return timeline, count, marks
+    through = max((s.end for s in timeline.spans if s.task.microbatch is not None), default=0)
+    times = [(s.start, s.end) for s in timeline.spans]
+    return replace(timeline, bubble=idle_share(timeline.devices, times, through)), count, marks
 
 
 def default_steps(schedule: Schedule) -> int:
@@ -120,46 +125,55 @@ def default_steps(schedule: Schedule) -> int:
 def sketch(rows: Sequence[Sequence[T]], cost: Callable[[T], float], waits: Waits) -> Timeline[T]:
     """Run rows on paper, right or not: each item as soon as the one before it in its row is done,
     and all that it waits for is."""
-    awaited: defaultdict[Place, list[Place]] = defaultdict(list)
-    for row, own in enumerate(waits):
-        for position, other, on in own:
-            awaited[Place(row, position)].append(Place(other, on))
     ends: list[list[float]] = [[] for _ in rows]
     spans: list[list[Span[T]]] = [[] for _ in rows]
+    waited = [0] * len(rows)
     for row, stop in walk(list(map(len, rows)), waits).turns:
-        for position in range(len(ends[row]), stop):
+        own, number, done = waits[row], waited[row], ends[row]
+        for position in range(len(done), stop):
+            start = done[-1] if done else 0.0
+            while number < len(own) and own[number][0] == position:
+                _, other, on = own[number]
+                start = max(start, ends[other][on])
+                number += 1
             item = rows[row][position]
-            before = [ends[other][on] for other, on in awaited.get(Place(row, position), ())]
-            start = max([ends[row][-1] if position else 0.0, *before])
-            ends[row].append(start + cost(item))
-            spans[row].append(Span(row, position, start, ends[row][-1], item))
+            done.append(start + cost(item))
+            spans[row].append(Span(row, position, start, done[-1], item))
+        waited[row] = number
     unrun: list[Span[T]] = []
     for row, items in enumerate(rows):
         free = ends[row][-1] if ends[row] else 0.0
         for position in range(len(ends[row]), len(items)):
             start, free = free, free + cost(items[position])
             unrun.append(Span(row, position, start, free, items[position]))
-    return Timeline(len(rows), tuple(span for own in spans for span in own), tuple(unrun))
+    return Timeline(len(rows), tuple([span for own in spans for span in own]), tuple(unrun))
 
 
-def _refused(schedule: Schedule, costs: Costs | None) -> Timeline[Task]:
-    """One window of a schedule that has faults.
+def _run(schedule: Schedule, costs: Costs | None, steps: int) -> Timeline[Task]:
+    """So many steps and the flush behind them; or, for 0, one window in the midst of others.
 
     What an earlier window should have run has run. Updates wait for all that comes before them on
     their stage, or where no batches overlap on every device.
     """
     times = times_of(schedule.stages, schedule.kinds, costs)
-    flush = not schedule.overlaps
-    orders = [_run_order(row, flush) for row in schedule.rows]
-    rows = [[row[at] for at in own] for row, own in zip(schedule.rows, orders, strict=True)]
+    orders = [_run_order(row, not schedule.overlaps) for row in schedule.rows]
+    rows = tuple(
+        tuple([row[at] for at in own]) for row, own in zip(schedule.rows, orders, strict=True)
+    )
+    if steps:
+        rows = unroll_schedule(replace(schedule, rows=rows), steps).rows
 
     def cost(task: Task) -> float:
-        usual = KINDS[task.kind].cost if task.kind in KINDS else _UNKNOWN_TIME
-        return times.get((task.kind, -1 if task.stage is None else task.stage), usual)
+        key = task.kind, -1 if task.stage is None else task.stage
+        if key in times:
+            return times[key]
+        return KINDS[task.kind].cost if task.kind in KINDS else _UNKNOWN_TIME
 
     timeline = sketch(rows, cost, _waits(schedule, rows))
+    if steps or all(own == sorted(own) for own in orders):
+        return timeline
     ran, unrun = (
-        tuple(replace(span, position=orders[span.device][span.position]) for span in spans)
+        tuple([span._replace(position=orders[span.device][span.position]) for span in spans])
         for spans in (timeline.spans, timeline.unrun)
     )
     return Timeline(timeline.devices, ran, unrun)
@@ -180,43 +194,46 @@ def _run_order(row: Sequence[Task], flush: bool) -> list[int]:
 
 
 def _waits(schedule: Schedule, rows: Sequence[Sequence[Task]]) -> list[list[Wait]]:
-    """What each task waits for: where it is, or for ever where nothing brings what it reads."""
-    flush, needs = not schedule.overlaps, needs_of(schedule)
-    places: dict[Task, Place] = {}
+    """What each task waits for: where it is, or for ever where nothing brings what it reads.
+
+    What comes before it in its row is over anyway.
+    """
+    flush, needs, stages = not schedule.overlaps, needs_of(schedule), schedule.stages
+    places: dict[tuple[str, int | None, int | None, int], Place] = {}
     # Stage (None for any) and batch → device → its last task before the updates.
     last: defaultdict[tuple[int | None, int], dict[int, int]] = defaultdict(dict)
     updated: set[tuple[int, int]] = set()
     for device, row in enumerate(rows):
         for position, task in enumerate(row):
-            places.setdefault(task, Place(device, position))
+            stage, batch = task.stage, task.batch
+            places.setdefault((task.kind, task.microbatch, stage, batch), Place(device, position))
             if task.kind == "U":
-                updated.add((device, task.batch))
-            if (device, task.batch) not in updated:
-                for stage in (task.stage, None):
-                    last[stage, task.batch][device] = position
+                updated.add((device, batch))
+            if (device, batch) not in updated:
+                last[stage, batch][device] = last[None, batch][device] = position
 
-    def waits(task: Task, here: Place) -> list[Place]:
+    def awaited(task: Task, here: Place) -> list[Place]:
+        stage, batch = task.stage, task.batch
         if task.kind == "U":
-            return [Place(*x) for x in last[None if flush else task.stage, task.batch].items()]
-        if task.stage is None or task.kind not in KINDS:
+            return [Place(*x) for x in last[None if flush else stage, batch].items()]
+        if stage is None or task.kind not in KINDS:
             return []
-        needed = [
-            Task(kind, i, stage, task.batch)
-            for kind, i, stage in needs((task.kind, task.microbatch, task.stage))
-        ]
-        found = [places[x] for x in needed if x in places]
-        if task.batch >= 0 and task.microbatch is not None:
-            stages = range(schedule.stages)
-            brings = [x for x in needed if x.stage != task.stage and x.stage in stages]
-            if brings and not any(x in places for x in brings):
-                found.append(here)
+        found: list[Place] = []
+        brought: bool | None = None  # whether a neighbour brings what it reads, if one has to
+        for kind, i, there in needs((task.kind, task.microbatch, stage)):
+            on = places.get((kind, i, there, batch))
+            if on is not None:
+                found.append(on)
+            if there != stage and 0 <= there < stages:
+                brought = brought or on is not None
+        if brought is False and batch >= 0 and task.microbatch is not None:
+            found.append(here)
         return found
 
-    return [
-        sorted(
-            (position, *on)
-            for position, task in enumerate(row)
-            for on in waits(task, Place(device, position))
-        )
-        for device, row in enumerate(rows)
-    ]
+    waits: list[list[Wait]] = [[] for _ in rows]
+    for device, row in enumerate(rows):
+        for position, task in enumerate(row):
+            for other, on in awaited(task, Place(device, position)):
+                if other != device or on >= position:
+                    waits[device].append((position, other, on))
+    return waits

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
@@ -118,10 +118,7 @@ class Simulation:
 
         The updates that come after it do not count, as in the papers' (p − 1) / (m + p − 1).
         """
-        if not self.through:
-            return 0.0
-        busy = sum(max(min(s.end, self.through) - s.start, 0) for s in self.spans)
-        return 1 - busy / (self.devices * self.through)
+        return idle_share(self.devices, [(s.start, s.end) for s in self.spans], self.through)
 
     @cached_property
     def bubble_size(self) -> float:
@@ -251,6 +248,14 @@ class Simulation:
     def _repr_html_(self) -> str:
         """The table, for notebooks."""
         return preformatted(str(self))
+
+
+def idle_share(devices: int, times: Iterable[tuple[float, float]], through: float) -> float:
+    """The share of the devices' time until then in which no task, of start and end, runs."""
+    if not through:
+        return 0.0
+    busy = sum(max(min(end, through) - start, 0) for start, end in times)
+    return 1 - busy / (devices * through)
 
 
 def stage_of(instruction: Instruction) -> int:

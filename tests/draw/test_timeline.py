@@ -5,16 +5,19 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from fxpipe.draw.timeline import Timeline, sketch, timeline_of
 from fxpipe.errors import FxpipeError, InputError
 from fxpipe.ir.recipe import RECIPES, Recipe
 from fxpipe.ir.schedule import Schedule
-from fxpipe.ir.task import B, F, Task, U
+from fxpipe.ir.task import BUILT_IN, B, F, Task, U
+from fxpipe.passes.schedule.add_clip import add_clip
+from fxpipe.passes.schedule.add_recompute import Recompute, add_recompute
 from fxpipe.schedules import gpipe, inference, one_f_one_b
 from fxpipe.simulator.costs import Costs
+from fxpipe.simulator.simulation import task_of
 from tests.oracles import small_simulator
 
 TIME = st.floats(0.125, 8)
@@ -176,6 +179,39 @@ def test_a_valid_schedule_runs_as_a_simulator_of_a_few_lines_runs_it(
         assert_runs_as(timeline, expected)
     else:  # the reference knows no barrier, and neither does a single step without it
         assert_runs_as(walk(schedule, takes), small_simulator.simulate(schedule, takes))
+
+
+@given(
+    st.sampled_from(sorted(RECIPES)),
+    st.integers(1, 5),
+    st.integers(1, 8),
+    st.lists(st.integers(0, 5), min_size=7, max_size=7),
+    st.sampled_from(["never", "always", "except_last"]),
+    st.booleans(),
+    st.integers(1, 4),
+)
+@example("1f1b-async", 5, 3, [1, 2, 1, 1, 1, 1, 1], "never", True, 2)
+def test_a_valid_schedule_has_the_times_of_its_simulation(
+    name: str, p: int, m: int, times: list[int], mode: Recompute, clips: bool, steps: int
+) -> None:
+    try:
+        schedule = RECIPES[name](p, m)
+        schedule = add_recompute(schedule, [mode] * schedule.stages)
+        schedule = (add_clip(schedule) if clips else schedule).verify()
+    except FxpipeError:
+        assume(False)
+    # no two stages are equal
+    costs = {
+        (letter, s): time + (s * time) % 3
+        for letter, time in zip(sorted(BUILT_IN), times, strict=True)
+        for s in range(schedule.stages)
+    }
+    timeline = walk(schedule, costs, steps=steps)
+    simulation = schedule.simulate(costs, steps=steps)
+    assert timeline.bubble == pytest.approx(simulation.bubble)
+    assert [(s.device, s.task, s.start, s.end) for s in timeline.spans] == [
+        (s.device, task_of(s.instruction), s.start, s.end) for s in simulation.spans
+    ]
 
 
 def assert_runs_as(timeline: Timeline[Task], expected: small_simulator.Timeline) -> None:
