@@ -193,8 +193,8 @@ def compile(
     if isinstance(model, Pipeline):
         raise InputError("the model is a pipe already; compile the module that it was made of")
     places = tuple(read_devices(devices))
-    homes = tuple(home(place) for place in places)
-    check_model(model, homes[0])
+    torch_devices = tuple(home(place) for place in places)
+    check_model(model, torch_devices[0])
     with _compiling:
         _check_free(model)
     check_tracer(tracer)
@@ -206,9 +206,9 @@ def compile(
     check_flag("cuda_graphs", cuda_graphs)
     if cuda_graphs:
         check_cuda_graphs(
-            homes[0], recompute_check=recompute_check, fuse_accumulation=fuse_accumulation
+            torch_devices[0], recompute_check=recompute_check, fuse_accumulation=fuse_accumulation
         )
-    who = read_dispatch(dispatch, homes[0])
+    who = read_dispatch(dispatch, torch_devices[0])
     cuts = read_partition(partition)
     cuts.check(model, len(places))
     recipe, microbatches = read_schedule(schedule, len(places), microbatches, delay)
@@ -219,7 +219,7 @@ def compile(
     options = Options(
         model=model,
         devices=places,
-        homes=homes,
+        torch_devices=torch_devices,
         recipe=recipe,
         microbatches=microbatches,
         objective=read_objective(loss, reduction, loss_weight),
@@ -237,7 +237,7 @@ def compile(
         dispatch=who,
         cuda_graphs=cuda_graphs,
         threads=max(1, torch.get_num_threads() // len(places)),
-        places=homes if homes[0].type == "cuda" else (),
+        places=torch_devices if torch_devices[0].type == "cuda" else (),
         verbose=verbose,
     )
     given = None if example is None else read_example(example)

@@ -51,7 +51,7 @@ class Engine:
             options: the arguments of ``compile``.
             choice: how many threads run the devices' lists.
         """
-        cpu = options.homes[0].type == "cpu"
+        cpu = options.torch_devices[0].type == "cpu"
         backend = Backend() if cpu else CudaBackend(options.devices)
         clipping = Clipping(options.clip_norm, options.scaler) if options.clips else None
         self.progress = Progress(options.model, options.optimizer, clipping, backend.generators)

@@ -42,7 +42,7 @@ class Inspected(StandIn):
 
     def __init__(self, options: Options, compiler: Compiler, engine: Engine) -> None:
         super().__init__(options.model)
-        self.devices = options.homes
+        self.devices = options.torch_devices
         self._options = options
         self._compiler = compiler
         self._engine, self._turn = engine, engine._turn

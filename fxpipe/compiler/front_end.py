@@ -29,7 +29,7 @@ from fxpipe.passes.tracing.symbolic import is_torchs
 from fxpipe.runtime.batch import Batch
 from fxpipe.torchtools import source
 from fxpipe.torchtools.own_backward import checkpoints_opened
-from fxpipe.torchtools.pytrees import apart
+from fxpipe.torchtools.pytrees import taken_apart
 from fxpipe.torchtools.untouched import assigned_in_place, intra_op_threads, untouched
 
 Dims = Sequence[tuple[int, ...]]
@@ -89,7 +89,7 @@ class FrontEnd:
                 told = output_dims(options.model, args, kwargs, dims, _flat_outputs(traced), size)
                 traced = traced if told is None else with_dims(traced, told)
             if with_loss_ and loss is not None:
-                flat, spec = pytree.tree_flatten(apart(output))
+                flat, spec = pytree.tree_flatten(taken_apart(output))
                 module = LossModule(options.objective, loss, spec)
                 facts |= {"leaf_loss": traced.leaves, "traced_loss": not traced.leaves}
                 if traced.leaves:
@@ -258,10 +258,10 @@ class FrontEnd:
         """
         args, kwargs, _ = batch.unflatten(leaves)
         model = self.options.model
-        once = hidden(model, apart(made), (args, kwargs))
+        once = hidden(model, taken_apart(made), (args, kwargs))
         if once:
             made, _ = self.call(batch, leaves, False)
-            refuse_hidden(model, once, hidden(model, apart(made), (args, kwargs)))
+            refuse_hidden(model, once, hidden(model, taken_apart(made), (args, kwargs)))
 
     def call(self, batch: Batch, leaves: list[Any], with_loss_: bool) -> tuple[Any, Tensor | None]:
         """The model itself, and its loss, on one micro-batch."""

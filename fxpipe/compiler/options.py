@@ -30,7 +30,7 @@ class Options:
     Attributes:
         model: the model, whose parameters are used as they are.
         devices: where each device is, as it was asked for.
-        homes: device → the torch.device of that.
+        torch_devices: device → the torch.device of that.
         recipe: the schedule of training steps with its delay, which places the stages.
         microbatches: into how many a whole batch is split; None where nobody has said.
         objective: the loss, and how those of micro-batches make that of the batch.
@@ -54,7 +54,7 @@ class Options:
 
     model: nn.Module
     devices: tuple[Place, ...]
-    homes: tuple[torch.device, ...]
+    torch_devices: tuple[torch.device, ...]
     recipe: Recipe
     microbatches: int | None = None
     objective: Objective = field(default_factory=Objective)
@@ -88,4 +88,6 @@ class Options:
     @property
     def names(self) -> tuple[str, ...]:
         """Device → what messages call it."""
-        return tuple(f"device {index} ({home})" for index, home in enumerate(self.homes))
+        return tuple(
+            f"device {index} ({device})" for index, device in enumerate(self.torch_devices)
+        )

@@ -146,7 +146,7 @@ PLAN = (
 CHECK = (Pass(check, "traced, plan, values, state, call, differentiated", ""),)
 """The plan computes what the model computes, or it is refused."""
 
-DEVICES = (Pass(PlaceDevices, "plan, device, homes", "plan"),)
+DEVICES = (Pass(PlaceDevices, "plan, device, stage_devices", "plan"),)
 """A plan whose stages make their tensors where they run; for devices with streams."""
 
 PROGRAM = (

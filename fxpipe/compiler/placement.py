@@ -53,7 +53,7 @@ class Placement:
         self._timetable = timetable
         self._schedule: Schedule
         self._reference: tuple[Traced, Assignment] | None = None
-        self._room: Room | None = None
+        self._budget: MemoryBudget | None = None
         self._machine: Machine | None = None
         self._measured: tuple[Traced, Mapping[str, Any]] | None = None
 
@@ -84,13 +84,13 @@ class Placement:
             return self.follow(traced, *self._reference)
         options, partition = self._options, self._options.partition
         schedule = self._timetable.for_placing(microbatches)
-        if self._room is None:
+        if self._budget is None:
             machine = partition.machine(schedule, options.names)
-            self._room = Room(schedule.placement, machine)
-        self._machine = machine = self._room.machine()
-        nearest = step and self._room.nearest
+            self._budget = MemoryBudget(schedule.placement, machine)
+        self._machine = machine = self._budget.machine()
+        nearest = step and self._budget.nearest
         if not step:
-            self._room.firm = "give compile(..., example=...) of a step, raise memory_limits"
+            self._budget.way_out = "give compile(..., example=...) of a step, raise memory_limits"
         if self._measured is None or self._measured[0] is not traced:
             self._measured = traced, self._measure(traced, values, state, wanted)
         self._schedule = schedule
@@ -111,7 +111,7 @@ class Placement:
             facts |= {"copies": self._copies, "undo": self._undo}
         assignment: Assignment = run_all(passes.PARTITION, facts)["assignment"]
         if partition.at is not None:
-            self._room.firm = "begin stages at other submodules, raise memory_limits"
+            self._budget.way_out = "begin stages at other submodules, raise memory_limits"
         self._reference = traced, assignment
         self.owners = owners(traced, assignment)
         self.costs = _by_stage(traced, assignment, facts["costs"])
@@ -159,7 +159,7 @@ class Placement:
     @property
     def judged(self) -> bool:
         """Whether the devices keep their limits as predicted, or have none."""
-        return self._room is not None and self._room.kept
+        return self._budget is not None and self._budget.kept
 
     def keeps_limits(self, peaks: Sequence[float]) -> bool:
         """Whether the devices keep their limits. If not, a new graph is placed anew.
@@ -170,8 +170,8 @@ class Placement:
         Raises:
             PartitionError: they do not, and no other assignment is to be tried.
         """
-        assert self._room is not None and self._machine is not None and self.verdict is not None
-        kept = self._room.keeps(self.verdict.loads, self._machine, peaks)
+        assert self._budget is not None and self._machine is not None and self.verdict is not None
+        kept = self._budget.keeps(self.verdict.loads, self._machine, peaks)
         if not kept:
             self._reference = None
         return kept
@@ -218,37 +218,41 @@ def _by_stage(
 _TRIES = 8
 
 
-class Room:
-    """What is known of the memory that the partition does not count atom by atom.
+class MemoryBudget:
+    """The device memory that a cut has to leave free, learned from the peaks of earlier cuts.
 
-    What the graphs of a stage add while they run, for one, is known once they are made. Where a
-    device is then predicted to hold more than it may, the difference is left free by the next cut.
+    The partition counts memory node by node. What a stage's graphs need while they run is known
+    only once they are made. Where a device is then predicted to exceed its limit, the next cut
+    leaves the difference free.
 
     Attributes:
-        firm: why a cut that was made cannot be made anew; empty where it can.
+        way_out: what the error advises if the first cut exceeds a limit and no second one may be
+            tried; empty as long as further cuts may be tried.
         kept: whether a cut is known to keep the limits.
-        nearest: whether a cut that keeps no limit by its own count is worth being predicted.
+        nearest: whether a cut that exceeds a limit by the partition's count is accepted all the
+            same, because the prediction of its peak may be lower.
     """
 
-    def __init__(self, homes: Sequence[int], machine: Machine) -> None:
-        """Nothing is known yet.
+    def __init__(self, placement: Sequence[int], machine: Machine) -> None:
+        """Begin with nothing to leave free.
 
         Args:
-            homes: stage → device.
-            machine: the stages.
+            placement: stage → device.
+            machine: the devices as the stages see them, with their limits.
         """
-        self.firm = ""
+        self.way_out = ""
         self.kept = not machine.limited
         self.nearest = True
-        self._homes = homes
+        self._placement = placement
         self._machine = machine
         self._reserved: dict[int, int] = {}
         self._left = _TRIES
 
     def machine(self) -> Machine:
-        """The stages, with what is to be left free."""
+        """The devices as the stages see them, with the bytes that the next cut leaves free."""
         shares = [
-            math.ceil(self._reserved.get(home, 0) / self._homes.count(home)) for home in self._homes
+            math.ceil(self._reserved.get(device, 0) / self._placement.count(device))
+            for device in self._placement
         ]
         return replace(self._machine, reserved=tuple(shares))
 
@@ -256,32 +260,32 @@ class Room:
         """Whether a cut keeps the limits. If not, ``machine`` leaves more free from now on.
 
         Args:
-            loads: stage → what the cut counts.
-            machine: the stages that it was made for.
+            loads: stage → what the partition counts for it.
+            machine: what ``machine()`` returned for this cut.
             peaks: device → the most bytes that it is predicted to hold.
 
         Raises:
-            PartitionError: it does not, and no other cut is to be tried.
+            PartitionError: a limit is exceeded, and no other cut may be tried.
         """
         counted, limits = [0.0] * len(peaks), [0.0] * len(peaks)
         reserved = machine.reserved or (0,) * len(loads)
-        for home, load, share, limit in zip(
-            self._homes, loads, reserved, machine.limits, strict=True
+        for device, load, share, limit in zip(
+            self._placement, loads, reserved, machine.limits, strict=True
         ):
-            counted[home] += load.memory - share
-            limits[home] += limit
+            counted[device] += load.memory - share
+            limits[device] += limit
         over = [device for device, peak in enumerate(peaks) if peak > limits[device]]
         if not over:
             self.kept = True
             return True
         self._left -= 1
-        if self.firm or not self._left:
+        if self.way_out or not self._left:
             device = max(over, key=lambda d: peaks[d] / limits[d])
-            name = machine.name_of(self._homes.index(device))
+            name = machine.name_of(self._placement.index(device))
             raise PartitionError(
                 f"{name} is predicted to hold {bytes_text(peaks[device])} in a step and may take "
-                f"{bytes_text(limits[device])}; {self.firm or 'raise memory_limits'}, or give more "
-                "devices"
+                f"{bytes_text(limits[device])}; {self.way_out or 'raise memory_limits'}, or give "
+                "more devices"
             )
         for device, peak in enumerate(peaks):
             more = math.ceil(peak - counted[device])

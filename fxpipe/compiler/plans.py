@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from fxpipe.compiler import passes
+from fxpipe.compiler.devices import gathered, settle, to_device
 from fxpipe.compiler.front_end import FrontEnd
-from fxpipe.compiler.homes import brought, gathered, settle
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.placement import Placement
 from fxpipe.compiler.timetable import Purpose
@@ -65,7 +65,7 @@ class Call:
         """Whether backwards are in halves."""
         return "I" in self.schedule.kinds
 
-    def hollow(self) -> Call:
+    def without_data(self) -> Call:
         """The same without data, which goes when nobody else holds it."""
         return self._mapped(lambda tensor: tensor.detach().to("meta"))
 
@@ -130,7 +130,7 @@ class Plans:
         self._first: dict[Any, int | None] = {}
         self._dims: dict[Any, Sequence[tuple[int, ...]] | None] = {}
         self._plans: dict[Any, Plan] = {}
-        self._homed: dict[Any, tuple[Traced, Plan]] = {}
+        self._placed_plans: dict[Any, tuple[Traced, Plan]] = {}
         self._checked: set[tuple[int, bool, bool]] = set()
         self._traced: dict[Any, Traced] = {}
         self._variants: set[int] = set()
@@ -155,7 +155,7 @@ class Plans:
             kept = self._variants = guards.kept
             self.graphs = {k: g for k, g in self.graphs.items() if k[0][0] in kept}
             self._plans = {k: p for k, p in self._plans.items() if k[0][0] in kept}
-            self._homed = {k: p for k, p in self._homed.items() if k[0][0][0] in kept}
+            self._placed_plans = {k: p for k, p in self._placed_plans.items() if k[0][0][0] in kept}
             self._traced = {k: t for k, t in self._traced.items() if k[0][0] in kept}
             self._first = {k: size for k, size in self._first.items() if k[0] in kept}
             self._dims = {k: dims for k, dims in self._dims.items() if k[0][0] in kept}
@@ -179,26 +179,26 @@ class Plans:
             return traced, plan
         placement = call.schedule.placement
         key = (self._plan_key(call), placement)
-        if key not in self._homed:
+        if key not in self._placed_plans:
             with self._gathered(call) as here:
                 traced, plan = self._plan(here)
                 self._check(here, traced, plan)
-            homes = tuple(places[device] for device in placement)
-            facts = {"plan": plan, "device": places[0], "homes": homes}
-            self._homed[key] = traced, run_all(passes.DEVICES, facts)["plan"]
-        traced, plan = self._homed[key]
+            stage_devices = tuple(places[device] for device in placement)
+            facts = {"plan": plan, "device": places[0], "stage_devices": stage_devices}
+            self._placed_plans[key] = traced, run_all(passes.DEVICES, facts)["plan"]
+        traced, plan = self._placed_plans[key]
         self.settle(traced, plan, call.schedule)
         return traced, plan
 
     def settle(self, traced: Traced, plan: Plan, schedule: Schedule) -> None:
         """Let each stage's tensors lie where it runs, before a call of any kind."""
         if self.options.places:
-            homes = tuple(self.options.places[device] for device in schedule.placement)
-            settle(plan, traced.state_of(self.options.model), homes)
+            stage_devices = tuple(self.options.places[device] for device in schedule.placement)
+            settle(plan, traced.state_of(self.options.model), stage_devices)
 
     def forget(self) -> None:
         """Place and differentiate all graphs anew; what was traced is kept."""
-        for kept in (self.graphs, self._plans, self._homed, self._checked):
+        for kept in (self.graphs, self._plans, self._placed_plans, self._checked):
             kept.clear()
 
     def graph_of(self, traced: Traced) -> Graph:
@@ -246,7 +246,7 @@ class Plans:
         first = self.options.places[0]
         constants = [c for g in self.graphs.values() for c in g.traced.constants.values()]
         with gathered(self.options.model, constants, first):
-            yield replace(call, leaves=brought(call.leaves, first))
+            yield replace(call, leaves=to_device(call.leaves, first))
 
     def _plan(self, call: Call) -> tuple[Traced, Plan]:
         graph = self._graph(call)
@@ -339,7 +339,7 @@ class Plans:
             "outputs": wanted.outputs,
         }
         fit = run_all(passes.FIT, facts)
-        return Graph(fit["traced"], fit["assignment"], call.hollow())
+        return Graph(fit["traced"], fit["assignment"], call.without_data())
 
     def _trace(self, call: Call) -> Traced:
         key = self._graph_key(call)

@@ -22,7 +22,7 @@ from fxpipe.compiler.objective import Objective
 from fxpipe.compiler.pythonic import refuse_changes
 from fxpipe.errors import InputError, told
 from fxpipe.torchtools import source
-from fxpipe.torchtools.pytrees import apart
+from fxpipe.torchtools.pytrees import taken_apart
 from fxpipe.torchtools.untouched import same_sizes
 
 
@@ -130,7 +130,7 @@ def output_dims(
             leaves, spec = pytree.tree_flatten((args, kwargs))
             twice = [doubled(*one) for one in zip(leaves, dims, strict=True)]
             twice_args, twice_kwargs = pytree.tree_unflatten(twice, spec)
-            after = pytree.tree_leaves(apart(model(*twice_args, **twice_kwargs)))
+            after = pytree.tree_leaves(taken_apart(model(*twice_args, **twice_kwargs)))
     except Exception:
         return None
     if len(outputs) != len(after):
@@ -166,7 +166,7 @@ def try_loss(
     loss = objective.loss
     assert loss is not None
     _check_signature(loss, targets)
-    held = apart(output)
+    held = taken_apart(output)
     leaves, spec = pytree.tree_flatten(output)
     given = [_differentiable(leaf) for leaf in leaves]
     try:

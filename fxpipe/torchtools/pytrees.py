@@ -47,20 +47,20 @@ pytree.register_pytree_node(
 )
 
 
-def apart(value: Any) -> Any:
+def taken_apart(value: Any) -> Any:
     """The value with each unknown object that holds tensors as ``Parts``."""
     return pytree.tree_map(_Walk(), value)
 
 
 def together(leaves: Sequence[Any], spec: pytree.TreeSpec) -> Any:
-    """The value of these leaves, its objects made anew; the counterpart of ``apart``."""
+    """The value of these leaves, its objects made anew; the counterpart of ``taken_apart``."""
     return _objects(pytree.tree_unflatten(list(leaves), spec))
 
 
 @contextmanager
 def returning_parts(model: nn.Module) -> Iterator[None]:
     """Inside, what the model returns is taken apart."""
-    hook = model.register_forward_hook(lambda module, args, output: apart(output))
+    hook = model.register_forward_hook(lambda module, args, output: taken_apart(output))
     try:
         yield
     finally:
@@ -107,7 +107,7 @@ def _objects(value: Any) -> Any:
     return pytree.tree_map(made, value, is_leaf=lambda node: isinstance(node, Parts))
 
 
-__all__ = ["Parts", "apart", "returning_parts", "together"]
+__all__ = ["Parts", "returning_parts", "taken_apart", "together"]
 
 
 def flatten(value: Any) -> tuple[list[Any], pytree.TreeSpec]:

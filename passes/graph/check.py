@@ -23,7 +23,7 @@ from fxpipe.kernels.serial import run_serially
 from fxpipe.passes.graph.fixed_draws import FixedDraws, pattern
 from fxpipe.torchtools import moments
 from fxpipe.torchtools.pieces import pieces
-from fxpipe.torchtools.pytrees import apart
+from fxpipe.torchtools.pytrees import taken_apart
 
 _RELATIVE = {torch.float64: 1e-7, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
 """By how much of the greatest entry two runs of the same operations may differ; a wrong trace
@@ -67,7 +67,9 @@ def check(
             output, loss = call()
         pairs = [
             (out.name, leaf)
-            for out, leaf in zip(traced.outputs, pytree.tree_leaves(apart(output)), strict=False)
+            for out, leaf in zip(
+                traced.outputs, pytree.tree_leaves(taken_apart(output)), strict=False
+            )
             if isinstance(out, Value) and isinstance(leaf, Tensor)
         ]
         return [name for name, _ in pairs], [leaf for _, leaf in pairs], loss

@@ -76,7 +76,7 @@ def liveness(
     *nodes, output = graph.nodes
     computing = [node for node in nodes if node.op != "placeholder"]
     step = {node: place for place, node in enumerate([*computing, output])}
-    homes = _Homes(
+    storages = _Storages(
         dict(zip((n for n in nodes if n.op == "placeholder"), shared, strict=False)), absent
     )
     spans: dict[int, Span] = {}
@@ -84,14 +84,14 @@ def liveness(
         first = step.get(node, -1)
         unread = len(computing) if node.op == "placeholder" else first
         last = max((step[user] for user in node.users), default=unread)
-        for home, size in homes.find(node):
-            known = spans.setdefault(home, Span(size, first, last))
-            spans[home] = known._replace(last=max(known.last, last))
-    of = {node: tuple(found.values()) for node, found in homes.of.items()}
+        for storage, size in storages.find(node):
+            known = spans.setdefault(storage, Span(size, first, last))
+            spans[storage] = known._replace(last=max(known.last, last))
+    of = {node: tuple(found.values()) for node, found in storages.of.items()}
     return Liveness(len(computing), spans, of)
 
 
-class _Homes:
+class _Storages:
     """The storages of a graph's values as it runs.
 
     Attributes:
@@ -110,7 +110,7 @@ class _Homes:
         if node in self.of:
             return []
         sizes = dict(_storages(node))
-        over = [home for operand in _written_over(node) for home in self.of[operand].values()]
+        over = [storage for operand in _written_over(node) for storage in self.of[operand].values()]
         if over:
             self.of[node] = dict(zip(sizes, over, strict=True))
         elif node in self._shared:

@@ -33,11 +33,11 @@ class PlaceDevices:
 
     Attributes:
         device: the one that the plan was traced on.
-        homes: stage → its device.
+        stage_devices: stage → its device.
     """
 
     device: torch.device
-    homes: tuple[torch.device, ...]
+    stage_devices: tuple[torch.device, ...]
     name: ClassVar[str] = "place_devices"
 
     def __call__(self, plan: Plan) -> Plan:
@@ -45,7 +45,7 @@ class PlaceDevices:
         return replace(plan, stages=tuple(map(self._placed, plan.stages)))
 
     def _placed(self, stage: Stage) -> Stage:
-        home = self.homes[stage.index]
+        home = self.stage_devices[stage.index]
         if same(home, self.device):
             return stage
         move = functools.partial(moved, traced=self.device, home=home)

@@ -74,19 +74,21 @@ class Partition:
             schedule: where the stages are, and how many micro-batches they hold at once.
             names: device → what messages call it.
         """
-        homes, devices = schedule.placement, schedule.devices
+        placement, devices = schedule.placement, schedule.devices
         speeds = _each("device_speeds", self.device_speeds, devices) or (1.0,) * devices
         limits = self.limits(devices)
         bandwidth = _pairs("link_bandwidth", self.link_bandwidth, devices, "bytes a second")
         latency = _pairs("link_latency", self.link_latency, devices, "seconds", zero=True)
         return Machine(
-            speeds=tuple(speeds[home] for home in homes),
-            limits=tuple(limits[home] / homes.count(home) for home in homes) if limits else (),
+            speeds=tuple(speeds[device] for device in placement),
+            limits=tuple(limits[device] / placement.count(device) for device in placement)
+            if limits
+            else (),
             peaks=stash_peaks(schedule),
             arrived=arrival_peaks(schedule),
-            per_byte=_between(homes, [[1 / rate for rate in row] for row in bandwidth]),
-            per_message=_between(homes, latency),
-            names=tuple(names[home] for home in homes),
+            per_byte=_between(placement, [[1 / rate for rate in row] for row in bandwidth]),
+            per_message=_between(placement, latency),
+            names=tuple(names[device] for device in placement),
         )
 
 
@@ -209,9 +211,9 @@ def _is_number(value: Any) -> bool:
 
 
 def _between(
-    homes: Sequence[int], table: Sequence[Sequence[float]]
+    placement: Sequence[int], table: Sequence[Sequence[float]]
 ) -> tuple[tuple[float, ...], ...]:
     """The same from stage to stage: nothing on one device."""
     if not table:
         return ()
-    return tuple(tuple(0.0 if a == b else table[a][b] for b in homes) for a in homes)
+    return tuple(tuple(0.0 if a == b else table[a][b] for b in placement) for a in placement)

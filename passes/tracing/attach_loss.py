@@ -44,7 +44,7 @@ class LossModule(nn.Module):
         Args:
             loss: ``loss(output, *targets)`` → scalar.
             function: what it is made of; a module's buffers are those of the loss.
-            output: how the leaves of the output nest, see ``apart``.
+            output: how the leaves of the output nest, see ``taken_apart``.
         """
         super().__init__()
         self.loss = loss

@@ -11,7 +11,7 @@ from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch.utils import _pytree as pytree
 
 from fxpipe.random.leaf_draws import Draws
-from fxpipe.torchtools.pytrees import apart
+from fxpipe.torchtools.pytrees import taken_apart
 
 
 class Flow(Draws):
@@ -63,7 +63,7 @@ class Flow(Draws):
 
 def tensors_of(value: Any) -> list[Tensor]:
     """The tensors in a value, in its objects too."""
-    return [leaf for leaf in pytree.tree_leaves(apart(value)) if isinstance(leaf, Tensor)]
+    return [leaf for leaf in pytree.tree_leaves(taken_apart(value)) if isinstance(leaf, Tensor)]
 
 
 def storage_of(tensor: Tensor) -> int:

@@ -29,7 +29,7 @@ from fxpipe.passes.tracing.leaf_nests import REST, UnfitLeaf
 from fxpipe.passes.tracing.value_checks import ValueChecks
 from fxpipe.random.leaf_draws import DrawsWatched
 from fxpipe.torchtools.pieces import equal
-from fxpipe.torchtools.pytrees import apart
+from fxpipe.torchtools.pytrees import taken_apart
 
 
 class _Reached(BaseException):
@@ -68,7 +68,7 @@ class Calls:
 
         def end(name: str, output: Any) -> None:
             self.names.append(name)
-            leaves = pytree.tree_leaves(apart(output))
+            leaves = pytree.tree_leaves(taken_apart(output))
             outputs.append([(x, x._version) for x in leaves if isinstance(x, Tensor)])
             watch.drew, self.checks.open = False, True
 
@@ -171,7 +171,7 @@ class Rest(nn.Module):
         """
         state = [operator.attrgetter(name)(model) for name in self._state]
         pairs = zip(outputs, self._outputs, strict=True)
-        read = [output if hollow is None else None for output, hollow in pairs]
+        read = [output if unread is None else None for output, unread in pairs]
         output, written = self(args, kwargs, read, state)
         for name, value in zip(self._writes, written, strict=True):
             with torch.no_grad():
@@ -186,15 +186,15 @@ class Rest(nn.Module):
         device = next((x.device for x in tensors_of((outputs, tensors, args, kwargs))), None)
         given = [
             output
-            if hollow is None
-            else pytree.tree_map_only(Tensor, lambda x: torch.zeros_like(x, device=device), hollow)
-            for output, hollow in pairs
+            if unread is None
+            else pytree.tree_map_only(Tensor, lambda x: torch.zeros_like(x, device=device), unread)
+            for output, unread in pairs
         ]
-        unread = {i: given[i] for i, hollow in enumerate(self._outputs) if hollow is not None}
+        zeros = {i: given[i] for i, unread in enumerate(self._outputs) if unread is not None}
         known = {storage_of(copy.state[name]) for name in state}
         others = {name: x for name, x in copy.state.items() if storage_of(x) not in known}
-        with Flow({**unread, **others}) as flow:
-            output = apart(copy.run(args, kwargs, self._given(given), state))
+        with Flow({**zeros, **others}) as flow:
+            output = taken_apart(copy.run(args, kwargs, self._given(given), state))
         if read := flow.origins(output):
             first = next(iter(read))
             what = repr(first) if isinstance(first, str) else f"what {self._names[first]!r} returns"

@@ -201,7 +201,7 @@ def options_of(model: RandomModel, cut: Cut, recipe: Recipe, step: Run) -> Optio
     return Options(
         model=model,
         devices=devices,
-        homes=devices,
+        torch_devices=devices,
         recipe=SCHEDULES[step.schedule],
         partition=read_partition(cut.partition(recipe)),
     )

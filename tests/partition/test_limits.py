@@ -18,7 +18,7 @@ from torch.optim import SGD, Adam
 import fxpipe
 from benchmarks.models.gpt2 import GPT2, next_words
 from benchmarks.models.unet import UNet
-from fxpipe.compiler.placement import Room
+from fxpipe.compiler.placement import MemoryBudget
 from fxpipe.ir.recipe import find_recipe
 from fxpipe.passes.partition.options import Partition, arrival_peaks, stash_peaks
 from fxpipe.passes.partition.solver.solve import solve
@@ -201,33 +201,33 @@ def loads(*memory: float) -> list[Load]:
 
 def test_what_was_predicted_beyond_the_count_is_left_free_by_the_next_cut() -> None:
     machine = Machine((1.0,) * 3, (50.0, 100.0, 50.0), (1,) * 3, names=("a", "b", "a"))
-    room = Room((0, 1, 0), machine)
-    assert not room.kept
-    assert room.machine().rooms == (50, 100, 50)
+    budget = MemoryBudget((0, 1, 0), machine)
+    assert not budget.kept
+    assert budget.machine().rooms == (50, 100, 50)
     # device 0 is counted to hold 80 and predicted to hold 111, device 1 30 and 25
-    assert not room.keeps(loads(50, 30, 30), room.machine(), [111, 25])
-    assert room.machine().reserved == (16, 0, 16)  # 31 for its two stages, rounded up
+    assert not budget.keeps(loads(50, 30, 30), budget.machine(), [111, 25])
+    assert budget.machine().reserved == (16, 0, 16)  # 31 for its two stages, rounded up
     # the cut after it leaves that free: 60 + 32 are counted, and 90 are held
-    assert room.keeps(loads(46, 40, 46), room.machine(), [90, 40])
-    assert room.kept
+    assert budget.keeps(loads(46, 40, 46), budget.machine(), [90, 40])
+    assert budget.kept
 
 
 def test_a_cut_that_never_keeps_its_limits_is_refused_in_the_end() -> None:
-    room = Room((0,), Machine((1.0,), (100.0,), (1,), names=("cpu",)))
+    budget = MemoryBudget((0,), Machine((1.0,), (100.0,), (1,), names=("cpu",)))
     with pytest.raises(fxpipe.PartitionError, match="cpu is predicted to hold 101 B in a step"):
         for _ in range(100):
-            assert not room.keeps(loads(90), room.machine(), [101])
+            assert not budget.keeps(loads(90), budget.machine(), [101])
 
 
 def test_a_cut_that_only_its_count_forbids_is_predicted_once() -> None:
     """The count may be too high; where the prediction is over the limit too, it was not."""
     machine = Machine((1.0,), (100.0,), (1,), names=("cpu",))
-    room = Room((0,), machine)
-    assert room.nearest
-    assert not room.keeps(loads(130), machine, [120])
-    assert not room.nearest
-    assert room.machine().rooms == (110,)  # what was counted was 10 too much
-    assert Room((0,), machine).keeps(loads(130), machine, [95])
+    budget = MemoryBudget((0,), machine)
+    assert budget.nearest
+    assert not budget.keeps(loads(130), machine, [120])
+    assert not budget.nearest
+    assert budget.machine().rooms == (110,)  # what was counted was 10 too much
+    assert MemoryBudget((0,), machine).keeps(loads(130), machine, [95])
 
 
 @pytest.mark.parametrize(

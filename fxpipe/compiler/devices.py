@@ -12,17 +12,17 @@ from torch import Tensor, nn
 from fxpipe.ir.plan import Plan
 
 
-def settle(plan: Plan, state: Mapping[str, Tensor], homes: tuple[torch.device, ...]) -> None:
+def settle(plan: Plan, state: Mapping[str, Tensor], devices: tuple[torch.device, ...]) -> None:
     """Move what each stage reads to its device. Tensors stay the same objects.
 
     Args:
         plan: the stages, each of which alone reads its parameters and buffers.
         state: name in the model → parameter, buffer or constant.
-        homes: stage → its device.
+        devices: stage → its device.
     """
     for stage in plan.stages:
         for argument in (*stage.parameters, *stage.buffers):
-            move(state[argument.target], homes[stage.index])
+            move(state[argument.target], devices[stage.index])
 
 
 def move(tensor: Tensor, device: torch.device) -> None:
@@ -51,7 +51,7 @@ def gathered(model: nn.Module, others: Iterable[Tensor], device: torch.device) -
             move(tensor, home)
 
 
-def brought(leaves: Iterable[Any], device: torch.device) -> list[Any]:
+def to_device(leaves: Iterable[Any], device: torch.device) -> list[Any]:
     """Inputs on a device; tensors that require gradients do so there."""
     return [
         leaf.detach().to(device).requires_grad_(leaf.requires_grad)

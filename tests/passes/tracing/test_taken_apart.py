@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import fxpipe
-from fxpipe.torchtools.pytrees import Parts, _Walk, apart, together
+from fxpipe.torchtools.pytrees import Parts, _Walk, taken_apart, together
 from tests.oracles import loop
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -48,7 +48,7 @@ class Found:
 def test_what_is_put_together_is_what_was_taken_apart() -> None:
     a, b = torch.randn(2), torch.randn(3)
     cache = Cache([Layer(a, seen={0: True}), Layer(b, b)], "one")
-    leaves, spec = pytree.tree_flatten(apart({"x": a, "cache": (cache, None, 3)}))
+    leaves, spec = pytree.tree_flatten(taken_apart({"x": a, "cache": (cache, None, 3)}))
     assert [leaf for leaf in leaves if isinstance(leaf, Tensor)] == [a, a, b, b]
     made = together(leaves, spec)
     found, nothing, three = made["cache"]
@@ -61,7 +61,7 @@ def test_what_is_put_together_is_what_was_taken_apart() -> None:
 
 
 def test_other_tensors_can_be_put_in_their_places() -> None:
-    leaves, spec = pytree.tree_flatten(apart(Cache([Layer(torch.zeros(1))], "one")))
+    leaves, spec = pytree.tree_flatten(taken_apart(Cache([Layer(torch.zeros(1))], "one")))
     doubled = [torch.ones(1) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     assert torch.equal(together(doubled, spec).layers[0].key, torch.ones(1))
 
@@ -70,19 +70,19 @@ def test_other_tensors_can_be_put_in_their_places() -> None:
     "value", [None, 3, "word", object(), nn.Linear(2, 2), Cache([], "empty"), int]
 )
 def test_what_holds_no_tensors_stays_as_it_is(value: Any) -> None:
-    assert apart(value) is value
+    assert taken_apart(value) is value
 
 
 def test_what_pytorch_knows_keeps_its_type() -> None:
     value = OrderedDict(a=[torch.zeros(1)], b=(torch.ones(1),))
-    assert type(apart(value)) is OrderedDict
-    assert not any(isinstance(x, Parts) for x in pytree.tree_leaves(apart(value)))
+    assert type(taken_apart(value)) is OrderedDict
+    assert not any(isinstance(x, Parts) for x in pytree.tree_leaves(taken_apart(value)))
 
 
 def test_an_object_that_holds_itself_is_no_trap() -> None:
     cache = Cache([Layer(torch.zeros(1))], "loop")
     cache.total = cache  # type: ignore[assignment]
-    made = together(*pytree.tree_flatten(apart(cache)))
+    made = together(*pytree.tree_flatten(taken_apart(cache)))
     assert torch.equal(made.layers[0].key, torch.zeros(1))
 
 
@@ -90,7 +90,7 @@ def test_objects_that_share_what_they_hold_are_walked_once_each() -> None:
     inner = Cache([], "empty")
     for depth in range(100):  # 2**100 ways lead to the first
         inner = Cache([inner, inner], str(depth))  # type: ignore[list-item]
-    made = apart(Found(torch.zeros(1), inner))
+    made = taken_apart(Found(torch.zeros(1), inner))
     assert isinstance(made, Parts)
     assert made.others["cache"] is inner
 
