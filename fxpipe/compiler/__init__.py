@@ -1,1 +1,1 @@
-"""From a model to what runs: tracing, placement, and the passes in their order."""
+"""From a model to a program: tracing, partitioning, and the list of passes."""

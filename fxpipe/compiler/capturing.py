@@ -1,4 +1,7 @@
-"""Which stages run by captured graphs, and how many slots each needs."""
+"""Which stages run as captured CUDA graphs, and how many slots each of them needs.
+
+A slot is one set of captured graphs of a stage, with memory for one micro-batch.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,11 @@ _HOST_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 def check_cuda_graphs(
     home: torch.device, *, recompute_check: bool, fuse_accumulation: bool
 ) -> None:
-    """Raises InputError where stages cannot be captured, or not with what else is asked for."""
+    """Check ``cuda_graphs=True``.
+
+    Raises:
+        InputError: the devices are not CUDA devices, or another option excludes captured graphs.
+    """
     if home.type != "cuda":
         raise InputError(
             f"cuda_graphs is True and the devices are {home.type.upper()} devices, which have "
@@ -46,7 +53,7 @@ def check_cuda_graphs(
 
 
 class Capturing:
-    """Puts captured kernels in place of plain ones, and keeps them."""
+    """Replaces the kernels of stages by captured ones, and keeps those for later calls."""
 
     def __init__(self, graphs: Callable[[], Graphs]) -> None:
         """Nothing is captured yet.
@@ -62,11 +69,11 @@ class Capturing:
 
     @property
     def kernels(self) -> list[Captured]:
-        """All of them."""
+        """All captured kernels."""
         return list(self._made.values())
 
     def captured(self, plan: Plan, schedule: Schedule, program: Program) -> list[Kernel]:
-        """Stage → what runs it. A stage that cannot be captured is told of, and runs as it is."""
+        """Stage → its kernel. A stage that cannot be captured keeps its kernel, with a warning."""
         key = id(plan), id(program)  # both are kept with what was found for them
         if key not in self._found:
             self._found[key] = plan, program, self._captured(plan, schedule, program)
@@ -108,11 +115,12 @@ class Capturing:
 
 
 def slots(program: Program) -> tuple[int, ...]:
-    """Stage → the most micro-batches that are in its graphs at once.
+    """Stage → the most micro-batches that occupy a slot of its graphs at once.
 
-    One is from its forward, or its recomputation, to the end of its backward, of both halves where
-    that is parted; and while a forward runs of which nothing is kept. Of batches that overlap, so
-    many steps are looked at that all which can be in flight are.
+    A micro-batch occupies its slot from its forward, or its recomputation, to the end of its
+    backward; where the backward has two halves, to the end of both. A forward that saves nothing
+    occupies a slot while it runs. Where batches overlap, several steps are counted, so that every
+    batch that can overlap another is among them.
     """
     most, held = [0] * program.stages, [0] * program.stages
     for list_ in unroll(program, 2 * program.depth + 1).lists:
@@ -130,7 +138,7 @@ def slots(program: Program) -> tuple[int, ...]:
 
 
 def obstacle(plan: Plan, stage: Stage) -> str | None:
-    """Why a stage cannot be captured, one clause; None where nothing is known that hinders."""
+    """Why a stage cannot be captured, as one clause; None if nothing is known to prevent it."""
     kernel = stage.kernel
     if not isinstance(kernel, GraphKernel):
         return "autograd drives its backward, as of all stages where there are leaf modules"
@@ -153,7 +161,7 @@ def obstacle(plan: Plan, stage: Stage) -> str | None:
 
 
 def _asks_the_host(node: fx.Node) -> bool:
-    """Whether a size or a number that it gives depends on data."""
+    """Whether the node gives a size or a number that depends on data, which the host must read."""
     return isinstance(node.target, torch._ops.OpOverload) and any(
         tag in node.target.tags for tag in _HOST_TAGS
     )

@@ -1,4 +1,4 @@
-"""What a call of one shape runs: all that compiling makes of it."""
+"""The result of compiling a call: graph, plan, kernels, schedule and program."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fxpipe.passes.tracing.loss_terms import Divisor
 
 @dataclass(frozen=True)
 class Compiled:
-    """What a call of one shape runs.
+    """All that runs a call of one kind and one batch shape.
 
     Attributes:
         traced: the graph of the whole model, and its loss where there is one.
@@ -26,10 +26,10 @@ class Compiled:
         schedule: the schedule.
         program: the program.
         purpose: what the call is for.
-        samples: those of the first micro-batch.
-        threads: how many run the devices' lists: 1, or one a device.
-        terms: micro-batch → what the terms of its loss are divided by, see loss_terms; empty where
-            the caller says how losses are weighted.
+        samples: how many samples the first micro-batch has.
+        threads: how many threads run the devices' instruction lists: 1, or one for each device.
+        terms: micro-batch → what each term of its loss is divided by, see ``loss_terms``; empty
+            where the caller says how losses are weighted.
     """
 
     traced: Traced
@@ -44,12 +44,12 @@ class Compiled:
 
     @property
     def results(self) -> frozenset[str]:
-        """The model's outputs that the program hands over."""
+        """The names of the model's outputs that the program returns to the caller."""
         values = {out.name for out in self.traced.outputs if isinstance(out, Value)}
         return self.plan.results & values
 
     def weighted(self, weights: Sequence[float]) -> Compiled:
-        """Where the losses of some micro-batches count for nothing, so do their gradients."""
+        """The same with kernels that discard the gradients of micro-batches of weight 0."""
         kernels = [
             kernels if weight else [Discarding(kernel) for kernel in kernels]
             for kernels, weight in zip(self.kernels, weights, strict=True)

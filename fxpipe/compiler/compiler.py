@@ -1,4 +1,4 @@
-"""From a model and a call to what runs: a plan with kernels, a schedule and a program."""
+"""Compile a call of a model: a plan with kernels, a schedule and a program."""
 
 from __future__ import annotations
 
@@ -45,22 +45,22 @@ from fxpipe.torchtools.untouched import untouched
 
 
 class Compiler:
-    """Has the passes run when a call needs them, and keeps what they make.
+    """Runs the passes when a call needs them, and keeps their results for later calls.
 
     Attributes:
-        options: what the pipe is to be.
-        choice: how many threads run the devices' lists.
-        timetable: the schedules.
-        plans: the plans.
-        capturing: captures the stages' graphs, where that is asked for.
+        options: the checked arguments of ``fxpipe.compile``.
+        choice: decides how many threads run the devices' instruction lists.
+        timetable: makes the schedules.
+        plans: makes the plans.
+        capturing: captures the stages' graphs, if ``cuda_graphs`` is set.
     """
 
     def __init__(self, options: Options, choice: Choice) -> None:
         """Nothing is traced yet.
 
         Args:
-            options: what the pipe is to be; the model's state is left alone.
-            choice: how many threads run the devices' lists.
+            options: the checked arguments of ``fxpipe.compile``; the model is not changed.
+            choice: decides how many threads run the devices' instruction lists.
         """
         self.options = options
         self.choice = choice
@@ -83,14 +83,14 @@ class Compiler:
         input_gradients: bool = False,
         outputs: bool = True,
     ) -> Compiled | None:
-        """What a call like an earlier one runs; None where something is to be compiled for it.
+        """What an earlier call of the same kind was compiled to; None if there was none.
 
         Args:
-            micro: as in ``compile``, and so are the others.
+            micro: as for ``compile``; the others as well.
             purpose: what the call is for.
             updates: whether the step updates the weights.
             input_gradients: whether inputs that require gradients get them.
-            outputs: whether the model's outputs are handed over.
+            outputs: whether the model's outputs are returned.
         """
         kind = _Kind(purpose, updates, _wants(micro.batch, input_gradients), outputs)
         found = self._known.get(self._key(micro, kind))
@@ -110,16 +110,16 @@ class Compiler:
         input_gradients: bool = False,
         outputs: bool = True,
     ) -> Compiled:
-        """Everything that a call needs; of what earlier calls needed nothing is made again.
+        """Compile a call. What was made for earlier calls is used again.
 
-        Nothing may change the model meanwhile, and nothing else may run: see ``fxpipe.turn``.
+        Meanwhile nothing may change the model, and no other call may run: see ``fxpipe.turn``.
 
         Args:
             micro: the call's inputs, and its targets for a step.
             purpose: what the call is for.
             updates: whether the step updates the weights.
             input_gradients: whether inputs that require gradients get them.
-            outputs: whether the model's outputs are handed over, each for the whole batch.
+            outputs: whether the model's outputs are returned, each for the whole batch.
         """
         kind = _Kind(purpose, updates, _wants(micro.batch, input_gradients), outputs)
         what = f"{type(self.options.model).__name__} for a {purpose} of {micro.batch.size} samples"
@@ -192,7 +192,7 @@ class Compiler:
         return compiled
 
     def _key(self, micro: MicroBatches, kind: _Kind) -> tuple[Any, ...]:
-        """All that decides what a call runs, the variant of the model's code first."""
+        """All that a call's compiled form depends on; the number of the variant comes first."""
         state = self.plans.look()
         if state[0] != self._variant:
             kept = self.plans.front_end.guards.kept
@@ -201,7 +201,7 @@ class Compiler:
         return state, micro.batch.key, micro.batch.size, len(micro), kind, self.choice.changes
 
     def weighed(self, compiled: Compiled, micro: MicroBatches) -> MicroBatches:
-        """The same, each weighted by what its loss counts in that of the batch.
+        """The same micro-batches, each with the weight of its loss in the batch's loss.
 
         Warns once where the loss is not that of the whole batch.
 
@@ -231,15 +231,15 @@ class Compiler:
 
     @property
     def verdict(self) -> Verdict | None:
-        """How well the stages are balanced, once there are any."""
+        """How well the stages are balanced; None before the model is partitioned."""
         return self._placement.verdict
 
     def sizes(self, compiled: Compiled, updates: bool) -> Sizes:
-        """What the stages compute and hold, in the samples of a micro-batch.
+        """What the stages compute and hold, as functions of the samples in a micro-batch.
 
         Args:
-            compiled: what is to be looked at.
-            updates: whether its steps update the weights.
+            compiled: a compiled step.
+            updates: whether the step updates the weights.
 
         Raises:
             InputError: the stages run leaf modules, whose sizes no graph tells.
@@ -266,7 +266,7 @@ class Compiler:
         )
 
     def _resized(self, compiled: Compiled, graph: Graph, samples: int, updates: bool) -> Compiled:
-        """The same stages for micro-batches of so many samples, to be looked at."""
+        """The same stages for micro-batches of another size; for predictions, never run."""
         traced, plan = compiled.traced, compiled.plan
         if samples != compiled.samples:
             traced, plan = self.plans.any_size(graph, samples)
@@ -274,8 +274,8 @@ class Compiler:
         return replace(compiled, traced=traced, plan=plan, program=program, samples=samples)
 
     def _peaks(self, compiled: Compiled, updates: bool) -> list[float]:
-        """Device → the most bytes that it is predicted to hold in a step, with what an optimizer
-        outside would."""
+        """Device → the most bytes that it is predicted to hold in a step. Without ``optimizer=``
+        the state of an Adam that the caller steps is included."""
         plan, schedule = compiled.plan, compiled.schedule
         state = compiled.traced.state_of(self.options.model)
         own = [[state[a.target] for a in stage.parameters] for stage in plan.stages]
@@ -290,12 +290,12 @@ class Compiler:
         return peaks
 
     def _remedies(self, compiled: Compiled, graph: Graph, samples: int, updates: bool) -> str:
-        """What to change for a step of so many samples to keep the memory limits."""
+        """Which options would let a step of this many samples keep the memory limits."""
         own = compiled.schedule
 
         def fits(schedule: Schedule) -> bool:
             if schedule.placement != own.placement or ("I" in schedule.kinds) != ("I" in own.kinds):
-                return False  # it has other stages, or other kernels
+                return False  # it would need other stages, or other kernels
             part = -(-samples // schedule.microbatches)
             other = self._resized(replace(compiled, schedule=schedule), graph, part, updates)
             return all(map(operator.le, self._peaks(other, updates), self._placement.limits))
@@ -321,7 +321,7 @@ class Compiler:
 
 
 class _Kind(NamedTuple):
-    """What a call is for, and what it gives back."""
+    """What a call is for, and what it returns."""
 
     purpose: Purpose
     updates: bool
@@ -330,14 +330,14 @@ class _Kind(NamedTuple):
 
 
 def _wants(batch: Batch, input_gradients: bool) -> tuple[bool, ...]:
-    """For each leaf whether the call hands its gradient back."""
+    """For each leaf of the batch: whether the call returns a gradient for it."""
     return tuple(
         input_gradients and isinstance(leaf, Tensor) and leaf.requires_grad for leaf in batch.leaves
     )
 
 
 def _exchangeable(traced: Traced, plan: Plan, other: Traced, other_plan: Plan) -> bool:
-    """Whether one program can run micro-batches of both graphs: the same edges and outputs."""
+    """Whether one program can run micro-batches of both graphs: edges and outputs are equal."""
 
     def outputs(graph: Traced) -> list[str | None]:
         return [out.name if isinstance(out, Value) else None for out in graph.outputs]

@@ -1,4 +1,4 @@
-"""Where a model's parameters and buffers lie: on the device of the stage that reads them."""
+"""Move parameters, buffers and inputs between devices: each tensor to the stage that reads it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from fxpipe.ir.plan import Plan
 
 
 def settle(plan: Plan, state: Mapping[str, Tensor], devices: tuple[torch.device, ...]) -> None:
-    """Move what each stage reads to its device. Tensors stay the same objects.
+    """Move each stage's parameters and buffers to its device. Tensors stay the same objects.
 
     Args:
-        plan: the stages, each of which alone reads its parameters and buffers.
+        plan: the stages; no two of them have the same parameter or buffer.
         state: name in the model → parameter, buffer or constant.
         devices: stage → its device.
     """
@@ -26,7 +26,7 @@ def settle(plan: Plan, state: Mapping[str, Tensor], devices: tuple[torch.device,
 
 
 def move(tensor: Tensor, device: torch.device) -> None:
-    """Move a tensor, and its gradient, to a device: the same object with other memory."""
+    """Move a tensor and its gradient to a device. It stays the same object."""
     if tensor.device == device:
         return
     with torch.no_grad():
@@ -39,7 +39,7 @@ def move(tensor: Tensor, device: torch.device) -> None:
 
 @contextmanager
 def gathered(model: nn.Module, others: Iterable[Tensor], device: torch.device) -> Iterator[None]:
-    """Within it all of a model lies on one device, where it can be called and traced."""
+    """Inside, the whole model is on one device, where it can be called and traced."""
     tensors = [*model.parameters(), *model.buffers(), *others]
     before = [tensor.device for tensor in tensors]
     try:
@@ -52,7 +52,7 @@ def gathered(model: nn.Module, others: Iterable[Tensor], device: torch.device) -
 
 
 def to_device(leaves: Iterable[Any], device: torch.device) -> list[Any]:
-    """Inputs on a device; tensors that require gradients do so there."""
+    """Copies of the inputs on a device; those that require gradients still do."""
     return [
         leaf.detach().to(device).requires_grad_(leaf.requires_grad)
         if isinstance(leaf, Tensor)

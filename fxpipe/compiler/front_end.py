@@ -1,6 +1,7 @@
-"""The front end: from a model and one micro-batch to a traced graph, with its loss.
+"""The front end: from a model, its loss and one micro-batch to a traced graph.
 
-It decides which submodules are called as they are; the passes make the graphs.
+It decides which submodules become leaf modules, which are called as they are. The graphs
+themselves are made by the tracing passes.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ Dims = Sequence[tuple[int, ...]]
 
 
 class FrontEnd:
-    """Traces a model, its loss, and the two as one graph. The model's state is left alone.
+    """Traces a model with its loss into one graph. The model's state is not changed.
 
     Attributes:
-        guards: what the traces depend on besides tensors.
+        guards: watches what the traces depend on besides tensors.
     """
 
     def __init__(self, options: Options) -> None:
@@ -52,14 +53,14 @@ class FrontEnd:
     def trace(
         self, batch: Batch, leaves: list[Any], size: int, with_loss_: bool, fixed: bool
     ) -> Traced:
-        """The graph of the model, and of its loss, for micro-batches like this one.
+        """The graph of the model, with or without its loss, for micro-batches like this one.
 
         Args:
             batch: the call.
             leaves: the flat inputs and targets of one micro-batch.
-            size: its samples.
-            with_loss_: whether the loss belongs to it.
-            fixed: whether it need hold for this size alone.
+            size: how many samples the micro-batch has.
+            with_loss_: whether the graph computes the loss, too.
+            fixed: whether the graph need hold for this size only.
         """
         options, loss = self.options, self.options.loss
         args, kwargs, targets = batch.unflatten(leaves)
@@ -109,13 +110,13 @@ class FrontEnd:
     def output_dims(
         self, traced: Traced, batch: Batch, leaves: list[Any], size: int
     ) -> Sequence[tuple[int, ...]] | None:
-        """For each flat output of a graph the dimensions that are the batch; None if nobody knows.
+        """For each flat output of a graph: which dimensions are the batch; None if unknown.
 
         Args:
             traced: the graph.
             batch: the call.
             leaves: the flat inputs and targets of one micro-batch.
-            size: its samples.
+            size: how many samples the micro-batch has.
         """
         args, kwargs, _ = batch.unflatten(leaves)
         dims: Dims = [() if dim is None else (dim,) for dim in batch.dims[: batch.inputs]]
@@ -123,17 +124,17 @@ class FrontEnd:
             return output_dims(self.options.model, args, kwargs, dims, _flat_outputs(traced), size)
 
     def _is_leaf(self, name: str, module: nn.Module) -> bool:
-        """Whether a submodule is called as it is."""
+        """Whether a submodule is a leaf module, which is called as it is."""
         symbolic = self.options.tracer == "symbolic"
         return name in self._leaves.modules or (symbolic and is_torchs(module))
 
     def refuse_two_traces(
         self, batch: Batch, leaves: list[Any], size: int, with_loss_: bool, error: TraceError
     ) -> None:
-        """After a graph was found to be wrong: a reason is that no two traces are the same.
+        """Trace once more after a graph was found to be wrong, and compare the two traces.
 
         Raises:
-            TraceError: so it is; names the line.
+            TraceError: the traces differ, so tracing is not deterministic; names the line.
         """
         graphs = [self.trace(batch, leaves, size, with_loss_, True) for _ in range(2)]
         line = differing_line(*(traced.graph for traced in graphs))
@@ -147,7 +148,7 @@ class FrontEnd:
     def _front_end(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], dims: Dims, size: int, fixed: bool
     ) -> Traced:
-        """The model's graph; where a line cannot be traced, a submodule around it is a leaf."""
+        """The model's graph. A submodule with a line that cannot be traced becomes a leaf."""
         while True:
             try:
                 traced = self._traced(self.options.model, args, kwargs, dims, size, fixed)
@@ -164,8 +165,11 @@ class FrontEnd:
     def _before(
         self, refusal: TraceError, args: tuple[Any, ...], kwargs: dict[str, Any], size: int
     ) -> Traced:
-        """The model's graph up to a line of its own that cannot be traced; the rest is a leaf."""
-        # what was asked for and cannot be called so is no line's fault
+        """The model's graph up to a line of its own ``forward`` that cannot be traced.
+
+        What follows that line becomes one leaf module.
+        """
+        # a leaf module that the user asked for and that does not fit is an error, not such a line
         model, possible = self.options.model, self.options.tracer == "export" and refusal.where
         calls = Calls(model, args, kwargs) if possible else None
         reached: list[str] = []
@@ -211,7 +215,7 @@ class FrontEnd:
     def _with_leaves(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], size: int, model: nn.Module
     ) -> Traced:
-        """The exported model's graph with its leaf modules; it holds for this size alone."""
+        """The exported model's graph with leaf modules; it holds for this batch size only."""
         leaves = dict(self._leaves.modules)
         if REST in model._modules:
             leaves[REST] = model.get_submodule(REST)
@@ -246,15 +250,15 @@ class FrontEnd:
         return traced
 
     def refuse_hidden(self, batch: Batch, leaves: list[Any], made: Any) -> None:
-        """See that the model trains nothing but its parameters.
+        """Check that the model trains nothing but its parameters.
 
         Args:
             batch: the call.
             leaves: the flat inputs and targets of one micro-batch.
-            made: what the model made of them with gradients enabled.
+            made: what the model returned for them with gradients enabled.
 
         Raises:
-            TraceError: gradients go to another tensor, too.
+            TraceError: a backward would also give a gradient to another tensor.
         """
         args, kwargs, _ = batch.unflatten(leaves)
         model = self.options.model
@@ -264,7 +268,7 @@ class FrontEnd:
             refuse_hidden(model, once, hidden(model, taken_apart(made), (args, kwargs)))
 
     def call(self, batch: Batch, leaves: list[Any], with_loss_: bool) -> tuple[Any, Tensor | None]:
-        """The model itself, and its loss, on one micro-batch."""
+        """Call the model itself on one micro-batch: its output and its loss, or None."""
         args, kwargs, targets = batch.unflatten(leaves)
         with assigned_in_place(self.options.model), checkpoints_opened():
             output = self.options.model(*args, **kwargs)
@@ -277,7 +281,7 @@ class FrontEnd:
 
 
 def _output_dims(traced: Traced, size: int) -> Dims:
-    """The dimensions of each flat output that are the batch; guessed where nothing tells."""
+    """For each flat output: which dimensions are the batch; guessed if the graph does not tell."""
 
     def dims(out: Any, value: Any) -> tuple[int, ...]:
         if isinstance(out, Value) and isinstance(value, Tensor):

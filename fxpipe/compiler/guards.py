@@ -1,9 +1,9 @@
-"""What a trace read besides tensors; where it has changed since, a call is traced anew.
+"""Guards: the Python state that a trace has read; if it changes, the next call is traced anew.
 
-A graph holds numbers, flags and submodules as they were when the model ran: ``self.scale``, the
-``p`` of a dropout, a weight of the loss in a closure. Each combination of their values that was met
-is a variant, with graphs of its own. Only names count that stand in code which ran: what a trainer
-keeps in a module for itself is no reason to trace anything.
+A graph holds numbers, flags and submodules as they were when the model was traced: ``self.scale``,
+the ``p`` of a dropout, a weight of the loss in a closure. Each combination of their values is a
+variant, with graphs of its own. Only names that occur in code which ran are watched, so attributes
+that a trainer keeps in a module for itself never cause a new trace.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ VARIANTS = 8
 
 @dataclass
 class _Variant:
-    """One combination of values.
+    """One combination of values of the Python state that traces have read.
 
     Attributes:
-        number: of all variants.
-        reads: what its traces read.
-        values: of all that.
+        number: identifies the variant.
+        reads: the names that its traces have read.
+        values: expression → its value, for everything that was read.
     """
 
     number: int
@@ -48,8 +48,8 @@ class Guards:
 
     Attributes:
         kept: the numbers of the variants whose graphs are kept.
-        modules: the model's.
-        parameters: the model's.
+        modules: the model's modules.
+        parameters: the model's parameters.
     """
 
     def __init__(
@@ -60,8 +60,7 @@ class Guards:
         Args:
             model: the model.
             loss: its loss function, if there is one.
-            leaves: name → submodule that is called as it is, which no trace looks into; there
-                may be more later.
+            leaves: name → leaf module, which no trace looks into. The mapping may grow later.
         """
         self._model = model
         self._loss = loss
@@ -74,15 +73,15 @@ class Guards:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """What runs inside, in this thread, is what a trace reads."""
+        """Note what the code that runs inside, in this thread, reads."""
         reads = self._reads = self._reads.copied()
-        # what ran by its identity, as its hash takes long, and whether it makes names of attributes
+        # code that ran → whether it makes names of attributes; by its identity, as its hash is slow
         known: dict[int, tuple[CodeType, bool]] = {}
-        # the collector runs, and calls these, in the midst of anything
+        # the garbage collector may run at any point, and calls these
         collecting = [getattr(callback, "__code__", None) for callback in gc.callbacks]
         leaves = {id(module) for module in self._leaves.values()}
         called: Any = nn.Module.__call__
-        leaf: FrameType | None = None  # it reads what it reads in every step
+        leaf: FrameType | None = None  # a leaf module reads its attributes anew in every step
 
         def profile(frame: FrameType, event: str, arg: Any) -> None:
             nonlocal leaf
@@ -110,7 +109,7 @@ class Guards:
             self._seen = None
 
     def variant(self) -> int:
-        """The number of the variant that is there now."""
+        """The number of the variant that the model is in now; a new one if its state is new."""
         if self._seen is not None and self._current is not None and self._seen.holds():
             return self._current.number
         looks: dict[int, Look] = {}
@@ -125,7 +124,7 @@ class Guards:
         return variant.number
 
     def settle(self) -> None:
-        """What has been set since the number was asked, as by a first run, is the same variant."""
+        """Take the present state for the same variant, such as after a first run has set it."""
         assert self._current is not None
         look = self._look(self._reads)
         if self._current.reads is self._reads and look.values != self._current.values:
@@ -174,7 +173,11 @@ class Guards:
 
 
 def _read(code: CodeType, module: dict[str, Any], reads: Reads) -> bool:
-    """Take down what code reads; whether that is the user's own, and makes names of attributes."""
+    """Note the names in a code object.
+
+    Returns:
+        Whether it is the user's own code, and computes names of attributes as it runs.
+    """
     if source.is_ours(code.co_filename):
         return False
     reads.codes.add(code)
@@ -190,7 +193,7 @@ def _read(code: CodeType, module: dict[str, Any], reads: Reads) -> bool:
 
 
 def _changed(old: dict[str, Any], new: dict[str, Any]) -> str:
-    """The first expression that gives another value than before."""
+    """The first expression whose value differs from before."""
     keys = (k for k in {**new, **old} if (k in old, old.get(k)) != (k in new, new.get(k)))
     return next(keys, "something")
 
@@ -204,7 +207,7 @@ def _strings(constants: Iterable[Any]) -> Iterator[str]:
 
 
 def _makes_names(code: CodeType) -> bool:
-    """Whether code asks for attributes by names that do not stand in it."""
+    """Whether code reads attributes by computed names, such as ``getattr(self, f"layer{i}")``."""
     if not {"vars", "__dict__", "__getattribute__"}.isdisjoint(code.co_names):
         return True
     arguments: list[dis.Instruction] | None = None

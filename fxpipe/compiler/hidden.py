@@ -1,7 +1,7 @@
-"""Tensors that need a gradient, and that neither a model's parameters nor its inputs are.
+"""Tensors that require a gradient and are neither parameters nor inputs of the model.
 
-A graph would take them for constants, and what backward adds to their ``.grad`` would be lost
-without a word: a loss that adds the model's own weights, a parameter that is kept in a list.
+A graph would take them for constants, so that they would silently get no gradient. Examples are
+the model's weights in a loss function, and a parameter that is kept in a plain list.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from fxpipe.errors import InputError, TraceError
 
 
 def hidden(model: nn.Module, made: Any, given: Any) -> list[Tensor]:
-    """The tensors beside the parameters and inputs to which a backward gives a gradient.
+    """The tensors other than parameters and inputs to which a backward gives a gradient.
 
-    Some may be of this one run: values that were computed without gradients, and require one.
+    Some may belong to this run only, such as ``torch.zeros(3, requires_grad=True)`` in forward.
 
     Args:
         model: the model.
-        made: what it made with gradients enabled.
-        given: what it was given, in any nest.
+        made: what it returned with gradients enabled.
+        given: its inputs, as any pytree.
     """
     known = {id(parameter) for parameter in model.parameters()}
     known |= {id(leaf) for leaf in pytree.tree_leaves(given)}
@@ -31,15 +31,15 @@ def hidden(model: nn.Module, made: Any, given: Any) -> list[Tensor]:
 
 
 def refuse_hidden(model: nn.Module, once: Sequence[Tensor], again: Sequence[Tensor]) -> None:
-    """See that no tensor outlasts a run to which both of two runs give a gradient.
+    """Refuse a tensor that ``hidden`` found in both of two runs: it is no value of one run.
 
     Args:
         model: the model.
-        once: what ``hidden`` found in one run.
-        again: the same of another run.
+        once: what ``hidden`` found in the first run.
+        again: what it found in the second run.
 
     Raises:
-        TraceError: there is one.
+        TraceError: there is such a tensor.
     """
     for tensor in again:
         if any(tensor is other for other in once):
@@ -51,15 +51,15 @@ def refuse_hidden(model: nn.Module, once: Sequence[Tensor], again: Sequence[Tens
 
 
 def refuse_hidden_in_loss(model: nn.Module, loss: Any, given: Any) -> None:
-    """See that the gradient of the loss reaches the model's output and the targets alone.
+    """Check that the loss has gradients only to the model's output and the targets.
 
     Args:
         model: the model.
-        loss: what the loss function made of ``given``.
-        given: the output and the targets, in any nest, none of which has a history.
+        loss: what the loss function returned for ``given``.
+        given: the output and the targets, as any pytree of detached tensors.
 
     Raises:
-        InputError: there is another tensor, such as a parameter of the model.
+        InputError: it has a gradient to another tensor, such as a parameter of the model.
     """
     known = {id(leaf) for leaf in pytree.tree_leaves(given)}
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -80,7 +80,7 @@ def refuse_hidden_in_loss(model: nn.Module, loss: Any, given: Any) -> None:
 
 
 def _leaves(made: Any) -> Iterator[Tensor]:
-    """The tensors to whose ``.grad`` a backward from there adds."""
+    """The tensors to whose ``.grad`` a backward from ``made`` adds."""
     tensors = [leaf for leaf in pytree.tree_leaves(made) if isinstance(leaf, Tensor)]
     yield from (leaf for leaf in tensors if leaf.is_leaf and leaf.requires_grad)
     nodes: list[Any] = [leaf.grad_fn for leaf in tensors if leaf.grad_fn is not None]

@@ -1,4 +1,4 @@
-"""Hooks that a trace would lose: those that act when a gradient is computed."""
+"""Refuse backward hooks of a model, which would be lost in its graphs."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from fxpipe.errors import TraceError, way_out
 
 
 def refuse_hooks(model: nn.Module, is_leaf: Callable[[str, nn.Module], bool]) -> None:
-    """See that nothing waits for the gradients of a model's parameters and modules.
+    """Check that no parameter has a hook on its gradient, and no module a backward hook.
 
     Args:
         model: the model.
-        is_leaf: whether a submodule, by name, is called as it is, with its hooks.
+        is_leaf: whether a submodule, given its name, is a leaf module, which keeps its hooks.
 
     Raises:
-        TraceError: something does; names the parameter or the module.
+        TraceError: there is such a hook; names the parameter or the module.
     """
     for name, parameter in model.named_parameters():
         if hooked(parameter):

@@ -1,5 +1,8 @@
-"""The submodules that are called as they are: those that were asked for, and, where a line cannot
-be traced, the smallest around it that can be called so."""
+"""Leaf modules: submodules that are called as they are, without being traced.
+
+The user asks for some. Where a line cannot be traced, the smallest submodule around it that can
+be called as it is becomes one, too.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +22,12 @@ _COST = (
 
 
 class Leaves:
-    """The leaf modules of a model, and its loss where that is called as it is.
+    """The leaf modules of a model, and whether its loss is one.
 
     Attributes:
         modules: name → submodule.
-        unasked: those that nobody asked for → the line that cannot be traced, and why.
+        unasked: leaf module that the user did not ask for → the line that cannot be traced, and
+            why.
         loss: whether the loss is called as it is.
     """
 
@@ -32,7 +36,7 @@ class Leaves:
 
         Args:
             model: the model.
-            asked: name → submodule that is to be called as it is.
+            asked: name → submodule that the user asked for as a leaf module.
         """
         self.modules = dict(asked)
         self.unasked: dict[str, str] = {}
@@ -41,20 +45,20 @@ class Leaves:
         self._told: set[str] = set()
 
     def renew(self) -> None:
-        """Take those that are there now, where the model's have been replaced."""
+        """Look the leaf modules up by name again, in case the model's have been replaced."""
         named = dict(self._model.named_modules())
         self.modules.update((name, named[name]) for name in self.modules if name in named)
 
     def grow(self, error: TraceError) -> TraceError | None:
-        """Let the smallest submodule around what cannot be traced be a leaf.
+        """Make the smallest submodule around a line that cannot be traced a leaf module.
 
-        Submodules of the same class, which would fail at the same line, become leaves with it.
+        Submodules of the same class would fail at the same line, so they become leaves with it.
 
         Args:
-            error: why the model cannot be traced with the present ones.
+            error: why the model cannot be traced with the present leaf modules.
 
         Returns:
-            Where there is none: the error to raise; see ``shrink``.
+            The error to raise if there is no such submodule, else None; see ``shrink``.
         """
         where, around = error.where, list(error.submodules)
         if isinstance(error, UnfitLeaf) and error.name in self.unasked:
@@ -73,18 +77,22 @@ class Leaves:
         return None
 
     def shrink(self, called: Collection[str] = ()) -> None:
-        """Forget those that nobody asked for, no earlier graph has, and this one does not call."""
+        """Forget leaf modules that the user did not ask for and that no graph calls.
+
+        Args:
+            called: those that the new graph calls. Those of earlier graphs stay as well.
+        """
         for left in self.unasked.keys() - self._told - set(called):
             del self.unasked[left], self.modules[left]
 
     def take_loss(self, error: TraceError) -> None:
-        """Let the loss be called as it is.
+        """Call the loss as it is from now on.
 
         Args:
             error: why it cannot be traced.
 
         Raises:
-            TraceError: the fault is no line's.
+            TraceError: the error itself, if it names no line of the user's code.
         """
         if not error.where:
             raise error
@@ -99,9 +107,9 @@ class Leaves:
         """Warn, once, that the rest of the model's own ``forward`` is called as it is.
 
         Args:
-            error: why.
-            calls: the submodules that it calls.
-            count: after how many of them the rest begins.
+            error: why it cannot be traced.
+            calls: the submodules that ``forward`` calls, in order.
+            count: after how many of these calls the rest begins.
         """
         if error.where in self._told:
             return
@@ -120,7 +128,7 @@ class Leaves:
         )
 
     def tell(self) -> None:
-        """Warn, once, of leaves that nobody asked for."""
+        """Warn, once, of leaf modules that the user did not ask for."""
         new = [
             name
             for name in self.unasked
@@ -146,7 +154,8 @@ class Leaves:
 
 
 def _alike(named: Mapping[str, nn.Module], name: str) -> Iterator[str]:
-    """A submodule, and all others of its class; it alone where it is PyTorch's or they nest."""
+    """The names of a submodule and of all others of its class; its name alone if the class is one
+    of PyTorch's, or if one of them is inside another."""
     kind = type(named[name])
     same = [other for other, module in named.items() if type(module) is kind]
     nested = any(type(m) is kind for each in same for m in list(named[each].modules())[1:])

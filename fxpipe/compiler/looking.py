@@ -1,8 +1,8 @@
-"""A look at all plain Python state that code which ran can read: its values, to compare later.
+"""Take a snapshot of the plain Python state that a model's code reads, to compare it later.
 
-From the model, its loss, the hooks of modules and the globals that the code names, it goes through
-attributes, entries of collections, classes, closures and functions, as far as code which ran reads
-them. It does not go into torch, nor into Python's own modules and objects.
+The search begins at the model, its loss, the hooks of modules and the globals that the code names.
+It follows attributes, entries of collections, classes, closures and functions, as far as code that
+ran reads them. It does not follow torch, nor Python's own modules and objects.
 """
 
 from __future__ import annotations
@@ -38,13 +38,14 @@ _MISSING = object()
 
 @dataclass
 class Reads:
-    """What code that ran names.
+    """The names in code that ran.
 
     Attributes:
-        names: in it, and strings, by which ``getattr`` may ask.
-        codes: what ran.
-        variables: a module's globals, by their identity and the name of one that is read.
-        makers: classes with methods that make names of attributes; any attribute may be read.
+        names: names in the code, and its strings, which may be passed to ``getattr``.
+        codes: the code objects that ran.
+        variables: (id of a module's globals, name of a global that is read) → these globals.
+        makers: classes with methods that compute names of attributes, so that any attribute may
+            be read.
     """
 
     names: set[str] = field(default_factory=set)
@@ -53,20 +54,20 @@ class Reads:
     makers: set[type] = field(default_factory=set)
 
     def copied(self) -> Reads:
-        """The same, which may grow."""
+        """A copy, to which names may be added."""
         return Reads({*self.names}, {*self.codes}, {**self.variables}, {*self.makers})
 
 
 @dataclass
 class Seen:
-    """What was there when it was last looked at, to see quickly that nothing has changed.
+    """The state as it was at the last look, for a quick test that nothing has changed.
 
     Attributes:
-        dicts: a dictionary, its length or None where that does not count, and some of its items.
-        lists: a list or a set, and a copy of it.
-        attributes: an object, the name of one of its attributes, and its value.
-        modules: the model's.
-        parameters: the model's.
+        dicts: (a dictionary, its length or None if that does not matter, the items that matter).
+        lists: (a list or a set, a copy of its entries).
+        attributes: (an object, the name of one of its attributes, its value).
+        modules: the model's modules.
+        parameters: the model's parameters.
     """
 
     dicts: list[tuple[Mapping[str, Any], int | None, list[tuple[str, Any]]]]
@@ -76,7 +77,7 @@ class Seen:
     parameters: list[Tensor]
 
     def holds(self) -> bool:
-        """Whether all is as it was."""
+        """Whether everything is as it was."""
         for held, length, items in self.dicts:
             if length is not None and len(held) != length:
                 return False
@@ -97,20 +98,20 @@ class Seen:
 
 
 class Look:
-    """One look.
+    """A snapshot of the state.
 
     Attributes:
-        values: what was found, by the expression that gives it.
-        seen: the same, to compare quickly.
+        values: expression, such as ``model.scale`` → its value.
+        seen: the same in a form that is quick to compare.
     """
 
     def __init__(self, reads: Reads, model: nn.Module, leaves: Iterable[str], loss: Any) -> None:
-        """Look at everything.
+        """Take the snapshot.
 
         Args:
-            reads: what code that ran names.
+            reads: the names in code that ran.
             model: the model.
-            leaves: names of submodules that are called as they are, which no trace looks into.
+            leaves: names of leaf modules, which no trace looks into.
             loss: its loss function, if there is one.
         """
         self.values: dict[str, Any] = {}
@@ -137,7 +138,7 @@ class Look:
                 self.values[path] = Same(value)
 
     def _at(self, path: str, value: Any) -> None:
-        """Take down what an expression gives; what it holds will be looked at later."""
+        """Note the value of an expression. What it contains is visited later."""
         while path in self.values:
             path += "'"
         if isinstance(value, _PLAIN):
@@ -146,10 +147,10 @@ class Look:
         first = self._first.setdefault(id(value), path)
         if first is path:
             self._rest.append((path, value))
-        self.values[path] = first, _kind(value)  # the first says what it holds
+        self.values[path] = first, _kind(value)  # its contents are noted under the first expression
 
     def _into(self, path: str, value: Any) -> None:
-        """Look at what a value holds."""
+        """Visit what a value contains."""
         if isinstance(value, _SEQUENCES):
             if len(value) <= LONG:
                 content = [*value]
@@ -189,7 +190,8 @@ class Look:
             self._at(f"{path}.__class__", type(value))
 
     def _module(self, path: str, root: nn.Module, leaves: Iterable[str] | None = None) -> None:
-        """A module with its submodules; without ``leaves``, graphs hold its very tensors."""
+        """Visit a module with its submodules. Without ``leaves`` it is not the model, and graphs
+        hold its parameters and buffers as constants."""
         modules = [(f"{path}.{name}" if name else path, m) for name, m in root.named_modules()]
         self._first.update((id(module), where) for where, module in modules)
         without = tuple(f"{path}.{leaf}" for leaf in leaves or ())
@@ -228,7 +230,7 @@ class Look:
             self._at(f"{path}.__bases__[{index}]", base)
 
     def _function(self, path: str, function: FunctionType) -> None:
-        """What a function reads besides its arguments and globals."""
+        """Visit what a function reads besides its arguments and globals."""
         self.seen.attributes.append((function, "__code__", function.__code__))
         if function.__code__ in self._reads.codes:
             self._held(path, function, ("__defaults__", "__kwdefaults__"))
@@ -260,13 +262,13 @@ class Look:
 
 
 def hooked(parameter: Tensor) -> bool:
-    """Whether hooks wait for a parameter's gradient."""
+    """Whether a parameter has hooks on its gradient."""
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 @dataclass(frozen=True, eq=False)
 class Same:
-    """Equal to the same object alone."""
+    """Compares an object by identity: equal only to a ``Same`` of the same object."""
 
     value: Any
 
@@ -278,7 +280,7 @@ class Same:
 
 
 def _kind(value: Any) -> Any:
-    """A value without what it holds, which is looked at for itself."""
+    """What is compared of a value itself; what it contains is noted separately."""
     if isinstance(value, _SEQUENCES) and len(value) <= LONG:
         return type(value), len(value)
     if _is_dict(value) and len(value) <= LONG:
@@ -292,17 +294,17 @@ def _kind(value: Any) -> Any:
 
 
 def _form(tensor: Tensor | None) -> Any:
-    """What a graph holds of a parameter or buffer."""
+    """The properties of a parameter or buffer that a graph depends on."""
     if tensor is None:
         return None
     if is_lazy(tensor):
-        return Same(tensor)  # it has no shape before the model has run
+        return Same(tensor)  # a lazy parameter has no shape before the model has run
     hooks = isinstance(tensor, nn.Parameter) and hooked(tensor)
     return tensor.shape, tensor.dtype, tensor.layout, hooks
 
 
 def _differ(new: Any, old: Any) -> bool:
-    """Whether two objects are more than two of the same plain value."""
+    """Whether two objects differ; two plain values that are equal do not."""
     return not (isinstance(old, _PLAIN) and type(new) is type(old) and new == old)
 
 
@@ -318,11 +320,11 @@ def _top(name: str) -> str:
 
 
 def _is_dict(value: Any) -> bool:
-    """Whether a value answers as dictionaries do."""
+    """Whether a value behaves like a dictionary."""
     return isinstance(value, dict) and type(value).get is dict.get
 
 
 def _is_record(cls: type) -> bool:
-    """Whether objects of a class have attributes to look at, as a model's configuration has."""
+    """Whether a class's objects have attributes to visit, such as a model's configuration."""
     own = _top(cls.__module__) not in OUTSIDE
     return own or f"{cls.__module__}.{cls.__qualname__}" in _RECORDS

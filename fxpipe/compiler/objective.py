@@ -23,16 +23,17 @@ Reduction = Literal["mean", "sum"]
 class Objective:
     """What a step minimises.
 
-    With micro-batches i of n_i samples, losses l_i and weights w_i, the loss of the batch is
-    Σ n_i l_i / Σ n_i for "mean", Σ l_i for "sum", and Σ w_i l_i / Σ w_i with a weight function, or
-    with what a mean over targets that count is divided by, see ``weighed``.
+    Micro-batch i has n_i samples, the loss l_i and the weight w_i. The loss of the batch is
+    Σ n_i l_i / Σ n_i for "mean", Σ l_i for "sum", and Σ w_i l_i / Σ w_i with a weight function.
+    The last holds, too, if the loss is a mean over targets that are not ignored; w_i is then their
+    number, see ``weighed``.
 
     Attributes:
         loss: ``loss(output, *targets)``, a scalar or one loss per sample; None where the model
             returns its loss.
         reduction: whether losses of samples are averaged or added up.
-        weight: ``weight(*targets)``, or of the model's inputs where the model returns its loss:
-            what a micro-batch counts for, such as its number of targets that are not masked.
+        weight: ``weight(*targets)`` → the weight of a micro-batch, such as how many of its
+            targets are not masked. It gets the model's inputs where the model returns its loss.
     """
 
     loss: Loss | None = None
@@ -40,10 +41,10 @@ class Objective:
     weight: Weight | None = None
 
     def __call__(self, output: Any, *targets: Any) -> Any:
-        """The loss function's value as one number; losses of samples are reduced.
+        """The loss of a micro-batch as a scalar; one loss per sample is reduced to it.
 
-        With weights they are added up and divided by the micro-batch's weight, which makes the
-        loss of the batch their sum divided by the batch's weight.
+        With weights, the samples' losses are added up and divided by the micro-batch's weight, so
+        that the loss of the batch is the sum over all samples divided by the batch's weight.
         """
         assert self.loss is not None
         value = self.loss(output, *targets)
@@ -57,7 +58,7 @@ class Objective:
         """What each micro-batch's loss is multiplied by.
 
         Raises:
-            InputError: a weight is no number of at least 0, or all are 0.
+            InputError: a weight is not a number of at least 0, or all weights are 0.
         """
         if self.weight is None:
             if self.reduction == "sum":
@@ -74,15 +75,15 @@ class Objective:
 
     @cached_property
     def averages(self) -> bool:
-        """Whether losses are averaged, and the caller does not say by what they are weighted."""
+        """Whether losses are averaged by samples, for the caller gives no weight function."""
         return self.weight is None and self.reduction == "mean"
 
     def advice(self, wrong: Divisor, batch: Batch) -> str:
-        """What to say where a loss is not that of the whole batch.
+        """The warning that losses of micro-batches do not average to the loss of the batch.
 
         Args:
-            wrong: what divides it.
-            batch: the call, whose inputs have names.
+            wrong: what divides the loss of a micro-batch.
+            batch: the call, for the names of its inputs.
         """
         where = f"the loss ({wrong.line})" if wrong.line else "the loss"
         if wrong.sums:
@@ -130,13 +131,14 @@ def weighed(
     """What each micro-batch's loss is multiplied by, so that the sum is the loss of the batch.
 
     Args:
-        terms: micro-batch → what the terms of its loss are divided by.
+        terms: micro-batch → what each term of its loss is divided by.
         micro: the batch; its weights are the micro-batches' shares of the samples.
         buffer: name → buffer.
 
     Returns:
-        The shares of the divisors, where all terms are means that have the same; else those of the
-        samples, and a divisor that has others, if one does.
+        The weights, and a divisor to warn of, or None. Where the divisors of all terms have the
+        same shares, such as of the targets that are not ignored, the weights are these shares.
+        Else they are the shares of the samples, and a divisor with other shares is returned.
     """
     shares, parts = micro.weights, micro.leaves
     wanted: list[Sequence[float]] = []
@@ -148,7 +150,7 @@ def weighed(
             ratios = _ratios(divisors, parts, shares, buffer)
         wanted.append(ratios)
         if divisor is not None and not _near(ratios, shares):
-            # what is the same in every micro-batch may divide a mean over samples
+            # a divisor that is the same in every micro-batch leaves a mean over samples one
             if divisor.told or not _near(ratios, [1 / len(parts)] * len(parts)):
                 wrong.append(divisor)
     means = all(divisor is not None and divisor.told for divisor in terms[0])
@@ -163,8 +165,11 @@ def _ratios(
     shares: Sequence[float],
     buffer: Callable[[str], Tensor],
 ) -> Sequence[float]:
-    """The shares of a term's divisors; none where they are not known. Those of the samples where
-    nothing counts, as in a batch of ignored targets, or where it fails, as the run then will."""
+    """Each micro-batch's share of a term's divisors; empty where they are not known.
+
+    The shares of the samples where all divisors are 0, as in a batch of ignored targets, or where
+    computing them fails, because the run will then fail with its own error.
+    """
     found: list[float] = []
     try:
         for divisor, leaves in zip(divisors, parts, strict=True):
@@ -182,14 +187,14 @@ def _ratios(
 
 
 def _counts_all(divisor: Divisor, batch: Batch) -> bool:
-    """Whether nothing is ignored, which a look at the whole batch tells soonest."""
+    """Whether no target of the batch is ignored; quicker than counting for each micro-batch."""
     if divisor.ignored is None:
         return False
     return not bool((batch.leaves[divisor.leaves[0]] == divisor.ignored).any())
 
 
 def _near(ratios: Sequence[float], others: Sequence[float]) -> bool:
-    """Whether two shares are one, up to rounding in single precision."""
+    """Whether two lists of shares are equal up to rounding in single precision."""
     return len(ratios) == len(others) and all(
         math.isclose(one, other, rel_tol=1e-5) for one, other in zip(ratios, others, strict=True)
     )

@@ -25,30 +25,31 @@ Tracer = Literal["export", "symbolic"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Options:
-    """What a pipe is to be. All that compiles, runs and describes it reads this value.
+    """The options of a pipe. All that compiles, runs and describes it reads this value.
 
     Attributes:
         model: the model, whose parameters are used as they are.
-        devices: where each device is, as it was asked for.
-        torch_devices: device → the torch.device of that.
-        recipe: the schedule of training steps with its delay, which places the stages.
-        microbatches: into how many a whole batch is split; None where nobody has said.
-        objective: the loss, and how those of micro-batches make that of the batch.
+        devices: device → where it is, as the user named it.
+        torch_devices: device → its torch.device.
+        recipe: the schedule of training steps with its delay, which also places the stages.
+        microbatches: into how many micro-batches a batch is split; None if it was not given.
+        objective: the loss, and how the losses of micro-batches make the loss of the batch.
         optimizer: from a stage's parameters to its optimizer; without it a step adds to ``.grad``.
         clip_norm: the greatest norm that gradients may have; None for any.
-        scaler: scales losses; None where nothing does.
-        recompute: which stages run their forwards again instead of keeping what backwards need.
+        scaler: scales losses, as in mixed precision; None for no scaling.
+        recompute: which stages run their forwards again instead of saving what backwards need.
         batch_dims: input → its dimension that is split.
         deferred_batchnorm: whether BatchNorm's statistics are updated once a step.
-        partition: how the model is to be cut.
+        partition: how the model is to be cut into stages.
         tracer: "export" or "symbolic".
         leaf_modules: name → submodule that is called as it is.
-        fuse_accumulation: whether products add gradients to sums in their own kernels.
+        fuse_accumulation: whether matrix products add gradients to their sums in one kernel.
         recompute_check: whether recomputations are compared with their forwards.
-        dispatch: who runs the devices' lists; None for who is faster.
+        dispatch: whether one thread or one per device runs the instruction lists; None for the
+            faster one.
         cuda_graphs: whether stages are captured into CUDA graphs.
         threads: intra-op threads of a device.
-        places: device → where it is, for devices with streams; none for CPU devices.
+        places: device → its torch.device, for devices with streams; empty for CPU devices.
         verbose: whether passes are printed as they run.
     """
 
@@ -82,7 +83,7 @@ class Options:
 
     @property
     def clips(self) -> bool:
-        """Whether every stage clips, or unscales, before it updates."""
+        """Whether every stage clips or unscales its gradients before it updates."""
         return self.clip_norm is not None or self.scaler is not None
 
     @property

@@ -1,10 +1,10 @@
 """Every pass from a model to a program, in the order in which they run.
 
-A line has a pass, the facts that it requires, those that it provides, and the fact that says
-whether it runs at all. Words before a fact say what is done to it: what requires a
-``differentiated plan`` stands behind what provides one. ``fxpipe.passes.runner`` runs the lists,
+A line has a pass, the facts that it requires, the facts that it provides, and the fact that says
+whether it runs at all. Words before a fact say what has been done to it: a pass that requires a
+``differentiated plan`` comes after one that provides it. ``fxpipe.passes.runner`` runs the lists,
 verifies each traced graph, plan, schedule and program that a pass makes, and takes the times that
-``verbose=True`` prints. What a list makes is kept: a call like an earlier one runs none of them.
+``verbose=True`` prints. Results are kept: a call like an earlier one runs no pass.
 """
 
 from __future__ import annotations

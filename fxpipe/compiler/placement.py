@@ -1,4 +1,4 @@
-"""Where the nodes of a model's graphs go: decided once, then kept for every further graph."""
+"""Assign the nodes of a model's graphs to stages: decided once, then followed by other graphs."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class Placement:
         """Nothing is placed yet.
 
         Args:
-            options: how the model is to be cut, for which devices.
-            timetable: the schedule of training steps, which places the stages.
+            options: how the model is to be cut, and for which devices.
+            timetable: makes the schedule of training steps, which places the stages on devices.
         """
         self.owners: Mapping[str, int] = {}
         self.costs: Mapping[int, Costs] = {}
@@ -73,9 +73,9 @@ class Placement:
             traced: the graph.
             values: an example of each input, by name.
             state: name in the model → parameter, buffer or constant.
-            wanted: the gradients that will be made.
-            microbatches: into how many a batch is split.
-            step: whether the graph is that of a step, whose memory ``keeps_limits`` judges.
+            wanted: the gradients that will be computed.
+            microbatches: into how many micro-batches a batch is split.
+            step: whether the graph is that of a step; ``keeps_limits`` then checks its memory.
 
         Raises:
             PartitionError: the model cannot be cut as asked.
@@ -107,7 +107,7 @@ class Placement:
             "nearest": nearest,
             "model": options.model,
         }
-        if machine.limited:  # else memory decides nothing, and the optimizer need not be asked
+        if machine.limited:  # else memory does not matter, and no optimizer need be made
             facts |= {"copies": self._copies, "undo": self._undo}
         assignment: Assignment = run_all(passes.PARTITION, facts)["assignment"]
         if partition.at is not None:
@@ -118,7 +118,7 @@ class Placement:
         return assignment
 
     def follow(self, traced: Traced, reference: Traced, assignment: Assignment) -> Assignment:
-        """The stages of a graph as another one has them."""
+        """The stages of a graph like those of a reference graph, which is assigned already."""
         facts = {"traced": traced, "reference": reference, "assignment": assignment}
         placed: Assignment = run_all(passes.FOLLOW, facts)["assignment"]
         return placed
@@ -130,7 +130,7 @@ class Placement:
         state: Mapping[str, Tensor],
         wanted: Wanted,
     ) -> Mapping[str, Any]:
-        """The facts of a graph whose nodes have their costs."""
+        """The facts that measuring a graph gives, with the costs of its nodes."""
         facts = {
             "traced": traced,
             "values": values,
@@ -147,7 +147,7 @@ class Placement:
 
     @property
     def verdict(self) -> Verdict | None:
-        """How well the stages are balanced, once there are any."""
+        """How well the stages are balanced; None before the first graph is placed."""
         return None if self._reference is None else self._reference[1].verdict
 
     @property
@@ -158,17 +158,17 @@ class Placement:
 
     @property
     def judged(self) -> bool:
-        """Whether the devices keep their limits as predicted, or have none."""
+        """Whether the devices are known to keep their limits as predicted, or have none."""
         return self._budget is not None and self._budget.kept
 
     def keeps_limits(self, peaks: Sequence[float]) -> bool:
-        """Whether the devices keep their limits. If not, a new graph is placed anew.
+        """Whether the devices keep their limits. If not, ``place`` cuts the next graph anew.
 
         Args:
             peaks: device → the most bytes that it is predicted to hold in a step.
 
         Raises:
-            PartitionError: they do not, and no other assignment is to be tried.
+            PartitionError: they do not, and no other cut may be tried.
         """
         assert self._budget is not None and self._machine is not None and self.verdict is not None
         kept = self._budget.keeps(self.verdict.loads, self._machine, peaks)
@@ -178,15 +178,17 @@ class Placement:
 
     @cached_property
     def _copies(self) -> float:
-        """How often a parameter that is trained stands in memory: its versions, its gradient and
-        its optimizer state; and, where an update may happen among other tasks, what undoes it."""
+        """How many tensors of its size a trained parameter needs in memory: its versions, its
+        gradient and its optimizer state; and, where updates run among other tasks, the copies
+        that can undo an update."""
         schedule = self._schedule
         copies = max(schedule.delays) + 2 + self._state + schedule.predict
         return copies + self._undoing if schedule.overlaps else copies
 
     @property
     def _undo(self) -> float:
-        """The same of what undoes an update when nothing is saved any more."""
+        """How many copies of a parameter's size are kept to undo an update that comes after all
+        backwards, when no saved values are in memory any more."""
         return 0.0 if self._schedule.overlaps else self._undoing
 
     @property

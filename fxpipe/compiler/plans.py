@@ -1,4 +1,4 @@
-"""From one call to its plan: traced, placed, cut, differentiated and checked, each kept."""
+"""Make the plan of a call: trace, place, cut, differentiate and check; each result is kept."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from fxpipe.torchtools.untouched import intra_op_threads, untouched
 
 @dataclass(frozen=True)
 class Call:
-    """What a plan is for: the micro-batches of one size of a call.
+    """What a plan is made for: all micro-batches of a call that have the same size.
 
     Attributes:
         batch: the call's inputs, and its targets for a step.
-        leaves: those of one micro-batch.
-        size: its samples.
+        leaves: the flat inputs and targets of one micro-batch.
+        size: how many samples the micro-batch has.
         purpose: what the call is for.
-        wants: for each leaf whether the call hands its gradient back.
-        schedule: of the call.
-        fixed: whether the graph shall be for this size alone; None where that does not matter.
+        wants: for each leaf whether the call returns a gradient for it.
+        schedule: the call's schedule.
+        fixed: whether the graph shall hold for this size only; None if it does not matter.
     """
 
     batch: Batch
@@ -52,29 +52,29 @@ class Call:
 
     @property
     def uniform(self) -> bool:
-        """Whether all micro-batches of the call are of this size."""
+        """Whether all micro-batches of the call have this size."""
         return self.batch.size % self.schedule.microbatches == 0
 
     @property
     def with_loss(self) -> bool:
-        """Whether the loss is a part of the graph."""
+        """Whether the graph computes the loss."""
         return self.purpose == "step"
 
     @property
     def parted(self) -> bool:
-        """Whether backwards are in halves."""
+        """Whether backwards are split into two halves."""
         return "I" in self.schedule.kinds
 
     def without_data(self) -> Call:
-        """The same without data, which goes when nobody else holds it."""
+        """The same call with tensors without data, so that it does not keep the batch alive."""
         return self._mapped(lambda tensor: tensor.detach().to("meta"))
 
     def zeros(self) -> Call:
-        """The same with zeros for data, on the CPU."""
+        """The same call with zeros for data, on the CPU."""
         return self._mapped(lambda tensor: torch.zeros_like(tensor, device="cpu"))
 
     def resized(self, size: int) -> Call:
-        """The same for micro-batches of another size, of zeros."""
+        """The same call for micro-batches of another size, with zeros for data."""
 
         def change(leaf: Any, dim: int | None) -> Any:
             if dim is None or not isinstance(leaf, Tensor):
@@ -91,12 +91,12 @@ class Call:
 
 @dataclass(frozen=True)
 class Graph:
-    """A traced graph with its place in the pipeline.
+    """A traced graph with the stages of its nodes.
 
     Attributes:
         traced: the graph.
         assignment: the stage of every node.
-        call: what it was traced for, without data.
+        call: the call that it was traced for, without data.
     """
 
     traced: Traced
@@ -105,10 +105,10 @@ class Graph:
 
 
 class Plans:
-    """The plans of a model, a plan for each kind of call and size of micro-batch.
+    """The plans of a model: one for each kind of call and size of micro-batch.
 
-    A kind of call whose micro-batches all have one size gets a graph for that size alone, which is
-    traced in a half to a quarter of the time; where others come, they share one for any size.
+    As long as all micro-batches of a kind of call have one size, its graph is traced for that size
+    only, which takes a half to a quarter of the time. Further sizes share one graph for any size.
 
     Attributes:
         front_end: traces the model.
@@ -119,14 +119,14 @@ class Plans:
         """Nothing is traced yet.
 
         Args:
-            options: what the pipe is to be.
+            options: the checked arguments of ``fxpipe.compile``.
             placement: assigns the nodes of the model's graphs to stages.
         """
         self.options = options
         self.front_end = FrontEnd(options)
         self.graphs: dict[Any, Graph] = {}
         self._placement = placement
-        # kind of call → the size that came first and has a graph of its own, if any
+        # kind of call → the first size, which has a graph for itself; None if there is none
         self._first: dict[Any, int | None] = {}
         self._dims: dict[Any, Sequence[tuple[int, ...]] | None] = {}
         self._plans: dict[Any, Plan] = {}
@@ -137,12 +137,12 @@ class Plans:
         self._state: tuple[Any, ...] = ()
 
     def look(self) -> tuple[Any, ...]:
-        """See what traces depend on besides the call, and whether it is as it was, before ``plan``.
+        """Look at the state that traces depend on besides the call; to be called before ``plan``.
 
-        Graphs of what was long ago are forgotten.
+        Graphs of variants that were not used for long are forgotten.
 
         Returns:
-            What was seen; first the number of the variant, see ``Guards``.
+            A key of the state. Its first item is the number of the variant, see ``Guards``.
         """
         guards = self.front_end.guards
         variant = guards.variant()
@@ -166,7 +166,7 @@ class Plans:
     def plan(self, call: Call) -> tuple[Traced, Plan]:
         """The whole model's graph and its plan, whose stages are on their devices.
 
-        It is traced, measured and checked with the whole model on the first of them.
+        It is traced, measured and checked with the whole model on the first device.
 
         Raises:
             TraceError: the model cannot be traced, or its trace computes something else.
@@ -191,25 +191,24 @@ class Plans:
         return traced, plan
 
     def settle(self, traced: Traced, plan: Plan, schedule: Schedule) -> None:
-        """Let each stage's tensors lie where it runs, before a call of any kind."""
+        """Before a call of any kind, move each stage's tensors to the device where it runs."""
         if self.options.places:
             stage_devices = tuple(self.options.places[device] for device in schedule.placement)
             settle(plan, traced.state_of(self.options.model), stage_devices)
 
     def forget(self) -> None:
-        """Place and differentiate all graphs anew; what was traced is kept."""
+        """Forget all plans, so that graphs are placed and differentiated anew; keep the traces."""
         for kept in (self.graphs, self._plans, self._placed_plans, self._checked):
             kept.clear()
 
     def graph_of(self, traced: Traced) -> Graph:
-        """The graph that a plan was made of."""
+        """The graph that a plan was made from."""
         return next(g for g in self.graphs.values() if g.traced.module is traced.module)
 
     def any_size(self, graph: Graph, size: int) -> tuple[Traced, Plan]:
-        """The same stages for micro-batches of a size, of a graph for any size where the model has
-        one.
+        """The same stages for micro-batches of another size, of a graph for any size if there is one.
 
-        It is to be looked at: it is made for zeros, compared with nothing, and not kept.
+        The plan is for predictions only: it is made for zeros, not checked, and not kept.
 
         Raises:
             FxpipeError: as ``plan``, or the model does not take zeros.
@@ -225,7 +224,7 @@ class Plans:
             return other.traced, self._differentiated(other, here.resized(size))
 
     def output_dims(self, call: Call, traced: Traced) -> Traced:
-        """The call's graph, with it known which dimensions of its outputs are the batch."""
+        """The call's graph, completed by which dimensions of its outputs are the batch."""
         if all(out.dims is not None for out in traced.outputs):
             return traced
         key = self._graph_key(call), call.size
@@ -239,7 +238,7 @@ class Plans:
 
     @contextmanager
     def _gathered(self, call: Call) -> Iterator[Call]:
-        """Inside, the model and the call are on the first device, where it has several."""
+        """Inside, the model and the call's tensors are on the first of several devices."""
         if not self.options.places:
             yield call
             return
@@ -274,7 +273,7 @@ class Plans:
         return plan
 
     def _check(self, call: Call, traced: Traced, plan: Plan) -> None:
-        """Compare a plan with the model, where none like it was."""
+        """Compare a plan with the model, unless a plan like it was compared before."""
         gradients = call.purpose != "infer"
         like = (id(traced), gradients, call.parted)
         if like in self._checked:
@@ -305,7 +304,7 @@ class Plans:
                 with torch.enable_grad():
                     self.front_end.refuse_hidden(batch, leaves, made.pop())
         self._checked.add(like)
-        self.front_end.guards.settle()  # what the model has set as it ran is no new state
+        self.front_end.guards.settle()  # attributes that this run has set make no new variant
 
     def _graph(self, call: Call) -> Graph:
         key = self._graph_key(call)
@@ -327,7 +326,7 @@ class Plans:
         return graph
 
     def _relayed(self, call: Call, traced: Traced, assignment: Assignment) -> Graph:
-        # a call without gradients has the graph of one with them
+        # a call without gradients uses the graph that was made for gradients
         wanted = _wanted(traced, "step" if call.with_loss else "call")
         state = traced.state_of(self.options.model)
         trained = {a.name for a in traced.parameters if state[a.target].requires_grad}
@@ -356,7 +355,7 @@ class Plans:
         return self._graph_key(call), call.size, call.purpose, call.wants, call.parted
 
     def _graph_key(self, call: Call) -> tuple[Any, ...]:
-        """All that a trace depends on, its size last if it is for that alone."""
+        """All that a trace depends on; the size comes last if the graph holds for it only."""
         kind = *self._state, call.batch.key, call.with_loss
         fixed = call.fixed
         if fixed is None:
@@ -366,7 +365,7 @@ class Plans:
 
 
 def _values(traced: Traced, leaves: Sequence[Any], wants: Sequence[bool] = ()) -> dict[str, Any]:
-    """Input value → a micro-batch's leaf; those that want a gradient require it."""
+    """Input value → the micro-batch's leaf; leaves that want a gradient require it."""
     values: dict[str, Any] = {}
     for index, (name, leaf) in enumerate(zip(traced.inputs, leaves, strict=True)):
         if name is not None:

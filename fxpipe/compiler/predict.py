@@ -27,13 +27,14 @@ def plan_sizes(
     optimizers: Sequence[Optimizer | None],
     schedule: Schedule,
 ) -> Sizes:
-    """The bytes of what a plan's stages hold, with what their optimizers hold after a step.
+    """The bytes that a plan's stages hold, with the state of their optimizers after a step.
 
     Args:
         plan: the plan.
         state: name in the model → parameter or buffer.
         optimizers: stage → its optimizer.
-        schedule: whether batches overlap, which decides what an update keeps to be undone.
+        schedule: the schedule; where its batches overlap, updates keep more so that they can be
+            undone.
     """
     if not any(optimizers):
         return sizes_of(plan, state)
@@ -50,7 +51,7 @@ def _resting(optimizer: Optimizer, schedule: Schedule) -> Resting:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     trained = sum(p.nbytes for p in parameters if p.requires_grad)
     undo = undo_bytes(schedule, state, sum(p.nbytes for p in parameters), trained)
-    if schedule.predict:  # batches read copies, and the newest version stands besides
+    if schedule.predict:  # batches read copies, beside which the newest version is kept
         state += trained
     return Resting(state, step, int(undo))
 
@@ -65,13 +66,13 @@ def predict(
     overlap: bool,
     steps: int | None,
 ) -> Simulation:
-    """Simulate a program with what its plan was measured to cost.
+    """Simulate a program with the costs that were measured on its plan.
 
     Raises:
-        InputError: nothing was measured and no costs are given, or these do not fit.
+        InputError: nothing was measured and no costs are given, or the given costs do not fit.
     """
     given: dict[Key, float] = dict((costs or {}).items())
-    # what is given for a letter goes before what was measured of it on each stage
+    # costs that are given for a kind of task replace those that were measured for it
     known = {key: t for key, t in measured_costs(plan).items() if key[0] not in given} | given
     if not known:
         raise InputError(
@@ -82,7 +83,7 @@ def predict(
 
 
 def predicted_peaks(plan: Plan, program: Program, sizes: Sizes) -> list[int]:
-    """Device → the most bytes that it is predicted to hold, as ``pipe.simulate()`` has it."""
+    """Device → the most bytes that it is predicted to hold, as ``pipe.simulate()`` shows it."""
     found = predict(plan, program, sizes, None, links=None, overlap=True, steps=None)
     return [memory.peak for memory in found.memory]
 
@@ -92,7 +93,7 @@ def split_target(
 ) -> tuple[tuple[Any, ...], Any]:
     """Inputs and target of a call such as ``profile(x, y)``.
 
-    The last argument is the target where the model's forward does not take so many.
+    The last argument is the target if the model's forward does not take that many arguments.
     """
     try:
         inspect.signature(model.forward).bind(*args, **kwargs)

@@ -1,7 +1,7 @@
-"""What a model changes besides tensors while it runs: attributes of its modules, random generators.
+"""Refuse models that change Python state while they run: attributes, random generators.
 
-A graph computes tensors from tensors. Were a counter or a list traced, it would stay for ever what
-it was when the model was traced, and nobody would notice.
+A graph computes tensors from tensors. A counter or a list would silently stay for ever what it was
+when the model was traced.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ _OWN = frozenset(vars(nn.Module()))
 def refuse_changes(
     model: nn.Module, leaves: Mapping[str, nn.Module], run: Callable[[], Any]
 ) -> Any:
-    """Run a model, and see that it changes nothing that a graph cannot hold.
+    """Run a model, and check that it changes nothing that a graph cannot hold.
 
-    What the first run sets and the second finds set, such as a table that is made when it is
-    needed, is no change.
+    An attribute that the first run sets and the second run leaves alone, such as a table that is
+    made when it is first needed, does not count as changed.
 
     Args:
         model: the model.
-        leaves: its submodules that are called as they are, which may do what they like.
-        run: runs it.
+        leaves: its leaf modules, which may change what they like.
+        run: runs the model.
 
     Returns:
-        What ``run`` gives.
+        What ``run`` returns.
 
     Raises:
         TraceError: it changes an attribute, or draws from Python's or NumPy's random generator;
@@ -72,7 +72,7 @@ def refuse_changes(
 
 @dataclass(frozen=True)
 class _Attribute:
-    """An attribute of a module that is no parameter, buffer or submodule."""
+    """An attribute of a module that is neither a parameter nor a buffer nor a submodule."""
 
     module: str
     owner: str
@@ -112,7 +112,7 @@ class _Attribute:
 
 
 class _Missing:
-    """Stands for an attribute that is not there."""
+    """Stands for the value of an attribute that does not exist."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ def _generators() -> Iterator[_Generator]:
 
 
 def _same(new: Any, old: Any) -> bool:
-    """Whether an attribute is as it was; tensors and objects by what they are."""
+    """Whether an attribute is as it was; tensors and other objects are compared by identity."""
     (value, content), (before, content_before) = new, old
     if isinstance(value, dict):
         content, content_before = tuple(content.items()), tuple(content_before.items())
@@ -178,7 +178,7 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def _line_that_changes(watched: _Attribute | _Generator, run: Callable[[], Any]) -> str:
-    """The user's line after which something is not as it was, from one more run."""
+    """The user's line that changes an attribute or a generator; found by one more run."""
     before = watched.look()
     last: list[tuple[str, int, str]] = []
     found: list[tuple[str, int, str]] = []

@@ -1,4 +1,4 @@
-"""What a step that breaks its memory limits would keep them with."""
+"""Find options with which a step that exceeds its memory limits would keep them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _LESS_MEMORY = ("1f1b", "interleaved-1f1b", "zb-h1", "v-half", "v-min")
 def remedies(
     timetable: Timetable, schedule: Schedule, samples: int, fits: Callable[[Schedule], bool]
 ) -> str:
-    """One option of each kind that is enough by itself, as a sentence's end.
+    """The options that would each be enough alone, at most one of a kind, as a sentence's end.
 
     Args:
-        timetable: what the pipe's schedules are made by.
-        schedule: the one that breaks the limits.
-        samples: those of the batch.
+        timetable: makes the pipe's schedules.
+        schedule: the schedule whose step exceeds the limits.
+        samples: how many samples the batch has.
         fits: whether the same stages would keep the limits under a schedule; raises FxpipeError
             where they cannot run it.
     """
@@ -41,9 +41,9 @@ def remedies(
 def _first(
     kind: Iterable[tuple[str, Timetable, int]], fits: Callable[[Schedule], bool]
 ) -> Iterator[str]:
-    """The first that fits."""
+    """The description of the first option that fits; nothing if none does."""
     for text, timetable, microbatches in kind:
-        with suppress(FxpipeError):  # what does not fit the pipe is none
+        with suppress(FxpipeError):  # an option that the pipe cannot run with is left out
             if fits(timetable.schedule(microbatches, "step")):
                 yield text
                 return

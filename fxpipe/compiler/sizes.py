@@ -1,5 +1,5 @@
-"""``pipe.sizes``: what stages compute as expressions in the samples of a micro-batch, and the
-largest micro-batch that fits."""
+"""``pipe.sizes``: FLOPs and bytes of the stages as expressions in the samples of a micro-batch,
+and the largest micro-batch that fits into memory."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _MOST = 1 << 20
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes and FLOPs of the stages in ``b``, the samples of a micro-batch, and what that needs.
+    """FLOPs and bytes of the stages as expressions in ``b``, the samples of a micro-batch.
 
     Attributes:
-        stages: stage → FLOPs, and bytes saved and sent, for a micro-batch.
-        devices: what each device is called.
+        stages: stage → FLOPs, bytes saved and bytes sent for a micro-batch.
+        devices: device → its name.
         limits: device → bytes that it may hold; infinite where there is no limit.
-        samples: those of a micro-batch as it is.
-        peaks: samples of a micro-batch → device → the most bytes that it is predicted to hold in a
-            step with these stages, recompute and optimizer: ``simulate``'s figure. Without an
-            optimizer, with the state of an Adam outside.
+        samples: how many samples a micro-batch has now.
+        peaks: samples of a micro-batch → for each device the most bytes that it is predicted to
+            hold in a step with these stages, recompute and optimizer, as ``simulate`` shows it.
+            Without ``optimizer=`` the state of an Adam that the caller steps is included.
     """
 
     stages: tuple[Extent, ...]
@@ -41,9 +41,9 @@ class Sizes:
 
     @cached_property
     def largest(self) -> int | None:
-        """The most samples of a micro-batch with which all devices are predicted to keep their
-        limits, for these stages; 0 where none does, None where there is no limit or none is reached
-        by 2²⁰ samples.
+        """The most samples that a micro-batch may have, with these stages, so that all devices are
+        predicted to keep their limits. 0 if not even one sample fits; None if there is no limit,
+        or 2²⁰ samples still fit.
 
         Raises:
             TraceError: the model cannot be traced for another size.
@@ -62,7 +62,8 @@ class Sizes:
         return None if low == _MOST else low
 
     def _guess(self, known: dict[int, Sequence[float]]) -> int:
-        """Where the limits are reached if memory grows as between the two sizes nearest to that."""
+        """How many samples reach the limits if memory grows linearly, as between the two known
+        sizes that are nearest to the limits."""
         if len(known) == 1:
             return max(known) // 2
         (a, at_a), (b, at_b) = sorted(known.items())[-2:]
@@ -89,7 +90,7 @@ class Sizes:
         return "\n".join([*lines, "b: samples in a micro-batch", *self.verdict()])
 
     def verdict(self) -> Sequence[str]:
-        """A line on the largest micro-batch; none where memory is not limited."""
+        """A line on the largest micro-batch; no line where memory is not limited."""
         if all(limit == math.inf for limit in self.limits):
             return []
         try:

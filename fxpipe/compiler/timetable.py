@@ -1,4 +1,4 @@
-"""The schedules of a pipe: that of its steps, and those of its calls over the same placement."""
+"""The schedules of a pipe: one for its steps, others for its calls, all with one placement."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ Purpose = Literal["step", "call", "infer"]
 
 
 class Timetable:
-    """Makes each schedule once, verified, with what the pipe's options add to it."""
+    """Makes and verifies each schedule once, with the recomputes and clips of the options."""
 
     def __init__(self, options: Options, whole: int = 0) -> None:
         """No schedule is made yet.
 
         Args:
             options: the recipe of steps, and what is added to its schedules.
-            whole: into how many micro-batches a batch was split at most, so far.
+            whole: the most micro-batches that a batch was split into so far.
         """
         self._options = options
         self._whole = max(options.microbatches or 0, whole)
@@ -33,12 +33,12 @@ class Timetable:
     def schedule(self, microbatches: int, purpose: Purpose) -> Schedule:
         """The schedule of a step, or of a call.
 
-        A short batch, as the last of an epoch may be, has fewer micro-batches than a whole one:
-        where they are too few to overlap with the schedule's delay, its step ends with a flush.
+        A short batch, such as the last of an epoch, has fewer micro-batches than a whole one. If
+        they are too few to overlap with the schedule's delay, its step ends with a flush.
 
         Raises:
-            InputError: it cannot serve the purpose.
-            VerificationError: it is wrong.
+            InputError: the schedule cannot serve the purpose.
+            VerificationError: the schedule is wrong.
         """
         key = (microbatches, purpose)
         if key not in self._made:
@@ -64,10 +64,10 @@ class Timetable:
         return schedule
 
     def for_placing(self, microbatches: int) -> Schedule:
-        """The schedule of steps by whose memory the model is cut, which nobody runs: not verified.
+        """The schedule by whose memory needs the model is cut. It is never run, nor verified.
 
         Args:
-            microbatches: into how many the batch at hand is split.
+            microbatches: into how many micro-batches the present batch is split.
         """
         recipe, recompute = self._options.recipe, self._options.recompute
         schedule = recipe(len(self._options.devices), recipe.microbatches or microbatches)
@@ -75,7 +75,7 @@ class Timetable:
         return passes.RECOMPUTE(facts) if passes.RECOMPUTE.runs(facts) else schedule
 
     def changed(self, **options: Any) -> Timetable:
-        """Another one, of the same options but for these."""
+        """A timetable with some options changed."""
         return Timetable(replace(self._options, **options), self._whole)
 
     def _written(self, microbatches: int, purpose: Purpose) -> Schedule:

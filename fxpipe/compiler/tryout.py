@@ -1,7 +1,7 @@
-"""The model and its loss, called as they are on the first micro-batch, before they are traced.
+"""Call the model and its loss on the first micro-batch before they are traced.
 
-What is wrong with the inputs or the loss is told here in its own words; a tracer would tell it in
-those of its insides.
+What is wrong with the inputs or the loss is thus reported in terms of the user's own code, not of
+a tracer's insides.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def try_model(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     """
     try:
         with torch.no_grad(), warnings.catch_warnings():
-            # of torch.utils.checkpoint, and only without gradients true
+            # torch.utils.checkpoint warns that no input requires a gradient: true only here
             warnings.filterwarnings("ignore", "None of the inputs have requires_grad=True")
             return model(*args, **kwargs)
     except Exception as error:
@@ -51,17 +51,21 @@ def run_model(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> Any:
-    """The model's output; what it reads is noted, and it may change nothing that no graph holds.
+    """Run the model under its guards, and check that it changes nothing that a graph cannot hold.
 
     Args:
         model: the model.
-        guards: note what it reads.
-        called: its submodules that are called as they are.
+        guards: note what the model reads.
+        called: its leaf modules.
         args: positional inputs of one micro-batch.
         kwargs: keyword inputs of one micro-batch.
 
+    Returns:
+        The model's output.
+
     Raises:
-        InputError, TraceError: the model itself raises, or changes more.
+        InputError: the model itself raises.
+        TraceError: it changes an attribute or a random generator, see ``refuse_changes``.
     """
     with same_sizes(model):
         run = guards.reading()(lambda: try_model(model, args, kwargs))
@@ -69,15 +73,15 @@ def run_model(
 
 
 def refuse_sparse(model: nn.Module, inputs: Mapping[str, Any], tracer: str) -> None:
-    """See that the model trains dense tensors alone, and reads none that cannot be traced.
+    """Check that all parameters are dense, and that the tracer takes the layouts of all inputs.
 
     Args:
         model: the model.
-        inputs: those of one micro-batch, by name.
-        tracer: by which it will be traced.
+        inputs: the inputs of one micro-batch, by name.
+        tracer: the tracer that will be used.
 
     Raises:
-        InputError: it trains, or reads, another.
+        InputError: a parameter is sparse, or a tensor has a layout that cannot be traced.
     """
     for name, parameter in model.named_parameters():
         if parameter.layout is not torch.strided:
@@ -103,17 +107,17 @@ def output_dims(
     outputs: Sequence[Any],
     size: int,
 ) -> list[tuple[int, ...]] | None:
-    """For each flat output the dimensions that are the batch; (0,) for a number that counts it.
+    """For each flat output: which dimensions are the batch; (0,) for a number of samples.
 
-    Told by a run without data on twice the batch; None where the model does not take one.
+    Found by a run on twice the batch, on tensors without data; None if the model refuses that.
 
     Args:
         model: the model.
         args: positional inputs of one micro-batch.
         kwargs: keyword inputs of one micro-batch.
-        dims: the dimensions of each flat input that are the batch.
-        outputs: what the model makes of them, flat; data is not needed.
-        size: samples in it.
+        dims: for each flat input the dimensions that are the batch.
+        outputs: the flat outputs for these inputs; they need no data.
+        size: how many samples the micro-batch has.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
 
@@ -139,7 +143,7 @@ def output_dims(
 
 
 def _growing(once: Any, twice: Any, size: int) -> tuple[int, ...]:
-    """The dimensions of an output whose size is that of the batch, and doubles with it."""
+    """The dimensions of an output that are as large as the batch and double with it."""
     if isinstance(once, Tensor) and isinstance(twice, Tensor) and once.dim() == twice.dim():
         sizes = enumerate(zip(once.shape, twice.shape, strict=True))
         return tuple(dim for dim, pair in sizes if pair == (size, 2 * size))
@@ -150,18 +154,18 @@ def _growing(once: Any, twice: Any, size: int) -> tuple[int, ...]:
 def try_loss(
     model: nn.Module, objective: Objective, output: Any, targets: Sequence[Any], size: int
 ) -> None:
-    """See that the loss is one: a scalar, or a loss per sample, with a gradient.
+    """Check the loss: it must be a scalar, or one loss per sample, and have a gradient.
 
     Args:
         model: the model.
         objective: the loss.
-        output: of the model for one micro-batch.
-        targets: of the same.
-        size: samples in it.
+        output: the model's output for one micro-batch.
+        targets: the targets of the same micro-batch.
+        size: how many samples the micro-batch has.
 
     Raises:
-        InputError: it is not, or it raises; names its line. Or it has a gradient to something
-            else than the output.
+        InputError: the loss raises (the error names its line), returns something else, has no
+            gradient to the output, or has one to another tensor.
     """
     loss = objective.loss
     assert loss is not None
@@ -171,7 +175,7 @@ def try_loss(
     given = [_differentiable(leaf) for leaf in leaves]
     try:
         with torch.enable_grad():
-            # values of the graph, not leaves of it, which the loss could not write to
+            # no autograd leaves, for the loss could not write to these in place
             output = pytree.tree_unflatten([x * 1 if _requires_grad(x) else x for x in given], spec)
             value = loss(output, *targets)
     except Exception as error:
@@ -193,7 +197,7 @@ def try_loss(
 
 
 def try_own_loss(output: Any) -> None:
-    """See that the model returns a loss: its output, or ``.loss`` of it.
+    """Check that the model returns a loss: its output, or the output's ``.loss``.
 
     Raises:
         InputError: it does not.
@@ -217,7 +221,7 @@ def run_loss(
     targets: Sequence[Any],
     size: int,
 ) -> None:
-    """See that the loss is one, as ``try_loss``; what it reads is noted."""
+    """Check the loss as ``try_loss`` does; the guards note what it reads."""
     with guards.reading():
         try_loss(model, objective, output, targets, size)
 
@@ -233,7 +237,7 @@ def _check_signature(loss: Callable[..., Any], targets: Sequence[Any]) -> None:
             "target=...) what it takes, or a tuple for several"
         ) from None
     except ValueError:
-        return  # it is written in C and does not tell
+        return  # a function written in C has no signature
 
 
 def _check_scalar(value: Any, name: str) -> None:
