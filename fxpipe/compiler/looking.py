@@ -252,10 +252,10 @@ class Look:
         path: str,
         held: Mapping[str, Any],
         every: bool = False,
-        apart: Iterable[str] = (),
+        but: Iterable[str] = (),
     ) -> None:
         names = self._reads.names
-        items = [(n, v) for n, v in held.items() if (every or n in names) and n not in apart]
+        items = [(n, v) for n, v in held.items() if (every or n in names) and n not in but]
         self.seen.dicts.append((held, len(held), items))
         for name, value in items:
             self._at(f"{path}.{name}", value)

@@ -206,7 +206,7 @@ class Plans:
         return next(g for g in self.graphs.values() if g.traced.module is traced.module)
 
     def any_size(self, graph: Graph, size: int) -> tuple[Traced, Plan]:
-        """The same stages for micro-batches of another size, of a graph for any size if there is one.
+        """The same stages for micro-batches of another size; for any size if such a graph exists.
 
         The plan is for predictions only: it is made for zeros, not checked, and not kept.
 
