@@ -1,4 +1,4 @@
-"""Where a machine was, in words: the errors of a run."""
+"""The errors of a run: they name the device and the instruction that it was running."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from fxpipe.torchtools import source
 from fxpipe.words import bytes_text
 
 Expected = Callable[[], Sequence[int]]
-"""Finds, for each device, the most bytes that it was predicted to hold."""
+"""Predicts, for each device, the most bytes that it holds."""
 
 LOST = (
     "what this process has on the device is lost with it: start it again, from the last checkpoint"
 )
-"""What an error means that a device reports late."""
+"""What it means for the weights when a device reports an error late."""
 
 SHOWN = 4
-"""How many suspects of a stream a message names at either end."""
+"""How many of a stream's suspected instructions a message names, at the start and at the end."""
 
 
 def explained(
@@ -34,14 +34,14 @@ def explained(
     backend: Backend,
     expected: Expected | None = None,
 ) -> ExecutionError:
-    """The error for what the instruction raised that a machine is at.
+    """The error to raise for an exception of the instruction that a machine is running.
 
     Args:
         machine: the machine.
-        cause: what was raised.
+        cause: the exception.
         consequence: what it means for the weights, one clause.
-        backend: what runs the devices' lists.
-        expected: what the devices were predicted to hold.
+        backend: runs the devices' lists.
+        expected: predicts what the devices hold.
     """
     if isinstance(cause, ExecutionError):
         return cause
@@ -74,13 +74,13 @@ def explained(
 def explained_late(
     cause: BaseException, when: str, backend: Backend, noticed: int | None = None
 ) -> DeviceError | None:
-    """The error for what a device reports late, or None where an error is not of that kind.
+    """The error for a failure that a device reports late; None where ``cause`` is none of these.
 
     Args:
-        cause: what was raised.
-        when: what went on when it was, one clause.
-        backend: what runs the devices' lists.
-        noticed: the device that was told, if one was; its suspects come first.
+        cause: the exception.
+        when: what was running when it was raised, one clause.
+        backend: runs the devices' lists.
+        noticed: the device that reported it, if known; its suspects come first.
     """
     left = sorted(backend.unfinished(cause), key=lambda each: each.device != noticed)
     if not left:
@@ -111,7 +111,7 @@ def lacks_memory(cause: BaseException) -> bool:
 
 
 def given(machine: Machine) -> str:
-    """The instruction that a machine is at."""
+    """The instruction that a machine is running."""
     return print_instruction(machine.program.lists[machine.device][machine.position])
 
 
@@ -125,7 +125,7 @@ def whereabouts(machine: Machine) -> str:
 
 
 def _lack(device: int, memories: Sequence[DeviceMemory], peaks: Sequence[int] | None) -> str:
-    """Who has no memory, what was expected, and what to change."""
+    """Which device is out of memory, what was predicted, and what to change."""
     place, used, total = memories[device]
     facts = []
     if used is not None:
@@ -152,7 +152,7 @@ def _peaks(expected: Expected | None) -> Sequence[int] | None:
         return None
     try:
         return expected()
-    except FxpipeError:  # what cannot be predicted shall not hide the failure
+    except FxpipeError:  # a prediction that fails must not hide the actual failure
         return None
 
 

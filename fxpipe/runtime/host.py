@@ -1,4 +1,4 @@
-"""The caller's side of one run: what instructions load from it and hand over to it."""
+"""The caller's side of one run: what Load instructions read and Output instructions hand over."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fxpipe.torchtools.pieces import equal
 from fxpipe.torchtools.pytrees import together
 
 _DRAWING = threading.RLock()
-"""Held while torch's generator, which all pipes share, is looked at or drawn from."""
+"""Held while torch's generator, which all pipes share, is read or drawn from."""
 
 
 class BatchHost:
@@ -35,13 +35,13 @@ class BatchHost:
         keep: frozenset[str],
         seed: int,
     ) -> None:
-        """Lay a batch's micro-batches out.
+        """Find the inputs of each micro-batch by name.
 
         Args:
             traced: the graph that runs, which names inputs and outputs.
             micro: the inputs.
-            keep: the outputs that the caller wants; others are dropped as they come.
-            seed: of this step, where the graph draws random numbers.
+            keep: the outputs that the caller wants; others are dropped at once.
+            seed: the seed of this step, where the graph draws random numbers.
         """
         microbatches = len(micro)
         self.traced = traced
@@ -64,7 +64,7 @@ class BatchHost:
         self._lock = threading.Lock()
 
     def when_complete(self, complete: Callable[[], None]) -> None:
-        """Have this called once all outputs are there."""
+        """Call a function as soon as all outputs are there."""
         self._complete = complete
 
     def give(self, buffer: Buffer) -> Any:
@@ -87,11 +87,11 @@ class BatchHost:
                     self._complete()
 
     def weigh_loss(self, dtype: torch.dtype, scale: float = 1.0) -> None:
-        """Let each micro-batch's loss have its weight in that of the batch.
+        """Give each micro-batch's loss its weight in the loss of the batch.
 
         Args:
-            dtype: of the loss.
-            scale: by what the gradients are multiplied besides, of which the loss knows nothing.
+            dtype: the dtype of the loss.
+            scale: an additional factor for the gradients, which the reported loss does not have.
         """
         assert self.traced.loss is not None
         scaled = [weight * scale for weight in self.micro.weights]
@@ -113,7 +113,7 @@ class BatchHost:
     def _joined(self, index: int, out: Value | Literal) -> Any:
         if isinstance(out, Literal):
             return self.micro.batch.size if out.dims else out.value
-        if out.name in self.whole:  # an input that the model hands through
+        if out.name in self.whole:  # an input that the model returns unchanged
             leaf = self.whole[out.name]
             return leaf.detach() if isinstance(leaf, Tensor) else leaf
         if out.name == self.traced.loss:
@@ -142,8 +142,8 @@ class BatchHost:
 
 
 def _alone(value: Any) -> Any:
-    """A scalar in memory of its own: a loss such as ``mse_loss`` is computed in memory as large
-    as the output, and would keep it until all micro-batches are through."""
+    """A scalar with a storage of its own. The loss of ``mse_loss``, say, lies in a storage as large
+    as the output, which would stay allocated until all micro-batches are finished."""
     if isinstance(value, Tensor) and value.dim() == 0 and value.untyped_storage().nbytes() > 64:
         return value.clone()
     return value
@@ -155,7 +155,7 @@ def _split_like(
     sizes: Sequence[int],
     dims: tuple[int, ...] | None,
 ) -> list[Tensor]:
-    """The gradient of each micro-batch's output, the other way round than ``join``."""
+    """The gradient of each micro-batch's output: the backward of ``join``."""
     if gradient is None:
         return [torch.zeros_like(part) for part in parts]
     if len(parts) == 1:
@@ -165,7 +165,7 @@ def _split_like(
     dim = 0 if dims is None else next(iter(dims), None)
     if dim is not None and gradient.shape[dim] == sum(sizes):
         return list(gradient.split(list(sizes), dim))
-    return [gradient, *(torch.zeros_like(gradient) for _ in parts[1:])]  # the first was taken
+    return [gradient, *(torch.zeros_like(gradient) for _ in parts[1:])]  # ``join`` took the first
 
 
 def draw_seed(traced: Traced) -> int:
@@ -177,7 +177,7 @@ def draw_seed(traced: Traced) -> int:
 
 
 def next_seed(traced: Traced) -> int:
-    """What ``draw_seed`` gives next; a run draws it when it succeeds, and so not in vain."""
+    """The next result of ``draw_seed``, without drawing. A run draws it only if it succeeds."""
     if not traced.seeded:
         return 0
     with _DRAWING:
@@ -193,14 +193,14 @@ def join(
 ) -> Any:
     """One output of the whole batch from those of its micro-batches.
 
-    Tensors are concatenated along the dimension that is the batch. Of those without dimension
-    floating-point numbers are averaged by samples. Python numbers that count samples are added.
-    Anything else must be the same in every micro-batch.
+    Tensors are concatenated along the batch dimension. Floating-point scalar tensors are averaged
+    by samples. Python numbers that count samples are added. Anything else must be the same in every
+    micro-batch.
 
     Args:
         parts: the output of each micro-batch.
         sizes: samples in each.
-        dims: the dimensions that are the batch; None to tell by the sizes whether 0 is.
+        dims: the batch dimensions; None to find out by the sizes whether dimension 0 is one.
         name: what the output is called in the error.
 
     Raises:
@@ -233,7 +233,7 @@ def join(
 
 
 def weighted_sum(parts: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """The sum of parts times weights, from the first part on; those of weight 0 do not count."""
+    """The sum of parts times weights, in order. Parts of weight 0 are left out, even NaNs."""
     total: Tensor | None = None
     for part, weight in zip(parts, weights, strict=True):
         if weight:
@@ -244,10 +244,10 @@ def weighted_sum(parts: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
 
 
 class PendingLoss(Tensor):
-    """A scalar whose value comes later, as that of a tensor on a CUDA device does.
+    """A scalar tensor whose value is computed later, like that of a tensor on a CUDA device.
 
-    Whatever is done with it, by PyTorch or by Python, waits for the value first and goes on with
-    a plain tensor. So a training loop that reads its losses seldom never waits for them.
+    Every operation on it, by PyTorch or by Python, first waits for the value and then uses a plain
+    tensor. So a training loop that does not read its losses never waits for them.
     """
 
     _wait: Callable[[], None] | None
@@ -255,11 +255,11 @@ class PendingLoss(Tensor):
 
     @staticmethod
     def __new__(cls, dtype: torch.dtype, wait: Callable[[], None]) -> PendingLoss:
-        """A loss that has not come.
+        """A loss without a value yet.
 
         Args:
-            dtype: of the value.
-            wait: returns once ``come`` was called, or raises what keeps it from coming.
+            dtype: the dtype of the value.
+            wait: returns once ``come`` was called, or raises the error that prevents it.
         """
         pending: PendingLoss = torch.Tensor._make_subclass(cls, torch.zeros((), dtype=dtype))
         with torch._C.DisableTorchFunctionSubclass():
@@ -268,15 +268,15 @@ class PendingLoss(Tensor):
         return pending
 
     def come(self, value: Tensor) -> None:
-        """This is the value."""
+        """Set the value."""
         with torch._C.DisableTorchFunctionSubclass():
             self._value = value
-            self._wait = None  # last: whoever sees it reads the value
+            self._wait = None  # last: a thread that sees None reads the value
 
     def read(self) -> Tensor:
         """The value, as a plain tensor."""
         with torch._C.DisableTorchFunctionSubclass():
-            wait = self._wait  # the value may come in another thread
+            wait = self._wait  # another thread may set the value meanwhile
             if wait is not None:
                 wait()
             return self._value

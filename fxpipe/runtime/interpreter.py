@@ -64,15 +64,15 @@ class Stopped(Exception):
 
 
 class Store:
-    """The values on one device during one run. Nothing outlives the run but what is committed.
+    """The values on one device during one run. After the run, only committed values are left.
 
     Attributes:
         values: the live buffers.
         gradients: stage and batch → the gradients of its parameters so far, None where there is
             none yet.
         state: name in the model → the newest value of a buffer that this run has written.
-        kept: stage → micro-batches that are kept now for what is left of their backward.
-        peak: stage → the most that were kept at once.
+        kept: stage → the micro-batches whose backward is not finished.
+        peak: stage → the most micro-batches that were kept at once.
     """
 
     def __init__(self) -> None:
@@ -83,20 +83,20 @@ class Store:
         self.peak: Counter[int] = Counter()
 
     def keep(self, buffer: Buffer, saved: list[Any]) -> None:
-        """Hold what a forward saved, and count it."""
+        """Store what a forward saved, and count it."""
         self.values[buffer] = saved
         stage = buffer.source
         self.kept[stage] += 1
         self.peak[stage] = max(self.peak[stage], self.kept[stage])
 
     def take(self, buffer: Buffer) -> list[Any]:
-        """Hand over what was kept for the end of a backward; the store forgets it."""
+        """Remove and return what was kept for the last part of a backward."""
         self.kept[buffer.source] -= 1
         saved: list[Any] = self.values.pop(buffer)
         return saved
 
     def age(self, steps: int) -> None:
-        """Count batches from so many steps later: this step's batch is then an earlier one."""
+        """Renumber batches for a later step: the batch of this step becomes an earlier one."""
         if steps:
             older = {b._replace(batch=b.batch - steps): v for b, v in self.values.items()}
             self.values = older
@@ -104,7 +104,7 @@ class Store:
             self.gradients = sums
 
     def clear(self) -> None:
-        """Let go of everything."""
+        """Drop all values."""
         self.values.clear()
         self.gradients.clear()
         self.state.clear()
@@ -112,12 +112,12 @@ class Store:
 
 @dataclass(frozen=True)
 class Job:
-    """What one batch brings along.
+    """What a run needs for one batch.
 
     Attributes:
-        kernels: micro-batch → stage → what runs it.
+        kernels: micro-batch → stage → the kernel that runs it.
         host: the caller's side.
-        clipping: how its gradients are clipped, if the program clips.
+        clipping: how the batch's gradients are clipped, if the program clips.
     """
 
     kernels: Sequence[Sequence[Kernel]]
@@ -129,22 +129,22 @@ class Job:
 class Machine:
     """One device in one run.
 
-    Instructions count batches and versions from the step that they are run in; jobs, channels
-    and weights know them by their absolute numbers.
+    Instructions number batches and versions relative to the current step; jobs, channels and
+    weights have absolute numbers.
 
     Attributes:
-        program: what runs.
+        program: the program that runs.
         device: which of its lists this machine runs.
         stages: the plan's stages.
-        jobs: batch → what it brings along.
-        channels: the way to the other devices.
+        jobs: batch → what the run needs for it.
+        channels: the channels to the other devices.
         weights: parameters and buffers.
-        store: what the device holds.
+        store: the values on the device.
         position: the index of the instruction that is next, or running.
-        step: the step that it runs.
-        batches: the batches that exist; what belongs to others is left out.
-        times: gets start and end of each instruction, which the backend turns into nanoseconds;
-            None for no clock.
+        step: the number of the step that is running.
+        batches: the batches that exist; instructions of other batches are skipped.
+        times: a list that gets start and end of each instruction, which the backend turns into
+            nanoseconds; None to take no times.
     """
 
     program: Program
@@ -166,7 +166,7 @@ class Machine:
             end: the position to stop at; by default the list's end.
 
         Returns:
-            True there, False at a pause, after which it can be run again.
+            True at the end, False at a pause, after which it can be called again.
 
         Raises:
             Stopped: another device failed or the run was stopped.
@@ -191,16 +191,16 @@ class Machine:
         return True
 
     def begin(self, step: int, batches: range) -> None:
-        """Make ready for the list of another step; what is kept is then of an earlier batch."""
+        """Prepare to run the list of another step; values of this step's batch are kept."""
         self.store.age(step - self.step)
         self.step, self.batches, self.position = step, batches, 0
 
     def kernel(self, stage: int, microbatch: int, batch: int) -> Kernel:
-        """What runs a stage for a micro-batch."""
+        """The kernel that runs a stage for a micro-batch."""
         return self.jobs[self.step + batch].kernels[microbatch][stage]
 
     def named(self, buffer: Buffer) -> Buffer:
-        """A buffer under its absolute batch, as other devices know it."""
+        """The buffer with its absolute batch number, as other devices name it."""
         return buffer._replace(batch=self.step + buffer.batch) if self.step else buffer
 
 
@@ -281,7 +281,7 @@ def _backward(machine: Machine, instruction: Backward) -> None:
 
 def _input_grad(machine: Machine, instruction: InputGrad) -> None:
     stage, i, batch = instruction.stage, instruction.microbatch, instruction.batch
-    kept = machine.store.values.pop(saved(stage, i, batch))  # it counts until the second half
+    kept = machine.store.values.pop(saved(stage, i, batch))  # counted until the weight gradient
     result = machine.kernel(stage, i, batch).input_grad(
         kept, _output_gradients(machine, instruction)
     )
@@ -299,7 +299,7 @@ def _weight_grad(machine: Machine, instruction: WeightGrad) -> None:
 
 
 def _totals(machine: Machine, instruction: Backward | WeightGrad) -> Sequence[torch.Tensor | None]:
-    """The sums of the gradients of the batch's earlier micro-batches; at first the caller's."""
+    """The gradients summed over the batch's earlier micro-batches, see ``Weights.gradients``."""
     totals = machine.store.gradients.get((instruction.stage, instruction.batch))
     if totals is not None:
         return totals

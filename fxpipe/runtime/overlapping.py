@@ -1,8 +1,8 @@
 """Steps that overlap: batches in flight, and what happens to them when something fails.
 
-A step hands its window to the workers and waits for the outputs of the batch before alone: the
-first device needs the next batch before the last one is through the forwards of this one, and would
-otherwise be idle. ``drain`` runs all that is left to its end.
+A step submits its window to the workers and waits only for the outputs of the batch before: the
+first device would be idle if it got the next batch only after the last device has finished this
+batch's forwards. ``drain`` finishes all batches in flight.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class OverlappingRun(Run[VersionedWeights]):
         super().__init__(*where, first=first, **how)
         self.count = self._first = first
         self._left = [self.count - 1] * self.program.devices
-        # batch → what is called when its outputs are there
+        # batch → the function to call when its outputs are there
         self._pending: dict[int, Callable[[], None]] = {}
         self._states: list[dict[int, dict[str, Tensor]]] = [{} for _ in self.machines]
 
     @property
     def busy_step(self) -> float | None:
-        """Processor seconds of the workers in the last step, once there was a whole one."""
+        """Processor seconds of the workers in the last full step; None before there was one."""
         whole = min(self._left) - self._first >= self.program.depth
         return self.busy if whole else None
 
@@ -52,9 +52,9 @@ class OverlappingRun(Run[VersionedWeights]):
             The batch's number, for ``wait_for``.
 
         Raises:
-            ExecutionError: an instruction raised, of this batch or of one before; it says which
-                batches count. The run is over.
-            KeyboardInterrupt: or what else a signal's handler raises, likewise.
+            ExecutionError: an instruction of this batch or of an earlier one raised; the message
+                says which batches count. The run is over.
+            KeyboardInterrupt: or another exception of a signal handler, likewise.
         """
         self.check()
         batch = self.count
@@ -73,7 +73,7 @@ class OverlappingRun(Run[VersionedWeights]):
         return batch
 
     def wait_for(self, batch: int) -> None:
-        """Wait until the outputs of a batch are there. Raises as ``step`` does."""
+        """Wait until the outputs of a batch are there. Raises like ``step``."""
         if batch not in self._pending:
             return
         if self.failed:
@@ -86,7 +86,7 @@ class OverlappingRun(Run[VersionedWeights]):
             self._wait(signals, lambda: batch not in self._pending)
 
     def drain(self) -> None:
-        """Run all batches in flight to their end. Raises as ``step`` does."""
+        """Finish all batches in flight. Raises like ``step``."""
         self.check()
         with self._held() as signals:
             for step in range(self.count, self.count + self.program.depth):
@@ -100,10 +100,10 @@ class OverlappingRun(Run[VersionedWeights]):
             self._jobs.clear()
 
     def check(self) -> None:
-        """See that the workers are there.
+        """Check that the workers can run.
 
         Raises:
-            InputError: they are not. The run is over, in the process in which it was.
+            InputError: they cannot. The run is over, unless this is a forked process.
         """
         try:
             super().check()
@@ -113,7 +113,7 @@ class OverlappingRun(Run[VersionedWeights]):
             raise
 
     def abandon(self) -> None:
-        """Drop what is in flight; the weights are then those of the last batch that was done."""
+        """Drop the batches in flight; the weights are then those after the last finished batch."""
         if not self.failed and not self.forked:
             self._give_up()
 
@@ -135,7 +135,7 @@ class OverlappingRun(Run[VersionedWeights]):
 
     def _note(self, report: Finished) -> None:
         if report.device is None:
-            self._ask(self._backend.end)  # the outputs are launched, and maybe not made yet
+            self._ask(self._backend.end)  # the outputs are launched, and maybe not computed yet
             self._pending.pop(report.step)()
         elif report.error is None:
             self._left[report.device] = report.step
@@ -143,12 +143,12 @@ class OverlappingRun(Run[VersionedWeights]):
             for batch in [batch for batch in self._jobs if batch <= over]:
                 del self._jobs[batch]
             for states in self._states:
-                for step in list(states):  # a copy: the device may add its next at any time
+                for step in list(states):  # a copy: the device's thread may add another meanwhile
                     if step < over - 1:
                         del states[step]
 
     def _ask(self, devices: Callable[[], None]) -> None:
-        """Begin or end a run on the devices; while all is stopped, what fails is told anyway."""
+        """Call the backend's ``begin`` or ``end``; a late error of a device ends the run."""
         try:
             devices()
         except Exception as error:
@@ -159,12 +159,12 @@ class OverlappingRun(Run[VersionedWeights]):
             raise
 
     def _give_up(self) -> str:
-        """Stop all devices and put the weights back. Returns what that means, in words."""
+        """Stop all devices and roll the weights back. Returns which batches count, in words."""
         self.stop()
         for job in self._jobs.values():
             if job.clipping is not None:
                 job.clipping.forget()
-        self._ask(self._backend.end)  # updates may be on their way still
+        self._ask(self._backend.end)  # updates that were launched may still run
         done = self._weights.recover()
         self._commit(done - 1)
         for machine in self.machines:
@@ -178,7 +178,7 @@ class OverlappingRun(Run[VersionedWeights]):
         )
 
     def _commit(self, batch: int) -> None:
-        """Make the buffers the model's as they were after a batch."""
+        """Write the model's buffers as they were after a batch."""
         for states in self._states:
             if batch in states:
                 self._weights.commit(states[batch])

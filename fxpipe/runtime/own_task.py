@@ -1,4 +1,4 @@
-"""A user's own task: its function gets what the task declares, and may change no more."""
+"""Runs a user-defined task, whose function may change only what the task declares."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def run_task(
     """Call a task's function, with copies of what it may not change.
 
     Args:
-        kind: the task, which says what it reads and writes.
+        kind: the kind of task, which says what it reads and writes.
         stage: the stage that it runs on.
-        microbatch: the micro-batch that it runs for; None for a task once a step.
+        microbatch: the micro-batch that it runs for; None for a task that runs once per step.
         parameters: name in the model → each of the stage's parameters.
         gradients: name in the model → the sum of its gradients, where there is one yet.
 
@@ -57,7 +57,7 @@ def run_task(
 
 
 def _differ(tensor: Tensor, copy: Tensor) -> bool:
-    """Whether a copy was written, be it by ``.data`` or by NumPy, which no version tells."""
+    """Whether a copy was changed, also by ``.data`` or NumPy, which do not raise ``_version``."""
     if copy is tensor:
         return False
     if copy._version or copy.shape != tensor.shape or copy.dtype != tensor.dtype:

@@ -1,7 +1,7 @@
-"""A run: a program on its way through the workers, which report to the caller.
+"""A run executes a program on the worker threads, which report to the caller.
 
-``FlushedRun`` is that of one batch, all or nothing. That of batches without a flush between them
-is in ``overlapping``.
+``FlushedRun`` runs one batch, completely or not at all. ``overlapping`` has the run for batches
+without a flush between them.
 """
 
 from __future__ import annotations
@@ -27,32 +27,32 @@ from fxpipe.runtime.weights.live import LiveWeights, Weights
 from fxpipe.signals import HeldSignals
 
 GRACE = 0.5
-"""Seconds that the devices get to leave their lists before a failure is raised regardless; a
-device that is in the middle of an instruction ends it before it starts anything else."""
+"""Seconds to wait for the devices to leave their lists before a failure is raised anyway. A device
+in the middle of an instruction finishes it, and starts nothing else."""
 
 POLL = 0.1
-"""Seconds after which the caller looks for signals: one that comes to another thread, or that
-``_thread.interrupt_main`` imitates, does not end a wait."""
+"""Seconds after which a waiting caller checks for signals: a signal of another thread, or one of
+``_thread.interrupt_main``, does not end a wait."""
 
 R = TypeVar("R")
 W = TypeVar("W", bound=Weights)
 
 
 class Driver:
-    """One worker's share of a run.
+    """One worker's part of a run.
 
     Attributes:
-        machines: whom it drives.
-        at: the one whose instruction is running, or has failed.
+        machines: the machines that it runs.
+        at: the machine whose instruction is running, or has failed.
         busy: processor seconds of the thread in the last step.
     """
 
     def __init__(self, machines: Sequence[Machine], turns: Sequence[Turn]) -> None:
-        """Nothing is run yet.
+        """Nothing has run yet.
 
         Args:
-            machines: whom it drives.
-            turns: which of them goes on, and how far; see ``Program.turns``.
+            machines: the machines that it runs.
+            turns: which machine runs next, and up to where; see ``Program.turns``.
         """
         self.machines = tuple(machines)
         self.at = self.machines[0]
@@ -61,7 +61,7 @@ class Driver:
         self._next = 0
 
     def run(self) -> None:
-        """Bring all to the end of their lists or to their next pause. Raises as Machine.run."""
+        """Run all lists to their end or their next pause. Raises like Machine.run."""
         if self._next == len(self._turns):  # another step
             self._next = 0
         start = thread_time()
@@ -75,13 +75,13 @@ class Driver:
 
 
 class Finished(NamedTuple):
-    """What a worker reports.
+    """A worker's report.
 
     Attributes:
-        step: of this step, or batch.
-        device: it has left its list, at the end, at a pause or because of an error. None: all
-            outputs of the batch are with the caller.
-        error: why it left its list before that.
+        step: the number of the step, or of the batch.
+        device: the device that has left its list, at the end, at a pause or because of an error.
+            None where the report says that the caller has all outputs of the batch.
+        error: the error, if there was one.
     """
 
     step: int
@@ -90,14 +90,14 @@ class Finished(NamedTuple):
 
 
 class Run(Generic[W]):
-    """A program on its way through the workers.
+    """One execution of a program on the workers.
 
     Attributes:
-        program: what runs.
+        program: the program that runs.
         machines: device → its machine.
         threads: how many workers there are: one for each device, or one for all.
-        running: how many devices have not left what they were given.
-        failed: whether it is over, as something failed or the caller was interrupted.
+        running: how many submitted lists have not been left yet.
+        failed: whether the run is over because of a failure or an interrupt.
     """
 
     def __init__(
@@ -118,11 +118,12 @@ class Run(Generic[W]):
             program: a verified program.
             plan: the plan that it was lowered from.
             workers: one for each device, or one for all.
-            backend: what runs the devices' lists.
+            backend: runs the devices' lists.
             weights: parameters and buffers.
             first: the number of the first step.
-            times: device → gets the times of all instructions, see Machine; by default none.
-            expected: what the devices are predicted to hold, for messages.
+            times: device → the list for the times of its instructions, see Machine; by default no
+                times are taken.
+            expected: predicts what the devices hold, for messages.
         """
         self.program = program
         self.threads = len(workers)
@@ -159,12 +160,12 @@ class Run(Generic[W]):
 
     @property
     def busy(self) -> float:
-        """Processor seconds of all workers in the last step that they have run."""
+        """Processor seconds of all workers in their last step."""
         return sum(driver.busy for driver in self._drivers)
 
     @property
     def forked(self) -> bool:
-        """Whether this is asked in another process, where there are no workers."""
+        """Whether this is a forked process, which has no workers."""
         return self._workers[0].forked
 
     def check(self) -> None:
@@ -173,11 +174,10 @@ class Run(Generic[W]):
             worker.check()
 
     def stop(self) -> bool:
-        """Stop all devices. A running update is awaited, a computation only for GRACE.
+        """Stop all devices. Waits for a running update, and for a computation at most GRACE.
 
         Returns:
-            Whether all have left what they were given. One that has not drops its values when its
-            thread comes to it.
+            Whether all devices have left their lists. One that has not drops its values later.
         """
         self.failed = True
         updating = self._weights.stop()
@@ -193,13 +193,13 @@ class Run(Generic[W]):
         return True
 
     def _held(self) -> HeldSignals:
-        """Signals are held, and wake the caller that waits for reports."""
+        """Hold signals inside a block; one that comes wakes the caller that waits for reports."""
         return HeldSignals(wake=lambda: self._reports.put(None))
 
     def _start(self, step: int, work: Callable[[Driver], None]) -> None:
-        """Let every worker do its share of a step; each device reports when it has left it.
+        """Submit a step to every worker; each device reports when it has left its list.
 
-        Raises InputError as ``check``; nothing has begun then.
+        Raises InputError like ``check``; nothing has started then.
         """
         self.check()
         for driver, worker in zip(self._drivers, self._workers, strict=True):
@@ -219,20 +219,20 @@ class Run(Generic[W]):
                 self._weights.stop()
                 self._channels.stop()
             for machine in driver.machines:
-                # no name for it here, or it and this frame would hold each other
+                # not bound to a name: the exception and this frame would refer to each other
                 self._reports.put(
                     Finished(step, machine.device, error if machine is driver.at else Stopped())
                 )
 
     def _hear(self, timeout: float | None) -> Finished | None:
-        """The next report; None for a signal. Raises Empty where none comes in so many seconds."""
+        """The next report; None for a signal. Raises Empty if none comes before the timeout."""
         report = self._reports.get(timeout=timeout)
         if report is not None and report.device is not None:
             self.running -= 1
         return report
 
     def _wait(self, signals: HeldSignals, done: Callable[[], bool]) -> None:
-        """Take reports until something is so. Raises what failed before, or was held."""
+        """Handle reports until ``done``. Raises the first failure, or a signal's exception."""
         interrupt: BaseException | None = None
         try:
             while not done():
@@ -252,10 +252,10 @@ class Run(Generic[W]):
                 else:
                     raise self._failure(report) from report.error
         finally:
-            interrupt = None  # or the exception and this frame would hold each other
+            interrupt = None  # else the exception and this frame would refer to each other
 
     def _failure(self, report: Finished) -> ExecutionError:
-        """The error for what an instruction raised; nothing runs any more."""
+        """Stop the run and make the error for what an instruction raised."""
         cause, device = report.error, report.device
         assert cause is not None and device is not None
         machine = self.machines[device]
@@ -270,7 +270,7 @@ class Run(Generic[W]):
     def _lost(
         self, cause: BaseException, when: str, noticed: int | None = None
     ) -> DeviceError | None:
-        """What a device reports late: then it need not let anything be put back."""
+        """The error if a device reports a failure late; then a roll-back may fail, too."""
         late = explained_late(cause, when, self._backend, noticed)
         if late is not None:
             with suppress(Exception):
@@ -278,28 +278,28 @@ class Run(Generic[W]):
         return late
 
     def _give_up(self) -> str:
-        """Stop all devices. Returns what that means for the weights, in words."""
+        """Stop all devices and roll back. Returns what that means for the weights, in words."""
         raise NotImplementedError
 
     def _note(self, report: Finished) -> None:
-        """Take notice of a report."""
+        """Handle a report."""
 
 
 class FlushedRun(Run[LiveWeights]):
-    """A run of one batch, which is through before another one begins.
+    """A run of one batch, which is finished before another one begins.
 
-    ``advance`` runs it to its end or its next pause and makes the results the model's. Until
-    then nothing outside this object has changed, and after a failure nothing will.
+    ``advance`` runs it to its end or its next pause and commits the results to the model. Before
+    the commit nothing outside this object changes, and after a failure there is no commit.
 
     Attributes:
-        committed: whether the last ``advance`` made its results the model's.
+        committed: whether the last ``advance`` committed its results.
     """
 
     committed = False
 
     @property
     def alive(self) -> int:
-        """Buffers that are alive on all devices."""
+        """How many buffers are alive on all devices together."""
         return sum(len(machine.store.values) for machine in self.machines)
 
     @property
@@ -313,20 +313,20 @@ class FlushedRun(Run[LiveWeights]):
         return self._weights.constants
 
     def feed(self, job: Job) -> None:
-        """This is the batch."""
+        """Set the batch to run."""
         self._jobs[0] = job
 
     def advance(self, result: Callable[[], R]) -> R:
         """Run every device to the end of its list or its next pause, and commit.
 
         Args:
-            result: makes what the caller wants of it; called before anything is the model's, so
-                that nothing has happened if it raises.
+            result: makes the value to return; called before the commit, so that nothing has changed
+                if it raises.
 
         Raises:
             ExecutionError: an instruction raised; all devices have been stopped, and the weights
                 are as before.
-            KeyboardInterrupt: or what else a signal's handler raises; its note says where the
+            KeyboardInterrupt: or another exception of a signal handler; its note says where the
                 devices were, and whether the weights are as before or as after.
         """
         self.committed = False
@@ -351,7 +351,7 @@ class FlushedRun(Run[LiveWeights]):
         return made
 
     def take_gradients(self) -> dict[str, Tensor]:
-        """Hand over the sums of gradients, by name in the model, instead of to ``.grad``."""
+        """Return the summed gradients by name in the model, so that ``.grad`` does not get them."""
         found = self._weights.named(self._gradients())
         for machine in self.machines:
             machine.store.gradients.clear()
@@ -363,11 +363,11 @@ class FlushedRun(Run[LiveWeights]):
         return "the weights are as before the step"
 
     def _put_back(self, error: BaseException) -> None:
-        """Make the weights what they were. A device that is lost need not let it."""
+        """Roll the weights back. It may fail silently where a device is lost."""
         if self.running and not self.failed:
             self._give_up()
         try:
-            self._backend.end()  # updates may be on their way still
+            self._backend.end()  # updates that were launched may still run
             self._weights.roll_back()
         except Exception:
             if not isinstance(error, DeviceError):

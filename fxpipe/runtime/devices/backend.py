@@ -27,7 +27,7 @@ Jobs = SimpleQueue[Callable[[], None] | None]
 class Worker:
     """A thread that runs jobs one after another. A job must not raise.
 
-    The thread ends once the worker is closed, or nobody holds the worker any more.
+    The thread ends once the worker is closed or garbage-collected.
 
     Attributes:
         thread: the thread.
@@ -59,19 +59,19 @@ class Worker:
 
     @property
     def forked(self) -> bool:
-        """Whether this is asked in another process, forked from that of its thread."""
+        """Whether this process was forked from the one in which the thread runs."""
         return os.getpid() != self._process
 
     @property
     def idle(self) -> bool:
-        """Whether it is through with its jobs, or will never be."""
+        """Whether no job is waiting or running that the thread could still finish."""
         return self._done[0] == self._given or not self.thread.is_alive()
 
     def check(self) -> None:
-        """See that it can run jobs.
+        """Check that the thread can run jobs.
 
         Raises:
-            InputError: it cannot, and why.
+            InputError: it cannot; the message says why.
         """
         if not self._end.alive:
             raise InputError("the pipe is closed; compile the model again")
@@ -89,23 +89,23 @@ class Worker:
         )
 
     def submit(self, job: Callable[[], None]) -> None:
-        """Run a job after those before it. Raises as ``check``."""
+        """Run a job after those submitted before it. Raises like ``check``."""
         self.check()
         self._given += 1
         self._jobs.put(job)
 
     def close(self) -> None:
-        """End the thread after the jobs that it has."""
+        """End the thread after the jobs that were submitted."""
         self._end()
 
 
 def is_worker() -> bool:
-    """Whether this is asked in the thread of a worker."""
+    """Whether the current thread is a worker's."""
     return threading.current_thread() in _running
 
 
 def _work(jobs: Jobs, done: list[int], threads: int, ready: threading.Event) -> None:
-    torch.get_num_threads()  # a thread takes the default at its first use: let that be now
+    torch.get_num_threads()  # makes this thread take torch's default now, not at a later first use
     torch.set_num_threads(threads)
     _keep_memory()
     ready.set()
@@ -116,15 +116,15 @@ def _work(jobs: Jobs, done: list[int], threads: int, ready: threading.Event) -> 
                 return
             job()
             done[0] += 1
-            del job  # or the last run's tensors would live until the next
+            del job  # else it would keep the last run's tensors alive until the next job
 
 
 def _keep_memory() -> None:
     """Let glibc keep the memory of freed activations for the next ones.
 
-    It returns free memory to the system above a threshold, and every step would fault the same
-    pages in anew (a tenth of a small U-Net's step). The threshold rises when a large block that
-    was mapped on its own is freed, to at most 32 MiB a block; see mallopt(3), M_MMAP_THRESHOLD.
+    By default glibc returns free memory above a threshold to the system, and every step faults the
+    same pages in again (a tenth of a small U-Net's step). The threshold rises when a large block
+    that was mapped separately is freed, up to blocks of 32 MiB; see mallopt(3), M_MMAP_THRESHOLD.
     """
     torch.empty(31 << 20, dtype=torch.uint8)
 
@@ -134,7 +134,7 @@ _running: weakref.WeakKeyDictionary[threading.Thread, Jobs] = weakref.WeakKeyDic
 
 @atexit.register
 def _end_all() -> None:
-    """Wait for every worker: a thread that is inside an operation when Python ends may crash."""
+    """Wait for every worker: a thread that runs an operation while Python exits may crash."""
     running = list(_running.items())
     for _, jobs in running:
         jobs.put(None)
@@ -143,18 +143,18 @@ def _end_all() -> None:
 
 
 class Channels:
-    """The way between the devices of one run: a queue into each, tensors by reference.
+    """Channels between the devices of one run: a queue into each, tensors passed by reference.
 
     Attributes:
-        stopping: whether each device is to leave its list at its next instruction.
+        stopping: whether each device has to leave its list at its next instruction.
     """
 
     def __init__(self, program: Program, threads: int) -> None:
-        """Nothing is on its way.
+        """Make empty channels.
 
         Args:
-            program: what runs.
-            threads: how many drive the devices; at a barrier each waits for the others.
+            program: the program that runs.
+            threads: how many threads run the lists; at a barrier each waits for the others.
         """
         self.stopping = False
         self._inboxes: list[SimpleQueue[tuple[Buffer, Any] | None]] = [
@@ -168,7 +168,7 @@ class Channels:
         self._inboxes[device].put((buffer, value))
 
     def get(self, device: int, buffer: Buffer) -> Any:
-        """Wait on a device for a value. Raises Stopped when the run is stopped."""
+        """Wait for a value sent to a device. Raises Stopped when the run is stopped."""
         arrived, inbox = self._arrived[device], self._inboxes[device]
         while buffer not in arrived:
             message = inbox.get()
@@ -179,7 +179,7 @@ class Channels:
         return arrived.pop(buffer)
 
     def meet(self) -> None:
-        """Wait until every thread is here. Raises Stopped when the run is stopped."""
+        """Wait until every thread has called this. Raises Stopped when the run is stopped."""
         try:
             self._barrier.wait()
         except threading.BrokenBarrierError:
@@ -194,12 +194,12 @@ class Channels:
 
 
 class Given(NamedTuple):
-    """An instruction that a device was given.
+    """An instruction that was launched on a device.
 
     Attributes:
         position: its index in the device's list.
         instruction: the instruction.
-        step: the step that it was given in.
+        step: the step in which it was launched.
     """
 
     position: int
@@ -208,14 +208,14 @@ class Given(NamedTuple):
 
 
 class Unfinished(NamedTuple):
-    """What one stream may still be at.
+    """The instructions that one stream may not have finished.
 
     Attributes:
-        device: of the program.
-        place: what the device is called, such as ``cuda:1``.
+        device: index of the device in the program.
+        place: the device's name, such as ``cuda:1``.
         stream: the stream's name in programs.
-        done: the last instruction that was seen to be done, or None.
-        since: those that it was given later, in order.
+        done: the last instruction that is known to be done, or None.
+        since: the instructions that were launched after that one, in order.
     """
 
     device: int
@@ -229,9 +229,9 @@ class DeviceMemory(NamedTuple):
     """The memory of a device.
 
     Attributes:
-        place: what it is called; devices of one name share it.
-        used: the most bytes that this process has had there, or None where nobody counts.
-        total: its bytes, or None where they are not known.
+        place: the device's name; devices with one name share the memory.
+        used: the most bytes that this process has allocated there, or None where not counted.
+        total: the bytes of the memory, or None where not known.
     """
 
     place: str
@@ -242,12 +242,12 @@ class DeviceMemory(NamedTuple):
 class Backend:
     """Devices of one kind, kept from run to run.
 
-    As it stands here they are on the CPU, where an instruction is done when it returns. What other
-    devices do in another way, their backend says.
+    This class runs CPU devices, where an instruction is done when it returns. Backends of other
+    devices override what they do differently.
     """
 
     def channels(self, program: Program, threads: int) -> Channels:
-        """The way between the devices in one run, which so many threads drive."""
+        """The channels between the devices in one run, whose lists so many threads run."""
         return Channels(program, threads)
 
     def machine(
@@ -260,21 +260,21 @@ class Backend:
         weights: Weights,
         first: int,
     ) -> Machine:
-        """One device in one run, see Machine, whose first step has this number."""
+        """The Machine for one device in one run; ``first`` is the number of the first step."""
         return Machine(program, device, stages, jobs, channels, weights, step=first)
 
     def begin(self) -> None:
-        """The caller starts a run: the devices may read what the caller has made."""
+        """Start a run: order the devices after what the caller has computed so far."""
 
     def end(self) -> None:
-        """A run is launched: the caller may read what the devices make."""
+        """End the launching of a run: order the caller after what the devices compute."""
 
     def computing(self, device: int) -> AbstractContextManager[None]:
-        """Within it, what a device's thread computes comes after the device's computations."""
+        """Inside the block, operations are ordered after the device's computations."""
         return nullcontext()
 
     def nanoseconds(self, device: int, times: Sequence[Any]) -> list[int]:
-        """The times that a machine has taken, of one clock for all devices. It may wait."""
+        """A machine's ``times`` by a clock that all devices share. It may wait for the device."""
         return list(times)
 
     def memory(self, device: int) -> DeviceMemory:
@@ -284,9 +284,10 @@ class Backend:
         return DeviceMemory("the CPU", None, total)
 
     def generators(self) -> Mapping[str, torch.Generator]:
-        """Device, where it has one of its own → torch's generator for it."""
+        """Name of each device that has a generator of its own → torch's generator for it."""
         return {}
 
     def unfinished(self, error: BaseException) -> Sequence[Unfinished]:
-        """For an error that devices report late, what they may be at; else nothing."""
+        """What the devices may not have finished, if they report this kind of error late; else
+        nothing."""
         return ()

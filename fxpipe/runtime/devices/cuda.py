@@ -1,8 +1,8 @@
 """CUDA devices of one process: streams, events, copies between devices, and their errors.
 
-Importing it needs no CUDA. All that a device computes takes its memory from the stream of its
-computations, also what arrives on another one: then the caching allocator gives a block again
-only to what comes later in that order, and no block is held back by ``record_stream``.
+Importing this module needs no CUDA. All memory of a device is allocated on its compute stream, also
+for values that arrive on another stream. So the caching allocator reuses a block only for what
+comes later on that stream, and no block is held back by ``record_stream``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fxpipe.runtime.devices.cuda_graphs import ALONE, Streams
 from fxpipe.runtime.devices.launching import Launcher
 
 CudaPlace = torch.device | torch.cuda.Stream
-"""Where a device of a program is: a CUDA device with its index, or a stream to compute on."""
+"""What a device of a program runs on: a CUDA device with its index, or a stream."""
 
 
 def home(place: CudaPlace) -> torch.device:
@@ -36,10 +36,10 @@ class CudaLanes:
     """The streams of one device of a program, kept from run to run. See Lanes."""
 
     def __init__(self, place: CudaPlace) -> None:
-        """Make the stream of computations; others come when they are first used.
+        """Make the compute stream; other streams are made at their first use.
 
         Args:
-            place: where it computes: on a stream of its own, or on the one that is given.
+            place: the device, to compute on a new stream there, or the stream to compute on.
         """
         self.device = home(place)
         self._made = Streams()
@@ -54,7 +54,7 @@ class CudaLanes:
         self._reading: torch.cuda.Event | None = None  # the end of the last copy of pinned memory
 
     def stream(self, name: str) -> torch.cuda.Stream:
-        """A stream by its name in programs. One that is made in a run starts as the others do."""
+        """A stream by its name in programs. One made during a run is ordered like the others."""
         if name not in self._streams:
             made = self._made.make(self.device)
             if self._before is not None:
@@ -64,7 +64,7 @@ class CudaLanes:
 
     @contextmanager
     def on(self, stream: str, name: str) -> Iterator[None]:
-        """See Lanes.on: the name is that of an NVTX range."""
+        """See Lanes.on; the name becomes an NVTX range."""
         with torch.cuda.stream(self.stream(stream)), torch.cuda.nvtx.range(name):
             yield
 
@@ -79,20 +79,20 @@ class CudaLanes:
         return event
 
     def bring(self, stream: str, value: Any) -> Any:
-        """See Lanes.bring: tensors are copied, whatever they are in, but for whole numbers."""
+        """See Lanes.bring: copies the tensors in any container, except integer scalars."""
         return pytree.tree_map_only(Tensor, lambda tensor: self._copied(stream, tensor), value)
 
     def begin(self) -> None:
-        """Let all streams start after what the calling thread has launched on its own."""
+        """Order all streams after what the calling thread has launched so far."""
         with ALONE:
             self._before = before = torch.cuda.Event()
             before.record(torch.cuda.current_stream(self.device))
-            for stream in tuple(self._streams.values()):  # a device may make another meanwhile
+            for stream in tuple(self._streams.values()):  # another thread may add one meanwhile
                 stream.wait_event(before)
 
     def end(self) -> None:
-        """Let what the calling thread launches next start after all streams; it waits itself for
-        nothing but copies of its own pinned memory, which it may fill again."""
+        """Order what the calling thread launches next after all streams. The thread itself waits
+        only for copies from its pinned memory, which it may overwrite afterwards."""
         with ALONE:
             current = torch.cuda.current_stream(self.device)
             for name in tuple(self._streams):
@@ -121,13 +121,13 @@ class CudaLanes:
         return [host - round(1e6 * moment.elapsed_time(now)) for moment in moments]
 
     def memory(self) -> DeviceMemory:
-        """What this process has taken of the device's memory, and what there is."""
+        """How much of the device's memory this process has allocated, and the total."""
         _, total = torch.cuda.mem_get_info(self.device)
         return DeviceMemory(str(self.device), torch.cuda.max_memory_allocated(self.device), total)
 
     def _copied(self, stream: str, value: Tensor) -> Tensor:
         if value.is_cpu and value.dim() == 0 and not value.is_floating_point():
-            return value  # a seed: to read it from the device would wait for it
+            return value  # a seed stays on the host: reading it from the device would wait
         with torch.cuda.stream(self.stream(COMPUTE)):
             made = torch.empty_like(value, device=self.device)
         if value.device.type != "cuda":
@@ -138,7 +138,7 @@ class CudaLanes:
             return made
         if value.device == self.device:
             return made.copy_(value, non_blocking=True)
-        # torch copies on the current streams of both devices, each of which waits for the other
+        # torch copies on the current streams of both devices and makes each wait for the other
         leaving = self._leaves(stream, value.device)
         with torch.cuda.stream(leaving), torch.cuda.stream(self.stream(stream)):
             if reaches(self.device, value.device):
@@ -159,7 +159,7 @@ class CudaLanes:
         arriving: torch.cuda.Stream,
         leaving: torch.cuda.Stream,
     ) -> Tensor:
-        """Copy by pinned memory, which its allocator gives again only when both halves are done."""
+        """Copy through pinned memory, which torch reuses only when both copies are done."""
         staged = torch.empty_like(value, device="cpu", pin_memory=True)
         ready = torch.cuda.Event()
         ready.record(arriving)
@@ -187,9 +187,9 @@ _reach_lock = threading.Lock()
 
 
 def is_late(error: BaseException) -> bool:
-    """Whether CUDA may report with it what failed earlier.
+    """Whether this error may be CUDA's late report of an earlier failure.
 
-    It is exact where CUDA_LAUNCH_BLOCKING is set: then every launch waits until it is done.
+    Never where CUDA_LAUNCH_BLOCKING is set: then every launch waits until it is done.
     """
     if os.environ.get("CUDA_LAUNCH_BLOCKING") == "1":
         return False
@@ -205,7 +205,7 @@ class CudaBackend(Launcher):
         """Make the streams.
 
         Args:
-            places: device of the program → where it is; a CUDA device may stand several times.
+            places: device of the program → its CUDA device or stream; devices may be repeated.
         """
         self.lanes = [CudaLanes(place) for place in places]
         super().__init__(self.lanes, [str(lanes.device) for lanes in self.lanes])
@@ -221,7 +221,7 @@ class CudaBackend(Launcher):
             lanes.end()
 
     def nanoseconds(self, device: int, times: Sequence[Any]) -> list[int]:
-        """See Backend.nanoseconds: instructions begin and end on their streams."""
+        """See Backend.nanoseconds; the times are taken on the streams of the instructions."""
         return self.lanes[device].nanoseconds(times)
 
     def memory(self, device: int) -> DeviceMemory:

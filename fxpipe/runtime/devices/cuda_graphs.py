@@ -1,16 +1,17 @@
-"""CUDA streams and graphs: what a device computes, captured once and launched as one from then on.
+"""CUDA streams and graphs: a device's computations, captured once and then launched as one.
 
-torch has 32 streams a device and hands them out in turn, again and again. A stream that computes
-is nobody else's: what else were given to it would wait for the computations before it, and would
-become a part of them where they are captured.
+torch has 32 streams per device and hands them out round-robin, so that two users may get the same
+one. A compute stream must not be shared: other work on it would wait for the computations before
+it, and would become a part of a capture there.
 
-A capture takes part in whatever its stream takes part in, so nobody may wait for its device or let
-another stream wait for its own while it goes on, whichever thread asks. What this library does of
-that kind, ``ALONE`` keeps apart. torch knows one capture of a process at a time besides.
+While a capture runs, no thread may synchronize with its device or make another stream wait for the
+capturing one. ``ALONE`` keeps everything of that kind in this library apart from captures. Besides,
+torch allows one capture at a time in a process.
 
-Random numbers: torch replays those of a generator of which ``CUDAGraph.register_generator_state``
-has been told, from an offset that it counts on. Here each draw has a seed of its own instead, a
-number on the host that launching reads; so stages that draw are not captured.
+Random numbers: torch can replay those of a generator that was registered with
+``CUDAGraph.register_generator_state``, from an offset that it advances. Here each draw has a seed
+of its own instead, a number on the host that is read at the launch. So stages that draw random
+numbers are not captured.
 """
 
 from __future__ import annotations
@@ -27,24 +28,24 @@ from fxpipe.errors import CaptureError
 T = TypeVar("T")
 
 ALONE = threading.RLock()
-"""Held while something is captured, and while streams are made to wait from outside."""
+"""Held during a capture, and while a thread synchronizes with a device or orders its streams."""
 
 
 TRIES = 32
-"""Streams of torch's pool to look at: all of a device, where nobody else asks meanwhile."""
+"""How many streams of torch's pool to try: all of a device's, if no other code takes any."""
 
 
 class Streams:
-    """The streams of one user. They are its own as long as it has this."""
+    """Streams that no other instance of this class computes on, as long as this object lives."""
 
     def __init__(self) -> None:
-        """It has none yet."""
+        """There are no streams yet."""
         self._own: list[tuple[torch.cuda.Stream, bool]] = []
         with _lock:
             _all[self] = None
 
     def take(self, stream: torch.cuda.Stream) -> torch.cuda.Stream:
-        """Compute on a stream that somebody has chosen."""
+        """Compute on a stream that the user has chosen."""
         with _lock:
             self._own.append((stream, True))
         return stream
@@ -53,9 +54,9 @@ class Streams:
         """Make a stream.
 
         Args:
-            device: where.
-            computes: whether it is to compute; then nobody else may have it. A stream that
-                copies is shared with others that do, if need be.
+            device: the CUDA device.
+            computes: whether it is a compute stream, which is not shared. A stream for copies is
+                shared with other copies if necessary.
         """
         with _lock:
             others = [pair for each in _all for pair in each._own]
@@ -75,15 +76,15 @@ _lock = threading.Lock()
 
 
 class CudaGraphs:
-    """Captures what is computed on one slot, on the stream that is current; see Graphs.
+    """Captures the computations of one slot on the current stream; see Graphs.
 
-    Its captures share a memory pool of their own. A pool for several slots would not do: what one
-    capture needs for a moment, a later one may keep its results in, and graphs that share a pool
-    may only be replayed in the order of their captures. Micro-batches in flight have another.
+    The captures of a slot share one memory pool. Several slots cannot share a pool: a later capture
+    may keep its results where an earlier one had temporary values, so graphs that share a pool must
+    be replayed in the order of their captures. Micro-batches in flight run in another order.
     """
 
     def __init__(self) -> None:
-        """Nothing is captured yet; it asks nothing of CUDA."""
+        """Nothing is captured yet, and CUDA is not used yet."""
         self._streams = Streams()
         self._aside: torch.cuda.Stream | None = None
         self._pool: Any = None
@@ -91,10 +92,10 @@ class CudaGraphs:
         self._first: torch.cuda.CUDAGraph | None = None
 
     def capture(self, run: Callable[[], T], what: str) -> tuple[T, Callable[[], None]]:
-        """See Graphs.capture. The device is waited for."""
+        """See Graphs.capture. It waits for the device."""
         with ALONE:
-            torch.cuda.synchronize()  # so that no failure of earlier work is taken for one of this
-            # its kernels run where the stream's do: a green context has streams of its own
+            torch.cuda.synchronize()  # so that a failure of earlier work is not taken for this one
+            # captured kernels run where the stream's do: a green context has streams of its own
             stream = torch.cuda.current_stream()
             if stream == torch.cuda.default_stream():  # which cannot be captured
                 if self._aside is None:
@@ -110,7 +111,7 @@ class CudaGraphs:
                     made = run()
             except Exception as error:
                 _end_allocation(stream.device, self._pool)
-                cause = error.__context__ or error  # to end a broken capture fails as well
+                cause = error.__context__ or error  # ending a broken capture raises once more
                 if isinstance(cause, torch.OutOfMemoryError):
                     raise cause from None
                 raise CaptureError(
@@ -123,7 +124,7 @@ class CudaGraphs:
 
 
 def _end_allocation(device: torch.device, pool: Any) -> None:
-    """End what a failed capture has left: before 2.12 torch goes on to allocate in its pool
-    (pytorch#180395), and takes whatever comes after it for a part of the capture."""
+    """End the allocations of a failed capture: before 2.12 torch goes on to allocate in its pool
+    (pytorch#180395), as if later work were a part of the capture."""
     if torch.__version__ < (2, 12):  # type: ignore[operator]
         torch._C._cuda_endAllocateToPool(device.index or 0, pool)

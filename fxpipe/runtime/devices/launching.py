@@ -1,6 +1,6 @@
-"""A device that works by itself: its instructions are launched on streams, ordered by events.
+"""An asynchronous device: its instructions are launched on streams, ordered by events.
 
-What streams and events are is the backend's, behind ``Lanes``. Launching runs ahead of the device
+``Lanes`` hides what streams and events are on a kind of device. Launching runs ahead of the device
 and waits only for other launches: for a value to be sent, and for an event to be recorded.
 """
 
@@ -36,15 +36,15 @@ class Lanes(Protocol):
     """The streams of one device."""
 
     def on(self, stream: str, name: str) -> AbstractContextManager[None]:
-        """Within it what is launched goes to a stream, under a name for profilers."""
+        """Inside the block, launches go to a stream, under a name for profilers."""
         ...
 
     def wait(self, stream: str, mark: Any) -> None:
-        """Let what a stream is given from now on start after a mark, of any device."""
+        """Let later launches on a stream start after a mark, which may be another device's."""
         ...
 
     def mark(self, stream: str) -> Any:
-        """The end of what a stream has been given so far."""
+        """A mark at the end of what was launched on a stream so far, such as a CUDA event."""
         ...
 
     def bring(self, stream: str, value: Any) -> Any:
@@ -52,7 +52,7 @@ class Lanes(Protocol):
         ...
 
     def reached(self, mark: Any) -> bool:
-        """Whether a stream is past a mark. Raises what the device has to report."""
+        """Whether a stream has passed a mark. Raises an error that the device reports."""
         ...
 
     def moment(self, stream: str) -> Any:
@@ -61,8 +61,14 @@ class Lanes(Protocol):
 
 
 class _Stream:
-    """Attributes: done and open as in Unfinished; marked: the marks that are not reached yet, and
-    how many of the open ones each comes behind."""
+    """What was launched on one stream.
+
+    Attributes:
+        done: the last instruction that is known to be done, or None.
+        open: the instructions that were launched after that one.
+        marked: the marks that are not reached yet, each with how many launches come before it.
+        passed: how many of the stream's launches are known to be done.
+    """
 
     def __init__(self) -> None:
         self.done: Given | None = None
@@ -72,43 +78,44 @@ class _Stream:
 
 
 class Trail:
-    """What one device was given and what of it is known to be done, from run to run.
+    """The instructions launched on one device, and which of them are known to be done.
 
-    After a failure a CUDA device reports it at the next call, whichever that is, and tells nothing
-    more. So it is asked what is done while instructions are launched. Several threads may use it.
+    A CUDA device reports a failure at the next call, whichever that is, and afterwards no longer
+    says what is done. So this asks during launching. It lasts from run to run, and several threads
+    may use it.
     """
 
     def __init__(self, device: int, place: str) -> None:
-        """Nothing was given yet.
+        """Nothing is launched yet.
 
         Args:
-            device: its index in the program.
-            place: what messages call it.
+            device: the device's index in the program.
+            place: the device's name in messages.
         """
         self._device, self._place = device, place
         self._streams: dict[str, _Stream] = {}
         self._lock = threading.Lock()
 
     def give(self, stream: str, given: Given) -> None:
-        """A stream is about to be given an instruction."""
+        """Note that an instruction is about to be launched on a stream."""
         with self._lock:
             if stream not in self._streams:
                 self._streams[stream] = _Stream()
             self._streams[stream].open.append(given)
 
     def mark(self, stream: str, mark: Any) -> None:
-        """A mark stands behind all that a stream was given so far."""
+        """Note a mark after everything that was launched on a stream so far."""
         with self._lock:
             if stream in self._streams:
                 own = self._streams[stream]
                 own.marked.append((mark, own.passed + len(own.open)))
 
     def look(self, stream: str, reached: Callable[[Any], bool]) -> None:
-        """See how far a stream is.
+        """Find out which marks a stream has reached.
 
         Args:
             stream: its name.
-            reached: whether a mark is; it raises what the device has to report.
+            reached: whether a mark is reached; it raises an error that the device reports.
         """
         with self._lock:
             own = self._streams.get(stream)
@@ -119,10 +126,10 @@ class Trail:
                     own.passed += 1
 
     def unfinished(self, reached: Callable[[Any], bool]) -> list[Unfinished]:
-        """The streams that may still be at something.
+        """The streams that may not have finished all their instructions.
 
         Args:
-            reached: as for ``look``; a device that has failed may tell nothing any more.
+            reached: as for ``look``; it may raise where the device has failed.
         """
         for name in tuple(self._streams):
             with suppress(RuntimeError):
@@ -136,13 +143,13 @@ class Trail:
 
 
 class Events:
-    """The events of one run: who launches a wait first waits until the record is launched."""
+    """The events of one run: a wait is launched only after the event's record was launched."""
 
     def __init__(self, program: Program) -> None:
         """No event is recorded yet.
 
         Args:
-            program: what runs; it tells how often each event is waited for.
+            program: the program that runs; it tells how often each event is waited for.
         """
         self._waits = Counter(
             event.number for own in program.launches for launch in own for event in launch.waits
@@ -152,7 +159,7 @@ class Events:
         self._stopped = False
 
     def record(self, event: Event, mark: Any) -> None:
-        """An event, in its step, is at this mark. It is forgotten when all have waited for it."""
+        """Note the mark of an event, in its step. It is dropped after the event's last wait."""
         if self._waits[event.number]:
             with self._changed:
                 self._marks[event] = mark, self._waits[event.number]
@@ -170,21 +177,21 @@ class Events:
             return mark
 
     def stop(self) -> None:
-        """Wake everybody who waits."""
+        """Wake every thread that waits."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
 
 
 class LaunchingChannels(Channels):
-    """The way between devices with streams: values by reference, which the receiver copies.
+    """Channels between devices with streams: values by reference, which the receiver copies.
 
     Attributes:
-        events: of all devices.
+        events: the events of all devices.
     """
 
     def __init__(self, program: Program, threads: int) -> None:
-        """Nothing is on its way. See Channels."""
+        """Make empty channels. See Channels."""
         super().__init__(program, threads)
         self.events = Events(program)
 
@@ -196,13 +203,13 @@ class LaunchingChannels(Channels):
 
 @dataclass(kw_only=True)
 class LaunchingMachine(Machine):
-    """One device with streams in one run. ``times`` gets moments of the instruction's stream.
+    """One device with streams in one run. ``times`` gets timed marks, see ``Lanes.moment``.
 
     Attributes:
-        lanes: its streams.
-        events: of all devices.
-        trail: keeps what it was given and what of that is done.
-        first: the first step of the run: events of earlier ones are long past.
+        lanes: the device's streams.
+        events: the events of all devices.
+        trail: what was launched on the device, and what of it is done.
+        first: the first step of the run. Events of earlier steps are past and are not waited for.
     """
 
     lanes: Lanes
@@ -211,7 +218,7 @@ class LaunchingMachine(Machine):
     first: int = 0
 
     def run(self, end: int | None = None) -> bool:
-        """See Machine.run. It returns when all is launched, not when it is done."""
+        """See Machine.run. It returns when everything is launched, not when it is done."""
         end = len(self.program.lists[self.device]) if end is None else end
         while self.position < end:
             if type(self._launch_next()) is Pause:
@@ -265,20 +272,20 @@ class LaunchingMachine(Machine):
 
 
 class Launcher(Backend):
-    """Launches on lanes that are kept from run to run: most of a Backend for streams."""
+    """A Backend that launches on streams, which are kept from run to run."""
 
     def __init__(self, lanes: Sequence[Lanes], places: Sequence[str]) -> None:
         """Nothing is launched yet.
 
         Args:
             lanes: device of the program → its streams.
-            places: device → what messages call it.
+            places: device → its name in messages.
         """
         self._lanes = tuple(lanes)
         self._trails = [Trail(device, place) for device, place in enumerate(places)]
 
     def channels(self, program: Program, threads: int) -> LaunchingChannels:
-        """See Backend.channels: values go by reference, and the receiver copies."""
+        """See Backend.channels; values go by reference, and the receiver copies."""
         return LaunchingChannels(program, threads)
 
     def machine(
@@ -311,7 +318,7 @@ class Launcher(Backend):
         return self._lanes[device].on(COMPUTE, "statistics")
 
     def left(self) -> list[Unfinished]:
-        """What the devices may be at, as far as they still tell."""
+        """What the devices may not have finished, as far as they still report it."""
         return [
             each
             for lanes, trail in zip(self._lanes, self._trails, strict=True)

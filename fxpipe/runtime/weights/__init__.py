@@ -1,1 +1,1 @@
-"""Weights while they train: versions, updates, optimizers, checkpoints."""
+"""Weights during training: versions, updates, optimizers, checkpoints."""

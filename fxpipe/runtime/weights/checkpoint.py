@@ -1,4 +1,4 @@
-"""A checkpoint and its file: tensors as safetensors, all else as JSON in its header; no pickle."""
+"""A checkpoint's file: tensors as safetensors, everything else as JSON in its header; no pickle."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from fxpipe.runtime.weights.stage_weights import History
 from fxpipe.torchtools.pieces import SPARSE, pieces
 
 FORMAT = 3
-"""Of the files that this version writes. It reads those up to it: 2 had no checksum, and 1 no
-``device_random`` and no ``extra`` either."""
+"""The format that this version writes. It also reads the earlier ones: 2 had no checksum, and 1 had
+no checksum, ``device_random`` or ``extra``."""
 
 _KEY = "fxpipe"
 _SUM = "fxpipe.crc32"
@@ -39,18 +39,18 @@ _CLASSES = {kind.__name__: kind for kind in (GroupState, History, OptimizerState
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """All that a run needs to go on, by names in the model: it fits any partition.
+    """All that training needs to go on, by names in the model, so that it fits any partition.
 
     Attributes:
         parameters: name → the newest version.
-        buffers: name → value; those that a state dict leaves out, too.
-        gradients: name → ``.grad``, where the pipe has no optimizer and adds to them.
+        buffers: name → value; non-persistent buffers, too.
+        gradients: name → ``.grad``, where the pipe has no optimizer and adds to it.
         history: the other versions, and how many batches have been trained on.
-        optimizer: what the optimizers of all stages keep; None where there are none.
-        clipping: what clipping and the scaler of losses have come to; None without them.
+        optimizer: the state of all stages' optimizers; None where there are none.
+        clipping: the state of clipping and of the gradient scaler; None without them.
         random: the state of torch's generator.
         device_random: CUDA device of the pipe → the state of torch's generator for it.
-        extra: what the user has added.
+        extra: the user's own values.
     """
 
     parameters: Mapping[str, Tensor]
@@ -65,10 +65,10 @@ class Checkpoint:
 
 
 def write(checkpoint: Checkpoint, path: str | os.PathLike[str]) -> None:
-    """Write a file, in the place of an older one only when it is whole.
+    """Write a file; an older one is replaced only once the new one is complete.
 
     Raises:
-        CheckpointError: a value is of a kind that the file cannot hold, or it cannot be written.
+        CheckpointError: the file cannot hold a value, or cannot be written.
     """
     tensors = _Tensors()
     try:
@@ -87,15 +87,15 @@ def write(checkpoint: Checkpoint, path: str | os.PathLike[str]) -> None:
 
 @contextmanager
 def _replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yields where to write what takes a file's place at the end of the block, if that goes well.
+    """Yields a path to write to; if the block succeeds, that file then replaces ``path``.
 
-    It is in a folder of its own beside the file. A writer holds its folder locked while it lives,
-    so that the next one knows, and removes, those of writers that were killed.
+    It is in a folder of its own beside the file. A writer keeps its folder locked while it lives,
+    so that the next writer can recognise and remove the folders of writers that were killed.
     """
-    target = Path(os.path.realpath(path))  # a link stays, and what it points to is written
+    target = Path(os.path.realpath(path))  # of a symbolic link, the file that it points to
     if target.is_symlink() or (target.exists() and not target.is_file()):
         raise OSError(f"there is something that is no file; move {str(target)!r} away")
-    with suppress(OSError):  # what cannot be removed now may be another time
+    with suppress(OSError):  # a later writer tries again
         for left in target.parent.glob(f"{_UNFINISHED}*"):
             _remove_left(left)
     while True:
@@ -124,7 +124,7 @@ def _replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def _remove_left(folder: Path) -> None:
-    """Remove what a writer has left behind, unless it lives."""
+    """Remove the folder of a writer that no longer runs."""
     with suppress(OSError):
         lock = os.open(folder, os.O_DIRECTORY)
         try:
@@ -135,7 +135,7 @@ def _remove_left(folder: Path) -> None:
 
 
 def _sync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, would outlast a loss of power."""
+    """Flush a file, or a folder's entries, to disk, so that they survive a loss of power."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -152,13 +152,13 @@ def read(path: str | os.PathLike[str]) -> Checkpoint:
     """
     shown = repr(str(path))
     try:
-        # by its descriptor: header and tensors are of one file, whatever takes its place meanwhile
+        # by its descriptor: header and tensors are of one file, even if it is replaced meanwhile
         with (
             Path(path).open("rb") as opened,
             safetensors.safe_open(f"/dev/fd/{opened.fileno()}", framework="pt") as file,
         ):
             told = file.metadata() or {}
-            # copies: what is read must not change with the file
+            # copies, which do not change when the file does
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
     except (OSError, ValueError) as error:
         raise CheckpointError(f"cannot read the checkpoint {shown}: {error}") from error
@@ -193,7 +193,7 @@ def read(path: str | os.PathLike[str]) -> Checkpoint:
 
 
 def _checksum(header: str, tensors: Mapping[str, Tensor]) -> str:
-    """Of all that a file holds; a few flipped bits change it for certain."""
+    """The checksum of a file's contents; it detects a few flipped bits for certain."""
     found = zlib.crc32(header.encode())
     for name, tensor in sorted(tensors.items()):
         found = zlib.crc32(f"{name} {tensor.dtype} {list(tensor.shape)}".encode(), found)
@@ -202,7 +202,7 @@ def _checksum(header: str, tensors: Mapping[str, Tensor]) -> str:
 
 
 def _made(kind: type[Any], values: Mapping[str, Any]) -> Any:
-    """A dataclass of values that were read. Raises ValueError where one is of another type."""
+    """A dataclass from values that were read. Raises ValueError where a value has a wrong type."""
     for name, hint in get_type_hints(kind).items():
         if name in values and not _fits(values[name], hint):
             raise ValueError(f"{name!r} of its {kind.__name__} is {reprlib.repr(values[name])}")
@@ -210,7 +210,7 @@ def _made(kind: type[Any], values: Mapping[str, Any]) -> Any:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value is of the type that a field is declared with."""
+    """Whether a value has the declared type of a field."""
     origin, inner = get_origin(hint), get_args(hint)
     if hint is Any:
         return True
@@ -226,7 +226,7 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def _sparse(layout: str, parts: Sequence[Tensor], size: list[int], coalesced: bool) -> Tensor:
-    """A sparse tensor of its pieces. Raises RuntimeError where they are none of one."""
+    """A sparse tensor from its parts. Raises RuntimeError where they do not fit together."""
     if SPARSE[layout] is torch.sparse_coo:
         indices, values = parts
         return torch.sparse_coo_tensor(
@@ -239,14 +239,14 @@ def _sparse(layout: str, parts: Sequence[Tensor], size: list[int], coalesced: bo
 
 
 class _Tensors:
-    """The tensors of a file, each in memory that is its own, as safetensors asks."""
+    """The tensors of a file, each with a storage of its own, as safetensors requires."""
 
     def __init__(self) -> None:
         self.named: dict[str, Tensor] = {}
         self._storages: set[int] = set()
 
     def add(self, name: str, tensor: Tensor) -> dict[str, str]:
-        """What stands for it in the header: its kind and its name in the file.
+        """Add a tensor. Returns its entry in the header: its kind and its name in the file.
 
         Raises:
             CheckpointError: the file cannot hold it.
@@ -266,14 +266,14 @@ class _Tensors:
         if shared or storage.nbytes() != plain.numel() * plain.element_size():
             plain = plain.clone()
         self._storages.add(plain.untyped_storage().data_ptr())
-        while name in self.named:  # a slash in a key may make two paths one
+        while name in self.named:  # a slash in a key may make two paths equal
             name += "'"
         self.named[name] = plain
         return {kind: name}
 
 
 def _encode(value: Any, path: str, tensors: _Tensors, depth: int = 0) -> Any:
-    """As JSON; a tensor is put aside under its path, and stands there by that name."""
+    """A value as JSON. Each tensor is added to ``tensors`` and replaced by its entry."""
     if depth > _DEEPEST:
         raise CheckpointError(
             f"{path.split('/')[0]} holds itself, or is more than {_DEEPEST} levels deep"
@@ -308,7 +308,7 @@ def _encode(value: Any, path: str, tensors: _Tensors, depth: int = 0) -> Any:
 
 
 def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """What ``_encode`` was given."""
+    """The value that ``_encode`` was given."""
     match value:
         case {"tensor": str(path)}:
             return tensors[path]

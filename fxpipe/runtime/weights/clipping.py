@@ -1,4 +1,4 @@
-"""Clipping by the norm of all stages' gradients, and skipping of batches that overflow."""
+"""Clips by the norm of all stages' gradients, and skips batches whose gradients overflow."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from fxpipe.errors import CheckpointError
 
 
 class Clipping:
-    """What the stages agree on before they update: one norm over all gradients of a batch.
+    """Clips the gradients of a batch by one norm over all stages.
 
-    Each stage computes the same from the same numbers, so none has to tell the others. It is what
-    ``torch.nn.utils.clip_grad_norm_`` does to all parameters at once, after ``GradScaler``'s
-    ``unscale_``; where the norm is not finite no stage updates.
+    Each stage computes the same norm from the norms of all gradients, so no stage has to send a
+    result to the others. It equals ``torch.nn.utils.clip_grad_norm_`` over all parameters after
+    ``GradScaler.unscale_``. With a scaler, no stage updates where the norm is not finite.
 
     Attributes:
         limit: the greatest norm that gradients may have, or None for any.
-        scaler: scales losses; its scale is changed as its own ``update`` does.
-        norm: of the latest batch whose update was decided, before clipping; None before.
-        skipped: how many batches were not finite.
+        scaler: scales the losses; its scale changes as in its own ``update``.
+        norm: the norm before clipping of the latest batch whose update was decided; None before.
+        skipped: how many batches had gradients that were not finite.
     """
 
     def __init__(self, limit: float | None, scaler: GradScaler | None) -> None:
@@ -37,18 +37,18 @@ class Clipping:
         self._grown = 0
 
     def begin(self, batch: int) -> float:
-        """A batch comes. Returns by what its loss's gradient is multiplied."""
+        """Begin a batch. Returns the factor for the gradient of its loss."""
         scale = 1.0 if self.scaler is None else float(self.scaler.get_scale())
         self._scales[batch] = scale
         return scale
 
     def clip(self, batch: int, gradients: list[Tensor | None], norms: Sequence[Tensor]) -> None:
-        """Unscale and clip a stage's gradients, in place; drop them where they are not finite.
+        """Unscale and clip a stage's gradients in place; with a scaler, drop them where not finite.
 
         Args:
             batch: the batch that they belong to.
             gradients: one for each parameter of the stage.
-            norms: of every gradient of every stage, in the order of the stages.
+            norms: the norms of all gradients of all stages, in the order of the stages.
         """
         own = [gradient for gradient in gradients if gradient is not None]
         unscale = 1 / self._scales.get(batch, 1.0)
@@ -67,19 +67,19 @@ class Clipping:
             torch._foreach_mul_(own, factor)
 
     def settle(self, before: int) -> None:
-        """Let the batches before one change the scale, in their order."""
+        """Update the scale by the results of all batches before this one, in their order."""
         for batch in sorted(self._finite):
             if batch < before:
                 self._settle(self._finite.pop(batch))
                 self._scales.pop(batch, None)
 
     def forget(self) -> None:
-        """What was in flight is dropped."""
+        """Forget the batches in flight, which were dropped."""
         self._finite.clear()
         self._scales.clear()
 
     def state(self) -> dict[str, float | None]:
-        """What a checkpoint keeps, while no batch is in flight."""
+        """The state for a checkpoint, while no batch is in flight."""
         scale = None if self.scaler is None else float(self.scaler.get_scale())
         return {
             "scale": scale,
@@ -89,7 +89,7 @@ class Clipping:
         }
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """Raises CheckpointError where what a checkpoint keeps cannot be gone on from."""
+        """Raises CheckpointError where a checkpoint's state cannot be loaded."""
         fits = state.keys() == self.state().keys() and (
             all(type(state[key]) is int and state[key] >= 0 for key in ("grown", "skipped"))
             and all(isinstance(state[key], float | None) for key in ("scale", "norm"))
@@ -101,7 +101,7 @@ class Clipping:
             )
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint; of one without a scaler, with the scale as it is."""
+        """Load a checkpoint's state; if it had no scaler, the scale stays as it is."""
         self.forget()
         self._grown, self.norm, self.skipped = state["grown"], state["norm"], state["skipped"]
         if state["scale"] is not None:
@@ -124,12 +124,12 @@ class Clipping:
 
     def _set_scale(self, scale: float) -> None:
         if self.scaler is not None and self.scaler.is_enabled():
-            self.scaler.scale(torch.zeros(()))  # it makes its state when it first scales
+            self.scaler.scale(torch.zeros(()))  # the scaler makes its state at its first use
             self.scaler.update(scale)
 
 
 def norms_of(gradients: Sequence[Tensor | None]) -> list[Tensor]:
-    """The 2-norm of each gradient; of those in half precision in single."""
+    """The 2-norm of each gradient; computed in float32 for half precision."""
     own = [gradient for gradient in gradients if gradient is not None]
     by_type: Mapping[torch.dtype, list[Tensor]] = {g.dtype: [] for g in own}
     for gradient in own:

@@ -18,7 +18,7 @@ from fxpipe.torchtools.moments import DeferredNorm
 
 
 class _Before:
-    """A stage's parameters and its optimizer as they are now, to be put back exactly."""
+    """A snapshot of a stage's parameters and its optimizer, to restore them exactly."""
 
     def __init__(self, parameters: Sequence[torch.Tensor], optimizer: Optimizer) -> None:
         self._parameters = [(parameter, parameter.detach().clone()) for parameter in parameters]
@@ -32,10 +32,10 @@ class _Before:
 
 
 class OptimizerSnapshot:
-    """A copy of an optimizer's state, of its groups' settings, and of its own plain attributes.
+    """A copy of an optimizer's state, its groups' settings and its plain attributes.
 
-    The optimizer's own ``load_state_dict`` would not put it back: it casts the state to the types
-    of the parameters.
+    The optimizer's ``load_state_dict`` could not restore it exactly: it casts the state to the
+    dtypes of the parameters.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -60,9 +60,9 @@ class OptimizerSnapshot:
 
 
 def twin(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> Any:
-    """An optimizer with groups of its own, and the same state and attributes.
+    """A copy of an optimizer with these groups and the same state and attributes.
 
-    ``type(optimizer).step`` steps it: the optimizer's own may be a scheduler's wrapper.
+    Step it with ``type(optimizer).step``, as the attribute ``step`` may be a scheduler's wrapper.
     """
     made = object.__new__(type(optimizer))
     made.__dict__.update(vars(optimizer))
@@ -72,12 +72,12 @@ def twin(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> Any:
 
 
 def settings(group: dict[str, Any]) -> dict[str, Any]:
-    """All of a group but its parameters."""
+    """A parameter group without its parameters."""
     return {key: value for key, value in group.items() if key != "params"}
 
 
 def frozen(group: dict[str, Any]) -> dict[str, Any]:
-    """The same, which a change in place leaves alone: a learning rate may be a tensor."""
+    """The same as a copy: a learning rate may be a tensor, which can be changed in place."""
     return {
         key: value.detach().clone() if isinstance(value, torch.Tensor) else value
         for key, value in settings(group).items()
@@ -85,7 +85,7 @@ def frozen(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def copied(values: Any) -> Any:
-    """A copy of the state of one parameter or group, which is a dictionary as a rule."""
+    """A copy of the state of one parameter or group, usually a dict."""
     if not isinstance(values, dict):
         return copy.deepcopy(values)
     return {
@@ -95,10 +95,10 @@ def copied(values: Any) -> Any:
 
 
 class Weights:
-    """The parameters and buffers of the model, by stage and version, and their update."""
+    """Reads and updates the model's parameters and buffers, by stage and version."""
 
     def __init__(self) -> None:
-        """No plan is known yet, see ``bind``."""
+        """No plan is bound yet, see ``bind``."""
         self._state: Mapping[str, torch.Tensor] = {}
         self._names: list[list[str]] = []
         self._buffers: list[list[torch.Tensor]] = []
@@ -113,18 +113,18 @@ class Weights:
         state: Mapping[str, torch.Tensor],
         deferred: Sequence[DeferredNorm] = (),
     ) -> None:
-        """Find a plan's tensors.
+        """Look up a plan's tensors.
 
         Args:
             stages: the plan's stages.
             state: name in the model → parameter, buffer or constant.
-            deferred: the calls of BatchNorm whose statistics are updated once a batch.
+            deferred: the BatchNorm calls whose statistics are updated once per batch.
         """
         self._state = state
         self._deferred = deferred
         self._names = [[a.target for a in stage.parameters] for stage in stages]
         written = {write.target for stage in stages for write in stage.writes}
-        # a backward may read what its forward read: not the buffer itself, which commit changes
+        # copies: a backward may read what its forward read, and ``commit`` changes the buffers
         first = {name: state[name].clone() for name in written}
         self._buffers = [[first.get(a.target, state[a.target]) for a in s.buffers] for s in stages]
 
@@ -137,20 +137,20 @@ class Weights:
         return self._buffers[stage]
 
     def gradients(self, stage: int) -> Sequence[torch.Tensor | None]:
-        """What the sums of a stage's gradients start from."""
+        """The initial values of the sums of a stage's gradients; None for 0."""
         return [None] * len(self._names[stage])
 
     def update(
         self, stage: int, reads: int, writes: int, gradients: Sequence[torch.Tensor | None]
     ) -> None:
-        """Make the version ``writes`` of a stage from ``reads`` and the batch's gradients.
+        """Update a stage with a batch's gradients, from version ``reads`` to version ``writes``.
 
-        The caller's own ``.grad`` is left as it was.
+        ``.grad`` is left as it was.
         """
         raise NotImplementedError
 
     def stop(self) -> bool:
-        """Let no further update begin. Returns whether one is running, which must be awaited."""
+        """Let no more updates start. Returns whether one is running; the caller waits for it."""
         with self._lock:
             self._stopped = True
             self._lock.notify_all()
@@ -158,7 +158,7 @@ class Weights:
 
     @contextmanager
     def _updating(self, may: Callable[[], bool] = lambda: True) -> Iterator[None]:
-        """Inside an update runs; it waits until it may. Raises Stopped after ``stop``."""
+        """Wait until an update may start; the block runs it. Raises Stopped after ``stop``."""
         with self._lock:
             self._lock.wait_for(lambda: self._stopped or may())
             if self._stopped:
@@ -175,9 +175,9 @@ class Weights:
 class LiveWeights(Weights):
     """One version of the weights: the model's own tensors, changed in place at the update.
 
-    An update is part of a transaction: until ``commit`` every stage can be put back. The copies
-    that this takes live from a stage's update to the commit, when no activation is alive any
-    more, so they seldom raise the peak of memory.
+    An update is part of a transaction: until ``commit`` every stage can be rolled back. This needs
+    copies from a stage's update until the commit. At that time no activation is alive, so the
+    copies seldom raise the memory peak.
 
     Attributes:
         constants: the buffers that no stage writes.
@@ -198,8 +198,8 @@ class LiveWeights(Weights):
             stages: the plan's stages.
             state: name in the model → parameter, buffer or constant.
             optimizers: stage → its optimizer; None for a stage that has none.
-            onto_grad: whether the sums of gradients start from ``.grad``, to replace it.
-            deferred: the calls of BatchNorm whose statistics ``commit`` updates.
+            onto_grad: whether the sums of gradients start from ``.grad`` and then replace it.
+            deferred: the BatchNorm calls whose statistics ``commit`` updates.
         """
         super().__init__()
         self.bind(stages, state, deferred)
@@ -258,7 +258,7 @@ class LiveWeights(Weights):
                     parameter.grad = gradient
 
     def roll_back(self) -> None:
-        """Put every stage back that this run has updated."""
+        """Restore every stage that this run has updated."""
         with torch.no_grad():
             for before in self._before:
                 before.put_back()
@@ -269,11 +269,11 @@ class LiveWeights(Weights):
         state: Mapping[str, torch.Tensor],
         gradients: Mapping[int, Sequence[torch.Tensor | None]],
     ) -> None:
-        """Make what a run has computed the model's.
+        """Write the results of a run to the model.
 
         Args:
-            state: name in the model → what the last micro-batch wrote to the buffer.
-            gradients: stage → sums of gradients, for ``.grad``.
+            state: name in the model → the last micro-batch's value of a buffer.
+            gradients: stage → summed gradients, for ``.grad``.
         """
         with torch.no_grad():
             if self._deferred:

@@ -1,4 +1,4 @@
-"""The optimizer of a stage, from the user's function."""
+"""Makes the optimizer of a stage with the user's function."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def make_optimizer(factory: OptimizerFactory, parameters: Sequence[nn.Parameter]
     """The optimizer of a stage's parameters.
 
     Raises:
-        InputError: the function raises, makes no optimizer, one over other parameters, or one
-            whose step wants more than gradients.
+        InputError: the function raises, returns no optimizer, an optimizer over other parameters,
+            or one whose step needs a closure.
     """
     cure = "such as lambda parameters: torch.optim.AdamW(parameters)"
     try:
@@ -51,10 +51,10 @@ def make_optimizer(factory: OptimizerFactory, parameters: Sequence[nn.Parameter]
 
 
 def state_size(factory: OptimizerFactory | None) -> float:
-    """How many times the size of its parameters the state of an optimizer is.
+    """The size of an optimizer's state, in multiples of the size of its parameters.
 
-    Found with a step on a parameter of its own; where there is no optimizer, or it does not take
-    such a parameter, that of Adam.
+    It is found by a step on a small parameter made for that. Where there is no optimizer, or it
+    does not take that parameter, it is Adam's.
     """
     if factory is None:
         return 2.0
