@@ -1,1 +1,1 @@
-"""What fxpipe needs of PyTorch itself, and PyTorch does not offer."""
+"""Additions to PyTorch: tools that fxpipe needs and PyTorch does not offer."""

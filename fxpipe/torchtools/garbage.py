@@ -1,4 +1,4 @@
-"""Python's cyclic garbage collector, out of the way while many small objects are made."""
+"""Switch off Python's cyclic garbage collector while many small objects are made."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from contextlib import contextmanager
 
 @contextmanager
 def without_collection() -> Iterator[None]:
-    """Make objects without a search for cycles among them; also a decorator.
+    """Inside, the cyclic garbage collector is off; also a decorator.
 
-    For code that makes many that are in none, such as instructions and buffers: walking all of
-    them over and over took half the time of lowering and verifying, and more the more there were.
+    For code that makes many objects without reference cycles, such as instructions and buffers. The
+    collector visits all of them again and again, which took half the time of lowering and
+    verifying, and a growing share for larger programs.
     """
     enabled = gc.isenabled()
     gc.disable()

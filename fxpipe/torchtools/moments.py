@@ -14,9 +14,10 @@ class DeferredNorm:
     """One call of a BatchNorm, whose running statistics are updated once a step.
 
     Attributes:
-        moments: the state that gathers its moments, see ``gather``; zeros before each step.
-        running_mean: the name of that buffer in the model.
-        running_var: the same.
+        moments: the name of the state in which ``gather`` adds up its moments; zeros before each
+            step.
+        running_mean: the name of the running mean's buffer in the model.
+        running_var: the name of the running variance's buffer.
         tracked: the name of the buffer that counts updates, if there is one.
         momentum: the weight of the new statistics; None for the average over all updates.
     """
@@ -29,13 +30,15 @@ class DeferredNorm:
 
 
 def gather(before: Tensor, x: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
-    """Add a micro-batch to the moments: its means differ, so the variances alone do not do.
+    """Add a micro-batch to the moments of those before it.
 
-    The pairwise update of Chan, Golub and LeVeque (1979), which subtracts no large numbers.
+    The variance of the whole batch depends on the means of the micro-batches as well as on their
+    variances. The pairwise update of Chan, Golub and LeVeque (1979) subtracts no large numbers.
 
     Args:
-        before: (3, channels): how many values so far, their mean, their squared deviations.
-        x: (samples, channels, …): the micro-batch, for its shape alone.
+        before: (3, channels): the count of values so far, their mean, the sum of their squared
+            deviations.
+        x: (samples, channels, …): the micro-batch, of which only the shape is used.
         mean: (channels): of the micro-batch.
         variance: (channels): of the micro-batch, unbiased.
     """
@@ -62,12 +65,15 @@ def measured(x: Tensor) -> tuple[Tensor, Tensor]:
 def commit(
     norms: Sequence[DeferredNorm], state: Mapping[str, Tensor], written: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """What a step writes to the model's buffers: the moments become running statistics.
+    """Turn the moments into running statistics, at the end of a step.
 
     Args:
-        norms: the calls, in order; one module may have several.
-        state: name in the model → its buffers before the step.
-        written: name → what the last micro-batch wrote, the moments among them.
+        norms: the calls of BatchNorms, in order; one module may be called several times.
+        state: name in the model → buffer as it was before the step.
+        written: name → what the last micro-batch wrote, the moments included.
+
+    Returns:
+        Name → what the step writes to the model's buffers.
     """
     found = dict(written)
     fresh: dict[str, Tensor] = {}
@@ -80,7 +86,7 @@ def commit(
         if norm.tracked is not None:
             updates = fresh.get(norm.tracked, state[norm.tracked]) + 1
             fresh[norm.tracked] = updates
-            # in float64 as BatchNorm's own: an integer tensor would divide to a float32
+            # in float64, as BatchNorm itself computes it: an integer tensor would give a float32
             factor = 1 / updates.double() if factor is None else factor
         assert factor is not None
         for name, new in (

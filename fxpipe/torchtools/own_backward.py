@@ -1,9 +1,9 @@
-"""Autograd functions with a backward of their own, kept through a trace.
+"""Keep the backward of a user's ``autograd.Function`` through a trace.
 
-A tracer records what an ``autograd.Function`` computes forward, and its backward is lost. So while
-a model is traced, ``apply`` becomes one operation, ``fxpipe::function``, that nothing looks into.
-Wherever it runs under autograd afterwards, as when a stage is differentiated, it is the function
-itself, and its own backward is what is written down.
+A tracer records what the function computes in its forward; its own backward would be lost. So
+while a model is traced, ``apply`` is recorded as one opaque operation, ``fxpipe::function``. When
+that operation later runs under autograd, as when a stage is differentiated, it calls the function
+itself, so that the stage's backward graph contains the function's own backward.
 """
 
 from __future__ import annotations
@@ -27,10 +27,12 @@ class _Call:
     """One call of a function, without its tensors.
 
     Attributes:
-        function: the class.
-        spec: how the arguments nest.
-        leaves: the flat arguments, ``_TENSOR`` and ``_SIZE`` for those that are given each time.
-        made: the spec of the result and its leaves, ``_TENSOR`` for tensors, once it has run.
+        function: the subclass of ``autograd.Function``.
+        spec: the pytree spec of the arguments.
+        leaves: the flat arguments; ``_TENSOR`` and ``_SIZE`` stand for tensors and sizes, which
+            are passed to each run.
+        made: the spec and the leaves of the result, with ``_TENSOR`` for tensors; None before the
+            first run.
     """
 
     function: Any
@@ -51,7 +53,7 @@ class _Call:
         return [leaf for leaf in flat if isinstance(leaf, Tensor)]
 
     def result(self, tensors: Sequence[Tensor]) -> Any:
-        """The function's result, made of its tensors."""
+        """The function's result, put together from its tensors."""
         assert self.made is not None
         spec, leaves = self.made
         given = iter(tensors)
@@ -66,11 +68,12 @@ _ORIGINAL = torch.autograd.Function.__dict__["apply"]
 
 
 class _Here(threading.local):
-    """What this thread does with functions.
+    """How this thread treats autograd functions.
 
     Attributes:
-        keeps: whether each is one operation.
-        opens: whether reentrant checkpoints are opened, as they are where functions are kept.
+        keeps: whether each one is recorded as one operation.
+        opens: whether the content of reentrant checkpoints is traced instead of the checkpoint;
+            always so if ``keeps`` is true.
     """
 
     keeps = False
@@ -82,16 +85,16 @@ _HERE = _Here()
 
 @contextmanager
 def functions_kept() -> Iterator[None]:
-    """Inside, in this thread, every autograd function that is applied is one operation."""
+    """Inside, in this thread, each call of an autograd function is recorded as one operation."""
     with _patched(keeps=True, opens=True):
         yield
 
 
 @contextmanager
 def checkpoints_opened() -> Iterator[None]:
-    """Inside, in this thread, a reentrant checkpoint computes what is in it, and no more.
+    """Inside, in this thread, a reentrant checkpoint just computes its content.
 
-    Its backward calls autograd itself, which ``torch.autograd.grad`` does not go along with.
+    The backward of such a checkpoint calls autograd, which ``torch.autograd.grad`` refuses.
     """
     with _patched(keeps=False, opens=True):
         yield
@@ -111,7 +114,7 @@ def _patched(keeps: bool, opens: bool) -> Iterator[None]:
 
 
 def call(key: str, *args: Any) -> Any:
-    """Graph node: apply the function that is known under ``key`` to these arguments."""
+    """The target of a graph's node: apply the function of that key to these arguments."""
     return _apply(_CALLS[key].function, *args)
 
 
@@ -125,10 +128,10 @@ def _apply(function: Any, *args: Any) -> Any:
 
 
 def _applied(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """What ``Function.apply`` does inside."""
+    """Replaces ``Function.apply`` while it is patched."""
     if function is CheckpointFunction and _HERE.opens:
         run, _, *rest = args
-        # without such an input its backward would not run at all
+        # without an input that requires a gradient its backward would not run at all
         with torch.set_grad_enabled(torch.is_grad_enabled() and any(map(_needs_gradient, rest))):
             return run(*rest)
     if not _HERE.keeps:
@@ -157,14 +160,14 @@ def _needs_gradient(value: Any) -> bool:
 
 
 def _key(one: _Call) -> str:
-    """The name by which a graph knows a call."""
+    """The key of a call: the name by which a graph refers to it."""
     key = f"{one.function.__module__}.{one.function.__qualname__}/{len(_CALLS)}"
     _CALLS[key] = one
     return key
 
 
 def _opaque(tensors: Sequence[Tensor], sizes: Sequence[int], key: str) -> list[Tensor]:
-    """The operation below autograd: the results are tensors of their own."""
+    """The operation below autograd. Its results share no memory with its inputs."""
     versions = [tensor._version for tensor in tensors]
     with torch.no_grad():
         made = _CALLS[key].run(tensors, sizes)
@@ -183,7 +186,7 @@ def _opaque(tensors: Sequence[Tensor], sizes: Sequence[int], key: str) -> list[T
 
 
 def _differentiable(tensors: Sequence[Tensor], sizes: Sequence[int], key: str) -> list[Tensor]:
-    """The operation under autograd: while a model is traced it stays one, else it is opened."""
+    """The operation under autograd: opaque while a model is traced, else the function itself."""
     if _HERE.keeps:
         with torch._C._AutoDispatchBelowAutograd():
             made: list[Tensor] = torch.ops.fxpipe.function(tensors, sizes, key)

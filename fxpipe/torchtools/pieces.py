@@ -1,5 +1,7 @@
-"""The dense tensors that hold a sparse one: it has no memory, strides or entries of its own to
-compare, and they have."""
+"""The dense tensors that a sparse tensor consists of: its indices and values.
+
+A sparse tensor itself has no storage, strides or entries to compare; its indices and values do.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ SPARSE = {str(layout): layout for layout in (torch.sparse_coo, *_COMPRESSED)}
 
 
 def pieces(tensor: Tensor) -> tuple[Tensor, ...]:
-    """The tensor itself; of a sparse one its indices, and last its values."""
+    """A dense tensor itself; the indices of a sparse tensor, and last its values."""
     if tensor.layout is torch.sparse_coo:
         return tensor._indices(), tensor._values()
     if tensor.layout in _COMPRESSED:
@@ -30,15 +32,15 @@ def pieces(tensor: Tensor) -> tuple[Tensor, ...]:
 
 
 def memory(tensor: Tensor) -> int:
-    """The memory that its values lie in, which views of it share."""
+    """A number that identifies the storage of a tensor's values; the same for its views."""
     return int(pieces(tensor)[-1].untyped_storage()._cdata)
 
 
 def size_in_bytes(tensor: Tensor) -> int:
-    """Bytes of its elements; of a sparse one those of its indices and values."""
+    """The bytes of a tensor's elements; of a sparse tensor's indices and values."""
     return sum(piece.numel() * piece.element_size() for piece in pieces(tensor))
 
 
 def equal(one: Tensor, other: Tensor) -> bool:
-    """As ``torch.equal``; two sparse tensors are equal if their indices and values are."""
+    """``torch.equal``; two sparse tensors are equal if their indices and values are."""
     return one.layout is other.layout and all(map(torch.equal, pieces(one), pieces(other)))

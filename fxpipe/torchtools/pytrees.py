@@ -1,7 +1,7 @@
-"""Nests of values: objects taken apart into tensors, and dataclasses made known to PyTorch.
+"""Pytrees: objects of any class are taken apart into tensors, dataclasses are registered.
 
-``torch.utils._pytree`` knows tuples, dicts and what was registered with it. A model may return any
-other object that holds tensors among its attributes, such as a cache of keys and values.
+``torch.utils._pytree`` knows tuples, lists, dicts and registered classes. A model may return an
+object of any other class that holds tensors in its attributes, such as a cache of keys and values.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from torch.utils import _pytree as pytree
 from fxpipe.errors import InputError
 
 _WHOLE = (Tensor, nn.Module, type, torch.SymInt, torch.SymFloat, torch.SymBool)
-"""Never taken apart; a size in a trace leads to all that the tracer knows."""
+"""Classes that are never taken apart: a symbolic size refers to the whole state of its tracer."""
 
 
 @dataclass(frozen=True)
 class Parts:
-    """An object taken apart; a tree of its own that PyTorch knows.
+    """An object that was taken apart: a pytree node, registered with PyTorch.
 
     Attributes:
-        kind: its class.
-        tensors: the attributes that hold tensors, however deep.
-        others: the other ones, as they are.
+        kind: the object's class.
+        tensors: the attributes that hold tensors, at any depth.
+        others: all other attributes, unchanged.
     """
 
     kind: type
@@ -48,18 +48,18 @@ pytree.register_pytree_node(
 
 
 def taken_apart(value: Any) -> Any:
-    """The value with each unknown object that holds tensors as ``Parts``."""
+    """The value, in which each object that holds tensors and is no pytree is a ``Parts``."""
     return pytree.tree_map(_Walk(), value)
 
 
 def together(leaves: Sequence[Any], spec: pytree.TreeSpec) -> Any:
-    """The value of these leaves, its objects made anew; the counterpart of ``taken_apart``."""
+    """The value of these leaves, with objects instead of ``Parts``; undoes ``taken_apart``."""
     return _objects(pytree.tree_unflatten(list(leaves), spec))
 
 
 @contextmanager
 def returning_parts(model: nn.Module) -> Iterator[None]:
-    """Inside, what the model returns is taken apart."""
+    """Inside, the model returns its output as ``taken_apart`` gives it."""
     hook = model.register_forward_hook(lambda module, args, output: taken_apart(output))
     try:
         yield
@@ -68,7 +68,7 @@ def returning_parts(model: nn.Module) -> Iterator[None]:
 
 
 class _Walk:
-    """Through objects and what they hold, each of them once: they may share parts, or be cyclic."""
+    """Visits objects and what they hold, each once: they may share parts or refer in cycles."""
 
     def __init__(self) -> None:
         self._found: dict[int, tuple[Any, Any]] = {}
@@ -78,7 +78,7 @@ class _Walk:
         if isinstance(leaf, _WHOLE) or not hasattr(leaf, "__dict__"):
             return leaf
         if id(leaf) not in self._found:
-            self._found[id(leaf)] = leaf, leaf  # where it is met again inside of itself
+            self._found[id(leaf)] = leaf, leaf  # in case it contains itself
             self._found[id(leaf)] = leaf, self._parts(leaf)
         return self._found[id(leaf)][1]
 
@@ -111,10 +111,10 @@ __all__ = ["Parts", "returning_parts", "taken_apart", "together"]
 
 
 def flatten(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
-    """The leaves of a value and how they nest, in dataclasses as in lists and dicts.
+    """``tree_flatten``, which also goes into dataclasses: the leaves of a value, and its spec.
 
     Raises:
-        InputError: a dataclass cannot be made again from its fields.
+        InputError: a dataclass cannot be made from its fields again.
     """
     leaves, spec = pytree.tree_flatten(value)
     strange = {type(x): x for x in leaves if _is_made_of_fields(x)}
@@ -137,7 +137,7 @@ def _is_made_of_fields(value: Any) -> bool:
 
 
 def bytes_of(value: Any) -> int:
-    """The bytes of a tensor, or of all tensors in a nest of values."""
+    """The bytes of all tensors in a pytree."""
     return sum(
         leaf.numel() * leaf.element_size()
         for leaf in pytree.tree_leaves(value)

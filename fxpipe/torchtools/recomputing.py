@@ -1,4 +1,4 @@
-"""Whether a module's forward runs for the second time."""
+"""Tell a module whether its forward is run again for a recomputation."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ _here = threading.local()
 
 
 def is_recomputing() -> bool:
-    """Whether the forward that calls this is a recomputation, for modules that are called as they
-    are: one that counts its calls should not count this one."""
+    """Whether the running forward is a recomputation.
+
+    For leaf modules: one that counts its calls should not count a recomputation.
+    """
     return bool(getattr(_here, "active", False))
 
 

@@ -1,4 +1,4 @@
-"""Where in the user's own code something comes from, for messages."""
+"""Find the line of the user's own code that a node or an error comes from, for messages."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def users_level() -> int:
 
 
 def of_node(node: fx.Node) -> str:
-    """``file:line, in function: code`` of the model's line that made a graph's node, or ""."""
+    """The model's line that made a graph's node, as ``file:line, in function: code``, or ""."""
     frames = [
         (match["file"], int(match["line"]), match["function"])
         for match in _FRAME.finditer(node.meta.get("stack_trace") or "")
@@ -53,7 +53,7 @@ def of_node(node: fx.Node) -> str:
 
 
 def credit(graph: fx.Graph, function: Callable[..., Any]) -> None:
-    """Let the nodes of a graph that have no line of the user's own have that of a function."""
+    """Give each node of a graph that has no line of the user's own code the line of a function."""
     function = function.forward if isinstance(function, nn.Module) else function
     code = getattr(function, "__code__", None)
     if code is None or not is_users(code.co_filename):
@@ -65,12 +65,12 @@ def credit(graph: fx.Graph, function: Callable[..., Any]) -> None:
 
 
 def of_exception(error: BaseException) -> str:
-    """The user's innermost line on the way to an exception, or ""."""
+    """The innermost line of the user's own code in an exception's traceback, or ""."""
     return of_traceback(error.__traceback__)
 
 
 def of_traceback(tb: TracebackType | None) -> str:
-    """The user's innermost line of a traceback, or ""."""
+    """The innermost line of the user's own code in a traceback, or ""."""
     return _innermost(
         [(frame.filename, frame.lineno or 0, frame.name) for frame in traceback.extract_tb(tb)]
     )
@@ -85,15 +85,15 @@ def _innermost(frames: list[tuple[str, int, str]]) -> str:
 
 
 def of_frame(filename: str, line: int, function: str) -> str:
-    """One line of the user's, as the others are told."""
+    """A line of the user's own code in the same form."""
     return _innermost([(filename, line, function)])
 
 
 def of_failure(error: BaseException) -> str:
-    """The model's line for an exception that an instruction raised, or "".
+    """The model's line that an exception of an instruction comes from, or "".
 
-    The line that made the graph's node, not one inside of an operation that it calls; but inside
-    of a module that is called as it is, the line there.
+    This is the line that made the failing node of the graph. If the node calls a leaf module, it is
+    the line inside of that module.
     """
     for frame, line in traceback.walk_tb(error.__traceback__):
         module = frame.f_locals.get("self")

@@ -1,4 +1,4 @@
-"""A module that stands in for another: the same parameters, buffers and submodules, by name."""
+"""A module that stands in for another one, with the same parameters, buffers and submodules."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from fxpipe.errors import InputError
 
 
 class StandIn(nn.Module):
-    """One module under two names: it has the very dictionaries of another, with the same keys.
+    """Shares its dictionaries of parameters, buffers and submodules with another module.
 
-    What is compiled holds on to the tensors that are there, so it is neither moved nor copied.
+    It cannot be moved or copied, because compiled graphs refer to the tensors that it has.
     """
 
     _model: nn.Module
@@ -24,7 +24,7 @@ class StandIn(nn.Module):
         self._modules = model._modules
         self._non_persistent_buffers_set = model._non_persistent_buffers_set
         self.training = model.training
-        # set past nn.Module, which would register the model as a submodule of itself
+        # not through nn.Module.__setattr__, which would register the model as its own submodule
         self.__dict__.update(_model=model)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:

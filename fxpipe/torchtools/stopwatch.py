@@ -1,4 +1,4 @@
-"""How long operations take: on the host, or on a CUDA device, which runs behind the host."""
+"""Measure how long operations take: on the host, or asynchronously on a CUDA device."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor
 
 
 class Stopwatch(Protocol):
-    """Takes marks between operations, and tells later how long it was between them."""
+    """Takes marks between operations, and later tells the times between them."""
 
     def mark(self) -> Any:
-        """Now: behind all that was called so far."""
+        """A mark after everything that was called so far."""
         ...
 
     def seconds(self, spans: Sequence[tuple[Any, Any]]) -> list[float]:
-        """How long it was from one mark to the other, for each pair. It may wait."""
+        """The seconds from one mark to the other, for each pair. It may wait for the device."""
         ...
 
 
@@ -37,8 +37,7 @@ class HostStopwatch:
 class CudaStopwatch:
     """For operations that are launched on the current stream of a CUDA device. See Stopwatch.
 
-    Where the device is faster than the host launches, the time of an operation is that of its
-    launch.
+    If an operation runs faster than the host can launch it, its launch time is what is measured.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -51,7 +50,7 @@ class CudaStopwatch:
         return event
 
     def seconds(self, spans: Sequence[tuple[torch.cuda.Event, torch.cuda.Event]]) -> list[float]:
-        """See Stopwatch.seconds: it waits until the device has done all that it was given."""
+        """See Stopwatch.seconds. Waits until the device has finished everything launched on it."""
         torch.cuda.synchronize(self._device)
         return [1e-3 * start.elapsed_time(end) for start, end in spans]
 

@@ -1,4 +1,4 @@
-"""Run a model without a trace of it: buffers and random generators are put back."""
+"""Run a model without lasting effects: buffers and random generators are restored."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from fxpipe.signals import SignalsAtOperations
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """Whatever runs inside, the model's buffers and the random generators are as before after; so
-    are the weights that an embedding scales when it runs.
+    """Afterwards the model's buffers and the random generators are as they were before; so are
+    the weights of embeddings with ``max_norm``, which scale them when they run.
 
-    Ctrl-C ends it at the next operation.
+    Ctrl-C takes effect at the next operation.
     """
     with SignalsAtOperations():
         written = [*model.buffers(), *_scaled(model)]
@@ -35,17 +35,17 @@ def untouched(model: nn.Module) -> Iterator[None]:
 
 
 def _scaled(model: nn.Module) -> list[Tensor]:
-    """The weights of embeddings with a greatest norm."""
+    """The weights of embeddings with ``max_norm``."""
     embeddings = (m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag))
     return [module.weight for module in embeddings if module.max_norm is not None]
 
 
 @contextmanager
 def same_sizes(model: nn.Module) -> Iterator[None]:
-    """Inside, the model runs, and its buffers keep their shapes.
+    """Check that the model's buffers keep their shapes while it runs inside.
 
     Raises:
-        TraceError: one does not, so that it cannot be written in place.
+        TraceError: the shape of a buffer changes, so that it cannot be written in place.
     """
     before = {name: buffer.shape for name, buffer in model.named_buffers()}
     yield
@@ -60,8 +60,8 @@ def same_sizes(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def assigned_in_place(model: nn.Module) -> Iterator[None]:
-    """A buffer that the model replaces inside, ``self.mean = …``, is the old tensor again after,
-    with the new one's values."""
+    """If the model replaces a buffer inside, ``self.mean = …``, put the old tensor back afterwards,
+    with the new tensor's values."""
     held = [
         (module, name, buffer)
         for module in model.modules()

@@ -1,4 +1,4 @@
-"""Hooks on the gradients of values, refused while a model is traced: no graph would call them."""
+"""Refuse ``tensor.register_hook`` while a model is traced: no graph would call the hook."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _inside = 0
 
 
 class _Here(threading.local):
-    """Whether this thread traces."""
+    """Whether this thread is tracing a model."""
 
     refuses = False
 

@@ -1,1 +1,1 @@
-"""From the traced graph to a functional one that can be cut."""
+"""Passes from an exported graph to a functional one that can be cut into stages."""

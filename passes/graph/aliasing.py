@@ -1,4 +1,4 @@
-"""What an operation does to the memory of its arguments, and what it is without writing to them."""
+"""Which operations alias or write the memory of their arguments, and their functional variants."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ _UNDECLARED = ("_reshape_alias", "_unsafe_view", "unsafe_split", "unsafe_split_w
 
 
 def may_alias(target: OpOverload) -> bool:
-    """Whether an operation's result may lie in the memory of what it reads."""
+    """Whether an operation's result may share memory with its arguments."""
     return target._schema.name.removeprefix("aten::") in _UNDECLARED or any(
         result.alias_info is not None for result in target._schema.returns
     )
 
 
 def functional_variant(target: OpOverload) -> OpOverload | None:
-    """The variant of an in-place operation that writes nothing, if there is one."""
+    """The out-of-place variant of an in-place operation; None if there is none."""
     namespace, _, name = target._schema.name.partition("::")
     if torch.Tag.nondeterministic_seeded in target.tags or not name.endswith("_"):
         return None
@@ -33,7 +33,7 @@ def functional_variant(target: OpOverload) -> OpOverload | None:
 
 
 def keeps_type(node: fx.Node, source: fx.Node) -> bool:
-    """Whether the functional variant's result has the type of what is written."""
+    """Whether the functional variant's result has the dtype of the tensor that is written."""
     mine = source.meta.get("val")
     if not isinstance(mine, torch.Tensor):
         return False

@@ -1,8 +1,8 @@
 """Check that what was compiled computes what the model computes, on an example.
 
-A wrong trace that goes unnoticed is the worst fault that a compiler of models can have, so the
-finished kernels, not an intermediate form, are held against the model itself: every output, the
-buffers, and the gradient of every parameter. Random operations draw a fixed pattern in both.
+An unnoticed wrong trace is the worst fault that a compiler of models can have. So the finished
+kernels, not an intermediate form, are compared with the model itself: every output, the buffers,
+and the gradient of every parameter. Random operations draw a fixed pattern in both.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ def check(
     call: Callable[[], tuple[Any, Tensor | None]],
     differentiated: bool,
 ) -> None:
-    """Compare a differentiated plan with the model; where its backwards are parted, both ways.
+    """Compare a differentiated plan with the model; backwards in two halves are run both ways.
 
     Args:
         traced: the graph that the plan was cut from.
         plan: the plan with its kernels.
         values: the inputs of one micro-batch, by name.
         state: name in the model → parameter, buffer or constant.
-        call: runs the model, and the loss if there is one → its output and the loss or None.
-            The caller puts the model's state back.
+        call: runs the model, and the loss if there is one; returns the output, and the loss or
+            None. The caller restores the model's state.
         differentiated: whether gradients are compared as well.
 
     Raises:
-        TraceError: they differ; names the output or parameter.
+        TraceError: the plan and the model differ; names the output or parameter.
     """
     draws = FixedDraws if traced.seeded or traced.leaves else nullcontext
     buffers = {write.target for stage in plan.stages for write in stage.writes}
@@ -82,7 +82,7 @@ def check(
 
     with draws():
         names, expected, loss = run()
-        # now: a checkpoint inside of the model writes once more when its backward recomputes
+        # before the backward, in which a checkpoint inside of the model writes its buffers again
         after = {name: state[name].clone() for name in before}
         for name, tensor in kept.items():
             _compare(f"what is written to the buffer {name!r}", tensor, state[name])
@@ -123,9 +123,9 @@ def _noise(
     state: Mapping[str, Tensor],
     theirs: Mapping[str, Tensor],
 ) -> dict[str, float]:
-    """By how much each of the model's gradients differs where its weights differ in last bits.
+    """By how much each gradient of the model changes when its weights change in their last bits.
 
-    That of a bias before a BatchNorm, for one, is zero but for what rounding leaves of it.
+    The gradient of a bias before a BatchNorm, for example, is nothing but rounding errors.
     """
     noise = dict.fromkeys(theirs, 0.0)
     kept = {name: state[name].detach().clone() for name in theirs}
@@ -159,7 +159,7 @@ def _gradients(
     outputs: Sequence[Tensor],
     loss: Tensor | None,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The gradients to start from, and the model's own for every parameter."""
+    """The gradients at which the backward starts, and the model's own for every parameter."""
     roots = {loss_name: loss} if loss is not None else dict(zip(names, outputs, strict=False))
     back = {edge.value for edge in plan.edges if edge.gradient and edge.target == HOST}
     started = {name: value for name, value in roots.items() if name in back and value is not None}
@@ -205,7 +205,7 @@ def _compare(what: str, here: Tensor, there: Tensor, noise: float = 0.0) -> None
 
 
 def _difference(here: Tensor, there: Tensor, noise: float = 0.0) -> str:
-    """In which way two tensors differ; nothing where they agree."""
+    """How two tensors differ; an empty string if they agree."""
     here, there = here.detach(), there.detach()
     if here.layout is not there.layout:
         return f"{here.layout}, not {there.layout}"
@@ -224,6 +224,6 @@ def _difference(here: Tensor, there: Tensor, noise: float = 0.0) -> str:
 
 
 def _greatest(tensor: Tensor) -> float:
-    """The greatest absolute value, of those that are finite."""
+    """The greatest absolute value among the finite entries."""
     sizes = torch.nan_to_num(tensor.detach().abs().double(), 0.0, 0.0, 0.0)
     return float(sizes.amax()) if tensor.numel() else 0.0

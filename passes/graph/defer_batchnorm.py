@@ -4,10 +4,10 @@ before:  bn = batch_norm(x, w, b, mean, var, True, 0.1, eps);  return (bn[3], bn
          with the writes running_mean = bn[3], running_var = bn[4], num_batches_tracked = count + 1
 after:   bn = batch_norm(x, w, b, zeros, zeros, True, 1.0, eps)
          m = gather(moments, x, bn[3], bn[4]);  return (m, …)
-         with the write moments = m; the step's end makes the statistics of it
+         with the write moments = m; the end of the step turns it into the statistics
 
-With momentum 1 the operation hands out the micro-batch's own mean and unbiased variance. What
-normalises a micro-batch is its own statistics, as before, so no output and no gradient changes.
+With momentum 1 the operation returns the micro-batch's own mean and unbiased variance. Each
+micro-batch is still normalised by its own statistics, so no output and no gradient changes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _MEAN, _VARIANCE = 3, 4
 
 
 def defer_batchnorm(traced: Traced, model: nn.Module) -> Traced:
-    """The same graph with the statistics gathered, for every BatchNorm that updates them.
+    """The same graph, in which every BatchNorm that updates its statistics gathers moments instead.
 
     Args:
         traced: the graph.
@@ -63,10 +63,10 @@ class _Deferrer:
 
     Attributes:
         traced: the graph.
-        modules: running mean, by its name in the model → the BatchNorm.
-        norms: the calls found so far.
-        constants: the zeros that they start from.
-        buffers: the placeholders of these.
+        modules: name of a running mean in the model → its BatchNorm.
+        norms: the calls of BatchNorms found so far.
+        constants: the zeros that their moments start from.
+        buffers: the placeholders of these constants.
         written: the nodes that write the moments.
     """
 
@@ -93,7 +93,7 @@ class _Deferrer:
         )
 
     def placeholder(self, target: str, value: Tensor) -> fx.Node:
-        """A new constant of the graph; the one of that name if there is one."""
+        """The placeholder of the constant of that name; a new one if there is none."""
         graph = self.traced.graph
         known = {a.name for a in self.buffers if a.target == target}
         for node in graph.nodes:
@@ -112,7 +112,7 @@ class _Deferrer:
         return torch.zeros(*shape, module.num_features, dtype=module.running_mean.dtype)
 
     def finished(self, writes: list[Write]) -> Traced:
-        """The graph with other writes."""
+        """The rewritten graph, with these writes."""
         graph, traced = self.traced.graph, self.traced
         graph.lint()
         traced.module.recompile()
@@ -127,7 +127,7 @@ class _Deferrer:
 
 
 class _Operations(_Deferrer):
-    """A functional graph: BatchNorm is an operation that hands out new running statistics."""
+    """For a functional graph, in which BatchNorm is an operation that returns new statistics."""
 
     def run(self) -> Traced:
         graph = self.traced.graph
@@ -155,10 +155,10 @@ class _Operations(_Deferrer):
         return replace(traced, buffers=tuple(a for a in traced.buffers if a.name in left))
 
     def _calls(self, target: str) -> list[fx.Node]:
-        """The calls of one module, in order, each taking over the statistics of the one before.
+        """The calls of one module, in order; each reads the statistics that the last one wrote.
 
         Raises:
-            TraceError: anything else reads or writes them.
+            TraceError: something else reads or writes the statistics.
         """
         prefix = target.removesuffix("running_mean")
         means = self._chain(target, _MEAN)
@@ -172,7 +172,8 @@ class _Operations(_Deferrer):
         return means
 
     def _chain(self, target: str, place: int) -> list[fx.Node]:
-        """The calls from the buffer to what is written to it; none if there is anything else."""
+        """The calls from the buffer to the value that is written to it; empty if there is any other
+        operation among them."""
         named = {a.target: a.name for a in self.traced.buffers}
         written = {w.target: w.value for w in self.traced.writes}
         by_name = {node.name: node for node in self.traced.graph.nodes}
@@ -203,7 +204,7 @@ class _Operations(_Deferrer):
         args[_MEAN], args[_VARIANCE], args[6] = nothing, nothing, 1.0
         momentum = call.args[6]
         call.target, call.args = _BATCH_NORM, tuple(args)
-        while isinstance(momentum, fx.Node) and not momentum.users:  # made of the count of updates
+        while isinstance(momentum, fx.Node) and not momentum.users:  # computed from the count
             (source,) = momentum.all_input_nodes
             graph.erase_node(momentum)
             momentum = source
@@ -216,7 +217,7 @@ class _Operations(_Deferrer):
         self.written.append(Write(name, made.name))
 
     def _counts(self, target: str, calls: int) -> bool:
-        """Whether a buffer is increased by one in each call, and nothing else reads it."""
+        """Whether a buffer is increased by one in each call and read by nothing else."""
         named = {a.target: a.name for a in self.traced.buffers}
         written = {w.target: w.value for w in self.traced.writes}
         by_name = {node.name: node for node in self.traced.graph.nodes}
@@ -233,7 +234,7 @@ class _Operations(_Deferrer):
 
 
 class Gather(nn.Module):
-    """A leaf module that gathers the moments of what a BatchNorm is given."""
+    """A leaf module that gathers the moments of a BatchNorm's input."""
 
     moments: Tensor
 
@@ -247,9 +248,9 @@ class Gather(nn.Module):
 
 
 class _Leaves(_Deferrer):
-    """A graph with leaf modules: beside each BatchNorm a module looks at the same input.
+    """For a graph with leaf modules: a Gather module beside each BatchNorm reads the same input.
 
-    The BatchNorms go on writing their statistics, and the step's end puts the right ones there.
+    The BatchNorms still write their statistics, which the end of the step replaces.
     """
 
     def run(self) -> Traced:
@@ -286,7 +287,7 @@ class _Leaves(_Deferrer):
 
 
 def _read(call: fx.Node) -> str:
-    """The buffer from which a BatchNorm's running mean comes, maybe through calls before."""
+    """The buffer that a BatchNorm's running mean comes from, directly or through earlier calls."""
     value: Any = call
     while value.op == "call_function":
         value = value.args[_MEAN] if value.target in _CALLS else value.args[0]

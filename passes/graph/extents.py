@@ -3,8 +3,8 @@
 before:  stage 0: y = linear(x, w)        x: b × 32 floats, w: 64 × 32
 after:   forward 4096·b FLOPs, backward 4096·b, saved 128·b bytes, sent 256·b bytes
 
-Every stage runs once on tensors without data whose batch is a symbol, forward and backward.
-PyTorch's own counter counts the FLOPs, autograd's hooks tell what is saved.
+Every stage runs once, forward and backward, on tensors without data whose batch size is a symbol.
+PyTorch's own counter counts the FLOPs, and autograd's hooks tell what is saved.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Extent:
 
     Attributes:
         forward: FLOPs of matrix products, convolutions and attention.
-        backward: the same of its backward.
+        backward: FLOPs of the backward, counted likewise.
         saved: bytes that it keeps from forward to backward, without parameters.
         sent: bytes that it sends to other stages.
     """
@@ -53,16 +53,17 @@ class Extent:
 
 
 def extents(plan: Plan, state: Mapping[str, Tensor], batch: int) -> tuple[Extent, ...]:
-    """Stage → its extent. A graph that holds for one size alone has constants.
+    """Stage → its extent. The extents of a graph for one size only are constants.
 
     Args:
         plan: a differentiated plan without leaf modules.
         state: name in the model → parameter, buffer or constant.
-        batch: samples in the micro-batch that it was made for: what has so many rows has ``b``.
+        batch: samples in the micro-batch that the plan was made for. The first dimension of an
+            input is taken for ``b`` if it has this size.
     """
     try:
         return _extents(plan, state, batch)
-    except UnsupportedOperatorException:  # products with sparse tensors take no symbols
+    except UnsupportedOperatorException:  # products with sparse tensors refuse symbolic sizes
         return _extents(plan, state, None)
 
 
@@ -75,7 +76,7 @@ def _extents(plan: Plan, state: Mapping[str, Tensor], batch: int | None) -> tupl
 
 
 class _Walk:
-    """Goes from stage to stage with the values that cross."""
+    """Goes from stage to stage with the values that cross between them."""
 
     def __init__(
         self, plan: Plan, mode: FakeTensorMode, state: Mapping[str, Tensor], batch: int | None
@@ -135,8 +136,8 @@ class _Walk:
 
 
 def _input(mode: FakeTensorMode, name: str, spec: ValueSpec, batch: int | None) -> Tensor:
-    """A tensor without data; its first dimension is a symbol where it is the batch."""
-    if spec.layout is not torch.strided:  # it is whole in every micro-batch
+    """A tensor without data; its first dimension is a symbol if it is the batch."""
+    if spec.layout is not torch.strided:  # a sparse tensor is not split into micro-batches
         return mode.from_tensor(torch.zeros(spec.shape, dtype=spec.dtype, layout=spec.layout))
     sizes = [DimDynamic.STATIC] * len(spec.shape)
     if spec.shape and spec.shape[0] == batch:
@@ -153,7 +154,7 @@ def _cut(value: Any, gradient: bool) -> Any:
 
 
 def _size(tensor: Tensor) -> Any:
-    """Bytes of a tensor's memory; that of an input does not know that its batch may change."""
+    """Bytes of a tensor's storage; of an input's elements, as its storage has a fixed size."""
     if tensor.layout is not torch.strided:
         return size_in_bytes(tensor)
     size = tensor.untyped_storage().nbytes()
@@ -161,6 +162,6 @@ def _size(tensor: Tensor) -> Any:
 
 
 def _expression(size: Any) -> sympy.Expr:
-    """A size in terms of BATCH; every symbol is the batch, for nothing else is dynamic."""
+    """A size in terms of BATCH. Every symbol is the batch, because nothing else is dynamic."""
     expression = size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(int(size))
     return sympy.expand(expression.subs(dict.fromkeys(expression.free_symbols, BATCH)))

@@ -1,4 +1,4 @@
-"""Random operations that all draw one fixed pattern, to compare two runs that draw otherwise."""
+"""Let all random operations draw one fixed pattern, so that two runs can be compared."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from fxpipe.random.leaf_draws import Draws
 
 
 def pattern(like: Tensor) -> Tensor:
-    """Numbers in [0, 1) that depend on the place alone: the fractions of multiples of φ."""
+    """Numbers in [0, 1) that depend on the position only: the fractions of multiples of φ."""
     places = torch.arange(like.numel(), dtype=torch.float64, device=like.device)
     return ((places + 1) * 0.6180339887498949).frac().reshape(like.shape)
 
 
 class FixedDraws(Draws):
-    """Inside, every random operation draws the same fixed pattern, whoever calls it."""
+    """Inside, every random operation draws the same fixed pattern."""
 
     def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What an operation returns inside."""
@@ -109,7 +109,7 @@ def _heaviest(numbers: Tensor, func: Any, args: tuple[Any, ...], kwargs: Any) ->
 
 
 def _sloped(func: Any, args: tuple[Any, ...], kwargs: Any) -> Tensor:
-    """A random ReLU; its second argument takes the slopes, for its backward."""
+    """``rrelu_with_noise``: its second argument receives the slopes, for the backward."""
     x, noise, lower, upper = (
         _given(func, args, kwargs, name) for name in ("self", "noise", "lower", "upper")
     )
@@ -122,7 +122,7 @@ def _whole(numbers: Tensor, func: Any, args: tuple[Any, ...], kwargs: Any) -> Te
     low = _given(func, args, kwargs, "low") or _given(func, args, kwargs, "from") or 0
     high = _given(func, args, kwargs, "high")
     high = _given(func, args, kwargs, "to") if high is None else high
-    high = low + 2 if high is None else high  # all that the type holds: any type holds these
+    high = low + 2 if high is None else high  # without a bound; every integer dtype holds 0 and 1
     whole: Tensor = (numbers * (high - low)).floor() + low
     return whole
 

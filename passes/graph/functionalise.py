@@ -52,13 +52,13 @@ def functionalise(
     """The exported program as one functional graph.
 
     Args:
-        program: what the tracer gave; it is changed.
-        accepts: the batch sizes for which it holds.
-        model: what was traced, for the messages of errors.
+        program: the exported program; it is changed.
+        accepts: whether the program holds for a batch size.
+        model: the traced model, for the messages of errors.
 
     Raises:
         TraceError: the model writes into one of its inputs, or keeps something that a graph
-            cannot hold; with ``model`` for whatever fails.
+            cannot hold. If ``model`` is given, any other failure is raised as one, too.
     """
     try:
         return _functional(program, accepts)
@@ -129,7 +129,7 @@ def _functional(program: ExportedProgram, accepts: Callable[[int], bool]) -> Tra
                     "embedding with max_norm does, and weights change in updates alone; make it a "
                     "buffer, or work on a copy of it"
                 )
-                # an embedding's own rows are the same however often they are scaled
+                # scaling the rows of an embedding's own weight twice is the same as once
                 if node.target is torch.ops.aten.embedding_renorm.default:
                     raise at_node(message, node, "it scales rows of its parameter")
                 raise TraceError(message)
@@ -179,7 +179,7 @@ def _decomposed(program: ExportedProgram) -> ExportedProgram:
 
 
 def _first_names(program: ExportedProgram) -> Callable[[str], str]:
-    """A parameter or buffer goes by the first of its names, as in ``named_parameters``."""
+    """Name of a parameter or buffer → the first of its names, as ``named_parameters`` has it."""
     first: dict[int, str] = {}
     names: dict[str, str] = {}
     for name, tensor in program.state_dict.items():
@@ -188,10 +188,10 @@ def _first_names(program: ExportedProgram) -> Callable[[str], str]:
 
 
 def _part_names(program: ExportedProgram) -> None:
-    """Let a buffer with several names be a tensor of its own under those that the graph reads not.
+    """Give a buffer with several names copies under the names that the graph does not read.
 
-    The graph reads a shared buffer under one name. To write one that has another name as well is
-    more than the decomposition takes.
+    The graph reads a shared buffer under one name, but ``run_decompositions`` fails if it writes
+    a buffer that has other names as well.
     """
     unread = {node.name for node in program.graph.nodes if not node.users}
     for spec in program.graph_signature.input_specs:
@@ -203,13 +203,13 @@ def _part_names(program: ExportedProgram) -> None:
 
 
 def _output(argument: Any, name: str, value: Any, dynamic: bool) -> Value | Literal:
-    """What the node of that name returns.
+    """The description of one output.
 
     Args:
-        argument: of the exporter's signature.
-        name: the node's.
-        value: the node's, without data.
-        dynamic: whether the graph tells which sizes are the batch.
+        argument: the output in the exporter's signature.
+        name: the name of its node.
+        value: the value of its node, without data.
+        dynamic: whether the batch is a symbol in the graph, so that it tells which sizes are it.
     """
     if isinstance(argument, TensorArgument):
         if not dynamic:
@@ -228,7 +228,7 @@ def _shape(value: Any) -> Sequence[Any]:
 
 
 def _counts(size: Any) -> bool:
-    """Whether a size is the number of samples itself, not a number made of it."""
+    """Whether a size is the number of samples itself, not a number computed from it."""
     return isinstance(size, torch.SymInt) and bool(size.node.expr.is_Symbol)
 
 
@@ -250,9 +250,9 @@ def _detach_without_grad(module: fx.GraphModule) -> None:
 
 
 def _detach_in_place(module: fx.GraphModule) -> None:
-    """Write ``x.detach_()`` as ``detach``, whose result is what is read from there on.
+    """Write ``x.detach_()`` as ``detach``, whose result later nodes read instead of ``x``.
 
-    The decomposition takes it for nothing. Of a constant it is no more than that.
+    ``run_decompositions`` drops it. That is right for a constant, which has no gradient.
     """
     aten = torch.ops.aten
     order = {node: place for place, node in enumerate(module.graph.nodes)}
@@ -267,8 +267,8 @@ def _detach_in_place(module: fx.GraphModule) -> None:
 
 
 def _let_copies_have_gradients(module: fx.GraphModule) -> None:
-    """Write ``copy(x, y)``, which autograd does not know, as a copy of ``y`` where it is laid out
-    like ``x``, else as a scatter into all of ``x``."""
+    """Rewrite ``copy(x, y)``, which has no derivative: as a copy of ``y`` if ``y`` has the strides
+    of ``x``, else as a scatter into all of ``x``."""
     aten = torch.ops.aten
     for node in list(module.graph.nodes):
         if node.op != "call_function" or node.target is not aten.copy.default:
@@ -296,8 +296,8 @@ def _layout(value: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _let_strides_vary(module: fx.GraphModule) -> None:
-    """Write ``view`` as ``reshape``: where a kernel is chosen by what needs a gradient, as that of
-    attention is, strides are not always those of the trace."""
+    """Write ``view`` as ``reshape``, because strides may differ from those of the trace: the kernel
+    of attention, for example, depends on which tensors require a gradient."""
     for node in module.graph.nodes:
         if node.target is torch.ops.aten.view.default:
             node.target = torch.ops.aten.reshape.default
@@ -309,9 +309,9 @@ def _return_values(
     outputs: list[Value | Literal],
     buffers: set[str],
 ) -> tuple[list[Write], list[Value | Literal]]:
-    """Let the graph return its writes and values, each computed by a node of its own stage.
+    """Let the graph return its writes and outputs, each computed by a node.
 
-    An argument that is written to a buffer, and a buffer that is returned, are copied.
+    An argument that is written to a buffer is copied, and so is a buffer that is returned.
     """
     end = next(node for node in module.graph.nodes if node.op == "output")
     returned = end.args[0]
@@ -341,11 +341,11 @@ def _return_values(
 
 
 def _with_lasting_names(module: fx.GraphModule) -> tuple[fx.GraphModule, dict[str, str]]:
-    """The graph with names that a copy of it keeps, and old name → new name.
+    """The graph with names that copies of it keep, and old name → new name.
 
-    The exporter calls a node after its argument, also where fx would not (``input``, a builtin),
-    and counts on over sizes, which only a dynamic graph has. Here a node is called after its
-    operation and its place among those of its kind, so that graphs for other sizes agree.
+    The exporter names a placeholder after its argument, even if fx would not (``input`` is a
+    builtin), and its numbers depend on nodes for sizes, which only a dynamic graph has. Here a node
+    is named after its operation and its number among these, so that graphs for other sizes agree.
     """
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -362,7 +362,7 @@ def _with_lasting_names(module: fx.GraphModule) -> tuple[fx.GraphModule, dict[st
 
 
 def _tidy(module: fx.GraphModule, placeholders: set[str]) -> None:
-    """Drop assertions, copies of what nobody changes, dead nodes and placeholders nobody reads."""
+    """Drop assertions, needless copies, dead nodes and placeholders that nothing reads."""
     graph = module.graph
     for node in reversed(list(graph.nodes)):
         if node.op == "call_function" and node.target in _ASSERTIONS and not node.users:
@@ -378,9 +378,9 @@ def _tidy(module: fx.GraphModule, placeholders: set[str]) -> None:
 
 
 def _is_idle_copy(node: fx.Node) -> bool:
-    """Whether a node copies a value of the graph itself as it is, layout included.
+    """Whether a node is a copy of another node's value with the same strides.
 
-    Nothing is changed in place any more, so the copy is not needed: dropout with p = 0 leaves one.
+    Nothing is changed in place any more, so it is not needed. Dropout with p = 0 leaves such one.
     """
     if node.op != "call_function" or node.target is not torch.ops.aten.clone.default:
         return False
@@ -388,7 +388,7 @@ def _is_idle_copy(node: fx.Node) -> bool:
     if not isinstance(source, fx.Node) or source.op != "call_function":
         return False
     if any(user.op == "output" for user in node.users):
-        return False  # what the model returns stays a value of its own
+        return False  # an output of the model stays a tensor of its own
     here, there = node.meta.get("val"), source.meta.get("val")
     return (
         isinstance(here, torch.Tensor)

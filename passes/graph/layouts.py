@@ -3,9 +3,9 @@
 before:  y = batch_norm(x.transpose(1, 2), …)      without data y lies as its input does
 after:   y = batch_norm(x.transpose(1, 2), …)      y is contiguous, as it is when it is computed
 
-What is traced depends on strides: whether a view is possible, whether ``contiguous`` copies.
-PyTorch tells those of a BatchNorm wrong, and of sizes of 1 those of many an operation. Such a one
-is run once, on zeros. For gradients see ``lay_gradients``.
+What is traced depends on strides: whether a view is possible, whether ``contiguous`` copies. On
+tensors without data, PyTorch gives wrong strides for BatchNorm, and for many operations along
+dimensions of size 1. Such operations are run once, on zeros. For gradients see ``lay_gradients``.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _CONTIGUOUS = frozenset(
 
 
 class TrueLayouts(TorchDispatchMode):
-    """Inside, and inside a mode of fake tensors, an operation's results have their real strides."""
+    """Inside, together with a fake tensor mode, the results of operations have real strides."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -64,9 +64,9 @@ class TrueLayouts(TorchDispatchMode):
         try:
             with unset_fake_temporarily(), torch.no_grad():
                 real = func(*pytree.tree_map(_zeros, args), **pytree.tree_map(_zeros, kwargs))
-        except Exception:  # zeros are not what it takes
+        except Exception:  # the operation refuses zeros
             return made
-        if func in _RESHAPES:  # in the memory of its operand, as before
+        if func in _RESHAPES:  # the result still shares the memory of its operand
             return (
                 made
                 if made.stride() == real.stride()
@@ -76,7 +76,7 @@ class TrueLayouts(TorchDispatchMode):
 
 
 class BatchNormsLaidOut(TorchFunctionMode):
-    """Inside, while a model is exported, what a BatchNorm gives lies as it will."""
+    """Inside, while a model is exported, a BatchNorm's output has the strides of a real run."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -90,14 +90,16 @@ class BatchNormsLaidOut(TorchFunctionMode):
 
 
 def lay_gradients(module: fx.GraphModule) -> None:
-    """Let the gradient of what is written through a view lie as that itself, as autograd does it.
+    """Give the gradient of a tensor that is written through a view the tensor's own strides, as
+    autograd in eager mode does.
 
     before:  view = permute(linear, …);  div_(view, 3)
     after:   flat = reshape(linear, [-1]);  laid = view_as(flat, linear)
              view = permute(laid, …);  div_(view, 3)
 
-    A sum rounds by how its operand lies, and without the write a gradient lies as the one that
-    arrives. Both new nodes are views; backward copies such a gradient where it lies otherwise.
+    The rounding of a sum depends on the strides of its operand, and without the write a gradient
+    has those of the incoming gradient. Both new nodes are views; their backward copies a gradient
+    that has other strides.
     """
     aten, graph = torch.ops.aten, module.graph
     for base in dict.fromkeys(map(_written_base, graph.nodes)):
@@ -117,7 +119,7 @@ def lay_gradients(module: fx.GraphModule) -> None:
 
 
 def _written_base(node: fx.Node) -> fx.Node | None:
-    """What a node writes to through a view, if it is contiguous and may have a gradient."""
+    """The tensor that a node writes through a view, if it is contiguous and may need a gradient."""
     if not isinstance(node.target, OpOverload) or not node.target._schema.is_mutable:
         return None
     base, viewed = node, False
@@ -136,9 +138,9 @@ def _written_base(node: fx.Node) -> fx.Node | None:
 
 
 def _with_entries(made: Tensor, func: Any, operands: tuple[Any, ...]) -> Tensor:
-    """A sparse result with as many entries as its operand, where PyTorch tells it has none.
+    """A sparse result with as many entries as its operand, where PyTorch claims that it has none.
 
-    That is so with a tensor that is only brought into another order, or masked by another.
+    PyTorch does so for tensors that are transposed or otherwise reordered, or masked by another.
     """
     like = operands[1] if func is torch.ops.aten.sparse_mask.default else operands[0]
     if func not in _REORDERINGS or made._nnz() or not isinstance(like, FakeTensor):
@@ -159,7 +161,7 @@ def _with_entries(made: Tensor, func: Any, operands: tuple[Any, ...]) -> Tensor:
 
 
 def _in_doubt(func: Any, operands: list[Any]) -> bool:
-    """Whether an operation's results may lie otherwise than they say."""
+    """Whether an operation's results may have other strides in a real run."""
     if not isinstance(func, OpOverload) or func.namespace not in ("aten", "fxpipe"):
         return False
     tensors = [leaf for leaf in operands if isinstance(leaf, FakeTensor)]
@@ -176,7 +178,7 @@ def _in_doubt(func: Any, operands: list[Any]) -> bool:
 
 
 def lie_alike(tensors: Iterable[Tensor]) -> bool:
-    """Whether tensors are all contiguous, or all images with their channels last."""
+    """Whether tensors are all contiguous, or all in channels-last format."""
     orders = {torch.contiguous_format, torch.channels_last}
     for x in tensors:
         orders = {order for order in orders if x.is_contiguous(memory_format=order)}
@@ -184,7 +186,7 @@ def lie_alike(tensors: Iterable[Tensor]) -> bool:
 
 
 def _has_ambiguous_strides(x: Tensor) -> bool:
-    """Whether a size of 1 has a stride that it has not in a new tensor."""
+    """Whether a dimension of size 1 has another stride than in a new tensor."""
     place = 1
     if x.layout is not torch.strided:
         return False
@@ -196,7 +198,7 @@ def _has_ambiguous_strides(x: Tensor) -> bool:
 
 
 def _zeros(value: Any) -> Any:
-    """Real zeros that lie as a tensor without data."""
+    """Real zeros with the strides of a tensor without data."""
     if not isinstance(value, FakeTensor):
         return value
     if value.layout is not torch.strided:

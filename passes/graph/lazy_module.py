@@ -1,7 +1,8 @@
-"""Graph modules whose code is written when somebody calls them; most are only read.
+"""Graph modules whose code is generated at their first call, for most are never called.
 
-torch keeps the source of every module's code for ever, for the lines of tracebacks. Here it goes
-with the module, or, where torch itself has made one on the way to another, with the compilation.
+torch keeps the source of every module's code for ever, for the lines of tracebacks. Here the
+source is dropped with its module; that of a module which torch itself has made on the way is
+dropped at the end of the compilation.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.graph_module import _loader as _sources
 
 _NAME = "<eval_with_key>."
-_owned: set[str] = set()  # the names of sources that go with their modules
+_owned: set[str] = set()  # the names of sources that are dropped with their modules
 
 
 class _LazyModule(_LazyGraphModule):
     def _lazy_forward(self, *args: Any, **kwargs: Any) -> Any:
         self.real_recompile()
-        return self.forward(*args, **kwargs)  # past the hooks of all modules
+        return self.forward(*args, **kwargs)  # does not call hooks, such as those of all modules
 
     def _real_recompile(self) -> Any:
         code = super()._real_recompile()
@@ -34,19 +35,19 @@ class _LazyModule(_LazyGraphModule):
 
 
 def lazy_module(root: nn.Module, graph: fx.Graph, name: str = "GraphModule") -> fx.GraphModule:
-    """A module of a graph, as ``fx.GraphModule`` makes it, without code so far.
+    """A graph module like ``fx.GraphModule(root, graph)``, whose code is generated later.
 
     Args:
-        root: has what the graph reads by name.
-        graph: the graph; it is the module's from now on.
-        name: the module's class.
+        root: the module with the attributes that the graph reads.
+        graph: the graph; the module takes it over.
+        name: the name of the module's class.
     """
     return _LazyModule(root, graph, name)
 
 
 @contextmanager
 def sources_forgotten() -> Iterator[None]:
-    """At the end, the sources go of what was made inside, but for ``lazy_module``'s."""
+    """Afterwards, drop the sources of modules made inside, except for those of ``lazy_module``."""
     first = _sources.next_id
     try:
         yield

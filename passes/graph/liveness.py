@@ -3,10 +3,10 @@
 before:  a = mm(x, w); b = relu_(a); c = view(b); d = mm(c, v); return (d, b)
 after:   a, which b and c lie in: from step 0 to the return       d: from step 3 to the return
 
-A graph runs node by node: a value is there from its node on, and is dropped after the last node
-that reads it, as the generated code does. Memory is a tensor's storage: views lie in that of what
-they show, and an operation that writes over an operand makes none. What an operation needs for
-itself while it runs no graph tells, and it is not counted.
+A graph runs node by node. A value exists from its node on, and is dropped after the last node that
+reads it, as in the generated code. Memory means storages: a view shares that of its base, and an
+operation that writes over an operand makes no new one. The workspace that an operation needs while
+it runs does not show in a graph and is not counted.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Span(NamedTuple):
     Attributes:
         bytes: its size.
         first: the step that makes it; −1 for an argument.
-        last: the last step at which it is there. What is returned is there at the return, which
-            is one more step, and so is an argument that no node reads.
+        last: the last step at which it exists. A result exists until the return, which is one more
+            step after the last node; so does an argument that no node reads.
     """
 
     bytes: int
@@ -46,7 +46,7 @@ class Liveness:
     Attributes:
         steps: how many nodes compute.
         spans: storage → its life.
-        of: node → the storages that its value lies in.
+        of: node → the storages of its value.
     """
 
     steps: int
@@ -54,7 +54,7 @@ class Liveness:
     of: Mapping[fx.Node, tuple[int, ...]]
 
     def lies_in(self, nodes: Iterable[Any]) -> tuple[int, ...]:
-        """The storages that some values lie in, each once; what is no node has none."""
+        """The storages of some values, each once. A value that is no node has none."""
         found = (self.of[node] for node in nodes if isinstance(node, fx.Node))
         return tuple(dict.fromkeys(storage for each in found for storage in each))
 
@@ -64,14 +64,14 @@ def liveness(
     shared: Sequence[Sequence[Hashable]] = (),
     absent: Collection[fx.Node] = (),
 ) -> Liveness:
-    """The life of every storage of a graph whose nodes tell their values (``meta["val"]``).
+    """The life of every storage of a graph whose nodes have example values (``meta["val"]``).
 
     Args:
         graph: the graph.
-        shared: for each of the first arguments names of the storages that it lies in: where two
-            name the same they share memory. Other arguments have memory of their own, whatever
-            their example values lie in.
-        absent: arguments that are None, such as sums to which nothing was added yet.
+        shared: for each of the first arguments a name for each of its storages; arguments with a
+            name in common share that storage. Other arguments share memory with none, even if
+            their example values do.
+        absent: arguments that are None, such as gradient sums before the first micro-batch.
     """
     *nodes, output = graph.nodes
     computing = [node for node in nodes if node.op != "placeholder"]
@@ -95,7 +95,7 @@ class _Storages:
     """The storages of a graph's values as it runs.
 
     Attributes:
-        of: node → storage of its example value → storage as the graph runs, by number.
+        of: node → storage of its example value → number of the storage in a run of the graph.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class _Storages:
         self._numbers: dict[Hashable, int] = {}
 
     def find(self, node: fx.Node) -> list[tuple[int, int]]:
-        """The storages of a node's value, with their bytes, where those before it are known."""
+        """The storages of a node's value, with their bytes; call it for earlier nodes first."""
         if node in self.of:
             return []
         sizes = dict(_storages(node))
@@ -132,7 +132,7 @@ class _Storages:
 
 
 def _written_over(node: fx.Node) -> Iterator[fx.Node]:
-    """The operands that an operation writes its results over."""
+    """The operands whose memory an operation writes its results to."""
     if node.target in (onto, product_onto):
         yield node.all_input_nodes[0]
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
@@ -145,7 +145,7 @@ def _written_over(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _storages(node: fx.Node) -> Iterator[tuple[int, int]]:
-    """The storages that a node's example value lies in, with their bytes."""
+    """The storages of a node's example value, with their bytes."""
     for leaf in pytree.tree_leaves(node.meta.get("val")):
         if isinstance(leaf, Tensor):
             for storage in (piece.untyped_storage() for piece in pieces(leaf)):

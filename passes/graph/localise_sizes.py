@@ -1,4 +1,4 @@
-"""Give every stage its own sizes, so that no integer has to travel.
+"""Let every stage compute the sizes that it reads, so that no integers are sent.
 
 before:  stage 0: n = sym_size(x, 0), h = …        stage 1: view(h, [n, 8])   (n crosses)
 after:   stage 0: n = sym_size(x, 0), h = …        stage 1: n_1 = sym_size(h, 0), view(h, [n_1, 8])
@@ -19,9 +19,9 @@ from fxpipe.passes.partition.assignment import Assignment, compute_nodes
 
 
 def localise_sizes(traced: Traced, assignment: Assignment) -> tuple[Traced, Assignment]:
-    """Recompute each size that a later stage reads from a tensor which that stage has anyway.
+    """Compute each size that a later stage reads from a tensor that this stage receives anyway.
 
-    A size that no tensor of the stage shows stays an edge, as any value would.
+    A size that no such tensor has is sent as an edge, like any other value.
     """
     if not any(_is_size(node) for node in traced.graph.nodes):
         return traced, assignment
@@ -44,8 +44,8 @@ class _Localiser:
     """Works on one stage of the copied graph.
 
     Attributes:
-        order: node → its place in the graph; a new node has that of the last node it reads.
-        made: size of another stage → the same size computed in this one.
+        order: node → its index in the graph; a new node has that of the last node it reads.
+        made: size of another stage → the same size computed in this stage.
     """
 
     def __init__(self, graph: fx.Graph, stages: dict[str, int], stage: int) -> None:
@@ -66,8 +66,8 @@ class _Localiser:
                         node.replace_input_with(size, local)
 
     def _sources(self) -> Mapping[str, tuple[fx.Node, int]]:
-        """Size, as an expression → the first tensor that arrives at the stage and shows it, and
-        in which dimension."""
+        """Size, as an expression → the first tensor received by the stage that has it, and in
+        which dimension."""
         arriving = {
             tensor
             for node in self.nodes
@@ -84,7 +84,7 @@ class _Localiser:
         return found
 
     def _local(self, size: fx.Node) -> fx.Node | None:
-        """The size computed anew inside the stage; None if no tensor of the stage shows it."""
+        """The size computed anew inside the stage; None if no tensor of the stage has it."""
         if size not in self.made:
             self.made[size] = self._copied(size)
         return self.made[size]
@@ -109,7 +109,8 @@ class _Localiser:
         return local
 
     def _last(self, nodes: list[fx.Node]) -> fx.Node:
-        """The last of some nodes, and no placeholder but the last: those come first."""
+        """The last of some nodes; the graph's last placeholder if all are placeholders, so that no
+        node is inserted among these."""
         last = max(nodes, key=self.order.__getitem__)
         while last.op == "placeholder" and last.next.op == "placeholder":
             last = last.next

@@ -1,4 +1,4 @@
-"""Let the devices that are written in a stage's graphs be the stage's own.
+"""Replace the device that the model was traced on, in each stage's graphs, by the stage's own.
 
 before, traced on cuda:0:  mask = full([4, 4], 0.0, device=cuda:0)
 after, on cuda:2:          mask = full([4, 4], 0.0, device=cuda:2)
@@ -23,16 +23,16 @@ from fxpipe.passes.graph.lazy_module import lazy_module
 
 @dataclass(frozen=True)
 class PlaceDevices:
-    """Plan → Plan: every stage makes its tensors where it runs.
+    """Plan → Plan: every stage creates its tensors on the device where it runs.
 
-    A graph holds the device that it was traced on: where ``arange`` or ``full`` makes a tensor,
-    where a value is cast, and in tensors that it keeps. These are exchanged, in its backward and
-    the halves of it too; inputs and parameters bring their own. What a graph makes on the CPU
-    beside another device stays there; any other device is refused, as the model asks for it by
-    its name.
+    A graph names the device that it was traced on: where ``arange`` or ``full`` makes a tensor,
+    where a value is cast, and in tensors that are constants. These are replaced in the stage's
+    graph, its backward and the halves of it; inputs and parameters are on the right device anyway.
+    A tensor that a model on another device makes on the CPU stays there. Any other device is
+    refused, because the model asks for it by name.
 
     Attributes:
-        device: the one that the plan was traced on.
+        device: the device that the plan was traced on.
         stage_devices: stage → its device.
     """
 
@@ -59,10 +59,10 @@ class PlaceDevices:
 
 
 def moved(module: fx.GraphModule, traced: torch.device, home: torch.device) -> fx.GraphModule:
-    """A copy of a graph module, on another device than it was traced on.
+    """A copy of a graph module for another device than the one that it was traced on.
 
     Raises:
-        PassError: a node names a device that is neither.
+        PassError: a node names a device that is neither of the two, nor the CPU.
     """
     graph = copy.deepcopy(module.graph)
     for node in graph.nodes:
@@ -93,5 +93,5 @@ def _exchanged(value: Any, traced: torch.device, home: torch.device, node: fx.No
 
 
 def same(one: torch.device, other: torch.device) -> bool:
-    """Whether two devices are one: without an index it is the first."""
+    """Whether two devices are the same: without an index, index 0 is meant."""
     return one.type == other.type and (one.index or 0) == (other.index or 0)

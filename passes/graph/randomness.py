@@ -4,7 +4,7 @@ before:  native_dropout = aten.native_dropout.default(relu, 0.1, True)
 after:   native_dropout = fxpipe.random.native_dropout(relu, 0.1, True, fxpipe_seed, 0)
          with ``fxpipe_seed`` a new input; this is the graph's random operation number 0
 
-A leaf module keeps its own operations; it is told what its draws depend on.
+A leaf module keeps its own operations. Its generator is seeded from the same two numbers.
 
 before:  drop = self.drop(relu)
 after:   draw_from = fxpipe.random.leaf_draws.draw_from(relu, fxpipe_seed, 0)
@@ -42,7 +42,7 @@ def seed_randomness(traced: Traced) -> Traced:
     """The same graph with every random operation seeded; unchanged if it has none.
 
     Raises:
-        TraceError: a random operation has no seeded form here; names its source line.
+        TraceError: there is no seeded form of a random operation; names its source line.
     """
     graph = traced.graph
     seed: fx.Node | None = None
@@ -54,7 +54,7 @@ def seed_randomness(traced: Traced) -> Traced:
             with graph.inserting_before(node):
                 begun = graph.call_function(draw_from, (source_node, seed, number))
             begun.meta.update(source_node.meta)
-            for key in ("nn_module_stack", "stack_trace"):  # it belongs to the module that draws
+            for key in ("nn_module_stack", "stack_trace"):  # those of the module that draws
                 begun.meta[key] = node.meta.get(key)
             node.replace_input_with(source_node, begun)
             number += 1

@@ -1,13 +1,13 @@
-"""Let gradients meet in autograd's order where a value is read several times in several stages.
+"""Keep autograd's order of adding gradients, where stages read a value several times.
 
 before:  stage 0: x = …     stage 1: a = f(x), b = g(x)                     stage 2: c = h(x)
 after:   stage 0: x = …     stage 1: a = f(x), b = g(x), x_on_1 = alias(x)  stage 2: c = h(x_on_1)
 
 Autograd adds the gradients of x one by one, from its last reader to its first: (h + g) + f. A
-stage hands back one gradient; were that g + f, the sum h + (g + f) could differ in its last bits.
-So a stage that reads a value more than once, and is not the last to read it, hands the value on,
-and the gradient from behind comes in where it belongs. A value that each stage reads once, as a
-U-Net's skips, travels straight.
+stage sends back one gradient; were that g + f, the sum h + (g + f) could differ in its last bits.
+So a stage that reads a value more than once, and is not the last to read it, sends the value on to
+later stages. Their gradient then comes back to this stage and is added first. A value that each
+stage reads once, such as a U-Net's skips, is sent directly to each of its readers.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from fxpipe.passes.partition.assignment import Assignment, differentiable
 def relay(
     traced: Traced, assignment: Assignment, trained: Collection[str], outputs: Collection[str]
 ) -> tuple[Traced, Assignment]:
-    """Hand on what is read several times in a stage and again behind it.
+    """Let a stage send on each value that it reads several times and that later stages read, too.
 
     Args:
         traced: the graph.
-        assignment: its stages.
-        trained: the placeholders that get a gradient; with leaf modules every value may.
+        assignment: the stages of its nodes.
+        trained: the placeholders that get a gradient; with leaf modules any value may get one.
         outputs: the values whose gradients the caller gives.
     """
     graph = fx.Graph()
@@ -59,7 +59,7 @@ def relay(
 
 
 class _Relays:
-    """Adds to a graph the nodes that hand a value on.
+    """Adds the nodes to a graph that send values on.
 
     Attributes:
         stages: node → its stage, the new nodes among them.
@@ -75,10 +75,10 @@ class _Relays:
         self.order = {node: place for place, node in enumerate(graph.nodes)}
 
     def hand_on(self, node: fx.Node, to_caller: bool) -> str:
-        """Let each stage that reads a value several times send it to those behind.
+        """Let each stage that reads a value several times send it to the stages after it.
 
         Returns:
-            What the last stage to read it calls the value.
+            The name of the value in the last stage that reads it.
         """
         readers = sorted(
             (n for n in node.users if n in self.order and n is not self.end),
@@ -105,7 +105,7 @@ class _Relays:
         return current.name
 
     def _away(self, node: fx.Node, readers: list[fx.Node]) -> list[int]:
-        """The stages that get a value from another one, or from the caller."""
+        """The stages that receive a value from another stage, or from the caller."""
         found = sorted({self.stages[reader.name] for reader in readers})
         if node.name in self.stages:
             return [stage for stage in found if stage != self.stages[node.name]]
@@ -113,7 +113,7 @@ class _Relays:
 
 
 def _reads(node: fx.Node, readers: list[fx.Node]) -> int:
-    """How often a value stands among the arguments of some nodes."""
+    """How often a value occurs among the arguments of some nodes."""
     return sum(
         argument is node
         for reader in readers

@@ -6,9 +6,9 @@ after:   add = aten.add.Tensor(b_count, 1);  relu = aten.relu.default(bn);  retu
 PyTorch's own way, ``run_decompositions``, runs the graph twice under several tracers, which takes
 some five times as long as the export itself: without the rules, compiling and the first step take
 1.8 times the processor time for a U-Net, 1.5 times for GPT-2 with twelve blocks and 1.8 times for
-AmoebaNet-D. Most graphs need no more than new names: what was written in place is from then on the
-result of the operation's functional variant. Where a value that somebody reads later shares the
-memory that is written, or a rule is missing, the graph is left to PyTorch.
+AmoebaNet-D. In most graphs it is enough to rename: after an in-place operation, readers of the
+tensor read the result of the operation's functional variant. If a value that is read later shares
+the memory that is written, or a rule is missing, the graph is left to ``run_decompositions``.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _PLAIN = ("_operator", "math", "torch")
 _LEFT = frozenset(
     getattr(aten, name)
     for name in (
-        # write running statistics, though their schemas do not say so
+        # these write running statistics, though their schemas do not say so
         "instance_norm",
         "native_batch_norm",
         "cudnn_batch_norm",
         "miopen_batch_norm",
-        # draw random numbers, and PyTorch takes them apart
+        # these draw random numbers, and run_decompositions decomposes them
         "alpha_dropout",
         "feature_alpha_dropout",
         "rrelu",
@@ -61,13 +61,13 @@ _COPIES = (aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten.contiguous.
 
 
 def rewrite(program: ExportedProgram) -> tuple[fx.GraphModule, list[str]] | None:
-    """A functional graph, which returns first what is written to buffers, and their names.
+    """A functional graph that first returns what is written to buffers, and these buffers' names.
 
     Args:
-        program: what the tracer gave; it is left as it is.
+        program: the exported program; it is not changed.
 
     Returns:
-        The graph and the buffers' targets, or None where the rules are not enough.
+        The graph and the buffers' targets, or None if the rules are not enough.
     """
     if any(
         spec.kind is not OutputKind.USER_OUTPUT for spec in program.graph_signature.output_specs
@@ -86,20 +86,22 @@ def rewrite(program: ExportedProgram) -> tuple[fx.GraphModule, list[str]] | None
 
 
 class _NoRule(Exception):
-    """The graph needs more than the rules."""
+    """The rules are not enough for the graph."""
 
 
 class _Rewriter:
     """Copies a graph node by node.
 
     Attributes:
-        buffers: placeholder → target, of the buffers.
+        buffers: placeholder of a buffer → the buffer's target.
         graph: the copy.
-        tensor: node of the old graph → the first node that stands for the same tensor, which
-            in-place operations only change.
-        newest: such a first node → the copy of what it holds now.
-        last: such a first node → the place of the last node that reads the tensor by a name known.
-        sharing: such a first node → all that may share its memory, itself among them.
+        tensor: node of the old graph → the node that made its tensor. In-place operations return
+            the tensor that they change, so several nodes may have one.
+        newest: node that made a tensor → the node of the copy with its present value.
+        last: node that made a tensor → the index of the last node that reads the tensor, among
+            the nodes known so far.
+        sharing: node that made a tensor → the nodes of all tensors that may share its memory, with
+            its own.
     """
 
     def __init__(self, module: fx.GraphModule, buffers: Mapping[str, str]) -> None:
@@ -127,7 +129,7 @@ class _Rewriter:
                 values = [self.newest[p] for p in written]
                 self.graph.output((*values, *self._copied(node.args[0])))
             elif node.op == "get_attr":
-                self._stands(node, None)  # the graph of a region
+                self._stands(node, None)  # the subgraph of a region without gradients
             else:
                 self._call(node)
         self.graph.lint()
@@ -158,7 +160,7 @@ class _Rewriter:
     # rules
 
     def _function(self, node: fx.Node) -> None:
-        """A part of what an operation returned, or a size."""
+        """A call of a Python function: one result of an operation, or a size."""
         module = getattr(node.target, "__module__", "")
         if (
             module.partition(".")[0] not in _PLAIN
@@ -183,7 +185,8 @@ class _Rewriter:
         self._make(node, node.target, self._copied(node.args), self._copied(node.kwargs))
 
     def _view(self, node: fx.Node) -> None:
-        """A value that may lie in another's memory; where it is all of it as it is, that value."""
+        """An operation whose result may be a view; if it shows all of its operand unchanged, the
+        operand takes its place."""
         source = node.args[0] if node.args else None
         if not isinstance(source, fx.Node):
             if not isinstance(source, list | tuple):
@@ -219,7 +222,7 @@ class _Rewriter:
         x, weight, bias, mean, variance, training, momentum, eps = node.args[:8]
         value = x.meta.get("val") if isinstance(x, fx.Node) else None
         if not isinstance(value, torch.Tensor) or value.device.type != "cpu":
-            raise _NoRule  # another operation does it there
+            raise _NoRule  # another operation computes it in that case
         operands = self._copied((x, weight, bias))
         if mean is None and training:
             target, rest = aten._native_batch_norm_legit.no_stats, (True, momentum, eps)
@@ -239,7 +242,7 @@ class _Rewriter:
                 self._write(node, statistic, self._part(statistic, whole, place))
 
     def _in_place(self, node: fx.Node) -> None:
-        """The functional variant, whose result stands from now on for what was written."""
+        """The functional variant, whose result takes the place of the tensor that was written."""
         target = node.target
         assert isinstance(target, OpOverload)
         source = node.args[0] if node.args else None
@@ -247,12 +250,12 @@ class _Rewriter:
             raise _NoRule
         if target is aten.detach_.default:
             if self.newest[self.tensor[source]].target is not aten.clone.default:
-                raise _NoRule  # of a constant alone it is no more than its value
+                raise _NoRule  # it is without effect on a constant only
             self._is(node, self.tensor[source])
             return
         other = node.args[1] if len(node.args) > 1 else None
         if target is aten.copy_.default and isinstance(other, fx.Node) and _same(other, source):
-            # ``self.count += 1`` writes the buffer, and then copies it to itself
+            # ``self.count += 1`` writes the buffer and then copies it onto itself
             if self.tensor[other] is not self.tensor[source]:
                 self._write(node, source, self.newest[self.tensor[other]])
             self._is(node, self.tensor[source])
@@ -265,7 +268,7 @@ class _Rewriter:
         self._is(node, self.tensor[source])
 
     def _region(self, node: fx.Node) -> None:
-        """What is computed without gradients: the exporter's subgraph, opened."""
+        """A region without gradients, which the exporter keeps as a subgraph, is inlined."""
         name = node.args[1]
         if not isinstance(name, fx.Node) or not isinstance(name.target, str):
             raise _NoRule
@@ -290,7 +293,7 @@ class _Rewriter:
     # tensors
 
     def _write(self, node: fx.Node, source: fx.Node, made: fx.Node) -> None:
-        """See that nobody reads the old value later in another way, and note the new one."""
+        """Check that no later node reads the old value by a view, and note the new value."""
         tensor, place = self.tensor[source], self.order[node]
         wholes = [] if tensor.op == "placeholder" else self._viewed(tensor)
         for other in self.sharing[tensor] - {tensor, *wholes}:
@@ -306,7 +309,8 @@ class _Rewriter:
             self.newest[whole] = self._new(whole, _SCATTERS[view.target], operands)
 
     def _viewed(self, tensor: fx.Node) -> list[fx.Node]:
-        """What a tensor is a view of, what that is a view of, and so on; it can be put back."""
+        """The tensors that a tensor is a view of, one after the other, if each view can be undone,
+        so that a write to it can be written to them."""
         found: list[fx.Node] = []
         while tensor.target in _SCATTERS and not tensor.kwargs:
             source = tensor.args[0]
@@ -321,20 +325,20 @@ class _Rewriter:
         self._is(node, node)
 
     def _is(self, node: fx.Node, tensor: fx.Node) -> None:
-        """Whatever the node's users read is that tensor."""
+        """Let users of the node read that tensor."""
         self.tensor[node] = tensor
         uses = (self.order[user] for user in node.users)
         self.last[tensor] = max(self.last.get(tensor, 0), *uses, 0)
 
     def _undropped(self, node: fx.Node, source: fx.Node) -> None:
-        """A node that is its source; what the model returns stays a value of its own."""
+        """A dropout without effect is its operand; a copy of it if the model returns it."""
         if any(user.op == "output" for user in node.users):
             self._make(node, aten.clone.default, (self._copied(source),), {})
         else:
             self._is(node, self.tensor[source])
 
     def _join(self, node: fx.Node, other: fx.Node) -> None:
-        """Two nodes may share memory."""
+        """Note that two nodes may share memory."""
         one, two = sorted(
             (self.sharing[self.tensor[node]], self.sharing[self.tensor[other]]), key=len
         )
@@ -354,14 +358,14 @@ class _Rewriter:
         return copy
 
     def _several(self, node: fx.Node, target: OpOverload, args: Any) -> fx.Node:
-        """An operation with several results, in the place of one that has a single one."""
+        """An operation with several results in the place of a node with a single one."""
         whole = self._new(node, target, args)
         with node.meta["val"].fake_mode, torch.no_grad():
             whole.meta["val"] = target(*fx.map_arg(args, lambda n: n.meta["val"]))
         return whole
 
     def _part(self, node: fx.Node, whole: fx.Node, place: int) -> fx.Node:
-        """One result of an operation that has several, in the place of a node."""
+        """One result of an operation with several results, in the place of a node."""
         part = self.graph.call_function(operator.getitem, (whole, place))
         part.meta.update({**whole.meta, "val": node.meta.get("val")})
         return part
@@ -371,12 +375,12 @@ class _Rewriter:
 
 
 def _is_pure(node: fx.Node) -> bool:
-    """Whether an operation that may write or draw does neither."""
+    """Whether an operation that may write or draw random numbers does neither here."""
     return node.target is aten.instance_norm.default and node.args[3] is None
 
 
 def _is_plain(node: fx.Node) -> bool:
-    """Whether a node can be taken as it is."""
+    """Whether a node can be copied as it is."""
     target = node.target
     if node.op != "call_function" or not isinstance(target, OpOverload):
         return target is operator.getitem
@@ -384,7 +388,7 @@ def _is_plain(node: fx.Node) -> bool:
 
 
 def _same(node: fx.Node, source: fx.Node) -> bool:
-    """Whether a node's value is its source as it lies in memory."""
+    """Whether a node's value has the shape, strides and dtype of its source's value."""
     here, there = node.meta.get("val"), source.meta.get("val")
     return (
         isinstance(here, torch.Tensor)
