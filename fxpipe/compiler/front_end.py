@@ -84,7 +84,7 @@ class FrontEnd:
         self._leaves.renew()
         run_all(passes.ADMIT, facts)
         with untouched(options.model), intra_op_threads(options.threads):
-            output = run_all(passes.TRY, facts)["output"]
+            output = self._tried(facts)
             traced = self._front_end(args, kwargs, dims, size, fixed)
             if not fixed and any(out.dims is None for out in traced.outputs):
                 told = output_dims(options.model, args, kwargs, dims, _flat_outputs(traced), size)
@@ -144,6 +144,16 @@ class FrontEnd:
                 "deterministic: two traces differ there); let it depend on the inputs and the "
                 f"model's parameters and buffers alone, or {way_out('')}"
             ) from error
+
+    def _tried(self, facts: dict[str, Any]) -> Any:
+        """The model's output; where it draws from Python's or NumPy's generator, a submodule around
+        that line becomes a leaf module."""
+        while True:
+            try:
+                return run_all(passes.TRY, facts)["output"]
+            except TraceError as error:
+                if not error.submodules or self._leaves.grow(error) is not None:
+                    raise
 
     def _front_end(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], dims: Dims, size: int, fixed: bool

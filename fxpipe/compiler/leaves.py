@@ -123,7 +123,7 @@ class Leaves:
             type(self._model).__name__,
             error.where,
             f"What forward does after its call of {calls[count - 1]!r}" if count else "The model",
-            f", with {called}," if later else "",
+            f", with {called}" if later else "",
             _COST,
         )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -16,6 +16,8 @@ from typing import Any
 from torch import nn
 
 from fxpipe.errors import TraceError, way_out
+from fxpipe.passes.tracing.leaf_calls import called_instead
+from fxpipe.random import others
 from fxpipe.torchtools import source
 
 _OWN = frozenset(vars(nn.Module()))
@@ -32,7 +34,7 @@ def refuse_changes(
 
     Args:
         model: the model.
-        leaves: its leaf modules, which may change what they like.
+        leaves: its leaf modules, which may change what they like; what they draw is undone.
         run: runs the model.
 
     Returns:
@@ -40,14 +42,19 @@ def refuse_changes(
 
     Raises:
         TraceError: it changes an attribute, or draws from Python's or NumPy's random generator;
-            names the line.
+            names the line, and in the latter case the submodules around it.
     """
+    drawn = _Drawn(leaves, run)
+    run = drawn.run
     own = [
         (name, module)
         for name, module in model.named_modules()
         if not any(name == leaf or name.startswith(f"{leaf}.") for leaf in leaves)
     ]
-    watched: list[_Attribute | _Generator] = [*_attributes(own), *_generators()]
+    watched: list[_Attribute | _Generator] = [
+        *_attributes(own),
+        *(_Generator(name, drawn) for name in others.states()),
+    ]
     before = [each.look() for each in watched]
     names = {(each.module, each.name) for each in watched}
     output = run()
@@ -60,14 +67,40 @@ def refuse_changes(
     run()
     for each, old in zip(changed, between, strict=True):
         if not _same(each.look(), old):
-            where = _line_that_changes(each, run)
+            line, around = _line_that_changes(each, model, run)
             for other, value in zip(watched, before, strict=True):
                 other.put_back(value)
+            where = f"{line or each.owner} ({each.construct})"
             raise TraceError(
-                f"{type(model).__name__} cannot be traced at {where or each.owner} "
-                f"({each.construct}); {each.cure}"
+                f"{type(model).__name__} cannot be traced at {where}; {each.cure}",
+                where,
+                around if isinstance(each, _Generator) else (),
             )
     return output
+
+
+class _Drawn:
+    """Runs a model so that its leaf modules change no generator but PyTorch's."""
+
+    def __init__(self, leaves: Mapping[str, nn.Module], run: Callable[[], Any]) -> None:
+        self._leaves = leaves
+        self._run = run
+        self._entered: list[dict[str, bytes]] = []
+
+    def run(self) -> Any:
+        with called_instead(self._leaves, self._call):
+            return self._run()
+
+    def state(self, name: str) -> bytes:
+        """That of a generator; within a leaf module what it was before."""
+        return (self._entered[0] if self._entered else others.states())[name]
+
+    def _call(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        self._entered.append(others.states())
+        try:
+            return module._call_impl(*args, **kwargs)
+        finally:
+            others.put_back(self._entered.pop())
 
 
 @dataclass(frozen=True)
@@ -120,21 +153,21 @@ class _Generator:
     """A random generator that is not PyTorch's."""
 
     name: str
-    get: Callable[[], Any]
-    set: Callable[[Any], None]
+    drawn: _Drawn
     module: str = ""
     owner: str = "the model"
-    cure: str = "draw with torch.rand, and choose with torch.where"
+    cure: str = f"draw with torch.rand, and choose with torch.where, or {way_out('')}"
 
     @property
     def construct(self) -> str:
         return f"the trace would not be deterministic: it draws from {self.name}"
 
     def look(self) -> Any:
-        return repr(self.get()), self.get()
+        state = self.drawn.state(self.name)
+        return state, state
 
     def put_back(self, old: Any) -> None:
-        self.set(old[1])
+        others.put_back({self.name: old[0]})
 
 
 def _attributes(modules: list[tuple[str, nn.Module]]) -> list[_Attribute]:
@@ -145,13 +178,6 @@ def _attributes(modules: list[tuple[str, nn.Module]]) -> list[_Attribute]:
         for name in vars(module)
         if name not in _OWN
     ]
-
-
-def _generators() -> Iterator[_Generator]:
-    yield _Generator("Python's random", random.getstate, random.setstate)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        yield _Generator("numpy.random", numpy.random.get_state, numpy.random.set_state)
 
 
 def _same(new: Any, old: Any) -> bool:
@@ -177,19 +203,34 @@ def _equal(a: Any, b: Any) -> bool:
     return plain and type(a) is type(b) and bool(a == b)
 
 
-def _line_that_changes(watched: _Attribute | _Generator, run: Callable[[], Any]) -> str:
-    """The user's line that changes an attribute or a generator; found by one more run."""
+def _line_that_changes(
+    watched: _Attribute | _Generator, model: nn.Module, run: Callable[[], Any]
+) -> tuple[str, list[str]]:
+    """The user's line that changes an attribute or a generator, and the submodules that were being
+    called there, outermost first; found by one more run."""
     before = watched.look()
-    last: list[tuple[str, int, str]] = []
-    found: list[tuple[str, int, str]] = []
+    names = {id(vars(module)): name for name, module in model.named_modules() if name}
+    last: list[tuple[FrameType, int]] = []
+    found: list[str] = []
+    around: list[str] = []
+
+    def take() -> None:
+        found.append(source.of_frame(*last[0]))
+        frame: FrameType | None = last[0][0]
+        while frame is not None:
+            if frame.f_code is nn.Module._call_impl.__code__:
+                name = names.get(id(vars(frame.f_locals["self"])))
+                around[:0] = [] if name is None else [name]
+            frame = frame.f_back
 
     def trace(frame: FrameType, event: str, arg: Any) -> Any:
         if not found and last and not _same(watched.look(), before):
-            found.append(last[0])
-        if found or not source.is_users(frame.f_code.co_filename):
+            take()
+        file = frame.f_code.co_filename
+        if found or not source.is_users(file) or file == random.__file__:
             return None
         if event == "line":
-            last[:] = [(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)]
+            last[:] = [(frame, frame.f_lineno)]
         return trace
 
     previous = sys.gettrace()
@@ -198,6 +239,7 @@ def _line_that_changes(watched: _Attribute | _Generator, run: Callable[[], Any])
         run()
     finally:
         sys.settrace(previous)
-    if not found and not _same(watched.look(), before):
-        found = last
-    return source.of_frame(*found[0]) if found else ""
+    if not found and last and not _same(watched.look(), before):
+        take()
+    last.clear()  # frames hold all that was computed in them
+    return "".join(found), around

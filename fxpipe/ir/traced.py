@@ -20,6 +20,9 @@ SEED = "fxpipe_seed"
 DRAWS = "fxpipe.draws"
 """Key of a node's metadata in graphs with leaf modules: whether it draws random numbers."""
 
+DRAWS_FROM_OTHERS = "fxpipe.draws_from_others"
+"""The same: whether it draws from Python's or NumPy's global generator."""
+
 TAKES_TURNS = "fxpipe.takes_turns"
 """Metadata of a leaf module's node: that it calls ``torch.cond`` or its like, for which PyTorch
 traces, in the backward as well; that it can do in one thread at a time."""

@@ -14,10 +14,12 @@ from torch import fx
 from fxpipe.ir.traced import TAKES_TURNS
 from fxpipe.kernels.graph import added
 from fxpipe.kernels.kernel import Backwarded, Forwarded, InputGraded, Totals
+from fxpipe.random import others
 from fxpipe.random.leaf_draws import SeededDraws, draw_from
 
 _TURN = RLock()
-"""Held while PyTorch may trace; two threads that do so see each other's half-made state."""
+"""Held while PyTorch may trace, as two threads that do so see each other's half-made state; and
+while leaf modules draw from generators that all threads share."""
 
 
 class AutogradKernel:
@@ -60,7 +62,9 @@ class AutogradKernel:
         self._input_gradients = tuple(input_gradients)
         self._output_gradients = tuple(output_gradients)
         self._recording = recording
-        self._draws = any(node.target is draw_from for node in graph.graph.nodes)
+        begun = [node.args for node in graph.graph.nodes if node.target is draw_from]
+        self._draws = bool(begun)
+        self._draws_from_others = any(True in args[3:] for args in begun)
         self._takes_turns = any(node.meta.get(TAKES_TURNS) for node in graph.graph.nodes)
 
     def mapped(self, change: Callable[[fx.GraphModule], fx.GraphModule]) -> AutogradKernel:
@@ -89,7 +93,9 @@ class AutogradKernel:
         inputs.clear()
         tensors = dict(zip(self._parameters, weights, strict=True)) | state
         seeded = SeededDraws() if self._draws else nullcontext()
-        with self._turn(), torch.set_grad_enabled(self._recording), seeded:
+        shared = self._draws_from_others
+        kept = others.kept() if shared else nullcontext()
+        with self._turn(shared), kept, torch.set_grad_enabled(self._recording), seeded:
             outputs = torch.func.functional_call(self.forward_graph, tensors, tuple(sources))
         keeps = any(self._output_gradients)
         saved = [list(outputs), sources, weights] if keeps else []
@@ -150,8 +156,8 @@ class AutogradKernel:
         deferred.clear()
         return added(totals, found)
 
-    def _turn(self) -> AbstractContextManager[Any]:
-        return _TURN if self._takes_turns else nullcontext()
+    def _turn(self, shared: bool = False) -> AbstractContextManager[Any]:
+        return _TURN if self._takes_turns or shared else nullcontext()
 
 
 def _storage(tensor: torch.Tensor | None) -> int:

@@ -4,7 +4,8 @@ A module draws from PyTorch's global generator, whose state depends on what ran 
 which thread. Inside ``SeededDraws`` each of its draws has a generator of its own, seeded with the
 micro-batch's seed, the number of the module's node in the model's graph, and how many draws came
 before in that node: the same for any number of devices, any cuts, any schedule and any
-recomputation.
+recomputation. Where a module draws from Python's or NumPy's global generator, that is seeded with
+the first two when the module is called.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpipe.errors import InputError
-from fxpipe.random import SEEDED, UNSEEDED, draws, with_defaults
+from fxpipe.random import SEEDED, UNSEEDED, draws, others, with_defaults
 from fxpipe.random.generators import mix
 
 
@@ -31,12 +32,21 @@ class _Now(threading.local):
 _NOW = _Now()
 
 
-def draw_from(x: Any, seed: torch.Tensor, node: int) -> Any:
+def draw_from(x: Any, seed: torch.Tensor, node: int, others_too: bool = False) -> Any:
     """Graph node: what the node that takes its result draws is that of this seed and number.
 
     It stands right before that node and returns ``x``.
+
+    Args:
+        x: what that node takes.
+        seed: of the micro-batch.
+        node: its number.
+        others_too: whether it draws from Python's or NumPy's global generator as well. The caller
+            sees that no other thread does meanwhile, and puts them back.
     """
     _NOW.seed, _NOW.node, _NOW.drawn = int(seed.item()), node, 0
+    if others_too:
+        others.seed(mix(_NOW.seed, node))
     return x
 
 

@@ -8,7 +8,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch
@@ -84,9 +84,9 @@ def _innermost(frames: list[tuple[str, int, str]]) -> str:
     return ""
 
 
-def of_frame(filename: str, line: int, function: str) -> str:
+def of_frame(frame: FrameType, line: int) -> str:
     """A line of the user's own code in the same form."""
-    return _innermost([(filename, line, function)])
+    return _innermost([(frame.f_code.co_filename, line, frame.f_code.co_name)])
 
 
 def of_failure(error: BaseException) -> str:

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.errors import TraceError
+from fxpipe.random import others
 from fxpipe.signals import SignalsAtOperations
 
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """Afterwards the model's buffers and the random generators are as they were before; so are
+    """Afterwards the model's buffers and all random generators are as they were before; so are
     the weights of embeddings with ``max_norm``, which scale them when they run.
 
     Ctrl-C takes effect at the next operation.
@@ -24,7 +25,11 @@ def untouched(model: nn.Module) -> Iterator[None]:
         buffers = [(buffer, buffer.detach().clone()) for buffer in written]
         devices = {p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"}
         try:
-            with assigned_in_place(model), torch.random.fork_rng(devices=sorted(devices)):
+            with (
+                assigned_in_place(model),
+                torch.random.fork_rng(devices=sorted(devices)),
+                others.kept(),
+            ):
                 yield
         finally:
             with torch.no_grad():

@@ -52,7 +52,7 @@ def _register_hook(self: Tensor, hook: Any) -> Any:
     frame = sys._getframe(1)
     if not source.is_users(frame.f_code.co_filename):
         return _ORIGINAL(self, hook)
-    where = source.of_frame(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+    where = source.of_frame(frame, frame.f_lineno)
     raise TraceError(
         f"the model puts a hook on the gradient of a value, at {where}, which no graph would "
         f"call; write it as a torch.autograd.Function with that backward, or {way_out('')}"

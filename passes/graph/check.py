@@ -7,8 +7,8 @@ and the gradient of every parameter. Random operations draw a fixed pattern in b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -17,10 +17,10 @@ from torch.utils import _pytree as pytree
 
 from fxpipe.errors import TraceError
 from fxpipe.ir.plan import Plan
-from fxpipe.ir.traced import Traced, Value
+from fxpipe.ir.traced import DRAWS_FROM_OTHERS, Traced, Value
 from fxpipe.ir.value import HOST
 from fxpipe.kernels.serial import run_serially
-from fxpipe.passes.graph.fixed_draws import FixedDraws, pattern
+from fxpipe.passes.graph.fixed_draws import FixedDraws, fixed_others, pattern
 from fxpipe.torchtools import moments
 from fxpipe.torchtools.pieces import pieces
 from fxpipe.torchtools.pytrees import taken_apart
@@ -55,7 +55,17 @@ def check(
     Raises:
         TraceError: the plan and the model differ; names the output or parameter.
     """
-    draws = FixedDraws if traced.seeded or traced.leaves else nullcontext
+    called = [node for node in traced.graph.nodes if node.op == "call_module"]
+
+    @contextmanager
+    def draws() -> Iterator[None]:
+        with ExitStack() as stack:
+            if traced.seeded or traced.leaves:
+                stack.enter_context(FixedDraws())
+            if any(node.meta.get(DRAWS_FROM_OTHERS) for node in called):
+                stack.enter_context(fixed_others())
+            yield
+
     buffers = {write.target for stage in plan.stages for write in stage.writes}
     for norm in traced.deferred:
         buffers |= {norm.running_mean, norm.running_var, norm.tracked or norm.running_mean}

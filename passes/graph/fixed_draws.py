@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from threading import get_ident
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.modules import module as hooks
 
-from fxpipe.random import with_defaults
+from fxpipe.random import others, with_defaults
 from fxpipe.random.leaf_draws import Draws
 
 
@@ -41,6 +44,25 @@ class FixedDraws(Draws):
                 generator = torch.Generator(device).manual_seed(0)
                 return func(*with_defaults(func, args), **{**kwargs, "generator": generator})
         return func(*args, **kwargs)
+
+
+@contextmanager
+def fixed_others() -> Iterator[None]:
+    """Inside, Python's and NumPy's global generators begin anew where this thread begins or ends a
+    call of a module, so that what is drawn from them depends on the place in its code alone."""
+    thread = get_ident()
+
+    def begin(*_: Any) -> None:
+        if get_ident() == thread:
+            others.seed(0)
+
+    before = hooks.register_module_forward_pre_hook(begin)
+    after = hooks.register_module_forward_hook(begin)
+    try:
+        yield
+    finally:
+        before.remove()
+        after.remove()
 
 
 def _given(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str) -> Any:

@@ -22,7 +22,7 @@ from torch import fx
 
 from fxpipe import random
 from fxpipe.errors import TraceError
-from fxpipe.ir.traced import DRAWS, SEED, Traced
+from fxpipe.ir.traced import DRAWS, DRAWS_FROM_OTHERS, SEED, Traced
 from fxpipe.random import SEEDED, UNSEEDED, draws, in_training, with_defaults
 from fxpipe.random.leaf_draws import draw_from
 from fxpipe.torchtools import source
@@ -51,8 +51,9 @@ def seed_randomness(traced: Traced) -> Traced:
         if node.meta.get(DRAWS):
             seed = _seed(graph) if seed is None else seed
             source_node = next(iter(node.all_input_nodes))
+            others = (True,) if node.meta.get(DRAWS_FROM_OTHERS) else ()
             with graph.inserting_before(node):
-                begun = graph.call_function(draw_from, (source_node, seed, number))
+                begun = graph.call_function(draw_from, (source_node, seed, number, *others))
             begun.meta.update(source_node.meta)
             for key in ("nn_module_stack", "stack_trace"):  # those of the module that draws
                 begun.meta[key] = node.meta.get(key)

@@ -18,8 +18,9 @@ from torch.utils import _pytree as pytree
 
 from fxpipe.errors import InputError, TraceError
 from fxpipe.ir.plan import Argument
-from fxpipe.ir.traced import DRAWS, TAKES_TURNS, Literal, Traced, Value
+from fxpipe.ir.traced import DRAWS, DRAWS_FROM_OTHERS, TAKES_TURNS, Literal, Traced, Value
 from fxpipe.passes.graph.lazy_module import lazy_module
+from fxpipe.random import others
 from fxpipe.random.leaf_draws import DrawsWatched
 from fxpipe.torchtools import source
 from fxpipe.torchtools.pytrees import together
@@ -171,9 +172,12 @@ def attach_leaf_loss(
         out.value if isinstance(out, Literal) else by_name[out.name] for out in traced.outputs
     ]
     value = graph.call_module(LEAF_LOSS, (*outputs, *pytree.tree_unflatten(given, spec)))
+    before = others.states()
     with torch.no_grad(), DrawsWatched() as watch:
         value.meta["val"] = loss_module(*output, *targets)
-    value.meta[DRAWS], value.meta[TAKES_TURNS] = watch.drew, watch.traced
+    value.meta[DRAWS_FROM_OTHERS] = others.states() != before
+    value.meta[DRAWS] = watch.drew or value.meta[DRAWS_FROM_OTHERS]
+    value.meta[TAKES_TURNS] = watch.traced
     with suppress(Exception):  # not every loss that can be called can be traced
         value.meta[LOSS_GRAPH] = _readable(loss_module, output, leaves, spec)
     written = [node for node in outputs if isinstance(node, fx.Node)]

@@ -81,6 +81,28 @@ class Call:
     returned: Any
 
 
+@contextmanager
+def called_instead(
+    leaves: Mapping[str, nn.Module], function: Callable[[str, nn.Module, Any, Any], Any]
+) -> Iterator[None]:
+    """Inside, a function is called instead of the leaf modules, hooks and all.
+
+    Args:
+        leaves: name in the model → module.
+        function: takes its name, the module, and its positional and keyword arguments.
+    """
+    with ExitStack() as undo:
+        for name, module in leaves.items():
+            # what nn.Module.compile sets: it stands before hooks and forward
+            undo.callback(setattr, module, "_compiled_call_impl", module._compiled_call_impl)
+
+            def call(*args: Any, name: str = name, module: Any = module, **kwargs: Any) -> Any:
+                return function(name, module, args, kwargs)
+
+            module._compiled_call_impl = call
+        yield
+
+
 class LeafCalls:
     """The calls of leaf modules in one run of a model."""
 
@@ -100,7 +122,7 @@ class LeafCalls:
     @contextmanager
     def recorded(self) -> Iterator[None]:
         """Inside, run the model once for real."""
-        with self._instead(self._record):
+        with called_instead(self.leaves, self._record):
             yield
 
     @contextmanager
@@ -112,7 +134,7 @@ class LeafCalls:
 
         hook = model.register_forward_pre_hook(begin)
         try:
-            with self._instead(self._stand_in):
+            with called_instead(self.leaves, self._stand_in):
                 yield
         finally:
             hook.remove()
@@ -125,20 +147,6 @@ class LeafCalls:
     def hold(self, name: str) -> bool:
         """Whether a parameter or buffer is one of a leaf module."""
         return any(name.startswith(f"{leaf}.") for leaf in self.leaves)
-
-    @contextmanager
-    def _instead(self, function: Callable[..., Any]) -> Iterator[None]:
-        """Inside, a function is called instead of the leaf modules, hooks and all."""
-        with ExitStack() as undo:
-            for name, module in self.leaves.items():
-                # what nn.Module.compile sets: it stands before hooks and forward
-                undo.callback(setattr, module, "_compiled_call_impl", module._compiled_call_impl)
-
-                def call(*args: Any, name: str = name, module: Any = module, **kwargs: Any) -> Any:
-                    return function(name, module, args, kwargs)
-
-                module._compiled_call_impl = call
-            yield
 
     def _record(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if self._inside:  # a leaf inside of a leaf

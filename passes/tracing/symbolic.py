@@ -21,8 +21,9 @@ from torch.utils import _pytree as pytree
 
 from fxpipe.errors import TraceError
 from fxpipe.ir.plan import Argument, Write
-from fxpipe.ir.traced import DRAWS, TAKES_TURNS, Literal, Traced, Value
+from fxpipe.ir.traced import DRAWS, DRAWS_FROM_OTHERS, TAKES_TURNS, Literal, Traced, Value
 from fxpipe.passes.tracing.explain import explained
+from fxpipe.random import others
 from fxpipe.random.leaf_draws import DrawsWatched
 from fxpipe.torchtools import source
 from fxpipe.torchtools.own_backward import functions_kept
@@ -299,9 +300,17 @@ class Example(fx.Interpreter):
         return {name for name in buffers if name.rpartition(".")[0] in owners}
 
     def run_node(self, n: fx.Node) -> Any:
+        before = others.states() if n.op == "call_module" else {}
         with DrawsWatched() as watch:
             value = super().run_node(n)
-        n.meta[DRAWS] = watch.drew and bool(n.all_input_nodes)
+        drew_from_others = bool(before) and others.states() != before
+        if drew_from_others and not n.all_input_nodes:
+            raise TraceError(
+                f"leaf module {n.target!r} draws from Python's random or numpy.random, and takes "
+                "no tensor that its draws could go by; give it one of the micro-batch"
+            )
+        n.meta[DRAWS_FROM_OTHERS] = drew_from_others
+        n.meta[DRAWS] = (watch.drew or drew_from_others) and bool(n.all_input_nodes)
         n.meta[TAKES_TURNS] = watch.traced
         n.meta["val"] = value.to("meta") if isinstance(value, Tensor) else value
         return value
