@@ -1,4 +1,4 @@
-"""What each command does. Each returns whether what it looked at has no faults."""
+"""The commands. Each returns True if the schedule, plan or program that it read has no faults."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def list_schedules(given: Namespace) -> bool:
 
 
 def show_schedule(given: Namespace) -> bool:
-    """``fxpipe schedule``: the grid, the figures and the formulas of one."""
+    """``fxpipe schedule``: the grid, the figures and the formulas of one schedule."""
     schedule, recipe = read_schedule(given.schedule, given.devices, given.microbatches)
     costs = read_costs(given.costs)
     fault = _fault(schedule)
@@ -81,7 +81,7 @@ def show_schedule(given: Namespace) -> bool:
 
 
 def verify_file(given: Namespace) -> bool:
-    """``fxpipe verify``: every fault of a text or of a schedule."""
+    """``fxpipe verify``: all faults of a text or of a schedule."""
     value = read_file(given.file, given.devices, given.microbatches)
     try:
         value.verify()
@@ -93,10 +93,10 @@ def verify_file(given: Namespace) -> bool:
 
 
 def read_costs(text: str | None) -> dict[str | tuple[str, int], float] | None:
-    """``F=1,B@3=2.5`` → times of kinds of tasks, of all stages or of one.
+    """``F=1,B@3=2.5`` → the time of each kind of task, for all stages or for one.
 
     Raises:
-        InputError: it is written in another way.
+        InputError: the text is not written like that.
     """
     if text is None:
         return None
@@ -120,7 +120,7 @@ def _key(match: re.Match[str]) -> tuple[str, int]:
 
 
 def _wrote(path: str) -> None:
-    """Tell of a file where it does not mix with what is printed."""
+    """Report a written file on standard error, apart from the command's output."""
     print(f"wrote {path}", file=sys.stderr)
 
 
@@ -139,7 +139,7 @@ def _summary(recipe: Recipe) -> str:
 
 
 def _plain(*renderables: object) -> str:
-    """What rich makes of a table, as text of one width, whatever the terminal is."""
+    """Rich renderables as plain text of a fixed width, independent of the terminal."""
     console = Console(width=_WIDTH, color_system=None)
     with console.capture() as capture:
         console.print(*renderables)

@@ -1,4 +1,4 @@
-"""The closed forms that ``fxpipe schedule`` prints, for the times that it was given."""
+"""The closed forms that ``fxpipe schedule`` prints, for the given times of tasks."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def formulas_text(
 
     Args:
         schedule: the schedule.
-        recipe: what makes it for any numbers of devices and micro-batches, which the formulas
-            then have in them.
-        costs: the times of tasks; the formulas take their ratios to be known.
+        recipe: makes the schedule for any numbers of devices and micro-batches, which are then
+            variables of the formulas.
+        costs: the times of tasks; the formulas hold for the ratios of these times.
     """
     own = {key: cost for key, cost in (costs or {}).items() if isinstance(key, str)}
     if len(own) < len(costs or {}):
@@ -47,7 +47,7 @@ def _formulas(schedule: Schedule, recipe: Recipe | None, given: tuple[Relational
 
 
 def _ratios(schedule: Schedule, costs: Mapping[str, float]) -> tuple[Relational, ...]:
-    """How long each kind of task of a micro-batch takes, in forwards."""
+    """The time of each kind of micro-batch task as a multiple of the forward's time."""
     times = {letter: kind.cost for letter, kind in KINDS.items() if kind.per_microbatch} | dict(
         costs
     )

@@ -1,4 +1,4 @@
-"""``fxpipe``: which command runs, and what its end tells the shell."""
+"""``fxpipe``: runs a command and turns its result into an exit status."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fxpipe.cli.parser import make_parser
 from fxpipe.errors import FxpipeError, InputError
 
 DONE, FAULTY, WRONG = 0, 1, 2
-"""All is well; what was looked at has faults; the command cannot be carried out."""
+"""Exit statuses: no faults; faults were found; the command could not be carried out."""
 
 _INTERRUPTED = 130
 _CLOSED = 141
@@ -33,7 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return WRONG
     except OSError as error:
         if isinstance(error, BrokenPipeError):
-            # Who read this, such as ``head``, has had enough; the flush at exit must not fail.
+            # The reader of the output, such as ``head``, has closed it; the flush at exit must not
+            # fail.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return _CLOSED
         print(f"fxpipe: {error.filename}: {error.strerror}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""What can be written behind ``fxpipe``."""
+"""The parser of the ``fxpipe`` command line."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _WHAT = (
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose complaints are errors like all others: one line."""
+    """A parser that raises InputError with one line, like the rest of the library."""
 
     def error(self, message: str) -> NoReturn:
         raise InputError(f"{message}; see '{self.prog} --help'")
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The parser; what it gives has the command's function as ``run``."""
+    """The parser; its result has the function of the command as ``run``."""
     parser = _Parser(prog="fxpipe", description="Look at pipeline schedules, and check them.")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 

@@ -1,4 +1,4 @@
-"""What a name or a path on the command line means."""
+"""Finds the schedule, plan or program that a name or path on the command line means."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fxpipe.ir.schedule import Schedule
 from fxpipe.torchtools.source import of_exception
 
 DEVICES, MICROBATCHES = 4, 8
-"""What is shown of a schedule that leaves them open."""
+"""The numbers of devices and micro-batches for a schedule that works with any."""
 
 T = TypeVar("T", Schedule, Plan, Program)
 
@@ -29,15 +29,15 @@ _PYTHON = re.compile(r"(?P<path>.*\.py)(?::(?P<name>[^:/]+))?")
 def read_schedule(
     named: str, devices: int | None, microbatches: int | None
 ) -> tuple[Schedule, Recipe | None]:
-    """The schedule that ``SCHEDULE`` means, and what made it, if it is made for any numbers.
+    """The schedule that ``SCHEDULE`` means, and its recipe if it works with any numbers.
 
     Args:
         named: a name, a path to a text, or ``path/to/file.py:name``.
-        devices: how many are asked for, or None.
-        microbatches: the same.
+        devices: the number of devices that the user asks for, or None.
+        microbatches: the number of micro-batches that the user asks for, or None.
 
     Raises:
-        InputError: there is no such thing, or it is for other numbers.
+        InputError: there is no such schedule, or it is for other numbers.
         ParseError: a text is no schedule.
     """
     return _asked(named, _find(named), devices, microbatches)
@@ -64,10 +64,10 @@ def _asked(
 def read_file(
     named: str, devices: int | None, microbatches: int | None
 ) -> Schedule | Plan | Program:
-    """What a text is, told by its first word, or the schedule in a Python file.
+    """Read a text, whose first word says what it is, or the schedule in a Python file.
 
     Raises:
-        InputError, ParseError: as ``read_schedule``.
+        InputError, ParseError: as for ``read_schedule``.
     """
     path = Path(named)
     if (named in RECIPES and not path.exists()) or _PYTHON.fullmatch(named):

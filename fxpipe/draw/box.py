@@ -1,4 +1,4 @@
-"""How the tasks of a schedule look: colour for kind, tint for stage, border for batch."""
+"""How tasks are drawn: the colour shows the kind, the tint the stage, the border the batch."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import KINDS, Task
 
 BORDERS = ((PAPER, 0.6, ""), (INK, 0.8, "dashed"), (INK, 1.0, ""))
-"""Colour, width and style of the outline; batches take turns."""
+"""Colour, width and style of the outline, used for the batches in rotation."""
 
 VERSIONS = (INK, "#FFFFFF", SKIP)
-"""Colours of the strips under the tasks; versions take turns."""
+"""Colours of the strips under the tasks, used for the weight versions in rotation."""
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,10 @@ class Boxes:
 
     Attributes:
         placement: stage → device.
-        devices: how many there are.
-        steps: how many steps are drawn with batches counted from the first; 0 for one window.
+        devices: the number of devices.
+        steps: how many steps are drawn, with batches numbered from the first; 0 for one window.
         versions: task → the weight version that it reads, or that an update makes; None where
-            all agree with the batch.
+            versions need not be shown.
     """
 
     placement: tuple[int, ...]
@@ -39,7 +39,7 @@ class Boxes:
 
     @property
     def tags_stages(self) -> bool:
-        """Whether labels name the stage: where a device holds several."""
+        """Whether labels name the stage, as they do where a device holds several stages."""
         return len(self.placement) > self.devices
 
     def look(self, task: Task) -> Look:
@@ -49,9 +49,9 @@ class Boxes:
         return Look(tint(TASKS.get(task.kind, OTHER), chunk), border, width, style)
 
     def label(self, task: Task) -> str:
-        """``F3``, and in a second line the stage, the batch and the version, as far as they tell.
+        """``F3``, and in a second line stage, batch and version where the picture needs them.
 
-        In one window a batch is marked as in text, ``B3'``.
+        In a picture of one window the batch is marked as in the text form, ``B3'``.
         """
         name = str(Task(task.kind, task.microbatch, None, 0 if self.steps else task.batch))
         tags = []
@@ -65,11 +65,11 @@ class Boxes:
         return f"{name}\n{' '.join(tags)}" if tags else name
 
     def version(self, task: Task) -> int | None:
-        """The weight version to be shown of a task."""
+        """The weight version to show for a task, or None."""
         return None if self.versions is None else self.versions(task)
 
     def tell(self, task: Task, start: float, end: float) -> str:
-        """All that is known of a task, for a tooltip."""
+        """The tooltip of a task, with everything known about it."""
         parts = [KINDS[task.kind].name if task.kind in KINDS else task.kind]
         if task.microbatch is not None:
             parts.append(f"micro-batch {task.microbatch}")
@@ -114,7 +114,7 @@ class Boxes:
 
     @cached_property
     def _chunks(self) -> dict[int | None, int]:
-        """Stage → how many stages its device holds before it."""
+        """Stage → its index among the stages of its device."""
         before: Counter[int] = Counter()
         chunks: dict[int | None, int] = {}
         for stage, device in enumerate(self.placement):
@@ -124,7 +124,7 @@ class Boxes:
 
 
 def boxes_of(schedule: Schedule, steps: int) -> Boxes:
-    """The boxes of so many steps of a schedule, or of one window."""
+    """The boxes for ``steps`` steps of a schedule, or for one window if that is 0."""
     delays = schedule.delays
 
     def version(task: Task) -> int | None:

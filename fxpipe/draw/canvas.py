@@ -30,9 +30,9 @@ _BOLD = 1.15
 
 
 def text_width(text: str, size: float, *, bold: bool = False) -> float:
-    """Points that a text takes at most, about: those of DejaVu Sans, a wide font.
+    """The approximate width of a text in points, in DejaVu Sans, which is a wide font.
 
-    Of a text of several lines, the widest counts.
+    For several lines it is the width of the widest.
     """
     return max(map(_ems, text.split("\n"))) * size * (_BOLD if bold else 1)
 
@@ -46,7 +46,7 @@ def _ems(text: str) -> float:
 
 @dataclass(frozen=True)
 class Look:
-    """How a box looks; a part without a colour is not there.
+    """How a box looks; a part without a colour is not drawn.
 
     Attributes:
         fill: colour inside.
@@ -71,10 +71,10 @@ class Stroke:
 
 
 class Canvas:
-    """A picture that is filled by hand; ``picture`` is the result.
+    """Draws at given positions; ``picture`` is the result.
 
-    Bands lie under arrows, and arrows under boxes and texts, so that what they cross stays
-    legible. Among boxes, the later lie over the earlier.
+    Bands are under arrows, and arrows are under boxes and texts, so that these stay legible. Later
+    boxes are over earlier ones.
     """
 
     def __init__(self, name: str) -> None:
@@ -96,8 +96,8 @@ class Canvas:
     ) -> str:
         """A rectangle with its upper left corner given; returns its node's name.
 
-        A label may have several lines. An outline in the paper's colour only parts neighbours, and
-        would hide narrow boxes, which therefore have none.
+        A label may have several lines. An outline in the paper's colour only separates neighbours.
+        It is left out for narrow boxes, which it would hide.
         """
         node = name or self._fresh()
         attributes = _place(corner, width, height)
@@ -140,7 +140,7 @@ class Canvas:
         """A filled rectangle under everything. Draw all bands before the first box."""
         (x, y), middle = corner, corner[1] + height / 2
         ends = [self.box((at, y), 0, height, Look()) for at in (x, x + width)]
-        # Only an edge can lie under the other edges, so it is one as thick as the band is high.
+        # Only an edge can be under other edges, so the band is an edge as thick as it is high.
         path = [(at, middle) for at in (x, x + width / 3, x + width * 2 / 3, x + width)]
         self.picture.edge(
             *ends, pos=_spline(path), color=colour, penwidth=f"{height:.5g}", arrowhead="none"

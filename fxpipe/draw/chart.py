@@ -12,12 +12,12 @@ from fxpipe.draw.colours import FAULT, IDLE, INK
 _LARGEST, _SMALLEST = 9.0, 5.0
 _WIDEST, _NARROWEST = 1500.0, 360.0
 _WIDER = 2600.0
-"""As wide as a picture may be where that is what it takes for its labels to be legible."""
+"""The greatest width of a picture, used only where its labels would not be legible otherwise."""
 
 _AIR = 4.0
 _TIGHT = 1.0
 _LINE = 1.25
-"""Height of a line over the size of its font."""
+"""Height of a line divided by its font size."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class Fit:
 
     Attributes:
         scale: points per unit of time.
-        size: size of the labels' font.
-        height: of the boxes.
+        size: font size of the labels.
+        height: height of the boxes.
     """
 
     scale: float
@@ -35,7 +35,7 @@ class Fit:
     height: float
 
     def label(self, text: str, time: float) -> str:
-        """As many of the label's lines, from the first, as fit into a box of that time."""
+        """The first lines of the label, as many as fit into the box of a task of that time."""
         shown: list[str] = []
         for line in text.split("\n"):
             wide = text_width(line, self.size) + _TIGHT > time * self.scale * (1 + 1e-9)
@@ -48,9 +48,9 @@ class Fit:
 def fit(boxes: Collection[tuple[str, float]], end: float, row_height: float) -> Fit:
     """Choose the scale for boxes given as label and time.
 
-    A chart grows until all labels fit well or it is as wide as a picture should be; then the
-    labels shrink; at the smallest legible size it grows a little more if that makes all lines fit,
-    or at least the first of each, and lines that do not fit are left out.
+    A chart grows until all labels fit well or it has the usual width of a picture. Then the labels
+    shrink. At the smallest legible size the chart grows a little more if that makes all lines fit,
+    or at least the first line of each label. Lines that do not fit are left out.
     """
     lines = max((text.count("\n") + 1 for text, _ in boxes), default=1)
     largest = max(min(_LARGEST, row_height / (_LINE * max(lines, 1.35))), _SMALLEST)
@@ -70,7 +70,7 @@ def fit(boxes: Collection[tuple[str, float]], end: float, row_height: float) -> 
 
 
 def _scale(boxes: Collection[tuple[str, float]], size: float, room: float) -> float:
-    """At which all labels of that size fit."""
+    """The scale at which all labels of that font size fit."""
     return max(
         ((text_width(text, size) + room) / time for text, time in boxes if text and time),
         default=1,
@@ -96,12 +96,12 @@ class Entry:
 
 
 class Chart:
-    """A title and a labelled row for each device, idle until something is put there.
+    """A title and a labelled row for each device, drawn as idle before tasks are added.
 
     Attributes:
-        canvas: where to draw more.
+        canvas: the canvas, to draw more on it.
         row_height: height of each row.
-        top: where it begins.
+        top: the upper edge of the chart.
     """
 
     def __init__(
@@ -124,9 +124,9 @@ class Chart:
             labels: the rows' labels, device by device.
             end: the time at the right end.
             scale: points per unit of time.
-            top: where to begin.
-            gap: room between rows, over their height.
-            wrong: devices whose label is in red.
+            top: the upper edge of the chart.
+            gap: space between rows, as a fraction of their height.
+            wrong: devices whose label is red.
         """
         self.canvas = canvas
         self.row_height = row_height(len(labels))
@@ -151,7 +151,7 @@ class Chart:
         self.canvas.text((0, top), wide, 22, title, size=_TITLE, bold=True)
 
     def x(self, time: float) -> float:
-        """Where a time is."""
+        """The x coordinate of a time."""
         return self._left + time * self._scale
 
     def y(self, device: int) -> float:
@@ -164,7 +164,7 @@ class Chart:
         return self.y(self._rows - 1) + self.row_height if self._rows else self._top
 
     def axis(self, caption: str) -> float:
-        """Draw the time axis under the rows; returns where there is room below it."""
+        """Draw the time axis under the rows; returns the y coordinate below it."""
         y = self.bottom + 6
         self.canvas.rule((self._left, y), max(self._end * self._scale, 1), 0.6)
         step = nice_step(self._end)
@@ -180,7 +180,7 @@ class Chart:
     def legend(self, y: float, entries: Sequence[Entry]) -> float:
         """Draw the legend's entries in lines, from y on, no wider than the rows or a page.
 
-        Returns where there is room below it.
+        Returns the y coordinate below the legend.
         """
         x, right = self._left, max(self.x(self._end), _LEGEND_WIDTH)
         for entry in entries:
@@ -207,7 +207,7 @@ class Chart:
 
 
 def row_height(devices: int) -> float:
-    """Rows are lower where there are many, so that a picture stays on a screen."""
+    """The height of a row: the more devices, the lower, so that a picture fits on a screen."""
     return min(24.0, max(8.0, 480.0 / max(devices, 1)))
 
 

@@ -1,4 +1,4 @@
-"""The colours of all pictures: told apart by people with any kind of colour vision.
+"""The colours of all pictures, which people with any kind of colour vision can tell apart.
 
 The palette is that of Okabe and Ito, "Color Universal Design" (2008),
 https://jfly.uni-koeln.de/color/. No picture tells anything by colour alone: a letter, a line
@@ -36,7 +36,7 @@ INK = "#222222"
 FAINT = "#8A8A8A"
 PAPER = "#FFFFFF"
 OTHER = "#CFCFCF"
-"""A kind of task that this library does not know."""
+"""A user-defined kind of task."""
 
 _LIGHTEST = 0.75
 
@@ -53,7 +53,7 @@ TASKS: dict[str, str] = {
 
 
 def tint(colour: str, number: int) -> str:
-    """The colour as it is for 0, lighter for 1, and so on, but never as light as the paper."""
+    """The colour itself for 0, lighter for 1, and so on, but never as light as the paper."""
     share = _LIGHTEST * (1 - 0.55**number)
     parts = [int(colour[at : at + 2], 16) for at in (1, 3, 5)]
     return "#" + "".join(f"{round(part + (255 - part) * share):02X}" for part in parts)

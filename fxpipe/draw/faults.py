@@ -1,4 +1,4 @@
-"""What a verifier refused, as a picture."""
+"""A picture of a plan, schedule or program that a verifier refused."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from fxpipe.ir.schedule import Schedule
 
 
 def draw_faults(error: VerificationError) -> Picture:
-    """Draw what was refused, with all the faults of the error in red.
+    """Draw the plan, schedule or program of an error, with all its faults in red.
 
     Raises:
-        InputError: the error does not hold what was refused.
+        InputError: the error holds no plan, schedule or program.
     """
     match error.value:
         case Schedule() as schedule:

@@ -50,7 +50,7 @@ SKIP_ARROW = Stroke(SKIP, "dashed")
 GRADIENT_ARROW = Stroke(GRADIENT)
 
 MARK_HEIGHT = 0.55
-"""Height of a mark's box over that of its row."""
+"""Height of a mark's box as a fraction of the row's height."""
 
 _HOST = Look(INPUT, FAINT)
 _MAIL = Look(PAPER, INK)
@@ -66,10 +66,10 @@ class Glyph:
     """How an instruction is drawn.
 
     Attributes:
-        label: what stands in its box.
+        label: the text in its box.
         look: the look of its box.
-        height: of its box, over that of a row.
-        mark: whether it computes nothing: a narrow box, which large programs leave out.
+        height: the height of its box as a fraction of the row's height.
+        mark: whether it computes nothing. It then is a narrow box, left out in large programs.
     """
 
     label: str
@@ -122,14 +122,14 @@ def glyph(instruction: Instruction, program: Program) -> Glyph:
 
 
 def arrow(kind: BufferKind) -> Stroke:
-    """The stroke of such a buffer's way to another device."""
+    """The stroke of an arrow for the transfer of such a buffer."""
     if kind == "grad":
         return GRADIENT_ARROW
     return SKIP_ARROW if kind == "skip" else ACT_ARROW
 
 
 def arrow_entries(kinds: Collection[BufferKind]) -> list[Entry]:
-    """The legend of the arrows of such buffers."""
+    """The legend entries for the arrows of such buffers."""
     strokes = {arrow(kind) for kind in kinds}
     meanings = {
         ACT_ARROW: "value to the next stage",

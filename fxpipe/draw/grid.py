@@ -1,4 +1,4 @@
-"""A schedule as text in time: a row a device, for terminals."""
+"""A schedule as a text diagram with a row for each device and time to the right."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NARROWEST = 20
 _MOST = 100_000_000
 
 _APART = 6
-"""Characters from one time of the ruler to the next, at least."""
+"""The least number of characters between two times on the ruler."""
 
 
 def schedule_grid(
@@ -31,23 +31,24 @@ def schedule_grid(
     width: int | None = None,
     faults: Sequence[Fault] | None = None,
 ) -> str:
-    """When each task runs, to scale, if communication takes no time.
+    """Show when each task runs, to scale, with communication that takes no time.
 
-    A task goes from its name to the last dash; a dot is idle time, as long as the shortest task::
+    A task reaches from its name to its last dash; a dot is idle time, as long as the shortest
+    task::
 
            0     2     4     6     8
         0: F0 F1 .  .  B0--- .  B1--- U
         1: .  F0 B0--- F1 B1--- .  .  U
 
-    What is at fault has a ``!``, what never runs a ``?``, and the faults stand below. In several
-    steps, ``F0b1`` is of the second batch.
+    A task at fault has a ``!``, one that never runs has a ``?``, and the faults are listed below.
+    Where several steps are shown, ``F0b1`` belongs to the second batch.
 
     Args:
         schedule: what to show.
         costs: letter of a kind of task, or letter and stage → its time; by default its kind's.
         steps: as for a picture.
-        width: characters a line, beyond which the grid goes on below; by default it never does.
-        faults: what to mark; by default what the verifier finds.
+        width: the most characters in a line; a longer grid goes on below. By default no limit.
+        faults: the faults to mark; by default what the verifier finds.
 
     Raises:
         InputError: a letter or stage of ``costs`` is unknown, or a time negative or not finite;
@@ -112,7 +113,7 @@ class _Grid:
             start = stop
 
     def _cut(self, ruler: str, start: int, stop: int) -> int:
-        """Where a line ends that ends before ``stop``: not in the midst of a name."""
+        """The last column before ``stop`` where a line can end without cutting a name."""
         lines = [ruler, *self._rows]
         for column in range(stop, (start + stop) // 2, -1):
             if not any(_named(line, column - 1) and _named(line, column) for line in lines):
@@ -120,7 +121,7 @@ class _Grid:
         return stop
 
     def _column(self, time: float) -> int:
-        # Not ``round``: it takes halves to even columns, and tasks would not be of one width.
+        # Not ``round``: it rounds halves to even, and equal tasks would differ in width.
         return int(time * self._scale + 0.5 + 1e-9)
 
     def _blank(self) -> list[str]:
@@ -134,7 +135,7 @@ class _Grid:
         start, stop = self._column(span.start), self._column(span.end)
         room = stop - start
         name = self._name(span)
-        if len(name) >= room:  # No blank would be left behind it.
+        if len(name) >= room:  # There would be no blank behind it.
             name = span.task.kind + "?" * name.count("?") + "!" * name.count("!")
         self._rows[span.device][start:stop] = name[:room].ljust(room - 1, "-").ljust(room)
 
@@ -148,7 +149,7 @@ class _Grid:
         return name + ("!" if (span.device, span.position) in self._marks.at else "")
 
     def _ruler(self) -> Iterator[str]:
-        """Round times, each where it is, and the blanks between them."""
+        """The ruler: round times at their columns, with blanks between them."""
         step = nice_step(TICKS * _APART / self._scale)
         length = 0
         for tick in range(int(self._end / step + 1e-9) + 1):
@@ -160,5 +161,5 @@ class _Grid:
 
 
 def _named(row: Sequence[str], column: int) -> bool:
-    """Whether a letter of a name, or of a number, stands there."""
+    """Whether there is a letter or digit of a name in this column."""
     return column < len(row) and row[column] not in " .-"

@@ -15,8 +15,8 @@ class Lane:
 
     Attributes:
         device: the device.
-        stream: its stream, or nothing where it does one instruction after another.
-        positions: where its instructions stand in the device's list.
+        stream: the stream, or "" where the device runs one instruction after another.
+        positions: the indices of the row's instructions in the device's list.
     """
 
     device: int
@@ -29,9 +29,9 @@ class Lanes:
     """All rows of a program's picture.
 
     Attributes:
-        rows: from above.
-        at: device and position in its list → row and position in it.
-        waits: place in the rows → the places of those whose events it waits for.
+        rows: the rows from top to bottom.
+        at: (device, position in its list) → (row, position in the row).
+        waits: place in the rows → the places of the instructions whose events it waits for.
     """
 
     rows: tuple[Lane, ...]
@@ -40,7 +40,7 @@ class Lanes:
 
 
 def lanes_of(program: Program) -> Lanes:
-    """The rows: of each device its computing stream first, then the others by name."""
+    """The rows: for each device its compute stream first, then the others by name."""
     rows: list[Lane] = []
     for device, own in enumerate(program.lists):
         if not program.launches:
@@ -64,7 +64,7 @@ def _waits(program: Program, at: dict[Place, Place]) -> dict[Place, list[Place]]
         for position, launch in enumerate(launches):
             if launch.record is not None:
                 recorded[launch.record] = at[Place(device, position)]
-    # What an earlier step recorded is there already.
+    # Events of earlier steps are recorded already.
     return {
         at[Place(device, position)]: [
             recorded[event] for event in launch.waits if event in recorded
@@ -76,13 +76,16 @@ def _waits(program: Program, at: dict[Place, Place]) -> dict[Place, list[Place]]
 
 
 def sketch_lanes(program: Program, lanes: Lanes, mark: float) -> Timeline[Instruction]:
-    """Run a program on paper, valid or not; its spans name the row and the position in it.
+    """Work out when the instructions of a program run, even of one that is not valid.
 
     Args:
-        program: what to run.
-        lanes: its rows. On a stream an arrival waits for events, and not for the send, which only
-            hands the value on.
+        program: the program.
+        lanes: its rows. On streams a receive waits for events and not for the send, which only
+            passes a reference on.
         mark: the time of an instruction that computes nothing.
+
+    Returns:
+        The timeline, whose spans have the row and the position in the row.
     """
     rows = [[program.lists[lane.device][at] for at in lane.positions] for lane in lanes.rows]
     waits: list[list[Wait]] = [[] for _ in rows]

@@ -1,4 +1,4 @@
-"""Faults in a picture or a grid: their numbers, where each stands, and the list of them."""
+"""The faults in a picture or a grid: their numbers, their positions, and the list of them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ FAULTY = Look(PAPER, FAULT, 2.0)
 """A task or an instruction at fault; its own colour is kept where it runs at all."""
 
 WAITING = Look(PAPER, FAULT, 0.8, "dashed")
-"""Where a device waits for ever."""
+"""The look of a task at which a device waits for ever."""
 
 NEVER = Look(PAPER, FAINT, 0.6, "dotted")
-"""What never runs, behind the place where its device waits."""
+"""The look of a task that never runs, as its device waits for ever before it."""
 
 GAP = 0.55
-"""Room between rows, over their height, where numbers of faults stand above the boxes."""
+"""Space between rows, as a fraction of their height, where fault numbers are above the boxes."""
 
 _LISTED = 16
 _SIZE, _NUMBER = 8.0, 7.0
@@ -38,7 +38,7 @@ class Marks:
 
     Attributes:
         faults: all of them.
-        at: device and position → the numbers of the faults there.
+        at: (device, position) → the numbers of the faults there.
         rows: device → the numbers of its faults that have no position.
     """
 
@@ -65,7 +65,7 @@ class Marks:
         return f"{text} [{numbers_text(numbers)}]" if numbers else text
 
     def number(self, chart: Chart, place: Place, x: float) -> None:
-        """Draw the numbers of the faults at a place over its box, whose left edge is given."""
+        """Draw the numbers of the faults at a place above its box, whose left edge is ``x``."""
         numbers = self.at.get(place)
         if numbers:
             text = numbers_text(numbers)
@@ -84,13 +84,13 @@ class Marks:
 
 
 def numbers_text(numbers: Sequence[int] | None) -> str:
-    """``1, 3``; of many the first ones."""
+    """``1, 3``; only the first ones of many."""
     numbers = numbers or ()
     return ", ".join(map(str, numbers[:3])) + (", …" if len(numbers) > 3 else "")
 
 
 def mark(faults: Sequence[Fault]) -> Marks:
-    """Number faults and find where each stands."""
+    """Number the faults and find the position of each."""
     at: dict[Place, list[int]] = defaultdict(list)
     rows: dict[int, list[int]] = defaultdict(list)
     for number, fault in enumerate(faults, start=1):
@@ -106,7 +106,7 @@ def mark(faults: Sequence[Fault]) -> Marks:
 
 
 def faults_of(verified: Plan | Schedule | Program) -> tuple[Fault, ...]:
-    """What its verifier finds."""
+    """The faults that the verifier finds."""
     try:
         verified.verify()
     except VerificationError as error:

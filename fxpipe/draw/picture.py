@@ -35,7 +35,7 @@ _lock = threading.Lock()
 
 
 def check_format(name: str) -> str:
-    """Return the format's name in lower case, or raise InputError with the near ones."""
+    """Return the format's name in lower case, or raise InputError with similar names."""
     wanted = name.lower()
     if wanted not in FORMATS:
         raise InputError(f"pictures have no format {name!r}: {near(wanted, FORMATS)}")
@@ -43,7 +43,7 @@ def check_format(name: str) -> str:
 
 
 def lay_out(source: str, *, engine: str, format: str) -> bytes:
-    """Draw DOT.
+    """Lay out and draw a graph in DOT.
 
     Args:
         source: a graph in DOT.
@@ -54,14 +54,14 @@ def lay_out(source: str, *, engine: str, format: str) -> bytes:
         InputError: the format is unknown, or Graphviz refuses the graph.
     """
     wanted = check_format(format)
-    # Graphviz keeps global state, so only one thread may be in it.
+    # Graphviz has global state, so only one thread at a time may call it.
     with _lock, _stderr_kept():
         try:
             graph = pygraphviz.AGraph(string=source)
             if wanted in _BITMAPS and "dpi" not in graph.graph_attr:
                 graph.graph_attr["dpi"] = _BITMAP_DPI
             if engine == PLACED:
-                # Given as ``prog``, it would warn of a slow layout where nothing is laid out.
+                # Given as ``prog``, it would warn of a slow layout although it lays nothing out.
                 graph.has_layout = True
             data: bytes = graph.draw(format=wanted, prog=None if engine == PLACED else engine)
         except Exception as error:
@@ -71,9 +71,9 @@ def lay_out(source: str, *, engine: str, format: str) -> bytes:
 
 @contextmanager
 def _stderr_kept() -> Iterator[None]:
-    """Hold back what C code writes to stderr, and let all but the known noise through after.
+    """Hold back what C code writes to stderr, and write it afterwards without known noise.
 
-    Fontconfig inside the wheel complains of newer systems' configuration, which nobody can mend.
+    Fontconfig inside the wheel complains about newer systems' configuration files.
     """
     try:
         real = os.dup(2)
@@ -192,8 +192,8 @@ class Picture(graphviz.Digraph):  # type: ignore[misc]
         return str(path)
 
     def _repr_svg_(self) -> str:
-        """The picture as a page shows it: one that is too wide shrinks, down to three fifths of
-        its size; beyond that it scrolls."""
+        """The picture for a web page: one that is too wide is shrunk, at most to three fifths of
+        its size, and scrolls where that is not enough."""
         return _WIDTH.sub(
             r'<svg width="\1pt" style="max-width: max(100%, calc(0.6 * \1pt)); height: auto"',
             self._drawn("svg").decode(),
@@ -227,7 +227,7 @@ def blank(name: str, **graph: str) -> Picture:
 
 
 def plain(text: str) -> str:
-    """A label that shows exactly ``text``: no escape, entity or markup is read in it."""
+    """A label that shows exactly ``text``, with its escapes, entities and markup quoted."""
     lines = [graphviz.escape(_printable(line).replace("&", "&amp;")) for line in text.split("\n")]
     label: str = graphviz.nohtml(r"\n".join(lines))
     return label

@@ -1,4 +1,4 @@
-"""A plan as a picture: stages as boxes, edges with their bytes, what skips stages dashed."""
+"""A plan as a picture: stages as boxes, edges with their bytes, and dashed skip connections."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ _TINT = "50"
 
 
 def draw_plan(plan: Plan, *, faults: Sequence[Fault] | None = None) -> Picture:
-    """Draw the stages in their order, and what crosses between them and from and to the caller.
+    """Draw the stages in order, and the values between them and from and to the caller.
 
-    Values that go the same way share an arrow. A ring at its tail says that a gradient comes back.
-    Of an invalid plan, the stages and edges at fault are red, and the faults are listed below.
+    Values between the same two stages share an arrow. A ring at its tail means that a gradient
+    comes back. In an invalid plan, the stages and edges at fault are red, and the faults are listed
+    below.
 
     Args:
-        plan: what to draw.
-        faults: what to mark; by default what the verifier finds.
+        plan: the plan.
+        faults: the faults to mark; by default what the verifier finds.
     """
     faults = faults_of(plan) if faults is None else faults
     wrong = {fault.subject.partition(",")[0] for fault in faults}
@@ -39,7 +40,7 @@ def draw_plan(plan: Plan, *, faults: Sequence[Fault] | None = None) -> Picture:
         label = _stage(stage, _share(stage, plan), wrong)
         picture.node(f"stage{stage.index}", label=label, shape="plain")
     for before, after in pairwise(plan.stages):
-        # Keeps the stages below each other even where nothing goes from one to the next.
+        # Keeps the stages below each other even where no value goes from one to the next.
         picture.edge(f"stage{before.index}", f"stage{after.index}", style="invis", weight="20")
     ways: dict[tuple[str, str, bool], list[Edge]] = {}
     numbers = {value: n for n, value in enumerate(dict.fromkeys(e.value for e in plan.edges))}
@@ -59,14 +60,14 @@ def draw_plan(plan: Plan, *, faults: Sequence[Fault] | None = None) -> Picture:
 
 
 def _seconds(plan: Plan) -> list[float]:
-    """Stage → seconds of a micro-batch; empty where some stage was not measured."""
+    """Stage → seconds for a micro-batch; empty if some stage was not measured."""
     costs = [stage.costs for stage in plan.stages]
     seconds = [cost.forward + cost.backward for cost in costs if cost is not None]
     return seconds if len(seconds) == len(costs) and any(seconds) else []
 
 
 def _share(stage: Stage, plan: Plan) -> str:
-    """``53 % of the work``, where there are others to share it with."""
+    """``53 % of the work``; empty where there is only one stage."""
     seconds = _seconds(plan)
     if len(seconds) < 2:
         return ""
@@ -122,7 +123,7 @@ def _elements(node: fx.Node) -> int | None:
 
 
 def _draw_value(picture: Picture, plan: Plan, node: str, word: str, edge: Edge) -> None:
-    """What the caller gives or gets."""
+    """Draw a value that the caller gives or gets."""
     label = _table([f"<TR><TD>&#160;{word}</TD>{_cells(plan, edge)}</TR>"], padding=1)
     picture.node(
         node, label=label, style="filled,rounded", fillcolor=INPUT, color=FAINT, height="0.3"
@@ -138,7 +139,7 @@ def _draw_way(
     edges: Sequence[Edge],
     wrong: Collection[str],
 ) -> None:
-    """One arrow for all values that go the same way."""
+    """Draw one arrow for all values between the same two stages."""
     attributes: dict[str, str] = {"weight": "10"}
     rows = [f"<TR>{_cells(plan, edge)}</TR>" for edge in edges[:_VALUES]]
     if rest := edges[_VALUES:]:
@@ -169,7 +170,7 @@ def _cells(plan: Plan, edge: Edge) -> str:
 
 
 def _caption(plan: Plan, faults: Sequence[Fault]) -> str:
-    """What the picture is, what its arrows mean, and what is wrong."""
+    """The caption: what the picture shows, what its arrows mean, and the faults."""
     parameters = sum(len(stage.parameters) for stage in plan.stages)
     rows = [
         _wide(f"<B>{plural(len(plan.stages), 'stage')} · {plural(parameters, 'parameter')}</B>")
@@ -192,7 +193,7 @@ def _caption(plan: Plan, faults: Sequence[Fault]) -> str:
 
 
 def _wide(html: str, fill: str = "", span: int = 2) -> str:
-    """A row of a table that is one cell."""
+    """A table row with a single cell."""
     background = f' BGCOLOR="{fill}"' if fill else ""
     return f'<TR><TD COLSPAN="{span}" ALIGN="LEFT"{background}>{html}</TD></TR>' if html else ""
 

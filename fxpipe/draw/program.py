@@ -36,13 +36,13 @@ from fxpipe.ir.walk import Place
 from fxpipe.text.instruction import print_instruction
 
 DETAILED = 600
-"""Up to so many instructions, each is drawn; in a larger program only compute and transfers."""
+"""The most instructions with every one drawn; a larger program shows only compute and transfers."""
 
 WITH_ARROWS = 6000
-"""Up to so many instructions, transfers are drawn."""
+"""The most instructions with which transfers are drawn."""
 
 _UNIT, _MARK, _MARK_BOX = 28.0, 8.5, 7.5
-"""Points that a unit of time, a mark and its box take at least, where marks are drawn."""
+"""The least width, in points, of a unit of time, a mark and its box, where marks are drawn."""
 
 _LABEL, _MARK_LABEL = 9.0, 6.5
 _AIR = 3.0
@@ -52,12 +52,12 @@ _TRANSFERS = (Send, Receive, Stash, Pop)
 WAIT_ARROW = Stroke(FAINT, "dotted")
 
 _ASIDE = 2.0
-"""Where there are no marks, gradients leave and arrive a little later than values do."""
+"""Where there are no marks, arrows of gradients are shifted to the right by so much."""
 
 
 @dataclass(frozen=True)
 class _Scale:
-    """What is drawn of a program, and how large.
+    """Which parts of a program are drawn, and how large.
 
     Attributes:
         fit: the scale of time and labels.
@@ -71,15 +71,15 @@ class _Scale:
 
 
 def draw_program(program: Program, *, faults: Sequence[Fault] | None = None) -> Picture:
-    """Draw in which order everything happens, if transfers take no time.
+    """Draw the order of all instructions, with transfers that take no time.
 
-    A small program shows every instruction, and so is not to scale; a large one shows compute, to
-    scale, and transfers. An invalid program is drawn with all its faults in red: a number over
-    each instruction at fault, and the list of them below.
+    The picture of a small program has every instruction, and so is not to scale; that of a large
+    one has compute, to scale, and transfers. An invalid program is drawn with all its faults in
+    red: a number over each instruction at fault, and the list of them below.
 
     Args:
-        program: what to draw.
-        faults: what to mark; by default what the verifier finds.
+        program: the program.
+        faults: the faults to mark; by default what the verifier finds.
     """
     marks = mark(faults_of(program) if faults is None else faults)
     count = sum(map(len, program.lists))
@@ -140,7 +140,7 @@ def draw_program(program: Program, *, faults: Sequence[Fault] | None = None) -> 
 
 
 def _unit(program: Program) -> float:
-    """Points of a forward where marks are drawn: its label fits well."""
+    """The width of a forward in points where marks are drawn, so that its label fits well."""
     labels = {
         glyph(instruction, program).label
         for instructions in program.lists
@@ -153,9 +153,9 @@ def _unit(program: Program) -> float:
 def _draw(
     chart: Chart, span: Span[Instruction], drawn: Glyph, scale: _Scale, wrong: bool
 ) -> str | None:
-    """Draw an instruction; returns its node, invisible for a transfer without a mark.
+    """Draw an instruction; returns its node, which is invisible for a transfer without a mark.
 
-    What is wrong is drawn where the likes of it are left out, too.
+    An instruction at fault is drawn even where others of its kind are left out.
     """
     corner = (chart.x(span.start), chart.y(span.device))
     label, size, width = drawn.label, _MARK_LABEL, _MARK_BOX
@@ -185,7 +185,7 @@ def _draw(
 def _draw_transfers(
     chart: Chart, nodes: dict[Instruction, tuple[Span[Instruction], str]], scale: _Scale
 ) -> None:
-    """An arrow from each send or stash to the receive or pop of the same buffer."""
+    """Draw an arrow from each send or stash to the receive or pop of the same buffer."""
     for instruction, (span, tail) in nodes.items():
         match instruction:
             case Send(buffer):
@@ -207,7 +207,7 @@ def _path(
     scale: _Scale,
     buffer: Buffer,
 ) -> list[Point]:
-    """From mark to mark, or without marks from the edge of one row to that of the other."""
+    """The arrow's path from mark to mark, or without marks from row edge to row edge."""
     if scale.marks:
         shift, inset = _MARK / 2, chart.row_height * (1 - MARK_HEIGHT) / 2
     else:
@@ -228,7 +228,8 @@ def _path(
 def _draw_waits(
     chart: Chart, drawn: dict[Place, tuple[Span[Instruction], str]], lanes: Lanes, scale: _Scale
 ) -> bool:
-    """An arrow from what records an event to what waits for it on another row; whether any."""
+    """Draw an arrow from each record of an event to its waits on other rows. Returns whether
+    there are any."""
     found = [
         (drawn[source], drawn[target])
         for target, sources in lanes.waits.items()
@@ -247,7 +248,7 @@ def _draw_waits(
 
 
 def _in_rows(marks: Marks, lanes: Lanes) -> Marks:
-    """The same faults where the picture has them: those of a device at its first row."""
+    """The same faults at their rows in the picture; those of a whole device at its first row."""
     first: dict[int, int] = {}
     for row, lane in enumerate(lanes.rows):
         first.setdefault(lane.device, row)
@@ -279,7 +280,7 @@ def _title(program: Program, timeline: Timeline[Instruction], marks: Marks) -> s
 
 
 def _marks(program: Program, scale: _Scale) -> list[Entry]:
-    """The legend of the boxes: each opcode that the program has, and those left out."""
+    """The legend of the boxes: each opcode of the program, and those that are not drawn."""
     examples: dict[type[Instruction], Instruction] = {}
     for instructions in program.lists:
         for instruction in instructions:

@@ -21,7 +21,7 @@ from fxpipe.simulator.costs import Costs
 _STAGES_SHOWN = 6
 _STRIP = 3.0
 _TOLD = 4000
-"""Up to so many tasks, each has a tooltip."""
+"""The most tasks with which each has a tooltip."""
 
 
 def draw_schedule(
@@ -31,18 +31,18 @@ def draw_schedule(
     steps: int | None = None,
     faults: Sequence[Fault] | None = None,
 ) -> Picture:
-    """Draw when each task runs, if communication takes no time.
+    """Draw when each task runs, with communication that takes no time.
 
     An invalid schedule is drawn with all its faults in red: a number over each task at fault, and
-    the list of them below. Where it deadlocks, what never runs stands behind the place where its
-    device waits.
+    the list of them below. Where it deadlocks, the tasks that never run are drawn after the one at
+    which their device waits.
 
     Args:
-        schedule: what to draw.
+        schedule: the schedule.
         costs: letter of a kind of task, or letter and stage → its time; by default its kind's.
-        steps: how many steps to draw, with the flush behind the last. By default one, or where
-            batches overlap as many as it takes to see a step between others of its like.
-        faults: what to mark; by default what the verifier finds.
+        steps: how many steps to draw, with the flush after the last. By default one step, or where
+            batches overlap enough steps to show one in steady state.
+        faults: the faults to mark; by default what the verifier finds.
 
     Raises:
         InputError: a letter or stage of ``costs`` is unknown, or a time negative or not finite;
@@ -70,9 +70,10 @@ def draw_schedule(
 
 
 def fit_timelines(drawn: Sequence[tuple[Timeline[Task], Boxes]]) -> Fit:
-    """The one scale at which these timelines are drawn.
+    """The common scale at which these timelines are drawn.
 
-    What comes once a step may be too short for its label, and does not widen the rest.
+    Tasks that come once per step, such as updates, may be too short for their labels; they do not
+    widen the rest.
     """
     found = {
         (boxes.label(span.task), span.end - span.start)
@@ -88,7 +89,7 @@ def fit_timelines(drawn: Sequence[tuple[Timeline[Task], Boxes]]) -> Fit:
 def draw_tasks(
     chart: Chart, timeline: Timeline[Task], boxes: Boxes, fitted: Fit, marks: Marks
 ) -> bool:
-    """Draw the boxes of all tasks; returns whether all labels are whole."""
+    """Draw the boxes of all tasks; returns whether all labels fit completely."""
     whole = True
     stuck = set(timeline.stuck)
     unrun = set(timeline.unrun)
@@ -108,7 +109,7 @@ def draw_tasks(
         whole = whole and shown == label
         corner = (chart.x(span.start), chart.y(span.device))
         width = time * fitted.scale
-        # Lines of neighbours would lie on each other.
+        # Outlines of neighbours would overlap.
         inset = 0.0 if look.border == PAPER else min(look.penwidth / 2, width / 4)
         chart.canvas.box(
             (corner[0] + inset, corner[1]),

@@ -1,4 +1,4 @@
-"""Simulations as a picture: one timeline under the other, at the same scale."""
+"""Simulations as a picture: one timeline below the other, at the same scale."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from fxpipe.simulator.simulation import Simulation, task_of
 from fxpipe.words import time_text
 
 WITH_ARROWS = 1000
-"""Up to so many transfers, those that take time are drawn."""
+"""The most transfers with which those that take time are drawn."""
 
 _BETWEEN = 10.0
 _MILLISECONDS = 1e3
 
 
 def draw_simulations(*simulations: Simulation) -> Picture:
-    """Draw simulations under each other, such as a predicted one and a measured one.
+    """Draw simulations below each other, such as a predicted one and a measured one.
 
-    All have one scale, that of seconds where one of them is in seconds; a predicted one has it too
-    if its costs were measured: ``program.simulate(measured.costs).draw(measured)``. Transfers
-    that take time are arrows.
+    All have one scale, in seconds if one of them is in seconds. A predicted one is in seconds if
+    its costs were measured: ``program.simulate(measured.costs).draw(measured)``. Transfers that
+    take time are arrows.
 
     Raises:
-        InputError: there are none.
+        InputError: no simulation is given.
     """
     if not simulations:
         raise InputError("there is no simulation to draw; give at least one")
@@ -42,7 +42,7 @@ def draw_simulations(*simulations: Simulation) -> Picture:
     end = max(timeline.end for timeline, _ in drawn)
     canvas = Canvas("simulation")
     charts: list[Chart] = []
-    # All frames come before the first box, as their bands lie under the arrows.
+    # All frames are drawn before the first box, as their bands are under the arrows.
     for simulation, (_, boxes) in zip(simulations, drawn, strict=True):
         chart = Chart(
             canvas,
@@ -106,7 +106,7 @@ def _visible(simulation: Simulation) -> list[Transfer]:
 
 
 def _draw_transfers(chart: Chart, simulation: Simulation, unit: float) -> None:
-    """A line from where a value leaves to where it arrives."""
+    """Draw a line from where each value is sent to where it arrives."""
     for transfer in _visible(simulation):
         down = transfer.target > transfer.source
         x1, x2 = chart.x(transfer.start * unit), chart.x(transfer.end * unit)

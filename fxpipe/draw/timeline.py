@@ -1,4 +1,4 @@
-"""When tasks and instructions run, as pictures and grids show it."""
+"""Timelines of tasks and instructions, which pictures and grids show."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _UNKNOWN_TIME = 1.0
 
 
 class Span(NamedTuple, Generic[T]):
-    """A task, or an instruction, on a row from its start to its end.
+    """A task or an instruction with its start and end.
 
     Attributes:
-        device: the row, which is a device where it does one thing after another.
+        device: the row: a device, or one stream of a device.
         position: its index in the row.
         start: when it starts.
         end: when it ends.
-        task: what it is.
+        task: the task or instruction.
     """
 
     device: int
@@ -43,13 +43,13 @@ class Span(NamedTuple, Generic[T]):
 
 @dataclass(frozen=True)
 class Timeline(Generic[T]):
-    """All that runs, and where the devices are stuck.
+    """Everything that runs, and where devices are stuck.
 
     Attributes:
-        devices: how many there are.
-        spans: what runs, device by device in its order.
-        unrun: what never runs, device by device, one behind the other from when the device waits.
-        bubble: share of the devices' time that is idle, of what was simulated.
+        devices: the number of rows.
+        spans: what runs, device by device, in order.
+        unrun: what never runs, device by device, in order, from when the device waits for ever.
+        bubble: the idle fraction of the devices' time; None where nothing was simulated.
     """
 
     devices: int
@@ -67,12 +67,12 @@ class Timeline(Generic[T]):
 
     @cached_property
     def end(self) -> float:
-        """When the last task ends, with those that never run."""
+        """When the last task ends, including those that never run."""
         return max((span.end for span in (*self.spans, *self.unrun)), default=0.0)
 
 
 def simulated(simulation: Simulation, unit: float = 1.0) -> Timeline[Task]:
-    """The tasks of a simulation, at so many units of the picture in one of its own."""
+    """The tasks of a simulation, with its times multiplied by ``unit``."""
     spans = tuple(
         [
             Span(s.device, s.position, s.start * unit, s.end * unit, task_of(s.instruction))
@@ -88,20 +88,19 @@ def timeline_of(
     steps: int | None = None,
     faults: Sequence[Fault] | None = None,
 ) -> tuple[Timeline[Task], int, Marks]:
-    """When a schedule's tasks run, valid or not, if communication takes no time.
+    """The timeline of a schedule, valid or not, with communication that takes no time.
 
-    A valid one has the times of its simulation. One that has faults is shown as far as it comes:
-    one window in the midst of others, for the positions of faults are those of a window.
+    A valid schedule has the times of its simulation. One with faults is shown as far as it runs, as
+    one window in steady state, since the positions of faults are positions in a window.
 
     Args:
-        schedule: what to run.
+        schedule: the schedule.
         costs: letter of a kind of task, or letter and stage → its time; by default its kind's.
-        steps: how many steps, and the flush behind them; by default as many as show what it does.
-        faults: what to mark; by default what the verifier finds.
+        steps: how many steps, with the flush after them; by default see ``default_steps``.
+        faults: the faults to mark; by default what the verifier finds.
 
     Returns:
-        The timeline; its steps, with batches counted from the first, or 0 for one window; and what
-        is marked.
+        The timeline; the number of its steps, or 0 for one window; and the faults to mark.
     """
     marks = mark(faults_of(schedule) if faults is None else faults)
     count = 0 if marks.faults else default_steps(schedule) if steps is None else steps
@@ -118,13 +117,13 @@ def timeline_of(
 
 
 def default_steps(schedule: Schedule) -> int:
-    """How many steps show what a schedule does; 0 for one window, where no batches overlap."""
+    """How many steps to show by default; 0 for one window, where no batches overlap."""
     return schedule.depth + 2 + max(schedule.delays, default=0) if schedule.overlaps else 0
 
 
 def sketch(rows: Sequence[Sequence[T]], cost: Callable[[T], float], waits: Waits) -> Timeline[T]:
-    """Run rows on paper, right or not: each item as soon as the one before it in its row is done,
-    and all that it waits for is."""
+    """The timeline of rows, valid or not: each item runs as soon as the item before it in its row
+    and everything that it waits for are done."""
     ends: list[list[float]] = [[] for _ in rows]
     spans: list[list[Span[T]]] = [[] for _ in rows]
     waited = [0] * len(rows)
@@ -182,8 +181,8 @@ def _run(schedule: Schedule, costs: Costs | None, steps: int) -> Timeline[Task]:
 def _run_order(row: Sequence[Task], flush: bool) -> list[int]:
     """The positions of a row's tasks in the order in which they run.
 
-    Where every step ends with a flush, updates, and tasks once a step behind one, come last: they
-    wait for all devices.
+    Where every step ends with a flush, updates come last, with the once-per-step tasks after them:
+    they wait for all devices.
     """
     late: list[int] = []
     for position, task in enumerate(row):

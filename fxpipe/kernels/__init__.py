@@ -1,1 +1,1 @@
-"""What runs a stage: one interface, and its implementations."""
+"""Kernels, which run a stage: one interface, and its implementations."""

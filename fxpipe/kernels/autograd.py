@@ -1,4 +1,4 @@
-"""A stage with leaf modules, which are called as they are while autograd drives backward."""
+"""The kernel of a stage with leaf modules: they are called as they are, autograd runs backward."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from fxpipe.random import others
 from fxpipe.random.leaf_draws import SeededDraws, draw_from
 
 _TURN = RLock()
-"""Held while PyTorch may trace, as two threads that do so see each other's half-made state; and
+"""Held while PyTorch may trace, as two threads that trace see each other's unfinished state, and
 while leaf modules draw from generators that all threads share."""
 
 
 class AutogradKernel:
-    """A stage with leaf modules: they are called as they are, and autograd drives backward."""
+    """Runs a stage with leaf modules: they are called as they are, and autograd runs backward."""
 
     backward_graph: fx.GraphModule | None = None
     input_grad_graph: fx.GraphModule | None = None
@@ -51,7 +51,7 @@ class AutogradKernel:
             differentiable: for each input whether it needs a gradient.
             input_gradients: for each input whether its gradient is handed back.
             output_gradients: for each output whether it gets a gradient.
-            recording: whether gradients are enabled, which leaf modules can see; not in inference.
+            recording: whether gradients are enabled, as leaf modules may check; not in inference.
         """
         self.forward_graph = graph
         self._parameters = tuple(parameters)
@@ -68,7 +68,7 @@ class AutogradKernel:
         self._takes_turns = any(node.meta.get(TAKES_TURNS) for node in graph.graph.nodes)
 
     def mapped(self, change: Callable[[fx.GraphModule], fx.GraphModule]) -> AutogradKernel:
-        """The same kernel with its graph module changed; the modules in it are as they are."""
+        """The same kernel with its graph module changed; the leaf modules stay the same."""
         kernel = copy(self)
         kernel.forward_graph = change(self.forward_graph)
         return kernel
@@ -81,7 +81,7 @@ class AutogradKernel:
     ) -> Forwarded:
         """See Kernel.forward. ``saved`` holds what autograd keeps."""
         weights = [p.detach().requires_grad_(p.requires_grad) for p in parameters]
-        # modules write their buffers in place: they get copies, and these are the writes
+        # modules write their buffers in place, so they get copies, which become the writes
         state = {
             name: buffer.clone() if name in self._written else buffer
             for name, buffer in zip(self._buffers, buffers, strict=True)
@@ -145,13 +145,13 @@ class AutogradKernel:
     def input_grad(self, saved: list[Any], gradients: list[torch.Tensor]) -> InputGraded:
         """See Kernel.input_grad.
 
-        Autograd runs once, for all gradients, and the finished ones of the parameters are
-        deferred: to run it for each half would compute the chain between the layers twice.
+        Autograd runs once for all gradients, and the parameters' gradients are deferred as they
+        are: running it once for each half would compute the gradients between the layers twice.
         """
         return InputGraded(*self.backward(saved, gradients))
 
     def weight_grad(self, deferred: list[Any], totals: Totals = ()) -> list[torch.Tensor | None]:
-        """See Kernel.weight_grad. It adds up what ``input_grad`` has found."""
+        """See Kernel.weight_grad. It adds the gradients that ``input_grad`` has computed."""
         found = list(deferred)
         deferred.clear()
         return added(totals, found)

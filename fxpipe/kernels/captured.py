@@ -1,14 +1,14 @@
-"""A stage's kernel whose graphs are captured once and replayed: one launch for all operations.
+"""A kernel whose computations are captured into CUDA graphs once and then replayed.
 
-A capture is of addresses: it reads its inputs where they were, and writes its results where they
-were. So each micro-batch that is in flight at a stage has a slot of fixed memory.
+A CUDA graph has fixed addresses: a replay reads its inputs and writes its results at the addresses
+of the capture. So each micro-batch in flight at a stage uses a slot of fixed memory.
 
     forward    a slot is taken   inputs → copied into it → replay → outputs copied out of it
     backward                     gradients → copied in → replay → input gradients copied out,
                                  those of parameters added to their sums; the slot is free
 
-What forward saves stays in the slot: a ``Hold`` stands for it. All that runs on a slot is given to
-one stream, so that memory is used again only after what came before is done.
+What forward saves stays in the slot; a ``Hold`` represents it in the store. Everything on a slot
+runs on one stream, so its memory is reused only after the work before is done.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ from fxpipe.kernels.slot import Fixed, Graphs, Hold, Key, Part, Slot
 from fxpipe.log import LOGGER
 
 WARM_UP = 3
-"""Runs of a graph before it is captured for the first time: libraries choose their kernels and
-take their own memory then, as torch's notes on CUDA graphs ask for."""
+"""Runs before the first capture, in which libraries choose kernels and allocate their own memory,
+as torch's notes on CUDA graphs require."""
 
 PATIENCE = 8
-"""How often each slot may be captured anew at least, before its stage can be given up."""
+"""How often each slot may be captured again, at least, before capturing is given up."""
 
 SELDOM = 100
-"""Forwards that a capture has to last, on average: an optimizer that puts its parameters elsewhere
-in every step would have every step captured."""
+"""How many forwards a capture has to serve on average, or capturing is given up: an optimizer that
+moves its parameters to other memory in every step would cause a capture in every step."""
 
 
 class Captured(Wrapping):
-    """Runs as the kernel does, to the bit, by captured graphs.
+    """Runs a stage with captured graphs; the results equal the wrapped kernel's to the bit.
 
-    A capture is valid for parameters at the same addresses; each slot keeps as many as there are
-    versions of the weights. Where there is no slot, as several differentiable calls at once may
-    need more than a schedule tells, the kernel itself runs.
+    A capture is valid for parameters at the same addresses; each slot keeps captures for as many
+    sets of addresses as there are versions of the weights. Where no slot is free, which can happen
+    with several differentiable calls at once, the wrapped kernel runs instead.
 
     Attributes:
-        kernel: the stage's own.
-        slots: how many slots there may be; they are made when they are needed.
+        kernel: the wrapped kernel of the stage.
+        slots: the most slots that there may be; they are made when needed.
         captures: how many graphs were captured so far.
-        overflows: how many forwards found no slot.
-        given_up: whether it captures no more, as parameters are elsewhere again and again.
+        overflows: how many forwards found no free slot.
+        given_up: whether it captures no more, as the parameters' addresses change too often.
     """
 
     kernel: GraphKernel
@@ -66,13 +66,13 @@ class Captured(Wrapping):
         """Nothing is captured yet.
 
         Args:
-            kernel: the stage's own.
-            stage: its number, for messages.
-            graphs: makes what captures for a slot.
-            slots: how many slots there may be.
+            kernel: the kernel to wrap.
+            stage: the stage's number, for messages.
+            graphs: makes the object that captures for a slot.
+            slots: the most slots that there may be.
             versions: for how many sets of addresses a slot keeps captures.
-            changing: for each buffer whether micro-batches write it: it is then at another
-                address every time, and copied. By default none.
+            changing: for each buffer whether micro-batches write it. Such a buffer has another
+                address every time, so it is copied into the slot. By default none.
         """
         super().__init__(kernel)
         self.slots = slots
@@ -89,7 +89,7 @@ class Captured(Wrapping):
         self._dropped = 0
         self._warm: set[str] = set()
         self._fresh: list[Tensor] = []
-        """Gradients of the parameters, of the newest backward: added up before the next one."""
+        """The newest backward's parameter gradients, added to the sums before the next backward."""
 
     def forward(
         self, parameters: Sequence[Tensor], buffers: Sequence[Tensor], inputs: list[Any]
@@ -186,7 +186,7 @@ class Captured(Wrapping):
     # slots
 
     def _take(self, key: Key) -> Hold | None:
-        """A free slot, best one that has captures for these addresses."""
+        """Take a free slot, preferably one with captures for these addresses."""
         if self.given_up:
             return None
         self._forwards += 1
@@ -217,7 +217,7 @@ class Captured(Wrapping):
         self._free = []
 
     def _inputs(self, slot: Slot, inputs: list[Any], moving: list[Tensor]) -> list[Any]:
-        """Copy inputs, and buffers that move, into a slot; the inputs are emptied."""
+        """Copy inputs, and buffers whose address changes, into a slot; empties ``inputs``."""
         values = [*inputs, *moving]
         inputs.clear()
         if slot.inputs is None:
@@ -226,7 +226,7 @@ class Captured(Wrapping):
         return slot.inputs.values
 
     def _given(self, hold: Hold, gradients: list[Tensor]) -> Fixed:
-        """Copy gradients of outputs into a slot; the list is emptied."""
+        """Copy gradients of outputs into a slot; empties the list."""
         slot = hold.slot
         if slot.gradients is None:
             slot.gradients = Fixed(gradients, self.kernel.gradient_strides)
@@ -237,7 +237,7 @@ class Captured(Wrapping):
     # captures
 
     def _replayed(self, hold: Hold, task: str, run: Callable[[], Any]) -> Any:
-        """What a task makes, in the slot; the first time it is captured."""
+        """Replay a task, or capture it the first time. Its results are in the slot's memory."""
         part = hold.parts.get(task)
         if part is None:
             if task not in self._warm:
@@ -251,9 +251,9 @@ class Captured(Wrapping):
         return part.made
 
     def _keep(self, gradients: Sequence[Tensor | None]) -> None:
-        """Copy gradients of parameters to where they are added up from.
+        """Copy parameter gradients to memory that all slots share.
 
-        All slots share that: else each would hold gradients of all parameters for good.
+        Otherwise each slot would keep memory for the gradients of all parameters.
         """
         found = [gradient for gradient in gradients if gradient is not None]
         if not self._fresh:
@@ -262,7 +262,7 @@ class Captured(Wrapping):
             torch._foreach_copy_(self._fresh, found)
 
     def _added(self, totals: Totals) -> list[Tensor | None]:
-        """The sums with the newest gradients added, where there are any."""
+        """The sums with the newest gradients added; None for parameters without a gradient."""
         has = self.kernel.parameter_gradients
         every = list(totals) or [None] * len(has)
         fresh = iter(self._fresh)
@@ -287,7 +287,7 @@ def _address(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _copies(values: Sequence[Any]) -> list[Any]:
-    """Copies in memory of their own, which no replay writes over."""
+    """Copies outside the slot, which no replay overwrites."""
     return [value.clone() if isinstance(value, Tensor) else value for value in values]
 
 
@@ -297,7 +297,8 @@ def _saved(hold: Hold) -> list[Any]:
 
 
 def _held(saved: list[Any]) -> Hold | None:
-    """The slot in which the values are that a task needs; the list is emptied. None for values."""
+    """The Hold of the slot that has the values a task needs, and empties ``saved``. None where the
+    list holds the values themselves."""
     if len(saved) == 1 and isinstance(saved[0], Hold):
         hold: Hold = saved[0]
         saved.clear()

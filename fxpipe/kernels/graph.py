@@ -1,4 +1,4 @@
-"""A stage whose forward and backward are explicit graphs: no autograd runs inside a step."""
+"""The kernel of a stage with explicit forward and backward graphs: no autograd runs in a step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fxpipe.kernels.kernel import Backwarded, Forwarded, InputGraded, Totals
 
 
 class GraphKernel:
-    """A stage whose forward and backward are two explicit graphs, made for one size."""
+    """Runs a stage by two explicit graphs, forward and backward, for one micro-batch size."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class GraphKernel:
             forward_graph: ``[parameters, buffers, inputs]`` → outputs, writes, saved.
             backward_graph: ``[saved, gradients, totals]`` → input gradients, new totals.
             functional_backward: ``[saved, gradients]`` → input gradients, parameter gradients;
-                no operation in it writes over an operand.
+                no operation in it writes in place.
             outputs: how many outputs the forward graph returns.
             writes: how many buffer writes follow them.
             input_strides: the strides that each input was traced with; None for no tensor.
@@ -87,7 +87,7 @@ class GraphKernel:
     def parted(
         self, input_grad_graph: fx.GraphModule, weight_grad_graph: fx.GraphModule | None
     ) -> GraphKernel:
-        """The same kernel with the halves of its backward.
+        """The same kernel with its backward split into input and weight gradients.
 
         Args:
             input_grad_graph: ``[saved, gradients]`` → input gradients, deferred.
@@ -99,7 +99,7 @@ class GraphKernel:
         return kernel
 
     def mapped(self, change: Callable[[fx.GraphModule], fx.GraphModule]) -> GraphKernel:
-        """The same kernel with all of its graph modules changed."""
+        """The same kernel with ``change`` applied to all of its graph modules."""
         kernel = copy(self)
         kernel.forward_graph = change(self.forward_graph)
         kernel.backward_graph = self.backward_graph and change(self.backward_graph)
@@ -125,12 +125,12 @@ class GraphKernel:
         return self._totals(self._half(self.weight_grad_graph)(arguments), totals)
 
     def _added_to(self, totals: Totals) -> list[torch.Tensor | None]:
-        """The sums that a graph with gradients of parameters adds to."""
+        """The sums that a graph with parameter gradients adds to, as its argument."""
         every = totals or [None] * len(self.parameter_gradients)
         return [total for total, has in zip(every, self.parameter_gradients, strict=True) if has]
 
     def _totals(self, new: Sequence[torch.Tensor], totals: Totals) -> list[torch.Tensor | None]:
-        """The new sums in their places, and where there is none the one before."""
+        """For each parameter its new sum, or the earlier one where there is no new one."""
         every = totals or [None] * len(self.parameter_gradients)
         rest = iter(new)
         return [
@@ -153,7 +153,7 @@ class GraphKernel:
 
 
 def _laid_out(value: Any, strides: tuple[int, ...] | None) -> Any:
-    """The value with the strides that its graph was traced for, which decide about views."""
+    """The value with the strides that the graph was traced with, on which its views depend."""
     if strides is None or value.stride() == strides:
         return value
     return torch.empty_strided(
@@ -162,10 +162,10 @@ def _laid_out(value: Any, strides: tuple[int, ...] | None) -> Any:
 
 
 def layout(value: torch.Tensor, strides: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of a copy that a graph can take which was traced for some strides.
+    """The strides of a copy for a graph that was traced with ``strides``.
 
-    They are dense where those repeat a value, as ``expand`` does: of what is copied, no two
-    elements lie in one place, and a dense tensor can be viewed in every way that another can.
+    They are dense where the traced strides repeat elements, as ``expand`` does: a copy has no
+    overlapping elements, and a dense tensor allows all views that the traced one allowed.
     """
     repeats = any(
         size > 1 and stride == 0 for size, stride in zip(value.shape, strides, strict=True)
@@ -175,12 +175,12 @@ def layout(value: torch.Tensor, strides: tuple[int, ...]) -> tuple[int, ...]:
 
 def onto(total: torch.Tensor | None, gradient: torch.Tensor) -> torch.Tensor:
     """A sum with a gradient added, in place; the first gradient is the sum itself."""
-    # a gradient may be a view of all of another tensor, which would be kept as its base
+    # a gradient may be a view, which would keep its base alive
     return gradient.detach() if total is None else total.add_(gradient)
 
 
 def added(totals: Totals, gradients: Totals) -> list[torch.Tensor | None]:
-    """For each parameter the sum with its gradient added, where there is any."""
+    """For each parameter the sum with its gradient added, or None where there is neither."""
     return [
         total if gradient is None else onto(total, gradient)
         for total, gradient in zip(totals or [None] * len(gradients), gradients, strict=True)

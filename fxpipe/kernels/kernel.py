@@ -1,6 +1,6 @@
-"""What runs a stage: one interface, whether its graphs are explicit or autograd drives it.
+"""Kernel: the interface of what runs a stage, by explicit graphs or by autograd.
 
-``GraphKernel`` and ``AutogradKernel`` are the two; ``Discarding`` wraps either.
+``GraphKernel`` and ``AutogradKernel`` implement it; ``Discarding`` wraps either.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from torch import Tensor, fx
 
 
 class Forwarded(NamedTuple):
-    """What a stage's forward gives.
+    """The results of a stage's forward.
 
     Attributes:
-        outputs: one for each value that the stage's edges carry away, in their order.
+        outputs: one for each value that leaves the stage along an edge, in the edges' order.
         writes: the new values of the buffers that the stage writes, in the stage's order.
-        saved: what its backward needs; empty when nothing is kept.
+        saved: the values that its backward needs; empty where it has no backward.
     """
 
     outputs: list[Any]
@@ -27,13 +27,13 @@ class Forwarded(NamedTuple):
 
 
 class Backwarded(NamedTuple):
-    """What a stage's backward gives.
+    """The results of a stage's backward.
 
     Attributes:
-        inputs: one for each edge into the stage that carries a gradient back, in their order.
+        inputs: a gradient for each edge into the stage that carries one back, in their order.
         parameters: for each of the stage's parameters the sum of its gradients so far, this
-            micro-batch's among them; None where there is none. A sum that begins here is in
-            memory of its own: the caller may keep and change it.
+            micro-batch's included; None where there is none. A new sum has memory of its own,
+            so the caller may keep and change it.
     """
 
     inputs: list[torch.Tensor]
@@ -41,11 +41,11 @@ class Backwarded(NamedTuple):
 
 
 class InputGraded(NamedTuple):
-    """What the input-gradient half of a stage's backward gives.
+    """The results of the input-gradient half of a stage's backward.
 
     Attributes:
-        inputs: as those of Backwarded.
-        deferred: what the weight-gradient half needs, and nothing else; empty when it has no work.
+        inputs: as in Backwarded.
+        deferred: the values that the weight-gradient half needs; empty when it has no work.
     """
 
     inputs: list[torch.Tensor]
@@ -60,12 +60,12 @@ class Kernel(Protocol):
     """A stage made ready to run for one micro-batch size.
 
     Attributes:
-        forward_graph: what runs forward, as a graph to look at.
-        backward_graph: what runs backward, or None where autograd does, or nothing needs to.
-        input_grad_graph: the half of backward that others wait for; None also where it is not
-            parted.
-        weight_grad_graph: the half that nobody waits for; None also where no parameter has a
-            gradient.
+        forward_graph: the graph of forward.
+        backward_graph: the graph of backward; None where autograd runs it, or there is none.
+        input_grad_graph: the half of backward that other stages wait for; None also where backward
+            is not split.
+        weight_grad_graph: the half that no other stage waits for; None also where no parameter has
+            a gradient.
     """
 
     forward_graph: fx.GraphModule
@@ -84,28 +84,29 @@ class Kernel(Protocol):
         Args:
             parameters: one for each of the stage's parameters; the caller picks the version.
             buffers: one for each of the stage's buffers.
-            inputs: one for each edge into the stage, in order; emptied, so that they can be freed.
+            inputs: one for each edge into the stage, in order. The list is emptied, so that its
+                values can be freed.
         """
         ...
 
     def backward(
         self, saved: list[Any], gradients: list[torch.Tensor], totals: Totals = ()
     ) -> Backwarded:
-        """Gradients of the stage. The first two lists are emptied as they are used.
+        """Compute the stage's gradients. The first two lists are emptied as they are used.
 
         Args:
-            saved: what ``forward`` kept.
-            gradients: one for each value that some edge carries a gradient back for, in the
-                order of the stage's outputs; several edges of one value are summed already.
-            totals: for each parameter the sum of earlier micro-batches' gradients, which this
-                one's is added to in place; None where there is none. Empty: none anywhere.
+            saved: what ``forward`` saved.
+            gradients: one for each output that gets a gradient, in the order of the stage's
+                outputs; the gradients of several edges of one value are summed already.
+            totals: for each parameter the sum of earlier micro-batches' gradients, to which this
+                micro-batch's is added in place; None where there is none. Empty for no sums at all.
         """
         ...
 
     def input_grad(self, saved: list[Any], gradients: list[torch.Tensor]) -> InputGraded:
-        """The gradients of the inputs: the half of ``backward`` that other stages wait for.
+        """Compute the inputs' gradients: the half of ``backward`` that other stages wait for.
 
-        Both halves together give ``backward``'s gradients to the bit. Both lists are emptied.
+        Both halves together give ``backward``'s gradients to the bit. Empties both lists.
 
         Args:
             saved: as for ``backward``.
@@ -117,10 +118,10 @@ class Kernel(Protocol):
         ...
 
     def weight_grad(self, deferred: list[Any], totals: Totals = ()) -> list[torch.Tensor | None]:
-        """The other half: for each parameter the sum so far, as in Backwarded.
+        """Compute the parameters' gradients, the other half. Returns the sums as in Backwarded.
 
         Args:
-            deferred: what ``input_grad`` left for it; emptied.
+            deferred: what ``input_grad`` returned for it; emptied.
             totals: as for ``backward``.
 
         Raises:
@@ -130,10 +131,10 @@ class Kernel(Protocol):
 
 
 class Wrapping:
-    """A kernel around another one: hands every call on.
+    """A kernel that passes every call on to another one.
 
     Attributes:
-        kernel: the other.
+        kernel: the wrapped kernel.
     """
 
     def __init__(self, kernel: Kernel) -> None:
@@ -165,16 +166,16 @@ class Wrapping:
 
 
 class Discarding(Wrapping):
-    """Runs as the kernel does, but gives parameters no gradient: for a micro-batch of weight 0.
+    """Runs a micro-batch of weight 0, and adds no gradients of parameters.
 
-    Its gradient is 0. Computed, it may come out as not-a-number instead: where the loss divides by
-    the number of targets that count, it is 0 times infinity.
+    These gradients are 0, but computing them may give NaN: where the loss divides by the number of
+    targets that count, a gradient is 0 times infinity.
     """
 
     def backward(
         self, saved: list[Any], gradients: list[Tensor], totals: Totals = ()
     ) -> Backwarded:
-        """See Kernel.backward. The gradients of the inputs may be not-a-number."""
+        """See Kernel.backward. The gradients of the inputs may be NaN."""
         made = self.kernel.backward(saved, gradients)
         return Backwarded(made.inputs, list(totals) or [None] * len(made.parameters))
 

@@ -1,4 +1,4 @@
-"""A stage's kernel that sees to it that a recomputation makes what its forward made."""
+"""A kernel that checks that a recomputation gives the same results as its forward."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from fxpipe.torchtools.recomputing import is_recomputing
 
 
 class Rechecked(Wrapping):
-    """Runs as the kernel does, for one micro-batch, and compares its forwards to the bit.
+    """Runs one micro-batch with the wrapped kernel, and compares its two forwards to the bit.
 
-    Of the first forward it keeps a number for each value, not the values.
+    Of the first forward it keeps a fingerprint of each value, not the values.
     """
 
     def __init__(self, kernel: Kernel, stage: int, microbatch: int) -> None:
         """Nothing ran yet.
 
         Args:
-            kernel: the stage's own.
-            stage: its number, for messages.
-            microbatch: the only one that it runs for.
+            kernel: the kernel to wrap.
+            stage: the stage's number, for messages.
+            microbatch: the only micro-batch that it runs.
         """
         super().__init__(kernel)
         self._stage = stage
@@ -36,11 +36,11 @@ class Rechecked(Wrapping):
     def forward(
         self, parameters: Sequence[Tensor], buffers: Sequence[Tensor], inputs: list[Any]
     ) -> Forwarded:
-        """See Kernel.forward. Raises RecomputeError where the second one makes something else."""
+        """See Kernel.forward. Raises RecomputeError where the second forward differs."""
         made = self.kernel.forward(parameters, buffers, inputs)
         values = dict(zip(_returned(self.forward_graph), _flat(made), strict=False))
         tensors = {node: value for node, value in values.items() if isinstance(value, Tensor)}
-        # a list: on a device beside the CPU, a seed lies elsewhere than what it draws
+        # a list: fingerprints may be on several devices, as a seed stays on the CPU
         prints = [fingerprint(value) for value in tensors.values()]
         if not is_recomputing():
             self._first = prints
@@ -65,18 +65,18 @@ class Rechecked(Wrapping):
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 _MIX = 0x1E3779B97F4A7C15
-"""An odd number without a pattern."""
+"""An odd number with irregular bits, to multiply by."""
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
-    """A number that is another one when a bit of a tensor or the place of an element changes, but
-    for a coincidence of one in 2⁶⁴. It is the sum of what each element and its place are mixed to,
-    in whole numbers, so in any order of adding."""
+    """A 64-bit hash of a tensor. It changes when a bit of an element or the order of the elements
+    changes, but for a coincidence of one in 2⁶⁴. It is an integer sum over hashes of each element
+    with its index, so the order of summation does not matter."""
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
     bits = flat.view(_BITS[flat.element_size()]).to(torch.int64)
     places = 2 * torch.arange(bits.numel(), device=bits.device) + 1
     mixed = (bits + 1) * (places * _MIX)
-    # a product alone is linear: moves of small numbers to and fro would cancel
+    # not a product alone, which is linear: small changes of two elements could cancel
     mixed = (mixed ^ (mixed >> 29)) * _MIX
     return (mixed ^ (mixed >> 32)).sum()
 
@@ -86,7 +86,7 @@ def _flat(made: Forwarded) -> list[Any]:
 
 
 def _returned(module: fx.GraphModule) -> list[fx.Node]:
-    """The nodes that a graph returns, in order, as far as they are nodes."""
+    """The nodes that a graph returns, in order, without literals."""
     (output,) = module.graph.find_nodes(op="output")
     value = output.args[0]
     return list(value) if isinstance(value, list | tuple) else [value]

@@ -1,4 +1,4 @@
-"""Run a plan's kernels one after another in this thread: the plain meaning of a plan."""
+"""Runs a plan's kernels one after another in this thread: the reference for what a plan means."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from fxpipe.kernels.kernel import Backwarded
 
 @dataclass(frozen=True)
 class Ran:
-    """What one micro-batch gave.
+    """The results of one micro-batch.
 
     Attributes:
-        values: every value that crosses, by name.
+        values: every value that crosses between stages, by name.
         state: buffer → what was written to it.
         gradients: parameter → its gradient.
     """
@@ -38,14 +38,14 @@ def run_serially(
     *,
     halves: bool = False,
 ) -> Ran:
-    """One micro-batch through a differentiated plan, forward and, if asked, backward.
+    """Run one micro-batch through a differentiated plan, forward and, if asked, backward.
 
     Args:
         plan: a plan with kernels.
         values: the inputs, by name.
         state: name in the model → parameter, buffer or constant.
         output_gradients: value → its gradient, for each output that carries one back.
-        halves: run the two halves of every backward, not the whole.
+        halves: whether to run every backward as its two halves.
     """
     found = dict(values)
     written: dict[str, Tensor] = {}

@@ -1,4 +1,4 @@
-"""Fixed memory for one micro-batch of a stage, and the graphs that were captured on it."""
+"""Fixed memory for one micro-batch of a stage, and the CUDA graphs captured on it."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from fxpipe.kernels.graph import layout
 T = TypeVar("T")
 
 Key = tuple[Any, ...]
-"""What a capture is valid for: where parameters lie, and what inputs are that are no tensors."""
+"""What a capture is valid for: the addresses of parameters, and the inputs that are no tensors."""
 
 
 class Graphs(Protocol):
-    """What captures for one slot. What it has captured is replayed by one stream.
+    """Captures for one slot; all captures of a slot are replayed on one stream.
 
-    Captures share memory: a replay may write over all that later captures have made, and over what
-    earlier ones have made and nobody has any more. A slot is one micro-batch's at a time, so that
-    what a later capture has made is used up when an earlier one is replayed.
+    Captures share memory: a replay may overwrite the results of later captures, and those of
+    earlier captures that are no longer referenced. One micro-batch at a time uses a slot, so the
+    results of a later capture are consumed before an earlier one is replayed.
     """
 
     def capture(self, run: Callable[[], T], what: str) -> tuple[T, Callable[[], None]]:
@@ -30,10 +30,10 @@ class Graphs(Protocol):
 
         Args:
             run: the call.
-            what: what messages call it.
+            what: its name in messages.
 
         Returns:
-            What the call returned, and what replays it: it writes those tensors anew.
+            The result of the call, and a function that replays it, which fills those tensors.
 
         Raises:
             CaptureError: something in it cannot be captured.
@@ -42,18 +42,18 @@ class Graphs(Protocol):
 
 
 class Fixed:
-    """Tensors that stay where they are, and are given other values.
+    """Tensors at fixed addresses, which are filled with new values.
 
     Attributes:
-        values: the tensors; what is no tensor is what was given last.
+        values: the tensors, and the last given values that are no tensors.
     """
 
     def __init__(self, like: Sequence[Any], strides: Sequence[tuple[int, ...] | None]) -> None:
-        """Take the memory; nothing is copied yet.
+        """Allocate the memory; nothing is copied yet.
 
         Args:
-            like: values of the types and shapes to come.
-            strides: of each; None for its own.
+            like: values with the dtypes and shapes to expect.
+            strides: the strides for each value; None for its own.
         """
         self.values = [
             torch.empty_strided(
@@ -66,7 +66,7 @@ class Fixed:
         self._targets = [x for x in self.values if isinstance(x, Tensor)]
 
     def fill(self, values: Sequence[Any]) -> None:
-        """Copy the tensors among some values, and take the others."""
+        """Copy new values into the tensors; values that are no tensors are kept as they are."""
         pairs = list(zip(self.values, values, strict=True))
         if self._targets:
             sources = [value for own, value in pairs if isinstance(own, Tensor)]
@@ -79,8 +79,8 @@ class Part:
     """One captured call.
 
     Attributes:
-        made: what it returned; every replay writes the tensors in it anew.
-        replay: does again what was captured.
+        made: the result of the call; every replay overwrites the tensors in it.
+        replay: runs the captured call again.
     """
 
     made: Any
@@ -89,13 +89,13 @@ class Part:
 
 @dataclass
 class Slot:
-    """Room for one micro-batch.
+    """Fixed memory for one micro-batch.
 
     Attributes:
-        graphs: captures on it.
-        inputs: of forward: the stage's inputs, then the buffers that change.
-        gradients: of the stage's outputs.
-        takes: key → task's name → what was captured of it; the last used key comes last.
+        graphs: captures on this slot.
+        inputs: the inputs of forward: the stage's inputs, then the buffers that change.
+        gradients: the gradients of the stage's outputs.
+        takes: key → name of a task → its capture; the most recently used key comes last.
     """
 
     graphs: Graphs
@@ -104,11 +104,11 @@ class Slot:
     takes: dict[Key, dict[str, Part]] = field(default_factory=dict)
 
     def parts(self, key: Key, most: int) -> dict[str, Part]:
-        """The parts that hold for a key.
+        """The captures that are valid for a key, by task.
 
         Args:
-            key: of this micro-batch.
-            most: for how many keys parts are kept; the longest unused are dropped.
+            key: the key of this micro-batch.
+            most: for how many keys captures are kept; the least recently used are dropped.
         """
         found = self.takes.pop(key, {})
         while len(self.takes) >= most:
@@ -118,22 +118,22 @@ class Slot:
 
 
 class Hold:
-    """A slot that is taken, until ``release``, or until nobody has this any more.
+    """A slot in use, until ``release`` is called or this object is garbage-collected.
 
-    It stands for what a forward saved. A run that fails drops the values of all devices, and
-    this among them: so no slot is lost with it.
+    It takes the place of what a forward saved. A run that fails drops the values of all devices,
+    and with them its Holds, so no slot stays in use.
 
     Attributes:
         slot: the slot.
-        parts: what was captured for the micro-batch.
+        parts: the captures that are valid for the micro-batch.
     """
 
     def __init__(self, slot: Slot, free: list[Slot]) -> None:
         """Take a slot.
 
         Args:
-            slot: no longer among the free ones.
-            free: where it goes when it is released; appending is atomic, whoever does it.
+            slot: the slot, already removed from the free ones.
+            free: the list it returns to when released; appending is atomic in any thread.
         """
         self.slot = slot
         self.parts: dict[str, Part] = {}

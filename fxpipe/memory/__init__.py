@@ -1,1 +1,1 @@
-"""Memory, counted by storage: what graphs, stages and optimizers hold, predicted or counted."""
+"""The memory of graphs, stages and optimizers, predicted or measured, counted by storage."""

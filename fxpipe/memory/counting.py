@@ -1,6 +1,7 @@
-"""Count the bytes of the tensors that are alive, by storage, on any device.
+"""Counts the bytes of the tensors that are alive, by storage, on any device.
 
-The CPU's allocator counts nothing. For measurements alone: it slows every operation down.
+It is needed as torch's CPU allocator has no counters. Use it for measurements only, as it slows
+every operation down.
 """
 
 from __future__ import annotations
@@ -19,21 +20,21 @@ from fxpipe.torchtools.pieces import pieces
 
 
 class Counting(TorchDispatchMode):
-    """While it is active, what operations make is counted from then until it is freed.
+    """While this mode is active, each result of an operation is counted until it is freed.
 
-    Views lie in the storage of what they show, which counts once and whole. What an operation
-    allocates for itself and frees before it returns is not seen.
+    A view shares its base's storage, which counts once, with its full size. Memory that an
+    operation allocates and frees before it returns is not seen.
 
     Attributes:
-        alive: bytes now.
-        peak: the most at once; may be set back.
+        alive: the bytes that are alive now.
+        peak: the most bytes that were alive at once; the caller may reset it.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.alive = 0
         self.peak = 0
-        # storage → itself, weakly, and whether it counts
+        # storage → a weak reference to it, and whether it counts
         self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._lock = threading.RLock()
 
@@ -52,11 +53,11 @@ class Counting(TorchDispatchMode):
         return made
 
     def adopt(self, values: Any, *, counted: bool = True) -> None:
-        """Know the tensors in something, from now on and until they are freed.
+        """Register existing tensors until they are freed.
 
         Args:
-            values: tensors, in any nest of containers; those that are known already stay as they
-                are.
+            values: tensors in nested containers; tensors that are registered already do not
+                change.
             counted: whether they count.
         """
         for leaf in pytree.tree_leaves(values):

@@ -1,4 +1,4 @@
-"""What the graphs of one stage keep, and what they add while they run, storage by storage."""
+"""The memory that the graphs of one stage keep and that they need while they run, by storage."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from fxpipe.simulator.sizes import Crossing, Given, Place, Workspace
 
 
 class _Memory(NamedTuple):
-    """What the memory of a graph's argument is.
+    """To what a storage of a graph's argument belongs.
 
     Attributes:
-        kind: ``fixed`` is always there; ``value`` and ``gradient`` are those that cross between
-            stages; ``kept`` was kept for this graph alone; ``sum`` was added up for it.
-        value: the value by name.
+        kind: ``fixed`` is always allocated; ``value`` and ``gradient`` cross between stages;
+            ``kept`` was kept for this graph only; ``sum`` is a sum of gradients.
+        value: the name of the value.
     """
 
     kind: Literal["fixed", "value", "gradient", "kept", "sum"]
@@ -33,18 +33,18 @@ class _Memory(NamedTuple):
 _FIXED, _KEPT, _SUM = _Memory("fixed"), _Memory("kept"), _Memory("sum")
 
 _Known = Mapping[int, _Memory]
-"""Storage of a graph → what it is; what is missing the graph makes."""
+"""Storage of a graph → to what it belongs; storages that are missing are made by the graph."""
 
 
 class Kept(NamedTuple):
     """What one graph keeps for another.
 
     Attributes:
-        bytes: what is nowhere else, each storage once.
-        values: the values between stages that it keeps as they are.
-        gradients: the values whose gradients it keeps as they are.
-        lies_in: for each tensor the storages of the graph that it lies in.
-        memories: storage → what it is for the graph that gets it.
+        bytes: the storages that nothing else holds, each counted once.
+        values: the values between stages that it keeps unchanged.
+        gradients: the values whose gradients it keeps unchanged.
+        lies_in: for each kept tensor its storages in the graph.
+        memories: storage → to what it belongs in the graph that gets it.
     """
 
     bytes: int = 0
@@ -108,7 +108,7 @@ class GraphMemory:
         return _kept(live, saved, known)
 
     def _backward(self, letter: str, graph: fx.Graph) -> Kept:
-        """Backward or its first half. Returns what that defers."""
+        """Count backward, or its first half. Returns what the first half keeps for the second."""
         arguments, returned = _ends(graph)
         names = outputs_of(self._plan.edges_from(self._stage.index))
         crossings = [(names[index], True) for index in self._kernel.gradient_outputs]
@@ -139,7 +139,7 @@ class GraphMemory:
         return _kept(live, returned[self._kernel.input_gradients :], known)
 
     def _weight_grad(self, graph: fx.Graph) -> None:
-        """The second half of backward."""
+        """Count the second half of backward."""
         arguments, _ = _ends(graph)
         totals = arguments[len(self.deferred.lies_in) :]
         key, used_up = ("W", self._stage.index), ("value", "gradient")
@@ -157,8 +157,8 @@ class GraphMemory:
         nodes: Iterable[fx.Node],
         strides: Iterable[tuple[int, ...] | None],
     ) -> tuple[Given, ...]:
-        """The arguments that a copy does not lay out as the graph wants them, such as a part of a
-        larger tensor: the kernel copies them once more."""
+        """The arguments that do not arrive with the strides that the graph needs, such as a slice
+        of a larger tensor; the kernel copies them once more."""
         found = []
         for crossing, node, wanted in zip(crossings, nodes, strides, strict=True):
             value = node.meta.get("val")
@@ -176,7 +176,7 @@ class GraphMemory:
     def _place(
         self, name: str, gradient: bool, live: Liveness, node: Any, known: dict[int, _Memory]
     ) -> None:
-        """Where a value or a gradient lies that the stage makes; from then on it is known."""
+        """Note the storage of a value or gradient that the stage makes."""
         for storage in live.lies_in([node]):
             memory = known.get(storage, _KEPT)
             if memory.kind in ("kept", "sum"):
@@ -186,14 +186,14 @@ class GraphMemory:
 
 
 def _ends(graph: fx.Graph) -> tuple[list[fx.Node], list[Any]]:
-    """What a graph takes and what it returns."""
+    """The placeholders of a graph, and the values that it returns."""
     *nodes, output = graph.nodes
     returned: Any = output.args[0]
     return [node for node in nodes if node.op == "placeholder"], list(returned)
 
 
 def _kept(live: Liveness, nodes: Sequence[Any], known: _Known) -> Kept:
-    """What a graph keeps of its values, for the graph that gets them."""
+    """The part of a graph's values that it keeps for another graph."""
     alone = {_SUM: _KEPT}
     memories = {
         storage: alone.get(memory := known.get(storage, _KEPT), memory)
@@ -209,7 +209,7 @@ def _kept(live: Liveness, nodes: Sequence[Any], known: _Known) -> Kept:
 
 
 def _given(live: Liveness, arguments: Iterable[fx.Node], kept: Kept) -> dict[int, _Memory]:
-    """What the storages of a graph's first arguments are, which another one has kept."""
+    """To what the storages of a graph's first arguments belong, which another graph has kept."""
     return {
         storage: kept.memories[home]
         for node, homes in zip(arguments, kept.lies_in, strict=False)
@@ -224,7 +224,7 @@ def _carried(
     arguments: Iterable[fx.Node],
     totals: Iterable[fx.Node],
 ) -> _Known:
-    """What the storages of a graph are when there are sums already, which it adds to in place."""
+    """To what the storages belong where there are sums already, to which the graph adds."""
     found = {
         new: known[old]
         for node in arguments
@@ -240,13 +240,13 @@ def _workspace(
     used_up: Collection[str],
     laid_out: tuple[Given, ...] = (),
 ) -> Workspace:
-    """What a graph adds while it runs.
+    """The memory that a graph needs while it runs, besides its arguments.
 
     Args:
         live: its storages.
-        known: what its arguments are. What was kept or added up for it alone is freed after its
-            last use.
-        used_up: the kinds that are freed likewise where nobody else holds them.
+        known: to what its arguments belong. Arguments that were kept or summed for this graph only
+            are freed after their last use.
+        used_up: the kinds that are freed likewise where nothing else holds them.
         laid_out: see Workspace.
     """
     changes = [0] * (live.steps + 2)

@@ -1,4 +1,4 @@
-"""What the stages of a plan hold, in bytes counted by storage, from their graphs."""
+"""The bytes that the stages of a plan hold, found from their graphs and counted by storage."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from fxpipe.torchtools.pieces import size_in_bytes
 
 @dataclass(frozen=True)
 class Resting:
-    """What the optimizer of a stage holds, in bytes.
+    """The bytes that the optimizer of a stage holds.
 
     Attributes:
-        state: always.
-        updating: while it steps, besides.
-        undo: from its step on until no stage can go back beyond it.
+        state: its state, always.
+        updating: what it needs in addition while it steps.
+        undo: what is kept for a roll-back, from its step until no stage can roll back beyond it.
     """
 
     state: int = 0
@@ -31,13 +31,13 @@ class Resting:
 
 
 def undo_bytes(schedule: Schedule, state: float, parameters: float, trained: float) -> float:
-    """What a stage keeps from its update on, until no stage can go back beyond it.
+    """The bytes that a stage keeps from its update until no stage can roll back beyond it.
 
     Args:
-        schedule: of the steps.
-        state: bytes of its optimizer's state.
-        parameters: bytes of its parameters.
-        trained: bytes of those that are trained.
+        schedule: the schedule of the steps.
+        state: bytes of the optimizer's state.
+        parameters: bytes of the stage's parameters.
+        trained: bytes of the parameters that are trained.
     """
     undo = state if schedule.overlaps else state + parameters
     return undo + trained if schedule.predict else undo
@@ -50,13 +50,13 @@ def sizes_of(
 ) -> Sizes:
     """The bytes of everything that the stages of a differentiated plan hold.
 
-    They are those of the example's micro-batch, and of the tensors' whole storages. What a stage
-    that runs under autograd saves is not known, and such a stage is named in ``unknown``.
+    They are for the example's micro-batch, and count whole storages. What a stage that runs under
+    autograd saves is not known; ``unknown`` names such stages.
 
     Args:
         plan: the plan, with kernels.
         state: name in the model → parameter or buffer.
-        resting: stage → what its optimizer holds.
+        resting: stage → the memory of its optimizer.
     """
     kept = {
         stage.index: GraphMemory(plan, stage, stage.kernel)
@@ -82,7 +82,7 @@ def sizes_of(
         gradients={index: _bytes(own) for index, own in trained.items()},
         started={} if resting is not None else gradients,
         optimizer={
-            # a step reads copies of the buffers that it writes, as they were before
+            # a step reads copies of the buffers that it writes
             s.index: rests[s.index].state
             + gradients[s.index]
             + written[s.index]

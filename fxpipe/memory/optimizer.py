@@ -1,4 +1,4 @@
-"""What an optimizer holds, and what its step needs, in bytes, without stepping it."""
+"""The memory of an optimizer and of its step, in bytes, found without stepping it."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class OptimizerMemory(NamedTuple):
     """Bytes of an optimizer.
 
     Attributes:
-        state: what it keeps from step to step, once it has made one.
-        step: what it needs while it steps, at its worst, besides parameters, gradients and state.
+        state: its state after the first step.
+        step: the peak of what a step needs besides parameters, gradients and state.
     """
 
     state: int
@@ -29,10 +29,10 @@ class OptimizerMemory(NamedTuple):
 
 
 def optimizer_memory(optimizer: Optimizer) -> OptimizerMemory:
-    """What an optimizer holds: what it has, or would have after its first step.
+    """The memory of an optimizer, now or, before its first step, after it.
 
-    A twin makes two steps over tensors without data, of the same shapes. One that needs data, or
-    asks what device they are on, makes them over small tensors, and it counts in proportion.
+    A copy of the optimizer makes two steps over tensors without data, of the same shapes. If it
+    needs data, or asks for the device, it steps over small tensors, and the result is scaled.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     try:
@@ -43,7 +43,7 @@ def optimizer_memory(optimizer: Optimizer) -> OptimizerMemory:
 
 
 def _steps(optimizer: Optimizer, groups: list[dict[str, Any]]) -> tuple[int, int]:
-    """The state of a twin after two steps, and what the second one needed."""
+    """The bytes of the state after two steps of a copy, and what the second step needed."""
     twin = object.__new__(type(optimizer))
     twin.__dict__.update(optimizer.__dict__)
     twin.__dict__.pop("step", None)  # a scheduler's wrapper, bound to the optimizer itself
@@ -59,20 +59,20 @@ def _steps(optimizer: Optimizer, groups: list[dict[str, Any]]) -> tuple[int, int
 
 
 def _without_data(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group over tensors without data, with gradients."""
+    """A parameter group with meta tensors for its parameters and gradients."""
     own = group["params"]
     made = [nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in own]
     for parameter in made:
         parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
     found = {**group, "params": made}
     if found.get("foreach", 0) is None and own and all(p.is_cuda for p in own):
-        found["foreach"] = True  # torch's own choice, which it makes by the device
+        found["foreach"] = True  # as torch chooses on the real device
     return found
 
 
 def _in_proportion(optimizer: Optimizer, parameters: Sequence[Tensor]) -> tuple[int, int]:
-    """From steps over 3 and over 6 small parameters: an optimizer needs memory for all of them
-    together, or for one after another."""
+    """Scale up steps over 3 and over 6 small parameters: the difference tells whether an optimizer
+    needs memory for all parameters at once, or for one after another."""
     total = sum(parameter.nbytes for parameter in parameters)
     largest = max((parameter.nbytes for parameter in parameters), default=0)
     try:
@@ -84,7 +84,7 @@ def _in_proportion(optimizer: Optimizer, parameters: Sequence[Tensor]) -> tuple[
 
 
 def _small(optimizer: Optimizer, like: Tensor, count: int) -> tuple[float, float]:
-    """State and step over so many small parameters, in multiples of one."""
+    """The memory of state and step for ``count`` small parameters, in units of one parameter."""
     device = like.device
     made = [nn.Parameter(torch.zeros(_SIDE, _SIDE, device=device)) for _ in range(count)]
     for parameter in made:

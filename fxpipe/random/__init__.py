@@ -126,14 +126,14 @@ def cauchy_like(x: Tensor, median: float, sigma: float, seed: Tensor, node: int)
 
 
 def geometric_like(x: Tensor, p: float, seed: Tensor, node: int) -> Tensor:
-    """How often one tries until a success, in the shape of ``x``, as ``Tensor.geometric_``."""
+    """Geometrically distributed numbers in the shape of ``x``, as ``Tensor.geometric_``."""
     dtype = x.dtype if x.is_floating_point() else torch.float64
     tries = torch.log1p(-rand_like(x, seed, node, dtype=dtype)) / math.log1p(-p)
     return tries.ceil().clamp_min(1).to(x.dtype)
 
 
 def integers_like(x: Tensor, seed: Tensor, node: int) -> Tensor:
-    """Integers of all that the type of ``x`` holds and counts, as ``Tensor.random_``."""
+    """Integers over the whole range of the dtype of ``x``, as ``Tensor.random_``."""
     out: Tensor = OPERATORS.integers(torch.empty_like(x), 0, None, seed, node)
     return out
 
@@ -199,7 +199,7 @@ def rrelu_with_noise(
     seed: Tensor,
     node: int,
 ) -> tuple[Tensor, Tensor]:
-    """The same and its slopes, as ``aten.rrelu_with_noise_functional``, whose second is unread."""
+    """``rrelu`` and its slopes, as ``aten.rrelu_with_noise_functional``; ``noise`` is not read."""
     return rrelu(x, lower, upper, training, seed, node), noise
 
 
@@ -272,16 +272,16 @@ SEEDED: Mapping[Any, Callable[..., Any]] = {
     aten.rrelu.default: rrelu,
     aten.rrelu_with_noise_functional.default: rrelu_with_noise,
 }
-"""Random operation → its form with a seed and a number: after its own arguments, before options."""
+"""Random operation → its form with a seed and a node number, which come before the options."""
 
 UNSEEDED = ("pin_memory", "layout", "generator")
 """Options of random operations that the seeded forms do not take."""
 
 
 def with_defaults(function: Any, args: Sequence[Any]) -> tuple[Any, ...]:
-    """The positional arguments of an operation, those that were left out among them.
+    """The positional arguments of an operation, with the defaults of those that were left out.
 
-    A generator is left out: a seeded form has its own.
+    A generator argument is dropped, as a seeded form has its own.
     """
     arguments = [a for a in function._schema.arguments if not a.kwarg_only]
     rest = [a.default_value for a in arguments[len(args) :] if a.has_default_value()]
@@ -290,7 +290,7 @@ def with_defaults(function: Any, args: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def draws(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call of a random operation draws: not with dropout 0, and not in eval mode."""
+    """Whether a call of a random operation draws numbers: not with dropout 0 or in eval mode."""
     given = _given(function, args, kwargs)
     chances = [given[name] for name in ("p", "dropout", "dropout_p") if name in given]
     drawn = not chances or any(chance is None or chance for chance in chances)
@@ -298,13 +298,13 @@ def draws(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool
 
 
 def in_training(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call of a random operation is not told to be one of eval mode."""
+    """Whether a call of a random operation is not in eval mode."""
     given = _given(function, args, kwargs)
     return False not in (given.get("train"), given.get("training"))
 
 
 def _given(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by name, those that were left out among them."""
+    """The arguments of a call by name, with the defaults of those that were left out."""
     arguments = function._schema.arguments
     given = {a.name: a.default_value for a in arguments if a.has_default_value()}
     return given | dict(zip((a.name for a in arguments), args, strict=False)) | dict(kwargs)

@@ -1,7 +1,7 @@
-"""Operators that draw numbers, each from a generator of its own.
+"""Operators that draw random numbers, each call from a generator of its own.
 
-PyTorch draws from one generator a device, so what an operation gets depends on what ran before
-it. Each call of one of these has a generator that is seeded with (micro-batch seed, node): the
+PyTorch draws from one generator per device, so the numbers that an operation gets depend on what
+ran before it. Here each call has a generator that is seeded with (micro-batch seed, node), so the
 numbers are the same for any number of devices, any cuts, any schedule and any recomputation.
 
 They take ``seed``, an int64 tensor without dimensions on the CPU, and ``node``, the number of the
@@ -31,7 +31,7 @@ _MASK = (1 << 64) - 1
 
 
 def mix(*numbers: int) -> int:
-    """A well-spread 63-bit number from some numbers (the finaliser of splitmix64, chained)."""
+    """A 63-bit hash of some numbers (the finaliser of splitmix64, chained)."""
     state = 0
     for number in numbers:
         state = (state + number + 0x9E3779B97F4A7C15) & _MASK

@@ -1,11 +1,11 @@
-"""Random numbers of modules that are called as they are, as functions of a seed.
+"""Random numbers of leaf modules as functions of a seed.
 
 A module draws from PyTorch's global generator, whose state depends on what ran before, and in
-which thread. Inside ``SeededDraws`` each of its draws has a generator of its own, seeded with the
-micro-batch's seed, the number of the module's node in the model's graph, and how many draws came
-before in that node: the same for any number of devices, any cuts, any schedule and any
-recomputation. Where a module draws from Python's or NumPy's global generator, that is seeded with
-the first two when the module is called.
+which thread. Inside ``SeededDraws`` each draw has a generator of its own, seeded with the
+micro-batch's seed, the number of the module's node in the model's graph, and the number of earlier
+draws in that node. So the numbers are the same for any number of devices, any cuts, any schedule
+and any recomputation. If a module draws from Python's or NumPy's global generator, that generator
+is seeded with the micro-batch's seed and the node's number when the module is called.
 """
 
 from __future__ import annotations
@@ -33,16 +33,15 @@ _NOW = _Now()
 
 
 def draw_from(x: Any, seed: torch.Tensor, node: int, others_too: bool = False) -> Any:
-    """Graph node: what the node that takes its result draws is that of this seed and number.
-
-    It stands right before that node and returns ``x``.
+    """A graph node right before a leaf module: it sets the seed and the node number for the draws
+    of that module, and returns ``x``.
 
     Args:
-        x: what that node takes.
-        seed: of the micro-batch.
-        node: its number.
-        others_too: whether it draws from Python's or NumPy's global generator as well. The caller
-            sees that no other thread does meanwhile, and puts them back.
+        x: an input of the module.
+        seed: the seed of the micro-batch.
+        node: the number of the module's node.
+        others_too: whether the module draws from Python's or NumPy's global generator as well. The
+            caller makes sure that no other thread does meanwhile, and restores these generators.
     """
     _NOW.seed, _NOW.node, _NOW.drawn = int(seed.item()), node, 0
     if others_too:
@@ -51,10 +50,11 @@ def draw_from(x: Any, seed: torch.Tensor, node: int, others_too: bool = False) -
 
 
 class Draws(TorchDispatchMode):
-    """Inside, ``operation`` is called in place of every operation, whoever calls it.
+    """A dispatch mode that calls ``operation`` in place of every PyTorch operation.
 
     Attributes:
-        traced: whether ``torch.cond`` or its like was called, for which PyTorch traces.
+        traced: whether a higher-order operator such as ``torch.cond`` ran, which makes PyTorch
+            trace.
     """
 
     supports_higher_order_operators = True
@@ -65,7 +65,7 @@ class Draws(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Let torch.cond compile what it is given; that code's operations are seen all the same."""
+        """Let torch.cond compile its branches; the mode sees their operations all the same."""
         return getattr(utils, "_in_hop_compile", bool)()
 
     def __torch_dispatch__(
@@ -81,7 +81,7 @@ class Draws(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _inside(self, argument: Any) -> Any:
-        """What a higher-order operator is given; a function is called inside."""
+        """An argument of a higher-order operator; a function is wrapped to run inside this mode."""
         if not callable(argument):
             return argument
 
@@ -93,7 +93,7 @@ class Draws(TorchDispatchMode):
 
 
 class SeededDraws(Draws):
-    """Inside, what ``draw_from`` says decides what is drawn."""
+    """Inside this mode, the seed that ``draw_from`` has set determines the random numbers."""
 
     def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What an operation returns inside."""
@@ -118,10 +118,10 @@ class SeededDraws(Draws):
 
 
 class DrawsWatched(Draws):
-    """Notes whether anything is drawn inside.
+    """Notes whether any random numbers are drawn inside.
 
     Attributes:
-        drew: whether it was.
+        drew: whether any were.
     """
 
     def __init__(self) -> None:

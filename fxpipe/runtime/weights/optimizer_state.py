@@ -1,4 +1,4 @@
-"""What optimizers keep, by names in the model: taken from all stages, put into any others."""
+"""The state of all stages' optimizers by names in the model, to save it and load it anywhere."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class GroupState:
 
     Attributes:
         kind: the optimizer's class.
-        index: the group's place among the optimizer's groups.
-        settings: all of the group but its parameters.
+        index: the group's index among the optimizer's groups.
+        settings: the group without its parameters.
     """
 
     kind: str
@@ -35,10 +35,10 @@ class GroupState:
 
 @dataclass(frozen=True)
 class ParameterState:
-    """One parameter's.
+    """The optimizer state of one parameter.
 
     Attributes:
-        group: the place of its group in ``OptimizerState.groups``.
+        group: the index of its group in ``OptimizerState.groups``.
         state: what the optimizer keeps for it.
     """
 
@@ -48,11 +48,11 @@ class ParameterState:
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """The optimizers of all stages.
+    """The state of the optimizers of all stages.
 
     Attributes:
-        groups: the groups of all of them; of equal ones, the first.
-        parameters: name in the model → what is kept for that parameter.
+        groups: the parameter groups of all optimizers; equal ones only once.
+        parameters: name in the model → the state of that parameter.
     """
 
     groups: Sequence[GroupState]
@@ -65,10 +65,10 @@ Names = Mapping[nn.Parameter, str]
 
 
 def take(optimizers: Optimizers, names: Names) -> OptimizerState:
-    """What they keep now. The tensors are their own, not copies.
+    """The current state of the optimizers. The tensors are the optimizers' own, not copies.
 
     Raises:
-        CheckpointError: one keeps something that belongs to no parameter.
+        CheckpointError: an optimizer keeps something that belongs to no parameter.
     """
     groups: list[GroupState] = []
     parameters: dict[str, ParameterState] = {}
@@ -89,11 +89,11 @@ def take(optimizers: Optimizers, names: Names) -> OptimizerState:
 
 
 def check(saved: OptimizerState, optimizers: Optimizers, names: Names) -> None:
-    """See that a state is one that such optimizers make, and that they can step on with it.
+    """Check that these optimizers could have made a state, and that they can step with it.
 
     Raises:
-        CheckpointError: an optimizer is of another kind, holds other parameters, has in one group
-            what had different settings, keeps other things or does not take those.
+        CheckpointError: an optimizer is of another class or has other parameters, parameters of one
+            group had different settings, or the optimizer cannot step with the state.
     """
     for name, each in saved.parameters.items():
         if not 0 <= each.group < len(saved.groups):
@@ -135,7 +135,7 @@ def _check_kind(saved: OptimizerState, optimizer: Optimizer, name: str) -> None:
 
 
 class _Trial:
-    """Steps of an optimizer's twin over a stand-in for one parameter, whose gradient is zero."""
+    """Tries an optimizer's step on a copy of the optimizer, with one parameter of zero gradient."""
 
     def __init__(self, optimizer: Optimizer, index: int, parameter: Tensor, name: str) -> None:
         self._optimizer = optimizer
@@ -144,10 +144,10 @@ class _Trial:
         self._name = name
 
     def check(self, saved: Mapping[str, Any], state: Mapping[Any, Any]) -> None:
-        """See that the optimizer takes a group's settings, and makes and takes a state like this.
+        """Check that the optimizer can step with these settings and this state.
 
         Raises:
-            CheckpointError: it does not.
+            CheckpointError: it cannot, or it makes a state of another kind.
         """
         kind, group = type(self._optimizer).__qualname__, self._optimizer.param_groups[self._index]
         for key, value in saved.items():
@@ -159,11 +159,11 @@ class _Trial:
         if not self._parameter.requires_grad:
             return
         made, error = self._step(saved, {})
-        if error is not None:  # some make their state when they are made
+        if error is not None:  # some optimizers make their state in their constructor
             first = self._optimizer.state.get(self._parameter, {})
             made, error = self._step(saved, copied(first))
             if error is not None and self._step(settings(group), copied(first))[1] is not None:
-                return  # it steps over no parameter alone, and this tells nothing
+                return  # it cannot step over one parameter alone, so nothing can be checked
         for key, value in made.items() if state else ():
             if key not in state or not _alike(value, state[key], exactly=True):
                 found = _told(state[key]) if key in state else "missing"
@@ -182,13 +182,13 @@ class _Trial:
     def _step(
         self, values: Mapping[str, Any], state: dict[Any, Any]
     ) -> tuple[dict[Any, Any], Exception | None]:
-        """What is kept after a step, and what that raised."""
+        """The optimizer state after a step, and the exception of the step, if any."""
         parameter = nn.Parameter(torch.zeros_like(self._parameter))
         parameter.grad = torch.zeros_like(parameter)
         groups = [{**group, "params": []} for group in self._optimizer.param_groups]
         groups[self._index] |= {**_own(values), "params": [parameter]}
         stepped = twin(self._optimizer, groups)
-        for key, value in [*vars(stepped).items()]:  # what a step may change in place
+        for key, value in [*vars(stepped).items()]:  # copies, as a step may change these in place
             if isinstance(value, Tensor | list | dict):
                 vars(stepped)[key] = value.clone() if isinstance(value, Tensor) else value.copy()
         stepped.state = defaultdict(dict, {parameter: state} if state else {})
@@ -210,13 +210,13 @@ _KINDS = (Tensor, int | float, str, list | tuple, dict)
 
 
 def _alike(own: Any, other: Any, *, exactly: bool = False) -> bool:
-    """Whether a value that was read can stand for an optimizer's own; None can for any, and so it
-    is with numbers and tensors of one.
+    """Whether a value that was read can replace an optimizer's own value. None matches anything,
+    and a number matches a tensor of one number.
 
     Args:
-        own: the optimizer's.
-        other: what was read.
-        exactly: whether tensors must be of one shape and type.
+        own: the optimizer's value.
+        other: the value that was read.
+        exactly: whether tensors must have the same shape and dtype.
     """
     if own is None or other is None:
         return True
@@ -246,10 +246,10 @@ def _told(value: Any) -> str:
 
 
 class Restoring:
-    """A saved state on its way into optimizers: checked when it is made, then put."""
+    """Loads a saved state into optimizers: the constructor checks it, ``put`` loads it."""
 
     def __init__(self, saved: OptimizerState, optimizers: Optimizers, names: Names) -> None:
-        """Check that it fits; see ``check``."""
+        """Check that the state fits; see ``check``."""
         check(saved, optimizers, names)
         self._groups = [
             (group, _settings(saved, type(optimizer).__qualname__, index, group, names))
@@ -265,7 +265,7 @@ class Restoring:
         self._optimizers = [optimizer for optimizer in optimizers if optimizer is not None]
 
     def put(self) -> None:
-        """Make it the optimizers'."""
+        """Load the state into the optimizers."""
         for optimizer in self._optimizers:
             optimizer.state.clear()
         for optimizer, parameter, state in self._states:
@@ -285,7 +285,8 @@ def _groups(optimizers: Optimizers) -> Iterator[tuple[Optimizer, int, dict[str, 
 def _settings(
     saved: OptimizerState, kind: str, index: int, group: Mapping[str, Any], names: Names
 ) -> dict[str, Any]:
-    """A group's settings: those that its parameters had; without any, those of its like."""
+    """The saved settings for a group: those of its parameters; if it has none, those of the saved
+    group with the same class and index."""
     held = [names[parameter] for parameter in group["params"]]
     if not held:
         like = (g.settings for g in saved.groups if (g.kind, g.index) == (kind, index))
@@ -304,7 +305,7 @@ def _settings(
 
 
 def _own(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy: a learning rate that is a tensor is changed in place, for each group by itself."""
+    """A copy of settings for one group: a learning rate that is a tensor is changed in place."""
     return {
         k: v.clone() if isinstance(v, Tensor) else copy.deepcopy(v) for k, v in settings.items()
     }
@@ -316,7 +317,7 @@ def _same(one: GroupState, other: GroupState) -> bool:
 
 
 def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
-    """The first setting that differs."""
+    """The name of the first setting that differs, or None."""
     for key in (*one, *other):
         if key not in one or key not in other:
             return key
@@ -330,10 +331,9 @@ def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
 def _placed(
     state: Mapping[str, Any], parameter: Tensor, settings: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """A parameter's state where its optimizer wants it, in the parameter's own layout.
+    """A parameter's state on the device and in the layout that its optimizer expects.
 
-    Counts of steps stay on the CPU, as torch's optimizers make them, unless a kernel on the
-    device reads them.
+    Step counts stay on the CPU, as in torch's optimizers, unless a kernel on the device reads them.
     """
     on_device = settings.get("capturable") or settings.get("fused")
 

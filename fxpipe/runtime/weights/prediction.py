@@ -17,7 +17,7 @@ from fxpipe.errors import InputError
 
 
 def check_predictable(optimizer: Optimizer) -> None:
-    """Raises InputError for an optimizer whose next update nothing foretells."""
+    """Raises InputError for an optimizer whose next update cannot be predicted."""
     if isinstance(optimizer, SGD):
         if all(group["momentum"] for group in optimizer.param_groups):
             return
@@ -38,13 +38,13 @@ def predict(
     weights: Mapping[Tensor, Tensor],
     updates: int,
 ) -> None:
-    """Move weights by as many updates as their optimizer made the last one, in place.
+    """Change weights in place by some predicted updates, each like the optimizer's momentum.
 
     Args:
-        optimizer: its state is that after the last update.
+        optimizer: the optimizer, with its state after the last update.
         groups: the settings of its groups at that update.
-        weights: parameter → the tensor to move.
-        updates: how many.
+        weights: parameter → the tensor to change.
+        updates: the number of updates.
     """
     for group, settings in zip(optimizer.param_groups, groups, strict=True):
         for parameter in group["params"]:
@@ -56,7 +56,7 @@ def predict(
 
 
 def _update(state: Mapping[str, Any], group: Mapping[str, Any]) -> Tensor | None:
-    """What the optimizer would subtract if the gradient stayed what its momentum is."""
+    """What the optimizer would subtract if the next gradient equalled its momentum."""
     rate = float(group["lr"])
     if "momentum" in group:
         velocity: Tensor | None = state.get("momentum_buffer")

@@ -1,4 +1,4 @@
-"""How far training has come: optimizers, versions of the weights, and the checkpoints of both."""
+"""The state of training: optimizers, versions of the weights, and the checkpoints of both."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from fxpipe.torchtools.pieces import pieces
 
 
 class Progress:
-    """What training changes besides the model itself. It is made when the first plan is known.
+    """What training changes besides the model itself.
 
     Attributes:
-        batches: how many batches count, where they do not overlap.
-        optimizers: stage → its optimizer, once there are any.
-        versions: the versions of the weights, once batches have overlapped.
+        batches: how many batches have updated the weights without overlap.
+        optimizers: stage → its optimizer; None before the first plan.
+        versions: the versions of the weights; None before batches have overlapped.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Progress:
             model: the model.
             factory: from a stage's parameters to its optimizer; None for a pipe without one.
             clipping: how gradients are clipped; None where they are not.
-            generators: tells torch's generators for the devices, besides that for the CPU.
+            generators: returns torch's generators for the devices, besides that for the CPU.
         """
         self.batches = 0
         self.optimizers: tuple[Optimizer | None, ...] | None = None
@@ -67,26 +67,26 @@ class Progress:
 
     @property
     def weight_versions(self) -> list[int]:
-        """Stage → how many versions of its weights live; empty where batches never overlapped."""
+        """Stage → how many versions of its weights are alive; empty if batches never overlapped."""
         return [] if self.versions is None else self.versions.versions
 
     @property
     def weight_bytes(self) -> list[int]:
-        """Stage → the bytes of those; empty where batches never overlapped."""
+        """Stage → the bytes of these versions; empty if batches never overlapped."""
         return [] if self.versions is None else self.versions.bytes
 
     def state_of(self, traced: Traced) -> dict[str, Tensor]:
-        """Name in the model → its parameter or buffer as it is now, or a graph's constant."""
+        """Name in the model → its current parameter or buffer, or a constant of the graph."""
         parameters = self._model.named_parameters(remove_duplicate=False)
         buffers = self._model.named_buffers(remove_duplicate=False)
         return {**dict(parameters), **dict(buffers), **traced.constants}
 
     def optimizers_of(self, plan: Plan) -> tuple[Optimizer | None, ...]:
-        """Stage → its optimizer; the first plan's stages are those of all.
+        """Stage → its optimizer. All plans have the stages of the first one.
 
         Raises:
-            InputError: the user's function makes none, or a wrong one.
-            CheckpointError: it does not take the state that was restored.
+            InputError: the user's function returns no optimizer, or a wrong one.
+            CheckpointError: an optimizer cannot load the state that was restored.
         """
         if self._factory is None:
             return self._make(plan)
@@ -107,17 +107,17 @@ class Progress:
         return tuple(make_optimizer(self._factory, own) if own else None for own in owned)
 
     def _refuse_unknown(self, plan: Plan) -> None:
-        """See that every parameter that a plan trains is one that the optimizers were made for.
+        """Check that every parameter that a plan trains is one that the optimizers were made for.
 
         Raises:
-            InputError: one has been exchanged since, or is new; no update would reach it.
+            InputError: a parameter was replaced since, or is new; no update would reach it.
         """
         state = dict(self._model.named_parameters(remove_duplicate=False))
         read = {a.target: state[a.target] for stage in plan.stages for a in stage.parameters}
         if not self._offered:
             self._offered = {id(parameter): parameter for parameter in read.values()}
         for name, parameter in read.items():
-            # a leaf module that runs now, in another thread, shows the version that it reads
+            # the module of a leaf that runs now, in another thread, has the version that it reads
             shown = not isinstance(parameter, nn.Parameter)
             if not shown and parameter.requires_grad and id(parameter) not in self._offered:
                 raise InputError(
@@ -131,11 +131,11 @@ class Progress:
         """The versions for a schedule whose batches overlap.
 
         Args:
-            plan: the stages.
-            schedule: tells what they read.
+            plan: the plan, with its stages.
+            schedule: the schedule, with the delay of each stage.
 
         Raises:
-            InputError: an optimizer does not tell what to predict.
+            InputError: weights are to be predicted, and an optimizer has no momentum.
         """
         self._refuse_unknown(plan)
         if self.versions is None:
@@ -154,15 +154,15 @@ class Progress:
         return self.versions
 
     def count(self) -> None:
-        """A batch that overlaps with no other has updated the weights."""
+        """Count a batch that has updated the weights and overlaps with no other."""
         self.batches += 1
         self._history = None
 
     def checkpoint(self, extra: Any = None) -> Checkpoint:
-        """All that a run needs to go on, while no batch is in flight. Tensors are not copied.
+        """Everything needed to go on; no batch may be in flight. Tensors are not copied.
 
         Args:
-            extra: what the user adds.
+            extra: the user's own values.
         """
         names = self._names()
         gradients = {name: p.grad for p, name in names.items() if p.grad is not None}
@@ -182,7 +182,7 @@ class Progress:
         )
 
     def restore(self, saved: Checkpoint, plan: Plan | None = None) -> None:
-        """Go on from a checkpoint, while no batch is in flight.
+        """Go on from a checkpoint; no batch may be in flight.
 
         Args:
             saved: the checkpoint.
@@ -190,7 +190,7 @@ class Progress:
 
         Raises:
             CheckpointError: it is of another model or optimizer. Nothing has changed.
-            InputError: the user's function makes no optimizer for a stage. Nothing has changed.
+            InputError: the user's function returns no optimizer for a stage. Nothing has changed.
         """
         names = self._names()
         parameters = {name: parameter for parameter, name in names.items()}
@@ -213,7 +213,7 @@ class Progress:
         if optimizers is None and plan is not None and self._factory is not None:
             optimizers = self._make(plan)
         restoring = self._restoring(saved.optimizer, optimizers, names)
-        # a signal may not part what belongs together
+        # a signal must not interrupt these changes halfway
         with HeldSignals(wake=lambda: None), torch.no_grad():
             for name, value in (*parameters.items(), *buffers.items()):
                 value.copy_((saved.parameters if name in parameters else saved.buffers)[name])
@@ -235,7 +235,7 @@ class Progress:
                 generator.set_state(state)
 
     def _check_history(self, history: History, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Raises CheckpointError where versions are not such as the parameters can have."""
+        """Raises CheckpointError where the saved versions do not fit the parameters."""
         newest, base = history.newest, history.base
         older = all(0 <= version < newest for version in history.older)
         predicted = all(0 <= version <= newest for version in history.predicted)
@@ -253,7 +253,8 @@ class Progress:
         optimizers: Sequence[Optimizer | None] | None,
         names: Mapping[nn.Parameter, str],
     ) -> Restoring | None:
-        """The optimizers' part, checked; None where it has to wait for them, or there is none."""
+        """The checked state for the optimizers; None where there is none, or it has to wait until
+        the optimizers are made."""
         if self._factory is None:
             if saved is None:
                 return None
@@ -281,7 +282,7 @@ class Progress:
         return None
 
     def _current(self) -> History:
-        """The versions by the first names of parameters."""
+        """The versions, with each parameter under its first name in the model."""
         if self.versions is not None:
             own = self._model.named_parameters(remove_duplicate=False)
             names = self._names()
@@ -302,7 +303,7 @@ def _part(own: Mapping[str, nn.Parameter], names: Iterable[str]) -> dict[str, nn
 
 
 def _check_random(generator: torch.Generator, state: Tensor) -> None:
-    """Raises CheckpointError where a state is none of such a generator's."""
+    """Raises CheckpointError where a generator cannot take a state."""
     try:
         torch.Generator(generator.device).set_state(state)
     except (RuntimeError, TypeError) as error:
@@ -313,14 +314,14 @@ def _check_random(generator: torch.Generator, state: Tensor) -> None:
 
 
 def _kind(tensor: Tensor) -> tuple[Any, ...]:
-    """What a tensor and what is copied to it have in common."""
+    """What must be equal for one tensor to be copied to another."""
     compressed = tensor.layout not in (torch.strided, torch.sparse_coo)
     entries = pieces(tensor)[-1].shape if compressed else ()
     return tensor.dtype, tensor.layout, tensor.shape, entries
 
 
 def _check(kind: str, own: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
-    """Raises CheckpointError at the first of the model's tensors that is not so in another's."""
+    """Raises CheckpointError at the first tensor that differs in name, shape or dtype."""
     for name, tensor in own.items():
         if name not in saved:
             raise CheckpointError(

@@ -1,7 +1,7 @@
 """The versions of one stage's weights, and the update that makes the next one.
 
-An update writes into the memory of a version that nobody will read again, so that a stage with
-delay d has d + 1 buffers and no more.
+An update writes into the memory of a version that no batch will read again, so that a stage with
+delay d needs only d + 1 copies of its weights.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ Versions = Mapping[int, Mapping[str, Tensor]]
 
 @dataclass(frozen=True)
 class History:
-    """The versions that batches to come may read, while no batch is in flight.
+    """The versions that later batches may read, while no batch is in flight.
 
     Attributes:
         newest: the newest version: how many batches have updated the weights. Its values are the
             model's own parameters.
-        base: the oldest that can be read; earlier ones are read as this one.
-        older: the versions before the newest, where batches read them themselves.
-        predicted: what the batches of a version read instead, where that is predicted; the
-            newest among them.
+        base: the oldest version that can be read; batches that ask for earlier ones read this one.
+        older: the versions before the newest; empty where weights are predicted.
+        predicted: version → the predicted weights that its batches read; the newest version
+            included.
     """
 
     newest: int
@@ -44,7 +44,7 @@ class History:
     predicted: Versions = field(default_factory=dict)
 
     def renamed(self, names: Mapping[str, str]) -> History:
-        """The same under other names; without what has none."""
+        """The same under other names; parameters that ``names`` lacks are left out."""
 
         def rename(versions: Versions) -> Versions:
             return {
@@ -56,7 +56,7 @@ class History:
 
 
 def since(versions: Versions, version: int, name: str) -> Tensor | None:
-    """A parameter's value of a version; of the oldest after it where it has none of that."""
+    """A parameter's value in a version, or in the oldest later version that has one."""
     later = [v for v, tensors in versions.items() if v >= version and name in tensors]
     return versions[min(later)][name] if later else None
 
@@ -67,9 +67,9 @@ class StageWeights:
     Attributes:
         newest: the number of the newest version.
         live: version → its tensors. Those of the newest share memory with the model's parameters.
-        predicted: version → the weights that its batches read instead, if they are predicted.
+        predicted: version → the predicted weights that its batches read, if they are predicted.
         undo: version → the optimizer as it was before it made that version.
-        most: the most versions that lived at once.
+        most: the most versions that were alive at once.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class StageWeights:
         self._changes: dict[str, int] = {}
 
     def restart(self, version: int) -> None:
-        """Let the parameters as they are now be this version, and the only one."""
+        """Take the current parameters as this version, and drop all others."""
         self.newest = version
         tensors = {name: _alias(parameter) for name, parameter in self.parameters.items()}
         self.live = {version: tensors}
@@ -102,10 +102,10 @@ class StageWeights:
             self._predict([settings(group) for group in self.optimizer.param_groups])
 
     def resume(self, newest: int, base: int, known: Versions) -> None:
-        """Let the parameters be the newest version, and read these before it.
+        """Take the current parameters as the newest version, and these as the ones before it.
 
-        A parameter that has not all of them, because it was on a stage that needed fewer, is read
-        as the oldest that it has.
+        Where a parameter lacks some of these, because it was on a stage that needed fewer, its
+        oldest value stands for them.
         """
         self.restart(newest)
         for version in range(max(base, newest - self.delay), newest + self.predicts):
@@ -118,7 +118,7 @@ class StageWeights:
             (self.predicted if self.predicts else self.live)[version] = tensors
 
     def kept(self) -> dict[int, Buffers]:
-        """What batches to come may read, as far as it is not the model's parameters."""
+        """The versions that later batches may read, besides the model's parameters."""
         if self.optimizer is None:
             return {}
         source = self.predicted if self.predicts else self.live
@@ -129,11 +129,11 @@ class StageWeights:
         }
 
     def read(self, version: int) -> Buffers:
-        """What the batches of a version read."""
+        """The weights that the batches of a version read."""
         return self.predicted[version] if self.predicts else self.live[version]
 
     def changed(self) -> str | None:
-        """The name of a parameter that somebody else has changed, or exchanged the memory of."""
+        """The name of a parameter that was changed, or whose memory was replaced, from outside."""
         newest = self.live[self.newest]
         for name, parameter in self.parameters.items():
             moved = parameter.data_ptr() != newest[name].data_ptr()
@@ -151,11 +151,11 @@ class StageWeights:
 
         Args:
             gradients: name → the batch's gradient.
-            groups: the settings of the optimizer's groups, as they were when the batch came.
-            slowest: the newest version that every stage has, kept for a failure.
+            groups: the settings of the optimizer's groups when the batch was submitted.
+            slowest: the newest version that every stage has; it is kept for a roll-back.
 
         Returns:
-            The settings that the optimizer itself has changed, for each group.
+            For each group the settings that the optimizer has changed in its step.
         """
         if name := self.changed():
             raise InputError(
@@ -193,7 +193,7 @@ class StageWeights:
         return changed
 
     def _predict(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Make what the batches of the newest version read."""
+        """Predict the weights that the batches of the newest version read."""
         assert self.optimizer is not None
         spare = _retire(self.predicted, self.newest - self.delay)
         tensors = _copied(self.live[self.newest], spare)
@@ -207,25 +207,25 @@ class StageWeights:
         self.predicted[self.newest] = tensors
 
     def forget(self, slowest: int) -> None:
-        """Every stage has this version: what was kept to go back beyond it is dropped."""
-        # of copies: the stage's own device may add at any time
+        """Drop what was kept to roll back to versions before this one, which every stage has."""
+        # over copies of the keys: the stage's own device may add versions meanwhile
         for version in list(self.undo):
             if version <= slowest:
                 self.undo.pop(version, None)
-        if self.predicts:  # nobody reads the older ones themselves
+        if self.predicts:  # batches read predicted weights, never the older versions
             for version in list(self.live):
                 if version < slowest:
                     self.live.pop(version, None)
 
     def trim(self) -> None:
-        """Drop the versions that no batch to come will read."""
+        """Drop the versions that no later batch will read."""
         kept = self.newest if self.predicts else self.newest - self.delay
         for version in list(self.live):
             if version < kept:
                 del self.live[version]
 
     def return_to(self, version: int) -> None:
-        """Go back to an older version, which then is the only one."""
+        """Roll back to an older version, and drop all others."""
         if version < self.newest:
             if version + 1 in self.undo:
                 self.undo[version + 1].put_back()
@@ -233,7 +233,7 @@ class StageWeights:
         self.restart(version)
 
     def _show(self, tensors: Buffers) -> None:
-        """Let the model's parameters be these tensors."""
+        """Make the model's parameters use the memory of these tensors."""
         for name, parameter in self.parameters.items():
             parameter.data = tensors[name].detach()
 
@@ -242,7 +242,7 @@ class StageWeights:
 
 
 def _retire(versions: dict[int, Buffers], needed: int) -> Buffers:
-    """Drop the versions before one; the memory of one of them, for another version."""
+    """Drop the versions before ``needed``. Returns the tensors of one of them, to be reused."""
     spare: Buffers = {}
     for version in sorted(versions):
         if version < needed:
@@ -252,12 +252,12 @@ def _retire(versions: dict[int, Buffers], needed: int) -> Buffers:
 
 
 def _copied(now: Buffers, spare: Buffers) -> Buffers:
-    """A copy of a version, in memory that nobody reads any more where there is some."""
+    """A copy of a version, in the spare tensors where there are any."""
     tensors: Buffers = {}
     sources: list[Tensor] = []
     for name, tensor in now.items():
         if not tensor.requires_grad:
-            tensors[name] = tensor  # nobody changes it: one copy for all versions
+            tensors[name] = tensor  # never changes, so all versions share it
             continue
         target = spare.get(name)
         tensors[name] = torch.empty_like(tensor) if target is None else target
@@ -270,23 +270,23 @@ def _copied(now: Buffers, spare: Buffers) -> Buffers:
 
 
 def _alias(parameter: Tensor) -> Tensor:
-    """The same memory with a version counter of its own.
+    """A tensor with the same memory but a version counter of its own.
 
-    The next update steps the parameter in other memory, and autograd must not take that for a
-    change of this.
+    The next update changes the parameter in other memory, and autograd must not take that for a
+    change of this tensor.
     """
     return parameter.data.requires_grad_(parameter.requires_grad)
 
 
 def _step(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Step an optimizer with settings of its groups that are not those that it shows by now.
+    """Step an optimizer with older settings of its groups.
 
-    A learning-rate scheduler may have changed those already, for a batch that came later. So the
-    step is made by a twin with groups of its own and the same state; what it changes of its own
-    attributes, the optimizer is given.
+    A learning-rate scheduler may have changed the current settings already, for a later batch. So
+    a copy of the optimizer makes the step, with groups of its own and the same state. Attributes
+    that the step changes in the copy are then set in the optimizer.
 
     Returns:
-        The settings that the step has changed, for each group.
+        For each group the settings that the step has changed.
     """
     given = [frozen(group) for group in groups]
     own = zip(optimizer.param_groups, given, strict=True)

@@ -1,16 +1,15 @@
-"""Weights of which several versions live: what steps that overlap without a flush read and write.
+"""Several versions of the weights, for steps that overlap without a flush.
 
 PipeDream-2BW's double buffering (arXiv 2006.09503), for any delay d: batch t reads version
-max(t − d, 0), and the update from batch t writes version t + 1. A stage has d + 1 buffers, and an
-update writes the new version into the one whose version nobody will read again.
+max(t − d, 0), and the update from batch t writes version t + 1. A stage has d + 1 copies of its
+weights, and an update overwrites the one whose version no batch will read again.
 
-After a failure all stages go back to one version. An update that would write over the newest one
-that every stage has therefore waits until the slowest stage has the next: so d + 1 buffers are
-enough for that too. It has to wait where d · m is p − 1, and never where it is more (the paper asks
-m ≥ p); the next forward of any stage needs the slowest stage's update anyway, so that the wait
-takes no time in the long run. A schedule for which it might be a deadlock, see
-``fxpipe.verify.versions``, or where one thread drives all devices, one version more may be kept
-instead while batches are in flight.
+After a failure all stages roll back to the same version, the newest that every stage has. An update
+that would overwrite that version therefore waits until the slowest stage has the next one, so that
+d + 1 copies are enough. It has to wait where d · m is p − 1, and never where it is more (the paper
+asks m ≥ p). The next forward of any stage needs the slowest stage's update anyway, so the wait
+costs no time in the long run. Where it might cause a deadlock, see ``fxpipe.verify.versions``, or
+where one thread runs all devices, one more version may be kept instead while batches are in flight.
 """
 
 from __future__ import annotations
@@ -32,15 +31,15 @@ from fxpipe.torchtools.moments import DeferredNorm
 
 
 class VersionedWeights(Weights):
-    """The parameters of all stages in as many versions as the schedule's delay asks for.
+    """The parameters of all stages, in as many versions as the schedule's delay requires.
 
-    A failure takes all stages back to one version, the newest that every one has had, and what
-    that needs is kept until the last stage has it. Where delays differ, as in PipeDream without
-    vertical sync, a stage may be further ahead of the slowest than its own delay, and then keeps
-    more versions for that than batches read.
+    A failure rolls all stages back to the newest version that every stage has had, so a stage keeps
+    that version until the slowest stage has a newer one. Where delays differ, as in PipeDream
+    without vertical sync, a stage may be further ahead of the slowest than its own delay. It then
+    keeps more versions than its batches read.
 
     Attributes:
-        base: the oldest version that can be read; earlier ones are read as this one.
+        base: the oldest version that can be read; batches that ask for earlier ones read this one.
     """
 
     def __init__(
@@ -52,17 +51,17 @@ class VersionedWeights(Weights):
         predicts: bool = False,
         awaits: bool = False,
     ) -> None:
-        """The parameters as they are now are version 0.
+        """Take the current parameters as version 0.
 
         Args:
             parameters: stage → name in the model → the parameters that it owns.
             optimizers: stage → its optimizer.
-            delays: stage → how many versions behind the newest its batches read.
-            predicts: whether they read predicted weights instead.
+            delays: stage → by how many versions its batches read behind the newest.
+            predicts: whether batches read predicted weights instead.
             awaits: whether an update may wait for another stage's, see ``Versions.awaited``.
 
         Raises:
-            InputError: an optimizer does not tell what to predict.
+            InputError: weights are to be predicted, and an optimizer has no momentum.
         """
         if predicts:
             for optimizer in optimizers:
@@ -86,19 +85,19 @@ class VersionedWeights(Weights):
 
     @property
     def versions(self) -> list[int]:
-        """Stage → how many versions live now. A running update is awaited."""
+        """Stage → how many versions are alive now. It waits for a running update."""
         with self._no_update():
             return [len(stage.live) + len(stage.predicted) for stage in self._stages]
 
     @property
     def most_versions(self) -> list[int]:
-        """Stage → the most versions that ever lived at once."""
+        """Stage → the most versions that were ever alive at once."""
         return [stage.most for stage in self._stages]
 
     @property
     def bytes(self) -> list[int]:
-        """Stage → the bytes of all its versions; memory that several share counts once. A running
-        update is awaited."""
+        """Stage → the bytes of all its versions; shared memory counts once. It waits for a running
+        update."""
         with self._no_update():
             held = [(*s.live.values(), *s.predicted.values()) for s in self._stages]
             storages = [
@@ -108,7 +107,7 @@ class VersionedWeights(Weights):
 
     @contextmanager
     def _no_update(self) -> Iterator[None]:
-        """Inside no update runs: one has a version less, or one in the making."""
+        """Inside the block no update runs, which would have a version dropped or half made."""
         with self._lock:
             self._lock.wait_for(lambda: self._running == 0)
             yield
@@ -119,14 +118,14 @@ class VersionedWeights(Weights):
         state: Mapping[str, Tensor],
         deferred: Sequence[DeferredNorm] = (),
     ) -> None:
-        """Bind a plan, while no batch is in flight.
+        """Bind a plan; no batch may be in flight.
 
         Parameters that were changed since the last batch become the only version.
 
         Args:
             stages: the plan's stages.
             state: name in the model → parameter, buffer or constant.
-            deferred: the calls of BatchNorm whose statistics are updated once a batch.
+            deferred: the BatchNorm calls whose statistics are updated once per batch.
         """
         if any(stage.changed() for stage in self._stages):
             self.base = self.slowest
@@ -148,18 +147,18 @@ class VersionedWeights(Weights):
         return History(newest, self.base, older=kept)
 
     def resume(self, history: History) -> None:
-        """Go on from a checkpoint, of which the parameters are the newest version already."""
+        """Go on from a checkpoint whose newest version the parameters already have."""
         known = history.predicted if any(s.predicts for s in self._stages) else history.older
         self.base = max(history.base, min(known, default=history.newest))
         for stage in self._stages:
             stage.resume(history.newest, self.base, known)
 
     def expect(self, batch: int) -> None:
-        """A batch comes: its update will use the optimizers' settings as they are now."""
+        """Register a batch; its update will use the current settings of the optimizers."""
         with self._lock:
             for index, stage in enumerate(self._stages):
                 if stage.optimizer is not None:
-                    # what a learning-rate scheduler asks for, which warns of a wrong order
+                    # learning-rate schedulers check this flag, and warn of a wrong order
                     stage.optimizer._opt_called = True  # type: ignore[attr-defined]
                     groups = [frozen(group) for group in stage.optimizer.param_groups]
                     self._groups[index, batch] = groups
@@ -188,7 +187,7 @@ class VersionedWeights(Weights):
                 each.forget(slowest)
 
     def _carry(self, stage: int, changed: Sequence[Mapping[str, Any]]) -> None:
-        """What an optimizer has changed in its groups holds for the batches to come."""
+        """Use the settings that an optimizer's step has changed for later batches, too."""
         optimizer = self._stages[stage].optimizer
         if optimizer is None or not any(changed):
             return
@@ -199,10 +198,10 @@ class VersionedWeights(Weights):
                     group.update(values)
 
     def recover(self) -> int:
-        """After ``stop``: put all stages back to the newest version that every one has.
+        """After ``stop``: roll all stages back to the newest version that every stage has.
 
         Returns:
-            That version, which is then the only one: so many batches count on every stage.
+            That version, which is then the only one. It is the number of batches that count.
         """
         version = self.base = self.slowest
         with torch.no_grad():
@@ -214,28 +213,27 @@ class VersionedWeights(Weights):
 
     @property
     def defers(self) -> bool:
-        """Whether statistics of BatchNorm wait for the end of a batch's forwards."""
+        """Whether BatchNorm statistics are updated only at the end of a batch's forwards."""
         return bool(self._deferred)
 
     def gathered(self, written: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What a device has written to buffers at the end of a batch's forwards.
+        """The values of the buffers that a device has written in a batch's forwards.
 
         Args:
-            written: name → the newest value; moments of deferred statistics among them.
+            written: name → the newest value, or the moments for a deferred statistic.
         """
         return moments.commit(self._deferred, {**self._state, **written}, written)
 
     def trim(self) -> None:
-        """No batch is in flight: keep the versions that the next one may read, and no others.
+        """Keep only the versions that the next batch may read; no batch may be in flight.
 
-        A stage that did not wait for the slowest may have kept one more, to go back to if
-        something had failed.
+        A stage that did not wait for the slowest may have kept one more for a roll-back.
         """
         for stage in self._stages:
             stage.trim()
 
     def commit(self, state: Mapping[str, Tensor]) -> None:
-        """Make what was written to buffers the model's."""
+        """Write these values to the model's buffers."""
         with torch.no_grad():
             for name, value in state.items():
                 self._state[name].copy_(value)
