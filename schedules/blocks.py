@@ -1,9 +1,9 @@
 """Building blocks: a V-shaped schedule from the times of one micro-batch (arXiv 2405.15362).
 
-Where every task takes one unit of time, a device of a V has six units of work a micro-batch. A
-block says when it does four of them, those that other devices wait for; repeating it every six
-units gives a schedule whose memory is in proportion to the block's length. The weight gradients
-fill what is left.
+If every task takes one unit of time, a device with a V-shaped placement has six units of work per
+micro-batch. A block has the times of four of them, those that other devices wait for. Repeating it
+every six units gives a schedule whose memory is proportional to the block's length. The weight
+gradients fill the gaps.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ back up."""
 def repeat(
     block: Block, devices: int, microbatches: int, limit: int
 ) -> tuple[tuple[Task, ...], ...]:
-    """Device → its forwards and gradients, the blocks pushed together.
+    """Device → its forwards and gradients, with the blocks moved together.
 
-    Unit by unit, each device runs the next task of its blocks if its inputs are there and its
-    stash has room, else the weight gradient that has waited longest, else nothing.
+    In each unit of time, each device runs the next task of its blocks if its inputs are there and
+    its stash is below the limit, else the weight gradient that has waited longest, else nothing.
 
     Args:
         block: the times of one micro-batch.
@@ -77,7 +77,8 @@ def _order(block: Block, device: int, devices: int, microbatches: int) -> list[T
 
 
 def _needs(task: Task, devices: int) -> set[Task]:
-    """What is done before the task on whatever device: its forward, and its neighbour's part."""
+    """The tasks that must be done before this one, on any device: its forward, and the same
+    micro-batch's task on the neighbouring stage."""
     i, stage = task.microbatch, task.stage
     assert i is not None
     assert stage is not None

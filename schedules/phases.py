@@ -1,4 +1,4 @@
-"""Phases: a row written in words, as a figure is read from left to right."""
+"""Phases: a device's row as a string of words, as in a figure from left to right."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from fxpipe.ir.task import Task
 
 
 def spell(words: str, stages: tuple[int, ...], microbatches: int) -> Iterator[Task]:
-    """The tasks that the words say.
+    """The tasks that the words stand for.
 
     A word is a letter and which of the device's stages, from 0: "F0" is the forward of that
     stage's next micro-batch, "B1" or "I1" the next backward of the other. "W" is the weight
     gradient that has waited longest.
 
-    Micro-batches from ``microbatches`` on are left out: a row that needs many to unfold serves
-    few too, as a right order stays right when a micro-batch is taken out of all of it.
+    Micro-batches from ``microbatches`` on are left out. So a row for many micro-batches also works
+    for few: a valid order stays valid when a micro-batch is removed from all devices.
     """
     forwards: Counter[int] = Counter()
     backwards: Counter[int] = Counter()

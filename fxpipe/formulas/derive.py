@@ -57,7 +57,7 @@ REGIONS = (
     Region(Eq(Mod(m, p), 0), lambda p, m: m % p == 0),
     Region(And(Ge(p, 2), Eq(Mod(m, p), 0)), lambda p, m: p >= 2 and m % p == 0),
 )
-"""From the widest on; the first in which a form is right everywhere is taken."""
+"""The regions to try, the widest first; the first in which a form is right everywhere is taken."""
 
 DEVICES = (1, 2, 3, 4, 5, 6)
 """Of the samples."""
@@ -66,11 +66,11 @@ CHUNKS_DEVICES = (1, 2, 3, 4)
 """Of the samples, where the number of stages a device varies too."""
 
 FEWEST = 12
-"""Samples that a region must have."""
+"""The least number of samples in a region."""
 
 
 def microbatches_for(devices: int) -> tuple[int, ...]:
-    """Micro-batches of the samples: few, and around the numbers at which schedules change."""
+    """The numbers of micro-batches to sample: a few around those at which schedules change."""
     counts = {1, 2, 3, 4, 5, 7, *(k * devices + d for k in (1, 2, 3) for d in (-1, 0, 1))}
     return tuple(sorted(count for count in counts if count > 0))
 
@@ -168,7 +168,7 @@ def recipe_formulas(
 
 
 def _program(schedule: Schedule, steps: int) -> Program:
-    """The lists of so many steps, without what takes no time and moves nothing."""
+    """The lists of so many steps, without instructions that take no time and move nothing."""
     program = chain_program(schedule.verify(), frees=False)
     return unroll(program, steps)
 
@@ -248,9 +248,9 @@ class _Fitting:
 
 
 def _forms(envelopes: Mapping[Point, Envelope]) -> list[tuple[Fitted, ...]] | None:
-    """Linear forms with fitted coefficients, whose greatest is right at all points.
+    """Linear forms with fitted coefficients, whose maximum is right at all points.
 
-    Where a form is the greatest for one point, a form of its kind is taken to be so for others.
+    A form that is the maximum at one point is assumed to be matched by a similar one at others.
     """
     far = sorted(envelopes, key=lambda x: (x[0] * x[1], x))
     forms: list[tuple[Fitted, ...]] = []
@@ -275,18 +275,18 @@ def _constants(found: Envelope) -> list[list[Expr]]:
 
 
 def _greatest(forms: Sequence[Sequence[Expr]], basis: Basis) -> Expr:
-    """The greatest of some linear forms in the basic times."""
+    """The maximum of some linear forms in the basic times."""
     return Max(*(_neat(basis.form(form)) for form in forms))
 
 
 def _neat(form: Expr) -> Expr:
-    """With what all micro-batches' tasks have in common in front."""
+    """The form with the common factor of all micro-batch tasks in front."""
     once = [time(letter) for letter, kind in KINDS.items() if not kind.per_microbatch]
     rest = form.subs(dict.fromkeys(once, 0))
     return factor(form - rest) + factor(rest)
 
 
 def _share(work: Expr, devices: Expr, through: Expr) -> Expr:
-    """What is left of the devices' time."""
+    """The fraction of the devices' time that is not work."""
     rest = 1 - factor(work) / (devices * through)
     return rest if through.has(Max, Mod, Piecewise, floor) else factor(cancel(rest))

@@ -1,9 +1,9 @@
-"""How long a program takes, for all times of its tasks at once.
+"""The makespan of a program as a function of the times of its tasks.
 
 A run ends when its longest path ends, and a path's time is linear in the times of its tasks. So
-the makespan is the greatest of some linear forms, of which few are ever the greatest. They are
-found by simulating at chosen times, and known to be all when the greatest of them is right on
-every edge of the regions in which each is the greatest: it is convex, and so nowhere too small.
+the makespan is the maximum of some linear forms, few of which are ever the maximum. They are found
+by simulating at chosen times. All are found when their maximum is right on every edge of the
+regions in which each is the maximum: the makespan is convex, so the maximum is nowhere too small.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from math import gcd
 Vector = tuple[int, ...]
 
 Longest = Callable[[Vector], Vector]
-"""Times → how often each counts in what is longest at these times."""
+"""Times → how often each of them counts in the longest path at these times."""
 
 
 @dataclass(frozen=True)
 class Envelope:
-    """The greatest of some linear forms over a cone of times.
+    """The maximum of some linear forms over a cone of times.
 
     Attributes:
-        forms: the coefficients of each; none could be left out.
-        rays: the edges of the regions in which each is the greatest.
+        forms: the coefficients of each form; every form is the maximum somewhere.
+        rays: the edges of the regions in which each form is the maximum.
     """
 
     forms: frozenset[Vector]
@@ -35,17 +35,17 @@ class Envelope:
         return greatest(self.forms, times)
 
     def form_at(self, times: Vector) -> Vector:
-        """A form that is the greatest at some times."""
+        """A form that is the maximum at these times."""
         return max(self.forms, key=lambda form: (dot(form, times), form))
 
     def equals(self, forms: Sequence[Vector]) -> bool:
-        """Whether some forms have the same greatest everywhere in the cone."""
+        """Whether these forms have the same maximum everywhere in the cone."""
         return self.forms <= set(forms) and all(
             greatest(forms, ray) == self.at(ray) for ray in self.rays
         )
 
     def middles(self) -> Iterator[Vector]:
-        """For each form, times at which it is the greatest alone."""
+        """For each form, times at which it alone is the maximum."""
         for form in sorted(self.forms):
             yield _middle(form, self.forms, self.rays)
 
@@ -54,9 +54,9 @@ def envelope(longest: Longest, walls: Sequence[Vector], most: int = 16) -> Envel
     """The forms of a run, or None where there are more than ``most``.
 
     Args:
-        longest: simulates.
-        walls: of the cone of times: each times a vector in it is at least 0.
-        most: of forms.
+        longest: simulates the program at given times.
+        walls: bound the cone of times: the dot product of each with a vector in it is at least 0.
+        most: the greatest number of forms.
     """
     size = len(walls[0])
     edges = set(_rays(set(), walls, size))
@@ -87,7 +87,7 @@ def greatest(forms: Sequence[Vector] | set[Vector] | frozenset[Vector], times: V
 
 
 def _alone(form: Vector, forms: set[Vector], rays: set[Vector]) -> bool:
-    """Whether nothing else is as great in the middle of a form's region."""
+    """Whether no other form is as great in the middle of this form's region."""
     middle = _middle(form, forms, rays)
     return all(other == form or dot(other, middle) < dot(form, middle) for other in forms)
 

@@ -1,4 +1,4 @@
-"""Find the polynomial that exact samples lie on, or a few that take turns."""
+"""Finds a polynomial that meets exact samples, or a combination of a few polynomials."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ _SPARE = 3
 """Samples beyond those that decide the coefficients: the polynomial must meet these too."""
 
 _VALUES = 3
-"""Of each variable that varies: two decide what is linear in it, and a third one tells."""
+"""Values of each variable that varies: two determine a linear function, and a third checks it."""
 
 
 class Fitted(Protocol):
-    """What meets all samples."""
+    """A function that meets all samples."""
 
     def at(self, point: Point) -> Fraction:
         """Its value."""
         ...
 
     def expression(self, symbols: Sequence[Symbol]) -> Expr:
-        """The same for people."""
+        """The function as a sympy expression."""
         ...
 
 
 @dataclass(frozen=True)
 class Polynomial:
-    """Of degree at most 1 in each variable.
+    """A polynomial of degree at most 1 in each variable.
 
     Attributes:
-        terms: which variables a product is of, as a 0 or 1 for each → its coefficient, not 0.
+        terms: the exponents of a product, 0 or 1 for each variable → its coefficient, not 0.
     """
 
     terms: Mapping[Point, Fraction]
@@ -97,7 +97,7 @@ class Periodic:
 
 @dataclass(frozen=True)
 class Extreme:
-    """The least, or the greatest, of two polynomials."""
+    """The minimum or the maximum of two polynomials."""
 
     of: tuple[Polynomial, Polynomial]
     least: bool
@@ -124,9 +124,9 @@ def fit(samples: Samples) -> Fitted | None:
 
 
 def polynomial(samples: Samples) -> Polynomial | None:
-    """The polynomial that meets all samples; None also where they are too few to tell.
+    """The polynomial that meets all samples; None also where there are too few samples.
 
-    Where a variable hangs on another throughout, such as m = p, it is left out.
+    A variable that is a function of another one in all samples, such as m = p, is left out.
     """
     size = len(next(iter(samples), ()))
     values = [len({x[k] for x in samples}) for k in range(size)]

@@ -47,8 +47,8 @@ class Formula:
 
     Attributes:
         expression: in p, m, v, s, T and the times of tasks.
-        where: the region of p and m that it holds in, as far as it was tried.
-        samples: at how many points it equals the simulation for all times of the tasks.
+        where: the region of p and m in which it holds, as far as it was tried.
+        samples: the number of points at which it equals the simulation for all times of tasks.
     """
 
     expression: Expr
@@ -58,14 +58,14 @@ class Formula:
 
 @dataclass(frozen=True)
 class Formulas:
-    """Closed forms of what a schedule takes and keeps.
+    """Closed forms of a schedule's makespan, bubble and stash.
 
-    Stages take equal times and transfers take none. ``makespan`` counts everything. ``bubble``
-    and ``bubble_size`` take what comes once a step, such as an update, to take no time.
+    All stages take the same time and transfers take none. ``makespan`` counts everything. In
+    ``bubble`` and ``bubble_size`` tasks that come once per step, such as updates, take no time.
 
     Attributes:
-        name: the schedule's.
-        given: what was taken to be known of the times of tasks.
+        name: the schedule's name.
+        given: the assumptions about the times of tasks.
         found: quantity → its closed form, where there is one.
     """
 
@@ -75,12 +75,12 @@ class Formulas:
 
     @property
     def makespan(self) -> Expr:
-        """Until everything is done."""
+        """The time until everything is done."""
         return self["makespan"].expression
 
     @property
     def bubble(self) -> Expr:
-        """Share of the devices' time that is idle until the last micro-batch is through."""
+        """The idle fraction of the devices' time until the last micro-batch is finished."""
         return self["bubble"].expression
 
     @property

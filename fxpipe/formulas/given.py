@@ -1,4 +1,4 @@
-"""What is known of the times of tasks: which are equal, and which are not above another."""
+"""Assumptions about the times of tasks: which are equal, and which are at most another."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from fxpipe.formulas.formulas import time
 
 @dataclass(frozen=True)
 class Basis:
-    """The times that are left when equal ones are written as one.
+    """The independent (basic) times that are left when equal times are replaced by one.
 
     Attributes:
         symbols: the basic times.
         columns: letter → how often each basic time is in that of the task, times ``scale``.
-        walls: each, times the basic times, is at least 0.
-        scale: what makes all of ``columns`` whole.
+        walls: vectors whose dot product with the basic times is at least 0.
+        scale: the factor that makes all of ``columns`` integers.
     """
 
     symbols: tuple[Symbol, ...]
@@ -43,10 +43,10 @@ class Basis:
 
 
 def basis(letters: Sequence[str], given: Sequence[Relational]) -> Basis:
-    """Take equal times for one, and keep the other relations as they are.
+    """Replace equal times by one, and keep the other relations as bounds.
 
     Args:
-        letters: of the tasks.
+        letters: the letters of the tasks.
         given: such as ``Eq(time("I"), time("F"))`` or ``time("W") <= time("F")``; both sides are
             sums of times, each with a factor.
 
@@ -88,7 +88,7 @@ def basis(letters: Sequence[str], given: Sequence[Relational]) -> Basis:
 
 
 def _solved(difference: Expr) -> tuple[Symbol, Expr]:
-    """One of the times, as a sum of the others that takes none of them away if there is one."""
+    """One of the times as a sum of the others, if possible without negative terms."""
     solutions = [
         (symbol, value)
         for symbol in sorted(difference.free_symbols, key=str, reverse=True)
@@ -102,7 +102,7 @@ def _solved(difference: Expr) -> tuple[Symbol, Expr]:
 
 
 def _difference(relation: Relational) -> Expr:
-    """What is 0, or at least 0, where a relation holds."""
+    """The expression that is 0, or at least 0, where a relation holds."""
     if isinstance(relation, Eq | GreaterThan | StrictGreaterThan):
         return expand(relation.lhs - relation.rhs)
     if isinstance(relation, LessThan | StrictLessThan):

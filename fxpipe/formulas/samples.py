@@ -1,4 +1,4 @@
-"""What a schedule takes and keeps, exactly, for given counts and any times of its tasks."""
+"""A schedule's exact makespan, bubble and stash, for given counts and all times of its tasks."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ class Paths:
     _known: dict[tuple[Vector, bool], list[list[int]]] = field(default_factory=dict)
 
     def work(self) -> Vector:
-        """All tasks of micro-batches, on all devices."""
+        """The time of all micro-batch tasks on all devices."""
         own = [self._work(device) for device in range(self.program.devices)]
         return tuple(map(sum, zip(*own, strict=True)))
 
     def after_all(self) -> Vector | None:
-        """What each device does after all else, behind a barrier: what comes once a step.
+        """The time of a device's once-per-step tasks, which come last, after a barrier.
 
-        None where that is not the same on all devices, or comes earlier.
+        None where they differ between devices, or come earlier.
         """
         found: set[Vector] = set()
         for list_ in self.program.lists:
@@ -59,19 +59,19 @@ class Paths:
         return found.pop() if len(found) == 1 else None
 
     def makespan(self, times: Vector) -> Vector:
-        """Until everything is done."""
+        """The time until everything is done."""
         ends = self._ends(times, once=True)
         return self._digits(max(own[-1] for own in ends if own))
 
     def through(self, times: Vector) -> Vector:
-        """Until the last micro-batch is through, where what comes once a step takes no time."""
+        """The time until the last micro-batch is finished; once-per-step tasks take no time."""
         ends, tasks = self._ends(times, once=False), self._tasks
         return self._digits(max(ends[d][at[-1]] for d, at in enumerate(tasks) if at))
 
     def size(self, times: Vector) -> Vector:
         """The most that a device idles between its first task and its last, such as −2 T_W.
 
-        What comes once a step takes no time.
+        Once-per-step tasks take no time.
         """
         ends, tasks = self._ends(times, once=False), self._tasks
         return max(
@@ -138,7 +138,7 @@ class Paths:
         return (sum(map(len, self.program.lists)) * most + 1).bit_length()
 
     def _encoded(self, column: Vector, times: Vector) -> int:
-        """The time of a task, and behind it the counts of what it is made of."""
+        """The time of a task as an integer, with counts of its basic times in the low digits."""
         code = dot(column, times)
         for count in reversed(column):
             code = (code << self._shift) + count
@@ -201,7 +201,7 @@ class Sample:
 
 
 def sample(program: Program, times: Bases) -> Sample:
-    """Simulate a program at as many times as it takes to know it for all.
+    """Simulate a program at enough times of tasks to know its results for all times.
 
     Args:
         program: the lists of all its steps.

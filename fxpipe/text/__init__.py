@@ -1,1 +1,1 @@
-"""The text forms: what each representation prints, its parser reads back to an equal value."""
+"""The text form of each representation: its parser reads what it prints back to an equal value."""

@@ -1,4 +1,4 @@
-"""An instruction and how it is launched, as one line of text, and back."""
+"""Prints an instruction and how it is launched as one line of text, and parses it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from fxpipe.text.edge import is_name
 from fxpipe.text.scan import Scanner
 
 STARTS = re.compile(r"(?:stream|wait|record)=")
-"""With what the rest of a line begins that says how its instruction is launched."""
+"""The words with which the launch part of a line begins."""
 
 _STREAM = re.compile(r"[a-z]+[0-9]*")
 _MARKS = re.compile(r"'+|\++")

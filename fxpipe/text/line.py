@@ -1,4 +1,4 @@
-"""One line of text read as Python, the exact place of what is wrong in it, and dotted paths."""
+"""Reads a line of text as Python, with the exact column of an error in it, and dotted paths."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def lines_of(text: str, first_line: int = 1) -> list[Line]:
 _INDEX = re.compile(r"0|[1-9][0-9]{0,8}")
 
 ROOTS = ("self", "torch", "operator", "math", "fxpipe")
-"""What a path may start from. They win over a node of the same name."""
+"""The names a path may start with. They take precedence over a node of the same name."""
 
 
 @dataclass(frozen=True)

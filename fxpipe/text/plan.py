@@ -176,11 +176,11 @@ class BodyReader:
         return Body(tuple(arguments["parameter"]), tuple(arguments["buffer"]), tuple(writes), graph)
 
     def _is_inside(self, line: Line) -> bool:
-        """Whether a line belongs to the graph above: it is indented, or says nothing."""
+        """Whether a line belongs to the graph above: it is indented or blank."""
         return line.is_blank or line.indent > 0
 
     def peek(self) -> Line | None:
-        """The next line that says something."""
+        """The next line that is not blank."""
         while self.position < len(self.lines):
             if not self.lines[self.position].is_blank:
                 return self.lines[self.position]
@@ -188,7 +188,7 @@ class BodyReader:
         return None
 
     def next(self, missing: str) -> Line:
-        """Take the next line that says something; ``missing`` is the error if there is none."""
+        """Take the next line that is not blank; ``missing`` is the error if there is none."""
         line = self.peek()
         if line is None:
             last = self.lines[-1]

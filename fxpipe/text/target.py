@@ -1,11 +1,11 @@
 """The functions that a graph's text may name, and their names. Naming one never runs anything.
 
-A graph that was parsed is a program: running it runs the functions that it names. So a text names
-what computes, of a list that holds what graphs of models hold: the operators of aten, prims and
-fxpipe, those that take graphs, such as cond, PyTorch's functions of tensors, the operators of
-Python and its math. Nothing else can be named, no private name and nothing that imports, loads or
-writes: neither by a path nor as a method or an attribute of a value. What a caller lists beside
-it, such as an operator of one's own, can.
+A parsed graph is a program: running it runs the functions that it names. So a text may name only
+functions of a fixed list, those that occur in graphs of models: the operators of aten, prims and
+fxpipe, higher-order operators such as cond, PyTorch's functions of tensors, and the functions of
+Python's operator and math modules. Nothing else can be named: no private name, and nothing that
+imports, loads or writes, neither by a path nor as a method or attribute of a value. A caller can
+list further functions, such as custom operators.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _BEYOND_TENSORS = (
     *("from_file", "_print", "set_data"),
     *("_cufft_clear_plan_cache", "_cufft_set_plan_cache_max_size", "_test_warn_in_autograd"),
 )
-"""Operators of aten that open files, write to the terminal, or set what others see."""
+"""Operators of aten that open files, write to the terminal, or change global state."""
 
 _PYTHON = (
     *("abs", "add", "and_", "concat", "contains", "countOf", "eq", "floordiv", "ge", "getitem"),
@@ -77,10 +77,10 @@ _NOT_ON_TENSORS = frozenset(
         *("data_ptr", "const_data_ptr"),
     )
 )
-"""Methods of tensors that call functions, or hand out memory or what can write files."""
+"""Methods of tensors that call functions, or return memory or objects that can write files."""
 
 CALL_FORM = "function"
-"""How a function that has no name here is printed; it can be read by people only."""
+"""How a function without a name here is printed; the parser does not read it back."""
 
 
 @functools.cache
@@ -141,7 +141,7 @@ def print_function(function: Function) -> str:
 
 
 def named(functions: Iterable[Function]) -> dict[str, Function]:
-    """Functions by the names with which they are printed; an operator's overloads with it.
+    """Functions by the names with which they are printed; for an operator also its overloads.
 
     Raises:
         InputError: something is no function.
