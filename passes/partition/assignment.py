@@ -1,4 +1,4 @@
-"""The partition: which stage computes which node of a graph, and what it may not part.
+"""The partition: which stage computes which node of a graph, and which nodes share a stage.
 
 before:  conv_1, relu_1, conv_2, relu_2            (in the order of the program)
 after:   {"conv_1": 0, "relu_1": 0, "conv_2": 1, "relu_2": 1}
@@ -28,9 +28,9 @@ class Verdict:
 
     Attributes:
         loads: stage → load, for one micro-batch.
-        bound: seconds that the slowest stage takes at least, in any cut that is asked for by
-            ``condition``.
-        together: submodules that no cut may part.
+        bound: a lower bound on the seconds of the slowest stage, for all cuts that ``condition``
+            describes.
+        together: submodules that must not be cut.
     """
 
     loads: tuple[Load, ...]
@@ -39,7 +39,7 @@ class Verdict:
 
     @property
     def condition(self) -> str:
-        """What every cut does that the bound is for."""
+        """Which cuts the bound holds for, in words."""
         kept = f" and keep {', '.join(self.together)} together" if self.together else ""
         return f"add up gradients in the model's order{kept}"
 
@@ -50,7 +50,7 @@ class Verdict:
 
     @property
     def gap(self) -> float:
-        """By which part of the bound the slowest stage may be too slow, at most; 0 is the best."""
+        """How far the slowest stage is above the bound, relative to it; 0 is proven the best."""
         return max(self.slowest / self.bound - 1, 0.0) if self.bound else 0.0
 
 
@@ -59,7 +59,7 @@ class Assignment:
     """Which stage computes what.
 
     Attributes:
-        stages: how many there are.
+        stages: how many stages there are.
         nodes: node name → stage, for every node that computes.
         verdict: how well it is balanced, where it was made by costs.
     """
@@ -70,7 +70,7 @@ class Assignment:
 
 
 def one_stage(traced: Traced) -> Assignment:
-    """The whole graph as one stage, in which its nodes are measured."""
+    """The whole graph as one stage; so its nodes are measured."""
     return Assignment(1, {node.name: 0 for node in compute_nodes(traced.graph)})
 
 
@@ -95,13 +95,11 @@ def readers(traced: Traced) -> dict[str, list[fx.Node]]:
 
 
 def differentiable(traced: Traced, trained: Collection[str]) -> dict[fx.Node, None]:
-    """The nodes through which a gradient may come back, in order.
-
-    A node that does not tell its value may be one of them.
+    """The nodes that may get a gradient, in order. A node of unknown value counts as one.
 
     Args:
         traced: the graph.
-        trained: the placeholders that get a gradient; with leaf modules every value may.
+        trained: the placeholders that get a gradient; with leaf modules any value may get one.
     """
     found: dict[fx.Node, None] = {}
     for node in traced.graph.nodes:
@@ -123,10 +121,10 @@ def compute_nodes(graph: fx.Graph) -> list[fx.Node]:
 
 
 def in_order(traced: Traced) -> list[fx.Node]:
-    """The compute nodes in an order of the program in which cuts cost least.
+    """The compute nodes in the order of the program, but with constants right before their use.
 
-    What depends on no input of the call, such as a weight's cast to another type, comes right
-    before its first use, so that no cut falls between the two.
+    A constant is computed from parameters and buffers only, such as a weight that is cast to
+    another dtype. No cut should fall between it and its first use.
     """
     waiting: set[fx.Node] = set()
     constant = _constant(traced)
@@ -149,7 +147,7 @@ def in_order(traced: Traced) -> list[fx.Node]:
 
 
 def _constant(traced: Traced) -> set[fx.Node]:
-    """The nodes that depend on no input of the call, but on parameters and buffers at most."""
+    """The nodes that depend on no input of the call, only on parameters and buffers, if at all."""
     held = {argument.name for argument in (*traced.parameters, *traced.buffers)}
     found: set[fx.Node] = set()
     for node in compute_nodes(traced.graph):
@@ -179,13 +177,16 @@ def kept_together(nodes: Sequence[fx.Node], modules: Sequence[str]) -> Iterator[
 
 
 def bonds(traced: Traced, nodes: Sequence[fx.Node]) -> Iterator[list[fx.Node]]:
-    """Nodes that must share a stage.
+    """Groups of nodes that must share a stage:
 
-    An operation and the parts of its result; what says how a module draws, and that module; a copy
-    and the module that may work on it in place, which autograd allows on no stage's input; what
-    depends on no input and its first use, or, as a counter of calls that nothing uses, its module's
-    first call; all that reads or writes a buffer which is written, for the next micro-batch reads
-    what this one wrote; all calls of leaf modules that share a parameter or buffer.
+    - an operation with several results, and the nodes that pick one of them;
+    - ``draw_from``, which seeds a leaf module, and that module;
+    - a copy, and the module that may change it in place: autograd allows that on no stage input;
+    - a constant, which depends on no input, and its first use. A constant that nothing uses, such
+      as a counter of calls, shares a stage with its module's first node;
+    - all nodes that read or write a buffer that is written, because the next micro-batch reads
+      what this one wrote;
+    - all calls of leaf modules that share a parameter or buffer.
 
     Args:
         traced: the graph.
@@ -224,7 +225,7 @@ def bonds(traced: Traced, nodes: Sequence[fx.Node]) -> Iterator[list[fx.Node]]:
 
 
 def is_part(node: fx.Node) -> bool:
-    """Whether a node picks one result out of an operation that has several."""
+    """Whether a node picks one of an operation's several results."""
     return (
         node.op == "call_function"
         and getattr(node.target, "__name__", "") == "getitem"

@@ -1,14 +1,15 @@
-"""What of a graph no cut parts: its nodes as atoms, with the values that go between them.
+"""Group the nodes of a graph into atoms, which are never cut, with the values between them.
 
 before:  conv, view, getitem_0, getitem_1, mul     (nodes)
 after:   [conv, view], [split, getitem_0, getitem_1], [mul]
 
-Besides what is bound by its meaning, a view stays with the tensor that it shows. What a bond
-encloses joins it, so that the atoms have no cycle.
+Nodes that must share a stage (``bonds``) form an atom; a view also joins the tensor that it shows.
+Nodes on a path between two nodes of an atom join it, so that the atoms have no cycle.
 
-Those that read one value come in the order of the program, none in an earlier stage than one
-before it: autograd adds their gradients from the last to the first, and so do the stages. A cut may
-be slower for that, with ``together`` much slower; what is proven of cuts is proven of these.
+The readers of one value stay in the order of the program: none is in an earlier stage than a reader
+before it. Autograd adds their gradients from the last to the first, and the stages must add them in
+the same order. This can make the best cut slower, with ``together`` much slower; the bounds that
+are proven hold for cuts that keep this order.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ class Footprint:
         resident: parameter or buffer, by its name in the model → bytes, with its gradient,
             optimizer state and versions.
         saved: node → bytes that it keeps for the backward of a micro-batch.
-        undo: parameter → bytes that are kept from its update on, to go back to, when nothing is
-            saved any more.
+        undo: parameter → bytes that are kept after its update, to be able to undo it. By then the
+            backward's saved values are freed.
     """
 
     resident: Mapping[str, int] = field(default_factory=dict)
@@ -56,8 +57,8 @@ class Atoms:
 
     Attributes:
         nodes: atom → its nodes, in the order of the program.
-        work: what they cost.
-        layers: atom → the submodule of the model's own that it belongs to, or its first node.
+        work: the costs of the atoms.
+        layers: atom → the direct submodule of the model that it belongs to, or else its first node.
     """
 
     nodes: tuple[tuple[fx.Node, ...], ...]
@@ -134,7 +135,7 @@ def _values(
 def _turns(
     traced: Traced, ordered: Sequence[fx.Node], back: Container[fx.Node]
 ) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Each two that read a value one after the other, and both hand a gradient back to it."""
+    """Each pair of consecutive readers of a value that both send a gradient back to it."""
     place = {node: index for index, node in enumerate(ordered)}
     for node in traced.graph.nodes:
         if node in back:
@@ -156,12 +157,12 @@ def _joined(
     bound: Iterable[Sequence[fx.Node]],
     turns: Iterable[tuple[fx.Node, fx.Node]],
 ) -> list[list[fx.Node]]:
-    """The nodes in groups that hold what is bound, and no cycle between them.
+    """The nodes in groups, with no cycle between groups.
 
     Args:
-        nodes: in an order in which every edge runs forward.
-        bound: nodes that share a group.
-        turns: pairs of which the first may not come after the second.
+        nodes: the nodes, in an order in which every edge runs forward.
+        bound: lists of nodes that must share a group.
+        turns: pairs of nodes of which the first must not be in a later group than the second.
     """
     number = {node: index for index, node in enumerate(nodes)}
     root = list(range(len(nodes)))
@@ -199,7 +200,7 @@ def _joined(
 
 
 def _strongly_connected(sources: Mapping[int, set[int]]) -> Iterator[list[int]]:
-    """The components of a graph all of whose members reach each other (Tarjan, 1972)."""
+    """The strongly connected components of a graph (Tarjan, 1972)."""
     seen: dict[int, int] = {}
     low: dict[int, int] = {}
     stack: list[int] = []

@@ -30,7 +30,7 @@ def balance(
     together: Sequence[str] = (),
     nearest: bool = False,
 ) -> Assignment:
-    """Cut into stages: minimise the slowest, then the bytes that cross.
+    """Cut into stages: minimise the time of the slowest, then the bytes that are sent.
 
     Args:
         traced: the graph.
@@ -38,11 +38,12 @@ def balance(
         costs: node → what it costs.
         machine: speeds, memory limits and links; by default equal devices.
         footprint: what stays in memory, for the limits.
-        together: submodules that no cut may part.
-        nearest: whether, where no cut keeps the memory limits, that which comes nearest will do.
+        together: submodules that must not be cut.
+        nearest: whether to return the cut that comes nearest to the memory limits if none keeps
+            them, instead of raising.
 
     Raises:
-        PartitionError: the graph cannot be cut into so many stages, or keeps no memory limit.
+        PartitionError: the graph cannot be cut into that many stages, or no cut keeps the limits.
     """
     machine = machine or Machine.equal(stages)
     atoms = atoms_of(traced, costs, footprint or Footprint(), together)
@@ -71,10 +72,10 @@ def judge(
     *,
     nearest: bool = False,
 ) -> Assignment:
-    """An assignment that was made by names with its verdict; the bound is that of any cut.
+    """An assignment that was made by names, with its verdict; the bound holds for any cut.
 
     Raises:
-        PartitionError: a stage does not keep its memory limit, and ``nearest`` is not given.
+        PartitionError: a stage exceeds its memory limit, and ``nearest`` is false.
     """
     atoms = atoms_of(traced, costs, footprint, views=False)
     stage_of = [assignment.nodes[nodes[0].name] for nodes in atoms.nodes]
@@ -93,7 +94,7 @@ def _named(atoms: Atoms, division: Division) -> dict[str, int]:
 
 
 def _over(division: Division, machine: Machine) -> str:
-    """What to say where memory limits are not kept, by the division that comes nearest."""
+    """The error that memory limits are not kept, told by the division that comes nearest."""
     stage = max(range(machine.stages), key=lambda k: division.loads[k].memory / machine.limits[k])
     needs, limit = division.loads[stage].memory, machine.limits[stage]
     return (

@@ -25,16 +25,16 @@ def cut(
     owners: Mapping[str, int],
     stage_costs: Mapping[int, Costs] | None = None,
 ) -> Plan:
-    """The plan of a graph whose nodes have their stages.
+    """The plan of a graph whose nodes are assigned to stages.
 
-    A parameter that several stages read belongs to its owner, which sends it to the others like
-    any value; so there is one copy, and its gradients meet where the owner's backward adds them.
+    A parameter that several stages read is owned by one of them, which sends it to the others like
+    any value. So there is one copy, and the owner's backward adds up its gradients.
 
     Args:
         traced: the whole graph.
         assignment: node → stage; every edge runs forward.
         owners: parameter, by its name in the model → the stage that owns it.
-        stage_costs: stage → what it was measured to cost, where that is known.
+        stage_costs: stage → its measured costs, if they are known.
     """
     return _Cutter(traced, assignment, owners, stage_costs or {}).plan()
 
@@ -154,7 +154,7 @@ class _Cutter:
         graph.create_node("call_function", stash, (value.name, value), name=f"stash_{value.name}")
 
     def _modules(self, index: int) -> tuple[str, ...]:
-        """The outermost submodules whose work is all in this stage, else the inner ones."""
+        """The outermost submodules that are completely in this stage."""
         inside: dict[str, None] = {}
         outside: set[str] = set()
         for node in compute_nodes(self.traced.graph):

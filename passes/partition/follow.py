@@ -1,4 +1,4 @@
-"""Give a further graph of a model the stages of its first: that of another mode or another size."""
+"""Assign a further graph of a model, of another mode or size, to stages like the first graph."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from fxpipe.passes.partition.assignment import (
 def place_like(traced: Traced, reference: Traced, assignment: Assignment) -> Assignment:
     """The same assignment for another graph of the same model, such as that of eval mode.
 
-    Nodes go where the same call of the same submodule went, parameters stay on their stage, and
-    what the reference does not know goes where its inputs are.
+    A node gets the stage of the same call in the same submodule of the reference. Parameters stay
+    on their stage. A node without a counterpart gets the stage of its inputs.
 
     Raises:
-        PartitionError: a leaf module, which was none in the reference, has weights on two stages.
+        PartitionError: a leaf module that was none in the reference has weights on two stages.
     """
     parameter_stage = owners(reference, assignment)
     read: dict[str, list[int]] = {}
@@ -61,7 +61,8 @@ def place_like(traced: Traced, reference: Traced, assignment: Assignment) -> Ass
 
 
 def _calls(nodes: Sequence[fx.Node]) -> list[tuple[tuple[str, str, int], fx.Node]]:
-    """Each node with its key: its submodule, its operation and the how-manieth it is there."""
+    """Each node with its key: its submodule, its operation, and its number among the nodes of that
+    operation in that submodule."""
     counts: dict[tuple[str, str], int] = {}
     keyed: list[tuple[tuple[str, str, int], fx.Node]] = []
     for node in nodes:
@@ -73,7 +74,7 @@ def _calls(nodes: Sequence[fx.Node]) -> list[tuple[tuple[str, str, int], fx.Node
 
 
 def _settle(traced: Traced, placed: dict[str, int]) -> None:
-    """Move nodes to later stages until every edge runs forward and what is bound is together."""
+    """Move nodes to later stages until every edge runs forward and each of ``bonds`` is kept."""
     nodes = in_order(traced)
     bound = [[node.name for node in bond] for bond in bonds(traced, nodes)]
     moved = True

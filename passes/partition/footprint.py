@@ -1,7 +1,7 @@
-"""What stays in memory: parameters with all that belongs to them, and what backward needs.
+"""Estimate what stays in memory: parameters with their optimizer state, and saved values.
 
-Estimated on the whole model as a single stage. A value that a cut parts from its reader is kept by
-both, as what a stage receives counts as saved there.
+It is estimated on the whole model as a single stage. A value that is sent from stage to stage may
+be kept by both, because what a stage receives counts as saved there, too.
 """
 
 from __future__ import annotations
@@ -33,13 +33,14 @@ def footprint_of(
 
     Args:
         traced: the graph.
-        plan: the same as a single stage, differentiated; None for a graph with leaf modules, of
-            which every value counts as kept.
+        plan: the same graph as a single stage, differentiated; None for a graph with leaf modules,
+            of which every value counts as saved.
         costs: node → what it costs.
         state: name in the model → parameter, buffer or constant.
-        copies: how often a parameter that is trained stands in memory: its versions, its
-            gradient and its optimizer state.
-        undo: how often it stands there besides from its update on, when nothing is saved any more.
+        copies: how many tensors of its size a trained parameter needs: its versions, its gradient
+            and its optimizer state.
+        undo: how many more it needs after its update, to be able to undo it, when the saved values
+            are freed.
     """
     trained = {
         argument.target for argument in traced.parameters if state[argument.target].requires_grad

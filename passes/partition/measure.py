@@ -3,10 +3,10 @@
 before:  conv2d = aten.conv2d.default(x, weight)
 after:   {"conv2d": NodeCost(forward=1.1e-3, backward=2.3e-3, bytes=262144)}
 
-The whole model is differentiated as a single stage, and every operation of its graphs, forward,
-backward and the halves of backward, is timed in its place; what autograd does for a node counts
-as that node's. Operations that are equal but for the values of their operands, such as those of
-equal layers, are timed as one and cost the same: deep models need few runs.
+The whole model is differentiated as a single stage. Every operation of its graphs (forward,
+backward, and the halves of the backward) is timed while the graph runs. What autograd does for a
+node counts as the node's cost. Operations that differ only in the values of their operands, such
+as those of equal layers, share their times, so that deep models need few runs.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class NodeCost:
     """What a node costs for one micro-batch.
 
     Attributes:
-        forward: seconds, the best of some times.
-        backward: seconds; 0 where nothing needs a gradient.
-        bytes: of its value, 0 where that is no tensor.
+        forward: seconds, the least of several times.
+        backward: seconds; 0 if nothing needs a gradient.
+        bytes: bytes of its value; 0 if that is no tensor.
         input_grad: seconds in the first half of backward.
         weight_grad: seconds in the second half.
     """
@@ -71,11 +71,11 @@ def measure(
     """Time the one stage of a plan, operation by operation.
 
     Args:
-        traced: the graph whose nodes are to be known.
-        plan: the same graph as a single stage, differentiated and its backward parted.
+        traced: the graph whose nodes are measured.
+        plan: the same graph as a single stage, differentiated, with its backward in two halves.
         values: a value for each input, by name.
         state: name in the model → parameter, buffer or constant.
-        watch: takes the time; by default the one for where the values are.
+        watch: takes the times; by default the stopwatch for the device of the values.
     """
     (stage,) = plan.stages
     kernel = stage.kernel
@@ -124,7 +124,7 @@ def measure(
 
 
 class _Times:
-    """How long operations took. Those that are equal but for their operands' values are one."""
+    """The times of operations. Operations that differ only in operands' values share them."""
 
     def __init__(self) -> None:
         self._met: Counter[Operation] = Counter()
@@ -132,24 +132,25 @@ class _Times:
         self._best: dict[Operation, float] = {}
 
     def meet(self, operation: Operation) -> None:
-        """It is there once more in the graphs."""
+        """Count an occurrence of an operation in the graphs."""
         self._met[operation] += 1
 
     def take(self, operation: Operation) -> bool:
-        """Whether it is to be timed now: each so often, as the best of more would be better."""
+        """Whether to time an operation now: all are timed equally often, because the least of more
+        times is smaller."""
         self._taken[operation] += 1
         return self._taken[operation] <= _SAMPLES
 
     def add(self, operation: Operation, seconds: float) -> None:
-        """It took so long."""
+        """Note a time of an operation."""
         self._best[operation] = min(seconds, self._best.get(operation, seconds))
 
     def best(self, operation: Operation) -> float:
-        """The best of its times."""
+        """The least of an operation's times."""
         return self._best[operation]
 
     def enough(self) -> bool:
-        """Whether what was not timed so often makes up little of the whole."""
+        """Whether operations that were timed less often make up little of the total time."""
         total = {operation: best * self._met[operation] for operation, best in self._best.items()}
         rare = sum(seconds for each, seconds in total.items() if self._taken[each] < _SAMPLES)
         return bool(total) and rare <= _RARE * sum(total.values())
@@ -189,7 +190,7 @@ class _Timer(fx.Interpreter):
         return n.target(*args, **kwargs)  # type: ignore[operator]
 
     def by_origin(self) -> dict[str, float]:
-        """Node of the traced graph → seconds of all that was made of it."""
+        """Node of the traced graph → seconds of all operations that were made from it."""
         total: dict[str, float] = {}
         for node, operation in self._operations.items():
             origin = node.meta.get("custom", {}).get(ORIGIN, "")
@@ -198,7 +199,7 @@ class _Timer(fx.Interpreter):
 
 
 def _look(value: Any) -> Hashable:
-    """What of an operand decides how long an operation takes."""
+    """The properties of an operand that the time of an operation depends on."""
     if isinstance(value, Tensor):
         strides = value.stride() if value.layout is torch.strided else ()
         return value.shape, strides, value.dtype, value.device, value.layout

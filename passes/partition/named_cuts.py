@@ -30,11 +30,11 @@ def cut_at(
         stages: how many.
         at: where stages begin.
         model: the model, for the names that there are.
-        together: submodules that no cut may part.
+        together: submodules that must not be cut.
 
     Raises:
-        PartitionError: a name that does not exist, computes nothing, comes before the cut that
-            stands before it, or lies where no cut can be; or their number does not fit.
+        PartitionError: a submodule does not exist, computes nothing, runs earlier than the one
+            named before it, or is where no cut can be; or their number does not fit the stages.
     """
     if len(at) != stages - 1:
         raise PartitionError(
@@ -73,7 +73,7 @@ def cut_at(
 
 
 def _cut_places(runs: Sequence[tuple[int, int]], length: int) -> list[int]:
-    """The indices before which a stage may begin, 0 and the end among them."""
+    """The indices at which a stage may begin, including 0 and the end."""
     blocked: set[int] = set()
     for first, last in runs:
         blocked.update(range(first + 1, last + 1))

@@ -1,4 +1,4 @@
-"""How the model is to be cut: ``fxpipe.Partition``, what ``partition=`` takes besides names."""
+"""``fxpipe.Partition``: constraints on how the model is cut, given as ``partition=``."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ Pairs = float | Sequence[Sequence[float]]
 
 @dataclass(frozen=True)
 class Partition:
-    """What to mind when the model is cut; all of it may be left out.
+    """Constraints on how the model is cut into stages; each may be left out.
 
     ``fxpipe.compile(..., partition=fxpipe.Partition(memory_limits=8 * 2**30))``
 
     Attributes:
         at: names of submodules at each of which a stage begins; None to balance the stages.
-        keep_together: names of submodules that no cut parts.
-        memory_limits: bytes, one number for every device or one for each, None for no limit.
-            Counted is all that ``pipe.simulate().memory`` counts: parameters, gradients, optimizer
-            state and versions, what an update can be undone with, what the backward of as many
-            micro-batches needs as the schedule holds at once, and what graphs add while they run.
-            Without ``optimizer=`` the state of an Adam that is stepped outside counts besides.
-            The stages of a device get equal parts of its limit.
+        keep_together: names of submodules that must not be cut.
+        memory_limits: bytes: one number for all devices, or a list with one for each; None for no
+            limit. All that ``pipe.simulate().memory`` counts is limited: parameters, gradients,
+            optimizer state, weight versions, copies to undo an update, the saved values of as many
+            micro-batches as the schedule stashes, and temporary values of the graphs. Without
+            ``optimizer=`` the state of an Adam that the caller steps is added. The stages of a
+            device get equal shares of its limit.
         device_speeds: one for each device, relative to each other: 2 is twice as fast as 1.
         link_bandwidth: bytes a second between devices: one number, or a row for each sending
             device with one number for each receiving device. What a stage sends and receives then
             counts as its time.
-        link_latency: seconds a value that is sent, likewise.
+        link_latency: seconds for each value that is sent between devices, in the same form.
     """
 
     at: Sequence[str] | None = None
@@ -49,7 +49,11 @@ class Partition:
     link_latency: Pairs | None = None
 
     def check(self, model: nn.Module, devices: int) -> None:
-        """Raises InputError where a name is unknown, or a number does not fit the devices."""
+        """Check the constraints.
+
+        Raises:
+            InputError: a submodule is unknown, or numbers do not fit the devices.
+        """
         for what, names in (("at", self.at or ()), ("keep_together", self.keep_together)):
             if not _are_names(names):
                 raise InputError(f"{what} is {names!r}; give a list of submodule names")
@@ -63,12 +67,11 @@ class Partition:
         _pairs("link_latency", self.link_latency, devices, "seconds", zero=True)
 
     def limits(self, devices: int) -> tuple[float, ...]:
-        """Device → the bytes that it may hold, infinite where it is left open; empty where all
-        are."""
+        """Device → the bytes that it may hold; infinite for None; empty if there is no limit."""
         return _each("memory_limits", self.memory_limits, devices, gaps=True)
 
     def machine(self, schedule: Schedule, names: Sequence[str]) -> Machine:
-        """The devices, as the stages of a schedule meet them.
+        """The devices as the stages of a schedule see them: speeds, limits and links by stage.
 
         Args:
             schedule: where the stages are, and how many micro-batches they hold at once.
@@ -116,19 +119,24 @@ def read_partition(partition: Any) -> Partition:
 
 
 def stash_peaks(schedule: Schedule) -> tuple[int, ...]:
-    """Stage → the most micro-batches whose saved values are there at once: from their forward, or
-    from their recompute where they have one, to their backward."""
+    """Stage → the most micro-batches whose saved values it holds at once: from their forward, or
+    their recompute if they have one, to their backward."""
     again = {(t.stage, t.microbatch) for row in schedule.rows for t in row if t.kind == "R"}
     return _peaks(schedule, lambda t: t.kind == "R" or (t.stage, t.microbatch) not in again)
 
 
 def arrival_peaks(schedule: Schedule) -> tuple[int, ...]:
-    """Stage → the most micro-batches that are there between their forward and their backward."""
+    """Stage → the most micro-batches that are between their forward and their backward at once."""
     return _peaks(schedule, lambda task: task.kind == "F")
 
 
 def _peaks(schedule: Schedule, begins: Callable[[Task], bool]) -> tuple[int, ...]:
-    """Stage → the most micro-batches that have begun, by a forward or recompute, and not ended."""
+    """Stage → the most micro-batches that have begun and have not had their backward.
+
+    Args:
+        schedule: the schedule.
+        begins: whether a task, a forward or a recompute, is where a micro-batch begins.
+    """
     peaks = [0] * schedule.stages
     for row in schedule.rows:
         held = [0] * schedule.stages
@@ -157,10 +165,10 @@ def _are_names(value: Any) -> bool:
 def _each(
     what: str, value: Any, devices: int, *, gaps: bool = False, alone: bool = True
 ) -> tuple[float, ...]:
-    """A number for each device; infinity where one is left open; empty where all are.
+    """A number for each device; infinity where None is given; empty if nothing is given.
 
     Raises:
-        InputError: they are not as many positive numbers.
+        InputError: there is not one positive number for each device.
     """
     if value is None:
         return ()
@@ -178,10 +186,10 @@ def _each(
 def _pairs(
     what: str, value: Any, devices: int, unit: str, *, zero: bool = False
 ) -> list[list[float]]:
-    """A number for each pair of devices; empty where it is left out.
+    """A number for each pair of devices; empty if nothing is given.
 
     Raises:
-        InputError: it is no such table of positive numbers.
+        InputError: the value is neither a positive number nor a table of them.
     """
     if value is None:
         return []
@@ -213,7 +221,7 @@ def _is_number(value: Any) -> bool:
 def _between(
     placement: Sequence[int], table: Sequence[Sequence[float]]
 ) -> tuple[tuple[float, ...], ...]:
-    """The same from stage to stage: nothing on one device."""
+    """A table from device to device as one from stage to stage; 0 between stages of a device."""
     if not table:
         return ()
     return tuple(tuple(0.0 if a == b else table[a][b] for b in placement) for a in placement)

@@ -1,8 +1,8 @@
-"""What a partition divides, and among whom: a graph of atoms, and the stages that take them.
+"""The problem of partitioning: a graph of atoms with costs, and the stages that compute them.
 
-An atom is what is never cut. Atoms are numbered so that every edge runs from a lower number to a
-higher one. A partition is legal when no value runs backward, so that the first k stages together
-hold a downset of the graph: with an atom, all that it reads.
+An atom is a group of nodes that is never cut. Atoms are numbered so that every edge runs from a
+lower number to a higher one. A partition is legal if no value runs backward. The first k stages
+together then hold a downset of the graph: a set that contains, with each atom, all that it reads.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Transfer:
-    """A value that crosses wherever a cut parts its source from a reader.
+    """A value that is sent to each other stage that has one of its readers.
 
     Attributes:
         source: the atom that makes it; None for a shared parameter, which the first stage that
-            reads it owns and sends on.
+            reads it owns and sends to the others.
         readers: the atoms that read it.
-        bytes: of one micro-batch.
-        returns: whether a gradient of as many bytes comes back.
-        resident: bytes that it occupies at its owner besides, where it is a parameter.
-        undo: bytes that an update needs there besides, likewise.
+        bytes: its size for one micro-batch.
+        returns: whether a gradient of the same size is sent back.
+        resident: for a shared parameter, the bytes that it occupies on its owner.
+        undo: for a shared parameter, the bytes that its owner keeps to undo an update.
     """
 
     source: int | None
@@ -42,13 +42,13 @@ class Work:
     """The atoms of a graph.
 
     Attributes:
-        seconds: atom → forward and backward of one micro-batch, on a device of speed 1.
+        seconds: atom → time of its forward and backward for one micro-batch at speed 1.
         resident: atom → bytes that its own parameters and buffers occupy, with their gradients,
             optimizer state and versions.
         saved: atom → bytes that it keeps for the backward of each micro-batch.
-        transfers: the values.
-        undo: atom → bytes that are kept from the update of its parameters on, to go back to, when
-            nothing is saved any more; by default none.
+        transfers: the values between the atoms.
+        undo: atom → bytes that are kept after the update of its parameters, to be able to undo it,
+            when saved values are freed; by default none.
     """
 
     seconds: tuple[float, ...]
@@ -66,7 +66,7 @@ class Work:
 
     @cached_property
     def undoing(self) -> tuple[int, ...]:
-        """Atom → bytes of ``undo``."""
+        """Atom → bytes of ``undo``, also if that was left out."""
         return self.undo or (0,) * len(self)
 
     @cached_property
@@ -91,19 +91,19 @@ class Work:
 
 @dataclass(frozen=True)
 class Machine:
-    """The devices, as the stages meet them.
+    """The devices as the stages see them.
 
     Attributes:
         speeds: stage → how fast its device is; 1 is the device that was measured on.
-        limits: stage → bytes that it may occupy.
+        limits: stage → bytes that it may occupy; empty for no limits.
         peaks: stage → micro-batches whose saved values it holds at once.
-        per_byte: stage → stage → seconds a byte that is sent.
-        per_message: stage → stage → seconds a value that is sent.
-        names: stage → what messages call its device.
-        arrived: stage → micro-batches whose received values it holds at once: more, where it
-            saves nothing but recomputes; by default as many.
-        reserved: stage → bytes that it needs besides what its atoms keep, such as those that its
-            graphs add while they run; by default none.
+        per_byte: stage → stage → seconds for each byte that is sent.
+        per_message: stage → stage → seconds for each value that is sent.
+        names: stage → the name of its device in messages.
+        arrived: stage → micro-batches whose received values it holds at once; by default as
+            ``peaks``. There are more of them where the stage recomputes.
+        reserved: stage → bytes to be left free besides what its atoms keep, such as for temporary
+            values of its graphs; by default none.
     """
 
     speeds: tuple[float, ...]
@@ -136,7 +136,7 @@ class Machine:
 
     @property
     def computes_alone(self) -> bool:
-        """Whether nothing but compute decides which partition is the fastest."""
+        """Whether only compute time matters: links cost nothing and memory is not limited."""
         return not self.linked and not self.limited
 
     @property
@@ -162,10 +162,10 @@ class Machine:
         return self.names[stage] if self.names else f"device {stage}"
 
     def transfer_seconds(self, source: int, target: int, transfer: Transfer) -> float:
-        """What a value takes from stage to stage, with its gradient's way back."""
+        """Seconds to send a value from stage to stage, and its gradient back."""
         seconds = 0.0
         if not transfer.bytes:
-            return seconds  # sizes are computed anew where they are needed
+            return seconds  # a value without bytes is a size, which each stage computes itself
         for a, b in ((source, target), (target, source))[: 1 + transfer.returns]:
             seconds += self.per_byte[a][b] * transfer.bytes if self.per_byte else 0.0
             seconds += self.per_message[a][b] if self.per_message else 0.0
@@ -174,14 +174,14 @@ class Machine:
 
 @dataclass(frozen=True)
 class Load:
-    """What a stage has to do and to hold for one micro-batch.
+    """What a stage computes, sends and holds.
 
     Attributes:
-        compute: seconds.
-        transfer: seconds that it sends and receives.
-        memory: bytes, all micro-batches that it stashes counted, or what undoes its update
-            instead, where that is more.
-        received: bytes that come from other stages.
+        compute: seconds of compute for one micro-batch.
+        transfer: seconds of sending and receiving for one micro-batch.
+        memory: bytes, with the saved values of all micro-batches that it stashes, or with the
+            copies to undo its update if these are larger.
+        received: bytes received from other stages for one micro-batch.
     """
 
     compute: float = 0.0
@@ -196,7 +196,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Division:
-    """An assignment of atoms to stages, with what it comes to.
+    """An assignment of atoms to stages, with the loads of the stages.
 
     Attributes:
         stage_of: atom → stage.
@@ -213,7 +213,7 @@ class Division:
 
     @property
     def crossing(self) -> int:
-        """Bytes that go from stage to stage, once a value and stage that reads it."""
+        """Bytes sent between stages; each value counts once for each stage that receives it."""
         return sum(load.received for load in self.loads)
 
     def fits(self, machine: Machine) -> bool:
@@ -224,7 +224,7 @@ class Division:
 
 
 def weigh(work: Work, machine: Machine, stage_of: Sequence[int]) -> Division:
-    """What an assignment comes to, by its definition."""
+    """The loads of an assignment, computed by their definition."""
     stages = machine.stages
     compute, transfer = [0.0] * stages, [0.0] * stages
     held, kept, received = [0] * stages, [0] * stages, [0] * stages
@@ -262,11 +262,11 @@ def weigh(work: Work, machine: Machine, stage_of: Sequence[int]) -> Division:
 def sorted_by_rank(
     before: Mapping[int, Collection[int]], rank: Callable[[int, int], Any]
 ) -> Iterator[int]:
-    """A topological order: of what is ready, the lowest rank goes first, then the lowest number.
+    """A topological order: among ready items the lowest rank goes first, then the lowest number.
 
     Args:
         before: item → the items that it reads.
-        rank: given an item that has become ready, and how many came before; it is asked once.
+        rank: (item that becomes ready, how many items came before) → its rank; called once.
     """
     missing = {item: len(sources) for item, sources in before.items()}
     after: dict[int, list[int]] = {item: [] for item in before}
