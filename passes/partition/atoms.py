@@ -58,7 +58,7 @@ class Atoms:
     Attributes:
         nodes: atom → its nodes, in the order of the program.
         work: the costs of the atoms.
-        layers: atom → the direct submodule of the model that it belongs to, or else its first node.
+        layers: atom → the outermost submodule that it belongs to, or else its first node.
     """
 
     nodes: tuple[tuple[fx.Node, ...], ...]
