@@ -1,7 +1,7 @@
 """Run passes one after another and verify between them.
 
-``run`` hands one value from pass to pass. ``run_all`` runs a list of ``Pass``, which says of each
-what it requires and what it provides, over facts that go by name.
+``run`` passes one value from pass to pass. ``run_all`` runs a list of ``Pass`` on named values,
+called facts; each ``Pass`` says which facts it requires and provides.
 """
 
 from __future__ import annotations
@@ -87,13 +87,15 @@ class Pass:
     """One line of a list of passes.
 
     Attributes:
-        function: what runs, with the facts that it requires as arguments by name. Of a frozen
-            dataclass with ``__call__``, those that are its fields make one, and the rest go to it.
+        function: the function, which is called with the required facts as keyword arguments. If
+            it is a frozen dataclass with ``__call__``, the facts named like its fields make an
+            object of it, which is called with the others.
         requires: the facts that it needs, such as ``"plan, state"``. Words before a fact say what
             must have been done to it: ``"differentiated plan"``.
-        provides: the facts that it makes, in the order in which it returns them, with words that
-            say what is done to them now.
-        when: the fact that says whether it runs; behind ``not`` whether it does not.
+        provides: the facts that it returns, in this order, with words that say what the pass has
+            done to them.
+        when: the fact that says whether the pass runs; with ``not`` before it, whether it is
+            skipped. Empty for a pass that always runs.
     """
 
     function: Callable[..., Any]
@@ -103,26 +105,26 @@ class Pass:
 
     @property
     def name(self) -> str:
-        """What it is called."""
+        """The name of the pass."""
         return pass_name(self.function)
 
     @cached_property
     def needs(self) -> tuple[tuple[str, frozenset[str]], ...]:
-        """Fact → what must have been done to it."""
+        """The required facts, each with the words that say what must have been done to it."""
         return tuple(_facts(self.requires))
 
     @cached_property
     def makes(self) -> tuple[tuple[str, frozenset[str]], ...]:
-        """Fact → what is done to it."""
+        """The provided facts, each with the words that say what has been done to it."""
         return tuple(_facts(self.provides))
 
     def runs(self, facts: Mapping[str, Any]) -> bool:
-        """Whether it is to run."""
+        """Whether the pass is to run with these facts."""
         name = self.when.removeprefix("not ")
         return not name or bool(facts[name]) == (name == self.when)
 
     def __call__(self, facts: Mapping[str, Any]) -> Any:
-        """What it makes of the facts that it requires."""
+        """Call the function with the facts that the pass requires, and return its result."""
         given = {name: facts[name] for name, _ in self.needs}
         if not isinstance(self.function, type):
             return self.function(**given)
@@ -142,14 +144,14 @@ def run_all(passes: Sequence[Pass], given: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         passes: the list.
-        given: the facts that there are, by name.
+        given: the facts to begin with, by name.
 
     Returns:
-        All facts, those that the passes have made among them.
+        All facts: those given and those that the passes made.
 
     Raises:
-        PassError: a pass stands before what it requires, or has made something that its verifier
-            refuses. It names the pass.
+        PassError: a required fact is missing, or a pass made something that its verifier refuses.
+            It names the pass.
     """
     check_order(passes, given)
     facts = dict(given)
@@ -171,17 +173,17 @@ def run_all(passes: Sequence[Pass], given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_order(passes: Sequence[Pass], given: Collection[str]) -> None:
-    """See that each pass stands behind those that provide what it requires.
+    """Check that each pass comes after the passes that provide what it requires.
 
-    A pass that need not run counts as one that has, and what is given as done to it what no pass
-    of the list does. A word that several passes provide is done behind the last of them.
+    Passes with a condition count as if they ran. A word on a given fact that no pass of the list
+    provides counts as done before. A word that several passes provide holds after the last of them.
 
     Args:
         passes: the list.
-        given: the facts that there are before it.
+        given: the facts that exist before the list runs.
 
     Raises:
-        PassError: one does not; it names the pass, and the one to put it behind.
+        PassError: a pass comes too early; it names the pass, and the one to put it after.
     """
     done = dict.fromkeys(given, frozenset[str]())
     own: set[str] = set()
@@ -205,7 +207,7 @@ def check_order(passes: Sequence[Pass], given: Collection[str]) -> None:
 
 
 def pass_name(each: Callable[[Any], Any]) -> str:
-    """The name of a pass: its ``name``, else that of the function or the class."""
+    """The name of a pass: its attribute ``name``, or else that of its function or class."""
     name = getattr(each, "name", None) or getattr(each, "__name__", None)
     return str(name or type(each).__name__)
 

@@ -36,7 +36,7 @@ placeholders the input that it stands for, or None."""
 class LossModule(nn.Module):
     """A loss as a module: ``forward(*leaves of the output, *targets)`` → scalar.
 
-    The model's output may be an object of any class, which a graph cannot take.
+    It takes the output as flat tensors, because a graph cannot take an object of any class.
     """
 
     def __init__(self, loss: Callable[..., Any], function: Any, output: pytree.TreeSpec) -> None:
@@ -44,8 +44,8 @@ class LossModule(nn.Module):
 
         Args:
             loss: ``loss(output, *targets)`` → scalar.
-            function: what it is made of; a module's buffers are those of the loss.
-            output: how the leaves of the output nest, see ``taken_apart``.
+            function: the user's loss function; if it is a module, its buffers become this one's.
+            output: the pytree spec of the model's output, see ``taken_apart``.
         """
         super().__init__()
         self.loss = loss
@@ -142,7 +142,7 @@ def attach_loss(traced: Traced, loss: Traced, tensors: dict[str, torch.Tensor]) 
 def attach_leaf_loss(
     traced: Traced, loss_module: LossModule, output: Sequence[Any], targets: tuple[Any, ...]
 ) -> Traced:
-    """The same for a graph with leaf modules: the loss is one more of them, called as it is.
+    """The same for a graph with leaf modules, in which the loss becomes a leaf module, too.
 
     Args:
         traced: the model's graph.
@@ -178,7 +178,7 @@ def attach_leaf_loss(
     value.meta[DRAWS_FROM_OTHERS] = others.states() != before
     value.meta[DRAWS] = watch.drew or value.meta[DRAWS_FROM_OTHERS]
     value.meta[TAKES_TURNS] = watch.traced
-    with suppress(Exception):  # not every loss that can be called can be traced
+    with suppress(Exception):  # not every loss can be traced
         value.meta[LOSS_GRAPH] = _readable(loss_module, output, leaves, spec)
     written = [node for node in outputs if isinstance(node, fx.Node)]
     graph.output((*written, value))
@@ -200,7 +200,7 @@ def attach_leaf_loss(
 def _readable(
     loss: LossModule, output: Sequence[Any], targets: Sequence[Any], spec: pytree.TreeSpec
 ) -> tuple[fx.GraphModule, list[str | None]]:
-    """See LOSS_GRAPH."""
+    """A graph of the loss that is only read, never run; see LOSS_GRAPH."""
     given = [*output, *targets]
     at = [index for index, value in enumerate(given) if isinstance(value, torch.Tensor)]
 
@@ -218,7 +218,7 @@ def _readable(
 
 
 def with_loss(traced: Traced, name: str) -> Traced:
-    """The graph with one of its values declared the loss.
+    """The same graph, whose loss is the value of that name.
 
     Raises:
         InputError: that value is not a scalar.
@@ -232,10 +232,10 @@ def with_loss(traced: Traced, name: str) -> Traced:
 
 
 def declare_own_loss(traced: Traced) -> Traced:
-    """The same graph with the loss that the model itself returns: its only output, or ``.loss``.
+    """The same graph, whose loss is what the model returns: its only output, or ``.loss``.
 
     Raises:
-        InputError: it returns none.
+        InputError: the model returns no loss.
     """
     name = _own_loss(traced)
     if name is None:
@@ -278,7 +278,7 @@ def _copy_nodes(old: fx.Graph, new: fx.Graph, copies: dict[fx.Node, Any]) -> Non
 
 
 def _share_attribute(old: nn.Module, new: nn.Module, path: str) -> None:
-    """Let a parameter or buffer of the old module be the new one's too, under the same name."""
+    """Share a parameter or buffer of the old module with the new one, under the same name."""
     prefix, _, name = path.rpartition(".")
     if not prefix:
         setattr(new, name, getattr(old, name))

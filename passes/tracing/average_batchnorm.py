@@ -3,7 +3,7 @@
 before:  batch_norm(x, w, b, mean, var, True, 1.0 / float(count), eps)       a value decides
 after:   fxpipe.batch_norm(x, w, b, mean, var, True, 1.0 / count, eps)
 
-The weight of a batch, a number there, is a tensor here; all else is ``batch_norm`` itself.
+Only the weight of a batch differs: a number for ``batch_norm``, a tensor for this operation.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ torch.library.register_autograd("fxpipe::batch_norm", _backward, setup_context=_
 
 @contextmanager
 def averages_traced(model: nn.Module) -> Iterator[None]:
-    """Inside, the model's averaging BatchNorms take no number from a tensor."""
+    """Inside, BatchNorms with ``momentum=None`` do not read a number from a tensor."""
     with ExitStack() as undo:
         for module in model.modules():
             if (
@@ -80,7 +80,7 @@ def averages_traced(model: nn.Module) -> Iterator[None]:
 
 
 class _Averaging:
-    """The forward of a BatchNorm that averages."""
+    """The forward of a BatchNorm with ``momentum=None``."""
 
     def __init__(self, module: _BatchNorm) -> None:
         self.module = module

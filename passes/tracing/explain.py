@@ -1,4 +1,4 @@
-"""Say why a model cannot be traced: the user's line, what is wrong there, and the way out."""
+"""Explain why a model cannot be traced: the user's line, what is wrong there, and the way out."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ _ENTRIES = frozenset(
 
 
 def explained(model: nn.Module, error: Exception, tracer: str) -> TraceError:
-    """The error to raise for one that a tracer raised.
+    """The TraceError that explains an exception of a tracer.
 
     Args:
         model: the model.
-        error: what was raised.
-        tracer: by which tracer.
+        error: the exception.
+        tracer: the tracer that raised it.
     """
     if isinstance(error, TraceError):
         return error
@@ -74,7 +74,7 @@ def explained(model: nn.Module, error: Exception, tracer: str) -> TraceError:
     elif "found a fake tensor in the exported program" in whole:
         reason = "it reads or writes .data of a tensor, which a trace does not see"
         cure = "use .detach() to read, and torch.no_grad() to write"
-        if not called(model, error):  # no line's: a trace up to one would lose the write as well
+        if not called(model, error):  # of no line; tracing up to a line would lose the write, too
             unseen = _error(model, where, reason, cure, ())
             return TraceError(str(unseen))
     elif "constraint" in whole:
@@ -86,10 +86,10 @@ def explained(model: nn.Module, error: Exception, tracer: str) -> TraceError:
 
 
 def refuse_values(model: nn.Module, traced: Traced) -> None:
-    """See that no operation of a graph hands out a number, or a shape, that depends on values.
+    """Check that no operation of a graph gives a number, or a shape, that depends on values.
 
     Raises:
-        TraceError: one does; names its line.
+        TraceError: an operation does; names its line.
     """
     free = {node: free_unbacked_symbols(node.meta.get("val")) for node in traced.graph.nodes}
     node = next((node for node, symbols in free.items() if symbols), None)
@@ -97,15 +97,16 @@ def refuse_values(model: nn.Module, traced: Traced) -> None:
         where = source.of_node(node)
         construct, cure = _construct(where)
         reason = f"{construct}: what it computes depends on the values of a tensor"
-        # the submodules that no such number or shape leaves
+        # the submodules whose outputs do not depend on such a number or shape
         same = [_paths(other) for other in free if free[other] & free[node]]
         around = [path for path in _paths(node) if all(path in paths for paths in same)]
         raise _error(model, where, reason, cure, around)
 
 
 def refuse_entries(model: nn.Module, traced: Traced) -> None:
-    """See that a graph neither takes sparse tensors apart nor writes them: traced without data,
-    they have no entries.
+    """Check that a graph neither reads the indices or values of sparse tensors nor writes them.
+
+    Traced without data, sparse tensors have no entries.
 
     Raises:
         TraceError: it does; names the line.
@@ -127,10 +128,10 @@ def refuse_entries(model: nn.Module, traced: Traced) -> None:
 
 
 def refuse_control_flow(model: nn.Module, program: ExportedProgram) -> None:
-    """See that a program, with its regions without gradients, holds no ``torch.cond`` or its like.
+    """Check that a program has no ``torch.cond`` or the like, in regions without gradients either.
 
     Raises:
-        TraceError: it does; names the line.
+        TraceError: it has; names the line.
     """
     regions = [m for m in program.graph_module.modules() if isinstance(m, fx.GraphModule)]
     for node in chain.from_iterable(region.graph.nodes for region in regions):
@@ -142,12 +143,12 @@ def refuse_control_flow(model: nn.Module, program: ExportedProgram) -> None:
 
 
 def at_node(message: str, node: fx.Node, reason: str) -> TraceError:
-    """An error for what a graph's node does."""
+    """An error that names the line of a graph's node."""
     return TraceError(message, f"{source.of_node(node)} ({reason})", _paths(node))
 
 
 def differing_line(first: fx.Graph, second: fx.Graph) -> str:
-    """The line at which two traces of one model part, or ""."""
+    """The first line at which two traces of a model differ, or ""."""
     for a, b in zip(first.nodes, second.nodes, strict=False):
         if (a.op, str(a.target), str(a.args), str(a.kwargs)) != (
             b.op,
@@ -181,7 +182,7 @@ def _error(
 
 
 def _construct(where: str) -> tuple[str, str]:
-    """What a line does with values, and what to do instead."""
+    """What a line does that cannot be traced, and what to do instead."""
     code = where.partition(": ")[2]
     for pattern, construct, cure in _CONSTRUCTS:
         if re.search(pattern, code):
@@ -190,7 +191,7 @@ def _construct(where: str) -> tuple[str, str]:
 
 
 def _treated(error: BaseException) -> fx.Node | None:
-    """The node of a finished graph that was treated when an exception was raised."""
+    """The node of a graph that was being processed when an exception was raised."""
     for frame, _ in reversed([*traceback.walk_tb(error.__traceback__)]):
         for name in ("node", "n"):  # as PyTorch's passes and interpreters call it
             node = frame.f_locals.get(name)
@@ -200,7 +201,7 @@ def _treated(error: BaseException) -> fx.Node | None:
 
 
 def _paths(node: fx.Node) -> list[str]:
-    """The submodules that a node, or else what uses it, belongs to, outermost first."""
+    """The submodules that a node, or else one of its users, belongs to, outermost first."""
     for each in (node, *node.users):
         if stack := each.meta.get("nn_module_stack"):
             return [path for path, _ in stack.values() if path]

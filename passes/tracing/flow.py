@@ -1,4 +1,4 @@
-"""See which tensors a computation reads, while it runs."""
+"""Find out which tensors a computation reads, while it runs."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from fxpipe.torchtools.pytrees import taken_apart
 
 
 class Flow(Draws):
-    """Inside, see which of some tensors have gone into a value."""
+    """Inside, track which of some source tensors each value depends on."""
 
     def __init__(self, sources: Mapping[Any, Any]) -> None:
         """Nothing has run yet.
 
         Args:
-            sources: key → tensor, or a nest of them.
+            sources: key → tensor, or a pytree of tensors.
         """
         super().__init__()
         self._origins: dict[int, set[Any]] = {}
@@ -47,7 +47,7 @@ class Flow(Draws):
         return made
 
     def origins(self, value: Any) -> set[Any]:
-        """The keys of those that have gone into a value, or whose numbers were read."""
+        """The keys of the sources that a value depends on, or whose numbers were read."""
         return self._of(value) | self._asked
 
     def _of(self, value: Any) -> set[Any]:
@@ -62,12 +62,12 @@ class Flow(Draws):
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """The tensors in a value, in its objects too."""
+    """The tensors in a value, including those in objects that it holds."""
     return [leaf for leaf in pytree.tree_leaves(taken_apart(value)) if isinstance(leaf, Tensor)]
 
 
 def storage_of(tensor: Tensor) -> int:
-    """A number of the memory that a tensor shows."""
+    """A number that identifies a tensor's storage."""
     while is_functorch_wrapped_tensor(tensor):
         tensor = get_unwrapped(tensor)
     strided = tensor.layout is torch.strided

@@ -4,9 +4,9 @@ before:  class Net(nn.Module): forward(x) = self.head(self.experts(x)[0])      e
 traced:  leaf = fxpipe.leaf([x], 0);  getitem = leaf[0];  linear = aten.linear(getitem, w, b)
 after:   experts = self.experts(x);  getitem = experts[0];  w = self.head.weight; …
 
-The model runs once for real, so that the shapes of what its leaf modules return are known. Then
-it is traced with a stand-in for each of them. What comes out is a graph as the symbolic tracer's:
-its leaf modules are called as they are, with their own hooks, control flow and autograd functions.
+The model runs once for real, which tells the shapes of what its leaf modules return. Then it is
+traced with a stand-in for each of them. The result is a graph like the symbolic tracer's: leaf
+modules are called as they are, with their own hooks, control flow and autograd functions.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ for _backend in ("Meta", "SparseMeta", "SparseCsrMeta"):  # by what a leaf modul
 
 
 def _sized(x: Tensor, size: Sequence[int], leaf: str) -> Tensor:
-    """What a leaf module returned, which must have a size as when the model was traced."""
+    """Graph node: a leaf module's result, after a check that its size is that of the trace."""
     if list(x.shape) != list(size):
         raise TraceError(
             f"{leaf_called(leaf)} returns a tensor of size {list(x.shape)}, and returned "
@@ -67,11 +67,11 @@ class Call:
     """One call of a leaf module.
 
     Attributes:
-        number: of all calls.
-        name: of the module in the model.
-        given: positional and keyword arguments, each tensor being its place among them.
-        results: the paths of the tensors in what it returns, each a way of indices.
-        returned: what it returns, each tensor being its place among the results.
+        number: the number of the call, counted over all leaf modules.
+        name: the module's name in the model.
+        given: positional and keyword arguments, with a ``Place`` for each tensor.
+        results: for each tensor in its result, the path to it, as indices.
+        returned: its result, with a ``Place`` for each tensor.
     """
 
     number: int
@@ -111,7 +111,7 @@ class LeafCalls:
 
         Args:
             leaves: name in the model → module.
-            unasked: those that nobody asked for; the sizes of what they return are checked.
+            unasked: those that the user did not ask for; the sizes of their results are checked.
         """
         self.leaves = leaves
         self.unasked = unasked
@@ -121,13 +121,13 @@ class LeafCalls:
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """Inside, run the model once for real."""
+        """Inside, record the calls of leaf modules; run the model once for real there."""
         with called_instead(self.leaves, self._record):
             yield
 
     @contextmanager
     def opaque(self, model: nn.Module) -> Iterator[None]:
-        """Inside, trace the model, maybe several times: a leaf module is one operation."""
+        """Inside, each call of a leaf module is one operation; trace the model there."""
 
         def begin(model: nn.Module, args: Any) -> None:
             self._rest = iter(range(len(self.calls)))
@@ -140,12 +140,12 @@ class LeafCalls:
             hook.remove()
 
     def forget(self) -> None:
-        """After tracing: nothing is kept of the run."""
+        """After tracing, drop what was kept of the run."""
         for call in self.calls:
             del _known[call.number]
 
     def hold(self, name: str) -> bool:
-        """Whether a parameter or buffer is one of a leaf module."""
+        """Whether a parameter or buffer belongs to a leaf module."""
         return any(name.startswith(f"{leaf}.") for leaf in self.leaves)
 
     def _record(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -204,7 +204,7 @@ class LeafCalls:
 def record_leaves(
     model: nn.Module, calls: LeafCalls, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> None:
-    """Run the model once for real, so that it is known what its leaf modules return."""
+    """Run the model once for real, to record what its leaf modules return."""
     with calls.recorded(), torch.no_grad():
         model(*args, **kwargs)
 
@@ -220,8 +220,8 @@ def call_leaves(
 
     Args:
         traced: the functional graph, with the operations that stand for leaf modules.
-        model: the model; the graph runs once, and the caller puts the model's state back.
-        calls: what was recorded.
+        model: the model; the graph runs once, and the caller restores the model's state.
+        calls: the recorded calls.
         args: positional inputs of one micro-batch.
         kwargs: keyword inputs of one micro-batch.
     """
@@ -259,7 +259,7 @@ class _Rewriter:
     Attributes:
         constants: name → lifted constant.
         writers: buffer → the node that writes it.
-        names: node as it was called → as it is.
+        names: old name of a node → its new name.
     """
 
     def __init__(self, traced: Traced, model: nn.Module, calls: LeafCalls) -> None:
@@ -300,7 +300,7 @@ class _Rewriter:
         return fx.GraphModule(self.root, self.graph)
 
     def _read(self, placeholder: fx.Node, target: str) -> None:
-        """Read a tensor right before its first use, and a copy of one that will be written."""
+        """Read a tensor right before its first use; copy it if it will be written."""
         users = [user for user in placeholder.users if user in self.order]
         if target in self.written:
             users.append(self.written[target])

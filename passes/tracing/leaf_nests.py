@@ -1,4 +1,4 @@
-"""What leaf modules are given and return: nests in which each tensor is its place among them."""
+"""Inputs and results of leaf modules: pytrees in which a ``Place`` stands for each tensor."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ REST = "fxpipe_rest"
 
 
 def leaf_called(name: str) -> str:
-    """What messages call a leaf module."""
+    """How messages refer to a leaf module."""
     return "the rest of forward" if name == REST else f"leaf module {name!r}"
 
 
 class UnfitLeaf(TraceError):
-    """A submodule cannot be called as it is; maybe one around it can.
+    """A submodule cannot be a leaf module; a submodule around it may be one.
 
     Attributes:
-        name: of the submodule.
+        name: the submodule's name.
     """
 
     def __init__(self, name: str, why: str) -> None:
@@ -35,10 +35,10 @@ class UnfitLeaf(TraceError):
 
 @dataclass(frozen=True)
 class Place:
-    """Stands for a tensor in a nest.
+    """Stands for a tensor in a pytree.
 
     Attributes:
-        index: the how-manieth it is.
+        index: the tensor's index among the tensors of the pytree.
     """
 
     index: int
@@ -48,10 +48,10 @@ _PLAIN = (Place, bool, int, float, complex, str, bytes, type(None), torch.dtype,
 
 
 def with_places(name: str, what: str, values: Any) -> Any:
-    """What a leaf module is given or returns, each tensor replaced by its place among them.
+    """The inputs or results of a leaf module, with a ``Place`` instead of each tensor.
 
     Raises:
-        TraceError: an object of it cannot be made of places.
+        UnfitLeaf: an object cannot be made with a ``Place`` in it.
     """
     flat, spec = pytree.tree_flatten(values)
     count = iter(range(len(flat)))
@@ -69,10 +69,10 @@ def with_places(name: str, what: str, values: Any) -> Any:
 
 
 def can_be_given(placed: Any, recorded: Any) -> bool:
-    """Whether a leaf module can be given what it is while the model is traced.
+    """Whether a leaf module can be called with the inputs that it gets while the model is traced.
 
-    A model may well give it a mask then that it leaves out when it runs, or the other way round;
-    what holds tensors of the trace would be wrong in every step.
+    They may differ from the recorded ones in a mask that is given or left out. But inputs that hold
+    tensors of the trace in an object would be wrong in every step.
     """
     leaves, known = pytree.tree_leaves(placed), pytree.tree_leaves(recorded)
     if all(isinstance(x, _PLAIN) or any(x is y for y in known) for x in leaves):
@@ -82,7 +82,7 @@ def can_be_given(placed: Any, recorded: Any) -> bool:
 
 
 def _nodes(values: Any) -> Iterator[Any]:
-    """The containers in a nest that are of a class of their own."""
+    """The containers of a pytree that are neither plain lists nor tuples nor dicts."""
     if isinstance(values, dict):
         inner: Iterable[Any] = values.values()
     elif isinstance(values, (tuple, list)):
@@ -96,7 +96,7 @@ def _nodes(values: Any) -> Iterator[Any]:
 
 
 def indices(name: str, output: Any, path: Sequence[Any]) -> tuple[Any, ...]:
-    """A path into a nest as the indices on the way."""
+    """A path into a pytree, as indices."""
     found: list[Any] = []
     for key in path:
         index = getattr(key, "idx", getattr(key, "key", None))

@@ -1,4 +1,4 @@
-"""What a loss divides by: a mean over targets that count is no mean over samples.
+"""Find what a loss divides by: a mean over targets that are not ignored is no mean over samples.
 
 read:  ce = cross_entropy(logits, flatten(y), weight, ignore_index=-100);  loss = ce + 0.1 * penalty
 made:  n = the sum of weight[t] over those t of flatten(y) that are not -100, a function of y
@@ -35,17 +35,19 @@ _MEANS |= {"nll_loss_forward", "nll_loss2d_forward"}
 
 @dataclass(frozen=True)
 class Divisor:
-    """What a term of the loss is divided by, of which each micro-batch has its own.
+    """What a term of the loss is divided by; its value differs from micro-batch to micro-batch.
 
     Attributes:
-        line: the user's own line.
-        told: for a mean, whose micro-batches, each times its divisor, add up to the whole batch
-            times its own: how to count it in Python, with ``{}`` for an input. Else empty.
-        leaves: the flat inputs that it depends on.
-        buffers: the buffers that it depends on, by name.
-        made: makes it of these; None where it is not known before the run.
-        ignored: which entries of its only leaf it does not count, where it counts all others.
-        sums: the term is a sum, and divided by nothing.
+        line: the user's line that computes the term.
+        told: for a mean, a Python expression that computes the divisor, with ``{}`` for an input;
+            the means of the micro-batches, weighted by their divisors, then give the mean of the
+            whole batch. Else empty.
+        leaves: the flat inputs that the divisor depends on.
+        buffers: the names of the buffers that it depends on.
+        made: computes the divisor from these; None if it is not known before the run.
+        ignored: the value of entries that do not count, if the divisor is the number of all other
+            entries of its only leaf.
+        sums: whether the term is a sum, which is not divided at all.
     """
 
     line: str
@@ -58,12 +60,14 @@ class Divisor:
 
 
 def loss_terms(traced: Traced, split: Collection[int]) -> tuple[Divisor | None, ...]:
-    """What the terms of a loss are divided by: None for a mean over samples, or over anything of
-    which all samples have as much. A term that is the same for all samples is left out.
+    """The divisor of each term of a loss.
+
+    None for a mean over samples, or over anything of which all samples have equally many. A term
+    that is the same in all micro-batches, such as a penalty on weights, is left out.
 
     Args:
         traced: the graph with its loss.
-        split: the flat inputs of which each micro-batch has a part of its own.
+        split: the flat inputs that are split into micro-batches.
     """
     loss = next(node for node in traced.graph.nodes if node.name == traced.loss)
     leaves = {name: index for index, name in enumerate(traced.inputs) if name is not None}
@@ -83,8 +87,9 @@ class _Reader:
     """Reads a graph.
 
     Attributes:
-        varies: what is another value in each micro-batch.
-        known: what depends on inputs and buffers alone, and so is known before the run.
+        varies: the nodes whose values differ between micro-batches.
+        known: the nodes that depend on inputs and buffers only, so that they are known before the
+            run.
     """
 
     def __init__(
@@ -95,14 +100,14 @@ class _Reader:
         fixed: Collection[str],
         split: Collection[int],
     ) -> None:
-        """Look through a graph.
+        """Find out which nodes vary, and which are known.
 
         Args:
-            module: of the graph.
-            leaves: placeholder → the flat input that it is.
-            buffers: placeholder → the buffer that it is, of those that the graph does not write.
+            module: the graph's module.
+            leaves: placeholder → its flat input.
+            buffers: placeholder → its buffer, for buffers that the graph does not write.
             fixed: the other placeholders that are the same in every micro-batch.
-            split: the flat inputs that are not.
+            split: the flat inputs that are split into micro-batches.
         """
         self.module, self.leaves, self.buffers = module, leaves, buffers
         self.varies: set[fx.Node] = set()
@@ -149,7 +154,7 @@ class _Reader:
                 scaled |= not isinstance(one, fx.Node)
             else:
                 found += [self._quotient(node, operation), *self._within(node)]
-        # a sum times a number may be a mean: the number of samples is one in the graph
+        # a sum times a constant may be a mean: the number of samples is a constant in the graph
         return tuple(None if scaled and x is not None and x.sums else x for x in found)
 
     def _mean(self, node: fx.Node) -> Divisor | None:
@@ -164,7 +169,7 @@ class _Reader:
             return Divisor(line, sums=True)
         if reduction not in (1, "mean"):
             return None
-        while self._operation(target) in _SHAPES:  # what counts is in it in any shape
+        while self._operation(target) in _SHAPES:  # counting does not depend on the shape
             target = target.args[0]
         read = [value for value in (target, weight) if isinstance(value, fx.Node)]
         if not self.known.issuperset(read):
@@ -177,8 +182,8 @@ class _Reader:
         return replace(made, ignored=ignored) if every else made
 
     def _quotient(self, node: fx.Node, operation: str) -> Divisor | None:
-        """What a quotient is divided by, if it is one and that is known; a product with something
-        that is known is one, too."""
+        """The divisor of a quotient, if the node is one and its divisor is known. A product with a
+        known value counts as a quotient, too."""
         if operation not in _PRODUCTS:
             return None
         read = node.all_input_nodes
@@ -189,7 +194,7 @@ class _Reader:
         return self._divisor(source.of_node(node), by, lambda value: float(value) ** power)
 
     def _within(self, node: fx.Node) -> list[Divisor]:
-        """What divides means that a term is made of in some other way."""
+        """The divisors of means that a term is computed from in some other way."""
         above = ancestors([node]) & self.varies
         means = [n for n in self.module.graph.nodes if n in above and self._operation(n) in _MEANS]
         found = (self._mean(other) for other in means)
@@ -202,7 +207,7 @@ class _Reader:
         made: Callable[..., float],
         told: str = "",
     ) -> Divisor:
-        """A divisor that is made of known values, on the CPU."""
+        """A divisor that is computed from known values, on the CPU."""
         above = ancestors(read)
         nodes = [node for node in self.module.graph.nodes if node in above]
         inputs = [node for node in nodes if node.op == "placeholder"]
@@ -222,7 +227,7 @@ class _Reader:
         return Divisor(line, told, leaves, buffers, run)
 
     def _pure(self, node: fx.Node) -> bool:
-        """Whether it may be computed once more: it draws no random numbers and writes nothing."""
+        """Whether a node may be computed again: it draws no random numbers and writes nothing."""
         schema = getattr(node.target, "_schema", None)
         writes = schema.is_mutable if schema is not None else self._operation(node).endswith("_")
         draws = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
@@ -262,9 +267,11 @@ class _Reader:
 
 
 def _count(ignored: int, smooth: float, target: Tensor, weight: Tensor | None = None) -> float:
-    """What ``cross_entropy`` divides by: targets that are classes count what those weigh, and of
-    those that are probabilities, which are as many for each sample, all. Not-a-number where it
-    divides by 0 what is not 0."""
+    """What ``cross_entropy`` divides by.
+
+    A class index counts with the weight of its class, or not at all if it is ignored. Targets that
+    are class probabilities all count. NaN where something other than 0 is divided by 0.
+    """
     if target.is_floating_point():
         return target.numel()
     kept = target != ignored

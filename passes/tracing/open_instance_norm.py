@@ -1,4 +1,4 @@
-"""Let what an InstanceNorm writes to its running statistics stand in the graph.
+"""Make the writes of an InstanceNorm to its running statistics explicit in the graph.
 
 before:  y = instance_norm(x, w, b, mean, var, True, 0.1, 1e-05, False)
 after:   m = repeat(mean, [n]);  v = repeat(var, [n]);  …
@@ -6,8 +6,8 @@ after:   m = repeat(mean, [n]);  v = repeat(var, [n]);  …
          copy_(mean, mean(view(m, [n, c]), 0));  copy_(var, mean(view(v, [n, c]), 0))
          y = view(z, shape of x)
 
-The operation writes them, and its schema does not say so: a graph with it would leave them as they
-are. Opened, it is what PyTorch itself makes of it, n samples of c channels as n * c channels.
+The operation writes its statistics, but its schema does not say so, so that the writes would be
+lost. It is replaced by its own definition in PyTorch: n samples of c channels as n * c channels.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ aten = torch.ops.aten
 
 
 def open_instance_norms(module: fx.GraphModule) -> None:
-    """Open every InstanceNorm that updates its statistics.
+    """Replace every InstanceNorm that updates its statistics.
 
     Args:
         module: an exported graph; it is changed.

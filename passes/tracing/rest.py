@@ -1,11 +1,11 @@
-"""Let the model's own ``forward`` be traced up to a line, and what follows be one leaf module.
+"""Trace the model's own ``forward`` up to a line, and make the rest of it one leaf module.
 
 before:  class Net(nn.Module): forward(x) = F.ctc_loss(self.head(self.body(x)), …)
 traced:  body = self.body(x);  head = self.head(body);  fxpipe_rest = self.fxpipe_rest(x, head)
 
-The leaf runs ``forward`` once more, on a copy of the model whose first calls of submodules give
-what they gave. The parameters and buffers that it reads are its inputs, so that they may be used
-in other stages, too.
+The leaf runs ``forward`` again, on a copy of the model whose first calls of submodules return the
+outputs that were already computed. The parameters and buffers that the rest reads are its inputs,
+so that other stages may use them, too.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from fxpipe.torchtools.pytrees import taken_apart
 
 
 class _Reached(BaseException):
-    """Leaves ``forward`` after a call; it is no Exception, which ``forward`` might catch."""
+    """Ends ``forward`` after a call. It is no Exception, because ``forward`` might catch those."""
 
 
 class Calls:
@@ -42,16 +42,16 @@ class Calls:
     Attributes:
         names: call → the submodule's name.
         written: the calls whose outputs ``forward`` writes into.
-        limit: how many calls come before ``forward`` itself draws a random number, which it must
-            not do twice; else how many there are.
-        checks: its own checks of values, which the rest of it does in every step.
+        limit: how many calls come before ``forward`` itself draws a random number, which must not
+            be drawn twice; if it draws none, how many calls there are.
+        checks: ``forward``'s own checks of values, which the rest still does in every step.
     """
 
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Run a model to see them.
+        """Run a model to record them.
 
         Args:
-            model: the model; the caller puts its state back.
+            model: the model; the caller restores its state.
             args: positional inputs of one micro-batch.
             kwargs: keyword inputs of one micro-batch.
         """
@@ -87,11 +87,11 @@ class Calls:
         }
 
     def latest(self, trace: Callable[[int], tuple[Traced | None, int]]) -> Traced | None:
-        """The graph that is traced as far as can be; None where none can.
+        """The graph that traces as much of ``forward`` as possible; None if none can be traced.
 
         Args:
-            trace: from after how many calls the rest is a leaf → the graph, or None, and how many
-                calls were reached.
+            trace: (after how many calls the rest begins) → the graph, or None if that fails, and
+                how many calls were reached.
         """
         low, high, at = -1, self.limit + 1, self.limit  # low can be traced, high cannot
         found: Traced | None = None
@@ -109,7 +109,7 @@ class Rest(nn.Module):
     """What a model's own ``forward`` computes after some of its calls of submodules.
 
     Attributes:
-        learnt: whether it is known what it reads.
+        learnt: whether ``learn`` has found out what it reads.
     """
 
     def __init__(self, model: nn.Module, calls: Calls, count: int) -> None:
@@ -117,8 +117,8 @@ class Rest(nn.Module):
 
         Args:
             model: the model.
-            calls: of submodules.
-            count: after how many of them.
+            calls: the calls of submodules.
+            count: after how many of them the rest begins.
         """
         super().__init__()
         self._names = calls.names[:count]
@@ -126,12 +126,12 @@ class Rest(nn.Module):
         self.learnt = False
         self._state: tuple[str, ...] = ()
         self._writes: tuple[str, ...] = ()
-        self._outputs: list[Any] = []  # those that are not read, without data
+        self._outputs: list[Any] = []  # outputs that are not read, without data; None for others
         # in a tuple: as a submodule it would hold the parameters as its own
         self._copy = (_Copy(model, self._names),)
 
     def learn(self, model: nn.Module, args: Any, kwargs: Any, outputs: Sequence[Any]) -> None:
-        """Run it once, to see which outputs, parameters and buffers it reads and writes.
+        """Run the rest once, to find which outputs, parameters and buffers it reads and writes.
 
         Args:
             model: the model.
@@ -269,8 +269,8 @@ def split(model: nn.Module, calls: Calls, count: int, reached: list[str]) -> nn.
 def _called_directly(
     model: nn.Module, begin: Callable[[], None], end: Callable[[str, Any], None]
 ) -> Iterator[None]:
-    """Inside, tell of each of a model's submodules that this thread calls, but not of those that
-    are called inside of it."""
+    """Inside, call ``begin`` and ``end`` around each submodule that this thread calls, but not
+    around those that are called inside of such a call."""
     names = {id(vars(module)): name for name, module in model.named_modules() if name}
     before: Any = nn.Module.__call__
     thread = get_ident()
@@ -298,7 +298,7 @@ def _called_directly(
 
 
 class _Copy:
-    """A copy of a model's modules, over the same tensors; some calls give what they are told to.
+    """A copy of a model's modules with the same tensors, whose first calls return given outputs.
 
     Attributes:
         state: name → parameter or buffer.
@@ -309,14 +309,14 @@ class _Copy:
 
         Args:
             model: the model.
-            names: the submodules whose calls come first, call by call.
+            names: the submodules of the calls that come first, in order.
         """
         self.state = _state(model)
         self._names = names
         self._outputs: list[Any] = []
         self._made: dict[int, nn.Module] = {}
         self._model = self._copied(model)
-        for hooks in ("_forward_hooks", "_forward_pre_hooks"):  # they run around this
+        for hooks in ("_forward_hooks", "_forward_pre_hooks"):  # the real model runs them
             vars(self._model)[hooks] = type(vars(model)[hooks])()
         for name, module in self._model.named_modules():
             if name in names:
@@ -328,7 +328,7 @@ class _Copy:
         Args:
             args: positional inputs.
             kwargs: keyword inputs.
-            outputs: what the first calls of submodules give.
+            outputs: what the first calls of submodules return.
             state: name → tensor that stands for a parameter or buffer of that name.
         """
         self._outputs = list(outputs)
@@ -358,7 +358,7 @@ class _Copy:
             own = isinstance(value, MethodType) and value.__self__ is module
             vars(copy)[name] = MethodType(value.__func__, copy) if own else value
         copy._parameters, copy._buffers = dict(module._parameters), dict(module._buffers)
-        if isinstance(copy, nn.RNNBase):  # it is kept in step with the parameters
+        if isinstance(copy, nn.RNNBase):  # its list of weights must follow its parameters
             copy._flat_weights = list(copy._flat_weights)
         copy._modules = {
             name: None if child is None else self._copied(child)

@@ -4,8 +4,8 @@ before:  class Net(nn.Module): forward(x) = self.act(self.conv(x)).add_(1)
 after:   conv = self.conv(x);  act = self.act(conv);  add_ = act.add(1);  return (add_,)
 
 The leaf modules are called as they are, under autograd, with their own hooks, control flow and
-autograd functions. Between them nothing works in place: an in-place operation becomes the one
-that makes a new value, and a module with ``inplace=True`` gets a copy of its input.
+autograd functions. Between them nothing works in place: an in-place operation is replaced by its
+out-of-place variant, and a module with ``inplace=True`` gets a copy of its input.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def trace_symbolically(
     except Exception as error:
         raise explained(model, error, "symbolic") from error
     module = fx.GraphModule(model, graph)
-    _out_of_place(module)  # before dead code goes: what works in place alone looks dead
+    _out_of_place(module)  # before dead code is removed: an unused in-place operation looks dead
     _drop_assertions(graph)
     names = _inputs(graph, given)
     outputs, out_spec = _outputs(graph)
@@ -106,7 +106,7 @@ def trace_symbolically(
 
 
 def reserve_names(graph: fx.Graph, model: nn.Module, others: Iterable[str] = ()) -> None:
-    """Let no node made from now on be called as a tensor of the model itself, or as others."""
+    """Let no new node have the name of a tensor of the model itself, or one of ``others``."""
     for name in (*model._parameters, *model._buffers, *others):
         graph._graph_namespace.create_name(name, None)
 
@@ -114,7 +114,7 @@ def reserve_names(graph: fx.Graph, model: nn.Module, others: Iterable[str] = ())
 def leaf_tensors(module: fx.GraphModule) -> dict[str, list[fx.Node]]:
     """Name in the model of each parameter and buffer → the nodes that read it.
 
-    A tensor with several names goes by the first that is met.
+    A tensor with several names is listed under the first that the graph reads.
     """
     readers: dict[str, list[fx.Node]] = {}
     names: dict[int, str] = {}
@@ -136,7 +136,7 @@ def leaf_tensors(module: fx.GraphModule) -> dict[str, list[fx.Node]]:
 
 
 def _given(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Parameter of ``forward`` → what it is given, in the order of the flat inputs."""
+    """Parameter of ``forward`` → its argument, in the order of the flat inputs."""
     signature = inspect.signature(model.forward)
     bound = signature.bind(*args, **kwargs)
     given: dict[str, Any] = {}
@@ -157,7 +157,7 @@ def _given(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
 
 
 def _drop_assertions(graph: fx.Graph) -> None:
-    """The tracer asserts that constants stay what they were; a call with others is traced anew."""
+    """Drop the tracer's assertions on constants, as a call with other constants is traced anew."""
     for node in reversed(list(graph.nodes)):
         if node.op == "call_function" and "assert" in getattr(node.target, "__name__", ""):
             node.users.clear()
@@ -200,9 +200,9 @@ def _plain(value: Any) -> Any:
 
 
 def _out_of_place(module: fx.GraphModule) -> None:
-    """Let no node change a value that another one may read.
+    """Let no node change a value in place that another node may read.
 
-    A value that was changed in place is, from there on, the result of the operation.
+    After an in-place operation, nodes read its result instead of the old value.
     """
     graph = module.graph
     order = {node: place for place, node in enumerate(graph.nodes)}
@@ -227,7 +227,8 @@ def _out_of_place(module: fx.GraphModule) -> None:
 
 
 def _in_place_target(module: fx.GraphModule, node: fx.Node) -> Any:
-    """What a node changes in place, made harmless where the node itself can be; else None."""
+    """The value that a node changes in place; None if it changes none, "part" if it writes into a
+    part of a tensor. The node itself is replaced by its out-of-place variant, if it has one."""
     if node.op == "call_function":
         if node.target in (operator.setitem, operator.delitem):
             return "part"
@@ -252,7 +253,7 @@ def _in_place_target(module: fx.GraphModule, node: fx.Node) -> Any:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether a node's value shows a part or another shape of its first argument's memory."""
+    """Whether a node's value is a view of its first argument."""
     if isinstance(node.target, torch._ops.OpOverload):
         aliases = (value.alias_info for value in node.target._schema.returns)
         return any(alias is not None and not alias.is_write for alias in aliases)
@@ -261,12 +262,12 @@ def is_view(node: fx.Node) -> bool:
 
 
 def is_torchs(module: nn.Module) -> bool:
-    """Whether the tracer calls a module as it is though nobody asked for it."""
+    """Whether a module is one of PyTorch's, which the tracer calls as it is without being asked."""
     return fx.Tracer().is_leaf_module(module, "")
 
 
 class _Tracer(fx.Tracer):
-    """Calls some modules as they are."""
+    """A tracer with leaf modules."""
 
     graph: fx.Graph
 
@@ -284,10 +285,11 @@ class _Tracer(fx.Tracer):
 
 
 class Example(fx.Interpreter):
-    """Runs the graph once: notes what kind of value each node has, and which buffers it writes."""
+    """Runs the graph once, to note the value of each node and the buffers that are written."""
 
     def written(self, model: nn.Module, *inputs: Tensor) -> set[str]:
-        """The buffers of every module that writes one; BatchNorm writes some unseen by autograd."""
+        """All buffers of each module that writes one of them; BatchNorm writes some of its buffers
+        without a change of their version counters."""
         buffers = dict(model.named_buffers(remove_duplicate=False))
         before = {name: (buffer._version, buffer.clone()) for name, buffer in buffers.items()}
         with torch.no_grad():

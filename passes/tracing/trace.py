@@ -48,14 +48,14 @@ def trace(
     """Export the model in its present mode, dynamic in the batch dimension where it can be.
 
     Args:
-        model: any module; its training flags decide what is traced, its state is left alone.
+        model: any module; its training flags decide what is traced. Its state is not changed.
         args: positional inputs of one micro-batch.
         kwargs: keyword inputs of one micro-batch.
-        batch: how many samples. A batch of 1 is traced as it is: its graph need not hold for
-            another size, nor another graph for it.
-        fixed: whether any batch is traced so.
-        dims: for each flat input its dimensions that are the batch; by default 0 where its size
-            is that of the batch.
+        batch: how many samples the micro-batch has. The graph for 1 sample holds for that size
+            only, and graphs for other sizes do not hold for 1 sample.
+        fixed: whether to trace for this size only.
+        dims: for each flat input its dimensions that are the batch; by default dimension 0 if its
+            size is that of the batch.
 
     Raises:
         TraceError: the model cannot be traced; names its source line and the cure.
@@ -66,7 +66,7 @@ def trace(
     errors: list[Exception] = []
     for dynamic in shapes:
         for as_export in (False, True):
-            # new ones each time: export marks the dimensions that it was to let vary
+            # new dynamic dimensions for each try, because export changes them
             new_args, new_kwargs = pytree.tree_map_only(
                 torch.Tensor, _no_view, (args, dict(kwargs))
             )
@@ -95,9 +95,9 @@ def export(
         args: positional inputs.
         kwargs: keyword inputs.
         size: how many samples.
-        fixed: whether it need hold for that size alone.
-        dims: the dimensions of each flat input that are the batch.
-        calls: those of leaf modules, which are traced as operations; None without leaf modules.
+        fixed: whether the program need hold for that size only.
+        dims: for each flat input the dimensions that are the batch.
+        calls: the calls of leaf modules, each traced as one operation; None without leaf modules.
 
     Raises:
         TraceError: as ``trace``.
@@ -129,7 +129,7 @@ def accepts(
     )
     if not symbolic:
         return lambda size: size == batch
-    # the test is kept, the batch must not be: it needs the inputs' shapes alone
+    # the test is kept for long and must not keep the batch: it needs only the inputs' shapes
     given = pytree.tree_map_only(torch.Tensor, lambda x: x.to("meta"), (args, dict(kwargs)))
     program.example_inputs = given
     leaves = pytree.tree_leaves(given)
@@ -161,8 +161,8 @@ def _resized(leaf: Any, dims: tuple[int, ...], size: int) -> Any:
 
 
 def _no_view(x: torch.Tensor) -> torch.Tensor:
-    """The same tensor as no view of another: of one that is, export guards the strides of both,
-    and cannot read its own guard (``'NoneType' object has no attribute 'stride'``)."""
+    """The same tensor, but not as a view of another one. For a view, export guards the strides of
+    both, and fails on its own guard (``'NoneType' object has no attribute 'stride'``)."""
     return x.detach().requires_grad_(x.requires_grad)
 
 
@@ -180,10 +180,10 @@ def _export(
         args: positional inputs.
         kwargs: keyword inputs.
         dynamic: the dynamic dimensions, if any.
-        as_export: let it compute what it would under ``torch.export``: some models then take
-            another way than in eager mode, equal but for rounding, so that no value decides.
+        as_export: let it compute what it would under ``torch.export``. Some models then avoid
+            control flow that depends on values, with results that are equal up to rounding.
     """
-    from torch.export import _trace as exporter  # takes its time
+    from torch.export import _trace as exporter  # imported here because it is slow
 
     level = _TORCH_LOG.level
     # what fails here is told once, by our own error, and not with the graph so far
@@ -212,7 +212,7 @@ def _export(
 
 @contextmanager
 def _announced(model: nn.Module, as_export: bool) -> Iterator[None]:
-    """Inside, ``torch.compiler.is_exporting()`` tells the model that it is exported, or not."""
+    """Inside, ``torch.compiler.is_exporting()`` returns ``as_export`` to the model."""
 
     def announce(module: nn.Module, args: Any) -> None:
         # export itself sets it before, and puts it back after the model has run
@@ -227,8 +227,8 @@ def _announced(model: nn.Module, as_export: bool) -> Iterator[None]:
 
 @contextmanager
 def _distributions_unchecked() -> Iterator[None]:
-    """Inside, ``torch.distributions`` take their arguments as they are: whether to make an error
-    of them depends on their values, which a trace does not have."""
+    """Inside, ``torch.distributions`` do not validate their arguments, because a trace does not
+    have the values."""
     checked = Distribution._validate_args
     Distribution.set_default_validate_args(False)
     try:
@@ -239,9 +239,9 @@ def _distributions_unchecked() -> Iterator[None]:
 
 @contextmanager
 def _masks_unread() -> Iterator[None]:
-    """Inside, ``nn.TransformerEncoder`` and ``nn.TransformerDecoder`` apply an attention mask as it
-    is. They would compare its values with those of a causal one, to choose a kernel that computes
-    the same without it."""
+    """Inside, ``nn.TransformerEncoder`` and ``nn.TransformerDecoder`` apply attention masks as they
+    are. Else they compare the mask's values with a causal mask, to choose a faster kernel with the
+    same result."""
     detect = transformer._detect_is_causal_mask
     transformer._detect_is_causal_mask = lambda mask, is_causal=None, size=None: is_causal is True
     try:
@@ -264,7 +264,7 @@ def _dynamic(
     batch: int,
     dims: Dims | None,
 ) -> dict[str, Any]:
-    """Which dimensions of what are dynamic, as the exporter wants it: by parameter's name."""
+    """The dynamic dimensions in the exporter's form: by the names of ``forward``'s parameters."""
     flat = [
         dict.fromkeys(of_leaf, Dim.AUTO) or None
         for of_leaf in dims or _usual_dims(args, kwargs, batch)

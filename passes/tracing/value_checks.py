@@ -1,4 +1,4 @@
-"""A model's own checks of values: an ``assert``, or an ``if`` that does nothing but raise.
+"""Leave a model's own checks of values out of its trace: ``assert``, or ``if`` with a ``raise``.
 
 before:  if labels.max() >= self.classes: raise ValueError(…)
 traced:  nothing, where the same line runs in every step all the same
@@ -20,10 +20,10 @@ _ASKS = ("__bool__", "item", "__int__", "__float__", "__index__")
 
 
 class ValueChecks(TorchFunctionMode):
-    """Inside, note what numbers such checks read, or answer what was noted.
+    """Inside, record the numbers that such checks read, or answer them with recorded numbers.
 
     Attributes:
-        open: whether it does so now.
+        open: whether it is recording or answering now.
         answers: file and line → the numbers, in their order.
     """
 
@@ -31,7 +31,7 @@ class ValueChecks(TorchFunctionMode):
         """Nothing has run yet.
 
         Args:
-            known: what was noted, to be answered; by default it is noted.
+            known: the recorded numbers to answer with; None to record.
         """
         super().__init__()
         self.open = True
@@ -55,7 +55,7 @@ class ValueChecks(TorchFunctionMode):
 
 
 def _checked() -> tuple[str, int] | None:
-    """The user's line that runs now, if it is of a check."""
+    """The user's line that runs now, if it is in a check."""
     frame = sys._getframe(2)
     while frame is not None and not source.is_users(frame.f_code.co_filename):
         if frame.f_back is None:
@@ -67,7 +67,7 @@ def _checked() -> tuple[str, int] | None:
 
 @functools.lru_cache(maxsize=64)
 def _lines(filename: str) -> frozenset[int]:
-    """The lines of a file's checks."""
+    """The lines of the checks in a file."""
     try:
         tree = ast.parse("".join(linecache.getlines(filename)))
     except SyntaxError:
