@@ -27,7 +27,7 @@ class OverlappingRun(Run[VersionedWeights]):
     """
 
     def __init__(self, *where: Any, first: int, **how: Any) -> None:
-        """Nothing is in flight yet. See Run; the weights are bound to the plan."""
+        """No batch is in flight yet. See Run; the weights must be bound to the plan."""
         super().__init__(*where, first=first, **how)
         self.count = self._first = first
         self._left = [self.count - 1] * self.program.devices
@@ -127,7 +127,7 @@ class OverlappingRun(Run[VersionedWeights]):
             machine.begin(step, batches)
         driver.run()
         for machine in driver.machines:
-            # all forwards of the step's own batch are done
+            # here all forwards of the step's own batch are done
             if self._weights.defers:
                 with self._backend.computing(machine.device):
                     machine.store.state = self._weights.gathered(machine.store.state)

@@ -54,7 +54,7 @@ class Worker:
             thread.start()
             ready.wait()
         finally:
-            # the thread's count became the default of threads to come: put the caller's back
+            # the thread's count became the default for new threads: restore the caller's
             torch.set_num_threads(torch.get_num_threads())
 
     @property

@@ -113,10 +113,10 @@ def _replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     try:
         unfinished = own / "checkpoint"
         yield unfinished
-        unfinished.chmod(own.stat().st_mode & 0o666)  # as the umask says
+        unfinished.chmod(own.stat().st_mode & 0o666)  # the permissions that the umask gives
         _sync(unfinished)
         unfinished.replace(target)
-        with suppress(OSError):  # not every file system can do that to a folder
+        with suppress(OSError):  # not every file system can sync a folder
             _sync(target.parent)
     finally:
         shutil.rmtree(own, ignore_errors=True)

@@ -134,9 +134,9 @@ class VersionedWeights(Weights):
         self.bind(stages, state, deferred)
 
     def history(self) -> History:
-        """What a checkpoint keeps, while no batch is in flight."""
+        """The versions for a checkpoint; no batch may be in flight."""
         newest = self.slowest
-        if any(stage.changed() for stage in self._stages):  # as ``open`` will find
+        if any(stage.changed() for stage in self._stages):  # ``open`` checks the same
             return History(newest, newest)
         kept: dict[int, Buffers] = {}
         for stage in self._stages:
