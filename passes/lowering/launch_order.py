@@ -1,4 +1,9 @@
-"""The order in which one host can launch the instructions of all devices, arrivals early."""
+"""The order in which one host can launch the instructions of all devices, arrivals early.
+
+It has a walk of its own, besides that of ``fxpipe.ir.walk``, whose rows stay as they are: here an
+arrival that nothing can be launched before is put off behind the next computation, and how often
+that is needed shows only on the way.
+"""
 
 from __future__ import annotations
 
