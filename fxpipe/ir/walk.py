@@ -47,7 +47,12 @@ Waits = Sequence[Sequence[Wait]]
 Key = tuple[str, int | None, int]
 """Kind, micro-batch and stage: one task of every batch."""
 
-_CONNECTED = frozenset({Send, Stash, Receive, Pop, Barrier, Pause})
+# made once: a union that is made anew for each instruction takes longer
+_SENDS = Send, Stash
+_ARRIVES = Receive, Pop
+_MEETS = Barrier, Pause
+
+_CONNECTED = frozenset({*_SENDS, *_ARRIVES, *_MEETS})
 """The instructions that others wait for, or that wait for others."""
 
 
@@ -161,9 +166,9 @@ def waits_of(program: Program) -> list[list[Wait]]:
         for position, x in enumerate(own):
             if type(x) not in _CONNECTED:
                 continue
-            if isinstance(x, Send | Stash):
+            if isinstance(x, _SENDS):
                 sent.setdefault(x.buffer, Place(device, position))
-            elif isinstance(x, Receive | Pop):
+            elif isinstance(x, _ARRIVES):
                 arrivals.append((device, position, x.buffer))
             else:
                 met[type(x)][device].append(position)
@@ -255,13 +260,13 @@ def turns_of(program: Program) -> tuple[Turn, ...]:
         x, launch = lists[device][position], launches[device][position]
         stream = device, launch.stream
         awaited = [ends[event.number] for event in launch.waits if not event.batch]
-        if isinstance(x, Receive | Pop):
+        if isinstance(x, _ARRIVES):
             awaited.append(ends.pop(x.buffer, 0.0))
-        free[stream] = max([free[stream], *awaited]) + usual_cost(x)
-        if isinstance(x, Send | Stash):
-            ends[x.buffer] = free[stream]
+        end = free[stream] = max(free[stream], *awaited, 0.0) + usual_cost(x)
+        if isinstance(x, _SENDS):
+            ends[x.buffer] = end
         if launch.record is not None:
-            ends[launch.record.number] = free[stream]
+            ends[launch.record.number] = end
         return free[device, COMPUTE]
 
     waits = waits_of(program)
@@ -282,17 +287,20 @@ def _in_one_thread(program: Program) -> list[list[Wait]]:
     take them back to.
     """
     waits: list[list[Wait]] = [[] for _ in program.lists]
-    meetings = [
-        [at for at, x in enumerate(own) if isinstance(x, Barrier | Pause)] for own in program.lists
-    ]
+    meetings = [[at for at, x in enumerate(own) if isinstance(x, _MEETS)] for own in program.lists]
     for places in zip(*meetings, strict=False):
         for device, here in enumerate(places):
             waits[device] += [(here + 1, d, at) for d, at in enumerate(places) if d != device]
-    every = [(x, Place(d, at)) for d, own in enumerate(program.lists) for at, x in enumerate(own)]
-    delay, *others = {-x.version for x, _ in every if isinstance(x, Forward)} or {0}
+    every = [x for own in program.lists for x in own]
+    delay, *others = {-x.version for x in every if isinstance(x, Forward)} or {0}
     alone = len(set(program.placement)) == program.stages
-    if delay and not others and alone and not any(isinstance(x, Run) for x, _ in every):
-        updates = [(x.writes, place) for x, place in every if isinstance(x, Update)]
+    if delay and not others and alone and not any(isinstance(x, Run) for x in every):
+        updates = [
+            (x.writes, Place(device, at))
+            for device, own in enumerate(program.lists)
+            for at, x in enumerate(own)
+            if isinstance(x, Update)
+        ]
         for writes, (device, position) in updates:
             waits[device] += [(position, *on) for before, on in updates if before <= writes - delay]
     return waits
