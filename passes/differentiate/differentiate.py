@@ -38,9 +38,9 @@ class Wanted:
     """Which gradients a step needs.
 
     Attributes:
-        outputs: values for the caller whose gradients the caller gives: the loss, or, for a
+        outputs: returned values whose gradients the caller gives: the loss, or, for a
             differentiable call, every output.
-        inputs: whether inputs that require gradients hand them back to the caller.
+        inputs: whether the gradients of inputs that require them are returned to the caller.
     """
 
     outputs: frozenset[str] = frozenset()
@@ -119,11 +119,11 @@ class _Differentiator:
         return replace(self.plan, stages=stages, edges=edges, specs=specs)
 
     def forward(self, stage: Stage) -> None:
-        """Find the values that the stage makes, with their ``requires_grad``."""
+        """Compute the values that the stage makes, with their ``requires_grad``."""
         raise NotImplementedError
 
     def backward(self, stage: Stage) -> None:
-        """Make the stage's kernel, and find the gradients that it gives for its inputs."""
+        """Make the stage's kernel, and note the gradients that it gives for its inputs."""
         raise NotImplementedError
 
     def returned(self, stage: Stage) -> tuple[str, ...]:

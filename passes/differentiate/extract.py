@@ -19,7 +19,7 @@ from fxpipe.passes.graph.lazy_module import lazy_module
 
 
 def ancestors(nodes: Iterable[Any]) -> set[fx.Node]:
-    """All that some nodes depend on, and themselves; what is no node is passed over."""
+    """Some nodes and all nodes that they depend on; values that are no nodes are ignored."""
     seen: set[fx.Node] = set()
     todo = [node for node in nodes if isinstance(node, fx.Node)]
     while todo:
@@ -31,7 +31,7 @@ def ancestors(nodes: Iterable[Any]) -> set[fx.Node]:
 
 
 def crossing(late: Iterable[fx.Node], results: Iterable[Any], early: set[fx.Node]) -> list[fx.Node]:
-    """What later nodes and results read of the earlier ones, each once."""
+    """The early nodes that late nodes or results read, each once."""
     read = [source for node in late for source in node.all_input_nodes]
     read += [node for node in results if isinstance(node, fx.Node)]
     return list(dict.fromkeys(node for node in read if node in early))
@@ -43,9 +43,9 @@ def extract(
     """A new graph that computes some nodes of another one.
 
     Args:
-        inputs: what becomes its placeholders.
-        nodes: what it computes, in order.
-        results: what it returns, as one tuple; what is no node is returned as it is.
+        inputs: the nodes that become its placeholders.
+        nodes: the nodes that it computes, in order.
+        results: what it returns, as one tuple; values that are no nodes are returned as they are.
     """
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -60,13 +60,13 @@ def extract(
 
 
 def runnable(graph: fx.Graph, name: str, inputs: int | None = None) -> fx.GraphModule:
-    """A module that takes the graph's inputs in one list, and empties it.
+    """A module that takes the graph's inputs in one list, and empties that list.
 
     Args:
-        graph: a functional graph; it is changed, and is the module's from now on.
-        name: the module's class.
-        inputs: how many gradients of inputs it returns before those of parameters, which then
-            are added to sums; None if it returns no such.
+        graph: a functional graph; it is changed, and the module takes it over.
+        name: the name of the module's class.
+        inputs: for a backward, how many gradients of inputs it returns first; the gradients of
+            parameters after them are added to sums. None for a graph without such.
     """
     graph.set_codegen(_Boxed())
     _transpose_once(graph)
@@ -77,7 +77,7 @@ def runnable(graph: fx.Graph, name: str, inputs: int | None = None) -> fx.GraphM
 
 
 def _transpose_once(graph: fx.Graph) -> None:
-    """Take what is transposed and back as it was: gradients of linear layers' weights are."""
+    """Remove pairs of transposes that cancel, as in the weight gradients of linear layers."""
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.t.default):
         source: Any = node.args[0]
         if source.target is torch.ops.aten.t.default:

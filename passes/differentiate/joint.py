@@ -72,7 +72,7 @@ class StageSides:
         inputs: Sequence[Any],
         recorder: Recorder | None = None,
     ) -> tuple[Sides, dict[torch.autograd.graph.Node, fx.Node]]:
-        """The same, and which autograd node comes from which node of the graph."""
+        """The same, and for each autograd node the graph's node that it comes from."""
         given: dict[str, Any] = {}
         given.update(zip((a.name for a in self.stage.parameters), parameters, strict=True))
         given.update(zip((a.name for a in self.stage.buffers), buffers, strict=True))
@@ -85,7 +85,7 @@ class StageSides:
         arriving = {id(tensor) for tensor in given.values()}
         outputs = [interpreter.found[name] for name in self.returned]
         outputs = [
-            # a parameter that is sent on must be a value of its own, to have its own gradient
+            # a parameter that is sent must be a tensor of its own, to get its own gradient
             out.view_as(out) if isinstance(out, Tensor) and id(out) in arriving else out
             for out in outputs
         ]
@@ -137,15 +137,15 @@ class Joint:
     """A traced stage, forward and backward in one graph.
 
     Attributes:
-        graph: see the text above for what it takes and returns.
-        names: what its arguments are called in the stage.
+        graph: the graph; the module's docstring says what it takes and returns.
+        names: the names of its arguments in the stage.
         stage: the stage.
         inputs: how many inputs it takes after the parameters and buffers.
-        outputs: how many outputs, then ``writes`` buffer writes, it returns first.
-        writes: see ``outputs``.
-        input_strides: of each input as traced; None for what is no tensor.
-        gradient_outputs: which outputs get a gradient.
-        gradient_strides: of each of these gradients.
+        outputs: how many outputs it returns first.
+        writes: how many buffer writes it returns after the outputs.
+        input_strides: the strides of each input as traced; None for a value that is no tensor.
+        gradient_outputs: the indices of the outputs that get a gradient.
+        gradient_strides: the strides of each of these gradients.
         input_gradients: for each input its gradient, without data, or None.
         parameter_gradients: for each parameter whether it has a gradient.
     """
@@ -250,7 +250,7 @@ class JointTrace:
     def _traced(
         self, given: Sequence[Tensor], has: Sequence[bool]
     ) -> tuple[fx.Graph, list[Tensor | None]]:
-        """The same by PyTorch's own tracer, which takes whatever a stage does."""
+        """The same by PyTorch's own tracer, ``make_fx``, which can trace any stage."""
         count = len(self._arguments)
         found: list[Tensor | None] = []
 
@@ -298,7 +298,7 @@ def _all(result: Sides, gradients: Sequence[Tensor | None]) -> list[Any]:
 def _functional(module: fx.GraphModule, arguments: list[Any]) -> fx.GraphModule:
     """The graph without in-place operations, which some operations and gradients are made of.
 
-    A graph that has them cannot be parted: what is read after a write would move before it.
+    A graph with such operations cannot be split: a read after a write could move before it.
     """
     if not any(_is_mutable(node) for node in module.graph.nodes):
         return module
@@ -333,7 +333,7 @@ def rnn_layer_with_workspace(*args: Any) -> Any:
 def _blamed(
     origins: dict[torch.autograd.graph.Node, fx.Node], recorder: Recorder | None
 ) -> Iterator[None]:
-    """While autograd runs, what it does for a node is recorded as that node's, with its line."""
+    """Inside, what autograd does for a node is recorded with that node's name and source line."""
     with ExitStack() as hooks, ExitStack() as current:
 
         def enter(node: fx.Node) -> Any:

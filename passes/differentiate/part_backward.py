@@ -1,4 +1,4 @@
-"""Part every stage's backward into a half that others wait for and a half that can wait.
+"""Split every stage's backward into a half that other stages wait for and a half that can wait.
 
 before:  backward:     t = tanh_backward(g, y);  c = convolution_backward(t, x, w, [True, True])
                        return (c[0], c[1])
@@ -31,7 +31,7 @@ aten = torch.ops.aten
 
 
 def part_backward(plan: Plan) -> Plan:
-    """Give every stage's kernel its halves. A stage under autograd has them from the start."""
+    """Split the backward of every stage's kernel. Stages with leaf modules are split already."""
     return replace(
         plan, stages=tuple(replace(stage, kernel=_parted(stage)) for stage in plan.stages)
     )
@@ -96,7 +96,7 @@ def _part_convolutions(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
 
 
 def _join(of_input: fx.Node, of_weight: fx.Node) -> None:
-    """Make one call again of two that fell into the same half."""
+    """Merge two calls into one again, if both are in the same half."""
     of_input.args = (*of_input.args[:-1], [True, *_mask(of_weight)[1:]])
     of_input.meta["val"] = (of_input.meta["val"][0], *of_weight.meta["val"][1:])
     of_weight.replace_all_uses_with(of_input)
@@ -104,14 +104,14 @@ def _join(of_input: fx.Node, of_weight: fx.Node) -> None:
 
 
 def _mask_by(convolution: fx.Node, mask: list[bool]) -> None:
-    """Let it compute these gradients alone."""
+    """Let a ``convolution_backward`` compute only these gradients."""
     convolution.args = (*convolution.args[:-1], mask)
     pairs = zip(convolution.meta["val"], mask, strict=True)
     convolution.meta["val"] = tuple(value if wanted else None for value, wanted in pairs)
 
 
 def _mask(convolution: fx.Node) -> list[bool]:
-    """Which gradients it computes: of its input, its weight and its bias."""
+    """Which gradients a ``convolution_backward`` computes: of input, weight and bias."""
     mask: Any = convolution.args[-1]
     return list(mask)
 
@@ -119,7 +119,8 @@ def _mask(convolution: fx.Node) -> list[bool]:
 def _chain(
     graph: fx.Graph, gradients: Sequence[fx.Node], ends: Iterable[tuple[fx.Node, int]]
 ) -> list[fx.Node]:
-    """What carries the gradient from layer to layer: it leads to the gradients of several weights.
+    """The nodes through which the gradient goes from layer to layer: the gradients of several
+    weights depend on each of them.
 
     Args:
         graph: the backward graph.

@@ -31,7 +31,7 @@ _TOLD = ("custom", "stack_trace", "nn_module_stack", "source_fn_stack")
 
 
 class NotRecorded(Exception):
-    """The function does something that a recorder does not take."""
+    """The function does something that ``Recorder`` does not support."""
 
 
 def record(
@@ -55,7 +55,7 @@ def record(
 
 
 def told(node: fx.Node) -> Mapping[str, Any]:
-    """What a node tells of itself to what is made of it."""
+    """The metadata of a node that the nodes made from it inherit."""
     return {key: node.meta[key] for key in _TOLD if key in node.meta}
 
 
@@ -80,7 +80,7 @@ class Recorder(TorchDispatchMode):
         self._nodes: dict[int, tuple[Tensor, fx.Node]] = {}
 
     def place(self, arguments: Sequence[Any]) -> list[Any]:
-        """Add arguments. Returns them, each tensor once: another of the same is one of its own."""
+        """Add arguments, and return them; a tensor that occurs twice is another object there."""
         given: list[Any] = []
         for argument in arguments:
             if isinstance(argument, Tensor) and id(argument) in self._nodes:
@@ -147,7 +147,7 @@ class Recorder(TorchDispatchMode):
         return made
 
     def _in_place(self, func: OpOverload, args: tuple[Any, ...], kwargs: Any) -> Any:
-        """Record the functional variant; its result is from now on what was written."""
+        """Record the functional variant; its result takes the place of the written tensor."""
         variant = functional_variant(func)
         target = args[0] if args else None
         if variant is None or not isinstance(target, Tensor):

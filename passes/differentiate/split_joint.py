@@ -1,4 +1,4 @@
-"""Part a joint graph into forward and backward, with what is kept between them explicit.
+"""Split a joint graph into forward and backward, with explicit saved tensors between them.
 
 before:  a = f(x, w);  g1 = df(g, a, w);  return (a, g1)
 after:   forward:  a = f(x, w);  return (a, a, w)          the last two are saved
@@ -70,7 +70,7 @@ def split_joint(joint: Joint, index: int) -> GraphKernel:
 
 
 def _drop_detach(graph: fx.Graph) -> None:
-    """Without autograd around it a detach is its input."""
+    """Replace each ``detach`` by its input: the graph does not run under autograd."""
     for node in list(graph.nodes):
         if node.op == "call_function" and node.target is aten.detach.default:
             node.replace_all_uses_with(node.args[0])
@@ -84,7 +84,8 @@ def _fresh_parameter_gradients(
     late: list[fx.Node],
     given: set[fx.Node],
 ) -> int:
-    """Let no parameter gradient share memory, nor keep more than its own: it becomes the sum.
+    """Copy each parameter gradient that shares memory or is a part of a larger storage: the first
+    one becomes the sum over micro-batches.
 
     Returns how many of the gradients found are those of inputs.
     """
@@ -130,7 +131,7 @@ def _whole(node: fx.Node) -> bool:
 
 
 def _memory(result: Any) -> set[fx.Node]:
-    """The nodes whose memory a result may lie in, its own among them."""
+    """The nodes whose memory a result may share, itself included."""
     found: set[fx.Node] = set()
     todo = [result] if isinstance(result, fx.Node) else []
     while todo:

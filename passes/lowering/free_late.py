@@ -42,7 +42,7 @@ def free_late(
 
 
 class _Use(NamedTuple):
-    """When the copy of a sent value is done: not before this rank, and as a rule at this time."""
+    """The first use of a sent value on its receiver: by then the copy is done."""
 
     source: int
     rank: int

@@ -36,9 +36,9 @@ class Launched(NamedTuple):
     """An instruction in its place.
 
     Attributes:
-        rank: its place among the instructions of all devices.
-        start: when it starts, if each took the time of its kind and copies took none.
-        instruction: what it is.
+        rank: its index in the order over all devices.
+        start: when it starts, if each instruction took its kind's usual time and copies no time.
+        instruction: the instruction.
     """
 
     rank: int
@@ -134,7 +134,7 @@ class _Device:
 
 
 class _Walk:
-    """All lists on their way, the device that is furthest behind first."""
+    """Walks through the lists of all devices; the device that is furthest behind goes first."""
 
     def __init__(self, program: Program, ahead: int) -> None:
         self._program = program

@@ -85,7 +85,7 @@ class Streams:
 
 
 class _Spot(NamedTuple):
-    """An instruction, and the batch of the value for whose sake it is looked at."""
+    """An instruction, and the batch of the value because of which it is waited for."""
 
     device: int
     position: int

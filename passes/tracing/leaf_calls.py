@@ -85,7 +85,7 @@ class Call:
 def called_instead(
     leaves: Mapping[str, nn.Module], function: Callable[[str, nn.Module, Any, Any], Any]
 ) -> Iterator[None]:
-    """Inside, a function is called instead of the leaf modules, hooks and all.
+    """Inside, a function is called instead of the leaf modules and their hooks.
 
     Args:
         leaves: name in the model → module.
@@ -93,7 +93,7 @@ def called_instead(
     """
     with ExitStack() as undo:
         for name, module in leaves.items():
-            # what nn.Module.compile sets: it stands before hooks and forward
+            # the attribute that nn.Module.compile sets: it replaces hooks and forward
             undo.callback(setattr, module, "_compiled_call_impl", module._compiled_call_impl)
 
             def call(*args: Any, name: str = name, module: Any = module, **kwargs: Any) -> Any:

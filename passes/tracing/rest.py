@@ -218,9 +218,9 @@ def split(model: nn.Module, calls: Calls, count: int, reached: list[str]) -> nn.
 
     Args:
         model: the model, which stays as it is; the parameters are the same.
-        calls: of submodules.
+        calls: the calls of submodules.
         count: after how many of them the rest begins.
-        reached: takes the names of those that a run calls.
+        reached: a list to which a run appends the names of the submodules that it calls.
     """
     rest = Rest(model, calls, count)
     kind = type(model)

@@ -51,15 +51,17 @@ def lower_bound(work: Work, machine: Machine) -> float:
 
 
 def chain_bound(work: Work, machine: Machine, low: float, high: float, slack: float = 0.0) -> float:
-    """The same with what the heaviest chain of atoms sends and keeps: each value over the fastest
-    link that a stage has, and to one stage alone, and in a memory that holds the chain alone.
+    """A lower bound with links and memory, from the heaviest chain of atoms.
+
+    It counts what the chain sends and keeps, as if each value were sent to one stage only, over
+    the stage's fastest link, and as if memory held nothing but the chain.
 
     Args:
         work: the atoms.
         machine: the stages.
-        low: a bound that is known.
-        high: seconds of a partition that is known.
-        slack: by which part that partition may be slower than the bound to be good enough.
+        low: a known lower bound.
+        high: seconds of the slowest stage of a known partition.
+        slack: the relative gap to the bound at which that partition is good enough.
     """
     chain = _heaviest_chain(work)
     reach = Reach(work)

@@ -1,4 +1,4 @@
-"""Merge atoms of a graph where it matters least, until it has so few downsets that all can be seen.
+"""Merge atoms of a graph, light ones first, until it has few enough downsets to search them all.
 
 before:  a (1 s) → b (1 s) → c (9 s), a → d (1 s) → c
 after:   [a], [b, c], [d]; then [a, d], [b, c]; then [a, b, c, d]

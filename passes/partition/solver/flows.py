@@ -1,4 +1,4 @@
-"""What crosses the ends of runs of a sequence, for many runs at once.
+"""Sum the values that a run of a sequence receives and sends, for many runs at once.
 
 A value arrives at a run that begins after it was made and holds a reader; it leaves the run that
 made it if a reader comes later. Seen from one begin, moving the end changes what crosses by steps,

@@ -82,7 +82,7 @@ class Lattice:
             return _Way(self, cap * _ROUNDING, fastest).found()
 
     def tops(self, downset: int) -> list[int]:
-        """The atoms of a downset that nothing in it comes after: who has these has it."""
+        """The atoms of a downset that no other atom in it reads; they determine the downset."""
         inside = self.sets[downset]
         return [
             atom

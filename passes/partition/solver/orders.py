@@ -39,7 +39,7 @@ def orders(work: Work, machine: Machine, target: float) -> Iterator[Sequence[int
 
 
 def branch_by_branch(work: Work) -> list[int]:
-    """What became ready last goes first, so that a branch is finished before the next."""
+    """The atom that became ready last goes first, so that branches are finished one by one."""
     return _listed(work, lambda atom, step: (-step, atom))
 
 
@@ -75,7 +75,7 @@ def filled(work: Work, machine: Machine, target: float) -> list[int]:
 
 @dataclass
 class Block:
-    """An atom with what it brings along.
+    """An atom together with later atoms that join it.
 
     Attributes:
         seconds: of all of it.

@@ -53,7 +53,7 @@ _CONTRACTED = 2_000
 
 @dataclass(frozen=True)
 class Solution:
-    """A division and what is known of it.
+    """A division of the atoms among stages, with a lower bound.
 
     Attributes:
         division: the assignment.
@@ -65,7 +65,7 @@ class Solution:
 
     @property
     def gap(self) -> float:
-        """By which part of the bound the slowest stage may be too slow, at most; 0 is the best."""
+        """How far the slowest stage is above the bound, relative to it; 0 is proven the best."""
         return max(self.division.slowest / self.bound - 1, 0.0) if self.bound else 0.0
 
 
