@@ -17,7 +17,11 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
-from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+from torch.fx.experimental.proxy_tensor import (
+    disable_proxy_modes_tracing,
+    get_proxy_mode,
+    get_proxy_slot,
+)
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -66,13 +70,9 @@ class TrueLayouts(TorchDispatchMode):
                 real = func(*pytree.tree_map(_zeros, args), **pytree.tree_map(_zeros, kwargs))
         except Exception:  # the operation refuses zeros
             return made
-        if func in _RESHAPES:  # the result still shares the memory of its operand
-            return (
-                made
-                if made.stride() == real.stride()
-                else made.as_strided(made.shape, real.stride())
-            )
-        return pytree.tree_map(_laid_out_as, made, real)
+        for ours, theirs in zip(pytree.tree_leaves(made), pytree.tree_leaves(real), strict=True):
+            _lay_as(ours, theirs)
+        return made
 
 
 class BatchNormsLaidOut(TorchFunctionMode):
@@ -209,9 +209,15 @@ def _zeros(value: Any) -> Any:
     return made.zero_()
 
 
-def _laid_out_as(made: Any, real: Any) -> Any:
+def _lay_as(made: Any, real: Any) -> None:
+    """Give a result the strides of a real one, in place: a tracer has written down this tensor."""
     dense = isinstance(made, Tensor) and made.layout is torch.strided
     # what is masked out is None, and a BatchNorm without data makes it nevertheless
     if not dense or real is None or made.stride() == real.stride():
-        return made
-    return torch.empty_strided(made.shape, real.stride(), dtype=made.dtype, device=made.device)
+        return
+    mode = get_proxy_mode()
+    with disable_proxy_modes_tracing(), torch.no_grad():
+        made.as_strided_(made.shape, real.stride())
+        written: Any = mode and get_proxy_slot(made, mode.tracer, None)
+        if written:
+            written.proxy.node.meta["val"] = made.detach()

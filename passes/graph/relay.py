@@ -78,7 +78,8 @@ class _Relays:
         """Let each stage that reads a value several times send it to the stages after it.
 
         Returns:
-            The name of the value in the last stage that reads it.
+            What the graph returns it as, if it does: to the caller from the last stage that reads
+            it, or, where the caller gives no gradient, from the stage that makes it.
         """
         readers = sorted(
             (n for n in node.users if n in self.order and n is not self.end),
@@ -102,7 +103,7 @@ class _Relays:
             for reader in [*behind, *([self.end] if to_caller else [])]:
                 reader.replace_input_with(current, copy)
             current = copy
-        return current.name
+        return current.name if to_caller else node.name
 
     def _away(self, node: fx.Node, readers: list[fx.Node]) -> list[int]:
         """The stages that receive a value from another stage, or from the caller."""

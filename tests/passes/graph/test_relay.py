@@ -102,8 +102,11 @@ def test_the_original_graph_stays() -> None:
     assert (str(traced.graph), assignment.nodes) == (before, nodes)
 
 
-def test_an_output_that_is_read_often_is_handed_to_the_caller_by_the_last_reader() -> None:
-    traced, assignment, name = staged([1, 2])
+@pytest.mark.parametrize("behind", [[], [1]])
+def test_an_output_that_is_read_often_is_handed_to_the_caller_by_the_last_reader(
+    behind: list[int],
+) -> None:
+    traced, assignment, name = staged([1, 2, *behind])
     (out,) = traced.outputs
     assert isinstance(out, Value)
     end = next(node for node in traced.graph.nodes if node.op == "output")
@@ -111,9 +114,9 @@ def test_an_output_that_is_read_often_is_handed_to_the_caller_by_the_last_reader
     end.args = ((*end.args[0], shared),)
     both = Traced(**{**vars(traced), "outputs": (out, Value(name))})
     trained = {argument.name for argument in traced.parameters}
-    given = relay(both, assignment, trained, {name})[0].outputs
+    given = relay(both, assignment, trained, {name})[0].verify().outputs
     assert [value.name for value in given if isinstance(value, Value)] == [out.name, "tanh_on_1"]
-    kept = relay(both, assignment, trained, ())[0].outputs
+    kept = relay(both, assignment, trained, ())[0].verify().outputs  # no gradient comes for it
     assert kept == both.outputs
 
 
