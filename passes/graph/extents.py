@@ -17,7 +17,7 @@ import sympy
 import torch
 from torch import Tensor
 from torch._dynamo.source import ConstantSource
-from torch._subclasses.fake_tensor import FakeTensorMode, UnsupportedOperatorException
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.fx.experimental.symbolic_shapes import (
     DimDynamic,
@@ -63,7 +63,7 @@ def extents(plan: Plan, state: Mapping[str, Tensor], batch: int) -> tuple[Extent
     """
     try:
         return _extents(plan, state, batch)
-    except UnsupportedOperatorException:  # products with sparse tensors refuse symbolic sizes
+    except RuntimeError:  # sparse products, and LSTMs in float32, refuse symbolic sizes
         return _extents(plan, state, None)
 
 

@@ -155,3 +155,24 @@ def test_leaf_modules_have_no_sizes() -> None:
     )
     with pipe, pytest.raises(fxpipe.InputError, match='tracer="export"'):
         _ = pipe.sizes
+
+
+class Recurrent(nn.Module):
+    """PyTorch's fastest kernel for it takes no size that is a symbol."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.LSTM(4, 3, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layers(x)[0]
+        return y
+
+
+def test_a_model_that_takes_no_symbolic_size_has_sizes_for_its_own_and_a_table() -> None:
+    with compiled(Recurrent(), torch.randn(4, 5, 4), 1) as pipe:
+        pipe.step(torch.randn(4, 5, 4), target=torch.randn(4, 5, 3))
+        (extent,) = pipe.sizes.stages
+        assert extent.saved.is_number
+        assert extent.saved > 0
+        assert "layers" in str(pipe)
