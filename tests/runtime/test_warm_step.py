@@ -33,7 +33,7 @@ class Entered:
         path = Path(frame.f_code.co_filename)
         if self.on and event == "call" and path.is_relative_to(ROOT):
             name = path.relative_to(ROOT).as_posix()
-            if not name.startswith("tests/"):
+            if name.startswith(("fxpipe/", "passes/", "schedules/")):
                 self.files.add(name)
 
     @contextmanager
