@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,13 +14,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import HubertConfig, HubertForCTC, Wav2Vec2Config, Wav2Vec2ForCTC
 
 import fxpipe
 from fxpipe.errors import TraceError
-from fxpipe.random.generators import mix
-from fxpipe.random.leaf_draws import SeededDraws, draw_from
 from tests.helpers.around import Around
+from tests.helpers.draws import seeded
+from tests.helpers.speech import MODELS, sounds, speech
 from tests.oracles import loop
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -49,31 +48,6 @@ def net() -> nn.Sequential:
 
 def all_states() -> str:
     return repr((random.getstate(), numpy.random.get_state()))
-
-
-@contextmanager
-def seeded(leaves: Sequence[nn.Module], step: int, microbatches: int) -> Iterator[None]:
-    """Inside, the leaves draw in the plain loop what they do in a step of the pipeline."""
-    torch.manual_seed(step)
-    seed = int(torch.randint(2**62, (), dtype=torch.int64))
-
-    def seed_at(leaf: nn.Module, number: int) -> Any:
-        rest = iter(range(microbatches))
-
-        def begin(module: nn.Module, args: Any) -> None:
-            of_microbatch = mix(seed, next(rest))
-            draw_from(None, torch.tensor(of_microbatch), number)  # PyTorch's
-            own = mix(of_microbatch, number)
-            random.seed(own)
-            numpy.random.seed([own // 2**32, own % 2**32])
-
-        return leaf.register_forward_pre_hook(begin)
-
-    hooks = [seed_at(leaf, number) for number, leaf in enumerate(leaves)]
-    with SeededDraws():
-        yield
-    for hook in hooks:
-        hook.remove()
 
 
 @contextmanager
@@ -128,38 +102,20 @@ def test_draws_are_those_of_the_microbatch_and_the_leaf(stages: int, options: An
 
 
 @pytest.mark.parametrize("recompute", ["never", "always"])
-@pytest.mark.parametrize(
-    ("config", "kind", "base"),
-    [(Wav2Vec2Config, Wav2Vec2ForCTC, "wav2vec2"), (HubertConfig, HubertForCTC, "hubert")],
-)
-def test_models_of_speech_train_with_masks_drawn_by_numpy(
-    config: Any, kind: Any, base: str, recompute: Any
-) -> None:
+@pytest.mark.parametrize("base", MODELS)
+def test_models_of_speech_train_with_masks_drawn_by_numpy(base: str, recompute: Any) -> None:
     torch.manual_seed(0)
-    model = kind(
-        config(
-            vocab_size=12,
-            hidden_size=16,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            intermediate_size=24,
-            conv_dim=(8, 8),
-            conv_stride=(3, 2),
-            conv_kernel=(5, 3),
-            num_feat_extract_layers=2,
-            num_conv_pos_embeddings=8,
-            num_conv_pos_embedding_groups=2,
-            apply_spec_augment=True,
-            mask_time_prob=0.3,
-            mask_time_length=4,
-            mask_feature_prob=0.2,
-            mask_feature_length=2,
-            layerdrop=0.3,
-            final_dropout=0.0,
-        )
-    ).train()
+    model = speech(
+        base,
+        apply_spec_augment=True,
+        mask_time_prob=0.3,
+        mask_time_length=4,
+        mask_feature_prob=0.2,
+        mask_feature_length=2,
+        layerdrop=0.3,
+    )
     alone = copy.deepcopy(model)
-    x, labels = torch.randn(4, 200), torch.randint(1, 12, (4, 5))
+    x, labels = sounds()
     before = all_states()
     with fxpipe.compile(
         model, 2 * ["cpu"], microbatches=2, partition=["lm_head"], recompute=recompute

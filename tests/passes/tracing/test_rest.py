@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
-from transformers import HubertConfig, HubertForCTC, Wav2Vec2Config, Wav2Vec2ForCTC
 
 import fxpipe
 from fxpipe.errors import TraceError
+from tests.helpers.speech import MODELS, sounds, speech
 from tests.oracles import loop
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -255,35 +255,14 @@ def test_the_symbolic_tracer_refuses_it() -> None:
         pipe.step(x, target=x)
 
 
-@pytest.mark.parametrize(
-    ("config", "kind"), [(Wav2Vec2Config, Wav2Vec2ForCTC), (HubertConfig, HubertForCTC)]
-)
-def test_ctc_models_of_speech_train_by_their_own_loss(config: Any, kind: Any) -> None:
+@pytest.mark.parametrize("base", MODELS)
+def test_ctc_models_of_speech_train_by_their_own_loss(base: str) -> None:
     torch.manual_seed(0)
-    model = kind(
-        config(
-            vocab_size=12,
-            hidden_size=16,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            intermediate_size=24,
-            conv_dim=(8, 8),
-            conv_stride=(3, 2),
-            conv_kernel=(5, 3),
-            num_feat_extract_layers=2,
-            num_conv_pos_embeddings=8,
-            num_conv_pos_embedding_groups=2,
-            apply_spec_augment=False,
-            layerdrop=0.0,
-            hidden_dropout=0.0,
-            attention_dropout=0.0,
-            feat_proj_dropout=0.0,
-            activation_dropout=0.0,
-            final_dropout=0.0,
-        )
-    ).train()
+    dropouts = "hidden_dropout", "attention_dropout", "feat_proj_dropout", "activation_dropout"
+    none = dict.fromkeys(("layerdrop", *dropouts), 0.0)
+    model = speech(base, apply_spec_augment=False, **none)
     alone = copy.deepcopy(model)
-    x, labels = torch.randn(4, 200), torch.randint(1, 12, (4, 5))
+    x, labels = sounds()
     labels[0, 3:] = -100
     with fxpipe.compile(model, 2 * ["cpu"], microbatches=2, partition=["lm_head"]) as pipe:
         made = pipe.step(x, labels=labels)

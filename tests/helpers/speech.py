@@ -1,0 +1,48 @@
+"""Small models of speech with their own loss, as transformers has them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import HubertConfig, HubertForCTC, Wav2Vec2Config, Wav2Vec2ForCTC
+
+MODELS: dict[str, tuple[Any, Any]] = {
+    "wav2vec2": (Wav2Vec2Config, Wav2Vec2ForCTC),
+    "hubert": (HubertConfig, HubertForCTC),
+}
+"""Name of the base model in the whole → configuration and model."""
+
+
+def speech(name: str, **options: Any) -> nn.Module:
+    """A model in training mode.
+
+    Args:
+        name: of MODELS.
+        options: of its configuration, such as dropouts.
+    """
+    config, kind = MODELS[name]
+    made: nn.Module = kind(
+        config(
+            vocab_size=12,
+            hidden_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            intermediate_size=24,
+            conv_dim=(8, 8),
+            conv_stride=(3, 2),
+            conv_kernel=(5, 3),
+            num_feat_extract_layers=2,
+            num_conv_pos_embeddings=8,
+            num_conv_pos_embedding_groups=2,
+            final_dropout=0.0,
+            **options,
+        )
+    )
+    return made.train()
+
+
+def sounds() -> tuple[Tensor, Tensor]:
+    """Four sounds, and what is said in them."""
+    return torch.randn(4, 200), torch.randint(1, 12, (4, 5))
