@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 import fxpipe
-from fxpipe.ir.program import Forward, Load, Pop, Receive, Send, Stash
+from fxpipe.ir import instruction as ins
 from fxpipe.memory.counting import Counting
 from fxpipe.runtime import interpreter
 from fxpipe.runtime.interpreter import Machine
@@ -52,18 +52,18 @@ class Counted:
             for stage in (stage for stage, home in homes if home == machine.device):
                 # where a stage writes buffers, its steps read copies of them
                 self.counting.adopt(machine.weights.buffers(stage))
-        if isinstance(instruction, Forward):  # what it reads was perhaps made between two steps
+        if isinstance(instruction, ins.Forward):  # what it reads was perhaps made between two steps
             version = machine.step + instruction.version
             self.counting.adopt(machine.weights.parameters(instruction.stage, version))
         self.counting.peak = self.counting.alive
         values = machine.store.values
-        if isinstance(instruction, Send | Stash):
+        if isinstance(instruction, ins.Send | ins.Stash):
             home, name = machine.program.destination(instruction), machine.named(instruction.buffer)
             machine.channels.put(home, name, _copied(values[instruction.buffer]))
         else:
             with self.counting:
                 handler(machine, instruction)
-        if isinstance(instruction, Load | Receive | Pop):
+        if isinstance(instruction, ins.Load | ins.Receive | ins.Pop):
             values[instruction.buffer] = _copied(values[instruction.buffer])
             self.counting.adopt(values[instruction.buffer])
         self.levels.append(self.counting.peak)

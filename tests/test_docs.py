@@ -11,9 +11,10 @@ from typing import Any, get_args
 import pytest
 
 from fxpipe.compiler.passes import LISTS
-from fxpipe.ir.program import OPCODES, BufferKind
+from fxpipe.ir.instruction import OPCODES
 from fxpipe.ir.recipe import RECIPES
 from fxpipe.ir.task import BUILT_IN, KINDS
+from fxpipe.ir.value import BufferKind
 from tests.test_readme import blocks, python_output
 
 DOCS = Path(__file__).parent.parent / "docs"

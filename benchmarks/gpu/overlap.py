@@ -28,7 +28,8 @@ from benchmarks.gpu.setting import HOW, Setting, add_dispatch, arguments, read
 from benchmarks.gpu.workloads import NAMES, Workload, workload
 from benchmarks.report import Figure, Grid
 from fxpipe.ir.blocking import Arrival
-from fxpipe.ir.program import Program, letter_of
+from fxpipe.ir.instruction import letter_of
+from fxpipe.ir.program import Program
 from fxpipe.ir.unroll import unroll
 
 WARM_UP = 3

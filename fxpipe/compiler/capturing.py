@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, fx
 
 from fxpipe.errors import InputError
+from fxpipe.ir import instruction as ins
 from fxpipe.ir.plan import Plan, Stage
-from fxpipe.ir.program import Backward, Forward, Program, Recompute, WeightGrad
+from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.traced import SEED
 from fxpipe.ir.unroll import unroll
@@ -126,13 +127,13 @@ def slots(program: Program) -> tuple[int, ...]:
     for list_ in unroll(program, 2 * program.depth + 1).lists:
         for instruction in list_:
             match instruction:
-                case Forward(stage, keeps=keeps):
+                case ins.Forward(stage, keeps=keeps):
                     most[stage] = max(most[stage], held[stage] + 1)
                     held[stage] += keeps
-                case Recompute(stage):
+                case ins.Recompute(stage):
                     held[stage] += 1
                     most[stage] = max(most[stage], held[stage])
-                case Backward(stage) | WeightGrad(stage):
+                case ins.Backward(stage) | ins.WeightGrad(stage):
                     held[stage] -= 1
     return tuple(most)
 

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from fxpipe.compiler.timetable import Purpose
+from fxpipe.ir.instruction import Recompute
 from fxpipe.ir.plan import Plan
-from fxpipe.ir.program import Program, Recompute
+from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.traced import Traced, Value
 from fxpipe.kernels.kernel import Discarding, Kernel

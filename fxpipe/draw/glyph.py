@@ -19,31 +19,9 @@ from fxpipe.draw.colours import (
     SKIP,
     TASKS,
 )
-from fxpipe.ir.program import (
-    Backward,
-    Barrier,
-    Buffer,
-    BufferKind,
-    Clip,
-    Forward,
-    Free,
-    InputGrad,
-    Instruction,
-    Load,
-    Norm,
-    Output,
-    Pause,
-    Pop,
-    Program,
-    Receive,
-    Recompute,
-    Run,
-    Send,
-    Stash,
-    Update,
-    WeightGrad,
-    batch_mark,
-)
+from fxpipe.ir import instruction as ins
+from fxpipe.ir.program import Program
+from fxpipe.ir.value import Buffer, BufferKind, batch_mark
 
 ACT_ARROW = Stroke(INK)
 SKIP_ARROW = Stroke(SKIP, "dashed")
@@ -78,44 +56,44 @@ class Glyph:
     mark: bool = True
 
 
-def glyph(instruction: Instruction, program: Program) -> Glyph:
+def glyph(instruction: ins.Instruction, program: Program) -> Glyph:
     """The glyph of an instruction."""
     match instruction:
-        case Forward(stage, i, batch=batch):
+        case ins.Forward(stage, i, batch=batch):
             return _compute(f"F{i}", stage, batch, "F", program)
-        case Recompute(stage, i, batch=batch):
+        case ins.Recompute(stage, i, batch=batch):
             return _compute(f"R{i}", stage, batch, "R", program)
-        case Backward(stage, i, batch=batch):
+        case ins.Backward(stage, i, batch=batch):
             return _compute(f"B{i}", stage, batch, "B", program)
-        case InputGrad(stage, i, batch=batch):
+        case ins.InputGrad(stage, i, batch=batch):
             return _compute(f"I{i}", stage, batch, "I", program)
-        case WeightGrad(stage, i, batch=batch):
+        case ins.WeightGrad(stage, i, batch=batch):
             return _compute(f"W{i}", stage, batch, "W", program)
-        case Run(kind, stage, i, batch=batch):
+        case ins.Run(kind, stage, i, batch=batch):
             return _compute(f"{kind}{'' if i is None else i}", stage, batch, kind, program)
-        case Clip(stage, batch):
+        case ins.Clip(stage, batch):
             return _compute("C", stage, batch, "C", program)
-        case Norm():
+        case ins.Norm():
             return Glyph("n", _GRADIENT)
-        case Update(stage, batch=batch):
+        case ins.Update(stage, batch=batch):
             return _compute("U", stage, batch, "U", program)
-        case Load():
+        case ins.Load():
             return Glyph("L", _HOST)
-        case Output():
+        case ins.Output():
             return Glyph("O", _HOST)
-        case Send(buffer):
+        case ins.Send(buffer):
             return Glyph("S", _mail(buffer))
-        case Receive(buffer):
+        case ins.Receive(buffer):
             return Glyph("R", _mail(buffer))
-        case Stash():
+        case ins.Stash():
             return Glyph("s", _SKIP)
-        case Pop():
+        case ins.Pop():
             return Glyph("p", _SKIP)
-        case Free():
+        case ins.Free():
             return Glyph("x", _FREE, height=0.4)
-        case Barrier():
+        case ins.Barrier():
             return Glyph("|", _BARRIER, height=1.0)
-        case Pause():
+        case ins.Pause():
             return Glyph("||", _PAUSE, height=1.0)
         case _:
             assert_never(instruction)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fxpipe.draw.timeline import Timeline, sketch
-from fxpipe.ir.program import COMPUTE, Barrier, Event, Instruction, Pause, Program, letter_of
+from fxpipe.ir import instruction as ins
+from fxpipe.ir.program import COMPUTE, Event, Program
 from fxpipe.ir.walk import Place, Wait, usual_cost, waits_of
 
 
@@ -75,7 +76,7 @@ def _waits(program: Program, at: dict[Place, Place]) -> dict[Place, list[Place]]
     }
 
 
-def sketch_lanes(program: Program, lanes: Lanes, mark: float) -> Timeline[Instruction]:
+def sketch_lanes(program: Program, lanes: Lanes, mark: float) -> Timeline[ins.Instruction]:
     """Work out when the instructions of a program run, even of one that is not valid.
 
     Args:
@@ -92,11 +93,11 @@ def sketch_lanes(program: Program, lanes: Lanes, mark: float) -> Timeline[Instru
     for device, own in enumerate(waits_of(program)):
         for position, *on in own:
             x = program.lists[device][position]
-            if not program.launches or isinstance(x, Barrier | Pause):
+            if not program.launches or isinstance(x, ins.Barrier | ins.Pause):
                 row, index = lanes.at[Place(device, position)]
                 waits[row].append((index, *lanes.at[Place(*on)]))
     for (row, index), sources in lanes.waits.items():
         waits[row] += [(index, *source) for source in sources]
     for own in waits:
         own.sort()
-    return sketch(rows, lambda x: mark if letter_of(x) is None else usual_cost(x), waits)
+    return sketch(rows, lambda x: mark if ins.letter_of(x) is None else usual_cost(x), waits)

@@ -21,17 +21,9 @@ from fxpipe.draw.picture import Picture
 from fxpipe.draw.schedule import row_label
 from fxpipe.draw.timeline import Span, Timeline
 from fxpipe.errors import Fault
-from fxpipe.ir.program import (
-    OPCODES,
-    Buffer,
-    Forward,
-    Instruction,
-    Pop,
-    Program,
-    Receive,
-    Send,
-    Stash,
-)
+from fxpipe.ir import instruction as ins
+from fxpipe.ir.program import Program
+from fxpipe.ir.value import Buffer
 from fxpipe.ir.walk import Place
 from fxpipe.text.instruction import print_instruction
 
@@ -47,7 +39,7 @@ _UNIT, _MARK, _MARK_BOX = 28.0, 8.5, 7.5
 _LABEL, _MARK_LABEL = 9.0, 6.5
 _AIR = 3.0
 
-_TRANSFERS = (Send, Receive, Stash, Pop)
+_TRANSFERS = (ins.Send, ins.Receive, ins.Stash, ins.Pop)
 
 WAIT_ARROW = Stroke(FAINT, "dotted")
 
@@ -110,8 +102,8 @@ def draw_program(program: Program, *, faults: Sequence[Fault] | None = None) -> 
         wrong=marks.rows,
     )
 
-    nodes: dict[Instruction, tuple[Span[Instruction], str]] = {}
-    drawn_at: dict[Place, tuple[Span[Instruction], str]] = {}
+    nodes: dict[ins.Instruction, tuple[Span[ins.Instruction], str]] = {}
+    drawn_at: dict[Place, tuple[Span[ins.Instruction], str]] = {}
     unrun, stuck = set(timeline.unrun), set(timeline.stuck)
     for span, drawn in zip(spans, glyphs, strict=True):
         place = Place(span.device, span.position)
@@ -145,13 +137,13 @@ def _unit(program: Program) -> float:
         glyph(instruction, program).label
         for instructions in program.lists
         for instruction in instructions
-        if isinstance(instruction, Forward)
+        if isinstance(instruction, ins.Forward)
     }
     return max([_UNIT, *(text_width(label, _LABEL) + _AIR for label in labels)])
 
 
 def _draw(
-    chart: Chart, span: Span[Instruction], drawn: Glyph, scale: _Scale, wrong: bool
+    chart: Chart, span: Span[ins.Instruction], drawn: Glyph, scale: _Scale, wrong: bool
 ) -> str | None:
     """Draw an instruction; returns its node, which is invisible for a transfer without a mark.
 
@@ -183,15 +175,15 @@ def _draw(
 
 
 def _draw_transfers(
-    chart: Chart, nodes: dict[Instruction, tuple[Span[Instruction], str]], scale: _Scale
+    chart: Chart, nodes: dict[ins.Instruction, tuple[Span[ins.Instruction], str]], scale: _Scale
 ) -> None:
     """Draw an arrow from each send or stash to the receive or pop of the same buffer."""
     for instruction, (span, tail) in nodes.items():
         match instruction:
-            case Send(buffer):
-                arrival: Instruction = Receive(buffer)
-            case Stash(buffer):
-                arrival = Pop(buffer)
+            case ins.Send(buffer):
+                arrival: ins.Instruction = ins.Receive(buffer)
+            case ins.Stash(buffer):
+                arrival = ins.Pop(buffer)
             case _:
                 continue
         if arrival in nodes:
@@ -202,8 +194,8 @@ def _draw_transfers(
 
 def _path(
     chart: Chart,
-    source: Span[Instruction],
-    target: Span[Instruction],
+    source: Span[ins.Instruction],
+    target: Span[ins.Instruction],
     scale: _Scale,
     buffer: Buffer,
 ) -> list[Point]:
@@ -226,7 +218,7 @@ def _path(
 
 
 def _draw_waits(
-    chart: Chart, drawn: dict[Place, tuple[Span[Instruction], str]], lanes: Lanes, scale: _Scale
+    chart: Chart, drawn: dict[Place, tuple[Span[ins.Instruction], str]], lanes: Lanes, scale: _Scale
 ) -> bool:
     """Draw an arrow from each record of an event to its waits on other rows. Returns whether
     there are any."""
@@ -264,7 +256,7 @@ def _row_label(program: Program, lane: Lane) -> str:
     return f"{label} · {lane.stream}" if lane.stream else label
 
 
-def _title(program: Program, timeline: Timeline[Instruction], marks: Marks) -> str:
+def _title(program: Program, timeline: Timeline[ins.Instruction], marks: Marks) -> str:
     count = sum(map(len, program.lists))
     parts = [
         f"program of {program.name}",
@@ -281,13 +273,13 @@ def _title(program: Program, timeline: Timeline[Instruction], marks: Marks) -> s
 
 def _marks(program: Program, scale: _Scale) -> list[Entry]:
     """The legend of the boxes: each opcode of the program, and those that are not drawn."""
-    examples: dict[type[Instruction], Instruction] = {}
+    examples: dict[type[ins.Instruction], ins.Instruction] = {}
     for instructions in program.lists:
         for instruction in instructions:
             examples.setdefault(type(instruction), instruction)
     entries: list[Entry] = []
     left_out: list[str] = []
-    for word, kind in OPCODES.items():
+    for word, kind in ins.OPCODES.items():
         if kind not in examples:
             continue
         drawn = glyph(examples[kind], program)
@@ -312,6 +304,6 @@ def _arrows(program: Program, scale: _Scale) -> list[Entry]:
             instruction.buffer.kind
             for instructions in program.lists
             for instruction in instructions
-            if isinstance(instruction, Send | Stash)
+            if isinstance(instruction, ins.Send | ins.Stash)
         }
     )

@@ -12,7 +12,8 @@ from sympy.core.relational import Relational
 from fxpipe.errors import InputError
 from fxpipe.formulas.envelope import Envelope, Vector, dot, envelope
 from fxpipe.formulas.given import Basis, basis
-from fxpipe.ir.program import Barrier, Instruction, Program, Turn, letter_of
+from fxpipe.ir import instruction as ins
+from fxpipe.ir.program import Program, Turn
 from fxpipe.ir.task import KINDS
 from fxpipe.ir.walk import waits_of, walk
 from fxpipe.simulator.costs import task_times
@@ -49,13 +50,15 @@ class Paths:
         found: set[Vector] = set()
         for list_ in self.program.lists:
             kinds = "".join(
-                "|" if isinstance(x, Barrier) else "u" if _once(x) else "t"
+                "|" if isinstance(x, ins.Barrier) else "u" if _once(x) else "t"
                 for x in list_
-                if isinstance(x, Barrier) or letter_of(x) is not None
+                if isinstance(x, ins.Barrier) or ins.letter_of(x) is not None
             )
             if "u" in kinds and kinds.strip("t").rstrip("u") != "|":
                 return None
-            found.add(self._counted([x for x in list_ if _once(x) and letter_of(x) is not None]))
+            found.add(
+                self._counted([x for x in list_ if _once(x) and ins.letter_of(x) is not None])
+            )
         return found.pop() if len(found) == 1 else None
 
     def makespan(self, times: Vector) -> Vector:
@@ -93,8 +96,8 @@ class Paths:
         own = self.program.lists[device]
         return self._counted([own[position] for position in self._tasks[device]])
 
-    def _counted(self, tasks: Sequence[Instruction]) -> Vector:
-        counts = Counter(letter for x in tasks if (letter := letter_of(x)) is not None)
+    def _counted(self, tasks: Sequence[ins.Instruction]) -> Vector:
+        counts = Counter(letter for x in tasks if (letter := ins.letter_of(x)) is not None)
         return tuple(
             sum(count * self.columns[letter][j] for letter, count in counts.items())
             for j in range(self._size)
@@ -115,7 +118,7 @@ class Paths:
     def _tasks(self) -> list[list[int]]:
         """Device → the positions of its tasks of micro-batches."""
         return [
-            [at for at, x in enumerate(own) if letter_of(x) is not None and not _once(x)]
+            [at for at, x in enumerate(own) if ins.letter_of(x) is not None and not _once(x)]
             for own in self.program.lists
         ]
 

@@ -6,9 +6,10 @@ from collections import defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import replace
 
-from fxpipe.ir.program import Barrier, Instruction, Load, Pause, Pop, Program, Receive
+from fxpipe.ir import instruction as ins
+from fxpipe.ir.program import Program
 
-Arrival = Load | Receive | Pop
+Arrival = ins.Load | ins.Receive | ins.Pop
 
 
 def blocking(program: Program) -> Program:
@@ -25,7 +26,7 @@ def blocking(program: Program) -> Program:
     return replace(program, lists=lists, launches=(), passes=passes)
 
 
-def _late(program: Program, device: int) -> Iterator[Instruction]:
+def _late(program: Program, device: int) -> Iterator[ins.Instruction]:
     pending: defaultdict[str, deque[Arrival]] = defaultdict(deque)
     stream_of: dict[object, str] = {}
     for instruction, launch in zip(program.lists[device], program.launches[device], strict=True):
@@ -33,7 +34,7 @@ def _late(program: Program, device: int) -> Iterator[Instruction]:
             pending[launch.stream].append(instruction)
             stream_of[instruction.buffer] = launch.stream
             continue
-        if isinstance(instruction, Barrier | Pause):
+        if isinstance(instruction, ins.Barrier | ins.Pause):
             for queue in pending.values():
                 yield from queue
                 queue.clear()

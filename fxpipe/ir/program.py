@@ -9,38 +9,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
-from fxpipe.ir.instruction import (
-    LETTERS,
-    OPCODES,
-    Backward,
-    Barrier,
-    Clip,
-    Compute,
-    Forward,
-    Free,
-    InputGrad,
-    Instruction,
-    Load,
-    Move,
-    Norm,
-    Output,
-    Pause,
-    Pop,
-    Receive,
-    Recompute,
-    Run,
-    Send,
-    Stash,
-    Update,
-    WeightGrad,
-    batch_of,
-    letter_of,
-)
+from fxpipe.ir import instruction as ins
 from fxpipe.ir.value import (
     HOST,
-    KEPT,
     Buffer,
-    BufferKind,
     Edge,
     batch_mark,
     deferred,
@@ -125,7 +97,7 @@ class Program:
     microbatches: int
     placement: tuple[int, ...]
     edges: tuple[Edge, ...]
-    lists: tuple[tuple[Instruction, ...], ...]
+    lists: tuple[tuple[ins.Instruction, ...], ...]
     passes: tuple[str, ...] = ()
     launches: tuple[tuple[Launch, ...], ...] = ()
 
@@ -140,7 +112,7 @@ class Program:
     @cached_property
     def depth(self) -> int:
         """How many batches back its instructions reach: 0 where every step ends with a flush."""
-        return max((-batch_of(x) for list_ in self.lists for x in list_), default=0)
+        return max((-ins.batch_of(x) for list_ in self.lists for x in list_), default=0)
 
     @cached_property
     def edges_into(self) -> tuple[tuple[Edge, ...], ...]:
@@ -176,49 +148,49 @@ class Program:
         """Stage → for each value that gets a gradient, its edges in the order of the sum."""
         return tuple(gradient_groups(edges) for edges in self.edges_from)
 
-    def reads(self, instruction: Instruction) -> tuple[Buffer, ...]:
+    def reads(self, instruction: ins.Instruction) -> tuple[Buffer, ...]:
         """The buffers that an instruction needs on its device."""
         match instruction:  # the frequent ones first
-            case Free() | Receive() | Load() | Pop():
+            case ins.Free() | ins.Receive() | ins.Load() | ins.Pop():
                 return ()
-            case Send(buffer) | Output(buffer) | Stash(buffer):
+            case ins.Send(buffer) | ins.Output(buffer) | ins.Stash(buffer):
                 return (buffer,)
-            case Forward(stage, i, batch=b):
+            case ins.Forward(stage, i, batch=b):
                 return tuple([forward_buffer(edge, i, b) for edge in self.edges_into[stage]])
-            case Recompute(stage, i, batch=b):
+            case ins.Recompute(stage, i, batch=b):
                 inputs = [forward_buffer(edge, i, b) for edge in self.edges_into[stage]]
                 return (state(stage, i, b), *inputs)
-            case Backward(stage, i, batch=b) | InputGrad(stage, i, batch=b):
+            case ins.Backward(stage, i, batch=b) | ins.InputGrad(stage, i, batch=b):
                 edges = self.edges_from[stage]
                 returned = [gradient_buffer(edge, i, b) for edge in edges if edge.gradient]
                 return (saved(stage, i, b), *returned)
-            case WeightGrad(stage, i, batch=b):
+            case ins.WeightGrad(stage, i, batch=b):
                 return (deferred(stage, i, b),)
-            case Clip(stage, b):
+            case ins.Clip(stage, b):
                 return tuple([norm_buffer(other, stage, b) for other in range(self.stages)])
         return ()
 
-    def writes(self, instruction: Instruction) -> tuple[Buffer, ...]:
+    def writes(self, instruction: ins.Instruction) -> tuple[Buffer, ...]:
         """The buffers that an instruction makes on its device."""
         match instruction:
-            case Free() | Send() | Output() | Stash():
+            case ins.Free() | ins.Send() | ins.Output() | ins.Stash():
                 return ()
-            case Receive(buffer) | Load(buffer) | Pop(buffer):
+            case ins.Receive(buffer) | ins.Load(buffer) | ins.Pop(buffer):
                 return (buffer,)
-            case Forward(stage, i, keeps=keeps, again=again, batch=b):
+            case ins.Forward(stage, i, keeps=keeps, again=again, batch=b):
                 made = [forward_buffer(edge, i, b) for edge in self.edges_from[stage]]
                 if keeps:
                     made.append(saved(stage, i, b))
                 if again:
                     made.append(state(stage, i, b))
                 return tuple(made)
-            case Recompute(stage, i, batch=b):
+            case ins.Recompute(stage, i, batch=b):
                 return (saved(stage, i, b),)
-            case Backward(stage, i, batch=b):
+            case ins.Backward(stage, i, batch=b):
                 return self._input_gradients(stage, i, b)
-            case InputGrad(stage, i, batch=b):
+            case ins.InputGrad(stage, i, batch=b):
                 return (deferred(stage, i, b), *self._input_gradients(stage, i, b))
-            case Norm(stage, b):
+            case ins.Norm(stage, b):
                 return tuple([norm_buffer(stage, other, b) for other in range(self.stages)])
         return ()
 
@@ -226,26 +198,26 @@ class Program:
         edges = self.edges_into[stage]
         return tuple([gradient_buffer(edge, i, batch) for edge in edges if edge.gradient])
 
-    def ends(self, instruction: Instruction) -> tuple[Buffer, ...]:
+    def ends(self, instruction: ins.Instruction) -> tuple[Buffer, ...]:
         """The buffers whose life on the device ends with an instruction."""
         match instruction:
-            case Free(buffer):
+            case ins.Free(buffer):
                 return (buffer,)
-            case Receive() | Send() | Load() | Output() | Pop() | Stash():
+            case ins.Receive() | ins.Send() | ins.Load() | ins.Output() | ins.Pop() | ins.Stash():
                 return ()
-            case Backward(stage, i, batch=b) | InputGrad(stage, i, batch=b):
+            case ins.Backward(stage, i, batch=b) | ins.InputGrad(stage, i, batch=b):
                 return (saved(stage, i, b),)
-            case WeightGrad(stage, i, batch=b):
+            case ins.WeightGrad(stage, i, batch=b):
                 return (deferred(stage, i, b),)
-            case Recompute(stage, i, batch=b):
+            case ins.Recompute(stage, i, batch=b):
                 return (state(stage, i, b),)
         return ()
 
-    def destination(self, instruction: Send | Stash) -> int:
+    def destination(self, instruction: ins.Send | ins.Stash) -> int:
         """The device that a send or a stash goes to."""
         return self.placement[instruction.buffer.target]
 
-    def origin(self, instruction: Receive | Pop) -> int:
+    def origin(self, instruction: ins.Receive | ins.Pop) -> int:
         """The device that a receive or a pop waits for."""
         return self.placement[instruction.buffer.source]
 
@@ -292,46 +264,3 @@ class Program:
         from fxpipe.draw.program import draw_program
 
         return draw_program(self)
-
-
-__all__ = [
-    "COMPUTE",
-    "HOST",
-    "KEPT",
-    "LETTERS",
-    "OPCODES",
-    "Backward",
-    "Barrier",
-    "Buffer",
-    "BufferKind",
-    "Clip",
-    "Compute",
-    "Forward",
-    "Free",
-    "InputGrad",
-    "Instruction",
-    "Load",
-    "Move",
-    "Norm",
-    "Output",
-    "Pause",
-    "Pop",
-    "Program",
-    "Receive",
-    "Recompute",
-    "Run",
-    "Send",
-    "Stash",
-    "Turn",
-    "Update",
-    "WeightGrad",
-    "batch_mark",
-    "batch_of",
-    "deferred",
-    "forward_buffer",
-    "gradient_buffer",
-    "letter_of",
-    "norm_buffer",
-    "saved",
-    "state",
-]

@@ -7,23 +7,8 @@ from dataclasses import replace
 from typing import TypeVar
 
 from fxpipe.errors import InputError
-from fxpipe.ir.program import (
-    Backward,
-    Barrier,
-    Clip,
-    Forward,
-    InputGrad,
-    Instruction,
-    Launch,
-    Norm,
-    Pause,
-    Program,
-    Recompute,
-    Run,
-    Update,
-    WeightGrad,
-    batch_of,
-)
+from fxpipe.ir import instruction as ins
+from fxpipe.ir.program import Launch, Program
 from fxpipe.ir.schedule import Schedule
 
 Item = TypeVar("Item")
@@ -47,7 +32,7 @@ def unroll(program: Program, steps: int) -> Program:
         InputError: there is no step.
     """
     kept = [
-        list(_repeated([(batch_of(x), at) for at, x in enumerate(own)], steps, program.depth))
+        list(_repeated([(ins.batch_of(x), at) for at, x in enumerate(own)], steps, program.depth))
         for own in program.lists
     ]
     lists = tuple(
@@ -102,31 +87,38 @@ def unroll_schedule(schedule: Schedule, steps: int) -> Schedule:
     return replace(schedule, rows=rows)
 
 
-def absolute(instruction: Instruction, step: int) -> Instruction:
+def absolute(instruction: ins.Instruction, step: int) -> ins.Instruction:
     """An instruction of a window as it runs in a step: its batch and version from the first on."""
     moved = shifted(instruction, step)
     match moved:
-        case Update(reads=reads, writes=writes) if min(reads, writes) < 0:
+        case ins.Update(reads=reads, writes=writes) if min(reads, writes) < 0:
             return replace(moved, reads=max(reads, 0), writes=max(writes, 0))
-        case Forward() | Recompute() | Backward() | InputGrad() | WeightGrad() | Run():
+        case (
+            ins.Forward()
+            | ins.Recompute()
+            | ins.Backward()
+            | ins.InputGrad()
+            | ins.WeightGrad()
+            | ins.Run()
+        ):
             return replace(moved, version=0) if moved.version < 0 else moved
     return moved
 
 
-def shifted(instruction: Instruction, steps: int) -> Instruction:
+def shifted(instruction: ins.Instruction, steps: int) -> ins.Instruction:
     """The same instruction, its batch and version counted from so many steps earlier."""
     match instruction:
-        case Barrier() | Pause():
+        case ins.Barrier() | ins.Pause():
             return instruction
-        case Update(stage, reads, writes, batch):
-            return Update(stage, steps + reads, steps + writes, steps + batch)
-        case Forward(stage, i, version, keeps, again, batch):
-            return Forward(stage, i, steps + version, keeps, again, steps + batch)
-        case Norm(stage, batch) | Clip(stage, batch):
+        case ins.Update(stage, reads, writes, batch):
+            return ins.Update(stage, steps + reads, steps + writes, steps + batch)
+        case ins.Forward(stage, i, version, keeps, again, batch):
+            return ins.Forward(stage, i, steps + version, keeps, again, steps + batch)
+        case ins.Norm(stage, batch) | ins.Clip(stage, batch):
             return type(instruction)(stage, steps + batch)
-        case Run(kind, stage, index, version, batch):
-            return Run(kind, stage, index, steps + version, steps + batch)
-        case Recompute() | Backward() | InputGrad() | WeightGrad():
+        case ins.Run(kind, stage, index, version, batch):
+            return ins.Run(kind, stage, index, steps + version, steps + batch)
+        case ins.Recompute() | ins.Backward() | ins.InputGrad() | ins.WeightGrad():
             version, batch = steps + instruction.version, steps + instruction.batch
             return type(instruction)(instruction.stage, instruction.microbatch, version, batch)
         case _:

@@ -14,26 +14,11 @@ from itertools import zip_longest
 from typing import NamedTuple
 
 from fxpipe.errors import Fault, InputError
-from fxpipe.ir.program import (
-    COMPUTE,
-    Barrier,
-    Buffer,
-    Forward,
-    Instruction,
-    Launch,
-    Pause,
-    Pop,
-    Program,
-    Receive,
-    Run,
-    Send,
-    Stash,
-    Turn,
-    Update,
-    letter_of,
-)
+from fxpipe.ir import instruction as ins
+from fxpipe.ir.program import COMPUTE, Launch, Program, Turn
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import KINDS
+from fxpipe.ir.value import Buffer
 
 Wait = tuple[int, int, int]
 """A position that comes after one of another row: (position, row, position there).
@@ -48,9 +33,9 @@ Key = tuple[str, int | None, int]
 """Kind, micro-batch and stage: one task of every batch."""
 
 # made once: a union that is made anew for each instruction takes longer
-_SENDS = Send, Stash
-_ARRIVES = Receive, Pop
-_MEETS = Barrier, Pause
+_SENDS = ins.Send, ins.Stash
+_ARRIVES = ins.Receive, ins.Pop
+_MEETS = ins.Barrier, ins.Pause
 
 _CONNECTED = frozenset({*_SENDS, *_ARRIVES, *_MEETS})
 """The instructions that others wait for, or that wait for others."""
@@ -161,7 +146,9 @@ def waits_of(program: Program) -> list[list[Wait]]:
     waits: list[list[Wait]] = [[] for _ in lists]
     sent: dict[Buffer, Place] = {}
     arrivals: list[tuple[int, int, Buffer]] = []
-    met: dict[type, list[list[int]]] = {kind: [[] for _ in lists] for kind in (Barrier, Pause)}
+    met: dict[type, list[list[int]]] = {
+        kind: [[] for _ in lists] for kind in (ins.Barrier, ins.Pause)
+    }
     for device, own in enumerate(lists):
         for position, x in enumerate(own):
             if type(x) not in _CONNECTED:
@@ -292,23 +279,23 @@ def _in_one_thread(program: Program) -> list[list[Wait]]:
         for device, here in enumerate(places):
             waits[device] += [(here + 1, d, at) for d, at in enumerate(places) if d != device]
     every = [x for own in program.lists for x in own]
-    delay, *others = {-x.version for x in every if isinstance(x, Forward)} or {0}
+    delay, *others = {-x.version for x in every if isinstance(x, ins.Forward)} or {0}
     alone = len(set(program.placement)) == program.stages
-    if delay and not others and alone and not any(isinstance(x, Run) for x in every):
+    if delay and not others and alone and not any(isinstance(x, ins.Run) for x in every):
         updates = [
             (x.writes, Place(device, at))
             for device, own in enumerate(program.lists)
             for at, x in enumerate(own)
-            if isinstance(x, Update)
+            if isinstance(x, ins.Update)
         ]
         for writes, (device, position) in updates:
             waits[device] += [(position, *on) for before, on in updates if before <= writes - delay]
     return waits
 
 
-def usual_cost(instruction: Instruction) -> float:
+def usual_cost(instruction: ins.Instruction) -> float:
     """The time of the kind of task that an instruction runs; 0 for one that computes nothing."""
-    letter = letter_of(instruction)
+    letter = ins.letter_of(instruction)
     if letter is None:
         return 0.0
     return KINDS[letter].cost if letter in KINDS else 1.0

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fxpipe.errors import DeviceError, DeviceMemoryError, ExecutionError, FxpipeError, told
-from fxpipe.ir.program import Instruction, Load, Pop, Receive
+from fxpipe.ir import instruction as ins
 from fxpipe.runtime.devices.backend import Backend, DeviceMemory, Given, Unfinished
 from fxpipe.runtime.interpreter import Machine
 from fxpipe.text.instruction import print_instruction
@@ -170,10 +170,10 @@ def _told(given: Given) -> str:
     return f"{print_instruction(given.instruction)} (step {given.step}, at {given.position})"
 
 
-def _place(instruction: Instruction) -> tuple[int | None, int | None]:
+def _place(instruction: ins.Instruction) -> tuple[int | None, int | None]:
     buffer = getattr(instruction, "buffer", None)
     if buffer is not None:
-        here = isinstance(instruction, Load | Receive | Pop)
+        here = isinstance(instruction, ins.Load | ins.Receive | ins.Pop)
         return (buffer.target if here else buffer.source), buffer.microbatch
     return getattr(instruction, "stage", None), getattr(instruction, "microbatch", None)
 

@@ -13,9 +13,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from fxpipe.errors import InputError
-from fxpipe.ir.program import Buffer
 from fxpipe.ir.traced import SEED, Literal, Traced, Value
-from fxpipe.ir.value import HOST
+from fxpipe.ir.value import HOST, Buffer
 from fxpipe.random.generators import mix
 from fxpipe.runtime.batch import MicroBatches
 from fxpipe.torchtools.pieces import equal

@@ -16,30 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fxpipe.ir import instruction as ins
 from fxpipe.ir.plan import Stage
-from fxpipe.ir.program import (
-    Backward,
-    Barrier,
+from fxpipe.ir.program import Program
+from fxpipe.ir.task import KINDS
+from fxpipe.ir.value import (
     Buffer,
-    Clip,
-    Forward,
-    Free,
-    InputGrad,
-    Instruction,
-    Load,
-    Norm,
-    Output,
-    Pause,
-    Pop,
-    Program,
-    Receive,
-    Recompute,
-    Run,
-    Send,
-    Stash,
-    Update,
-    WeightGrad,
-    batch_of,
     deferred,
     forward_buffer,
     gradient_buffer,
@@ -47,7 +29,6 @@ from fxpipe.ir.program import (
     saved,
     state,
 )
-from fxpipe.ir.task import KINDS
 from fxpipe.kernels.kernel import Forwarded, Kernel
 from fxpipe.runtime.host import BatchHost
 from fxpipe.runtime.own_task import run_task
@@ -178,7 +159,7 @@ class Machine:
             instruction = instructions[self.position]
             if self.channels.stopping:
                 raise Stopped
-            if not overlaps or self.step + batch_of(instruction) in self.batches:
+            if not overlaps or self.step + ins.batch_of(instruction) in self.batches:
                 if self.times is None:
                     HANDLERS[type(instruction)](self, instruction)
                 else:
@@ -186,7 +167,7 @@ class Machine:
                     HANDLERS[type(instruction)](self, instruction)
                     self.times += start, perf_counter_ns()
             self.position += 1
-            if type(instruction) is Pause:
+            if type(instruction) is ins.Pause:
                 return False
         return True
 
@@ -204,29 +185,29 @@ class Machine:
         return buffer._replace(batch=self.step + buffer.batch) if self.step else buffer
 
 
-def _load(machine: Machine, instruction: Load) -> None:
+def _load(machine: Machine, instruction: ins.Load) -> None:
     buffer = instruction.buffer
     machine.store.values[buffer] = machine.jobs[machine.step + buffer.batch].host.give(buffer)
 
 
-def _output(machine: Machine, instruction: Output) -> None:
+def _output(machine: Machine, instruction: ins.Output) -> None:
     buffer = instruction.buffer
     host = machine.jobs[machine.step + buffer.batch].host
     host.take(buffer, machine.store.values[buffer])
 
 
-def _send(machine: Machine, instruction: Send | Stash) -> None:
+def _send(machine: Machine, instruction: ins.Send | ins.Stash) -> None:
     value = machine.store.values[instruction.buffer]
     destination = machine.program.placement[instruction.buffer.target]
     machine.channels.put(destination, machine.named(instruction.buffer), value)
 
 
-def _receive(machine: Machine, instruction: Receive | Pop) -> None:
+def _receive(machine: Machine, instruction: ins.Receive | ins.Pop) -> None:
     value = machine.channels.get(machine.device, machine.named(instruction.buffer))
     machine.store.values[instruction.buffer] = value
 
 
-def _forward(machine: Machine, instruction: Forward) -> None:
+def _forward(machine: Machine, instruction: ins.Forward) -> None:
     stage, i, batch = instruction.stage, instruction.microbatch, instruction.batch
     store, buffers = machine.store, _buffers(machine, stage)
     if instruction.again:
@@ -241,7 +222,7 @@ def _forward(machine: Machine, instruction: Forward) -> None:
         store.keep(saved(stage, i, batch), result.saved)
 
 
-def _recompute(machine: Machine, instruction: Recompute) -> None:
+def _recompute(machine: Machine, instruction: ins.Recompute) -> None:
     stage, i, batch = instruction.stage, instruction.microbatch, instruction.batch
     buffers = machine.store.values.pop(state(stage, i, batch))
     with recomputing():
@@ -250,7 +231,7 @@ def _recompute(machine: Machine, instruction: Recompute) -> None:
 
 
 def _run_forward(
-    machine: Machine, instruction: Forward | Recompute, buffers: Sequence[torch.Tensor]
+    machine: Machine, instruction: ins.Forward | ins.Recompute, buffers: Sequence[torch.Tensor]
 ) -> Forwarded:
     stage, i, batch = instruction.stage, instruction.microbatch, instruction.batch
     edges, values = machine.program.edges_into[stage], machine.store.values
@@ -269,7 +250,7 @@ def _buffers(machine: Machine, stage: int) -> list[torch.Tensor]:
     return [newest.get(a.target, b) for a, b in zip(arguments, before, strict=True)]
 
 
-def _backward(machine: Machine, instruction: Backward) -> None:
+def _backward(machine: Machine, instruction: ins.Backward) -> None:
     stage, i, batch = instruction.stage, instruction.microbatch, instruction.batch
     kept = machine.store.take(saved(stage, i, batch))
     result = machine.kernel(stage, i, batch).backward(
@@ -279,7 +260,7 @@ def _backward(machine: Machine, instruction: Backward) -> None:
     _give_back(machine, instruction, result.inputs)
 
 
-def _input_grad(machine: Machine, instruction: InputGrad) -> None:
+def _input_grad(machine: Machine, instruction: ins.InputGrad) -> None:
     stage, i, batch = instruction.stage, instruction.microbatch, instruction.batch
     kept = machine.store.values.pop(saved(stage, i, batch))  # counted until the weight gradient
     result = machine.kernel(stage, i, batch).input_grad(
@@ -289,7 +270,7 @@ def _input_grad(machine: Machine, instruction: InputGrad) -> None:
     machine.store.values[deferred(stage, i, batch)] = result.deferred
 
 
-def _weight_grad(machine: Machine, instruction: WeightGrad) -> None:
+def _weight_grad(machine: Machine, instruction: ins.WeightGrad) -> None:
     stage, i, batch = instruction.stage, instruction.microbatch, instruction.batch
     left = machine.store.take(deferred(stage, i, batch))
     totals = _totals(machine, instruction)
@@ -298,7 +279,9 @@ def _weight_grad(machine: Machine, instruction: WeightGrad) -> None:
     )
 
 
-def _totals(machine: Machine, instruction: Backward | WeightGrad) -> Sequence[torch.Tensor | None]:
+def _totals(
+    machine: Machine, instruction: ins.Backward | ins.WeightGrad
+) -> Sequence[torch.Tensor | None]:
     """The gradients summed over the batch's earlier micro-batches, see ``Weights.gradients``."""
     totals = machine.store.gradients.get((instruction.stage, instruction.batch))
     if totals is not None:
@@ -307,7 +290,9 @@ def _totals(machine: Machine, instruction: Backward | WeightGrad) -> Sequence[to
     return [None if gradient is None else gradient.clone() for gradient in before]
 
 
-def _output_gradients(machine: Machine, instruction: Backward | InputGrad) -> list[torch.Tensor]:
+def _output_gradients(
+    machine: Machine, instruction: ins.Backward | ins.InputGrad
+) -> list[torch.Tensor]:
     """The gradient of each of the stage's values that gets one, summed over its consumers."""
     i, batch, values = instruction.microbatch, instruction.batch, machine.store.values
     return [
@@ -317,7 +302,7 @@ def _output_gradients(machine: Machine, instruction: Backward | InputGrad) -> li
 
 
 def _give_back(
-    machine: Machine, instruction: Backward | InputGrad, gradients: Sequence[torch.Tensor]
+    machine: Machine, instruction: ins.Backward | ins.InputGrad, gradients: Sequence[torch.Tensor]
 ) -> None:
     """The gradients of the stage's inputs, each to the edge that brought the input."""
     edges = [e for e in machine.program.edges_into[instruction.stage] if e.gradient]
@@ -326,7 +311,7 @@ def _give_back(
         machine.store.values[buffer] = gradient
 
 
-def _run(machine: Machine, instruction: Run) -> None:
+def _run(machine: Machine, instruction: ins.Run) -> None:
     stage, batch = instruction.stage, instruction.batch
     names = [argument.target for argument in machine.stages[stage].parameters]
     parameters = machine.weights.parameters(stage, machine.step + instruction.version)
@@ -340,26 +325,26 @@ def _run(machine: Machine, instruction: Run) -> None:
     )
 
 
-def _free(machine: Machine, instruction: Free) -> None:
+def _free(machine: Machine, instruction: ins.Free) -> None:
     del machine.store.values[instruction.buffer]
 
 
-def _barrier(machine: Machine, instruction: Barrier) -> None:
+def _barrier(machine: Machine, instruction: ins.Barrier) -> None:
     machine.channels.meet()
 
 
-def _pause(machine: Machine, instruction: Pause) -> None:
+def _pause(machine: Machine, instruction: ins.Pause) -> None:
     """Nothing to do: the loop returns to the caller."""
 
 
-def _norm(machine: Machine, instruction: Norm) -> None:
+def _norm(machine: Machine, instruction: ins.Norm) -> None:
     stage, batch = instruction.stage, instruction.batch
     norms = norms_of(machine.store.gradients.get((stage, batch), []))
     for other in range(machine.program.stages):
         machine.store.values[norm_buffer(stage, other, batch)] = norms
 
 
-def _clip(machine: Machine, instruction: Clip) -> None:
+def _clip(machine: Machine, instruction: ins.Clip) -> None:
     stage, batch, store = instruction.stage, instruction.batch, machine.store
     stages = range(machine.program.stages)
     norms = [norm for s in stages for norm in store.values[norm_buffer(s, stage, batch)]]
@@ -369,30 +354,30 @@ def _clip(machine: Machine, instruction: Clip) -> None:
         clipping.clip(absolute, store.gradients.get((stage, batch), []), norms)
 
 
-def _update(machine: Machine, instruction: Update) -> None:
+def _update(machine: Machine, instruction: ins.Update) -> None:
     stage, step = instruction.stage, machine.step
     gradients = machine.store.gradients.pop((stage, instruction.batch), [])
     machine.weights.update(stage, step + instruction.reads, step + instruction.writes, gradients)
 
 
-HANDLERS: Mapping[type[Instruction], Callable[[Machine, Any], None]] = {
-    Load: _load,
-    Output: _output,
-    Send: _send,
-    Stash: _send,
-    Receive: _receive,
-    Pop: _receive,
-    Forward: _forward,
-    Recompute: _recompute,
-    Backward: _backward,
-    InputGrad: _input_grad,
-    WeightGrad: _weight_grad,
-    Run: _run,
-    Norm: _norm,
-    Clip: _clip,
-    Free: _free,
-    Barrier: _barrier,
-    Pause: _pause,
-    Update: _update,
+HANDLERS: Mapping[type[ins.Instruction], Callable[[Machine, Any], None]] = {
+    ins.Load: _load,
+    ins.Output: _output,
+    ins.Send: _send,
+    ins.Stash: _send,
+    ins.Receive: _receive,
+    ins.Pop: _receive,
+    ins.Forward: _forward,
+    ins.Recompute: _recompute,
+    ins.Backward: _backward,
+    ins.InputGrad: _input_grad,
+    ins.WeightGrad: _weight_grad,
+    ins.Run: _run,
+    ins.Norm: _norm,
+    ins.Clip: _clip,
+    ins.Free: _free,
+    ins.Barrier: _barrier,
+    ins.Pause: _pause,
+    ins.Update: _update,
 }
 """Every instruction's meaning."""

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from fxpipe.errors import InputError
-from fxpipe.ir.program import Buffer
 from fxpipe.ir.task import KINDS
+from fxpipe.ir.value import Buffer
 from fxpipe.simulator.events import Transfer
 from fxpipe.simulator.simulation import Simulation, Span, task_of
 

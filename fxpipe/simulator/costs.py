@@ -8,18 +8,9 @@ from math import inf
 from numbers import Real
 
 from fxpipe.errors import InputError, near
+from fxpipe.ir import instruction as ins
 from fxpipe.ir.plan import Plan
-from fxpipe.ir.program import (
-    Backward,
-    Clip,
-    Forward,
-    InputGrad,
-    Program,
-    Recompute,
-    Update,
-    WeightGrad,
-    letter_of,
-)
+from fxpipe.ir.program import Program
 from fxpipe.ir.task import KINDS
 
 Key = str | tuple[str, int]
@@ -29,7 +20,15 @@ Costs = Mapping[str, float] | Mapping[tuple[str, int], float] | Mapping[Key, flo
 Times = Mapping[tuple[str, int], float]
 """Letter and stage → time, for every stage."""
 
-TASKS = (Forward, Recompute, Backward, InputGrad, WeightGrad, Clip, Update)
+TASKS = (
+    ins.Forward,
+    ins.Recompute,
+    ins.Backward,
+    ins.InputGrad,
+    ins.WeightGrad,
+    ins.Clip,
+    ins.Update,
+)
 """The instructions that run a task of a built-in kind."""
 
 _UNKNOWN_TIME = 1.0
@@ -71,7 +70,7 @@ def task_times(program: Program, costs: Costs | None = None) -> dict[tuple[str, 
         InputError: as ``times_of``.
     """
     instructions = (instruction for list_ in program.lists for instruction in list_)
-    return times_of(program.stages, filter(None, map(letter_of, instructions)), costs)
+    return times_of(program.stages, filter(None, map(ins.letter_of, instructions)), costs)
 
 
 def times_of(

@@ -8,20 +8,9 @@ from math import inf
 from typing import NamedTuple
 
 from fxpipe.errors import InputError
-from fxpipe.ir.program import (
-    LETTERS,
-    Barrier,
-    Buffer,
-    Instruction,
-    Pause,
-    Pop,
-    Program,
-    Receive,
-    Run,
-    Send,
-    Stash,
-    Turn,
-)
+from fxpipe.ir import instruction as ins
+from fxpipe.ir.program import Program, Turn
+from fxpipe.ir.value import Buffer
 from fxpipe.simulator.costs import TASKS, Link, Links, Times
 from fxpipe.simulator.sizes import Sizes
 
@@ -103,8 +92,8 @@ def run(
     events = Events(tuple([] for _ in lists), tuple([] for _ in lists))
     transfers = events.transfers
     ways = _Ways(program, links, sizes)
-    met: list[dict[type[Instruction], int]] = [{Barrier: 0, Pause: 0} for _ in lists]
-    meetings: dict[tuple[type[Instruction], int], float] = {}
+    met: list[dict[type[ins.Instruction], int]] = [{ins.Barrier: 0, ins.Pause: 0} for _ in lists]
+    meetings: dict[tuple[type[ins.Instruction], int], float] = {}
     for device, stop in turns:
         starts, ends = events.starts[device], events.ends[device]
         now = events.free(device)
@@ -112,10 +101,10 @@ def run(
             instruction = lists[device][position]
             starts.append(now)
             if isinstance(instruction, TASKS):
-                now += times[LETTERS[type(instruction)], instruction.stage]
+                now += times[ins.LETTERS[type(instruction)], instruction.stage]
             else:
                 match instruction:
-                    case Send(buffer) | Stash(buffer):
+                    case ins.Send(buffer) | ins.Stash(buffer):
                         now += overhead
                         target = program.destination(instruction)
                         start, end = ways.carry(buffer, device, target, now)
@@ -124,11 +113,11 @@ def run(
                         )
                         if not overlap:
                             now = end
-                    case Receive(buffer) | Pop(buffer):
+                    case ins.Receive(buffer) | ins.Pop(buffer):
                         now = max(now, transfers[buffer].end) + overhead
-                    case Run(letter, stage):
+                    case ins.Run(letter, stage):
                         now += times[letter, stage]
-                    case Barrier() | Pause():
+                    case ins.Barrier() | ins.Pause():
                         kind = type(instruction)
                         meeting = kind, met[device][kind]
                         met[device][kind] += 1

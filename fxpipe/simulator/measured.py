@@ -6,8 +6,9 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 
 from fxpipe.errors import InputError
+from fxpipe.ir import instruction as ins
 from fxpipe.ir.blocking import Arrival, blocking
-from fxpipe.ir.program import Instruction, Program, Send, Stash
+from fxpipe.ir.program import Program
 from fxpipe.ir.unroll import unroll
 from fxpipe.simulator.events import Events, Transfer
 from fxpipe.simulator.simulation import Simulation
@@ -52,7 +53,7 @@ def measured_run(
     )
     for device, list_ in enumerate(flat.lists):
         for position, instruction in enumerate(list_):
-            if isinstance(instruction, Send | Stash):
+            if isinstance(instruction, ins.Send | ins.Stash):
                 sent, target = events.ends[device][position], flat.destination(instruction)
                 events.transfers[instruction.buffer] = Transfer(
                     instruction.buffer, device, target, position, sent, sent, sent
@@ -61,7 +62,7 @@ def measured_run(
 
 
 def _rearranged(
-    launched: Sequence[Instruction], times: Sequence[int], list_: Sequence[Instruction]
+    launched: Sequence[ins.Instruction], times: Sequence[int], list_: Sequence[ins.Instruction]
 ) -> list[int]:
     """The times of a device's instructions where it does one after another.
 
@@ -70,7 +71,7 @@ def _rearranged(
         times: start and end of each.
         list_: the same instructions, with arrivals where their values are used.
     """
-    found: defaultdict[Instruction, deque[tuple[int, int]]] = defaultdict(deque)
+    found: defaultdict[ins.Instruction, deque[tuple[int, int]]] = defaultdict(deque)
     for instruction, start, end in zip(launched, times[::2], times[1::2], strict=True):
         found[instruction].append((start, end))
     made: list[int] = []

@@ -7,20 +7,9 @@ from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from fxpipe.ir.program import (
-    Backward,
-    Buffer,
-    Compute,
-    Forward,
-    Instruction,
-    Program,
-    Update,
-    WeightGrad,
-    forward_buffer,
-    gradient_buffer,
-    letter_of,
-)
-from fxpipe.ir.value import Edge
+from fxpipe.ir import instruction as ins
+from fxpipe.ir.program import Program
+from fxpipe.ir.value import Buffer, Edge, forward_buffer, gradient_buffer
 from fxpipe.simulator.simulation import Simulation
 from fxpipe.simulator.sizes import Crossing, Passing, Place, Sizes, Workspace
 from fxpipe.simulator.stash import live_versions
@@ -82,9 +71,9 @@ class Holding:
         self._older: dict[int, int] = {}
         self._made: list[Piece] = []
         self._inside = False
-        self._updated = {(x.stage, x.batch) for x in self._list if isinstance(x, Update)}
+        self._updated = {(x.stage, x.batch) for x in self._list if isinstance(x, ins.Update)}
         self._undo: dict[int, list[Piece]] = {}
-        writes = [x.writes for x in self._list if isinstance(x, Update)]
+        writes = [x.writes for x in self._list if isinstance(x, ins.Update)]
         self._slowest = min(writes, default=1) - 1
         self._peaks: dict[Hashable, int] = {}
         for stage, home in enumerate(program.placement):
@@ -111,15 +100,15 @@ class Holding:
         workspace = self._workspace(instruction)
         self._inside = workspace is not None
         self._made.clear()
-        if isinstance(instruction, Forward):
+        if isinstance(instruction, ins.Forward):
             self._begin(instruction)
         for buffer in self.program.writes(instruction):
             pieces = self._kept[buffer] = tuple(filter(None, self._pieces(buffer)))
             for piece in pieces:
                 self._take(piece)
-        if isinstance(instruction, Backward | WeightGrad):
+        if isinstance(instruction, ins.Backward | ins.WeightGrad):
             before += self._accumulate(instruction.stage, instruction.batch)
-        more = self._update(instruction, position) if isinstance(instruction, Update) else 0
+        more = self._update(instruction, position) if isinstance(instruction, ins.Update) else 0
         if workspace is None:
             return self.bytes + more
         return before + self._peak(instruction, workspace)
@@ -138,16 +127,16 @@ class Holding:
         for buffer in self.program.ends(instruction):
             for piece in self._kept.pop(buffer):
                 self._release(piece)
-        if isinstance(instruction, Forward):
+        if isinstance(instruction, ins.Forward):
             self._end(instruction)
-        elif isinstance(instruction, Update):
+        elif isinstance(instruction, ins.Update):
             piece = self._sums(instruction.stage, instruction.batch)
             if piece.key in self._count:
                 self._release(piece)
 
     # instructions
 
-    def _begin(self, forward: Forward) -> None:
+    def _begin(self, forward: ins.Forward) -> None:
         """A forward reads the newest values of the buffers that its stage writes, and makes new
         ones; the first values are the model's."""
         stage = forward.stage
@@ -156,7 +145,7 @@ class Holding:
         for piece in self._written(stage, self._forwards[stage]):
             self._take(piece)
 
-    def _end(self, forward: Forward) -> None:
+    def _end(self, forward: ins.Forward) -> None:
         """The values that it read are no longer the newest."""
         if number := self._read[forward.stage, forward.microbatch, forward.batch]:
             for piece in self._written(forward.stage, number):
@@ -170,7 +159,7 @@ class Holding:
         self._take(piece)
         return self.sizes.started.get(stage, 0)
 
-    def _update(self, update: Update, position: int) -> int:
+    def _update(self, update: ins.Update, position: int) -> int:
         """Hold a new version, and what undoes it. Returns what the update needs besides."""
         stage = update.stage
         self._add("versions", -self._older.pop(stage, 0))
@@ -192,12 +181,12 @@ class Holding:
 
     # graphs
 
-    def _workspace(self, instruction: Instruction) -> Workspace | None:
-        letter = letter_of(instruction)
+    def _workspace(self, instruction: ins.Instruction) -> Workspace | None:
+        letter = ins.letter_of(instruction)
         if letter is None:
             return None
         key = letter, instruction.stage  # type: ignore[union-attr]
-        if isinstance(instruction, Backward | WeightGrad):
+        if isinstance(instruction, ins.Backward | ins.WeightGrad):
             sums = self._sums(instruction.stage, instruction.batch).key
             if sums in self._count or self.sizes.started.get(instruction.stage):
                 return self.sizes.adding.get(key, self.sizes.runs.get(key))
@@ -361,7 +350,7 @@ def memory_over_time(simulation: Simulation, sizes: Sizes) -> tuple[Memory, ...]
     once, until the last of them is gone.
     """
     everywhere, program = _updated(simulation), simulation.program
-    computed = (x for own in program.lists for x in own if isinstance(x, Compute))
+    computed = (x for own in program.lists for x in own if isinstance(x, ins.Compute))
     apart = len({x.batch - x.version for x in computed}) > 1
     return tuple(
         _memory(simulation, Holding(program, sizes, device, apart=apart), everywhere)
@@ -373,7 +362,7 @@ def _updated(simulation: Simulation) -> dict[int, float]:
     """Version → when all stages have made it."""
     found: dict[int, float] = {}
     for span in simulation.instructions():
-        if isinstance(span.instruction, Update):
+        if isinstance(span.instruction, ins.Update):
             version = span.instruction.writes
             found[version] = max(found.get(version, 0), span.end)
     return found

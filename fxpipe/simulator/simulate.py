@@ -9,8 +9,9 @@ from torch import fx
 
 from fxpipe.errors import InputError
 from fxpipe.ir.blocking import blocking
+from fxpipe.ir.instruction import Compute
 from fxpipe.ir.plan import Plan, Stage
-from fxpipe.ir.program import Compute, Program
+from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.unroll import FURTHEST, unroll
 from fxpipe.ir.value import HOST, Edge

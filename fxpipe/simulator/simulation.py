@@ -8,7 +8,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from fxpipe.errors import InputError
-from fxpipe.ir.program import Instruction, Program, batch_of, letter_of
+from fxpipe.ir import instruction as ins
+from fxpipe.ir.program import Program
 from fxpipe.ir.task import Task
 from fxpipe.simulator.events import Events, Transfer
 from fxpipe.simulator.sizes import Sizes
@@ -37,7 +38,7 @@ class Span(NamedTuple):
     device: int
     start: float
     end: float
-    instruction: Instruction
+    instruction: ins.Instruction
     position: int
 
     @property
@@ -81,7 +82,7 @@ class Simulation:
     @cached_property
     def spans(self) -> tuple[Span, ...]:
         """The tasks: all that computes, device by device in its order."""
-        return tuple([span for span in self.instructions() if letter_of(span.instruction)])
+        return tuple([span for span in self.instructions() if ins.letter_of(span.instruction)])
 
     @property
     def transfers(self) -> tuple[Transfer, ...]:
@@ -212,7 +213,7 @@ class Simulation:
         count: dict[tuple[str, int], int] = {}
         total: dict[tuple[str, int], float] = {}
         for span in self.spans:
-            letter = letter_of(span.instruction)
+            letter = ins.letter_of(span.instruction)
             assert letter is not None
             key = letter, stage_of(span.instruction)
             count[key] = count.get(key, 0) + 1
@@ -258,19 +259,19 @@ def idle_share(devices: int, times: Iterable[tuple[float, float]], through: floa
     return 1 - busy / (devices * through)
 
 
-def stage_of(instruction: Instruction) -> int:
+def stage_of(instruction: ins.Instruction) -> int:
     """The stage of an instruction that computes."""
-    assert letter_of(instruction) is not None
+    assert ins.letter_of(instruction) is not None
     stage: int = instruction.stage  # type: ignore[union-attr]
     return stage
 
 
-def task_of(instruction: Instruction) -> Task:
+def task_of(instruction: ins.Instruction) -> Task:
     """The task that an instruction runs, with its batch as the instruction counts it."""
-    letter = letter_of(instruction)
+    letter = ins.letter_of(instruction)
     assert letter is not None
     microbatch: int | None = getattr(instruction, "microbatch", None)
-    return Task(letter, microbatch, stage_of(instruction), batch_of(instruction))
+    return Task(letter, microbatch, stage_of(instruction), ins.batch_of(instruction))
 
 
 def _of_microbatch(span: Span) -> bool:

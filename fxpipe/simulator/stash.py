@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-from fxpipe.ir.program import (
-    Backward,
-    Forward,
-    InputGrad,
-    Instruction,
-    Program,
-    Recompute,
-    Run,
-    Update,
-    WeightGrad,
-)
+from fxpipe.ir import instruction as ins
+from fxpipe.ir.program import Program
 
-_READERS = (Forward, Recompute, Backward, InputGrad, WeightGrad, Run)
+_READERS = (ins.Forward, ins.Recompute, ins.Backward, ins.InputGrad, ins.WeightGrad, ins.Run)
 
 
 def peak_stash(program: Program) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -28,11 +19,11 @@ def peak_stash(program: Program) -> tuple[tuple[int, ...], tuple[int, ...]]:
         kept = [0] * program.stages
         for instruction in list_:
             match instruction:
-                case Forward(stage, keeps=True) | Recompute(stage):
+                case ins.Forward(stage, keeps=True) | ins.Recompute(stage):
                     kept[stage] += 1
                     stages[stage] = max(stages[stage], kept[stage])
                     devices[device] = max(devices[device], sum(kept))
-                case Backward(stage) | WeightGrad(stage):
+                case ins.Backward(stage) | ins.WeightGrad(stage):
                     kept[stage] -= 1
     return tuple(stages), tuple(devices)
 
@@ -46,7 +37,7 @@ def peak_versions(program: Program) -> tuple[int, ...]:
     return tuple(most)
 
 
-def live_versions(list_: tuple[Instruction, ...]) -> list[tuple[int, int, int]]:
+def live_versions(list_: tuple[ins.Instruction, ...]) -> list[tuple[int, int, int]]:
     """After each update of a device: its position, its stage, and the versions that are needed.
 
     These are the newest one, and the older ones that something reads later. Versions count from
@@ -59,7 +50,7 @@ def live_versions(list_: tuple[Instruction, ...]) -> list[tuple[int, int, int]]:
     found = []
     existing: dict[int, list[int]] = {}
     for position, instruction in enumerate(list_):
-        if isinstance(instruction, Update):
+        if isinstance(instruction, ins.Update):
             stage = instruction.stage
             older = existing.setdefault(stage, [0])
             older[:] = [v for v in older if last_read.get((stage, v), -1) > position]

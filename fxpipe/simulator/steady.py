@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import isclose
 
 from fxpipe.errors import InputError
-from fxpipe.ir.program import batch_of, letter_of
+from fxpipe.ir.instruction import batch_of, letter_of
 from fxpipe.simulator.simulation import Simulation
 
 _FIRST, _LAST = 16, 256

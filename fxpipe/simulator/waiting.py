@@ -5,17 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from fxpipe.ir.program import (
-    Barrier,
-    Buffer,
-    Instruction,
-    Pause,
-    Pop,
-    Receive,
-    Send,
-    Stash,
-    letter_of,
-)
+from fxpipe.ir import instruction as ins
+from fxpipe.ir.value import Buffer
 from fxpipe.ir.walk import Place
 from fxpipe.simulator.events import Transfer
 from fxpipe.simulator.simulation import Simulation, Span
@@ -62,7 +53,7 @@ def _idle(simulation: Simulation, device: int) -> Idle:
     through = simulation.through
     starts = [min(start, through) for start in events.starts[device]]
     ends = [min(end, through) for end in events.ends[device]]
-    tasks = [position for position in range(len(ends)) if letter_of(own[position])]
+    tasks = [position for position in range(len(ends)) if ins.letter_of(own[position])]
     total = through - sum(ends[at] - starts[at] for at in tasks)
     if not tasks:
         return Idle(total, 0, {}, {}, 0, 0)
@@ -79,17 +70,17 @@ def _idle(simulation: Simulation, device: int) -> Idle:
         if end == start:
             continue
         match own[position]:
-            case Receive(buffer) | Pop(buffer):
+            case ins.Receive(buffer) | ins.Pop(buffer):
                 transfer = events.transfers[buffer]
                 source = transfer.source
                 made = max(start, min(transfer.ready, end))
                 arrived = max(made, min(transfer.end, end))
                 _add(waiting, source, made - start)
                 _add(copying, source, arrived - made)
-            case Send(buffer) | Stash(buffer):
+            case ins.Send(buffer) | ins.Stash(buffer):
                 transfer = events.transfers[buffer]
                 _add(copying, transfer.target, max(min(transfer.end, end) - start, 0))
-            case Barrier() | Pause():
+            case ins.Barrier() | ins.Pause():
                 meeting += end - start
     known = warm_up + drain + sum(waiting.values()) + sum(copying.values()) + meeting
     return Idle(warm_up, drain, waiting, copying, meeting, max(total - known, 0))
@@ -116,7 +107,7 @@ def _backwards(simulation: Simulation) -> Iterator[Span | Transfer]:
         start, end = events.starts[device][position], events.ends[device][position]
         here = Span(device, start, end, instruction, position)
         match instruction:
-            case Receive(buffer) | Pop(buffer) if events.transfers[buffer].end > start:
+            case ins.Receive(buffer) | ins.Pop(buffer) if events.transfers[buffer].end > start:
                 transfer = events.transfers[buffer]
                 yield from _if_long(here._replace(start=transfer.end))
                 yield from _if_long(transfer)
@@ -127,7 +118,7 @@ def _backwards(simulation: Simulation) -> Iterator[Span | Transfer]:
                 device, position = transfer.source, transfer.position
                 sent, sender = events.starts[device][position], lists[device][position]
                 yield from _if_long(Span(device, sent, transfer.ready, sender, position))
-            case Barrier() | Pause():
+            case ins.Barrier() | ins.Pause():
                 device, position, met = meetings.latest(device, position)
                 yield from _if_long(here._replace(start=met))
             case _:
@@ -157,10 +148,10 @@ class _Meetings:
 
     def __init__(self, simulation: Simulation) -> None:
         self._starts = simulation.events.starts
-        self._of: dict[Place, tuple[type[Instruction], int]] = {}
-        self._places: dict[tuple[type[Instruction], int], list[Place]] = {}
+        self._of: dict[Place, tuple[type[ins.Instruction], int]] = {}
+        self._places: dict[tuple[type[ins.Instruction], int], list[Place]] = {}
         for device, starts in enumerate(self._starts):
-            count: dict[type[Instruction], int] = {Barrier: 0, Pause: 0}
+            count: dict[type[ins.Instruction], int] = {ins.Barrier: 0, ins.Pause: 0}
             for position in range(len(starts)):
                 kind = type(simulation.program.lists[device][position])
                 if kind in count:

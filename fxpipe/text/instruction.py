@@ -7,36 +7,9 @@ from collections.abc import Callable
 from typing import assert_never, cast, get_args
 
 from fxpipe.errors import near
-from fxpipe.ir.program import (
-    COMPUTE,
-    KEPT,
-    OPCODES,
-    Backward,
-    Barrier,
-    Buffer,
-    BufferKind,
-    Clip,
-    Event,
-    Forward,
-    Free,
-    InputGrad,
-    Instruction,
-    Launch,
-    Load,
-    Norm,
-    Output,
-    Pause,
-    Pop,
-    Receive,
-    Recompute,
-    Run,
-    Send,
-    Stash,
-    Update,
-    WeightGrad,
-    batch_mark,
-)
-from fxpipe.ir.value import HOST
+from fxpipe.ir import instruction as ins
+from fxpipe.ir.program import COMPUTE, Event, Launch
+from fxpipe.ir.value import HOST, KEPT, Buffer, BufferKind, batch_mark
 from fxpipe.text.edge import is_name
 from fxpipe.text.scan import Scanner
 
@@ -88,100 +61,102 @@ def _event(scan: Scanner) -> Event:
     return Event(number, len(marks) if marks.startswith("+") else -len(marks))
 
 
-_WORDS: dict[type[Instruction], str] = {made: word for word, made in OPCODES.items()}
-_WIDTH = max(map(len, OPCODES)) + 2
+_WORDS: dict[type[ins.Instruction], str] = {made: word for word, made in ins.OPCODES.items()}
+_WIDTH = max(map(len, ins.OPCODES)) + 2
 _WORD = re.compile(r"\w+")
 _HOST = re.compile(r"host\b")
 _KIND = re.compile(rf"({'|'.join(get_args(BufferKind))}):")
 _BATCH = re.compile(r"'+|\++")
 _MINUS = re.compile(r"-")
-_MOVES: dict[str, Callable[[Buffer], Instruction]] = {
-    "load": Load,
-    "output": Output,
-    "send": Send,
-    "recv": Receive,
-    "stash": Stash,
-    "pop": Pop,
-    "free": Free,
+_MOVES: dict[str, Callable[[Buffer], ins.Instruction]] = {
+    "load": ins.Load,
+    "output": ins.Output,
+    "send": ins.Send,
+    "recv": ins.Receive,
+    "stash": ins.Stash,
+    "pop": ins.Pop,
+    "free": ins.Free,
 }
-_HALVES: dict[str, Callable[[int, int, int, int], Instruction]] = {
-    "recompute": Recompute,
-    "backward": Backward,
-    "input_grad": InputGrad,
-    "weight_grad": WeightGrad,
+_HALVES: dict[str, Callable[[int, int, int, int], ins.Instruction]] = {
+    "recompute": ins.Recompute,
+    "backward": ins.Backward,
+    "input_grad": ins.InputGrad,
+    "weight_grad": ins.WeightGrad,
 }
 
 
-def print_instruction(instruction: Instruction) -> str:
+def print_instruction(instruction: ins.Instruction) -> str:
     """An instruction in one line, for messages: ``forward s1[2] v0 keep``."""
     return f"{_WORDS[type(instruction)]} {_operands(instruction)}".rstrip()
 
 
-def print_column(instruction: Instruction) -> str:
+def print_column(instruction: ins.Instruction) -> str:
     """The same for lists, with the operands in a column of their own."""
     return f"{_WORDS[type(instruction)]:<{_WIDTH}}{_operands(instruction)}".rstrip()
 
 
-def _operands(instruction: Instruction) -> str:
+def _operands(instruction: ins.Instruction) -> str:
     match instruction:
-        case Load(buffer) | Output(buffer) | Send(buffer) | Receive(buffer):
+        case ins.Load(buffer) | ins.Output(buffer) | ins.Send(buffer) | ins.Receive(buffer):
             return str(buffer)
-        case Stash(buffer) | Pop(buffer) | Free(buffer):
+        case ins.Stash(buffer) | ins.Pop(buffer) | ins.Free(buffer):
             return str(buffer)
-        case Forward(keeps=keeps, again=again):
+        case ins.Forward(keeps=keeps, again=again):
             return _place(instruction) + (" keep" if keeps else "") + (" again" if again else "")
-        case Recompute() | Backward() | InputGrad() | WeightGrad():
+        case ins.Recompute() | ins.Backward() | ins.InputGrad() | ins.WeightGrad():
             return _place(instruction)
-        case Run(kind, stage, None, version, batch):
+        case ins.Run(kind, stage, None, version, batch):
             return f"{kind} s{stage}{batch_mark(batch)} v{version}"
-        case Run(kind):
+        case ins.Run(kind):
             return f"{kind} {_place(instruction)}"
-        case Norm(stage, batch) | Clip(stage, batch):
+        case ins.Norm(stage, batch) | ins.Clip(stage, batch):
             return f"s{stage}{batch_mark(batch)}"
-        case Update(stage, reads, writes, batch):
+        case ins.Update(stage, reads, writes, batch):
             return f"s{stage}{batch_mark(batch)} v{reads} -> v{writes}"
-        case Barrier() | Pause():
+        case ins.Barrier() | ins.Pause():
             return ""
         case _:
             assert_never(instruction)
 
 
-def _place(task: Forward | Recompute | Backward | InputGrad | WeightGrad | Run) -> str:
+def _place(
+    task: ins.Forward | ins.Recompute | ins.Backward | ins.InputGrad | ins.WeightGrad | ins.Run,
+) -> str:
     """``s1[2] v0``; ``s1[2'] v-1`` for the batch before and the version before."""
     return f"s{task.stage}[{task.microbatch}{batch_mark(task.batch)}] v{task.version}"
 
 
-def parse_instruction(scan: Scanner) -> Instruction:
+def parse_instruction(scan: Scanner) -> ins.Instruction:
     """Read an instruction; what follows it on the line is left. Raises ParseError."""
     start = scan.at
     word = scan.need(_WORD, "an instruction such as 'forward s0[0] v0 keep'")
-    if word not in OPCODES:
-        raise scan.error(f"there is no instruction {word!r}: {near(word, OPCODES)}", start)
+    if word not in ins.OPCODES:
+        raise scan.error(f"there is no instruction {word!r}: {near(word, ins.OPCODES)}", start)
     return _parse(word, scan)
 
 
-def _parse(word: str, scan: Scanner) -> Instruction:
+def _parse(word: str, scan: Scanner) -> ins.Instruction:
     match word:
         case "barrier":
-            return Barrier()
+            return ins.Barrier()
         case "pause":
-            return Pause()
+            return ins.Pause()
         case "update":
             stage = _numbered(scan, "s", "a stage such as s0")
             batch = _batch(scan)
             reads = _version(scan)
             scan.gap("'->'")
             scan.literal("->")
-            return Update(stage, reads, _version(scan), batch)
+            return ins.Update(stage, reads, _version(scan), batch)
         case "forward":
             stage, i, batch, version = _task(scan)
             keeps, again = _flag(scan, "keep"), _flag(scan, "again")
-            return Forward(stage, i, version, keeps, again, batch)
+            return ins.Forward(stage, i, version, keeps, again, batch)
         case "run":
             return _run(scan)
         case "norm" | "clip":
             stage = _numbered(scan, "s", "a stage such as s0")
-            return (Norm if word == "norm" else Clip)(stage, _batch(scan))
+            return (ins.Norm if word == "norm" else ins.Clip)(stage, _batch(scan))
     if word in _HALVES:
         stage, i, batch, version = _task(scan)
         return _HALVES[word](stage, i, version, batch)
@@ -196,15 +171,15 @@ def _task(scan: Scanner) -> tuple[int, int, int, int]:
     return stage, i, batch, _version(scan)
 
 
-def _run(scan: Scanner) -> Run:
+def _run(scan: Scanner) -> ins.Run:
     scan.gap("the letter of a kind of task")
     kind = scan.need(_WORD, "the letter of a kind of task")
     stage = _numbered(scan, "s", "a stage such as s0, or with a micro-batch s0[0]")
     if scan.text.startswith("[", scan.at):
         i, batch = _index(scan)
-        return Run(kind, stage, i, _version(scan), batch)
+        return ins.Run(kind, stage, i, _version(scan), batch)
     batch = _batch(scan)
-    return Run(kind, stage, None, _version(scan), batch)
+    return ins.Run(kind, stage, None, _version(scan), batch)
 
 
 def _flag(scan: Scanner, word: str) -> bool:

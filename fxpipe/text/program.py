@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fxpipe.ir.program import Instruction, Launch, Program
+from fxpipe.ir.instruction import Instruction
+from fxpipe.ir.program import Launch, Program
 from fxpipe.ir.value import Edge
 from fxpipe.text.edge import parse_edge
 from fxpipe.text.instruction import parse_instruction, parse_launch, print_column, print_launch

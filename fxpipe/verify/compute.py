@@ -6,20 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from fxpipe.errors import Fault
-from fxpipe.ir.program import (
-    Backward,
-    Barrier,
-    Clip,
-    Forward,
-    InputGrad,
-    Norm,
-    Pause,
-    Recompute,
-    Run,
-    Update,
-    WeightGrad,
-    letter_of,
-)
+from fxpipe.ir import instruction as ins
 from fxpipe.ir.task import KINDS
 from fxpipe.verify.facts import Facts
 from fxpipe.verify.spans import microbatches
@@ -31,33 +18,37 @@ def complete(facts: Facts) -> Iterator[Fault]:
     for device, compute in enumerate(facts.compute):
         for position, instruction in compute:
             match instruction:
-                case Barrier() | Pause():
+                case ins.Barrier() | ins.Pause():
                     continue
-                case Update(stage):
-                    key: tuple[object, ...] = Update, stage
-                case Run(kind, stage, i):
+                case ins.Update(stage):
+                    key: tuple[object, ...] = ins.Update, stage
+                case ins.Run(kind, stage, i):
                     key = kind, stage, i
-                case Norm(stage) | Clip(stage):
+                case ins.Norm(stage) | ins.Clip(stage):
                     key = type(instruction), stage
                 case _:
                     key = type(instruction), instruction.stage, instruction.microbatch
             if key in seen:
                 yield facts.fault(device, position, "it is there twice", "keep one")
             seen.add(key)
-    clips = any(key[0] in (Norm, Clip) for key in seen)
+    clips = any(key[0] in (ins.Norm, ins.Clip) for key in seen)
     for stage, device in enumerate(facts.program.placement):
         lacks: dict[str, list[int]] = defaultdict(list)
         for i in range(facts.program.microbatches):
-            if (Forward, stage, i) not in seen:
+            if (ins.Forward, stage, i) not in seen:
                 lacks["forward"].append(i)
-            has = [kind for kind in (Backward, InputGrad, WeightGrad) if (kind, stage, i) in seen]
+            has = [
+                kind
+                for kind in (ins.Backward, ins.InputGrad, ins.WeightGrad)
+                if (kind, stage, i) in seen
+            ]
             if facts.trains and not has:
                 lacks["backward"].append(i)
-            elif has == [InputGrad]:
+            elif has == [ins.InputGrad]:
                 lacks["weight gradient"].append(i)
-            elif has == [WeightGrad]:
+            elif has == [ins.WeightGrad]:
                 lacks["input gradient"].append(i)
-            elif Backward in has and len(has) > 1:
+            elif ins.Backward in has and len(has) > 1:
                 yield Fault(
                     f"stage {stage} has a whole backward of micro-batch {i} and a half of it",
                     "keep backward, or input_grad and weight_grad",
@@ -65,7 +56,7 @@ def complete(facts: Facts) -> Iterator[Fault]:
                 )
         for name, indices in lacks.items():
             yield Fault(f"stage {stage} has no {name} of {microbatches(indices)}", "add it", device)
-        for part, name in ((Norm, "norm"), (Clip, "clip")):
+        for part, name in ((ins.Norm, "norm"), (ins.Clip, "clip")):
             if clips and (part, stage) not in seen:
                 yield Fault(f"stage {stage} has no {name}", "clip every stage or none", device)
         if facts.updates and stage not in facts.updates:
@@ -82,9 +73,9 @@ def ascending(facts: Facts) -> Iterator[Fault]:
         forwards: dict[int, list[tuple[int, int]]] = defaultdict(list)
         gradients: dict[int, list[tuple[int, int]]] = defaultdict(list)
         for position, x in compute:
-            if isinstance(x, Forward):
+            if isinstance(x, ins.Forward):
                 forwards[x.stage].append((x.microbatch, position))
-            elif isinstance(x, Backward | WeightGrad):
+            elif isinstance(x, ins.Backward | ins.WeightGrad):
                 gradients[x.stage].append((x.microbatch, position))
         for run in (*forwards.values(), *gradients.values()):
             latest = -1
@@ -113,7 +104,7 @@ def kept(facts: Facts) -> Iterator[Fault]:
     """A forward keeps what comes after it needs, and no more."""
     for device, compute in enumerate(facts.compute):
         for position, instruction in compute:
-            if not isinstance(instruction, Forward):
+            if not isinstance(instruction, ins.Forward):
                 continue
             again = (instruction.stage, instruction.microbatch) in facts.recomputed
             if instruction.again != again:
@@ -139,29 +130,29 @@ def updated(facts: Facts) -> Iterator[Fault]:
         summed: set[int] = set()
         for position, x in compute:
             match x:
-                case Update(stage):
+                case ins.Update(stage):
                     done.add(stage)
-                case Norm(stage) | Clip(stage) if stage in done:
+                case ins.Norm(stage) | ins.Clip(stage) if stage in done:
                     yield facts.fault(
                         device,
                         position,
                         "it needs gradients that the update has used up",
                         "move it before that",
                     )
-                case Backward(stage) | WeightGrad(stage) if stage in summed:
+                case ins.Backward(stage) | ins.WeightGrad(stage) if stage in summed:
                     yield facts.fault(
                         device,
                         position,
                         "it adds to gradients whose norm is taken",
                         "move it before the norm",
                     )
-                case Norm(stage):
+                case ins.Norm(stage):
                     summed.add(stage)
-                case Backward(stage) | WeightGrad(stage) if stage in done:
+                case ins.Backward(stage) | ins.WeightGrad(stage) if stage in done:
                     yield facts.fault(
                         device, position, "it comes after the update", "move it before that"
                     )
-                case Run(kind, stage) if stage in done and _uses_gradients(kind):
+                case ins.Run(kind, stage) if stage in done and _uses_gradients(kind):
                     yield facts.fault(
                         device,
                         position,
@@ -177,16 +168,16 @@ def _uses_gradients(kind: str) -> bool:
 def followed(facts: Facts) -> Iterator[Fault]:
     """A user's own task comes after all that it follows."""
     for device, compute in enumerate(facts.compute):
-        if not any(isinstance(x, Run) for _, x in compute):
+        if not any(isinstance(x, ins.Run) for _, x in compute):
             continue
         last: dict[tuple[str | None, int, int | None], int] = {}  # of one micro-batch, and of all
         for k, (_, x) in enumerate(compute):
-            if not isinstance(x, Barrier | Pause | Norm):
-                letter = letter_of(x)
-                i = None if isinstance(x, Update | Clip) else x.microbatch
+            if not isinstance(x, ins.Barrier | ins.Pause | ins.Norm):
+                letter = ins.letter_of(x)
+                i = None if isinstance(x, ins.Update | ins.Clip) else x.microbatch
                 last[letter, x.stage, i] = last[letter, x.stage, None] = k
         for k, (position, x) in enumerate(compute):
-            if not isinstance(x, Run):
+            if not isinstance(x, ins.Run):
                 continue
             for letter in KINDS[x.kind].follows:
                 i = x.microbatch if KINDS[letter].per_microbatch else None
@@ -206,7 +197,9 @@ def barriers(facts: Facts) -> Iterator[Fault]:
     read older versions, there is none: the versions do its work.
     """
     delayed = any(
-        isinstance(x, Forward) and x.version < 0 for compute in facts.compute for _, x in compute
+        isinstance(x, ins.Forward) and x.version < 0
+        for compute in facts.compute
+        for _, x in compute
     )
     if not any(facts.meetings) and (facts.program.depth or delayed):
         return
@@ -214,19 +207,25 @@ def barriers(facts: Facts) -> Iterator[Fault]:
         passed = False
         for position, instruction in compute:
             match instruction:
-                case Barrier() | Pause() if facts.program.depth:
+                case ins.Barrier() | ins.Pause() if facts.program.depth:
                     yield facts.fault(
                         device, position, "batches overlap, and none may wait here", "remove it"
                     )
-                case Barrier() if not facts.updates:
+                case ins.Barrier() if not facts.updates:
                     yield facts.fault(device, position, "no update follows", "remove it")
-                case Barrier():
+                case ins.Barrier():
                     passed = True
-                case Update() if not passed and not facts.program.depth:
+                case ins.Update() if not passed and not facts.program.depth:
                     yield facts.fault(
                         device, position, "no barrier comes before it", "put one on every device"
                     )
-                case Forward() | Recompute() | Backward() | InputGrad() | WeightGrad() if passed:
+                case (
+                    ins.Forward()
+                    | ins.Recompute()
+                    | ins.Backward()
+                    | ins.InputGrad()
+                    | ins.WeightGrad()
+                ) if passed:
                     yield facts.fault(
                         device, position, "it comes after a barrier", "move the barrier behind it"
                     )
@@ -246,5 +245,5 @@ def meetings(facts: Facts) -> Iterator[Fault]:
             )
 
 
-def _names(kinds: list[type[Barrier | Pause]]) -> str:
+def _names(kinds: list[type[ins.Barrier | ins.Pause]]) -> str:
     return ", ".join(kind.__name__.lower() for kind in kinds)

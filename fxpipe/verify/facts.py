@@ -8,28 +8,10 @@ from functools import cached_property
 from typing import NamedTuple
 
 from fxpipe.errors import Fault
-from fxpipe.ir.program import (
-    Backward,
-    Barrier,
-    Buffer,
-    Clip,
-    Forward,
-    InputGrad,
-    Instruction,
-    Norm,
-    Pause,
-    Pop,
-    Program,
-    Receive,
-    Recompute,
-    Run,
-    Send,
-    Stash,
-    Update,
-    WeightGrad,
-    batch_of,
-)
+from fxpipe.ir import instruction as ins
+from fxpipe.ir.program import Program
 from fxpipe.ir.unroll import shifted
+from fxpipe.ir.value import Buffer
 from fxpipe.ir.walk import Place
 from fxpipe.text.instruction import print_instruction
 
@@ -47,17 +29,17 @@ Moves = dict[tuple[int, int], list[Move]]
 
 
 Step = (
-    Forward
-    | Recompute
-    | Backward
-    | InputGrad
-    | WeightGrad
-    | Run
-    | Norm
-    | Clip
-    | Update
-    | Barrier
-    | Pause
+    ins.Forward
+    | ins.Recompute
+    | ins.Backward
+    | ins.InputGrad
+    | ins.WeightGrad
+    | ins.Run
+    | ins.Norm
+    | ins.Clip
+    | ins.Update
+    | ins.Barrier
+    | ins.Pause
 )
 """All that does not move or free a value."""
 
@@ -66,10 +48,10 @@ class Life(NamedTuple):
     """Positions in a device's list and their instructions, as a batch meets them."""
 
     positions: Sequence[int]
-    instructions: Sequence[Instruction]
+    instructions: Sequence[ins.Instruction]
 
     @property
-    def steps(self) -> Iterator[tuple[int, Instruction]]:
+    def steps(self) -> Iterator[tuple[int, ins.Instruction]]:
         return zip(self.positions, self.instructions, strict=True)
 
 
@@ -92,7 +74,7 @@ class Facts:
     def __init__(self, program: Program, malformed: set[Place]) -> None:
         self.program = program
         self.trains = any(
-            isinstance(instruction, Backward | InputGrad)
+            isinstance(instruction, ins.Backward | ins.InputGrad)
             for instructions in program.lists
             for instruction in instructions
         )
@@ -106,7 +88,7 @@ class Facts:
 
     def batch(self, device: int, position: int) -> int:
         """The batch for which an instruction runs in a window: 0 for its own step's."""
-        return batch_of(self.program.lists[device][position]) if self.program.depth else 0
+        return ins.batch_of(self.program.lists[device][position]) if self.program.depth else 0
 
     def moment(self, device: int, position: int) -> tuple[int, int]:
         """When a batch meets an instruction, among those of its device: step and position."""
@@ -121,10 +103,10 @@ class Facts:
         ]
 
     @cached_property
-    def meetings(self) -> list[list[tuple[int, Barrier | Pause]]]:
+    def meetings(self) -> list[list[tuple[int, ins.Barrier | ins.Pause]]]:
         """Device → position and instruction of its barriers and pauses, in order."""
         return [
-            [(p, x) for p, x in compute if isinstance(x, Barrier | Pause)]
+            [(p, x) for p, x in compute if isinstance(x, ins.Barrier | ins.Pause)]
             for compute in self.compute
         ]
 
@@ -134,7 +116,7 @@ class Facts:
         found: dict[int, tuple[int, int]] = {}
         for device, compute in enumerate(self.compute):
             for position, x in compute:
-                if isinstance(x, Update):
+                if isinstance(x, ins.Update):
                     found.setdefault(x.stage, (device, position))
         return found
 
@@ -145,7 +127,7 @@ class Facts:
             (x.stage, x.microbatch)
             for compute in self.compute
             for _, x in compute
-            if isinstance(x, Recompute)
+            if isinstance(x, ins.Recompute)
         }
 
     @cached_property
@@ -160,8 +142,8 @@ class Facts:
     def sent(self) -> Moves:
         """What leaves, by pair of devices."""
         moves: Moves = defaultdict(list)
-        for device, position, x in self._moves(Send, Stash):
-            assert isinstance(x, Send | Stash)
+        for device, position, x in self._moves(ins.Send, ins.Stash):
+            assert isinstance(x, ins.Send | ins.Stash)
             move = Move(position, x.buffer, self.batch(device, position))
             moves[device, self.program.destination(x)].append(move)
         return moves
@@ -170,13 +152,13 @@ class Facts:
     def received(self) -> Moves:
         """What arrives, by pair of devices."""
         moves: Moves = defaultdict(list)
-        for device, position, x in self._moves(Receive, Pop):
-            assert isinstance(x, Receive | Pop)
+        for device, position, x in self._moves(ins.Receive, ins.Pop):
+            assert isinstance(x, ins.Receive | ins.Pop)
             move = Move(position, x.buffer, self.batch(device, position))
             moves[self.program.origin(x), device].append(move)
         return moves
 
-    def _moves(self, *kinds: type[Instruction]) -> Iterable[tuple[int, int, Instruction]]:
+    def _moves(self, *kinds: type[ins.Instruction]) -> Iterable[tuple[int, int, ins.Instruction]]:
         """Device, position and instruction of these kinds, in the order of the lists."""
         for device, life in enumerate(self.lives):
             found = [(position, x) for position, x in life.steps if isinstance(x, kinds)]
@@ -192,5 +174,5 @@ class Facts:
             positions = [p for p in positions if (device, p) not in self._malformed]
         elif not self.program.depth:
             return Life(positions, own)
-        positions = sorted(positions, key=lambda p: -batch_of(own[p]))
-        return Life(positions, [shifted(own[p], -batch_of(own[p])) for p in positions])
+        positions = sorted(positions, key=lambda p: -ins.batch_of(own[p]))
+        return Life(positions, [shifted(own[p], -ins.batch_of(own[p])) for p in positions])

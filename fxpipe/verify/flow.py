@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fxpipe.errors import Fault
-from fxpipe.ir.program import Buffer, Load, Output, Pause, forward_buffer, gradient_buffer
-from fxpipe.ir.value import HOST
+from fxpipe.ir import instruction as ins
+from fxpipe.ir.value import HOST, Buffer, forward_buffer, gradient_buffer
 from fxpipe.verify.facts import Facts, Move
 from fxpipe.verify.spans import microbatches
 
@@ -119,7 +119,7 @@ def delivered(facts: Facts) -> Iterator[Fault]:
     seen: set[Buffer] = set()
     for device, life in enumerate(facts.lives):
         for position, instruction in life.steps:
-            if isinstance(instruction, Output):
+            if isinstance(instruction, ins.Output):
                 if instruction.buffer in seen:
                     yield facts.fault(device, position, "the caller has it already", "keep one")
                 seen.add(instruction.buffer)
@@ -143,21 +143,21 @@ def delivered(facts: Facts) -> Iterator[Fault]:
 
 def paused(facts: Facts) -> Iterator[Fault]:
     """Where the caller gets control back: it has all outputs, and gives gradients after it."""
-    if not any(isinstance(x, Pause) for own in facts.meetings for _, x in own):
+    if not any(isinstance(x, ins.Pause) for own in facts.meetings for _, x in own):
         return
     for device, life in enumerate(facts.lives):
         resumed = False
         for position, instruction in life.steps:
             match instruction:
-                case Pause() if resumed:
+                case ins.Pause() if resumed:
                     yield facts.fault(device, position, "there is a pause before it", "keep one")
-                case Pause():
+                case ins.Pause():
                     resumed = True
-                case Load(Buffer(kind="in")) | Output(Buffer(kind="out")) if resumed:
+                case ins.Load(Buffer(kind="in")) | ins.Output(Buffer(kind="out")) if resumed:
                     yield facts.fault(
                         device, position, "it comes after the pause", "move it before the pause"
                     )
-                case Load(Buffer(kind="grad")) | Output(Buffer(kind="grad")) if not resumed:
+                case ins.Load(Buffer(kind="grad")) | ins.Output(Buffer(kind="grad")) if not resumed:
                     yield facts.fault(
                         device, position, "it comes before the pause", "move it after the pause"
                     )

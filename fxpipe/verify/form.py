@@ -5,37 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from fxpipe.errors import Fault
-from fxpipe.ir.program import (
+from fxpipe.ir import instruction as ins
+from fxpipe.ir.program import Program
+from fxpipe.ir.task import KINDS
+from fxpipe.ir.value import (
+    HOST,
     KEPT,
-    Backward,
-    Barrier,
     Buffer,
-    Clip,
-    Compute,
-    Forward,
-    Free,
-    InputGrad,
-    Instruction,
-    Load,
-    Move,
-    Norm,
-    Output,
-    Pause,
-    Pop,
-    Program,
-    Receive,
-    Recompute,
-    Run,
-    Send,
-    Stash,
-    Update,
-    WeightGrad,
+    Edge,
     forward_buffer,
     gradient_buffer,
     norm_buffer,
+    stage_name,
 )
-from fxpipe.ir.task import KINDS
-from fxpipe.ir.value import HOST, Edge, stage_name
 from fxpipe.ir.walk import Place
 from fxpipe.text.edge import is_name
 from fxpipe.text.instruction import print_instruction
@@ -67,7 +49,7 @@ def frame_faults(program: Program) -> Iterator[Fault]:
         yield Fault("its instructions have streams and no launches", "run the pass streams again")
     held = sum(map(len, program.lists))
     lists = program.lists
-    older = (abs(x.version - x.batch) for own in lists for x in own if isinstance(x, Compute))
+    older = (abs(x.version - x.batch) for own in lists for x in own if isinstance(x, ins.Compute))
     reach = max(program.depth, max(older, default=0))
     tasks = program.microbatches if {"lower", "communicate"} & {*program.passes} else 0
     yield from counts_faults(program.stages, tasks, held, reach)
@@ -138,22 +120,28 @@ class Form:
                     malformed.add(Place(device, position))
                     yield Fault(*wrong, device, position, print_instruction(instruction))
 
-    def _judge(self, device: int, instruction: Instruction) -> tuple[str, str] | None:
+    def _judge(self, device: int, instruction: ins.Instruction) -> tuple[str, str] | None:
         """What is wrong with an instruction on a device, and the cure."""
         match instruction:
-            case Barrier() | Pause():
+            case ins.Barrier() | ins.Pause():
                 return None
-            case Update(stage, batch=batch):
+            case ins.Update(stage, batch=batch):
                 return self._stage(device, stage) or self._microbatch(0, batch)
-            case Norm(stage, batch) | Clip(stage, batch):
+            case ins.Norm(stage, batch) | ins.Clip(stage, batch):
                 return self._stage(device, stage) or self._microbatch(0, batch)
-            case Run(kind, stage, i, batch=batch):
+            case ins.Run(kind, stage, i, batch=batch):
                 return (
                     self._kind(kind, i)
                     or self._stage(device, stage)
                     or self._microbatch(0 if i is None else i, batch)
                 )
-            case Forward() | Recompute() | Backward() | InputGrad() | WeightGrad():
+            case (
+                ins.Forward()
+                | ins.Recompute()
+                | ins.Backward()
+                | ins.InputGrad()
+                | ins.WeightGrad()
+            ):
                 stage, i, batch = instruction.stage, instruction.microbatch, instruction.batch
                 return self._stage(device, stage) or self._microbatch(i, batch)
         buffer = instruction.buffer
@@ -196,7 +184,7 @@ class Form:
     def _move(
         self,
         device: int,
-        instruction: Move,
+        instruction: ins.Move,
         buffer: Buffer,
     ) -> tuple[str, str] | None:
         """What is wrong with a move or a free, the micro-batch apart."""
@@ -206,25 +194,25 @@ class Form:
         made, used = route
         skips = buffer.kind == "skip"
         match instruction:
-            case Free():
+            case ins.Free():
                 right = device in route
                 cure = "free it on a device that holds it"
-            case Load():
+            case ins.Load():
                 right = made == HOST and used == device
                 cure = "load what the caller gives, on the device that uses it"
-            case Output():
+            case ins.Output():
                 right = used == HOST and made == device
                 cure = "hand over what goes to the caller, on the device that makes it"
-            case Send() | Stash():
+            case ins.Send() | ins.Stash():
                 right = made == device != used and used != HOST
-                right = right and skips == isinstance(instruction, Stash)
+                right = right and skips == isinstance(instruction, ins.Stash)
                 cure = (
                     "send what another device uses, on the device that makes it; what skips "
                     "stages is stashed, all else is sent"
                 )
-            case Receive() | Pop():
+            case ins.Receive() | ins.Pop():
                 right = used == device != made and made != HOST
-                right = right and skips == isinstance(instruction, Pop)
+                right = right and skips == isinstance(instruction, ins.Pop)
                 cure = (
                     "receive what another device makes, on the device that uses it; what was "
                     "stashed is popped, all else is received"

@@ -22,32 +22,10 @@ from collections.abc import Hashable, Iterator
 from typing import NamedTuple
 
 from fxpipe.errors import Fault
-from fxpipe.ir.program import (
-    Backward,
-    Barrier,
-    Buffer,
-    Clip,
-    Event,
-    Forward,
-    Free,
-    InputGrad,
-    Instruction,
-    Launch,
-    Load,
-    Norm,
-    Output,
-    Pause,
-    Pop,
-    Receive,
-    Recompute,
-    Run,
-    Send,
-    Stash,
-    Update,
-    WeightGrad,
-)
+from fxpipe.ir import instruction as ins
+from fxpipe.ir.program import Event, Launch
 from fxpipe.ir.task import KINDS
-from fxpipe.ir.value import HOST
+from fxpipe.ir.value import HOST, Buffer
 from fxpipe.ir.walk import waits_of, walk
 from fxpipe.text.instruction import print_instruction
 from fxpipe.verify.facts import Facts
@@ -157,7 +135,7 @@ class _Race:
             if event.batch + step >= 0:
                 clock[:] = map(max, clock, self._at(_event(event, step)))
         here = Access(stream, clock[stream] + 1, device, position)
-        if not isinstance(instruction, Send | Stash | Output | Barrier | Pause):
+        if not isinstance(instruction, ins.Send | ins.Stash | ins.Output | ins.Barrier | ins.Pause):
             yield from self._touch(step, instruction, clock, here)
         clock[stream] += 1
         if launch.record is not None and self.awaited[launch.record.number]:
@@ -171,15 +149,15 @@ class _Race:
         return self.events[event] if self.left[event] else self.events.pop(event)
 
     def _touch(
-        self, step: int, instruction: Instruction, clock: list[int], here: Access
+        self, step: int, instruction: ins.Instruction, clock: list[int], here: Access
     ) -> Iterator[Fault]:
         """Check all accesses of an instruction, and keep them."""
         program, device = self.program, here.device
-        if not isinstance(instruction, Free):
+        if not isinstance(instruction, ins.Free):
             for other in self.let_go[device].values():
                 yield from self._ordered(other, clock, here, "takes memory that", "may still use")
         read: list[Hashable] = [(device, _later(b, step)) for b in program.reads(instruction)]
-        if isinstance(instruction, Receive | Pop):
+        if isinstance(instruction, ins.Receive | ins.Pop):
             read.append((program.origin(instruction), _later(instruction.buffer, step)))
         written: list[Hashable] = [(device, _later(b, step)) for b in program.writes(instruction)]
         ended: list[Hashable] = [(device, _later(b, step)) for b in program.ends(instruction)]
@@ -205,9 +183,13 @@ class _Race:
             self.writes.pop(what, None)
             read_by = {other.device for other in self.reads.pop(what, {}).values()}
             copied = bool(read_by - {device})
-            if isinstance(instruction, Free) and self._leaves(device, instruction) and not copied:
+            if (
+                isinstance(instruction, ins.Free)
+                and self._leaves(device, instruction)
+                and not copied
+            ):
                 self.ended[what] = here
-        if not isinstance(instruction, Load | Receive | Pop):
+        if not isinstance(instruction, ins.Load | ins.Receive | ins.Pop):
             self.let_go[device][here.stream] = here
 
     def _ordered(
@@ -217,7 +199,7 @@ class _Race:
         if clock[other.stream] < other.number:
             yield from self._told(other, here, does, did)
 
-    def _leaves(self, device: int, instruction: Free) -> bool:
+    def _leaves(self, device: int, instruction: ins.Free) -> bool:
         """Whether another device copies what is freed from this one."""
         target = instruction.buffer.target
         return target != HOST and self.program.placement[target] != device
@@ -243,25 +225,25 @@ class _Race:
 
 
 def _lasting(
-    instruction: Instruction, step: int
+    instruction: ins.Instruction, step: int
 ) -> tuple[tuple[Hashable, ...], tuple[Hashable, ...]]:
     """What an instruction reads and writes that outlives a micro-batch: weights, sums, buffers."""
     match instruction:
-        case Forward(stage):
+        case ins.Forward(stage):
             return (("weights", stage),), (("buffers", stage),)
-        case Backward(stage, batch=batch) | WeightGrad(stage, batch=batch):
+        case ins.Backward(stage, batch=batch) | ins.WeightGrad(stage, batch=batch):
             return (("weights", stage),), (("gradients", stage, step + batch),)
-        case Update(stage, batch=batch):
+        case ins.Update(stage, batch=batch):
             return (), (("weights", stage), ("gradients", stage, step + batch))
-        case Run(kind, stage, batch=batch):
+        case ins.Run(kind, stage, batch=batch):
             sums: Hashable = ("gradients", stage, step + batch)
             changes = kind in KINDS and "gradients" in KINDS[kind].writes
             return (("weights", stage), sums), ((sums,) if changes else ())
-        case Norm(stage, batch):
+        case ins.Norm(stage, batch):
             return (("gradients", stage, step + batch),), ()
-        case Clip(stage, batch):
+        case ins.Clip(stage, batch):
             return (), (("gradients", stage, step + batch),)
-        case Recompute(stage) | InputGrad(stage):
+        case ins.Recompute(stage) | ins.InputGrad(stage):
             return (("weights", stage),), ()
     return (), ()
 

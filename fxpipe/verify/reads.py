@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from fxpipe.errors import Fault
-from fxpipe.ir.program import Backward, Forward, InputGrad, Recompute, Run, Update, WeightGrad
+from fxpipe.ir import instruction as ins
 from fxpipe.verify.facts import Facts
 
 
@@ -20,7 +20,7 @@ def versions(facts: Facts) -> Iterator[Fault]:
     read: Counter[tuple[int, int]] = Counter()
     for compute in facts.compute:
         for _, x in compute:
-            if isinstance(x, Forward):
+            if isinstance(x, ins.Forward):
                 forwards.setdefault((x.stage, x.microbatch), x.version)
                 read[x.stage, x.version] += 1
     usual: dict[int, int] = {}
@@ -32,7 +32,7 @@ def versions(facts: Facts) -> Iterator[Fault]:
             here = facts.batch(device, position)
             wrong: tuple[str, str] | None
             match x:
-                case Forward(stage, _, version):
+                case ins.Forward(stage, _, version):
                     wrong = _unknown(facts, device, position, stage, version)
                     if wrong is None and version != usual[stage]:
                         wrong = (
@@ -40,7 +40,7 @@ def versions(facts: Facts) -> Iterator[Fault]:
                             f"read {usual[stage] + here}",
                             f"write v{usual[stage] + here}",
                         )
-                case Run(_, stage, _, version):
+                case ins.Run(_, stage, _, version):
                     wrong = _unknown(facts, device, position, stage, version)
                     expected = 1 if stage in done else usual.get(stage, version)
                     if wrong is None and version != expected:
@@ -48,13 +48,13 @@ def versions(facts: Facts) -> Iterator[Fault]:
                             f"its batch reads version {expected + here} here",
                             f"write v{expected + here}",
                         )
-                case Recompute() | Backward() | InputGrad() | WeightGrad():
+                case ins.Recompute() | ins.Backward() | ins.InputGrad() | ins.WeightGrad():
                     version = x.version
                     wrong = _unknown(facts, device, position, x.stage, version)
                     first = forwards.get((x.stage, x.microbatch), version)
                     if first != version:
                         wrong = f"its forward read version {first + here}", f"write v{first + here}"
-                case Update(stage, reads, writes):
+                case ins.Update(stage, reads, writes):
                     done.add(stage)
                     wrong = None
                     if (reads, writes) != (0, 1):

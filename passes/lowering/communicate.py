@@ -7,8 +7,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from fxpipe.errors import InputError
-from fxpipe.ir.program import Buffer, Instruction, Load, Output, Pop, Program, Receive, Send, Stash
-from fxpipe.ir.value import HOST
+from fxpipe.ir import instruction as ins
+from fxpipe.ir.program import Program
+from fxpipe.ir.value import HOST, Buffer
 from fxpipe.torchtools.garbage import without_collection
 
 
@@ -74,21 +75,25 @@ class _Mail:
         self.places: dict[tuple[object, ...], tuple[int, int]] = {}
         self.taken: dict[tuple[int, int], int] = {}
 
-    def send(self, device: int, instructions: Iterable[Instruction]) -> Iterator[Instruction]:
+    def send(
+        self, device: int, instructions: Iterable[ins.Instruction]
+    ) -> Iterator[ins.Instruction]:
         """The instructions of a device, each followed by what hands on the values it makes."""
         placement = self.program.placement
         for instruction in instructions:
             yield instruction
             for buffer in self.program.writes(instruction):
                 if buffer.target == HOST:
-                    yield Output(buffer)
+                    yield ins.Output(buffer)
                 elif (home := placement[buffer.target]) != device:
                     queue = self.queues[device, home]
                     self.places[buffer[:5]] = len(queue), buffer.batch
                     queue.append(buffer)
-                    yield Stash(buffer) if buffer.kind == "skip" else Send(buffer)
+                    yield ins.Stash(buffer) if buffer.kind == "skip" else ins.Send(buffer)
 
-    def receive(self, device: int, instructions: Sequence[Instruction]) -> Iterator[Instruction]:
+    def receive(
+        self, device: int, instructions: Sequence[ins.Instruction]
+    ) -> Iterator[ins.Instruction]:
         """The instructions of a device, each after what brings the values it reads."""
         placement = self.program.placement
         loaded: dict[object, int] = {}
@@ -99,13 +104,13 @@ class _Mail:
                 if buffer.source == HOST:
                     if loaded.setdefault(buffer[:5], buffer.batch) == buffer.batch:
                         loaded[buffer[:5]] = 1  # a recompute finds it there
-                        yield Load(buffer)
+                        yield ins.Load(buffer)
                 elif (home := placement[buffer.source]) != device:
                     yield from self._take((home, device), buffer)
             yield instruction
 
     def _start(
-        self, device: int, instructions: Iterable[Instruction], loaded: dict[object, int]
+        self, device: int, instructions: Iterable[ins.Instruction], loaded: dict[object, int]
     ) -> None:
         """What a window finds done by the one before.
 
@@ -129,7 +134,7 @@ class _Mail:
         index, batch = self.places[buffer[:5]]
         return index - (batch - buffer.batch) * len(self.queues[pair])
 
-    def _take(self, pair: tuple[int, int], buffer: Buffer) -> Iterator[Instruction]:
+    def _take(self, pair: tuple[int, int], buffer: Buffer) -> Iterator[ins.Instruction]:
         """Arrivals up to a value; none if it has been taken, or if nothing ever sends it."""
         first, end = self.taken.get(pair, 0), self._place(pair, buffer) + 1
         queue = self.queues[pair]
@@ -138,5 +143,5 @@ class _Mail:
             arrival = queue[index]
             if windows:
                 arrival = arrival._replace(batch=arrival.batch + windows)
-            yield Pop(arrival) if arrival.kind == "skip" else Receive(arrival)
+            yield ins.Pop(arrival) if arrival.kind == "skip" else ins.Receive(arrival)
         self.taken[pair] = max(first, end)

@@ -6,7 +6,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from fxpipe.errors import InputError
-from fxpipe.ir.program import Buffer, Free, Instruction, Program, batch_of
+from fxpipe.ir import instruction as ins
+from fxpipe.ir.program import Program
+from fxpipe.ir.value import Buffer
 from fxpipe.torchtools.garbage import without_collection
 
 
@@ -42,16 +44,20 @@ def free(program: Program) -> Program:
     return replace(program, lists=lists, passes=(*program.passes, "free"))
 
 
-def _freed(program: Program, instructions: tuple[Instruction, ...]) -> Iterator[Instruction]:
+def _freed(
+    program: Program, instructions: tuple[ins.Instruction, ...]
+) -> Iterator[ins.Instruction]:
     ends = _last_uses(program, instructions)
     for position, instruction in enumerate(instructions):
         yield instruction
         if position in ends:
             for buffer in ends[position]:
-                yield Free(buffer)
+                yield ins.Free(buffer)
 
 
-def _last_uses(program: Program, instructions: tuple[Instruction, ...]) -> dict[int, list[Buffer]]:
+def _last_uses(
+    program: Program, instructions: tuple[ins.Instruction, ...]
+) -> dict[int, list[Buffer]]:
     """Position → the buffers that nothing uses after it and that it does not end itself.
 
     All that is made is read on its device, if only by its send or output.
@@ -68,7 +74,7 @@ def _last_uses(program: Program, instructions: tuple[Instruction, ...]) -> dict[
     return last
 
 
-def _backwards(program: Program, instructions: tuple[Instruction, ...]) -> Iterable[int]:
+def _backwards(program: Program, instructions: tuple[ins.Instruction, ...]) -> Iterable[int]:
     """Positions from the last to the first that a batch meets.
 
     Where batches overlap a batch meets several windows: first as this step's, then as the one
@@ -77,7 +83,7 @@ def _backwards(program: Program, instructions: tuple[Instruction, ...]) -> Itera
     positions = range(len(instructions) - 1, -1, -1)
     if not program.depth:
         return positions
-    return sorted(positions, key=lambda position: batch_of(instructions[position]))
+    return sorted(positions, key=lambda position: ins.batch_of(instructions[position]))
 
 
 def _value(buffer: Buffer) -> object:

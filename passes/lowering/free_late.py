@@ -7,25 +7,15 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from fxpipe.ir.program import (
-    Barrier,
-    Buffer,
-    Free,
-    Instruction,
-    Move,
-    Pause,
-    Pop,
-    Program,
-    Receive,
-    Send,
-    Stash,
-)
+from fxpipe.ir import instruction as ins
+from fxpipe.ir.program import Program
+from fxpipe.ir.value import Buffer
 from fxpipe.passes.lowering.launch_order import Launched
 
 
 def free_late(
     program: Program, order: Sequence[Sequence[Launched]]
-) -> tuple[tuple[Instruction, ...], ...]:
+) -> tuple[tuple[ins.Instruction, ...], ...]:
     """Device → its list, where no free of a sent value makes its device wait for the copy.
 
     The free comes behind one more computation of the sender, which overlaps the copy, and not
@@ -56,7 +46,7 @@ def _uses(program: Program, order: Sequence[Sequence[Launched]]) -> dict[object,
     for own in order:
         unused: set[Buffer] = set()
         for rank, start, x in own:
-            if isinstance(x, Receive | Pop):
+            if isinstance(x, ins.Receive | ins.Pop):
                 uses[x.buffer[:5]] = _Use(program.origin(x), rank, start, x.buffer.batch)
                 unused.add(x.buffer)
             for buffer in unused.intersection(program.reads(x)):
@@ -67,24 +57,24 @@ def _uses(program: Program, order: Sequence[Sequence[Launched]]) -> dict[object,
 
 def _moved(
     device: int, own: Sequence[Launched], uses: dict[object, _Use]
-) -> tuple[Instruction, ...]:
-    stops = [at for at, each in enumerate(own) if not isinstance(each.instruction, Move)]
+) -> tuple[ins.Instruction, ...]:
+    stops = [at for at, each in enumerate(own) if not isinstance(each.instruction, ins.Move)]
     ranks = [own[at].rank for at in stops]
     starts = [own[at].start for at in stops]
     meetings = [
         number
         for number, at in enumerate(stops)
-        if isinstance(own[at].instruction, Barrier | Pause)
+        if isinstance(own[at].instruction, ins.Barrier | ins.Pause)
     ]
     sent = {
         each.instruction.buffer: at
         for at, each in enumerate(own)
-        if isinstance(each.instruction, Send | Stash)
+        if isinstance(each.instruction, ins.Send | ins.Stash)
     }
-    kept: list[Instruction | None] = [each.instruction for each in own]
-    late: defaultdict[int, list[Instruction]] = defaultdict(list)
+    kept: list[ins.Instruction | None] = [each.instruction for each in own]
+    late: defaultdict[int, list[ins.Instruction]] = defaultdict(list)
     for at, each in enumerate(own):
-        if not isinstance(each.instruction, Free):
+        if not isinstance(each.instruction, ins.Free):
             continue
         buffer = each.instruction.buffer
         use = uses.get(buffer[:5])
@@ -99,8 +89,8 @@ def _moved(
             stop = min(stop, meetings[meeting])
         kept[at] = None
         place = stops[stop] if stop < len(stops) else len(own)
-        late[place].append(Free(buffer._replace(batch=use.batch)))
-    merged: list[Instruction] = []
+        late[place].append(ins.Free(buffer._replace(batch=use.batch)))
+    merged: list[ins.Instruction] = []
     for at, x in enumerate([*kept, None]):
         merged.extend(late.get(at, ()))
         if x is not None:

@@ -13,23 +13,12 @@ from collections import deque
 from typing import NamedTuple
 
 from fxpipe.errors import InputError
-from fxpipe.ir.program import (
-    Barrier,
-    Buffer,
-    Instruction,
-    Load,
-    Move,
-    Pause,
-    Pop,
-    Program,
-    Receive,
-    Send,
-    Stash,
-)
-from fxpipe.ir.value import HOST
+from fxpipe.ir import instruction as ins
+from fxpipe.ir.program import Program
+from fxpipe.ir.value import HOST, Buffer
 from fxpipe.ir.walk import usual_cost
 
-Arrival = Load | Receive | Pop
+Arrival = ins.Load | ins.Receive | ins.Pop
 
 
 class Launched(NamedTuple):
@@ -43,12 +32,12 @@ class Launched(NamedTuple):
 
     rank: int
     start: float
-    instruction: Instruction
+    instruction: ins.Instruction
 
 
 def source_of(program: Program, arrival: Arrival) -> int:
     """The device that a value comes from, or HOST."""
-    return HOST if isinstance(arrival, Load) else program.origin(arrival)
+    return HOST if isinstance(arrival, ins.Load) else program.origin(arrival)
 
 
 def launch_order(program: Program, ahead: int) -> list[list[Launched]]:
@@ -71,7 +60,7 @@ class _Pending(NamedTuple):
     """An instruction to launch, and the stop before which it stands at the latest."""
 
     latest: int
-    instruction: Instruction
+    instruction: ins.Instruction
 
 
 class _Device:
@@ -84,8 +73,8 @@ class _Device:
         queue: what is left of its segment.
     """
 
-    def __init__(self, instructions: tuple[Instruction, ...], ahead: int) -> None:
-        stops = [at for at, x in enumerate(instructions) if not isinstance(x, Move)]
+    def __init__(self, instructions: tuple[ins.Instruction, ...], ahead: int) -> None:
+        stops = [at for at, x in enumerate(instructions) if not isinstance(x, ins.Move)]
         self.now = 0.0
         self.queue: deque[_Pending] = deque()
         self.segment = -1
@@ -95,14 +84,14 @@ class _Device:
         since = 0  # the first stop behind the last meeting
         for at, x in enumerate(instructions):
             stop = bisect_right(stops, at)
-            if isinstance(x, Barrier | Pause):
+            if isinstance(x, ins.Barrier | ins.Pause):
                 since = stop
             if isinstance(x, Arrival):
                 self._arrivals[max(stop - ahead, since)].append(_Pending(stop, x))
-            elif isinstance(x, Move):
+            elif isinstance(x, ins.Move):
                 self._rest[stop].append(_Pending(stop, x))
 
-    def head(self) -> Instruction | None:
+    def head(self) -> ins.Instruction | None:
         """What it launches next, or None at its end."""
         if not self.queue and self.segment < len(self._stops):
             self.segment += 1
@@ -140,7 +129,7 @@ class _Walk:
         self._program = program
         self._devices = [_Device(own, ahead) for own in program.lists]
         self._unsent = {
-            x.buffer for own in program.lists for x in own if isinstance(x, Send | Stash)
+            x.buffer for own in program.lists for x in own if isinstance(x, ins.Send | ins.Stash)
         }
         self._sent: dict[Buffer, float] = {}
         self._waiting: dict[Buffer, int] = {}
@@ -164,7 +153,7 @@ class _Walk:
         for now, d in sorted(left):
             waited = self._devices[d].head()
             if self._devices[d].put_off(self._program):
-                assert isinstance(waited, Receive | Pop)
+                assert isinstance(waited, ins.Receive | ins.Pop)
                 del self._waiting[waited.buffer]
                 heapq.heappush(self._ready, (now, d))
                 return True
@@ -174,13 +163,13 @@ class _Walk:
             )
         return False
 
-    def _launch(self, d: int, instruction: Instruction) -> bool:
+    def _launch(self, d: int, instruction: ins.Instruction) -> bool:
         """Launch an instruction. False where it has to wait."""
         match instruction:
-            case Receive(buffer) | Pop(buffer) if buffer in self._unsent:
+            case ins.Receive(buffer) | ins.Pop(buffer) if buffer in self._unsent:
                 self._waiting[buffer] = d
                 return False
-            case Barrier() | Pause():
+            case ins.Barrier() | ins.Pause():
                 self._gathered.add(d)
                 if len(self._gathered) == len(self._devices):
                     together = max(device.now for device in self._devices)
@@ -190,7 +179,7 @@ class _Walk:
                         heapq.heappush(self._ready, (together, each))
                     self._gathered.clear()
                 return False
-            case Send(buffer) | Stash(buffer):
+            case ins.Send(buffer) | ins.Stash(buffer):
                 self._unsent.discard(buffer)
                 self._sent[buffer] = self._devices[d].now
                 if buffer in self._waiting:
@@ -199,11 +188,11 @@ class _Walk:
         self._pass(d, instruction)
         return True
 
-    def _pass(self, d: int, instruction: Instruction) -> None:
+    def _pass(self, d: int, instruction: ins.Instruction) -> None:
         device = self._devices[d]
         there = [self._sent.get(buffer, 0.0) for buffer in self._program.reads(instruction)]
         start = device.now
-        if not isinstance(instruction, Move):
+        if not isinstance(instruction, ins.Move):
             start = max([start, *there])
         self._launched[d].append(Launched(self._rank, start, instruction))
         self._rank += 1

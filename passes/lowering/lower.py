@@ -7,31 +7,18 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from fxpipe.errors import InputError
+from fxpipe.ir import instruction as ins
 from fxpipe.ir.plan import Plan
-from fxpipe.ir.program import (
-    Backward,
-    Barrier,
-    Clip,
-    Forward,
-    InputGrad,
-    Instruction,
-    Norm,
-    Pause,
-    Program,
-    Recompute,
-    Run,
-    Update,
-    WeightGrad,
-)
+from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import BUILT_IN, Task
 from fxpipe.torchtools.garbage import without_collection
 
-_COMPUTE: dict[str, type[Recompute | Backward | InputGrad | WeightGrad]] = {
-    "R": Recompute,
-    "B": Backward,
-    "I": InputGrad,
-    "W": WeightGrad,
+_COMPUTE: dict[str, type[ins.Recompute | ins.Backward | ins.InputGrad | ins.WeightGrad]] = {
+    "R": ins.Recompute,
+    "B": ins.Backward,
+    "I": ins.InputGrad,
+    "W": ins.WeightGrad,
 }
 
 
@@ -98,28 +85,28 @@ class Lower:
             passes=(self.name,),
         )
 
-    def _device(self, one: _Instructions, row: tuple[Task, ...]) -> Iterator[Instruction]:
+    def _device(self, one: _Instructions, row: tuple[Task, ...]) -> Iterator[ins.Instruction]:
         paused = not self.pause
-        behind: list[Instruction] = []
+        behind: list[ins.Instruction] = []
         for position, task in enumerate(row):
             if task.kind in "BI" and not paused:
-                yield Pause()
+                yield ins.Pause()
                 paused = True
             if task.kind == "U" and not self.updates:
                 continue
             instruction = one.of(task, position)
-            if isinstance(instruction, Update) or (behind and isinstance(instruction, Run)):
+            if isinstance(instruction, ins.Update) or (behind and isinstance(instruction, ins.Run)):
                 behind.append(instruction)
             else:
                 yield instruction
                 yield from one.after(task)
         if not paused:
-            yield Pause()  # a device without a backward: the caller resumes all of them together
+            yield ins.Pause()  # a device without a backward: all of them are resumed together
         if one.trains and self.updates:
-            yield Barrier()
+            yield ins.Barrier()
             yield from behind
 
-    def _window(self, one: _Instructions, row: tuple[Task, ...]) -> Iterator[Instruction]:
+    def _window(self, one: _Instructions, row: tuple[Task, ...]) -> Iterator[ins.Instruction]:
         """A device's tasks where batches overlap: each update stands where it is written."""
         for position, task in enumerate(row):
             if task.kind != "U" or self.updates:
@@ -162,7 +149,7 @@ class _Instructions:
             if task.kind == "U" and updates
         }
 
-    def of(self, task: Task, position: int) -> Instruction:
+    def of(self, task: Task, position: int) -> ins.Instruction:
         """The instruction of a task at a position of its row."""
         kind, stage, i, batch = task.kind, task.stage, task.microbatch, task.batch
         assert stage is not None
@@ -171,21 +158,21 @@ class _Instructions:
             update = self._updates.get(stage)
             if update is not None and update < (-batch, position):
                 version = batch + 1
-            return Run(kind, stage, i, version, batch)
+            return ins.Run(kind, stage, i, version, batch)
         if kind == "C":
-            return Clip(stage, batch)
+            return ins.Clip(stage, batch)
         if i is None:
-            return Update(stage, batch, batch + 1, batch)
+            return ins.Update(stage, batch, batch + 1, batch)
         if kind == "F":
             again = (stage, i) in self._recomputed
-            return Forward(stage, i, version, self.trains and not again, again, batch)
+            return ins.Forward(stage, i, version, self.trains and not again, again, batch)
         return _COMPUTE[kind](stage, i, version, batch)
 
-    def after(self, task: Task) -> Iterator[Instruction]:
+    def after(self, task: Task) -> Iterator[ins.Instruction]:
         """What follows a task: the norm of gradients that are complete, if any stage clips."""
         if self._clips and task.kind in "BW" and task.microbatch == self._last:
             assert task.stage is not None
-            yield Norm(task.stage, task.batch)
+            yield ins.Norm(task.stage, task.batch)
 
 
 def _check_pause(schedule: Schedule) -> None:

@@ -8,17 +8,9 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
 from fxpipe.errors import InputError
-from fxpipe.ir.program import (
-    COMPUTE,
-    Buffer,
-    Event,
-    Instruction,
-    Launch,
-    Pop,
-    Program,
-    Receive,
-    arrivals,
-)
+from fxpipe.ir import instruction as ins
+from fxpipe.ir.program import COMPUTE, Event, Launch, Program, arrivals
+from fxpipe.ir.value import Buffer
 from fxpipe.passes.lowering.free_late import free_late
 from fxpipe.passes.lowering.launch_order import Arrival, launch_order, source_of
 
@@ -106,7 +98,7 @@ class _Events:
                     self._made[device, _value(buffer)] = _Spot(device, at, buffer.batch)
                 for buffer in program.reads(x):
                     self._used[device, _value(buffer)].append(_Spot(device, at, buffer.batch))
-                if isinstance(x, Receive | Pop):
+                if isinstance(x, ins.Receive | ins.Pop):
                     origin = program.origin(x), _value(x.buffer)
                     self._used[origin].append(_Spot(device, at, x.buffer.batch))
 
@@ -163,7 +155,7 @@ class _Events:
             needs.add(_before(self._made.get((device, _value(buffer))), buffer))
         if isinstance(x, Arrival):
             needs.add(memory)
-        if isinstance(x, Receive | Pop):
+        if isinstance(x, ins.Receive | ins.Pop):
             needs.add(_before(self._made.get((program.origin(x), _value(x.buffer))), x.buffer))
         for buffer in program.ends(x):
             place = device, _value(buffer)
@@ -188,7 +180,7 @@ def _before(spot: _Spot | None, buffer: Buffer) -> _Spot | None:
     return spot and spot._replace(batch=buffer.batch - spot.batch)
 
 
-def _stream(program: Program, instruction: Instruction) -> str:
+def _stream(program: Program, instruction: ins.Instruction) -> str:
     if isinstance(instruction, Arrival):
         return arrivals(source_of(program, instruction))
     return COMPUTE

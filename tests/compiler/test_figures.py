@@ -14,8 +14,8 @@ from torch.utils import _pytree as pytree
 
 import fxpipe
 from fxpipe.errors import InputError
+from fxpipe.ir import instruction as ins
 from fxpipe.ir.blocking import blocking
-from fxpipe.ir.program import Free, Pop, Receive, letter_of
 from fxpipe.ir.unroll import unroll
 from fxpipe.passes.lowering.streams import Streams
 from fxpipe.runtime import interpreter
@@ -66,7 +66,7 @@ def test_a_profile_is_a_run_of_every_instruction(schedule: str, steps: int) -> N
             assert all(end <= start for end, start in zip(ends, starts[1:], strict=False))
         for span in found.instructions():
             match span.instruction:
-                case Receive(buffer) | Pop(buffer):
+                case ins.Receive(buffer) | ins.Pop(buffer):
                     sent = found.events.transfers[buffer]
                     source = found.events.starts[sent.source]
                     assert source[sent.position] < span.end
@@ -165,7 +165,7 @@ def test_the_predicted_memory_is_what_a_run_holds(
             for at, (instruction, real) in enumerate(
                 zip(pipe.program.lists[device], held[device][1:], strict=False)
             ):
-                if not letter_of(instruction) and not isinstance(instruction, Free):
+                if not ins.letter_of(instruction) and not isinstance(instruction, ins.Free):
                     assert memory.levels[at] - memory.resting == real, instruction
                     moved += 1
             assert moved > 10
@@ -222,7 +222,7 @@ def test_a_run_with_streams_reads_as_one_in_which_copies_hold_up_what_needs_them
         computed = [
             end - start
             for x, (start, end) in zip(own, ran.spans[device], strict=True)
-            if letter_of(x) is not None
+            if ins.letter_of(x) is not None
         ]
         assert found.busy[device] == pytest.approx(sum(computed))
     idle = sum(each.total for each in found.idle)

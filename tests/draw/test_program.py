@@ -15,33 +15,11 @@ from fxpipe.draw.picture import Picture
 from fxpipe.draw.program import DETAILED, WITH_ARROWS, draw_program
 from fxpipe.draw.timeline import Timeline
 from fxpipe.errors import Fault
+from fxpipe.ir import instruction as ins
 from fxpipe.ir.plan import Plan
-from fxpipe.ir.program import (
-    OPCODES,
-    Backward,
-    Barrier,
-    Buffer,
-    Clip,
-    Forward,
-    Free,
-    InputGrad,
-    Instruction,
-    Load,
-    Norm,
-    Output,
-    Pause,
-    Pop,
-    Program,
-    Receive,
-    Recompute,
-    Run,
-    Send,
-    Stash,
-    Update,
-    WeightGrad,
-)
+from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
-from fxpipe.ir.value import HOST
+from fxpipe.ir.value import HOST, Buffer
 from fxpipe.passes.lowering.communicate import communicate
 from fxpipe.passes.lowering.free import free
 from fxpipe.passes.lowering.lower import Lower
@@ -54,25 +32,25 @@ Y = Buffer("act", "y", 0, 1, 0)
 H = Buffer("skip", "h", 0, 1, 0)
 OUT = Buffer("out", "z", 1, HOST, 0)
 
-EVERY: dict[str, Instruction] = {
-    "load": Load(X),
-    "output": Output(OUT),
-    "send": Send(Y),
-    "recv": Receive(Y),
-    "stash": Stash(H),
-    "pop": Pop(H),
-    "forward": Forward(0, 0),
-    "recompute": Recompute(0, 0),
-    "backward": Backward(0, 0),
-    "input_grad": InputGrad(0, 0),
-    "weight_grad": WeightGrad(0, 0),
-    "run": Run("N", 0, 0),
-    "norm": Norm(0),
-    "clip": Clip(0),
-    "free": Free(X),
-    "barrier": Barrier(),
-    "pause": Pause(),
-    "update": Update(0),
+EVERY: dict[str, ins.Instruction] = {
+    "load": ins.Load(X),
+    "output": ins.Output(OUT),
+    "send": ins.Send(Y),
+    "recv": ins.Receive(Y),
+    "stash": ins.Stash(H),
+    "pop": ins.Pop(H),
+    "forward": ins.Forward(0, 0),
+    "recompute": ins.Recompute(0, 0),
+    "backward": ins.Backward(0, 0),
+    "input_grad": ins.InputGrad(0, 0),
+    "weight_grad": ins.WeightGrad(0, 0),
+    "run": ins.Run("N", 0, 0),
+    "norm": ins.Norm(0),
+    "clip": ins.Clip(0),
+    "free": ins.Free(X),
+    "barrier": ins.Barrier(),
+    "pause": ins.Pause(),
+    "update": ins.Update(0),
 }
 
 
@@ -80,11 +58,11 @@ def lowered(plan: Plan, schedule: Schedule, *, pause: bool = False) -> Program:
     return free(communicate(Lower(plan, pause=pause)(schedule)))
 
 
-def walk_program(program: Program) -> Timeline[Instruction]:
+def walk_program(program: Program) -> Timeline[ins.Instruction]:
     return sketch_lanes(program, lanes_of(program), 0.0)
 
 
-def by_hand(*lists: tuple[Instruction, ...]) -> Program:
+def by_hand(*lists: tuple[ins.Instruction, ...]) -> Program:
     return Program("by hand", 1, tuple(range(len(lists))), (), lists)
 
 
@@ -102,13 +80,13 @@ def arrows(picture: Picture, tooltip: str) -> list[dict[str, Any]]:
 
 
 def test_the_samples_are_every_opcode() -> None:
-    assert {word: type(made) for word, made in EVERY.items()} == OPCODES
+    assert {word: type(made) for word, made in EVERY.items()} == ins.OPCODES
 
 
-@pytest.mark.parametrize("word", OPCODES)
+@pytest.mark.parametrize("word", ins.OPCODES)
 def test_every_opcode_is_drawn_and_explained(word: str) -> None:
     # A receive and a pop need a partner; a barrier and a pause must have none that does not come.
-    partner = () if word in ("barrier", "pause") else ((Send(Y), Stash(H)),)
+    partner = () if word in ("barrier", "pause") else ((ins.Send(Y), ins.Stash(H)),)
     program = by_hand((EVERY[word],), *partner)
     picture = draw_program(program)
     assert word in legend(picture)
@@ -118,7 +96,7 @@ def test_every_opcode_is_drawn_and_explained(word: str) -> None:
 
 def test_opcodes_look_different() -> None:
     glyphs = [glyph(made, by_hand((), ())) for made in EVERY.values()]
-    assert len({(made.label, made.look) for made in glyphs}) == len(OPCODES)
+    assert len({(made.label, made.look) for made in glyphs}) == len(ins.OPCODES)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +128,7 @@ def test_transfers_are_arrows_and_skips_are_dashed() -> None:
 
 
 def test_a_transfer_within_a_device_is_drawn_too() -> None:
-    picture = draw_program(by_hand((Send(Y), Receive(Y))))
+    picture = draw_program(by_hand((ins.Send(Y), ins.Receive(Y))))
     assert len(arrows(picture, str(Y))) == 1
 
 
@@ -175,8 +153,8 @@ def test_a_huge_program_leaves_transfers_out_as_well() -> None:
 def test_receives_wait_for_sends_and_barriers_for_all() -> None:
     walked = walk_program(
         by_hand(
-            (Forward(0, 0), Send(Y), Barrier(), Update(0)),
-            (Receive(Y), Forward(1, 0), Backward(1, 0), Barrier(), Update(1)),
+            (ins.Forward(0, 0), ins.Send(Y), ins.Barrier(), ins.Update(0)),
+            (ins.Receive(Y), ins.Forward(1, 0), ins.Backward(1, 0), ins.Barrier(), ins.Update(1)),
         )
     )
     starts = [(span.device, span.start) for span in walked.spans]
@@ -186,13 +164,13 @@ def test_receives_wait_for_sends_and_barriers_for_all() -> None:
 @pytest.mark.parametrize(
     "rows",
     [
-        ((Forward(0, 0), Receive(Y), Send(H)),),
-        ((Pop(H), Stash(H)),),
-        ((Barrier(), Update(0)), (Forward(1, 0),)),
-        ((Pause(), Backward(0, 0)), (Forward(1, 0),)),
+        ((ins.Forward(0, 0), ins.Receive(Y), ins.Send(H)),),
+        ((ins.Pop(H), ins.Stash(H)),),
+        ((ins.Barrier(), ins.Update(0)), (ins.Forward(1, 0),)),
+        ((ins.Pause(), ins.Backward(0, 0)), (ins.Forward(1, 0),)),
     ],
 )
-def test_a_program_that_never_ends_is_marked(rows: tuple[tuple[Instruction, ...], ...]) -> None:
+def test_a_program_that_never_ends_is_marked(rows: tuple[tuple[ins.Instruction, ...], ...]) -> None:
     picture = draw_program(by_hand(*rows), faults=())
     borders = [node.get("color") for node in drawn(picture)["objects"]]
     assert borders.count(FAULT) == 2  # the instruction and the legend
@@ -208,7 +186,7 @@ def test_what_an_earlier_window_sent_is_there() -> None:
 
 def test_a_stuck_instruction_is_marked_in_a_large_program_too() -> None:
     program = lowered(chain(4), one_f_one_b(4, 32))
-    first = tuple(i for i in program.lists[0] if not isinstance(i, Send))
+    first = tuple(i for i in program.lists[0] if not isinstance(i, ins.Send))
     picture = draw_program(replace(program, lists=(first, *program.lists[1:])))
     nodes = drawn(picture)["objects"]
     red = [node["tooltip"] for node in nodes if node.get("color") == FAULT and "tooltip" in node]
@@ -220,7 +198,9 @@ def test_a_stuck_instruction_is_marked_in_a_large_program_too() -> None:
 
 
 def test_devices_with_several_stages_name_them() -> None:
-    program = Program("looped", 1, (0, 0), (), ((Forward(0, 0), Forward(1, 0), Update(1)),))
+    program = Program(
+        "looped", 1, (0, 0), (), ((ins.Forward(0, 0), ins.Forward(1, 0), ins.Update(1)),)
+    )
     assert {"F0@0", "F0@1", "U@1", "device 0 (stages 0, 1)"} <= legend(draw_program(program))
 
 
@@ -267,7 +247,7 @@ def test_what_waits_for_an_event_starts_after_it() -> None:
     assert len(spans) == sum(map(len, program.lists))
     for place, sources in lanes.waits.items():
         assert all(spans[source].end <= spans[place].start for source in sources)
-    forward = next(s for s in spans.values() if s.task == Forward(2, 0))
+    forward = next(s for s in spans.values() if s.task == ins.Forward(2, 0))
     assert forward.start >= 2  # two stages came before
 
 

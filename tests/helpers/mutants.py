@@ -7,30 +7,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TypeVar
 
-from fxpipe.ir.program import (
-    Backward,
-    Barrier,
-    Clip,
-    Forward,
-    Free,
-    InputGrad,
-    Instruction,
-    Launch,
-    Load,
-    Move,
-    Norm,
-    Output,
-    Pause,
-    Pop,
-    Program,
-    Receive,
-    Recompute,
-    Run,
-    Send,
-    Stash,
-    Update,
-    WeightGrad,
-)
+from fxpipe.ir import instruction as ins
+from fxpipe.ir.program import Launch, Program
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import Task
 
@@ -134,17 +112,24 @@ def program_mutants(program: Program) -> Iterator[tuple[str, str, Program]]:
 
 
 def _other_instructions(
-    program: Program, instruction: Instruction
-) -> Iterator[tuple[str, Instruction]]:
+    program: Program, instruction: ins.Instruction
+) -> Iterator[tuple[str, ins.Instruction]]:
     match instruction:
-        case Barrier() | Pause():
+        case ins.Barrier() | ins.Pause():
             return
-        case Norm() | Clip():
+        case ins.Norm() | ins.Clip():
             pass
-        case Update():
+        case ins.Update():
             yield "change version", replace(instruction, reads=instruction.reads + 1)
             yield "change version", replace(instruction, writes=instruction.writes - 1)
-        case Forward() | Recompute() | Backward() | InputGrad() | WeightGrad() | Run():
+        case (
+            ins.Forward()
+            | ins.Recompute()
+            | ins.Backward()
+            | ins.InputGrad()
+            | ins.WeightGrad()
+            | ins.Run()
+        ):
             if instruction.microbatch is not None:
                 for i in range(-1, program.microbatches + 1):
                     if i != instruction.microbatch:
@@ -154,7 +139,7 @@ def _other_instructions(
         case _:
             yield from _other_moves(program, instruction)
             return
-    if isinstance(instruction, Forward):
+    if isinstance(instruction, ins.Forward):
         yield "change keep", replace(instruction, keeps=not instruction.keeps)
         yield "change keep", replace(instruction, again=not instruction.again)
     for stage in range(-1, program.stages + 1):
@@ -164,7 +149,7 @@ def _other_instructions(
         yield "change batch", replace(instruction, batch=batch)
 
 
-def _other_moves(program: Program, instruction: Move) -> Iterator[tuple[str, Instruction]]:
+def _other_moves(program: Program, instruction: ins.Move) -> Iterator[tuple[str, ins.Instruction]]:
     buffer = instruction.buffer
     make = type(instruction)
     for i in range(-1, program.microbatches + 1):
@@ -178,7 +163,7 @@ def _other_moves(program: Program, instruction: Move) -> Iterator[tuple[str, Ins
                 kind=edge.kind, value=edge.value, source=edge.source, target=edge.target
             )
             yield "change value", make(other)
-    for kind in (Load, Output, Send, Receive, Stash, Pop, Free):
+    for kind in (ins.Load, ins.Output, ins.Send, ins.Receive, ins.Stash, ins.Pop, ins.Free):
         if kind is not make:
             yield "change opcode", kind(buffer)
 

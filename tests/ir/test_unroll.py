@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fxpipe.errors import InputError
-from fxpipe.ir.program import Barrier, Forward, Run, Update, batch_of
+from fxpipe.ir import instruction as ins
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.unroll import absolute, unroll, unroll_schedule
 from fxpipe.passes.lowering.communicate import communicate
@@ -57,9 +57,9 @@ def test_every_batch_runs_all_of_its_instructions_once() -> None:
     for steps in range(1, 5):
         for own, window in zip(unroll(program, steps).lists, program.lists, strict=True):
             assert len(own) == steps * len(window)
-            assert {batch_of(x) for x in own} == set(range(steps))
+            assert {ins.batch_of(x) for x in own} == set(range(steps))
             for batch in range(steps):
-                names = sorted(type(x).__name__ for x in own if batch_of(x) == batch)
+                names = sorted(type(x).__name__ for x in own if ins.batch_of(x) == batch)
                 assert names == sorted(type(x).__name__ for x in window)
 
 
@@ -68,13 +68,16 @@ def test_a_step_with_a_flush_unrolls_to_itself_and_repeats_with_its_barriers() -
     assert unroll(program, 1) == program
     twice = unroll(program, 2).lists[0]
     assert twice[: len(program.lists[0])] == program.lists[0]
-    assert sum(isinstance(x, Barrier) for x in twice) == 2
-    assert [x for x in twice if isinstance(x, Update)] == [Update(0, 0, 1), Update(0, 1, 2, 1)]
+    assert sum(isinstance(x, ins.Barrier) for x in twice) == 2
+    assert [x for x in twice if isinstance(x, ins.Update)] == [
+        ins.Update(0, 0, 1),
+        ins.Update(0, 1, 2, 1),
+    ]
 
 
 def test_no_version_is_older_than_the_first() -> None:
-    assert absolute(Forward(0, 2, -3, batch=-1), 2) == Forward(0, 2, 0, batch=1)
-    assert absolute(Run("N", 0, version=-1), 2) == Run("N", 0, version=1, batch=2)
+    assert absolute(ins.Forward(0, 2, -3, batch=-1), 2) == ins.Forward(0, 2, 0, batch=1)
+    assert absolute(ins.Run("N", 0, version=-1), 2) == ins.Run("N", 0, version=1, batch=2)
 
 
 def test_a_run_without_a_step_is_refused() -> None:

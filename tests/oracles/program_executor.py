@@ -9,33 +9,9 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from dataclasses import replace
 
-from fxpipe.ir.program import (
-    Backward,
-    Barrier,
-    Buffer,
-    BufferKind,
-    Clip,
-    Compute,
-    Forward,
-    Free,
-    InputGrad,
-    Instruction,
-    Load,
-    Norm,
-    Output,
-    Pause,
-    Pop,
-    Program,
-    Receive,
-    Recompute,
-    Run,
-    Send,
-    Stash,
-    Update,
-    WeightGrad,
-    norm_buffer,
-)
-from fxpipe.ir.value import HOST, Edge
+from fxpipe.ir import instruction as ins
+from fxpipe.ir.program import Program
+from fxpipe.ir.value import HOST, Buffer, BufferKind, Edge, norm_buffer
 from tests.oracles.symbolic_loop import Model, tensor
 
 
@@ -70,8 +46,8 @@ class _Run:
         self.wires: defaultdict[tuple[int, int], deque[tuple[Buffer, int]]] = defaultdict(deque)
         self.loaded: set[Buffer] = set()
         instructions = [x for own in program.lists for x in own]
-        self.updates = any(isinstance(x, Update) for x in instructions)
-        self.flush = any(isinstance(x, Barrier) for x in instructions)
+        self.updates = any(isinstance(x, ins.Update) for x in instructions)
+        self.flush = any(isinstance(x, ins.Barrier) for x in instructions)
         order = [favourite, *(d for d in range(program.devices) if d != favourite)]
         for self.step in range(steps + program.depth):
             self.lists = [
@@ -79,9 +55,9 @@ class _Run:
             ]
             self.next = [0] * program.devices
             self.met = [0] * program.devices
-            self.resumed = not any(isinstance(x, Pause) for x in instructions)
+            self.resumed = not any(isinstance(x, ins.Pause) for x in instructions)
             self.backwards = sum(
-                isinstance(x, Backward | WeightGrad) for own in self.lists for x in own
+                isinstance(x, ins.Backward | ins.WeightGrad) for own in self.lists for x in own
             )
             while any(self._advance(device) for device in order):
                 pass
@@ -106,33 +82,41 @@ class _Run:
         self.next[device] += 1
         return True
 
-    def _execute(self, device: int, instruction: Instruction) -> bool:
+    def _execute(self, device: int, instruction: ins.Instruction) -> bool:
         match instruction:
-            case Load() | Output() | Send() | Stash() | Receive() | Pop() | Free():
+            case (
+                ins.Load()
+                | ins.Output()
+                | ins.Send()
+                | ins.Stash()
+                | ins.Receive()
+                | ins.Pop()
+                | ins.Free()
+            ):
                 buffer = instruction.buffer
                 buffer = buffer._replace(batch=self.step + buffer.batch)
                 return self._move(device, instruction, buffer)
-            case Barrier() | Pause():
+            case ins.Barrier() | ins.Pause():
                 return self._meet(device, instruction)
-            case Update(stage, reads, writes, batch):
+            case ins.Update(stage, reads, writes, batch):
                 reads, writes = self.step + reads, self.step + writes
                 self._check(device, stage, reads)
                 if (self.flush and self.backwards) or (stage, writes) in self.model.weights:
                     raise WrongError("weights change too early, or twice")
                 self.model.update(stage, self.step + batch, reads, writes)
-            case Run(kind, stage, i, version, batch):
+            case ins.Run(kind, stage, i, version, batch):
                 version = max(self.step + version, 0)
                 self._check(device, stage, version)
                 if (kind, stage, i, self.step + batch) in self.model.seen:
                     raise WrongError("runs twice")
                 self.model.look(kind, stage, i, self.step + batch, version)
-            case Norm(stage, batch):
+            case ins.Norm(stage, batch):
                 batch += self.step
                 self._at_home(device, stage)
                 for other in range(self.program.stages):
                     buffer = norm_buffer(stage, other, batch)
                     self._write(device, buffer, self.model.norm(stage, batch))
-            case Clip(stage, batch):
+            case ins.Clip(stage, batch):
                 batch += self.step
                 self._at_home(device, stage)
                 buffers = [norm_buffer(s, stage, batch) for s in range(self.program.stages)]
@@ -144,10 +128,10 @@ class _Run:
                 self._compute(device, instruction, version, self.step + instruction.batch)
         return True
 
-    def _move(self, device: int, instruction: Instruction, buffer: Buffer) -> bool:
+    def _move(self, device: int, instruction: ins.Instruction, buffer: Buffer) -> bool:
         memory = self.memory[device]
         match instruction:
-            case Load():
+            case ins.Load():
                 gradient = buffer.kind == "grad"
                 if gradient and not self.resumed:
                     return False
@@ -157,16 +141,16 @@ class _Run:
                 origin = "gradient" if gradient else "caller"
                 value = tensor(origin, buffer.value, buffer.microbatch, buffer.batch)
                 self._write(device, buffer, value)
-            case Output():
+            case ins.Output():
                 of, gradient = (buffer.value, buffer.source), buffer.kind == "grad"
                 key = *of, gradient, buffer.microbatch, buffer.batch
                 if key in self.model.given:
                     raise WrongError("handed over twice")
                 self.model.given[key] = self._read(device, buffer)
-            case Send() | Stash():
+            case ins.Send() | ins.Stash():
                 pair = device, self.program.placement[buffer.target]
                 self.wires[pair].append((buffer, self._read(device, buffer)))
-            case Receive() | Pop():
+            case ins.Receive() | ins.Pop():
                 wire = self.wires[self.program.placement[buffer.source], device]
                 if not wire:
                     return False
@@ -174,12 +158,12 @@ class _Run:
                 if name != buffer:
                     raise WrongError("another value arrives")
                 self._write(device, buffer, value)
-            case Free():
+            case ins.Free():
                 self._read(device, buffer)
                 del memory[buffer]
         return True
 
-    def _compute(self, device: int, instruction: Compute, version: int, batch: int) -> None:
+    def _compute(self, device: int, instruction: ins.Compute, version: int, batch: int) -> None:
         stage, i = instruction.stage, instruction.microbatch
         edges, memory = self.program.edges, self.memory[device]
 
@@ -195,13 +179,13 @@ class _Run:
             return Buffer("grad", e.value, e.target, e.source, i, batch)
 
         match instruction:
-            case Forward() | Recompute():
+            case ins.Forward() | ins.Recompute():
                 inputs = [
                     self._read(device, Buffer(e.kind, e.value, e.source, e.target, i, batch))
                     for e in edges
                     if e.target == stage
                 ]
-                if isinstance(instruction, Recompute):
+                if isinstance(instruction, ins.Recompute):
                     take("state")
                     kept = tensor("forward", self.model.weights[stage, version], *inputs)
                     self._write(device, own("saved"), kept)
@@ -215,7 +199,7 @@ class _Run:
                     self._write(device, own("saved"), kept)
                 if instruction.again:
                     self._write(device, own("state"), kept)
-            case Backward() | InputGrad():
+            case ins.Backward() | ins.InputGrad():
                 kept = take("saved")
                 arriving = [
                     self._read(device, back(e)) for e in edges if e.source == stage and e.gradient
@@ -224,28 +208,28 @@ class _Run:
                 for e in edges:
                     if e.target == stage and e.gradient:
                         self._write(device, back(e), tensor(found, e.value))
-                if isinstance(instruction, InputGrad):
+                if isinstance(instruction, ins.InputGrad):
                     self._write(device, own("deferred"), found)
                 else:
                     self._add(stage, batch, found, version)
-            case WeightGrad():
+            case ins.WeightGrad():
                 self._add(stage, batch, take("deferred"), version)
 
     def _add(self, stage: int, batch: int, found: int, version: int) -> None:
         self.backwards -= 1
         self.model.add(stage, batch, found, version)
 
-    def _meet(self, device: int, instruction: Barrier | Pause) -> bool:
+    def _meet(self, device: int, instruction: ins.Barrier | ins.Pause) -> bool:
         """Whether all devices have come to their meeting of this number."""
         number = self.met[device]
         for other, own in enumerate(self.lists):
-            meetings = [k for k, x in enumerate(own) if isinstance(x, Barrier | Pause)]
+            meetings = [k for k, x in enumerate(own) if isinstance(x, ins.Barrier | ins.Pause)]
             if number >= len(meetings) or self.next[other] < meetings[number]:
                 return False
             if type(own[meetings[number]]) is not type(instruction):
                 raise WrongError("a barrier meets a pause")
         self.met[device] += 1
-        if isinstance(instruction, Pause):
+        if isinstance(instruction, ins.Pause):
             expected = {
                 (e.value, i, self.step)
                 for e in self.program.edges
@@ -281,7 +265,7 @@ class _Run:
         self.memory[device][buffer] = value
 
 
-def _batch(instruction: Instruction) -> int:
+def _batch(instruction: ins.Instruction) -> int:
     if hasattr(instruction, "buffer"):
         return int(instruction.buffer.batch)
     return int(getattr(instruction, "batch", 0))

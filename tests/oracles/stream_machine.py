@@ -18,24 +18,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from fxpipe.ir import instruction as ins
 from fxpipe.ir.plan import Stage
-from fxpipe.ir.program import (
-    Barrier,
-    Buffer,
-    Event,
-    Free,
-    Instruction,
-    Load,
-    Move,
-    Output,
-    Pause,
-    Pop,
-    Program,
-    Receive,
-    Send,
-    Stash,
-    batch_of,
-)
+from fxpipe.ir.program import Event, Program
+from fxpipe.ir.value import Buffer
 from fxpipe.runtime.interpreter import HANDLERS, Job, Machine, Store
 from tests.oracles.stream_memory import Held, Layout, Memory, layout_of, poison
 from tests.oracles.stream_queues import Drawn, Queues, Threads, Work, WrongOrder
@@ -140,7 +126,7 @@ class StreamMachine:
             at = [0] * self.program.devices
             for device in order:
                 x = self.program.lists[device][at[device]]
-                if not isinstance(x, Barrier | Pause) and not self._launch(
+                if not isinstance(x, ins.Barrier | ins.Pause) and not self._launch(
                     device, step, at[device]
                 ):
                     raise WrongOrder(f"device {device} has to wait at position {at[device]}")
@@ -160,7 +146,7 @@ class StreamMachine:
                         break
                     step, position = divmod(done[device], len(lists[device]))
                     x = lists[device][position]
-                    if isinstance(x, Barrier | Pause):
+                    if isinstance(x, ins.Barrier | ins.Pause):
                         meeting += 1
                         break
                     if not self._launch(device, step, position):
@@ -172,7 +158,7 @@ class StreamMachine:
             elif not moved:
                 meeting = sum(
                     done[d] < left[d]
-                    and isinstance(lists[d][done[d] % len(lists[d])], Barrier | Pause)
+                    and isinstance(lists[d][done[d] % len(lists[d])], ins.Barrier | ins.Pause)
                     for d in range(len(lists))
                 )
                 if meeting < len(lists):
@@ -186,8 +172,12 @@ class StreamMachine:
         waits = [event for event in waits if event.batch >= 0]
         if any(event not in self.events for event in waits):
             return False
-        exists = step + batch_of(x) in self.jobs
-        if exists and isinstance(x, Receive | Pop) and _named(x.buffer, step) not in self.sent:
+        exists = step + ins.batch_of(x) in self.jobs
+        if (
+            exists
+            and isinstance(x, ins.Receive | ins.Pop)
+            and _named(x.buffer, step) not in self.sent
+        ):
             return False
         work = self._work(device, step, x) if exists else None
         done = [self.events[event] for event in waits]
@@ -215,16 +205,16 @@ class StreamMachine:
             if record is not None:
                 record.set()
 
-    def _work(self, device: int, step: int, x: Instruction) -> Work | None:
+    def _work(self, device: int, step: int, x: ins.Instruction) -> Work | None:
         """What an instruction does, with the memory that it is given now."""
         held, memory = self.held[device], self.memories[device]
-        if isinstance(x, Send | Stash):
+        if isinstance(x, ins.Send | ins.Stash):
             self.sent[_named(x.buffer, step)] = held.get(_named(x.buffer, step))
             return None
         if self.eager:
             return lambda: self._eager(device, step, x)
         reads = {b: held[_named(b, step)] for b in self.program.reads(x)}
-        if isinstance(x, Output):
+        if isinstance(x, ins.Output):
             return lambda: self._output(device, step, x, reads[x.buffer])
         made = {
             b: Held.take(self.layouts[device, _named(b, step)], memory)
@@ -232,15 +222,17 @@ class StreamMachine:
         }
         held |= {_named(b, step): each for b, each in made.items()}
         ended = [held.pop(_named(b, step)) for b in self.program.ends(x)]
-        bench = [] if isinstance(x, Move) else [b for kept in memory.free.values() for b in kept]
+        bench = (
+            [] if isinstance(x, ins.Move) else [b for kept in memory.free.values() for b in kept]
+        )
         for each in ended:
             each.let_go(memory)
-        if isinstance(x, Free):
+        if isinstance(x, ins.Free):
             return ended[0].poison
-        if isinstance(x, Load):
+        if isinstance(x, ins.Load):
             value = self.jobs[step + x.buffer.batch].host.give(x.buffer)
             return lambda: self._copy(made[x.buffer], value)
-        if isinstance(x, Receive | Pop):
+        if isinstance(x, ins.Receive | ins.Pop):
             source = self.sent[_named(x.buffer, step)]
             return lambda: self._copy(made[x.buffer], source)
         return lambda: self._compute(device, step, x, reads, made, ended, bench)
@@ -251,7 +243,7 @@ class StreamMachine:
             self.queues.linger(0.0002)
         into.write(value.read() if isinstance(value, Held) else value)
 
-    def _output(self, device: int, step: int, x: Output, held: Held) -> None:
+    def _output(self, device: int, step: int, x: ins.Output, held: Held) -> None:
         value = pytree.tree_map_only(Tensor, torch.clone, held.read())
         self.jobs[step + x.buffer.batch].host.take(x.buffer, value)
 
@@ -259,7 +251,7 @@ class StreamMachine:
         self,
         device: int,
         step: int,
-        x: Instruction,
+        x: ins.Instruction,
         reads: dict[Buffer, Held],
         made: dict[Buffer, Held],
         ended: list[Held],
@@ -301,15 +293,15 @@ class StreamMachine:
         machine.store.gradients = _Sums(own.store.gradients, step)
         return machine
 
-    def _eager(self, device: int, step: int, x: Instruction) -> None:
+    def _eager(self, device: int, step: int, x: ins.Instruction) -> None:
         """Do an instruction on plain values, and note how what it makes lies in memory."""
         values = self.values[device]
         machine = self._scratch(device, step)
         machine.store.values = {b: values[_named(b, step)] for b in self.program.reads(x)}
-        if isinstance(x, Receive | Pop):
+        if isinstance(x, ins.Receive | ins.Pop):
             source = self.values[self.program.origin(x)]
             machine.store.values[x.buffer] = source[_named(x.buffer, step)]
-        elif not isinstance(x, Free):
+        elif not isinstance(x, ins.Free):
             HANDLERS[type(x)](machine, x)
         for b in self.program.writes(x):
             values[_named(b, step)] = machine.store.values[b]

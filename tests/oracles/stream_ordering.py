@@ -4,28 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fxpipe.ir.program import (
-    Backward,
-    Barrier,
-    Buffer,
-    Clip,
-    Event,
-    Forward,
-    Free,
-    Instruction,
-    Launch,
-    Load,
-    Norm,
-    Output,
-    Pause,
-    Pop,
-    Program,
-    Receive,
-    Send,
-    Stash,
-    Update,
-    WeightGrad,
-)
+from fxpipe.ir import instruction as ins
+from fxpipe.ir.program import Event, Launch, Program
+from fxpipe.ir.value import Buffer
 
 Node = tuple[int, int, int]
 """Step, device, position."""
@@ -73,7 +54,7 @@ class Ordering:
     def launch(self, node: Node) -> Launch:
         return self.program.launches[node[1]][node[2]]
 
-    def instruction(self, node: Node) -> Instruction:
+    def instruction(self, node: Node) -> ins.Instruction:
         return self.program.lists[node[1]][node[2]]
 
     def _closed(self, launched: list[set[int]]) -> list[int] | None:
@@ -81,11 +62,11 @@ class Ordering:
         sends = {
             self._of(node, x.buffer): self.index[node]
             for node in self.nodes
-            if isinstance(x := self.instruction(node), Send | Stash)
+            if isinstance(x := self.instruction(node), ins.Send | ins.Stash)
         }
         for node in self.nodes:
             x = self.instruction(node)
-            if isinstance(x, Receive | Pop) and self._of(node, x.buffer) in sends:
+            if isinstance(x, ins.Receive | ins.Pop) and self._of(node, x.buffer) in sends:
                 launched[self.index[node]].add(sends[self._of(node, x.buffer)])
         past: list[int] = [0] * len(self.nodes)
         left = [len(each) for each in launched]
@@ -120,7 +101,7 @@ class Ordering:
         ends: dict[object, list[Node]] = {}
         for node in self.nodes:
             x, device = self.instruction(node), node[1]
-            if isinstance(x, Send | Stash | Output | Barrier | Pause):
+            if isinstance(x, ins.Send | ins.Stash | ins.Output | ins.Barrier | ins.Pause):
                 continue
             for of, buffers in (
                 (reads, self.program.reads(x)),
@@ -129,7 +110,7 @@ class Ordering:
             ):
                 for buffer in buffers:
                     of.setdefault((device, self._of(node, buffer)), []).append(node)
-            if isinstance(x, Receive | Pop):
+            if isinstance(x, ins.Receive | ins.Pop):
                 origin = self.program.origin(x), self._of(node, x.buffer)
                 reads.setdefault(origin, []).append(node)
         for what, readers in reads.items():
@@ -151,11 +132,11 @@ class Ordering:
             let_go: list[Node] = []
             for node in sorted(node for node in self.nodes if node[1] == device):
                 x = self.instruction(node)
-                if isinstance(x, Send | Stash | Output | Barrier | Pause):
+                if isinstance(x, ins.Send | ins.Stash | ins.Output | ins.Barrier | ins.Pause):
                     continue
-                if not isinstance(x, Free):
+                if not isinstance(x, ins.Free):
                     yield from [(one, node) for one in let_go if not self.is_before(one, node)]
-                if not isinstance(x, Load | Receive | Pop):
+                if not isinstance(x, ins.Load | ins.Receive | ins.Pop):
                     let_go.append(node)
 
     def _stages(self) -> Iterator[tuple[Node, Node]]:
@@ -170,8 +151,11 @@ class Ordering:
                 for other in own[:k]:
                     pair = self.instruction(other), self.instruction(node)
                     if (
-                        any(isinstance(x, Update) for x in pair)
-                        or all(isinstance(x, Forward) for x in pair)
-                        or all(isinstance(x, Backward | WeightGrad | Norm | Clip) for x in pair)
+                        any(isinstance(x, ins.Update) for x in pair)
+                        or all(isinstance(x, ins.Forward) for x in pair)
+                        or all(
+                            isinstance(x, ins.Backward | ins.WeightGrad | ins.Norm | ins.Clip)
+                            for x in pair
+                        )
                     ) and not self.is_before(other, node):
                         yield other, node

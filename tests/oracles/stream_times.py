@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from fxpipe.ir.program import Event, Instruction, Load, Move, Pop, Program, Receive, letter_of
+from fxpipe.ir import instruction as ins
+from fxpipe.ir.program import Event, Program
 from fxpipe.ir.task import KINDS
 
 
@@ -20,7 +21,7 @@ class Timed:
     """
 
     makespan: float = 0.0
-    stalls: list[tuple[Instruction, float]] = field(default_factory=list)
+    stalls: list[tuple[ins.Instruction, float]] = field(default_factory=list)
     spans: list[list[tuple[float, float]]] = field(default_factory=list)
 
 
@@ -55,10 +56,10 @@ def timed(program: Program, copy: float) -> Timed:
             return run
 
 
-def _time(instruction: Instruction, copy: float) -> float:
-    if isinstance(instruction, Receive | Pop):
+def _time(instruction: ins.Instruction, copy: float) -> float:
+    if isinstance(instruction, ins.Receive | ins.Pop):
         return copy
-    if isinstance(instruction, Load | Move):
+    if isinstance(instruction, ins.Load | ins.Move):
         return 0.0
-    letter = letter_of(instruction)
+    letter = ins.letter_of(instruction)
     return 0.0 if letter is None else KINDS[letter].cost

@@ -18,18 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxpipe
 from fxpipe.errors import InputError, VerificationError
-from fxpipe.ir.program import (
-    Barrier,
-    Forward,
-    Launch,
-    Pause,
-    Pop,
-    Program,
-    Receive,
-    Send,
-    Stash,
-    Update,
-)
+from fxpipe.ir import instruction as ins
+from fxpipe.ir.program import Launch, Program
 from fxpipe.ir.recipe import RECIPES
 from fxpipe.passes.lowering.communicate import communicate
 from fxpipe.passes.lowering.free import free
@@ -52,7 +42,7 @@ def assert_never_waits(program: Program, order: tuple[int, ...]) -> None:
     """Replay the order over two windows, with what a host finds when it launches."""
     recorded: set[tuple[int, int]] = set()
     sent: set[object] = set()
-    sends = {x.buffer for own in program.lists for x in own if isinstance(x, Send | Stash)}
+    sends = {x.buffer for own in program.lists for x in own if isinstance(x, ins.Send | ins.Stash)}
     for step in range(2):
         at = [0] * program.devices
         meeting: list[int] = []
@@ -62,11 +52,11 @@ def assert_never_waits(program: Program, order: tuple[int, ...]) -> None:
             for event in launch.waits:
                 if step + event.batch >= 0:
                     assert (event.number, step + event.batch) in recorded
-            if isinstance(x, Receive | Pop) and (step or x.buffer in sends):
+            if isinstance(x, ins.Receive | ins.Pop) and (step or x.buffer in sends):
                 assert x.buffer._replace(batch=x.buffer.batch + step) in sent
-            if isinstance(x, Send | Stash):
+            if isinstance(x, ins.Send | ins.Stash):
                 sent.add(x.buffer._replace(batch=x.buffer.batch + step))
-            if isinstance(x, Barrier | Pause):
+            if isinstance(x, ins.Barrier | ins.Pause):
                 meeting.append(device)
                 if len(meeting) == program.devices:
                     assert sorted(meeting) == list(range(program.devices))
@@ -100,7 +90,7 @@ def test_any_schedule_over_any_edges_has_an_order(data: st.DataObject) -> None:
 
 def test_barriers_and_pauses_are_launched_on_all_devices_together() -> None:
     paused = Streams()(plain("gpipe", 3, 3, pause=True))
-    assert any(isinstance(x, Pause) for own in paused.lists for x in own)
+    assert any(isinstance(x, ins.Pause) for own in paused.lists for x in own)
     assert_never_waits(paused, dispatch_order(paused))
     clips = run(add_clip(RECIPES["1f1b"](3, 3)), Lower(chain(3)), communicate, free)
     for clipped in (clips, run(clips, Streams())):
@@ -119,7 +109,7 @@ def assert_wave_by_wave(program: Program) -> None:
     for device in order:
         x = program.lists[device][at[device]]
         at[device] += 1
-        if isinstance(x, Forward):
+        if isinstance(x, ins.Forward):
             forwards.append((device, x.microbatch))
     # wave by wave, as on devices that work at the same time
     assert all(i + device <= j + other + 1 for (device, i), (other, j) in ahead(forwards))
@@ -151,7 +141,7 @@ def test_an_update_comes_after_those_that_it_awaits_whoever_is_slow(
         for device in dispatch_order(program):
             x = program.lists[device][at[device]]
             at[device] += 1
-            if isinstance(x, Update) and step + x.batch >= 0:
+            if isinstance(x, ins.Update) and step + x.batch >= 0:
                 assert newest[x.stage] == step + x.writes - 1
                 assert min(newest) >= newest[x.stage] + 1 - delay
                 newest[x.stage] += 1
@@ -168,7 +158,7 @@ def test_turns_take_every_device_to_the_end_of_its_list() -> None:
 
 def test_a_program_that_gets_stuck_is_refused() -> None:
     good = plain("1f1b", 2, 2)
-    position = next(k for k, x in enumerate(good.lists[0]) if isinstance(x, Send))
+    position = next(k for k, x in enumerate(good.lists[0]) if isinstance(x, ins.Send))
     late = tuple(good.lists[0][:position] + good.lists[0][position + 1 :])
     lists = ((*late, good.lists[0][position]), *good.lists[1:])
     with pytest.raises(InputError, match=r"gets stuck; Program.verify\(\) tells where"):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import fxpipe
 from fxpipe import ExecutionError
-from fxpipe.ir.program import Instruction, Pause
+from fxpipe.ir.instruction import Instruction, Pause
 from fxpipe.runtime import interpreter
 from fxpipe.runtime.interpreter import Machine
 from fxpipe.text.instruction import print_instruction

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import fxpipe
-from fxpipe.ir.program import Backward, Forward, Instruction, Update
+from fxpipe.ir import instruction as ins
 from fxpipe.runtime import interpreter
 from fxpipe.runtime.interpreter import Machine
 from tests.helpers.overlapping import ADAMW, compiled, make
@@ -38,7 +38,7 @@ def handlers() -> Iterator[None]:
     interpreter.HANDLERS = HANDLERS
 
 
-def plant(kind: type[Instruction], device: int, batch: int) -> None:
+def plant(kind: type[ins.Instruction], device: int, batch: int) -> None:
     """Let one kind of instruction fail on a device, for a batch."""
 
     def failing(machine: Machine, instruction: Any) -> None:
@@ -57,9 +57,9 @@ def pull(do: Callable[[], Any]) -> fxpipe.ExecutionError:
 
 @dispatches
 @pytest.mark.parametrize("device", [0, 1, 2])
-@pytest.mark.parametrize("kind", [Forward, Backward, Update])
+@pytest.mark.parametrize("kind", [ins.Forward, ins.Backward, ins.Update])
 def test_after_a_failure_all_stages_have_the_weights_of_one_batch_and_go_on_from_there(
-    kind: type[Instruction], device: int, dispatch: str
+    kind: type[ins.Instruction], device: int, dispatch: str
 ) -> None:
     model, data = make("unet" if device == 1 else "mlp", 10, 4)
     expected = DelayedLoop.beside(model, ADAMW, 3)
@@ -96,9 +96,9 @@ def test_after_a_failure_all_stages_have_the_weights_of_one_batch_and_go_on_from
 
 @dispatches
 @pytest.mark.parametrize("device", [0, 1, 2])
-@pytest.mark.parametrize("kind", [Forward, Backward, Update])
+@pytest.mark.parametrize("kind", [ins.Forward, ins.Backward, ins.Update])
 def test_stages_that_read_differently_late_go_back_to_one_batch_as_well(
-    kind: type[Instruction], device: int, dispatch: str
+    kind: type[ins.Instruction], device: int, dispatch: str
 ) -> None:
     model, data = make("mlp", 12, 2)
     alone = copy.deepcopy(model)
@@ -145,11 +145,11 @@ def test_going_back_takes_no_more_versions_than_reading_where_the_first_stage_is
             time.sleep(0.02)
             if machine.step + instruction.batch == 6:
                 raise Planted("planted")
-        HANDLERS[Update](machine, instruction)
+        HANDLERS[ins.Update](machine, instruction)
 
     options: dict[str, Any] = {"schedule": "1f1b-async", "tracer": "symbolic"}
     with compiled(model, 4, microbatches, ADAMW, dispatch=dispatch, **options) as pipe:
-        interpreter.HANDLERS = {**HANDLERS, Update: slow}
+        interpreter.HANDLERS = {**HANDLERS, ins.Update: slow}
 
         def train() -> None:
             for x, y in data:
@@ -269,7 +269,7 @@ def test_after_a_flush_a_parameter_may_be_changed_by_hand() -> None:
 def test_a_loss_that_fails_names_the_batches_that_count() -> None:
     model, data = make("mlp", 3, 4)
     with compiled(model, 2, 3, ADAMW) as pipe:
-        plant(Forward, 1, batch=0)
+        plant(ins.Forward, 1, batch=0)
         loss = pipe.step(data[0][0], target=data[0][1])
         error = pull(lambda: float(loss))
     assert "those after 0 batches, and the 1 that came later are dropped" in str(error)
@@ -277,9 +277,9 @@ def test_a_loss_that_fails_names_the_batches_that_count() -> None:
 
 
 @dispatches
-@pytest.mark.parametrize("kind", [Forward, Update])
+@pytest.mark.parametrize("kind", [ins.Forward, ins.Update])
 def test_ctrl_c_in_flight_leaves_the_weights_of_one_batch(
-    kind: type[Instruction], dispatch: str
+    kind: type[ins.Instruction], dispatch: str
 ) -> None:
     model, data = make("mlp", 8, 4)
     states = DelayedLoop.beside(model, ADAMW, 3).states(data)

@@ -83,14 +83,14 @@ print("done", flush=True)
 """
 
 SLOW = """
-def slowly(machine, instruction, run=interpreter.HANDLERS[fxpipe.ir.program.Backward]):
+def slowly(machine, instruction, run=interpreter.HANDLERS[fxpipe.ir.instruction.Backward]):
     if machine.device == 1:
         print("armed", flush=True)
         sys.stdin.readline()
     run(machine, instruction)
 
 pipe.prepare(x, target=y)
-interpreter.HANDLERS[fxpipe.ir.program.Backward] = slowly
+interpreter.HANDLERS[fxpipe.ir.instruction.Backward] = slowly
 pipe.step(x, target=y)
 """
 

@@ -12,7 +12,8 @@ from torch import nn
 
 import fxpipe
 from fxpipe.errors import DeviceError, DeviceMemoryError
-from fxpipe.ir.program import Backward, Program
+from fxpipe.ir.instruction import Backward
+from fxpipe.ir.program import Program
 from fxpipe.runtime.choice import Dispatch
 from fxpipe.runtime.devices.backend import DeviceMemory
 from fxpipe.runtime.host import BatchHost

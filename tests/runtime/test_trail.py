@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from fxpipe.ir.program import Backward, Forward, Instruction
+from fxpipe.ir import instruction as ins
 from fxpipe.runtime.devices.backend import Given
 from fxpipe.runtime.devices.launching import Trail
 
 
-def given(trail: Trail, *instructions: Instruction, stream: str = "compute") -> list[Given]:
+def given(trail: Trail, *instructions: ins.Instruction, stream: str = "compute") -> list[Given]:
     found = [Given(position, x, 0) for position, x in enumerate(instructions)]
     for each in found:
         trail.give(stream, each)
@@ -20,9 +20,9 @@ def given(trail: Trail, *instructions: Instruction, stream: str = "compute") -> 
 
 def test_what_is_behind_the_last_mark_that_was_reached_is_suspected() -> None:
     trail = Trail(2, "cuda:1")
-    one, two = given(trail, Forward(0, 0), Forward(0, 1))
+    one, two = given(trail, ins.Forward(0, 0), ins.Forward(0, 1))
     trail.mark("compute", "a")
-    three, four = given(trail, Backward(0, 0), Backward(0, 1))
+    three, four = given(trail, ins.Backward(0, 0), ins.Backward(0, 1))
     trail.mark("compute", "b")
     trail.look("compute", lambda mark: bool(mark == "a"))
     (left,) = trail.unfinished(lambda mark: False)
@@ -34,9 +34,9 @@ def test_what_is_behind_the_last_mark_that_was_reached_is_suspected() -> None:
 
 def test_a_mark_covers_what_came_before_it_alone() -> None:
     trail = Trail(0, "x")
-    given(trail, Forward(0, 0))
+    given(trail, ins.Forward(0, 0))
     trail.mark("compute", "a")
-    (later,) = given(trail, Forward(0, 1))
+    (later,) = given(trail, ins.Forward(0, 1))
     (left,) = trail.unfinished(lambda mark: True)
     assert left.since == (later,)
     trail.mark("compute", "b")
@@ -46,8 +46,8 @@ def test_a_mark_covers_what_came_before_it_alone() -> None:
 def test_streams_are_told_apart_and_marks_of_unknown_ones_are_nothing() -> None:
     trail = Trail(0, "x")
     trail.mark("in0", "nothing was given")
-    given(trail, Forward(0, 0))
-    (copied,) = given(trail, Forward(0, 1), stream="in0")
+    given(trail, ins.Forward(0, 0))
+    (copied,) = given(trail, ins.Forward(0, 1), stream="in0")
     trail.mark("compute", "a")
     trail.mark("in0", "b")
     (left,) = trail.unfinished(lambda mark: bool(mark == "a"))
@@ -59,7 +59,7 @@ def test_a_device_that_has_failed_tells_nothing_more() -> None:
         raise RuntimeError("an illegal memory access")
 
     trail = Trail(0, "x")
-    own = given(trail, Forward(0, 0))
+    own = given(trail, ins.Forward(0, 0))
     trail.mark("compute", "a")
     with pytest.raises(RuntimeError, match="illegal"):
         trail.look("compute", failed)

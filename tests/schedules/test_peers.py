@@ -17,7 +17,8 @@ from torch.nn.functional import mse_loss
 
 import fxpipe
 from fxpipe import ExecutionError, ParseError, VerificationError
-from fxpipe.ir.program import Instruction, Program, Receive, Send
+from fxpipe.ir import instruction as ins
+from fxpipe.ir.program import Program
 from fxpipe.ir.recipe import RECIPES, find_recipe
 from fxpipe.passes.lowering.communicate import communicate
 from fxpipe.passes.lowering.lower import Lower
@@ -94,14 +95,14 @@ def communicated() -> Program:
     return communicate(Lower(chain(3))(one_f_one_b(3, 3)))
 
 
-def edited(program: Program, device: int, own: list[Instruction]) -> Program:
+def edited(program: Program, device: int, own: list[ins.Instruction]) -> Program:
     lists = (*program.lists[:device], tuple(own), *program.lists[device + 1 :])
     return replace(program, lists=lists)
 
 
 def test_a_missing_send_is_refused_and_does_not_hang() -> None:
     program = communicated()
-    sends = [x for x in program.lists[1] if isinstance(x, Send)]
+    sends = [x for x in program.lists[1] if isinstance(x, ins.Send)]
     assert len(sends) == 6
     for send in sends:
         own = [x for x in program.lists[1] if x is not send]
@@ -116,7 +117,7 @@ def test_swapped_receives_are_refused_and_never_give_wrong_gradients() -> None:
     own = list(program.lists[1])
     channels: dict[int, list[int]] = {}
     for at, x in enumerate(own):
-        if isinstance(x, Receive):
+        if isinstance(x, ins.Receive):
             channels.setdefault(x.buffer.source, []).append(at)
     for places in channels.values():
         for one, two in pairwise(places):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fxpipe.errors import InputError, VerificationError
-from fxpipe.ir.program import Update
+from fxpipe.ir.instruction import Update
 from fxpipe.ir.recipe import RECIPES, Recipe, find_recipe, round_robin
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import B, F, Task, U

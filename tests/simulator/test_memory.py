@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxpipe.ir.program import Buffer, Program, Update
+from fxpipe.ir.instruction import Update
+from fxpipe.ir.program import Program
 from fxpipe.ir.recipe import find_recipe
+from fxpipe.ir.value import Buffer
 from fxpipe.simulator import Simulation, Sizes, simulate
 from tests.simulator.test_simulator import LIBRARY, programs
 

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxpipe.errors import InputError, VerificationError
-from fxpipe.ir.program import OPCODES, Barrier, Pause, Pop, Program, Receive, Send, Stash, letter_of
+from fxpipe.ir import instruction as ins
+from fxpipe.ir.program import Program
 from fxpipe.ir.recipe import find_recipe
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.unroll import unroll
@@ -55,18 +56,19 @@ def waits(program: Program) -> dict[Place, list[Place]]:
         x.buffer: (device, at)
         for device, own in enumerate(program.lists)
         for at, x in enumerate(own)
-        if isinstance(x, Send | Stash)
+        if isinstance(x, ins.Send | ins.Stash)
     }
     meetings = [
-        [at for at, x in enumerate(own) if isinstance(x, Barrier | Pause)] for own in program.lists
+        [at for at, x in enumerate(own) if isinstance(x, ins.Barrier | ins.Pause)]
+        for own in program.lists
     ]
     found: dict[Place, list[Place]] = {}
     for device, own in enumerate(program.lists):
         for at, x in enumerate(own):
             needs = [(device, at - 1)] if at else []
-            if isinstance(x, Receive | Pop):
+            if isinstance(x, ins.Receive | ins.Pop):
                 needs.append(sent[x.buffer])
-            if isinstance(x, Barrier | Pause):
+            if isinstance(x, ins.Barrier | ins.Pause):
                 number = meetings[device].index(at)
                 needs += [(d, own_[number] - 1) for d, own_ in enumerate(meetings) if own_[number]]
             found[device, at] = needs
@@ -78,7 +80,7 @@ def longest_paths(program: Program, takes: Mapping[str, int]) -> dict[Place, int
     needs = waits(program)
 
     def time(place: Place) -> int:
-        return takes.get(letter_of(program.lists[place[0]][place[1]]) or "", 0)
+        return takes.get(ins.letter_of(program.lists[place[0]][place[1]]) or "", 0)
 
     ends: dict[Place, int] = {}
     while len(ends) < len(needs):
@@ -122,16 +124,16 @@ def test_links_carry_one_value_after_another(
         before = found.events.ends[span.device][span.position - 1] if span.position else 0
         assert span.start == before
         match span.instruction:
-            case Receive(buffer) | Pop(buffer):
+            case ins.Receive(buffer) | ins.Pop(buffer):
                 assert span.end == max(span.start, found.events.transfers[buffer].end)
-            case Send(buffer) | Stash(buffer):
+            case ins.Send(buffer) | ins.Stash(buffer):
                 transfer = found.events.transfers[buffer]
                 assert transfer.ready == span.start
                 assert span.end == (span.start if overlap else transfer.end)
-            case Barrier() | Pause():
+            case ins.Barrier() | ins.Pause():
                 pass
             case other:
-                assert span.time == takes.get(letter_of(other) or "", 0)
+                assert span.time == takes.get(ins.letter_of(other) or "", 0)
 
 
 @given(programs(), costs, st.integers(0, 3), st.booleans(), st.integers(0, 2))
@@ -226,7 +228,7 @@ CLIPPING = Schedule.parse(
 
 def test_a_clip_waits_for_the_norms_of_all_stages() -> None:
     found = simulate(whole(CLIPPING, chain(2)), {"F": 1, "B": 3, "C": 2, "U": 1})
-    clips = [span for span in found.spans if letter_of(span.instruction) == "C"]
+    clips = [span for span in found.spans if ins.letter_of(span.instruction) == "C"]
     assert [(span.device, span.start, span.end) for span in clips] == [(0, 8, 10), (1, 8, 10)]
     assert found.makespan == 11
     assert [part.time for part in found.critical_path if not isinstance(part, Transfer)] == [
@@ -249,7 +251,9 @@ def every_opcode() -> list[Program]:
 def test_it_takes_every_instruction() -> None:
     found = [simulate(program, FREE) for program in every_opcode()]
     met = {type(span.instruction) for one in found for span in one.instructions()}
-    assert set(OPCODES.values()) - met == {OPCODES["run"]}  # its own test is with users' tasks
+    assert set(ins.OPCODES.values()) - met == {
+        ins.OPCODES["run"]
+    }  # its own test is with users' tasks
     for one in found:
         assert one.unrun == 0
         assert str(one)
@@ -257,7 +261,7 @@ def test_it_takes_every_instruction() -> None:
 
 def test_what_waits_for_ever_is_told_or_shown() -> None:
     program = whole(find_recipe("1f1b")(2, 2), chain(2))
-    first = [x for x in program.lists[0] if not isinstance(x, Send)]
+    first = [x for x in program.lists[0] if not isinstance(x, ins.Send)]
     broken = Program(
         program.name,
         program.microbatches,

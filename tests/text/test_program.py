@@ -10,37 +10,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fxpipe.errors import ParseError
-from fxpipe.ir.program import (
-    KEPT,
-    OPCODES,
-    Backward,
-    Barrier,
-    Buffer,
-    BufferKind,
-    Clip,
-    Event,
-    Forward,
-    Free,
-    InputGrad,
-    Instruction,
-    Launch,
-    Load,
-    Norm,
-    Output,
-    Pause,
-    Pop,
-    Program,
-    Receive,
-    Recompute,
-    Run,
-    Send,
-    Stash,
-    Update,
-    WeightGrad,
-    saved,
-)
+from fxpipe.ir import instruction as ins
+from fxpipe.ir.program import Event, Launch, Program
 from fxpipe.ir.recipe import RECIPES
-from fxpipe.ir.value import HOST, Edge
+from fxpipe.ir.value import HOST, KEPT, Buffer, BufferKind, Edge, saved
 from fxpipe.passes.lowering.communicate import communicate
 from fxpipe.passes.lowering.free import free
 from fxpipe.passes.lowering.lower import Lower
@@ -51,37 +24,37 @@ from tests.conftest import Golden
 from tests.helpers.plans import chain, skipping
 
 SKIP = Buffer("skip", "relu_3", 0, 2, 1)
-LINES: dict[str, tuple[Instruction, str]] = {
-    "load": (Load(Buffer("in", "x", HOST, 0, 3)), "load in:x:host->0[3]"),
-    "output": (Output(Buffer("grad", "x", 0, HOST, 3)), "output grad:x:0->host[3]"),
-    "send": (Send(Buffer("act", "y", 0, 1, 12)), "send act:y:0->1[12]"),
-    "recv": (Receive(Buffer("out", "loss", 1, HOST, 0)), "recv out:loss:1->host[0]"),
-    "stash": (Stash(SKIP), "stash skip:relu_3:0->2[1]"),
-    "pop": (Pop(SKIP), "pop skip:relu_3:0->2[1]"),
-    "forward": (Forward(1, 2, 3), "forward s1[2] v3 keep"),
-    "recompute": (Recompute(1, 2, 3), "recompute s1[2] v3"),
-    "backward": (Backward(1, 2, 3, batch=-1), "backward s1[2'] v3"),
-    "input_grad": (InputGrad(1, 2, -1), "input_grad s1[2] v-1"),
-    "weight_grad": (WeightGrad(1, 2, -2, -2), "weight_grad s1[2''] v-2"),
-    "run": (Run("N", 1, batch=-1), "run N s1' v0"),
-    "norm": (Norm(2), "norm s2"),
-    "clip": (Clip(2, -1), "clip s2'"),
-    "free": (Free(saved(1, 2)), "free saved:1[2]"),
-    "barrier": (Barrier(), "barrier"),
-    "pause": (Pause(), "pause"),
-    "update": (Update(1, 2, 3), "update s1 v2 -> v3"),
+LINES: dict[str, tuple[ins.Instruction, str]] = {
+    "load": (ins.Load(Buffer("in", "x", HOST, 0, 3)), "load in:x:host->0[3]"),
+    "output": (ins.Output(Buffer("grad", "x", 0, HOST, 3)), "output grad:x:0->host[3]"),
+    "send": (ins.Send(Buffer("act", "y", 0, 1, 12)), "send act:y:0->1[12]"),
+    "recv": (ins.Receive(Buffer("out", "loss", 1, HOST, 0)), "recv out:loss:1->host[0]"),
+    "stash": (ins.Stash(SKIP), "stash skip:relu_3:0->2[1]"),
+    "pop": (ins.Pop(SKIP), "pop skip:relu_3:0->2[1]"),
+    "forward": (ins.Forward(1, 2, 3), "forward s1[2] v3 keep"),
+    "recompute": (ins.Recompute(1, 2, 3), "recompute s1[2] v3"),
+    "backward": (ins.Backward(1, 2, 3, batch=-1), "backward s1[2'] v3"),
+    "input_grad": (ins.InputGrad(1, 2, -1), "input_grad s1[2] v-1"),
+    "weight_grad": (ins.WeightGrad(1, 2, -2, -2), "weight_grad s1[2''] v-2"),
+    "run": (ins.Run("N", 1, batch=-1), "run N s1' v0"),
+    "norm": (ins.Norm(2), "norm s2"),
+    "clip": (ins.Clip(2, -1), "clip s2'"),
+    "free": (ins.Free(saved(1, 2)), "free saved:1[2]"),
+    "barrier": (ins.Barrier(), "barrier"),
+    "pause": (ins.Pause(), "pause"),
+    "update": (ins.Update(1, 2, 3), "update s1 v2 -> v3"),
 }
 HEAD = "program mine microbatches=4\nplace 0 | 1\npasses lower\n"
 
 
 def test_every_opcode_has_its_line() -> None:
-    assert set(LINES) == set(OPCODES)
+    assert set(LINES) == set(ins.OPCODES)
     for opcode, (instruction, text) in LINES.items():
-        assert type(instruction) is OPCODES[opcode]
+        assert type(instruction) is ins.OPCODES[opcode]
         assert print_instruction(instruction) == text
 
 
-@pytest.mark.parametrize("opcode", OPCODES)
+@pytest.mark.parametrize("opcode", ins.OPCODES)
 def test_every_instruction_is_read_back(opcode: str) -> None:
     instruction, text = LINES[opcode]
     program = Program("mine", 4, (0,), (), ((instruction,),))
@@ -90,12 +63,15 @@ def test_every_instruction_is_read_back(opcode: str) -> None:
 
 
 def test_a_forward_that_keeps_nothing_is_read_back() -> None:
-    program = Program("mine", 4, (0,), (), ((Forward(0, 0, 0, keeps=False),),))
+    program = Program("mine", 4, (0,), (), ((ins.Forward(0, 0, 0, keeps=False),),))
     assert Program.parse(str(program)) == program
 
 
 def test_a_forward_that_will_be_recomputed_is_read_back() -> None:
-    again = Forward(0, 0, 0, keeps=False, again=True), Forward(0, 0, 0, keeps=True, again=True)
+    again = (
+        ins.Forward(0, 0, 0, keeps=False, again=True),
+        ins.Forward(0, 0, 0, keeps=True, again=True),
+    )
     program = Program("mine", 4, (0,), (), ((again),))
     assert "forward      s0[0] v0 again" in str(program)
     assert Program.parse(str(program)) == program
@@ -118,7 +94,9 @@ def test_streams_and_events_read_as_in_their_golden_text(golden: Golden) -> None
 
 def test_an_instruction_is_read_back_with_its_stream_and_events() -> None:
     launch = Launch("in0", (Event(3), Event(7, -1)), Event(8))
-    program = Program("mine", 4, (0,), (), ((Pop(SKIP), Pause()),), (), ((launch, Launch()),))
+    program = Program(
+        "mine", 4, (0,), (), ((ins.Pop(SKIP), ins.Pause()),), (), ((launch, Launch()),)
+    )
     assert "pop skip:relu_3:0->2[1] stream=in0 wait=e3,e7' record=e8" in " ".join(
         str(program).split()
     )
@@ -160,17 +138,20 @@ def buffers(draw: st.DrawFn) -> Buffer:
 
 
 INSTRUCTIONS = st.one_of(
-    *(st.builds(made, buffers()) for made in (Load, Output, Send, Receive, Stash, Pop, Free)),
-    st.builds(Forward, SMALL, SMALL, VERSIONS, st.booleans(), st.booleans(), BATCHES),
+    *(
+        st.builds(made, buffers())
+        for made in (ins.Load, ins.Output, ins.Send, ins.Receive, ins.Stash, ins.Pop, ins.Free)
+    ),
+    st.builds(ins.Forward, SMALL, SMALL, VERSIONS, st.booleans(), st.booleans(), BATCHES),
     *(
         st.builds(made, SMALL, SMALL, VERSIONS, BATCHES)
-        for made in (Recompute, Backward, InputGrad, WeightGrad)
+        for made in (ins.Recompute, ins.Backward, ins.InputGrad, ins.WeightGrad)
     ),
-    st.builds(Run, st.sampled_from("NC"), SMALL, st.none() | SMALL, VERSIONS, BATCHES),
-    st.builds(Norm, SMALL, BATCHES),
-    st.builds(Clip, SMALL, BATCHES),
-    st.builds(Update, SMALL, VERSIONS, VERSIONS, BATCHES),
-    st.sampled_from([Barrier(), Pause()]),
+    st.builds(ins.Run, st.sampled_from("NC"), SMALL, st.none() | SMALL, VERSIONS, BATCHES),
+    st.builds(ins.Norm, SMALL, BATCHES),
+    st.builds(ins.Clip, SMALL, BATCHES),
+    st.builds(ins.Update, SMALL, VERSIONS, VERSIONS, BATCHES),
+    st.sampled_from([ins.Barrier(), ins.Pause()]),
 )
 EVENTS = st.builds(Event, SMALL, BATCHES)
 LAUNCHES = st.builds(
@@ -287,7 +268,7 @@ def test_any_text_is_read_or_refused_with_its_place(text: str) -> None:
 WHOLE = str(
     replace(
         Program("mine", 4, (0, 1, 0), (Edge(HOST, 0, "x"), Edge(0, 1, "y", True)), ((), ())),
-        lists=(tuple(instruction for instruction, _ in LINES.values()), (Pause(),)),
+        lists=(tuple(instruction for instruction, _ in LINES.values()), (ins.Pause(),)),
         passes=("lower", "communicate"),
     )
 )

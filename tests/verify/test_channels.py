@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import pytest
 
 from fxpipe.errors import InputError, VerificationError
-from fxpipe.ir.program import Barrier, Instruction, Pause, Pop, Program, Receive, Send, Stash
+from fxpipe.ir import instruction as ins
+from fxpipe.ir.program import Program
 from fxpipe.ir.recipe import RECIPES
 from fxpipe.passes.lowering.communicate import communicate
 from fxpipe.passes.lowering.free import free
@@ -17,7 +18,7 @@ from fxpipe.schedules import gpipe, one_f_one_b
 from fxpipe.verify.channels import smallest_channel
 from tests.helpers.plans import chain, skipping
 
-MEETINGS = Send | Stash | Receive | Pop | Barrier | Pause
+MEETINGS = ins.Send | ins.Stash | ins.Receive | ins.Pop | ins.Barrier | ins.Pause
 
 
 def finishes(program: Program, channel: int) -> bool:
@@ -34,12 +35,16 @@ def finishes(program: Program, channel: int) -> bool:
     return True
 
 
-def _batch(instruction: Instruction) -> int:
-    return instruction.buffer.batch if isinstance(instruction, Send | Stash | Receive | Pop) else 0
+def _batch(instruction: ins.Instruction) -> int:
+    return (
+        instruction.buffer.batch
+        if isinstance(instruction, ins.Send | ins.Stash | ins.Receive | ins.Pop)
+        else 0
+    )
 
 
 def _step_finishes(
-    lists: Sequence[Sequence[Instruction]],
+    lists: Sequence[Sequence[ins.Instruction]],
     program: Program,
     waiting: Counter[tuple[int, int]],
     channel: int,
@@ -47,7 +52,7 @@ def _step_finishes(
     """``waiting`` has what is on its way between two devices; all that matters here is how much."""
     at = [0] * len(lists)
 
-    def now(device: int) -> Instruction | None:
+    def now(device: int) -> ins.Instruction | None:
         return lists[device][at[device]] if at[device] < len(lists[device]) else None
 
     moved = True
@@ -55,22 +60,22 @@ def _step_finishes(
         moved = False
         for device in range(len(lists)):
             match now(device):
-                case Send(buffer) | Stash(buffer):
+                case ins.Send(buffer) | ins.Stash(buffer):
                     pair = device, program.placement[buffer.target]
                     there = now(pair[1])
-                    meets = isinstance(there, Receive | Pop) and there.buffer == buffer
+                    meets = isinstance(there, ins.Receive | ins.Pop) and there.buffer == buffer
                     if waiting[pair] < channel:
                         waiting[pair] += 1
                     elif channel == 0 and meets:
                         at[pair[1]] += 1
                     else:
                         continue
-                case Receive(buffer) | Pop(buffer):
+                case ins.Receive(buffer) | ins.Pop(buffer):
                     pair = program.placement[buffer.source], device
                     if not waiting[pair]:
                         continue
                     waiting[pair] -= 1
-                case Barrier() | Pause() as meeting:
+                case ins.Barrier() | ins.Pause() as meeting:
                     if any(type(now(d)) is not type(meeting) for d in range(len(lists))):
                         continue
                     at = [place + 1 for place in at]

@@ -10,8 +10,9 @@ from dataclasses import replace
 import pytest
 
 from fxpipe.errors import Fault, InputError, VerificationError
+from fxpipe.ir.instruction import OPCODES
 from fxpipe.ir.plan import Plan
-from fxpipe.ir.program import OPCODES, Program
+from fxpipe.ir.program import Program
 from fxpipe.ir.recipe import RECIPES
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import KINDS, define_task

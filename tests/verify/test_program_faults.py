@@ -7,26 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from fxpipe.ir.program import (
-    Backward,
-    Barrier,
-    Buffer,
-    Forward,
-    Free,
-    Instruction,
-    Load,
-    Output,
-    Pause,
-    Pop,
-    Program,
-    Receive,
-    Send,
-    Stash,
-    Update,
-)
+from fxpipe.ir import instruction as ins
+from fxpipe.ir.program import Program
 from fxpipe.ir.recipe import Recipe
 from fxpipe.ir.schedule import Schedule
-from fxpipe.ir.value import HOST, Edge
+from fxpipe.ir.value import HOST, Buffer, Edge
 from fxpipe.passes.lowering.communicate import communicate
 from fxpipe.passes.lowering.lower import Lower
 from fxpipe.schedules import gpipe, inference, one_f_one_b
@@ -34,7 +19,7 @@ from fxpipe.verify.program import verify_program
 from tests.helpers.plans import chain, skipping
 from tests.verify.test_program import faults_of, lowered
 
-Choose = Callable[[Instruction], bool]
+Choose = Callable[[ins.Instruction], bool]
 
 
 def without(program: Program, choose: Choose) -> Program:
@@ -43,11 +28,13 @@ def without(program: Program, choose: Choose) -> Program:
     return replace(program, lists=lists)
 
 
-def first(program: Program, device: int, kind: type[Instruction]) -> Instruction:
+def first(program: Program, device: int, kind: type[ins.Instruction]) -> ins.Instruction:
     return next(x for x in program.lists[device] if isinstance(x, kind))
 
 
-def exchanged(program: Program, device: int, one: Instruction, other: Instruction) -> Program:
+def exchanged(
+    program: Program, device: int, one: ins.Instruction, other: ins.Instruction
+) -> Program:
     """The program with two instructions of a device in each other's place."""
     swap = {one: other, other: one}
     own = tuple(swap.get(x, x) for x in program.lists[device])
@@ -58,7 +45,7 @@ PROGRAM = lowered(one_f_one_b(2, 2), chain(2))
 
 
 def test_a_missing_send_names_the_receive_that_waits_for_it() -> None:
-    send = first(PROGRAM, 0, Send)
+    send = first(PROGRAM, 0, ins.Send)
     faults = [str(fault) for fault in faults_of(without(PROGRAM, lambda x: x == send))]
     assert faults == [
         "device 1, position 0, recv act:y0:0->1[0]: device 0 never sends it; send it there"
@@ -66,7 +53,7 @@ def test_a_missing_send_names_the_receive_that_waits_for_it() -> None:
 
 
 def test_a_missing_receive_names_the_send_and_the_read() -> None:
-    receive = first(PROGRAM, 1, Receive)
+    receive = first(PROGRAM, 1, ins.Receive)
     faults = [str(fault) for fault in faults_of(without(PROGRAM, lambda x: x == receive))]
     assert faults == [
         "device 1, position 0, forward s1[0] v0 keep: act:y0:0->1[0] is never made on this device; "
@@ -79,7 +66,7 @@ def test_a_missing_receive_names_the_send_and_the_read() -> None:
 
 def test_receives_in_another_order_than_the_sends_are_refused() -> None:
     program = lowered(gpipe(2, 2), chain(2))
-    one, other = (x for x in program.lists[1] if isinstance(x, Receive))
+    one, other = (x for x in program.lists[1] if isinstance(x, ins.Receive))
     faults = faults_of(exchanged(program, 1, one, other))
     assert (
         "device 1, position 0, recv act:y0:0->1[1]: device 0 sends act:y0:0->1[0] before it, at "
@@ -90,7 +77,7 @@ def test_receives_in_another_order_than_the_sends_are_refused() -> None:
 def test_a_deadlock_is_shown_device_by_device() -> None:
     """Device 0 takes a gradient before it sends what that gradient comes from."""
     program = communicate(Lower(chain(2))(one_f_one_b(2, 1)))
-    send, receive = first(program, 0, Send), first(program, 0, Receive)
+    send, receive = first(program, 0, ins.Send), first(program, 0, ins.Receive)
     assert [str(fault) for fault in faults_of(exchanged(program, 0, send, receive))] == [
         "device 0, position 2, recv grad:y0:1->0[0]: deadlock: it waits until device 1 is past "
         "position 5, send grad:y0:1->0[0], and that device is stuck in the same circle; "
@@ -102,26 +89,26 @@ def test_a_deadlock_is_shown_device_by_device() -> None:
 
 
 def test_a_device_without_its_barrier_is_named() -> None:
-    own = tuple(x for x in PROGRAM.lists[1] if not isinstance(x, Barrier))
+    own = tuple(x for x in PROGRAM.lists[1] if not isinstance(x, ins.Barrier))
     faults = faults_of(replace(PROGRAM, lists=(PROGRAM.lists[0], own)))
     assert any(fault.device == 1 and "no barrier" in fault.what for fault in faults)
     assert any("its barriers and pauses are" in fault.what for fault in faults)
 
 
 def test_no_update_may_stand_without_a_barrier() -> None:
-    faults = faults_of(without(PROGRAM, lambda x: isinstance(x, Barrier)))
+    faults = faults_of(without(PROGRAM, lambda x: isinstance(x, ins.Barrier)))
     assert [fault.what for fault in faults] == ["no barrier comes before it"] * 2
 
 
 def test_a_barrier_before_the_last_gradient_deadlocks_or_is_refused() -> None:
     program = lowered(one_f_one_b(2, 1), chain(2))
-    backward, barrier = first(program, 0, Backward), first(program, 0, Barrier)
+    backward, barrier = first(program, 0, ins.Backward), first(program, 0, ins.Barrier)
     faults = faults_of(exchanged(program, 0, backward, barrier))
     assert any(fault.what == "it comes after a barrier" for fault in faults)
 
 
 def test_a_buffer_that_is_never_freed_is_a_leak() -> None:
-    gone = first(PROGRAM, 0, Free)
+    gone = first(PROGRAM, 0, ins.Free)
     program = without(PROGRAM, lambda x: x == gone)
     assert [str(fault) for fault in faults_of(program)] == [
         "device 0, position 0, load in:x:host->0[0]: in:x:host->0[0] is still there when its "
@@ -132,7 +119,7 @@ def test_a_buffer_that_is_never_freed_is_a_leak() -> None:
 
 def test_a_buffer_freed_before_its_last_use_is_named_at_that_use() -> None:
     program = lowered(gpipe(1, 1), chain(1))
-    faults = faults_of(exchanged(program, 0, first(program, 0, Output), Free(_loss())))
+    faults = faults_of(exchanged(program, 0, first(program, 0, ins.Output), ins.Free(_loss())))
     assert [(fault.subject, fault.what) for fault in faults] == [
         ("output out:loss:0->host[0]", "out:loss:0->host[0] is freed already")
     ]
@@ -140,17 +127,19 @@ def test_a_buffer_freed_before_its_last_use_is_named_at_that_use() -> None:
 
 def test_a_buffer_freed_twice_is_named() -> None:
     program = lowered(gpipe(1, 1), chain(1))
-    lists = ((*program.lists[0], Free(_loss())),)
+    lists = ((*program.lists[0], ins.Free(_loss())),)
     (fault,) = faults_of(replace(program, lists=lists))
     assert fault.what == "out:loss:0->host[0] is freed already"
 
 
 def _loss() -> Buffer:
-    return next(x.buffer for x in lowered(gpipe(1, 1), chain(1)).lists[0] if isinstance(x, Output))
+    return next(
+        x.buffer for x in lowered(gpipe(1, 1), chain(1)).lists[0] if isinstance(x, ins.Output)
+    )
 
 
 def test_a_backward_on_another_version_than_its_forward_is_refused() -> None:
-    backward = Backward(0, 0)
+    backward = ins.Backward(0, 0)
     lists = tuple(
         tuple(replace(x, version=1) if x == backward else x for x in own) for own in PROGRAM.lists
     )
@@ -165,8 +154,8 @@ def test_micro_batches_of_a_stage_in_another_order_are_refused_though_all_else_i
     assert (fault.subject, fault.what) == ("backward s0[1] v0", "it comes after micro-batch 2")
 
 
-@pytest.mark.parametrize("twice", [Forward(0, 0), Backward(0, 0), Update(0)])
-def test_compute_that_is_there_twice_is_named_before_anything_moves(twice: Instruction) -> None:
+@pytest.mark.parametrize("twice", [ins.Forward(0, 0), ins.Backward(0, 0), ins.Update(0)])
+def test_compute_that_is_there_twice_is_named_before_anything_moves(twice: ins.Instruction) -> None:
     program = Lower(chain(1))(gpipe(1, 1))
     own = tuple(y for x in program.lists[0] for y in ((x, x) if x == twice else (x,)))
     faults = faults_of(replace(program, lists=(own,)))
@@ -178,14 +167,14 @@ def test_a_forward_keeps_what_a_backward_needs_and_nothing_else(
     recipe: Recipe, keeps: bool
 ) -> None:
     program = Lower(chain(1))(recipe(1, 1))
-    lists = ((Forward(0, 0, keeps=keeps), *program.lists[0][1:]),)
+    lists = ((ins.Forward(0, 0, keeps=keeps), *program.lists[0][1:]),)
     (fault,) = faults_of(replace(program, lists=lists))
     assert fault.position == 0
     assert "it keeps" in fault.what
 
 
 def test_an_output_that_the_caller_never_gets_is_named() -> None:
-    program = without(lowered(inference(2, 3), chain(2)), lambda x: isinstance(x, Output))
+    program = without(lowered(inference(2, 3), chain(2)), lambda x: isinstance(x, ins.Output))
     (fault,) = faults_of(program)
     assert str(fault) == (
         "device 1, edge out loss 1->host: the caller never gets out loss of micro-batches 0-2; "
@@ -195,26 +184,29 @@ def test_an_output_that_the_caller_never_gets_is_named() -> None:
 
 def test_the_gradient_of_an_input_that_the_caller_never_gets_is_named() -> None:
     program = lowered(gpipe(3, 2), skipping(3))
-    program = without(program, lambda x: isinstance(x, Output) and x.buffer.kind == "grad")
+    program = without(program, lambda x: isinstance(x, ins.Output) and x.buffer.kind == "grad")
     (fault,) = faults_of(program)
     assert fault.what == "the caller never gets grad x of micro-batches 0-1"
 
 
 def test_a_pause_holds_back_gradients_and_nothing_else() -> None:
     program = lowered(gpipe(1, 1), chain(1), updates=False, pause=True)
-    load = next(x for x in program.lists[0] if isinstance(x, Load) and x.buffer.kind == "grad")
-    faults = faults_of(exchanged(program, 0, load, Pause()))
+    load = next(x for x in program.lists[0] if isinstance(x, ins.Load) and x.buffer.kind == "grad")
+    faults = faults_of(exchanged(program, 0, load, ins.Pause()))
     assert [fault.what for fault in faults] == ["it comes before the pause"]
-    output = first(program, 0, Output)
-    faults = faults_of(exchanged(program, 0, output, Pause()))
+    output = first(program, 0, ins.Output)
+    faults = faults_of(exchanged(program, 0, output, ins.Pause()))
     assert "it comes after the pause" in [fault.what for fault in faults]
 
 
 def test_a_stashed_value_is_popped_and_not_received() -> None:
     program = lowered(gpipe(3, 1), skipping(3))
-    pop, stash = first(program, 2, Pop), first(program, 0, Stash)
-    assert isinstance(pop, Pop) and isinstance(stash, Stash)
-    changed: dict[Instruction, Instruction] = {pop: Receive(pop.buffer), stash: Send(stash.buffer)}
+    pop, stash = first(program, 2, ins.Pop), first(program, 0, ins.Stash)
+    assert isinstance(pop, ins.Pop) and isinstance(stash, ins.Stash)
+    changed: dict[ins.Instruction, ins.Instruction] = {
+        pop: ins.Receive(pop.buffer),
+        stash: ins.Send(stash.buffer),
+    }
     lists = tuple(tuple(changed.get(x, x) for x in own) for own in program.lists)
     malformed = faults_of(replace(program, lists=lists))[:2]
     assert all("the value goes from device 0 to device 2" in fault.what for fault in malformed)
@@ -223,8 +215,8 @@ def test_a_stashed_value_is_popped_and_not_received() -> None:
 def test_every_fault_is_reported_at_once() -> None:
     late, odd = Buffer("in", "x", HOST, 0, 9), Buffer("act", "z", 1, 0, 0)
     lists = (
-        (Forward(7, 0), Update(-1), Load(late), *PROGRAM.lists[0], Free(late)),
-        (Forward(0, 0), Backward(1, 9), Send(odd), *PROGRAM.lists[1]),
+        (ins.Forward(7, 0), ins.Update(-1), ins.Load(late), *PROGRAM.lists[0], ins.Free(late)),
+        (ins.Forward(0, 0), ins.Backward(1, 9), ins.Send(odd), *PROGRAM.lists[1]),
     )
     found = [fault.what for fault in faults_of(replace(PROGRAM, lists=lists))]
     assert found == [

@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 
 from fxpipe.errors import VerificationError
-from fxpipe.ir.program import Event, Forward, Launch, Program, Receive
+from fxpipe.ir.instruction import Forward, Receive
+from fxpipe.ir.program import Event, Launch, Program
 from fxpipe.ir.recipe import RECIPES
 from fxpipe.passes.lowering.communicate import communicate
 from fxpipe.passes.lowering.free import free

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 import fxpipe
 from fxpipe.compiler.compiled import Compiled
 from fxpipe.errors import VerificationError
-from fxpipe.ir.program import Buffer, Pop, Program, Recompute
+from fxpipe.ir.instruction import Pop, Recompute
+from fxpipe.ir.program import Program
+from fxpipe.ir.value import Buffer
 from fxpipe.passes.lowering.streams import Streams
 from fxpipe.runtime.batch import Batch, MicroBatches
 from fxpipe.runtime.host import BatchHost

@@ -16,8 +16,10 @@ from typing import Any, NamedTuple
 import torch
 
 from fxpipe.errors import InputError
+from fxpipe.ir.instruction import Instruction
 from fxpipe.ir.plan import Stage
-from fxpipe.ir.program import Buffer, Instruction, Program
+from fxpipe.ir.program import Program
+from fxpipe.ir.value import Buffer
 from fxpipe.runtime.interpreter import Job, Machine, Stopped
 from fxpipe.runtime.weights.live import Weights
 

@@ -13,19 +13,9 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from fxpipe.ir import instruction as ins
 from fxpipe.ir.plan import Stage
-from fxpipe.ir.program import (
-    COMPUTE,
-    Event,
-    Instruction,
-    Launch,
-    Load,
-    Pause,
-    Pop,
-    Program,
-    Receive,
-    batch_of,
-)
+from fxpipe.ir.program import COMPUTE, Event, Launch, Program
 from fxpipe.runtime.devices.backend import Backend, Channels, Given, Unfinished
 from fxpipe.runtime.interpreter import HANDLERS, Job, Machine, Stopped
 from fxpipe.runtime.weights.live import Weights
@@ -221,11 +211,11 @@ class LaunchingMachine(Machine):
         """See Machine.run. It returns when everything is launched, not when it is done."""
         end = len(self.program.lists[self.device]) if end is None else end
         while self.position < end:
-            if type(self._launch_next()) is Pause:
+            if type(self._launch_next()) is ins.Pause:
                 return False
         return True
 
-    def _launch_next(self) -> Instruction:
+    def _launch_next(self) -> ins.Instruction:
         """Launch the instruction at ``position``, and return it."""
         instruction = self.program.lists[self.device][self.position]
         launch = self.program.launches[self.device][self.position]
@@ -235,7 +225,7 @@ class LaunchingMachine(Machine):
             at = event._replace(batch=self.step + event.batch)
             if at.batch >= self.first:
                 self.lanes.wait(launch.stream, self.events.find(at))
-        if not self.program.depth or self.step + batch_of(instruction) in self.batches:
+        if not self.program.depth or self.step + ins.batch_of(instruction) in self.batches:
             self.trail.give(launch.stream, Given(self.position, instruction, self.step))
             if self.times is not None:
                 self.times.append(self.lanes.moment(launch.stream))
@@ -246,7 +236,7 @@ class LaunchingMachine(Machine):
             event = launch.record._replace(batch=self.step + launch.record.batch)
             self.events.record(event, self._mark(launch.stream))
         last = self.position + 1 == len(self.program.lists[self.device])
-        if last or type(instruction) is Pause:
+        if last or type(instruction) is ins.Pause:
             for stream in sorted({launch.stream for launch in self.program.launches[self.device]}):
                 self._mark(stream)
         self.position += 1
@@ -258,13 +248,13 @@ class LaunchingMachine(Machine):
         self.trail.look(stream, self.lanes.reached)
         return mark
 
-    def _launch(self, instruction: Instruction, launch: Launch) -> None:
+    def _launch(self, instruction: ins.Instruction, launch: Launch) -> None:
         with self.lanes.on(launch.stream, print_instruction(instruction)):
-            if not isinstance(instruction, Load | Receive | Pop):
+            if not isinstance(instruction, ins.Load | ins.Receive | ins.Pop):
                 HANDLERS[type(instruction)](self, instruction)
                 return
             buffer = instruction.buffer
-            if isinstance(instruction, Load):
+            if isinstance(instruction, ins.Load):
                 value = self.jobs[self.step + buffer.batch].host.give(buffer)
             else:
                 value = self.channels.get(self.device, self.named(buffer))

@@ -10,30 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxpipe.errors import InputError
+from fxpipe.ir import instruction as ins
 from fxpipe.ir.plan import Plan
-from fxpipe.ir.program import (
-    Backward,
-    Barrier,
-    Buffer,
-    Forward,
-    Free,
-    InputGrad,
-    Instruction,
-    Load,
-    Output,
-    Pause,
-    Pop,
-    Program,
-    Receive,
-    Recompute,
-    Send,
-    Stash,
-    Update,
-    WeightGrad,
-)
+from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import B, F, I, R, Task, U, W
-from fxpipe.ir.value import HOST, Edge
+from fxpipe.ir.value import HOST, Buffer, Edge
 from fxpipe.passes.lowering.communicate import communicate
 from fxpipe.passes.lowering.free import free
 from fxpipe.passes.lowering.lower import Lower
@@ -127,20 +109,20 @@ def test_lower_makes_an_instruction_of_each_task_and_a_barrier_before_the_update
         chain(2).edges,
         (
             (
-                Forward(0, 0),
-                Forward(0, 1),
-                Backward(0, 0),
-                Backward(0, 1),
-                Barrier(),
-                Update(0),
+                ins.Forward(0, 0),
+                ins.Forward(0, 1),
+                ins.Backward(0, 0),
+                ins.Backward(0, 1),
+                ins.Barrier(),
+                ins.Update(0),
             ),
             (
-                Forward(1, 0),
-                Backward(1, 0),
-                Forward(1, 1),
-                Backward(1, 1),
-                Barrier(),
-                Update(1),
+                ins.Forward(1, 0),
+                ins.Backward(1, 0),
+                ins.Forward(1, 1),
+                ins.Backward(1, 1),
+                ins.Barrier(),
+                ins.Update(1),
             ),
         ),
         ("lower",),
@@ -150,22 +132,22 @@ def test_lower_makes_an_instruction_of_each_task_and_a_barrier_before_the_update
 def test_updates_move_behind_every_backward_of_their_device() -> None:
     text = "schedule v stages=2 microbatches=1 delay=0\nplace 0 1\n0: F0@0 F0@1 B0@1 U@1 B0@0 U@0"
     assert Lower(chain(2))(Schedule.parse(text)).lists[0][-4:] == (
-        Backward(0, 0),
-        Barrier(),
-        Update(1),
-        Update(0),
+        ins.Backward(0, 0),
+        ins.Barrier(),
+        ins.Update(1),
+        ins.Update(0),
     )
 
 
 def test_without_an_optimizer_there_are_neither_updates_nor_barriers() -> None:
     program = whole(gpipe(2, 2), chain(2), updates=False)
-    assert not any(isinstance(x, Barrier | Update) for own in program.lists for x in own)
+    assert not any(isinstance(x, ins.Barrier | ins.Update) for own in program.lists for x in own)
 
 
 def test_inference_keeps_nothing_and_has_no_gradients() -> None:
     program = whole(inference(3, 2), skipping(3))
     assert not any(edge.gradient for edge in program.edges)
-    forwards = [x for own in program.lists for x in own if isinstance(x, Forward)]
+    forwards = [x for own in program.lists for x in own if isinstance(x, ins.Forward)]
     assert not any(forward.keeps for forward in forwards)
     assert [replace(edge, gradient=False) for edge in skipping(3).edges] == list(program.edges)
 
@@ -173,11 +155,11 @@ def test_inference_keeps_nothing_and_has_no_gradients() -> None:
 def test_a_pause_stands_before_the_first_backward_of_every_device() -> None:
     text = "schedule g stages=2 microbatches=1 delay=0\nplace 0 | - | 1\n0: F0 B0 U\n1:\n2: F0 B0 U"
     program = whole(Schedule.parse(text), chain(2), updates=False, pause=True)
-    assert program.lists[1] == (Pause(),)
+    assert program.lists[1] == (ins.Pause(),)
     for device in (0, 2):
         own = [type(x) for x in program.lists[device]]
-        assert own.index(Forward) < own.index(Pause) < own.index(Backward)
-        assert own.count(Pause) == 1
+        assert own.index(ins.Forward) < own.index(ins.Pause) < own.index(ins.Backward)
+        assert own.count(ins.Pause) == 1
 
 
 def test_a_forward_after_a_backward_cannot_be_paused() -> None:
@@ -199,12 +181,12 @@ def test_halves_of_a_backward_and_a_recompute_have_instructions_of_their_own() -
     rows = ((F(0, 0), R(0, 0), I(0, 0), W(0, 0), U(0)),)
     program = Lower(chain(1))(Schedule("mine", 1, (0,), rows))
     assert program.lists[0] == (
-        Forward(0, 0, keeps=False, again=True),
-        Recompute(0, 0),
-        InputGrad(0, 0),
-        WeightGrad(0, 0),
-        Barrier(),
-        Update(0),
+        ins.Forward(0, 0, keeps=False, again=True),
+        ins.Recompute(0, 0),
+        ins.InputGrad(0, 0),
+        ins.WeightGrad(0, 0),
+        ins.Barrier(),
+        ins.Update(0),
     )
 
 
@@ -212,15 +194,15 @@ def test_overlapping_batches_read_the_version_of_their_own_batch() -> None:
     rows = ((F(0, 0), B(0, 0, batch=-1), U(0, batch=-1)),)
     program = Lower(chain(1))(Schedule("mine", 1, (0,), rows, delay=2))
     assert program.lists[0] == (
-        Forward(0, 0, version=-2),
-        Backward(0, 0, version=-3, batch=-1),
-        Update(0, reads=-1, writes=0, batch=-1),
+        ins.Forward(0, 0, version=-2),
+        ins.Backward(0, 0, version=-3, batch=-1),
+        ins.Update(0, reads=-1, writes=0, batch=-1),
     )
 
 
-def moves(program: Program, device: int) -> list[Instruction]:
+def moves(program: Program, device: int) -> list[ins.Instruction]:
     """What a device does, frees apart."""
-    return [x for x in program.lists[device] if not isinstance(x, Free)]
+    return [x for x in program.lists[device] if not isinstance(x, ins.Free)]
 
 
 def test_skips_travel_straight_to_their_consumer_and_their_gradients_straight_back() -> None:
@@ -228,24 +210,24 @@ def test_skips_travel_straight_to_their_consumer_and_their_gradients_straight_ba
     skip, size = Buffer("skip", "h", 0, 2, 0), Buffer("skip", "size", 0, 2, 0)
     back = Buffer("grad", "h", 2, 0, 0)
     first, middle, last = (moves(program, device) for device in range(3))
-    assert {Stash(skip), Stash(size), Receive(back)} <= set(first)
-    assert {Pop(skip), Pop(size), Send(back)} <= set(last)
+    assert {ins.Stash(skip), ins.Stash(size), ins.Receive(back)} <= set(first)
+    assert {ins.Pop(skip), ins.Pop(size), ins.Send(back)} <= set(last)
     assert not any(getattr(x, "buffer", None) in (skip, size, back) for x in middle)
-    assert not any(x.buffer.value == "size" for x in last if isinstance(x, Send))
+    assert not any(x.buffer.value == "size" for x in last if isinstance(x, ins.Send))
 
 
 def test_the_caller_gives_and_gets_values_and_gradients_where_they_are_used_and_made() -> None:
     program = whole(gpipe(3, 1), skipping(3), updates=False)
     first, last = moves(program, 0), moves(program, 2)
-    assert first[:2] == [Load(Buffer("in", "x", HOST, 0, 0)), Forward(0, 0)]
-    assert first[-2:] == [Backward(0, 0), Output(Buffer("grad", "x", 0, HOST, 0))]
-    at = last.index(Backward(2, 0))
+    assert first[:2] == [ins.Load(Buffer("in", "x", HOST, 0, 0)), ins.Forward(0, 0)]
+    assert first[-2:] == [ins.Backward(0, 0), ins.Output(Buffer("grad", "x", 0, HOST, 0))]
+    at = last.index(ins.Backward(2, 0))
     assert last[at - 3 : at] == [
-        Output(Buffer("out", "out", 2, HOST, 0)),
-        Output(Buffer("out", "loss", 2, HOST, 0)),
-        Load(Buffer("grad", "loss", HOST, 2, 0)),
+        ins.Output(Buffer("out", "out", 2, HOST, 0)),
+        ins.Output(Buffer("out", "loss", 2, HOST, 0)),
+        ins.Load(Buffer("grad", "loss", HOST, 2, 0)),
     ]
-    assert Load(Buffer("in", "t", HOST, 2, 0)) in last
+    assert ins.Load(Buffer("in", "t", HOST, 2, 0)) in last
 
 
 def test_nothing_moves_between_two_stages_of_one_device() -> None:
@@ -253,7 +235,9 @@ def test_nothing_moves_between_two_stages_of_one_device() -> None:
     rows = ((*(F(i, s) for i in range(2) for s in range(2)), B(0, 1), B(0, 0), B(1, 1), B(1, 0)),)
     schedule = Schedule("one", 2, (0, 0), ((*rows[0], U(0), U(1)),))
     program = whole(schedule, chain(2))
-    assert not any(isinstance(x, Send | Receive | Stash | Pop) for x in program.lists[0])
+    assert not any(
+        isinstance(x, ins.Send | ins.Receive | ins.Stash | ins.Pop) for x in program.lists[0]
+    )
 
 
 def test_receives_come_in_the_order_of_the_sends_where_they_are_used_in_another() -> None:
@@ -265,8 +249,8 @@ def test_receives_come_in_the_order_of_the_sends_where_they_are_used_in_another(
     )
     program = whole(Schedule.parse(text), chain(4), updates=False)
     late, early = Buffer("grad", "y2", 3, 2, 0), Buffer("act", "y0", 0, 1, 1)
-    sent = [x.buffer for x in program.lists[0] if isinstance(x, Send)]
-    received = [x.buffer for x in program.lists[1] if isinstance(x, Receive)]
+    sent = [x.buffer for x in program.lists[0] if isinstance(x, ins.Send)]
+    received = [x.buffer for x in program.lists[1] if isinstance(x, ins.Receive)]
     assert sent == received
     assert received.index(early) < received.index(late)
 
@@ -275,8 +259,8 @@ def test_each_buffer_is_freed_right_after_its_last_use() -> None:
     program = whole(gpipe(3, 2), skipping(3))
     for own in program.lists:
         for position, instruction in enumerate(own):
-            if isinstance(instruction, Free):
-                before = [x for x in own[:position] if not isinstance(x, Free)][-1]
+            if isinstance(instruction, ins.Free):
+                before = [x for x in own[:position] if not isinstance(x, ins.Free)][-1]
                 uses = (*program.reads(before), *program.writes(before))
                 assert instruction.buffer in uses
                 assert not any(instruction.buffer in program.reads(x) for x in own[position:])

@@ -10,23 +10,9 @@ from hypothesis import strategies as st
 
 from fxpipe.draw.lanes import lanes_of, sketch_lanes
 from fxpipe.errors import InputError
+from fxpipe.ir import instruction as ins
 from fxpipe.ir.blocking import blocking
-from fxpipe.ir.program import (
-    OPCODES,
-    Barrier,
-    Event,
-    Free,
-    Launch,
-    Load,
-    Move,
-    Pop,
-    Program,
-    Receive,
-    Send,
-    Stash,
-    Update,
-    batch_of,
-)
+from fxpipe.ir.program import Event, Launch, Program
 from fxpipe.ir.recipe import RECIPES, Recipe
 from fxpipe.ir.unroll import unroll
 from fxpipe.passes.lowering.communicate import communicate
@@ -67,13 +53,13 @@ def test_every_schedule_of_the_library_gets_streams_that_cannot_race(name: str) 
 def assert_same_work(before: Program, after: Program) -> None:
     """The same instructions for each batch; those that compute and send in the same order."""
     for old, new in zip(before.lists, after.lists, strict=True):
-        frees = [x.buffer[:5] for x in new if isinstance(x, Free)]
-        assert sorted(frees) == sorted(x.buffer[:5] for x in old if isinstance(x, Free))
-        moved = Free, Load, Receive, Pop
+        frees = [x.buffer[:5] for x in new if isinstance(x, ins.Free)]
+        assert sorted(frees) == sorted(x.buffer[:5] for x in old if isinstance(x, ins.Free))
+        moved = ins.Free, ins.Load, ins.Receive, ins.Pop
         assert [x for x in new if not isinstance(x, moved)] == [
             x for x in old if not isinstance(x, moved)
         ]
-        for kind in (Load, Receive, Pop):
+        for kind in (ins.Load, ins.Receive, ins.Pop):
             here, there = ([x for x in own if isinstance(x, kind)] for own in (new, old))
             assert set(here) == set(there)
             assert len(here) == len(there)
@@ -110,10 +96,10 @@ def test_a_device_with_streams_goes_by_itself_and_copies_beside_it() -> None:
     program = Streams()(plain("1f1b", 3, 3))
     for own, launches in zip(program.lists, program.launches, strict=True):
         for x, launch in zip(own, launches, strict=True):
-            if isinstance(x, Receive | Pop):
+            if isinstance(x, ins.Receive | ins.Pop):
                 assert launch.stream == f"in{program.origin(x)}"
             else:
-                assert launch.stream == ("in" if isinstance(x, Load) else "compute")
+                assert launch.stream == ("in" if isinstance(x, ins.Load) else "compute")
 
 
 def chained(name: str, devices: int, microbatches: int) -> Program:
@@ -146,10 +132,11 @@ def test_no_computation_waits_for_memory_while_copies_keep_up(name: str) -> None
         x.buffer
         for own in program.lists
         for at, x in enumerate(own)
-        if isinstance(x, Free) and all(isinstance(y, Move | Barrier | Update) for y in own[at:])
+        if isinstance(x, ins.Free)
+        and all(isinstance(y, ins.Move | ins.Barrier | ins.Update) for y in own[at:])
     }
     for x, late in timed(program, copy=0.3).stalls:
-        assert not isinstance(x, Free) or x.buffer in behind or late < 1e-9
+        assert not isinstance(x, ins.Free) or x.buffer in behind or late < 1e-9
 
 
 @pytest.mark.parametrize("name", FLUSHING)
@@ -159,11 +146,11 @@ def test_what_was_sent_is_freed_early(name: str) -> None:
     def most(microbatches: int) -> int:
         peak = 0
         for own in Streams()(chained(name, 4, microbatches)).lists:
-            sent = {x.buffer for x in own if isinstance(x, Send)}
+            sent = {x.buffer for x in own if isinstance(x, ins.Send)}
             held = 0
             for x in own:
-                held += isinstance(x, Send)
-                held -= isinstance(x, Free) and x.buffer in sent
+                held += isinstance(x, ins.Send)
+                held -= isinstance(x, ins.Free) and x.buffer in sent
                 peak = max(peak, held)
         return peak
 
@@ -176,12 +163,12 @@ def test_a_skip_goes_straight_from_its_producer_to_its_consumer() -> None:
         (device, program.destination(x))
         for device, own in enumerate(program.lists)
         for x in own
-        if isinstance(x, Stash)
+        if isinstance(x, ins.Stash)
     ]
     assert set(stashes) == {(0, 3)}
-    pops = [x for x in program.lists[3] if isinstance(x, Pop)]
+    pops = [x for x in program.lists[3] if isinstance(x, ins.Pop)]
     assert {program.origin(x) for x in pops} == {0}
-    assert not any(isinstance(x, Pop | Stash) for own in program.lists[1:3] for x in own)
+    assert not any(isinstance(x, ins.Pop | ins.Stash) for own in program.lists[1:3] for x in own)
 
 
 def test_the_simulator_finds_the_same_times_with_streams() -> None:
@@ -196,8 +183,8 @@ def test_blocking_undoes_streams_but_for_late_frees() -> None:
     assert after.passes == before.passes
     assert not after.launches
     for old, new in zip(before.lists, after.lists, strict=True):
-        computing = [x for x in old if not isinstance(x, Move)]
-        assert [x for x in new if not isinstance(x, Move)] == computing
+        computing = [x for x in old if not isinstance(x, ins.Move)]
+        assert [x for x in new if not isinstance(x, ins.Move)] == computing
     assert blocking(before) is before
 
 
@@ -215,7 +202,7 @@ def test_unrolled_windows_wait_for_events_of_their_own_step() -> None:
     assert unroll(flush, 1) == flush
 
 
-@pytest.mark.parametrize("opcode", OPCODES)
+@pytest.mark.parametrize("opcode", ins.OPCODES)
 def test_every_consumer_takes_each_opcode_with_its_launch(opcode: str) -> None:
     instruction, text = LINES[opcode]
     assert type(instruction) in HANDLERS
@@ -266,7 +253,7 @@ def test_windows_free_in_the_window_in_which_a_value_arrives() -> None:
         x
         for own in program.lists
         for x in own
-        if isinstance(x, Free) and batch_of(x) < 0 and x.buffer.kind == "grad"
+        if isinstance(x, ins.Free) and ins.batch_of(x) < 0 and x.buffer.kind == "grad"
     ]
     assert late
 
@@ -275,4 +262,4 @@ def test_timing_knows_what_a_stall_is() -> None:
     """A copy that takes far longer than a forward holds its sender up at the free."""
     run_ = timed(Streams()(run(one_f_one_b(2, 8), Lower(chain(2)), communicate, free)), copy=5.0)
     assert isinstance(run_, Timed)
-    assert any(isinstance(x, Free) and late > 0 for x, late in run_.stalls)
+    assert any(isinstance(x, ins.Free) and late > 0 for x, late in run_.stalls)
