@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -26,27 +27,51 @@ from fxpipe.passes.partition.assignment import Verdict
 from fxpipe.simulator import Simulation
 from fxpipe.simulator.costs import Costs, Links
 from fxpipe.simulator.table import peak_texts
-from fxpipe.torchtools.stand_in import StandIn
 from fxpipe.turn import in_turn
 from fxpipe.words import bytes_text, preformatted
 
 _MODULES = 4
 
 
-class Inspected(StandIn):
+class Inspected(nn.Module):
     """The part of a pipe that shows what it is and does.
+
+    It shares its dictionaries of parameters, buffers and submodules with the model. It cannot be
+    moved or copied, because compiled graphs refer to the tensors that it has.
 
     Attributes:
         devices: where the stages are, in order.
     """
 
     def __init__(self, options: Options, compiler: Compiler, engine: Engine) -> None:
-        super().__init__(options.model)
+        super().__init__()
+        model = options.model
+        self._parameters = model._parameters
+        self._buffers = model._buffers
+        self._modules = model._modules
+        self._non_persistent_buffers_set = model._non_persistent_buffers_set
+        self.training = model.training
         self.devices = options.torch_devices
         self._options = options
         self._compiler = compiler
         self._engine, self._turn = engine, engine._turn
         self._shown: Compiled | None = None
+
+    @property
+    def _model(self) -> nn.Module:
+        return self._options.model
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        raise InputError(
+            "a compiled model cannot be moved or cast: its graphs hold its devices and types; "
+            "close() the pipe, change the model, and compile it again"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise InputError(
+            "a pipe cannot be copied or pickled: it has threads and traced graphs; save its "
+            "state_dict() and compile a new one"
+        )
 
     @property
     def traced(self) -> Traced:

@@ -12,7 +12,7 @@ from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.traced import Traced, Value
 from fxpipe.kernels.kernel import Discarding, Kernel
-from fxpipe.kernels.rechecked import Rechecked
+from fxpipe.kernels.recompute import Rechecked
 from fxpipe.passes.tracing.loss_terms import Divisor
 
 

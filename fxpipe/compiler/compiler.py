@@ -20,8 +20,7 @@ from fxpipe.compiler.options import Options
 from fxpipe.compiler.placement import Placement
 from fxpipe.compiler.plans import Call, Graph, Plans
 from fxpipe.compiler.predict import plan_sizes, predicted_peaks
-from fxpipe.compiler.remedies import remedies
-from fxpipe.compiler.sizes import Sizes
+from fxpipe.compiler.sizes import Sizes, remedies
 from fxpipe.compiler.timetable import Purpose, Timetable
 from fxpipe.errors import FxpipeError, InputError, PartitionError
 from fxpipe.ir.plan import Plan
@@ -39,9 +38,8 @@ from fxpipe.runtime.choice import Choice
 from fxpipe.runtime.devices.cuda_graphs import CudaGraphs
 from fxpipe.runtime.weights.optimizer import make_optimizer, state_size
 from fxpipe.signals import SignalsAtOperations
-from fxpipe.torchtools.garbage import without_collection
 from fxpipe.torchtools.source import users_level
-from fxpipe.torchtools.untouched import untouched
+from fxpipe.torchtools.state import untouched, without_collection
 
 
 class Compiler:

@@ -14,10 +14,9 @@ from torch.utils import _pytree as pytree
 
 from fxpipe.compiler import passes
 from fxpipe.compiler.guards import Guards
-from fxpipe.compiler.hidden import hidden, refuse_hidden
 from fxpipe.compiler.leaves import Leaves
 from fxpipe.compiler.options import Options
-from fxpipe.compiler.tryout import output_dims
+from fxpipe.compiler.preflight import output_dims, refuse_hidden
 from fxpipe.errors import TraceError, way_out
 from fxpipe.ir.traced import Traced, Value, with_dims
 from fxpipe.passes.runner import run_all
@@ -29,9 +28,9 @@ from fxpipe.passes.tracing.rest import Calls, split
 from fxpipe.passes.tracing.symbolic import is_torchs
 from fxpipe.runtime.batch import Batch
 from fxpipe.torchtools import source
-from fxpipe.torchtools.own_backward import checkpoints_opened
+from fxpipe.torchtools.functions import checkpoints_opened
 from fxpipe.torchtools.pytrees import taken_apart
-from fxpipe.torchtools.untouched import assigned_in_place, intra_op_threads, untouched
+from fxpipe.torchtools.state import assigned_in_place, intra_op_threads, untouched
 
 Dims = Sequence[tuple[int, ...]]
 """Flat input → its dimensions that are the batch."""
@@ -271,11 +270,11 @@ class FrontEnd:
             TraceError: a backward would also give a gradient to another tensor.
         """
         args, kwargs, _ = batch.unflatten(leaves)
-        model = self.options.model
-        once = hidden(model, taken_apart(made), (args, kwargs))
-        if once:
-            made, _ = self.call(batch, leaves, False)
-            refuse_hidden(model, once, hidden(model, taken_apart(made), (args, kwargs)))
+
+        def again() -> Any:
+            return taken_apart(self.call(batch, leaves, False)[0])
+
+        refuse_hidden(self.options.model, (args, kwargs), taken_apart(made), again)
 
     def call(self, batch: Batch, leaves: list[Any], with_loss_: bool) -> tuple[Any, Tensor | None]:
         """Call the model itself on one micro-batch: its output and its loss, or None."""

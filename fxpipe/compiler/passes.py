@@ -9,8 +9,7 @@ verifies each traced graph, plan, schedule and program that a pass makes, and ta
 
 from __future__ import annotations
 
-from fxpipe.compiler.hooks import refuse_hooks
-from fxpipe.compiler.tryout import refuse_sparse, run_loss, run_model, try_own_loss
+from fxpipe.compiler.preflight import refuse_hooks, refuse_sparse, run_loss, run_model, try_own_loss
 from fxpipe.passes.differentiate.differentiate import Differentiate
 from fxpipe.passes.differentiate.fuse_accumulation import fuse_accumulation
 from fxpipe.passes.differentiate.part_backward import part_backward

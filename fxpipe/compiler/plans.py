@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from fxpipe.compiler import passes
-from fxpipe.compiler.devices import gathered, settle, to_device
 from fxpipe.compiler.front_end import FrontEnd
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.placement import Placement
@@ -25,7 +24,7 @@ from fxpipe.passes.differentiate.differentiate import Wanted
 from fxpipe.passes.partition.assignment import Assignment
 from fxpipe.passes.runner import run_all
 from fxpipe.runtime.batch import Batch
-from fxpipe.torchtools.untouched import intra_op_threads, untouched
+from fxpipe.torchtools.state import intra_op_threads, move, on_device, to_device, untouched
 
 
 @dataclass(frozen=True)
@@ -191,10 +190,16 @@ class Plans:
         return traced, plan
 
     def settle(self, traced: Traced, plan: Plan, schedule: Schedule) -> None:
-        """Before a call of any kind, move each stage's tensors to the device where it runs."""
+        """Before a call of any kind, move each stage's tensors to the device where it runs.
+
+        They stay the same objects. No two stages have the same parameter or buffer.
+        """
         if self.options.places:
-            stage_devices = tuple(self.options.places[device] for device in schedule.placement)
-            settle(plan, traced.state_of(self.options.model), stage_devices)
+            state = traced.state_of(self.options.model)
+            for stage in plan.stages:
+                device = self.options.places[schedule.placement[stage.index]]
+                for argument in (*stage.parameters, *stage.buffers):
+                    move(state[argument.target], device)
 
     def forget(self) -> None:
         """Forget all plans, so that graphs are placed and differentiated anew; keep the traces."""
@@ -244,7 +249,7 @@ class Plans:
             return
         first = self.options.places[0]
         constants = [c for g in self.graphs.values() for c in g.traced.constants.values()]
-        with gathered(self.options.model, constants, first):
+        with on_device(self.options.model, constants, first):
             yield replace(call, leaves=to_device(call.leaves, first))
 
     def _plan(self, call: Call) -> tuple[Traced, Plan]:

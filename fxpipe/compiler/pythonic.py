@@ -17,7 +17,7 @@ from torch import nn
 
 from fxpipe.errors import TraceError, way_out
 from fxpipe.passes.tracing.leaf_calls import called_instead
-from fxpipe.random import others
+from fxpipe.random.leaf_draws import other_states, put_back_others
 from fxpipe.torchtools import source
 
 _OWN = frozenset(vars(nn.Module()))
@@ -53,7 +53,7 @@ def refuse_changes(
     ]
     watched: list[_Attribute | _Generator] = [
         *_attributes(own),
-        *(_Generator(name, drawn) for name in others.states()),
+        *(_Generator(name, drawn) for name in other_states()),
     ]
     before = [each.look() for each in watched]
     names = {(each.module, each.name) for each in watched}
@@ -93,14 +93,14 @@ class _Drawn:
 
     def state(self, name: str) -> bytes:
         """That of a generator; within a leaf module what it was before."""
-        return (self._entered[0] if self._entered else others.states())[name]
+        return (self._entered[0] if self._entered else other_states())[name]
 
     def _call(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        self._entered.append(others.states())
+        self._entered.append(other_states())
         try:
             return module._call_impl(*args, **kwargs)
         finally:
-            others.put_back(self._entered.pop())
+            put_back_others(self._entered.pop())
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ class _Generator:
         return state, state
 
     def put_back(self, old: Any) -> None:
-        others.put_back({self.name: old[0]})
+        put_back_others({self.name: old[0]})
 
 
 def _attributes(modules: list[tuple[str, nn.Module]]) -> list[_Attribute]:

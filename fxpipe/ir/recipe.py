@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from fxpipe.errors import InputError, near, told
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import Task, is_whole
-from fxpipe.torchtools.garbage import without_collection
+from fxpipe.torchtools.state import without_collection
 
 if TYPE_CHECKING:
     from sympy.core.relational import Relational

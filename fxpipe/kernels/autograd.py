@@ -14,8 +14,7 @@ from torch import fx
 from fxpipe.ir.traced import TAKES_TURNS
 from fxpipe.kernels.graph import added
 from fxpipe.kernels.kernel import Backwarded, Forwarded, InputGraded, Totals
-from fxpipe.random import others
-from fxpipe.random.leaf_draws import SeededDraws, draw_from
+from fxpipe.random.leaf_draws import SeededDraws, draw_from, others_kept
 
 _TURN = RLock()
 """Held while PyTorch may trace, as two threads that trace see each other's unfinished state, and
@@ -94,7 +93,7 @@ class AutogradKernel:
         tensors = dict(zip(self._parameters, weights, strict=True)) | state
         seeded = SeededDraws() if self._draws else nullcontext()
         shared = self._draws_from_others
-        kept = others.kept() if shared else nullcontext()
+        kept = others_kept() if shared else nullcontext()
         with self._turn(shared), kept, torch.set_grad_enabled(self._recording), seeded:
             outputs = torch.func.functional_call(self.forward_graph, tensors, tuple(sources))
         keeps = any(self._output_gradients)

@@ -5,12 +5,18 @@ which thread. Inside ``SeededDraws`` each draw has a generator of its own, seede
 micro-batch's seed, the number of the module's node in the model's graph, and the number of earlier
 draws in that node. So the numbers are the same for any number of devices, any cuts, any schedule
 and any recomputation. If a module draws from Python's or NumPy's global generator, that generator
-is seeded with the micro-batch's seed and the node's number when the module is called.
+is seeded with the micro-batch's seed and the node's number when the module is called. All threads
+share these two generators, here called the other ones.
 """
 
 from __future__ import annotations
 
+import pickle
+import random
+import sys
 import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,7 +25,7 @@ from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpipe.errors import InputError
-from fxpipe.random import SEEDED, UNSEEDED, draws, others, with_defaults
+from fxpipe.random import SEEDED, UNSEEDED, draws, with_defaults
 from fxpipe.random.generators import mix
 
 
@@ -45,7 +51,7 @@ def draw_from(x: Any, seed: torch.Tensor, node: int, others_too: bool = False) -
     """
     _NOW.seed, _NOW.node, _NOW.drawn = int(seed.item()), node, 0
     if others_too:
-        others.seed(mix(_NOW.seed, node))
+        seed_others(mix(_NOW.seed, node))
     return x
 
 
@@ -133,3 +139,41 @@ class DrawsWatched(Draws):
         if torch.Tag.nondeterministic_seeded in func.tags and draws(func, args, kwargs):
             self.drew = True
         return func(*args, **kwargs)
+
+
+_PYTHON, _NUMPY = "Python's random", "numpy.random"
+
+
+def other_states() -> dict[str, bytes]:
+    """Name of a generator → its state. NumPy's is left out where nobody has imported NumPy."""
+    found = {_PYTHON: pickle.dumps(random.getstate())}
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        found[_NUMPY] = pickle.dumps(numpy.random.get_state(legacy=False))
+    return found
+
+
+def put_back_others(before: Mapping[str, bytes]) -> None:
+    """Give Python's and NumPy's generators the states that ``other_states`` returned."""
+    if _PYTHON in before:
+        random.setstate(pickle.loads(before[_PYTHON]))
+    if _NUMPY in before:
+        sys.modules["numpy"].random.set_state(pickle.loads(before[_NUMPY]))
+
+
+@contextmanager
+def others_kept() -> Iterator[None]:
+    """After the block, Python's and NumPy's generators have the states they had before it."""
+    before = other_states()
+    try:
+        yield
+    finally:
+        put_back_others(before)
+
+
+def seed_others(number: int) -> None:
+    """Seed Python's and NumPy's generators with a number of at most 64 bits."""
+    random.seed(number)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed([number >> 32, number & 0xFFFFFFFF])

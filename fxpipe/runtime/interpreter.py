@@ -30,10 +30,10 @@ from fxpipe.ir.value import (
     state,
 )
 from fxpipe.kernels.kernel import Forwarded, Kernel
+from fxpipe.kernels.recompute import recomputing
 from fxpipe.runtime.host import BatchHost
 from fxpipe.runtime.own_task import run_task
 from fxpipe.runtime.weights.clipping import Clipping, norms_of
-from fxpipe.torchtools.recomputing import recomputing
 
 if TYPE_CHECKING:
     from fxpipe.runtime.devices.backend import Channels

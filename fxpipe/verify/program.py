@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from fxpipe.errors import Fault, VerificationError
 from fxpipe.ir.program import Program
 from fxpipe.ir.walk import Place
-from fxpipe.torchtools.garbage import without_collection
+from fxpipe.torchtools.state import without_collection
 from fxpipe.verify import compute, flow, races, reads
 from fxpipe.verify.channels import Unstuck
 from fxpipe.verify.facts import Facts

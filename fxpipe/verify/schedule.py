@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from fxpipe.errors import Fault, VerificationError
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import KINDS
-from fxpipe.torchtools.garbage import without_collection
+from fxpipe.torchtools.state import without_collection
 from fxpipe.verify.order import ascending, dependencies, gradients_used_up
 from fxpipe.verify.spans import microbatches
 from fxpipe.verify.stash import Stash, StashLimit, stash_of, too_much

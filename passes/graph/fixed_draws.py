@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.modules import module as hooks
 
-from fxpipe.random import others, with_defaults
-from fxpipe.random.leaf_draws import Draws
+from fxpipe.random import with_defaults
+from fxpipe.random.leaf_draws import Draws, seed_others
 
 
 def pattern(like: Tensor) -> Tensor:
@@ -54,7 +54,7 @@ def fixed_others() -> Iterator[None]:
 
     def begin(*_: Any) -> None:
         if get_ident() == thread:
-            others.seed(0)
+            seed_others(0)
 
     before = hooks.register_module_forward_pre_hook(begin)
     after = hooks.register_module_forward_hook(begin)

@@ -10,7 +10,7 @@ from fxpipe.errors import InputError
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.program import Program
 from fxpipe.ir.value import HOST, Buffer
-from fxpipe.torchtools.garbage import without_collection
+from fxpipe.torchtools.state import without_collection
 
 
 @without_collection()

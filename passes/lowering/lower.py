@@ -12,7 +12,7 @@ from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import BUILT_IN, Task
-from fxpipe.torchtools.garbage import without_collection
+from fxpipe.torchtools.state import without_collection
 
 _COMPUTE: dict[str, type[ins.Recompute | ins.Backward | ins.InputGrad | ins.WeightGrad]] = {
     "R": ins.Recompute,

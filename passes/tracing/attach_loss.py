@@ -20,8 +20,7 @@ from fxpipe.errors import InputError, TraceError
 from fxpipe.ir.plan import Argument
 from fxpipe.ir.traced import DRAWS, DRAWS_FROM_OTHERS, TAKES_TURNS, Literal, Traced, Value
 from fxpipe.passes.graph.lazy_module import lazy_module
-from fxpipe.random import others
-from fxpipe.random.leaf_draws import DrawsWatched
+from fxpipe.random.leaf_draws import DrawsWatched, other_states
 from fxpipe.torchtools import source
 from fxpipe.torchtools.pytrees import together
 
@@ -172,10 +171,10 @@ def attach_leaf_loss(
         out.value if isinstance(out, Literal) else by_name[out.name] for out in traced.outputs
     ]
     value = graph.call_module(LEAF_LOSS, (*outputs, *pytree.tree_unflatten(given, spec)))
-    before = others.states()
+    before = other_states()
     with torch.no_grad(), DrawsWatched() as watch:
         value.meta["val"] = loss_module(*output, *targets)
-    value.meta[DRAWS_FROM_OTHERS] = others.states() != before
+    value.meta[DRAWS_FROM_OTHERS] = other_states() != before
     value.meta[DRAWS] = watch.drew or value.meta[DRAWS_FROM_OTHERS]
     value.meta[TAKES_TURNS] = watch.traced
     with suppress(Exception):  # not every loss can be traced

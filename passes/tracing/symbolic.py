@@ -23,10 +23,9 @@ from fxpipe.errors import TraceError
 from fxpipe.ir.plan import Argument, Write
 from fxpipe.ir.traced import DRAWS, DRAWS_FROM_OTHERS, TAKES_TURNS, Literal, Traced, Value
 from fxpipe.passes.tracing.explain import explained
-from fxpipe.random import others
-from fxpipe.random.leaf_draws import DrawsWatched
+from fxpipe.random.leaf_draws import DrawsWatched, other_states
 from fxpipe.torchtools import source
-from fxpipe.torchtools.own_backward import functions_kept
+from fxpipe.torchtools.functions import functions_kept
 from fxpipe.torchtools.pieces import equal
 
 _OUT_OF_PLACE: dict[Any, Callable[..., Any]] = {
@@ -302,10 +301,10 @@ class Example(fx.Interpreter):
         return {name for name in buffers if name.rpartition(".")[0] in owners}
 
     def run_node(self, n: fx.Node) -> Any:
-        before = others.states() if n.op == "call_module" else {}
+        before = other_states() if n.op == "call_module" else {}
         with DrawsWatched() as watch:
             value = super().run_node(n)
-        drew_from_others = bool(before) and others.states() != before
+        drew_from_others = bool(before) and other_states() != before
         if drew_from_others and not n.all_input_nodes:
             raise TraceError(
                 f"leaf module {n.target!r} draws from Python's random or numpy.random, and takes "

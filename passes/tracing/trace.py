@@ -24,9 +24,8 @@ from fxpipe.errors import TraceError
 from fxpipe.passes.graph.layouts import BatchNormsLaidOut
 from fxpipe.passes.tracing.average_batchnorm import averages_traced
 from fxpipe.passes.tracing.explain import explained
-from fxpipe.torchtools.own_backward import functions_kept
+from fxpipe.torchtools.functions import functions_kept
 from fxpipe.torchtools.pytrees import returning_parts
-from fxpipe.torchtools.value_hooks import value_hooks_refused
 
 if TYPE_CHECKING:
     from fxpipe.passes.tracing.leaf_calls import LeafCalls
@@ -193,7 +192,6 @@ def _export(
         with (
             warnings.catch_warnings(),
             functions_kept(),
-            value_hooks_refused(),
             returning_parts(model),
             _announced(model, as_export),
             _distributions_unchecked(),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fxpipe.compiler.guards import Guards
-from fxpipe.torchtools.garbage import without_collection
+from fxpipe.torchtools.state import without_collection
 
 _TREES = st.recursive(
     st.integers(0, 3),

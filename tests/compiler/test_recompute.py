@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import fxpipe
 from examples.unet import UNet
 from fxpipe.ir.recipe import RECIPES, find_recipe
-from fxpipe.kernels.rechecked import fingerprint
+from fxpipe.kernels.recompute import fingerprint
 from fxpipe.passes.schedule.add_recompute import add_recompute
 from tests.helpers.overlapping import ADAMW, compiled, make
 from tests.oracles import loop

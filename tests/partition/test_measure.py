@@ -22,7 +22,7 @@ from fxpipe.passes.partition.measure import NodeCost, measure
 from fxpipe.passes.partition.measure_leaves import measure_leaves
 from fxpipe.passes.tracing.symbolic import trace_symbolically
 from fxpipe.torchtools.pytrees import bytes_of
-from fxpipe.torchtools.untouched import untouched
+from fxpipe.torchtools.state import untouched
 from tests.helpers.fronted import (
     assert_equal,
     differentiated,

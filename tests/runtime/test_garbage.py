@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import fxpipe
 from fxpipe.kernels.graph import GraphKernel
-from fxpipe.torchtools.garbage import without_collection
+from fxpipe.torchtools.state import without_collection
 
 
 @without_collection()

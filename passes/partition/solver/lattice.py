@@ -15,7 +15,7 @@ import torch
 
 from fxpipe.passes.partition.solver.flows import amounts_of, rates_of
 from fxpipe.passes.partition.work import Machine, Work
-from fxpipe.torchtools.untouched import intra_op_threads
+from fxpipe.torchtools.state import intra_op_threads
 
 _ROUNDING = 1 + 1e-9
 

@@ -33,7 +33,7 @@ from fxpipe.passes.partition.solver.orders import orders
 from fxpipe.passes.partition.solver.resend import sent_apart
 from fxpipe.passes.partition.solver.runs import Runs, equal_runs
 from fxpipe.passes.partition.work import Division, Machine, Work, weigh
-from fxpipe.torchtools.untouched import intra_op_threads
+from fxpipe.torchtools.state import intra_op_threads
 
 SLACK = 0.01
 """How much slower than the best the slowest stage may be: measured times are no exacter."""

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fxpipe
 from fxpipe import TraceError
-from fxpipe.torchtools.own_backward import functions_kept
+from fxpipe.torchtools.functions import functions_kept
 from tests.oracles import loop
 
 pytestmark = pytest.mark.usefixtures("one_thread")

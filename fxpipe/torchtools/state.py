@@ -1,15 +1,17 @@
-"""Run a model without lasting effects: buffers and random generators are restored."""
+"""Run code with a model, PyTorch or Python in another state, and put the former one back."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import gc
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fxpipe.errors import TraceError
-from fxpipe.random import others
+from fxpipe.random.leaf_draws import others_kept
 from fxpipe.signals import SignalsAtOperations
 
 
@@ -28,7 +30,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
             with (
                 assigned_in_place(model),
                 torch.random.fork_rng(devices=sorted(devices)),
-                others.kept(),
+                others_kept(),
             ):
                 yield
         finally:
@@ -93,3 +95,56 @@ def intra_op_threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """Inside, Python's cyclic garbage collector is off; also a decorator.
+
+    For code that makes many objects without reference cycles, such as instructions and buffers. The
+    collector visits all of them again and again, which took half the time of lowering and
+    verifying, and a growing share for larger programs.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@contextmanager
+def on_device(model: nn.Module, others: Iterable[Tensor], device: torch.device) -> Iterator[None]:
+    """Inside, the whole model and other tensors are on one device, to be called and traced."""
+    tensors = [*model.parameters(), *model.buffers(), *others]
+    before = [tensor.device for tensor in tensors]
+    try:
+        for tensor in tensors:
+            move(tensor, device)
+        yield
+    finally:
+        for tensor, home in zip(tensors, before, strict=True):
+            move(tensor, home)
+
+
+def move(tensor: Tensor, device: torch.device) -> None:
+    """Move a tensor and its gradient to a device. It stays the same object."""
+    if tensor.device == device:
+        return
+    with torch.no_grad():
+        gradient = tensor.grad
+        tensor.grad = None
+        tensor.data = tensor.data.to(device)
+        if gradient is not None:
+            tensor.grad = gradient.to(device)
+
+
+def to_device(leaves: Iterable[Any], device: torch.device) -> list[Any]:
+    """Copies of the inputs on a device; those that require gradients still do."""
+    return [
+        leaf.detach().to(device).requires_grad_(leaf.requires_grad)
+        if isinstance(leaf, Tensor)
+        else leaf
+        for leaf in leaves
+    ]

@@ -4,10 +4,13 @@ A tracer records what the function computes in its forward; its own backward wou
 while a model is traced, ``apply`` is recorded as one opaque operation, ``fxpipe::function``. When
 that operation later runs under autograd, as when a stage is differentiated, it calls the function
 itself, so that the stage's backward graph contains the function's own backward.
+
+A hook that the model puts on a value's gradient would be lost, too, and is refused.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,7 +22,8 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction
 
-from fxpipe.errors import TraceError
+from fxpipe.errors import TraceError, way_out
+from fxpipe.torchtools import source
 
 
 @dataclass
@@ -64,14 +68,15 @@ class _Call:
 
 _TENSOR, _SIZE = object(), object()
 _CALLS: dict[str, _Call] = {}
-_ORIGINAL = torch.autograd.Function.__dict__["apply"]
+_APPLY = torch.autograd.Function.__dict__["apply"]
+_REGISTER_HOOK: Any = Tensor.register_hook
 
 
 class _Here(threading.local):
     """How this thread treats autograd functions.
 
     Attributes:
-        keeps: whether each one is recorded as one operation.
+        keeps: whether each one is recorded as one operation, and hooks on values are refused.
         opens: whether the content of reentrant checkpoints is traced instead of the checkpoint;
             always so if ``keeps`` is true.
     """
@@ -85,7 +90,8 @@ _HERE = _Here()
 
 @contextmanager
 def functions_kept() -> Iterator[None]:
-    """Inside, in this thread, each call of an autograd function is recorded as one operation."""
+    """Inside, in this thread, each call of an autograd function is recorded as one operation, and
+    ``tensor.register_hook`` raises TraceError."""
     with _patched(keeps=True, opens=True):
         yield
 
@@ -103,13 +109,15 @@ def checkpoints_opened() -> Iterator[None]:
 @contextmanager
 def _patched(keeps: bool, opens: bool) -> Iterator[None]:
     before = _HERE.keeps, _HERE.opens
-    apply = torch.autograd.Function.__dict__["apply"]
+    apply, register = torch.autograd.Function.__dict__["apply"], Tensor.register_hook
     _HERE.keeps, _HERE.opens = keeps, opens
     torch.autograd.Function.apply = classmethod(_applied)  # type: ignore[method-assign,assignment]
+    Tensor.register_hook = _register_hook  # type: ignore[method-assign]
     try:
         yield
     finally:
         torch.autograd.Function.apply = apply  # type: ignore[method-assign]
+        Tensor.register_hook = register  # type: ignore[method-assign]
         _HERE.keeps, _HERE.opens = before
 
 
@@ -122,7 +130,7 @@ def _apply(function: Any, *args: Any) -> Any:
     before = _HERE.keeps
     _HERE.keeps = False
     try:
-        return _ORIGINAL.__get__(None, function)(*args)
+        return _APPLY.__get__(None, function)(*args)
     finally:
         _HERE.keeps = before
 
@@ -135,10 +143,10 @@ def _applied(function: Any, *args: Any, **kwargs: Any) -> Any:
         with torch.set_grad_enabled(torch.is_grad_enabled() and any(map(_needs_gradient, rest))):
             return run(*rest)
     if not _HERE.keeps:
-        return _ORIGINAL.__get__(None, function)(*args, **kwargs)
+        return _APPLY.__get__(None, function)(*args, **kwargs)
     leaves, spec = pytree.tree_flatten(args)
     if kwargs or function.__module__.partition(".")[0] == "torch":
-        return _ORIGINAL.__get__(None, function)(*args, **kwargs)
+        return _APPLY.__get__(None, function)(*args, **kwargs)
     proxy = next((leaf for leaf in leaves if isinstance(leaf, fx.Proxy)), None)
     if proxy is not None:
         key = _key(_Call(function, spec, leaves))
@@ -147,6 +155,18 @@ def _applied(function: Any, *args: Any, **kwargs: Any) -> Any:
     sizes = [leaf for leaf in leaves if isinstance(leaf, torch.SymInt)]
     one = _Call(function, spec, [_blank(leaf) for leaf in leaves])
     return one.result(torch.ops.fxpipe.function(tensors, sizes, _key(one)))
+
+
+def _register_hook(self: Tensor, hook: Any) -> Any:
+    """Replaces ``Tensor.register_hook`` while it is patched."""
+    frame = sys._getframe(1)
+    if not _HERE.keeps or not source.is_users(frame.f_code.co_filename):
+        return _REGISTER_HOOK(self, hook)
+    where = source.of_frame(frame, frame.f_lineno)
+    raise TraceError(
+        f"the model puts a hook on the gradient of a value, at {where}, which no graph would "
+        f"call; write it as a torch.autograd.Function with that backward, or {way_out('')}"
+    )
 
 
 def _blank(leaf: Any) -> Any:

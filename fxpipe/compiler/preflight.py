@@ -1,4 +1,4 @@
-"""Call the model and its loss on the first micro-batch before they are traced.
+"""Refuse what no graph could hold, and call the model and its loss before they are traced.
 
 What is wrong with the inputs or the loss is thus reported in terms of the user's own code, not of
 a tracer's insides.
@@ -8,22 +8,23 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.modules import module as module_hooks
 from torch.utils import _pytree as pytree
 
 from fxpipe.compiler.guards import Guards
-from fxpipe.compiler.hidden import refuse_hidden_in_loss
+from fxpipe.compiler.looking import hooked
 from fxpipe.compiler.objective import Objective
 from fxpipe.compiler.pythonic import refuse_changes
-from fxpipe.errors import InputError, told
+from fxpipe.errors import InputError, TraceError, told, way_out
 from fxpipe.torchtools import source
 from fxpipe.torchtools.pytrees import taken_apart
-from fxpipe.torchtools.untouched import same_sizes
+from fxpipe.torchtools.state import same_sizes
 
 
 def try_model(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -96,6 +97,40 @@ def refuse_sparse(model: nn.Module, inputs: Mapping[str, Any], tracer: str) -> N
             raise InputError(
                 f'{name} is {layout}, which tracer="export" does not take; give it in COO '
                 f"({name}.to_sparse_coo())"
+            )
+
+
+def refuse_hooks(model: nn.Module, is_leaf: Callable[[str, nn.Module], bool]) -> None:
+    """Check that no parameter has a hook on its gradient, and no module a backward hook.
+
+    Args:
+        model: the model.
+        is_leaf: whether a submodule, given its name, is a leaf module, which keeps its hooks.
+
+    Raises:
+        TraceError: there is such a hook; names the parameter or the module.
+    """
+    for name, parameter in model.named_parameters():
+        if hooked(parameter):
+            raise TraceError(
+                f"parameter {name!r} has a hook on its gradient, which a pipeline would never "
+                "call: its gradients are sums over micro-batches, made without autograd; remove "
+                "it, and change .grad after step, or give an optimizer that does"
+            )
+    if module_hooks._global_backward_hooks or module_hooks._global_backward_pre_hooks:
+        raise TraceError(
+            "there is a backward hook for all modules, which no graph would call; remove it "
+            "(the handle that register_module_full_backward_hook gave has .remove())"
+        )
+    leaves = [name for name, module in model.named_modules() if is_leaf(name, module)]
+    for name, module in model.named_modules():
+        if any(name == leaf or name.startswith(f"{leaf}.") for leaf in leaves):
+            continue
+        if module._backward_hooks or module._backward_pre_hooks:
+            what = f"submodule {name!r}" if name else type(model).__name__
+            raise TraceError(
+                f"{what} has a backward hook, which no graph would call; remove it, or "
+                f"{way_out(name)}"
             )
 
 
@@ -194,6 +229,80 @@ def try_loss(
             "the loss has no gradient to the model's output; compute it with differentiable "
             "operations, without detach, argmax or item"
         )
+
+
+def refuse_hidden(model: nn.Module, given: Any, made: Any, again: Callable[[], Any]) -> None:
+    """Check that a backward through the model gives gradients to its parameters and inputs alone.
+
+    A graph would take another tensor, such as a parameter in a plain list, for a constant, which
+    would silently get no gradient. One that each run makes anew, such as
+    ``torch.zeros(3, requires_grad=True)`` in forward, is no such tensor.
+
+    Args:
+        model: the model.
+        given: its inputs, as any pytree.
+        made: what it returned with gradients enabled.
+        again: runs it once more.
+
+    Raises:
+        TraceError: there is such a tensor.
+    """
+    known = {*map(id, model.parameters()), *map(id, pytree.tree_leaves(given))}
+    once = [tensor for tensor in _trained(made) if id(tensor) not in known]
+    later = {id(tensor) for tensor in _trained(again())} if once else set()
+    for tensor in once:
+        if id(tensor) in later:
+            raise TraceError(
+                f"{type(model).__name__} reads a tensor of shape {tuple(tensor.shape)} that "
+                "requires a gradient and is no parameter of it, so that a pipeline would never "
+                "give it one; register it (nn.Parameter as an attribute, nn.ParameterList for "
+                "several), or detach it"
+            )
+
+
+def refuse_hidden_in_loss(model: nn.Module, loss: Any, given: Any) -> None:
+    """Check that the loss has gradients only to the model's output and the targets.
+
+    Args:
+        model: the model.
+        loss: what the loss function returned for ``given``.
+        given: the output and the targets, as any pytree of detached tensors.
+
+    Raises:
+        InputError: it has a gradient to another tensor, such as a parameter of the model.
+    """
+    known = {id(leaf) for leaf in pytree.tree_leaves(given)}
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for tensor in _trained(loss):
+        if id(tensor) in known:
+            continue
+        if id(tensor) in names:
+            raise InputError(
+                f"the loss reads the model's parameter {names[id(tensor)]!r}, to which it would "
+                "give no gradient: it gets the model's output and the targets; return the loss "
+                "from the model, and leave out loss=, or let the optimizer decay the weights"
+            )
+        raise InputError(
+            f"the loss reads a tensor of shape {tuple(tensor.shape)} that requires a gradient, "
+            "which no stage would train; make it a parameter of the model, return the loss from "
+            "it, and leave out loss=, or detach it"
+        )
+
+
+def _trained(made: Any) -> Iterator[Tensor]:
+    """The tensors to whose ``.grad`` a backward from ``made`` adds."""
+    tensors = [leaf for leaf in pytree.tree_leaves(made) if isinstance(leaf, Tensor)]
+    yield from (leaf for leaf in tensors if leaf.is_leaf and leaf.requires_grad)
+    nodes: list[Any] = [leaf.grad_fn for leaf in tensors if leaf.grad_fn is not None]
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        if hasattr(node, "variable"):
+            yield node.variable
+        for parent, _ in node.next_functions:
+            if parent is not None and parent not in seen:
+                seen.add(parent)
+                nodes.append(parent)
 
 
 def try_own_loss(output: Any) -> None:

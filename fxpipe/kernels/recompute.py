@@ -1,8 +1,10 @@
-"""A kernel that checks that a recomputation gives the same results as its forward."""
+"""Recomputations: tell modules of them, and check that they give the results of their forwards."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,7 +13,26 @@ from torch import Tensor, fx
 from fxpipe.errors import RecomputeError
 from fxpipe.kernels.kernel import Forwarded, Kernel, Wrapping
 from fxpipe.torchtools import source
-from fxpipe.torchtools.recomputing import is_recomputing
+
+_here = threading.local()
+
+
+def is_recomputing() -> bool:
+    """Whether the running forward is a recomputation.
+
+    For leaf modules: one that counts its calls should not count a recomputation.
+    """
+    return bool(getattr(_here, "active", False))
+
+
+@contextmanager
+def recomputing() -> Iterator[None]:
+    """Inside, on this thread, ``is_recomputing`` is true."""
+    _here.active = True
+    try:
+        yield
+    finally:
+        _here.active = False
 
 
 class Rechecked(Wrapping):
