@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 import fxpipe
 from fxpipe.ir import instruction as ins
-from fxpipe.memory.counting import Counting
+from fxpipe.memory.optimizer import Counting
 from fxpipe.runtime import interpreter
 from fxpipe.runtime.interpreter import Machine
 

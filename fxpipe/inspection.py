@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch import nn
 from torch.optim import Optimizer
@@ -26,9 +25,9 @@ from fxpipe.ir.traced import Traced
 from fxpipe.passes.partition.assignment import Verdict
 from fxpipe.simulator import Simulation
 from fxpipe.simulator.costs import Costs, Links
-from fxpipe.simulator.table import peak_texts
+from fxpipe.simulator.report import peak_texts
 from fxpipe.turn import in_turn
-from fxpipe.words import bytes_text, preformatted
+from fxpipe.words import bytes_text, preformatted, table_text
 
 _MODULES = 4
 
@@ -154,7 +153,7 @@ class Inspected(nn.Module):
         """The table of stages."""
         shown, verdict = self._shown, self._compiler.verdict
         memory = () if shown is None else peak_texts(self.simulate())
-        table = stage_table(self._model, shown, self.devices, verdict, memory)
+        table = _stage_table(self._model, shown, self.devices, verdict, memory)
         if shown is None or shown.traced.leaves:
             return table
         return "\n".join([table, *self.sizes.verdict()])
@@ -196,22 +195,14 @@ class Inspected(nn.Module):
         return self._shown
 
 
-def stage_table(
+def _stage_table(
     model: nn.Module,
     compiled: Compiled | None,
     devices: Sequence[torch.device],
-    verdict: Verdict | None = None,
-    memory: Sequence[str] = (),
+    verdict: Verdict | None,
+    memory: Sequence[str],
 ) -> str:
-    """The stages, and how well they are balanced, as text.
-
-    Args:
-        model: the model.
-        compiled: the compiled step; None before the first call.
-        devices: where the stages are.
-        verdict: what the partition search says about the balance.
-        memory: device → its predicted peak.
-    """
+    """The stages, and how well they are balanced, as text; ``memory`` has the devices' peaks."""
     title = f"fxpipe.Pipeline of {type(model).__name__} over {len(devices)} devices"
     if compiled is None:
         return f"{title}: not compiled yet; the first call traces it"
@@ -243,12 +234,8 @@ def stage_table(
             ),
             memory[device],
         )
-    console = Console(width=130, color_system=None, file=None, record=True, quiet=False)
-    with console.capture() as capture:
-        console.print(table)
-    text = "\n".join(line.rstrip() for line in capture.get().rstrip().splitlines())
     return (
-        f"{text}\nper micro-batch; {_balance(seconds, verdict)}\n"
+        f"{table_text(table, 130)}\nper micro-batch; {_balance(seconds, verdict)}\n"
         "memory: the most that the stage's device holds at once in a step, predicted"
     )
 
@@ -272,9 +259,7 @@ def _balance(seconds: Sequence[float], verdict: Verdict | None) -> str:
         return f"the slowest stage takes {ratio:.2f} times the mean"
     loads = verdict.loads
     mean = sum(load.seconds for load in loads) / len(loads)
-    what = "compute"
-    if any(load.transfer for load in loads):
-        what = "compute and transfers"
+    what = "compute and transfers" if any(load.transfer for load in loads) else "compute"
     proven = "the best cut"
     if verdict.gap >= 5e-4:
         proven = f"at most {100 * verdict.gap:.1f} % slower than the best cut"

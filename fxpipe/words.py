@@ -7,6 +7,8 @@ from html import escape
 from itertools import groupby
 
 import torch
+from rich.console import Console
+from rich.table import Table
 
 
 def bytes_text(count: float) -> str:
@@ -31,6 +33,14 @@ _STYLE = "white-space: pre; overflow-x: auto; line-height: 1.2; font-size: 85%"
 def preformatted(text: str) -> str:
     """Text as HTML that keeps its lines."""
     return f'<pre style="{_STYLE}">{escape(text)}</pre>'
+
+
+def table_text(table: Table, width: int) -> str:
+    """A table as plain text, whatever the terminal is."""
+    console = Console(width=width, color_system=None)
+    with console.capture() as capture:
+        console.print(table)
+    return "\n".join(line.rstrip() for line in capture.get().rstrip().splitlines())
 
 
 def count_text(count: int) -> str:

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from fxpipe.cli.main import main
+from fxpipe.cli.commands import main
 
 __all__ = ["main"]

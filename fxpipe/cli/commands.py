@@ -1,24 +1,149 @@
-"""The commands. Each returns True if the schedule, plan or program that it read has no faults."""
+"""``fxpipe`` in a shell: its arguments, its commands and its exit status."""
 
 from __future__ import annotations
 
+import argparse
 import inspect
+import os
 import re
 import shutil
 import sys
 from argparse import Namespace
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
+from typing import NoReturn
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
+from sympy import Eq, Rational
+from sympy.core.relational import Relational
 
-from fxpipe.cli.formulas import formulas_text
-from fxpipe.cli.read import read_file, read_schedule
-from fxpipe.errors import InputError, VerificationError
+from fxpipe.cli.read import DEVICES, MICROBATCHES, read_file, read_schedule
+from fxpipe.errors import FxpipeError, InputError, VerificationError
+from fxpipe.formulas import Formulas, time
 from fxpipe.ir.recipe import RECIPES, Recipe
 from fxpipe.ir.schedule import Schedule
+from fxpipe.ir.task import KINDS
 from fxpipe.simulator import simulate_schedule
+from fxpipe.words import table_text
+
+DONE, FAULTY, WRONG = 0, 1, 2
+"""Exit statuses: no faults; faults were found; the command could not be carried out."""
+
+_INTERRUPTED = 130
+_CLOSED = 141
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; returns its exit status. By default it has the process's own arguments."""
+    try:
+        if any("\0" in argument for argument in arguments or ()):
+            raise InputError("an argument holds a NUL character, which no name of a file can")
+        given = make_parser().parse_args(arguments)
+        sound = given.run(given)
+        sys.stdout.flush()
+    except FxpipeError as error:
+        print(f"fxpipe: {' '.join(str(error).split())}", file=sys.stderr)
+        return WRONG
+    except OSError as error:
+        if isinstance(error, BrokenPipeError):
+            # The reader of the output, such as ``head``, has closed it; the flush at exit must not
+            # fail.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return _CLOSED
+        print(f"fxpipe: {error.filename}: {error.strerror}", file=sys.stderr)
+        return WRONG
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    return DONE if sound else FAULTY
+
+
+_WHAT = (
+    "a name that 'fxpipe list' shows, a file with a schedule's text (- for what is piped in), or "
+    "path/to/file.py:name for a schedule of your own: what @fxpipe.schedule made, a function or a "
+    "Schedule"
+)
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser that raises InputError with one line, like the rest of the library."""
+
+    def error(self, message: str) -> NoReturn:
+        raise InputError(f"{message}; see '{self.prog} --help'")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser; its result has the function of the command as ``run``, which returns True if
+    the schedule, plan or program that it read has no faults."""
+    parser = _Parser(prog="fxpipe", description="Look at pipeline schedules, and check them.")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    named = commands.add_parser("list", help="the schedules that have a name")
+    named.set_defaults(run=list_schedules)
+
+    shown = commands.add_parser(
+        "schedule",
+        help="a schedule's grid, figures and formulas, or a picture of it",
+        description="Show a schedule in time, and what it costs. Exits with 1 if it has faults.",
+    )
+    shown.add_argument("schedule", metavar="SCHEDULE", help=_WHAT)
+    _add_counts(shown)
+    shown.add_argument("--text", action="store_true", help="print its text and nothing else")
+    shown.add_argument("--draw", metavar="FILE", help="draw it: .svg, .png, .pdf")
+    shown.add_argument(
+        "--trace", metavar="FILE", help="write a trace that https://ui.perfetto.dev opens"
+    )
+    shown.add_argument(
+        "--costs",
+        metavar="F=1,B=2",
+        help="how long tasks take, of all stages or of one: F=1,F@3=1.5",
+    )
+    shown.add_argument(
+        "--formulas",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="derive the formulas, which takes a few seconds",
+    )
+    shown.add_argument(
+        "--all", action="store_true", help="the grid and the figures of a huge schedule, too"
+    )
+    shown.add_argument("--steps", type=int, metavar="N", help="how many steps in a row")
+    shown.add_argument(
+        "--width", type=int, metavar="N", help="characters a line; by default the terminal's"
+    )
+    shown.set_defaults(run=show_schedule)
+
+    checked = commands.add_parser(
+        "verify",
+        help="check a schedule, a plan or a program",
+        description="Check a text of any kind, or a schedule. Exits with 1 if it has faults.",
+    )
+    checked.add_argument(
+        "file",
+        metavar="FILE",
+        help="the text of a schedule, plan or program (- for what is piped in), or path/to/file.py:"
+        "name",
+    )
+    _add_counts(checked)
+    checked.set_defaults(run=verify_file)
+    return parser
+
+
+def _add_counts(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "-p",
+        "--devices",
+        type=int,
+        metavar="N",
+        help=f"number of devices, where the schedule leaves it open; by default {DEVICES}",
+    )
+    parser.add_argument(
+        "-m",
+        "--microbatches",
+        type=int,
+        metavar="N",
+        help=f"micro-batches a step, where it leaves them open; by default {MICROBATCHES}",
+    )
+
 
 _WIDTH = 100
 _SHOWN = 200_000
@@ -33,7 +158,7 @@ def list_schedules(given: Namespace) -> bool:
     table.add_column("what it does")
     for name, recipe in sorted(RECIPES.items()):
         table.add_row(name, f"{recipe.stages(1)} a device", _summary(recipe))
-    print(_plain(table))
+    print(table_text(table, _WIDTH))
     return True
 
 
@@ -111,12 +236,9 @@ def read_costs(text: str | None) -> dict[str | tuple[str, int], float] | None:
                 f"--costs has {item.strip()!r}; write a kind of task and its time, such as F=1, "
                 "or of one stage alone, F@3=1.5"
             ) from None
-        costs[match["letter"] if match["stage"] is None else _key(match)] = time
+        letter, stage = match["letter"], match["stage"]
+        costs[letter if stage is None else (letter, int(stage))] = time
     return costs
-
-
-def _key(match: re.Match[str]) -> tuple[str, int]:
-    return match["letter"], int(match["stage"])
 
 
 def _wrote(path: str) -> None:
@@ -138,13 +260,43 @@ def _summary(recipe: Recipe) -> str:
     return text.partition(". ")[0].rstrip(".:")
 
 
-def _plain(*renderables: object) -> str:
-    """Rich renderables as plain text of a fixed width, independent of the terminal."""
-    console = Console(width=_WIDTH, color_system=None)
-    with console.capture() as capture:
-        console.print(*renderables)
-    return "\n".join(_stripped(capture.get().splitlines()))
+def formulas_text(
+    schedule: Schedule, recipe: Recipe | None, costs: Mapping[str | tuple[str, int], float] | None
+) -> str:
+    """Makespan, bubble and stash as formulas in the time of a forward, or why there are none.
+
+    With a recipe the numbers of devices and micro-batches are variables of the formulas. They hold
+    for the ratios of the times of tasks in ``costs``.
+    """
+    own = {key: cost for key, cost in (costs or {}).items() if isinstance(key, str)}
+    if len(own) < len(costs or {}):
+        return "formulas are for stages that take equal times"
+    try:
+        return str(_formulas(schedule, recipe, _ratios(schedule, own)))
+    except FxpipeError as error:
+        return f"no formulas: {' '.join(str(error).split())}"
 
 
-def _stripped(lines: Iterable[str]) -> Iterable[str]:
-    return (line.rstrip() for line in lines)
+def _formulas(schedule: Schedule, recipe: Recipe | None, given: tuple[Relational, ...]) -> Formulas:
+    if recipe is None:
+        return schedule.formulas(given=given)
+    try:
+        return recipe.formulas(given=given)
+    except VerificationError:
+        # Made for at least as many micro-batches as devices.
+        return recipe.formulas(
+            given=given, microbatches=lambda p: (p, p + 1, 2 * p - 1, 2 * p, 2 * p + 1, 3 * p)
+        )
+
+
+def _ratios(schedule: Schedule, costs: Mapping[str, float]) -> tuple[Relational, ...]:
+    """The time of each kind of micro-batch task as a multiple of the forward's time."""
+    times = {letter: kind.cost for letter, kind in KINDS.items() if kind.per_microbatch} | dict(
+        costs
+    )
+    forward = Rational(str(times["F"]))
+    return tuple(
+        Eq(time(letter), Rational(str(times[letter])) / forward * time("F"))
+        for letter in KINDS
+        if letter in schedule.kinds - {"F"} and KINDS[letter].per_microbatch and forward
+    )

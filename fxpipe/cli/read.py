@@ -31,11 +31,6 @@ def read_schedule(
 ) -> tuple[Schedule, Recipe | None]:
     """The schedule that ``SCHEDULE`` means, and its recipe if it works with any numbers.
 
-    Args:
-        named: a name, a path to a text, or ``path/to/file.py:name``.
-        devices: the number of devices that the user asks for, or None.
-        microbatches: the number of micro-batches that the user asks for, or None.
-
     Raises:
         InputError: there is no such schedule, or it is for other numbers.
         ParseError: a text is no schedule.

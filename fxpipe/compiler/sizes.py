@@ -10,7 +10,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from rich.console import Console
 from rich.table import Table
 
 from fxpipe.compiler.timetable import Timetable
@@ -18,7 +17,7 @@ from fxpipe.errors import FxpipeError
 from fxpipe.ir.recipe import find_recipe
 from fxpipe.ir.schedule import Schedule
 from fxpipe.passes.graph.extents import Extent
-from fxpipe.words import bytes_text
+from fxpipe.words import bytes_text, table_text
 
 _MOST = 1 << 20
 
@@ -87,11 +86,8 @@ class Sizes:
         for stage, extent in enumerate(self.stages):
             terms = (extent.forward, extent.backward, extent.saved, extent.sent)
             table.add_row(str(stage), *map(str, terms))
-        console = Console(width=130, color_system=None)
-        with console.capture() as capture:
-            console.print(table)
-        lines = [line.rstrip() for line in capture.get().rstrip().splitlines()]
-        return "\n".join([*lines, "b: samples in a micro-batch", *self.verdict()])
+        notes = ["b: samples in a micro-batch", *self.verdict()]
+        return "\n".join([table_text(table, 130), *notes])
 
     def verdict(self) -> Sequence[str]:
         """A line on the largest micro-batch; no line where memory is not limited."""

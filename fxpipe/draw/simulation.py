@@ -12,8 +12,7 @@ from fxpipe.draw.schedule import draw_tasks, fit_timelines, row_labels
 from fxpipe.draw.timeline import simulated
 from fxpipe.errors import InputError
 from fxpipe.ir.task import Task
-from fxpipe.simulator.events import Transfer
-from fxpipe.simulator.simulation import Simulation, task_of
+from fxpipe.simulator.simulation import Simulation, Transfer, task_of
 from fxpipe.words import time_text
 
 WITH_ARROWS = 1000

@@ -17,8 +17,8 @@ from fxpipe.ir.program import Program, Turn
 from fxpipe.ir.task import KINDS
 from fxpipe.ir.walk import waits_of, walk
 from fxpipe.simulator.costs import task_times
-from fxpipe.simulator.events import run
-from fxpipe.simulator.stash import peak_stash
+from fxpipe.simulator.simulate import run
+from fxpipe.simulator.simulation import peak_stash
 
 
 @dataclass(frozen=True)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
 
-from torch import Tensor
+import torch
+from torch import Tensor, fx
 
-from fxpipe.ir.plan import Plan
+from fxpipe.ir.plan import Plan, Stage
 from fxpipe.ir.schedule import Schedule
+from fxpipe.ir.value import outputs_of
 from fxpipe.kernels.graph import GraphKernel
-from fxpipe.memory.graph import GraphMemory
-from fxpipe.simulator.sizes import Sizes
+from fxpipe.passes.graph.liveness import Liveness, liveness
+from fxpipe.simulator.sizes import Crossing, GraphInput, Sizes, Storage, Workspace
 from fxpipe.torchtools.pieces import size_in_bytes
 
 
@@ -31,14 +36,8 @@ class Resting:
 
 
 def undo_bytes(schedule: Schedule, state: float, parameters: float, trained: float) -> float:
-    """The bytes that a stage keeps from its update until no stage can roll back beyond it.
-
-    Args:
-        schedule: the schedule of the steps.
-        state: bytes of the optimizer's state.
-        parameters: bytes of the stage's parameters.
-        trained: bytes of the parameters that are trained.
-    """
+    """The bytes that a stage keeps from its update until no stage can roll back beyond it, from
+    those of its optimizer's state, of its parameters, and of those that are trained."""
     undo = state if schedule.overlaps else state + parameters
     return undo + trained if schedule.predict else undo
 
@@ -104,3 +103,231 @@ def sizes_of(
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
     return sum(map(size_in_bytes, tensors))
+
+
+class _Memory(NamedTuple):
+    """To what a storage of a graph's argument belongs.
+
+    Attributes:
+        kind: ``fixed`` is always allocated; ``value`` and ``gradient`` cross between stages;
+            ``kept`` was kept for this graph only; ``sum`` is a sum of gradients.
+        value: the name of the value.
+    """
+
+    kind: Literal["fixed", "value", "gradient", "kept", "sum"]
+    value: str = ""
+
+
+_FIXED, _KEPT, _SUM = _Memory("fixed"), _Memory("kept"), _Memory("sum")
+
+_Known = Mapping[int, _Memory]
+"""Storage of a graph → to what it belongs; storages that are missing are made by the graph."""
+
+
+class Kept(NamedTuple):
+    """What one graph keeps for another.
+
+    Attributes:
+        bytes: the storages that nothing else holds, each counted once.
+        values: the values between stages that it keeps unchanged.
+        gradients: the values whose gradients it keeps unchanged.
+        lies_in: for each kept tensor its storages in the graph.
+        memories: storage → to what it belongs in the graph that gets it.
+    """
+
+    bytes: int = 0
+    values: frozenset[str] = frozenset()
+    gradients: frozenset[str] = frozenset()
+    lies_in: tuple[tuple[int, ...], ...] = ()
+    memories: _Known = MappingProxyType({})
+
+
+class GraphMemory:
+    """The memory of a stage's graphs, for one micro-batch of the example; see Sizes.
+
+    ``saved`` is what forward keeps for backward, and ``deferred`` what the first half of backward
+    keeps for the second.
+    """
+
+    def __init__(self, plan: Plan, stage: Stage, kernel: GraphKernel) -> None:
+        self._plan, self._stage, self._kernel = plan, stage, kernel
+        self.places: dict[tuple[int, str, bool], Storage] = {}
+        self.adding: dict[tuple[str, int], Workspace] = {}
+        self.runs = {(letter, stage.index): Workspace((0,)) for letter in "FRBIW"}
+        self.laid_out: dict[tuple[int, str, bool], int] = {}
+        self.saved_state = 0
+        self.saved, self.deferred = self._forward(), Kept()
+        if kernel.backward_graph is not None:
+            self._backward("B", kernel.backward_graph.graph)
+        if kernel.input_grad_graph is not None:
+            self.deferred = self._backward("I", kernel.input_grad_graph.graph)
+        if kernel.weight_grad_graph is not None:
+            self._weight_grad(kernel.weight_grad_graph.graph)
+
+    def _forward(self) -> Kept:
+        stage, kernel = self._stage, self._kernel
+        graph = kernel.forward_graph.graph
+        live, (arguments, returned) = liveness(graph), _ends(graph)
+        constants = len(stage.parameters) + len(stage.buffers)
+        known = dict.fromkeys(live.lies_in(arguments[:constants]), _FIXED)
+        inputs = arguments[constants:]
+        crossings = [(edge.value, False) for edge in self._plan.edges_into(stage.index)]
+        for (name, _), node in zip(crossings, inputs, strict=True):
+            for storage in live.of[node]:
+                known.setdefault(storage, _Memory("value", name))
+        laid_out = self._lay_out(live, crossings, inputs, kernel.input_strides)
+        run = _workspace(live, known, (), laid_out)
+        self.runs["F", stage.index] = self.runs["R", stage.index] = run
+        names = outputs_of(self._plan.edges_from(stage.index))
+        for name, node in zip(names, returned, strict=False):
+            self._place(name, False, live, node, known)
+        saved = returned[kernel.outputs + kernel.writes :]
+        written = {write.target for write in stage.writes}
+        buffers = zip(stage.buffers, arguments[len(stage.parameters) : constants], strict=True)
+        changing = live.lies_in(node for buffer, node in buffers if buffer.target in written)
+        kept = live.lies_in(saved)
+        self.saved_state = sum(live.spans[each].bytes for each in changing if each in kept)
+        return _kept(live, saved, known)
+
+    def _backward(self, letter: str, graph: fx.Graph) -> Kept:
+        """Count backward, or its first half; returns what that keeps for the second."""
+        arguments, returned = _ends(graph)
+        names = outputs_of(self._plan.edges_from(self._stage.index))
+        crossings = [(names[index], True) for index in self._kernel.gradient_outputs]
+        first = len(self.saved.lies_in)
+        gradients, totals = arguments[first:][: len(crossings)], arguments[first + len(crossings) :]
+        live = liveness(graph, self.saved.lies_in, totals)
+        known = _given(live, arguments, self.saved)
+        edges = [e for e in self._plan.edges_from(self._stage.index) if e.gradient]
+        into = [e for e in self._plan.edges_into(self._stage.index) if e.gradient]
+        for (name, _), node in zip(crossings, gradients, strict=True):
+            parts = sum(edge.value == name for edge in edges)
+            memory = _Memory("gradient", name) if parts == 1 else _SUM
+            known.update(dict.fromkeys(live.of[node], memory))
+        laid_out = self._lay_out(live, crossings, gradients, self._kernel.gradient_strides)
+        self.runs[letter, self._stage.index] = _workspace(live, known, ("value",), laid_out)
+        if totals:
+            later = liveness(graph, self.saved.lies_in)
+            same = _carried(live, known, later, arguments, totals)
+            run = _workspace(later, same, ("value",), laid_out)
+            self.adding[letter, self._stage.index] = run
+        for edge, node in zip(into, returned, strict=False):
+            self._place(edge.value, True, live, node, known)
+        return _kept(live, returned[self._kernel.input_gradients :], known)
+
+    def _weight_grad(self, graph: fx.Graph) -> None:
+        arguments, _ = _ends(graph)
+        totals = arguments[len(self.deferred.lies_in) :]
+        key, used_up = ("W", self._stage.index), ("value", "gradient")
+        live = liveness(graph, self.deferred.lies_in, totals)
+        known = _given(live, arguments, self.deferred)
+        self.runs[key] = _workspace(live, known, used_up)
+        later = liveness(graph, self.deferred.lies_in)
+        same = _carried(live, known, later, arguments, totals)
+        self.adding[key] = _workspace(later, same, used_up)
+
+    def _lay_out(
+        self,
+        live: Liveness,
+        crossings: Iterable[Crossing],
+        nodes: Iterable[fx.Node],
+        strides: Iterable[tuple[int, ...] | None],
+    ) -> tuple[GraphInput, ...]:
+        """The arguments that do not arrive with the strides that the graph needs, such as a slice
+        of a larger tensor; the kernel copies them once more."""
+        found = []
+        for crossing, node, wanted in zip(crossings, nodes, strides, strict=True):
+            value = node.meta.get("val")
+            if not isinstance(value, Tensor) or wanted is None:
+                continue
+            if torch.empty_like(value).stride() != wanted:
+                ends = zip(value.shape, wanted, strict=True)
+                extent = 1 + sum((size - 1) * stride for size, stride in ends)
+                size = extent * value.element_size() if value.numel() else 0
+                self.laid_out[self._stage.index, *crossing] = size
+                last = max(live.spans[storage].last for storage in live.of[node])
+                found.append(GraphInput(crossing, size, last))
+        return tuple(found)
+
+    def _place(
+        self, name: str, gradient: bool, live: Liveness, node: Any, known: dict[int, _Memory]
+    ) -> None:
+        """Note the storage of a value or gradient that the stage makes."""
+        for storage in live.lies_in([node]):
+            memory = known.get(storage, _KEPT)
+            if memory.kind in ("kept", "sum"):
+                memory = known[storage] = _Memory("gradient" if gradient else "value", name)
+            place = Storage(memory.value, memory.kind == "gradient", live.spans[storage].bytes)
+            self.places[self._stage.index, name, gradient] = place
+
+
+def _ends(graph: fx.Graph) -> tuple[list[fx.Node], list[Any]]:
+    *nodes, output = graph.nodes
+    returned: Any = output.args[0]
+    return [node for node in nodes if node.op == "placeholder"], list(returned)
+
+
+def _kept(live: Liveness, nodes: Sequence[Any], known: _Known) -> Kept:
+    """The part of a graph's values that it keeps for another graph."""
+    alone = {_SUM: _KEPT}
+    memories = {
+        storage: alone.get(memory := known.get(storage, _KEPT), memory)
+        for storage in live.lies_in(nodes)
+    }
+    return Kept(
+        sum(live.spans[each].bytes for each, memory in memories.items() if memory is _KEPT),
+        frozenset(memory.value for memory in memories.values() if memory.kind == "value"),
+        frozenset(memory.value for memory in memories.values() if memory.kind == "gradient"),
+        tuple(live.lies_in([node]) for node in nodes),
+        memories,
+    )
+
+
+def _given(live: Liveness, arguments: Iterable[fx.Node], kept: Kept) -> dict[int, _Memory]:
+    """To what the storages of a graph's first arguments belong, which another graph has kept."""
+    return {
+        storage: kept.memories[home]
+        for node, homes in zip(arguments, kept.lies_in, strict=False)
+        for storage, home in zip(live.of[node], homes, strict=True)
+    }
+
+
+def _carried(
+    live: Liveness,
+    known: _Known,
+    later: Liveness,
+    arguments: Iterable[fx.Node],
+    totals: Iterable[fx.Node],
+) -> _Known:
+    """To what the storages belong where there are sums already, to which the graph adds."""
+    found = {
+        new: known[old]
+        for node in arguments
+        for old, new in zip(live.of[node], later.of[node], strict=False)
+        if old in known
+    }
+    return found | dict.fromkeys(later.lies_in(totals), _FIXED)
+
+
+def _workspace(
+    live: Liveness,
+    known: _Known,
+    used_up: Collection[str],
+    laid_out: tuple[GraphInput, ...] = (),
+) -> Workspace:
+    """The memory that a graph needs while it runs, besides its arguments.
+
+    Arguments that were kept or summed for this graph only are freed after their last use, and so
+    are those of the kinds ``used_up`` where nothing else holds them.
+    """
+    changes = [0] * (live.steps + 2)
+    freed = []
+    for storage, (size, first, last) in live.spans.items():
+        memory = known.get(storage)
+        if memory is None or memory.kind == "sum":
+            changes[max(first, 0)] += size
+        if memory is None or memory.kind in ("kept", "sum"):
+            changes[last + 1] -= size
+        elif memory.kind in used_up:
+            freed.append(GraphInput((memory.value, memory.kind == "gradient"), size, last))
+    return Workspace(tuple(accumulate(changes[:-1])), tuple(freed), laid_out)

@@ -10,8 +10,7 @@ from fxpipe.ir import instruction as ins
 from fxpipe.ir.blocking import Arrival, blocking
 from fxpipe.ir.program import Program
 from fxpipe.ir.unroll import unroll
-from fxpipe.simulator.events import Events, Transfer
-from fxpipe.simulator.simulation import Simulation
+from fxpipe.simulator.simulation import Events, Simulation, Transfer
 from fxpipe.simulator.sizes import Sizes
 
 _SECOND = 1e9
@@ -64,13 +63,8 @@ def measured_run(
 def _rearranged(
     launched: Sequence[ins.Instruction], times: Sequence[int], list_: Sequence[ins.Instruction]
 ) -> list[int]:
-    """The times of a device's instructions where it does one after another.
-
-    Args:
-        launched: its instructions in the order in which they were launched.
-        times: start and end of each.
-        list_: the same instructions, with arrivals where their values are used.
-    """
+    """The starts and ends of a device's instructions where it does one after another: ``launched``
+    is the order in which they ran, and ``list_`` has arrivals where their values are used."""
     found: defaultdict[ins.Instruction, deque[tuple[int, int]]] = defaultdict(deque)
     for instruction, start, end in zip(launched, times[::2], times[1::2], strict=True):
         found[instruction].append((start, end))

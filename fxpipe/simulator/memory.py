@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.program import Program
 from fxpipe.ir.value import Buffer, Edge, forward_buffer, gradient_buffer
-from fxpipe.simulator.simulation import Simulation
-from fxpipe.simulator.sizes import Crossing, Passing, Place, Sizes, Workspace
-from fxpipe.simulator.stash import live_versions
+from fxpipe.simulator.simulation import Simulation, live_versions
+from fxpipe.simulator.sizes import Crossing, Passing, Sizes, Storage, Workspace
 
 PARTS = ("parameters", "optimizer", "versions", "undo", "gradients", "stash", "values", "workspace")
 """What memory is made of: one version of the parameters; optimizer state and buffers; further
@@ -21,13 +20,7 @@ and gradients between stages; and what the running instruction makes and has not
 
 
 class Piece(NamedTuple):
-    """A piece of memory.
-
-    Attributes:
-        part: of PARTS.
-        key: what is in it.
-        bytes: how large it is.
-    """
+    """A piece of memory: the part of PARTS that it counts as, what is in it, and its size."""
 
     part: str
     key: Hashable
@@ -42,15 +35,11 @@ class Holding:
         parts: now, part → bytes.
     """
 
-    def __init__(self, program: Program, sizes: Sizes, device: int, *, apart: bool = False) -> None:
+    def __init__(self, program: Program, sizes: Sizes, device: int, *, apart: bool) -> None:
         """Before the first instruction: parameters and what else is always there.
 
-        Args:
-            program: the program.
-            sizes: how many bytes everything takes.
-            device: the device.
-            apart: whether stages read differently late, so that one may be ahead of the slowest
-                by more versions than its batches read.
+        ``apart`` tells that stages read differently late, so that one may be ahead of the slowest
+        by more versions than its batches read.
         """
         self.program = program
         self.sizes = sizes
@@ -82,12 +71,7 @@ class Holding:
                 self._add("optimizer", sizes.optimizer.get(stage, 0))
 
     def reach(self, time: float, everywhere: Mapping[int, float]) -> None:
-        """Let go of what nobody can go back to any more.
-
-        Args:
-            time: now.
-            everywhere: version → when all stages have it.
-        """
+        """Let go of what nobody can go back to any more: the versions that all stages have now."""
         for version in [v for v in self._undo if everywhere[v] <= time]:
             self._slowest = max(self._slowest, version)
             for piece in self._undo.pop(version):
@@ -122,7 +106,6 @@ class Holding:
         return parts
 
     def finish(self, position: int) -> None:
-        """End an instruction."""
         instruction = self._list[position]
         for buffer in self.program.ends(instruction):
             for piece in self._kept.pop(buffer):
@@ -133,8 +116,6 @@ class Holding:
             piece = self._sums(instruction.stage, instruction.batch)
             if piece.key in self._count:
                 self._release(piece)
-
-    # instructions
 
     def _begin(self, forward: ins.Forward) -> None:
         """A forward reads the newest values of the buffers that its stage writes, and makes new
@@ -179,8 +160,6 @@ class Holding:
         of = batch if (stage, batch) in self._updated else None
         return Piece("gradients", ("gradients", stage, of), self.sizes.gradients.get(stage, 0))
 
-    # graphs
-
     def _workspace(self, instruction: ins.Instruction) -> Workspace | None:
         letter = ins.letter_of(instruction)
         if letter is None:
@@ -195,13 +174,8 @@ class Holding:
     def _peak(self, instruction: Any, workspace: Workspace) -> int:
         """The most that a graph adds: it frees what nobody else holds."""
         freed = tuple(self._freed(instruction, workspace)) if workspace.freed else ()
-        copied = tuple(
-            [
-                Passing(given.bytes, given.last)
-                for given in workspace.laid_out
-                if self._arrives(given.crossing, instruction.stage)
-            ]
-        )
+        laid_out = [x for x in workspace.laid_out if self._arrives(x.crossing, instruction.stage)]
+        copied = tuple([Passing(x.bytes, x.last) for x in laid_out])
         key = id(workspace), freed, copied
         if key not in self._peaks:
             self._peaks[key] = workspace.peak(freed, copied)
@@ -212,15 +186,12 @@ class Holding:
         ended = Counter(p.key for b in self.program.ends(instruction) for p in self._kept[b])
         alone: dict[Hashable, Passing] = {}
         for crossing, _, last in workspace.freed:
-            piece = self._near(
-                crossing, instruction.stage, instruction.microbatch, instruction.batch
-            )
+            at = instruction.stage, instruction.microbatch, instruction.batch
+            piece = self._near(crossing, *at)
             if piece is not None and self._count[piece.key] == ended[piece.key]:
                 before = alone.get(piece.key, Passing(piece.bytes, last))
                 alone[piece.key] = before._replace(last=max(before.last, last))
         yield from alone.values()
-
-    # pieces
 
     def _add(self, part: str, size: int) -> None:
         self.parts[part] += size
@@ -275,7 +246,7 @@ class Holding:
         stage, size = edge.source, self.sizes.values.get(edge.value, 0)
         if not self._is_here(stage):
             return Piece("values", forward_buffer(edge, i, batch), size)
-        place = self.sizes.places.get((stage, edge.value, False), Place(edge.value, False, size))
+        place = self.sizes.places.get((stage, edge.value, False), Storage(edge.value, False, size))
         if place.value in self._into[stage]:
             return self._near((place.value, False), stage, i, batch)
         if not place.value:
@@ -287,7 +258,7 @@ class Holding:
         stage, size = edge.target, self.sizes.values.get(edge.value, 0)
         if not self._is_here(stage):
             return Piece("values", gradient_buffer(edge, i, batch), size)
-        place = self.sizes.places.get((stage, edge.value, True), Place(edge.value, True, size))
+        place = self.sizes.places.get((stage, edge.value, True), Storage(edge.value, True, size))
         if not place.value:
             return None
         if place.gradient and place.value in self._from[stage]:

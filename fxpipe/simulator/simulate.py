@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from functools import partial
 from math import inf
 
 import torch
 from torch import fx
 
 from fxpipe.errors import InputError
+from fxpipe.ir import instruction as ins
 from fxpipe.ir.blocking import blocking
-from fxpipe.ir.instruction import Compute
 from fxpipe.ir.plan import Plan, Stage
-from fxpipe.ir.program import Program
+from fxpipe.ir.program import Program, Turn
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.unroll import FURTHEST, unroll
-from fxpipe.ir.value import HOST, Edge
+from fxpipe.ir.value import HOST, Buffer, Edge
 from fxpipe.ir.walk import waits_of, walk
-from fxpipe.simulator.costs import Costs, Links, task_times
-from fxpipe.simulator.events import run
-from fxpipe.simulator.simulation import Simulation, Span
+from fxpipe.simulator.costs import TASKS, Costs, Link, Links, Times, task_times
+from fxpipe.simulator.simulation import Events, Simulation, Span, Transfer
 from fxpipe.simulator.sizes import Sizes
 from fxpipe.text.instruction import print_instruction
 
@@ -88,19 +89,12 @@ def simulate(
             f"position {first.position}, {print_instruction(first.instruction)}; "
             "Program.verify() tells why"
         )
-
-    def again(more: int) -> Simulation:
-        return simulate(
-            program,
-            costs,
-            links=links,
-            overlap=overlap,
-            overhead=overhead,
-            sizes=sizes,
-            steps=more,
-        )
-
-    return Simulation(flat, program, count, events, sizes, stuck, again=again)
+    same = partial(
+        simulate, program, costs, links=links, overlap=overlap, overhead=overhead, sizes=sizes
+    )
+    return Simulation(
+        flat, program, count, events, sizes, stuck, again=lambda more: same(steps=more)
+    )
 
 
 def simulate_schedule(
@@ -128,7 +122,7 @@ def simulate_schedule(
 def default_steps(program: Program) -> int:
     """One step where it ends with a flush, else as many as show what goes on between batches."""
     delay = max(
-        (x.batch - x.version for own in program.lists for x in own if isinstance(x, Compute)),
+        (x.batch - x.version for own in program.lists for x in own if isinstance(x, ins.Compute)),
         default=0,
     )
     reach = max(program.depth, delay)
@@ -165,3 +159,108 @@ def _empty(index: int) -> Stage:
     graph = fx.Graph()
     graph.output(())
     return Stage(index, (), (), (), fx.GraphModule(torch.nn.Module(), graph))
+
+
+def run(
+    program: Program,
+    turns: Iterable[Turn],
+    times: Times,
+    *,
+    links: Links | None = None,
+    overlap: bool = True,
+    overhead: float = 0,
+    sizes: Sizes | None = None,
+) -> Events:
+    """Give every instruction its time, in an order in which they can run; see ``simulate``."""
+    lists = program.lists
+    events = Events(tuple([] for _ in lists), tuple([] for _ in lists))
+    transfers = events.transfers
+    ways = _Ways(program, links, sizes)
+    met: list[dict[type[ins.Instruction], int]] = [{ins.Barrier: 0, ins.Pause: 0} for _ in lists]
+    meetings: dict[tuple[type[ins.Instruction], int], float] = {}
+    for device, stop in turns:
+        starts, ends = events.starts[device], events.ends[device]
+        now = events.free(device)
+        for position in range(len(ends), stop):
+            instruction = lists[device][position]
+            starts.append(now)
+            if isinstance(instruction, TASKS):
+                now += times[ins.LETTERS[type(instruction)], instruction.stage]
+            else:
+                match instruction:
+                    case ins.Send(buffer) | ins.Stash(buffer):
+                        now += overhead
+                        target = program.destination(instruction)
+                        start, end = ways.carry(buffer, device, target, now)
+                        transfers[buffer] = Transfer(
+                            buffer, device, target, position, now, start, end
+                        )
+                        if not overlap:
+                            now = end
+                    case ins.Receive(buffer) | ins.Pop(buffer):
+                        now = max(now, transfers[buffer].end) + overhead
+                    case ins.Run(letter, stage):
+                        now += times[letter, stage]
+                    case ins.Barrier() | ins.Pause():
+                        kind = type(instruction)
+                        meeting = kind, met[device][kind]
+                        met[device][kind] += 1
+                        if meeting not in meetings:
+                            # nobody is past it yet
+                            meetings[meeting] = max(map(events.free, range(len(lists))))
+                        now = max(now, meetings[meeting]) + overhead
+                    case _:
+                        now += overhead
+            ends.append(now)
+    return events
+
+
+class _Ways:
+    """The links, and until when each is taken; they refuse what they cannot carry."""
+
+    def __init__(self, program: Program, links: Links | None, sizes: Sizes | None) -> None:
+        self._links = links
+        self._sizes = sizes
+        self._taken: dict[tuple[int, int], float] = {}
+        if links is not None and not isinstance(links, Link | Mapping):
+            raise InputError(
+                f"links is {links!r}; give one Link(latency, bandwidth), or one for each pair of "
+                "devices"
+            )
+        if isinstance(links, Mapping):
+            for pair, link in links.items():
+                if not isinstance(link, Link) or not all(
+                    device in range(program.devices) for device in pair
+                ):
+                    raise InputError(
+                        f"links[{pair!r}] is {link!r}; map pairs of the devices 0 to "
+                        f"{program.devices - 1} to Link(latency, bandwidth)"
+                    )
+
+    def carry(self, buffer: Buffer, source: int, target: int, now: float) -> tuple[float, float]:
+        """When a value that is ready now has the link for itself, and when it has arrived."""
+        if self._links is None:
+            return now, now
+        pair = source, target
+        if isinstance(self._links, Link):
+            link = self._links
+        elif pair in self._links:
+            link = self._links[pair]
+        else:
+            raise InputError(
+                f"device {source} sends to device {target} and links has no such pair; add "
+                f"links[{source}, {target}] = Link(latency, bandwidth)"
+            )
+        start = max(now, self._taken.get(pair, now))
+        self._taken[pair] = start + self._occupied(buffer, link)
+        return start, self._taken[pair] + link.latency
+
+    def _occupied(self, buffer: Buffer, link: Link) -> float:
+        if link.bandwidth == inf or buffer.kind == "norm":
+            return 0  # a few numbers
+        if self._sizes is None or buffer.value not in self._sizes.values:
+            raise InputError(
+                f"a link of limited bandwidth carries {buffer}, whose size is not known; give "
+                f"sizes=Sizes(values={{{buffer.value!r}: bytes}})"
+            )
+        return self._sizes.values[buffer.value] / link.bandwidth

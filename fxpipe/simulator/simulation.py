@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -11,7 +12,7 @@ from fxpipe.errors import InputError
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.program import Program
 from fxpipe.ir.task import Task
-from fxpipe.simulator.events import Events, Transfer
+from fxpipe.ir.value import Buffer
 from fxpipe.simulator.sizes import Sizes
 from fxpipe.words import preformatted
 
@@ -19,9 +20,55 @@ if TYPE_CHECKING:
     from os import PathLike
 
     from fxpipe.draw.picture import Picture
+    from fxpipe.simulator.analysis import Idle, Steady
     from fxpipe.simulator.memory import Memory
-    from fxpipe.simulator.steady import Steady
-    from fxpipe.simulator.waiting import Idle
+
+
+_READERS = (ins.Forward, ins.Recompute, ins.Backward, ins.InputGrad, ins.WeightGrad, ins.Run)
+
+
+class Transfer(NamedTuple):
+    """A value on its way from one device to another.
+
+    Attributes:
+        buffer: the value.
+        source: the device that sends it.
+        target: the device that receives it.
+        position: of the send or stash in its device's list.
+        ready: when it could leave.
+        start: when it has the link for itself.
+        end: when it has arrived.
+    """
+
+    buffer: Buffer
+    source: int
+    target: int
+    position: int
+    ready: float
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Events:
+    """What happened when.
+
+    An instruction that computes nothing starts when the one before it is done, and ends when it has
+    stopped waiting; one that computes starts when it has.
+
+    Attributes:
+        starts: device → the start of each instruction that ran.
+        ends: device → the end of each.
+        transfers: value → its way.
+    """
+
+    starts: tuple[list[float], ...]
+    ends: tuple[list[float], ...]
+    transfers: dict[Buffer, Transfer] = field(default_factory=dict)
+
+    def free(self, device: int) -> float:
+        """When a device has run all that it ran."""
+        return self.ends[device][-1] if self.ends[device] else 0
 
 
 class Span(NamedTuple):
@@ -48,9 +95,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Simulation:
-    """When everything in some steps of a program happens.
-
-    Times are in the unit of the costs.
+    """When everything in some steps of a program happens, in the unit of the costs.
 
     Attributes:
         program: the lists of all the steps, one after another, with batches and versions that
@@ -148,7 +193,7 @@ class Simulation:
     def idle(self) -> tuple[Idle, ...]:
         """Device → the time in which it computes nothing until the last micro-batch is through, by
         cause."""
-        from fxpipe.simulator.waiting import idle_times
+        from fxpipe.simulator.analysis import idle_times
 
         return idle_times(self)
 
@@ -158,29 +203,23 @@ class Simulation:
 
         Instructions and transfers that take no time are left out.
         """
-        from fxpipe.simulator.waiting import critical_path
+        from fxpipe.simulator.analysis import critical_path
 
         return critical_path(self)
 
     @cached_property
     def stash(self) -> tuple[int, ...]:
         """Stage → the most micro-batches that it keeps at once for what is left of backward."""
-        from fxpipe.simulator.stash import peak_stash
-
         return peak_stash(self.program)[0]
 
     @cached_property
     def device_stash(self) -> tuple[int, ...]:
         """Device → the most that its stages keep together, in micro-batches of a stage."""
-        from fxpipe.simulator.stash import peak_stash
-
         return peak_stash(self.program)[1]
 
     @cached_property
     def weight_versions(self) -> tuple[int, ...]:
         """Stage → the most versions of its weights that something still reads at once."""
-        from fxpipe.simulator.stash import peak_versions
-
         return peak_versions(self.program)
 
     @cached_property
@@ -203,22 +242,19 @@ class Simulation:
         Raises:
             InputError: a measured run cannot go on.
         """
-        from fxpipe.simulator.steady import steady_state
+        from fxpipe.simulator.analysis import steady_state
 
         return steady_state(self)
 
     @cached_property
     def costs(self) -> dict[tuple[str, int], float]:
         """Letter and stage → the mean time of these tasks; ``simulate`` takes it as costs."""
-        count: dict[tuple[str, int], int] = {}
-        total: dict[tuple[str, int], float] = {}
+        times: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
         for span in self.spans:
-            letter = ins.letter_of(span.instruction)
-            assert letter is not None
-            key = letter, stage_of(span.instruction)
-            count[key] = count.get(key, 0) + 1
-            total[key] = total.get(key, 0) + span.time
-        return {key: time / count[key] for key, time in total.items()}
+            task = task_of(span.instruction)
+            assert task.stage is not None
+            times[task.kind, task.stage].append(span.time)
+        return {key: sum(own) / len(own) for key, own in times.items()}
 
     def draw(self, *beside: Simulation) -> Picture:
         """Its tasks in time, and under them those of others, at the same scale.
@@ -236,13 +272,13 @@ class Simulation:
         Raises:
             InputError: the file cannot be written.
         """
-        from fxpipe.simulator.chrome_trace import write_trace
+        from fxpipe.simulator.report import write_trace
 
         write_trace(path, self, *beside)
 
     def __str__(self) -> str:
         """A table: each device's work, idle time by cause, and what it holds."""
-        from fxpipe.simulator.table import simulation_table
+        from fxpipe.simulator.report import simulation_table
 
         return simulation_table(self)
 
@@ -259,20 +295,65 @@ def idle_share(devices: int, times: Iterable[tuple[float, float]], through: floa
     return 1 - busy / (devices * through)
 
 
-def stage_of(instruction: ins.Instruction) -> int:
-    """The stage of an instruction that computes."""
-    assert ins.letter_of(instruction) is not None
-    stage: int = instruction.stage  # type: ignore[union-attr]
-    return stage
-
-
 def task_of(instruction: ins.Instruction) -> Task:
     """The task that an instruction runs, with its batch as the instruction counts it."""
     letter = ins.letter_of(instruction)
     assert letter is not None
+    stage: int = instruction.stage  # type: ignore[union-attr]
     microbatch: int | None = getattr(instruction, "microbatch", None)
-    return Task(letter, microbatch, stage_of(instruction), ins.batch_of(instruction))
+    return Task(letter, microbatch, stage, ins.batch_of(instruction))
 
 
 def _of_microbatch(span: Span) -> bool:
     return getattr(span.instruction, "microbatch", None) is not None
+
+
+def peak_stash(program: Program) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The most micro-batches that are kept at once: stage → its own, device → all together.
+
+    One is kept from its forward, or its recompute, to the end of its backward, of both halves
+    where that is parted.
+    """
+    stages, devices = [0] * program.stages, [0] * program.devices
+    for device, list_ in enumerate(program.lists):
+        kept = [0] * program.stages
+        for instruction in list_:
+            match instruction:
+                case ins.Forward(stage, keeps=True) | ins.Recompute(stage):
+                    kept[stage] += 1
+                    stages[stage] = max(stages[stage], kept[stage])
+                    devices[device] = max(devices[device], sum(kept))
+                case ins.Backward(stage) | ins.WeightGrad(stage):
+                    kept[stage] -= 1
+    return tuple(stages), tuple(devices)
+
+
+def peak_versions(program: Program) -> tuple[int, ...]:
+    """Stage → the most versions of its weights that are needed at once, from its updates on."""
+    most = [1] * program.stages
+    for list_ in program.lists:
+        for _, stage, live in live_versions(list_):
+            most[stage] = max(most[stage], live)
+    return tuple(most)
+
+
+def live_versions(list_: tuple[ins.Instruction, ...]) -> list[tuple[int, int, int]]:
+    """After each update of a device: its position, its stage, and the versions that are needed.
+
+    These are the newest one, and the older ones that something reads later. Versions count from
+    the first step; one before it is the first.
+    """
+    last_read: dict[tuple[int, int], int] = {}
+    for position, instruction in enumerate(list_):
+        if isinstance(instruction, _READERS):
+            last_read[instruction.stage, max(instruction.version, 0)] = position
+    found = []
+    existing: dict[int, list[int]] = {}
+    for position, instruction in enumerate(list_):
+        if isinstance(instruction, ins.Update):
+            stage = instruction.stage
+            older = existing.setdefault(stage, [0])
+            older[:] = [v for v in older if last_read.get((stage, v), -1) > position]
+            found.append((position, stage, len(older) + 1))
+            older.append(max(instruction.writes, 0))
+    return found

@@ -10,7 +10,7 @@ Crossing = tuple[str, bool]
 """A value that crosses between stages, by name, and whether its gradient is meant."""
 
 
-class Given(NamedTuple):
+class GraphInput(NamedTuple):
     """An argument of a graph.
 
     Attributes:
@@ -50,8 +50,8 @@ class Workspace:
     """
 
     levels: tuple[int, ...]
-    freed: tuple[Given, ...] = ()
-    laid_out: tuple[Given, ...] = ()
+    freed: tuple[GraphInput, ...] = ()
+    laid_out: tuple[GraphInput, ...] = ()
 
     def peak(self, freed: Iterable[Passing] = (), copied: Iterable[Passing] = ()) -> int:
         """The most bytes more than before.
@@ -74,7 +74,7 @@ class Workspace:
         return most
 
 
-class Place(NamedTuple):
+class Storage(NamedTuple):
     """The memory that a value, or its gradient, lies in where it is made.
 
     Attributes:
@@ -141,7 +141,7 @@ class Sizes:
     holds: Mapping[int, frozenset[str]] = field(default_factory=dict)
     deferred_holds: Mapping[int, frozenset[str]] = field(default_factory=dict)
     deferred_gradients: Mapping[int, frozenset[str]] = field(default_factory=dict)
-    places: Mapping[tuple[int, str, bool], Place] = field(default_factory=dict)
+    places: Mapping[tuple[int, str, bool], Storage] = field(default_factory=dict)
     laid_out: Mapping[tuple[int, str, bool], int] = field(default_factory=dict)
     runs: Mapping[tuple[str, int], Workspace] = field(default_factory=dict)
     adding: Mapping[tuple[str, int], Workspace] = field(default_factory=dict)

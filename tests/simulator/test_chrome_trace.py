@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from fxpipe.errors import InputError
 from fxpipe.schedules import gpipe, one_f_one_b, two_bw, zb_v
 from fxpipe.simulator import Link, Simulation, Sizes, simulate_schedule
-from fxpipe.simulator.chrome_trace import chrome_trace
+from fxpipe.simulator.report import chrome_trace
 
 
 def events(simulation: Simulation, phase: str, **options: Any) -> list[dict[str, Any]]:

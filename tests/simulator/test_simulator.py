@@ -21,7 +21,7 @@ from fxpipe.passes.lowering.communicate import communicate
 from fxpipe.passes.lowering.lower import Lower
 from fxpipe.schedules import one_f_one_b
 from fxpipe.simulator import Link, Sizes, simulate
-from fxpipe.simulator.events import Transfer
+from fxpipe.simulator.simulation import Transfer
 from tests.helpers.plans import chain, skipping
 from tests.passes.lowering.test_lower import plans, schedules, whole
 

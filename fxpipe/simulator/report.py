@@ -1,6 +1,6 @@
-"""Simulations and profiles as a trace that Perfetto and chrome://tracing open.
+"""Simulations and profiles as a table, and as a trace for Perfetto and chrome://tracing.
 
-The format is Chrome's, "Trace Event Format" (Google, 2016). Each simulation is a process, each
+The trace has Chrome's "Trace Event Format" (Google, 2016). Each simulation is a process, each
 device a thread in it, and so is each way between two devices on which a transfer takes time.
 Arrows lead from the task that makes a value to the one that needs it.
 """
@@ -8,24 +8,134 @@ Arrows lead from the task that makes a value to the one that needs it.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from rich.table import Table
+
 from fxpipe.errors import InputError
 from fxpipe.ir.task import KINDS
 from fxpipe.ir.value import Buffer
-from fxpipe.simulator.events import Transfer
-from fxpipe.simulator.simulation import Simulation, Span, task_of
+from fxpipe.simulator.memory import PARTS
+from fxpipe.simulator.simulation import Simulation, Span, Transfer, task_of
+from fxpipe.text.instruction import print_instruction
+from fxpipe.words import bytes_text, plural, table_text
 
 Event = dict[str, Any]
+
+_WIDTH = 140
 
 _MICROSECONDS = 1e6
 _MILLISECOND = 1e-3
 _INSIDE = 1e-3
 """An arrow begins this share of its task before the task's end: at the end it would be behind."""
+
+
+def simulation_table(simulation: Simulation) -> str:
+    """A row a device: busy, idle by cause, and what it keeps, as text."""
+    program = simulation.program
+    table = Table(title=_title(simulation), title_justify="left")
+    for heading in ("device", "stages"):
+        table.add_column(heading)
+    for heading in ("busy", "warm-up", "waits for", "copies", "together", "other", "drain"):
+        table.add_column(heading, justify="right")
+    for heading in ("stash", "versions"):
+        table.add_column(heading, justify="right")
+    if simulation.sizes is not None:
+        table.add_column("peak memory, predicted", justify="right")
+        peaks = peak_texts(simulation)
+    end = simulation.through or 1
+    for device, idle in enumerate(simulation.idle):
+        held = [stage for stage, home in enumerate(program.placement) if home == device]
+        row = [
+            str(device),
+            ", ".join(map(str, held)),
+            f"{1 - idle.total / end:.1%}",
+            _share(idle.warm_up, end),
+            _by_device(idle.waiting, end),
+            _by_device(idle.copying, end),
+            _share(idle.meeting, end),
+            _share(idle.other, end),
+            _share(idle.drain, end),
+            ", ".join(str(simulation.stash[stage]) for stage in held),
+            ", ".join(str(simulation.weight_versions[stage]) for stage in held),
+        ]
+        if simulation.sizes is not None:
+            row.append(f"{peaks[device]} at {_time(simulation, simulation.memory[device].time)}")
+        table.add_row(*row)
+    lines = [table_text(table, _WIDTH)]
+    if simulation.sizes is not None:
+        lines.append(_memory(simulation))
+    lines.append(
+        f"makespan {_time(simulation, simulation.makespan)}, bubble {simulation.bubble:.1%}"
+        + _long_run(simulation)
+    )
+    if simulation.through < simulation.makespan:
+        when = _time(simulation, simulation.through)
+        lines.append(f"shares are of the {when} until the last micro-batch is through")
+    return "\n".join(lines)
+
+
+def peak_texts(simulation: Simulation) -> list[str]:
+    """Device → the most bytes that it is predicted to hold, as text; what stages with leaf modules
+    save is not known."""
+    assert simulation.sizes is not None
+    unknown = {simulation.program.placement[stage] for stage in simulation.sizes.unknown}
+    return [
+        f"{'at least ' if device in unknown else ''}{bytes_text(memory.peak)}"
+        for device, memory in enumerate(simulation.memory)
+    ]
+
+
+def _memory(simulation: Simulation) -> str:
+    """What the memory of each device is made of when it holds the most."""
+    parts = [part for part in PARTS if any(each.parts[part] for each in simulation.memory)]
+    table = Table(title="memory at its peak, predicted", title_justify="left")
+    table.add_column("device")
+    for heading in (*parts, "together"):
+        table.add_column(heading, justify="right")
+    table.add_column("while")
+    for device, memory in enumerate(simulation.memory):
+        own = simulation.program.lists[device]
+        table.add_row(
+            str(device),
+            *(bytes_text(memory.parts[part]) for part in parts),
+            bytes_text(memory.peak),
+            print_instruction(own[memory.position]) if own else "",
+        )
+    return table_text(table, _WIDTH)
+
+
+def _title(simulation: Simulation) -> str:
+    program = simulation.program
+    what = "measured" if simulation.measured else "simulated"
+    counts = f"{simulation.devices} devices, {program.microbatches} micro-batches"
+    return f"{program.name}, {what}: {counts}, {plural(simulation.steps, 'step')}"
+
+
+def _long_run(simulation: Simulation) -> str:
+    if not simulation.window.depth or simulation.again is None:
+        return ""
+    steady = simulation.steady
+    return (
+        f"; in the long run a step takes {_time(simulation, steady.period)}, bubble "
+        f"{abs(steady.bubble):.1%}"
+    )
+
+
+def _share(time: float, end: float) -> str:
+    return f"{time / end:.1%}" if time else ""
+
+
+def _by_device(times: Mapping[int, float], end: float) -> str:
+    return ", ".join(f"{device}: {time / end:.1%}" for device, time in sorted(times.items()))
+
+
+def _time(simulation: Simulation, time: float) -> str:
+    return f"{1e3 * time:.2f} ms" if simulation.seconds else f"{time:.4g}"
 
 
 def chrome_trace(*simulations: Simulation, unit: float | None = None) -> dict[str, Any]:
@@ -77,7 +187,6 @@ class _Process:
         self._ways = {way: simulation.devices + at for at, way in enumerate(sorted(ways))}
 
     def events(self) -> Iterator[Event]:
-        """All of them: names, tasks, transfers, arrows and counters."""
         yield from self._names()
         for span in self._simulation.spans:
             yield self._task(span)

@@ -1,0 +1,260 @@
+"""What a simulation tells: why devices wait, what decides its end, and its long run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import isclose
+
+from fxpipe.errors import InputError
+from fxpipe.ir import instruction as ins
+from fxpipe.ir.value import Buffer
+from fxpipe.ir.walk import Place
+from fxpipe.simulator.simulation import Simulation, Span, Transfer
+
+_FIRST, _LAST = 16, 256
+"""Steps that are tried, doubled until the times repeat."""
+
+
+@dataclass(frozen=True)
+class Idle:
+    """The time in which a device computes nothing until the last micro-batch is through, by cause.
+
+    The updates that come after it do not count, as for ``Simulation.bubble``, which is the mean
+    over the devices of ``total`` as a share of that time.
+
+    Attributes:
+        warm_up: before its first task.
+        drain: after its last task of a micro-batch; its updates are not idle.
+        waiting: another device → waiting in between until that one has made what comes next.
+        copying: another device → waiting in between for transfers from it, or to it where they
+            do not overlap.
+        meeting: waiting in between until all devices have come to a barrier or a pause.
+        other: what is left: instructions that compute nothing, and, where it was measured, all
+            that lies between two instructions.
+    """
+
+    warm_up: float
+    drain: float
+    waiting: Mapping[int, float]
+    copying: Mapping[int, float]
+    meeting: float
+    other: float
+
+    @property
+    def total(self) -> float:
+        waits = sum(self.waiting.values()) + sum(self.copying.values())
+        return self.warm_up + self.drain + waits + self.meeting + self.other
+
+
+def idle_times(simulation: Simulation) -> tuple[Idle, ...]:
+    """Device → its idle time, from the start until the last micro-batch is through."""
+    return tuple(_idle(simulation, device) for device in range(simulation.devices))
+
+
+def _idle(simulation: Simulation, device: int) -> Idle:
+    events, own = simulation.events, simulation.program.lists[device]
+    through = simulation.through
+    starts = [min(start, through) for start in events.starts[device]]
+    ends = [min(end, through) for end in events.ends[device]]
+    tasks = [position for position in range(len(ends)) if ins.letter_of(own[position])]
+    total = through - sum(ends[at] - starts[at] for at in tasks)
+    if not tasks:
+        return Idle(total, 0, {}, {}, 0, 0)
+    of_microbatch = [at for at in tasks if getattr(own[at], "microbatch", None) is not None]
+    first, last = tasks[0], (of_microbatch or tasks)[-1]
+    after = sum(ends[at] - starts[at] for at in tasks if at > last)
+    warm_up = starts[first]
+    drain = through - ends[last] - after
+    waiting: dict[int, float] = {}
+    copying: dict[int, float] = {}
+    meeting: float = 0
+    for position in range(first + 1, last):
+        start, end = starts[position], ends[position]
+        if end == start:
+            continue
+        match own[position]:
+            case ins.Receive(buffer) | ins.Pop(buffer):
+                transfer = events.transfers[buffer]
+                source = transfer.source
+                made = max(start, min(transfer.ready, end))
+                arrived = max(made, min(transfer.end, end))
+                _add(waiting, source, made - start)
+                _add(copying, source, arrived - made)
+            case ins.Send(buffer) | ins.Stash(buffer):
+                transfer = events.transfers[buffer]
+                _add(copying, transfer.target, max(min(transfer.end, end) - start, 0))
+            case ins.Barrier() | ins.Pause():
+                meeting += end - start
+    known = warm_up + drain + sum(waiting.values()) + sum(copying.values()) + meeting
+    return Idle(warm_up, drain, waiting, copying, meeting, max(total - known, 0))
+
+
+def _add(times: dict[int, float], device: int, time: float) -> None:
+    if time:
+        times[device] = times.get(device, 0) + time
+
+
+def critical_path(simulation: Simulation) -> tuple[Span | Transfer, ...]:
+    """Walk back from the instruction that ends last, each time to what was waited for."""
+    backwards = [part for part in _backwards(simulation) if part.end > part.start]
+    return tuple(reversed(backwards))
+
+
+def _backwards(simulation: Simulation) -> Iterator[Span | Transfer]:
+    events, lists = simulation.events, simulation.program.lists
+    meetings = _meetings(simulation)
+    links = _before_on_link(simulation)
+    device = max(range(simulation.devices), key=events.free)
+    position = len(events.ends[device]) - 1
+    while position >= 0:
+        instruction = lists[device][position]
+        start, end = events.starts[device][position], events.ends[device][position]
+        here = Span(device, start, end, instruction, position)
+        match instruction:
+            case ins.Receive(buffer) | ins.Pop(buffer) if events.transfers[buffer].end > start:
+                transfer = events.transfers[buffer]
+                yield here._replace(start=transfer.end)
+                yield transfer
+                while transfer.start > transfer.ready:  # the link was taken
+                    former = events.transfers[links[transfer.buffer]]
+                    yield former._replace(end=transfer.start)
+                    transfer = former
+                device, position = transfer.source, transfer.position
+                sent, sender = events.starts[device][position], lists[device][position]
+                yield Span(device, sent, transfer.ready, sender, position)
+            case ins.Barrier() | ins.Pause():
+                # who comes last decides: the device itself, where it is not earlier than the others
+                device, position = max(
+                    meetings[Place(device, position)],
+                    key=lambda at: (events.starts[at.device][at.position], at.device == device),
+                )
+                yield here._replace(start=events.starts[device][position])
+            case _:
+                yield here
+        position -= 1
+
+
+def _before_on_link(simulation: Simulation) -> dict[Buffer, Buffer]:
+    """Value → the one that took its link before it."""
+    latest: dict[tuple[int, int], Buffer] = {}
+    before: dict[Buffer, Buffer] = {}
+    for buffer, transfer in simulation.events.transfers.items():
+        pair = transfer.source, transfer.target
+        if pair in latest:
+            before[buffer] = latest[pair]
+        latest[pair] = buffer
+    return before
+
+
+def _meetings(simulation: Simulation) -> dict[Place, list[Place]]:
+    """Each barrier and pause that was reached → all that meet there."""
+    found: dict[tuple[type[ins.Instruction], int], list[Place]] = {}
+    for device, ends in enumerate(simulation.events.ends):
+        count = {ins.Barrier: 0, ins.Pause: 0}
+        for position, instruction in enumerate(simulation.program.lists[device][: len(ends)]):
+            kind = type(instruction)
+            if kind in count:
+                found.setdefault((kind, count[kind]), []).append(Place(device, position))
+                count[kind] += 1
+    return {place: meeting for meeting in found.values() for place in meeting}
+
+
+@dataclass(frozen=True)
+class Steady:
+    """The long run.
+
+    Attributes:
+        period: the time of a step.
+        bubble: the share of the devices' time that is idle.
+        steps: after so many steps everything repeats, later by a fixed time; None where it did
+            not within the steps that were tried, and the period is the mean of their later half.
+        cycle: how many steps later it repeats.
+    """
+
+    period: float
+    bubble: float
+    steps: int | None
+    cycle: int
+
+
+def steady_state(simulation: Simulation) -> Steady:
+    """Simulate more and more steps until every instruction repeats.
+
+    The times are those of a system of maxima and sums, which comes to repeat itself after finitely
+    many steps (Baccelli, Cohen, Olsder and Quadrat, Synchronization and Linearity, 1992). What
+    happens in a step depends on the ``depth + 1`` steps before it alone, so that as many which
+    repeat go on to do so.
+
+    Raises:
+        InputError: the run was measured.
+    """
+    if simulation.again is None:
+        raise InputError("a measured run cannot go on; simulate the program with its costs")
+    reach = simulation.window.depth + 1
+    steps = _FIRST + reach
+    while True:
+        longer = simulation.again(steps)
+        windows = [_ends(longer, step) for step in range(longer.window.depth, steps)]
+        cycle = _cycle(windows, reach)
+        if cycle is not None or steps >= _LAST:
+            break
+        steps *= 2
+    if cycle is None:
+        half = len(windows) // 2
+        period = (max(windows[-1]) - max(windows[half])) / (len(windows) - 1 - half)
+        return Steady(period, _bubble(longer, period), None, 0)
+    period = (windows[-1][0] - windows[-1 - cycle][0]) / cycle
+    first = len(windows) - 1
+    while first >= cycle and _repeats(windows[first - cycle], windows[first]):
+        first -= 1
+    before = max(first + 1 - cycle, 0) + longer.window.depth
+    return Steady(period, _bubble(longer, period), before, cycle)
+
+
+def _ends(simulation: Simulation, step: int) -> list[float]:
+    """When the instructions of one whole window end, on all devices."""
+    ends: list[float] = []
+    for device in range(simulation.devices):
+        first, stop = _window(simulation, device, step)
+        ends += simulation.events.ends[device][first:stop]
+    return ends
+
+
+def _window(simulation: Simulation, device: int, step: int) -> tuple[int, int]:
+    """The positions of a whole window; the first ones lack what is of batches before them."""
+    own, depth = simulation.window.lists[device], simulation.window.depth
+    batches = [ins.batch_of(instruction) for instruction in own]
+    lead = sum(1 for early in range(depth) for batch in batches if early + batch >= 0)
+    first = lead + (step - depth) * len(own)
+    return first, first + len(own)
+
+
+def _cycle(windows: Sequence[Sequence[float]], reach: int) -> int | None:
+    """How many windows later the last ones repeat."""
+    for cycle in range(1, (len(windows) - reach) // 2 + 1):
+        last = range(len(windows) - reach, len(windows))
+        if all(_repeats(windows[k - cycle], windows[k]) for k in last):
+            return cycle
+    return None
+
+
+def _repeats(earlier: Sequence[float], later: Sequence[float]) -> bool:
+    """Whether everything happens again after one and the same time."""
+    if not earlier:
+        return True
+    shift = later[0] - earlier[0]
+    return all(
+        isclose(b - a, shift, rel_tol=1e-9, abs_tol=1e-12 * abs(b))
+        for a, b in zip(earlier, later, strict=True)
+    )
+
+
+def _bubble(simulation: Simulation, period: float) -> float:
+    busy: float = 0
+    for device, own in enumerate(simulation.program.lists):
+        starts, ends = simulation.events.starts[device], simulation.events.ends[device]
+        for position in range(*_window(simulation, device, simulation.window.depth)):
+            if ins.letter_of(own[position]):
+                busy += ends[position] - starts[position]
+    return 1 - busy / (simulation.devices * period) if period else 0.0
