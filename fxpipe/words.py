@@ -62,6 +62,18 @@ def shape_text(shape: Sequence[int], dtype: torch.dtype) -> str:
     return f"{sizes} {str(dtype).removeprefix('torch.')}"
 
 
+def numbers_text(numbers: Iterable[int]) -> str:
+    """Ascending numbers in short: ``0, 2-5 and 9``."""
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and number == spans[-1][-1] + 1:
+            spans[-1][1:] = [number]
+        else:
+            spans.append([number])
+    words = ["-".join(map(str, run)) for run in spans]
+    return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))
+
+
 def runs(names: Iterable[str]) -> list[str]:
     """Names with runs of numbers drawn together: ``blocks.0–3`` for blocks.0 to blocks.3."""
     found = []

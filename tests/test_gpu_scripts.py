@@ -28,8 +28,7 @@ from benchmarks.models.gpt2 import GPT2
 from benchmarks.models.resnet import ResNet
 from benchmarks.models.unet import UNet
 from examples.plain import one_thread
-from fxpipe.ir.blocking import Arrival
-from fxpipe.ir.instruction import letter_of
+from fxpipe.ir.instruction import Arrival, letter_of
 from fxpipe.ir.unroll import unroll
 from tests.helpers.eager_lanes import launched
 

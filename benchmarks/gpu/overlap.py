@@ -27,8 +27,7 @@ from benchmarks.gpu.rows import Rows
 from benchmarks.gpu.setting import HOW, Setting, add_dispatch, arguments, read
 from benchmarks.gpu.workloads import NAMES, Workload, workload
 from benchmarks.report import Figure, Grid
-from fxpipe.ir.blocking import Arrival
-from fxpipe.ir.instruction import letter_of
+from fxpipe.ir.instruction import Arrival, letter_of
 from fxpipe.ir.program import Program
 from fxpipe.ir.unroll import unroll
 

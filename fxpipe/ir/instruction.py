@@ -1,4 +1,7 @@
-"""The instructions of a Program, one class each. Every backend and every tool handles them all."""
+"""The instructions of a Program, one class each. Every backend and every tool handles them all.
+
+What handles several of them imports this module as ``ins``.
+"""
 
 from __future__ import annotations
 
@@ -8,119 +11,108 @@ from fxpipe.ir.value import Buffer
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class Move:
+    """What does something with one buffer."""
+
+    buffer: Buffer
+
+
+@dataclass(frozen=True, slots=True)
+class Load(Move):
     """Take a value of this micro-batch from the caller. Roughly: buffers[b] = host.give(b)."""
 
-    buffer: Buffer
-
 
 @dataclass(frozen=True, slots=True)
-class Output:
+class Output(Move):
     """Hand a value to the caller. Roughly: host.take(b, buffers[b])."""
 
-    buffer: Buffer
-
 
 @dataclass(frozen=True, slots=True)
-class Send:
+class Send(Move):
     """Send to the next stage's device, or a gradient back. Roughly: peer.put(b, buffers[b])."""
 
-    buffer: Buffer
-
 
 @dataclass(frozen=True, slots=True)
-class Receive:
+class Receive(Move):
     """Wait for what a peer sends. Roughly: buffers[b] = self.get(b)."""
 
-    buffer: Buffer
-
 
 @dataclass(frozen=True, slots=True)
-class Stash:
+class Stash(Move):
     """Send a value over the stages between, straight to its consumer."""
 
-    buffer: Buffer
-
 
 @dataclass(frozen=True, slots=True)
-class Pop:
+class Pop(Move):
     """Wait for a value that was stashed for this stage."""
 
-    buffer: Buffer
+
+@dataclass(frozen=True, slots=True)
+class Free(Move):
+    """Drop a buffer. Roughly: del buffers[b]."""
 
 
 @dataclass(frozen=True, slots=True)
-class Forward:
-    """Run a stage's forward graph. Roughly: outputs, saved = forward(weights[version], inputs).
+class Compute:
+    """What runs a graph of a stage for one micro-batch.
 
     Attributes:
         stage: the stage.
         microbatch: the micro-batch.
         version: of the weights: 0 is the one that this step's number of updates has made, −1 the
             one before it; none is older than the first.
-        keeps: whether it keeps what its backward needs.
-        again: whether it will be recomputed, and so keeps the buffers that it reads.
         batch: 0 for this step's, −1 for the one before.
     """
 
     stage: int
     microbatch: int
     version: int = 0
-    keeps: bool = True
-    again: bool = False
     batch: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Recompute:
+class Forward(Compute):
+    """Run a stage's forward graph. Roughly: outputs, saved = forward(weights[version], inputs).
+
+    Attributes:
+        keeps: whether it keeps what its backward needs.
+        again: whether it will be recomputed, and so keeps the buffers that it reads.
+    """
+
+    keeps: bool = True
+    again: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Recompute(Compute):
     """Run a stage's forward graph once more, for what its backward needs.
 
     Roughly: _, saved = forward(weights[version], inputs), with the buffers of the first time.
     """
 
-    stage: int
-    microbatch: int
-    version: int = 0
-    batch: int = 0
-
 
 @dataclass(frozen=True, slots=True)
-class Backward:
+class Backward(Compute):
     """Run a stage's backward graph, which uses up ``saved``, and add to its gradients.
 
     Roughly: input_gradients, g = backward(saved, output_gradients); gradients[stage] += g.
     """
 
-    stage: int
-    microbatch: int
-    version: int = 0
-    batch: int = 0
-
 
 @dataclass(frozen=True, slots=True)
-class InputGrad:
+class InputGrad(Compute):
     """The half of a backward that other stages wait for; it uses up ``saved``.
 
     Roughly: input_gradients, deferred = input_grad(saved, output_gradients).
     """
 
-    stage: int
-    microbatch: int
-    version: int = 0
-    batch: int = 0
-
 
 @dataclass(frozen=True, slots=True)
-class WeightGrad:
+class WeightGrad(Compute):
     """The other half, which uses up ``deferred``.
 
     Roughly: gradients[stage] += weight_grad(deferred).
     """
-
-    stage: int
-    microbatch: int
-    version: int = 0
-    batch: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,13 +154,6 @@ class Clip:
 
 
 @dataclass(frozen=True, slots=True)
-class Free:
-    """Drop a buffer. Roughly: del buffers[b]."""
-
-    buffer: Buffer
-
-
-@dataclass(frozen=True, slots=True)
 class Barrier:
     """Wait until every device is here, so that no weight changes before all gradients exist."""
 
@@ -195,14 +180,13 @@ class Update:
     batch: int = 0
 
 
-Compute = Forward | Recompute | Backward | InputGrad | WeightGrad
-"""What runs a graph of a stage for one micro-batch."""
+Arrival = Load | Receive | Pop
+"""What brings a value to a device."""
 
-Move = Load | Output | Send | Receive | Stash | Pop | Free
-"""What does something with one buffer."""
-
-Instruction = Compute | Run | Norm | Clip | Update | Barrier | Pause | Move
-
+Moving = Load | Output | Send | Receive | Stash | Pop | Free
+Computing = Forward | Recompute | Backward | InputGrad | WeightGrad
+Instruction = Moving | Computing | Run | Norm | Clip | Update | Barrier | Pause
+"""Any of them, named one by one so that mypy finds what does not handle them all."""
 
 LETTERS: dict[type[Instruction], str] = {
     Forward: "F",
@@ -225,13 +209,9 @@ def letter_of(instruction: Instruction) -> str | None:
 
 def batch_of(instruction: Instruction) -> int:
     """The batch that an instruction belongs to: 0 for this step's, −1 for the one before."""
-    match instruction:
-        case Free() | Receive() | Send() | Load() | Output() | Pop() | Stash():
-            return instruction.buffer.batch
-        case Barrier() | Pause():
-            return 0
-        case _:
-            return instruction.batch
+    if isinstance(instruction, Move):
+        return instruction.buffer.batch
+    return 0 if isinstance(instruction, Barrier | Pause) else instruction.batch
 
 
 OPCODES: dict[str, type[Instruction]] = {

@@ -151,10 +151,10 @@ class Program:
     def reads(self, instruction: ins.Instruction) -> tuple[Buffer, ...]:
         """The buffers that an instruction needs on its device."""
         match instruction:  # the frequent ones first
-            case ins.Free() | ins.Receive() | ins.Load() | ins.Pop():
-                return ()
             case ins.Send(buffer) | ins.Output(buffer) | ins.Stash(buffer):
                 return (buffer,)
+            case ins.Move():
+                return ()
             case ins.Forward(stage, i, batch=b):
                 return tuple([forward_buffer(edge, i, b) for edge in self.edges_into[stage]])
             case ins.Recompute(stage, i, batch=b):
@@ -173,10 +173,10 @@ class Program:
     def writes(self, instruction: ins.Instruction) -> tuple[Buffer, ...]:
         """The buffers that an instruction makes on its device."""
         match instruction:
-            case ins.Free() | ins.Send() | ins.Output() | ins.Stash():
-                return ()
             case ins.Receive(buffer) | ins.Load(buffer) | ins.Pop(buffer):
                 return (buffer,)
+            case ins.Move():
+                return ()
             case ins.Forward(stage, i, keeps=keeps, again=again, batch=b):
                 made = [forward_buffer(edge, i, b) for edge in self.edges_from[stage]]
                 if keeps:
@@ -203,7 +203,7 @@ class Program:
         match instruction:
             case ins.Free(buffer):
                 return (buffer,)
-            case ins.Receive() | ins.Send() | ins.Load() | ins.Output() | ins.Pop() | ins.Stash():
+            case ins.Move():
                 return ()
             case ins.Backward(stage, i, batch=b) | ins.InputGrad(stage, i, batch=b):
                 return (saved(stage, i, b),)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from fxpipe.formulas import Formulas
     from fxpipe.simulator import Simulation, Sizes
     from fxpipe.simulator.costs import Costs, Links
-    from fxpipe.verify.stash import Stash
+    from fxpipe.verify.schedule import Stash
     from fxpipe.verify.versions import Versions
 
 

@@ -1,7 +1,11 @@
-"""Steps in a row, written out: what a window that repeats does from the first step to the flush."""
+"""A program written as another: its steps in a row, or without its streams.
+
+Steps in a row show what a window that repeats does from the first step to the flush.
+"""
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TypeVar
@@ -93,37 +97,29 @@ def absolute(instruction: ins.Instruction, step: int) -> ins.Instruction:
     match moved:
         case ins.Update(reads=reads, writes=writes) if min(reads, writes) < 0:
             return replace(moved, reads=max(reads, 0), writes=max(writes, 0))
-        case (
-            ins.Forward()
-            | ins.Recompute()
-            | ins.Backward()
-            | ins.InputGrad()
-            | ins.WeightGrad()
-            | ins.Run()
-        ):
+        case ins.Compute() | ins.Run():
             return replace(moved, version=0) if moved.version < 0 else moved
     return moved
 
 
 def shifted(instruction: ins.Instruction, steps: int) -> ins.Instruction:
     """The same instruction, its batch and version counted from so many steps earlier."""
-    match instruction:
-        case ins.Barrier() | ins.Pause():
-            return instruction
-        case ins.Update(stage, reads, writes, batch):
-            return ins.Update(stage, steps + reads, steps + writes, steps + batch)
-        case ins.Forward(stage, i, version, keeps, again, batch):
-            return ins.Forward(stage, i, steps + version, keeps, again, steps + batch)
-        case ins.Norm(stage, batch) | ins.Clip(stage, batch):
-            return type(instruction)(stage, steps + batch)
-        case ins.Run(kind, stage, index, version, batch):
-            return ins.Run(kind, stage, index, steps + version, steps + batch)
-        case ins.Recompute() | ins.Backward() | ins.InputGrad() | ins.WeightGrad():
-            version, batch = steps + instruction.version, steps + instruction.batch
-            return type(instruction)(instruction.stage, instruction.microbatch, version, batch)
-        case _:
-            buffer = instruction.buffer
-            return type(instruction)(buffer._replace(batch=steps + buffer.batch))
+    x = instruction
+    if isinstance(x, ins.Move):
+        return type(x)(x.buffer._replace(batch=steps + x.buffer.batch))
+    if isinstance(x, ins.Barrier | ins.Pause):
+        return x
+    batch = steps + x.batch
+    match x:
+        case ins.Update(stage, reads, writes):
+            return ins.Update(stage, steps + reads, steps + writes, batch)
+        case ins.Norm(stage) | ins.Clip(stage):
+            return type(x)(stage, batch)
+        case ins.Run(kind, stage, i, version):
+            return ins.Run(kind, stage, i, steps + version, batch)
+        case ins.Forward(stage, i, version, _, keeps, again):
+            return ins.Forward(stage, i, steps + version, batch, keeps, again)
+    return type(x)(x.stage, x.microbatch, steps + x.version, batch)
 
 
 def _repeated(
@@ -141,3 +137,42 @@ def _repeated(
         for batch, item in own:
             if 0 <= step + batch < steps:
                 yield step, item
+
+
+def blocking(program: Program) -> Program:
+    """The same program without launches, in which each value arrives right before its first use.
+
+    Where devices have streams, an arrival is launched early and holds nothing up. Here a device
+    waits for it where it stands, so it stands as late as it can: values from one device still
+    come in their order, and all of them before a barrier or a pause.
+    """
+    if not program.launches:
+        return program
+    lists = tuple(tuple(_late(program, device)) for device in range(program.devices))
+    passes = tuple(name for name in program.passes if name != "streams")
+    return replace(program, lists=lists, launches=(), passes=passes)
+
+
+def _late(program: Program, device: int) -> Iterator[ins.Instruction]:
+    pending: defaultdict[str, deque[ins.Arrival]] = defaultdict(deque)
+    stream_of: dict[object, str] = {}
+    for instruction, launch in zip(program.lists[device], program.launches[device], strict=True):
+        if isinstance(instruction, ins.Arrival):
+            pending[launch.stream].append(instruction)
+            stream_of[instruction.buffer] = launch.stream
+            continue
+        if isinstance(instruction, ins.Barrier | ins.Pause):
+            for queue in pending.values():
+                yield from queue
+                queue.clear()
+            stream_of.clear()
+        for buffer in (*program.reads(instruction), *program.ends(instruction)):
+            if buffer in stream_of:
+                queue = pending[stream_of[buffer]]
+                while buffer in stream_of:
+                    arrival = queue.popleft()
+                    del stream_of[arrival.buffer]
+                    yield arrival
+        yield instruction
+    for queue in pending.values():
+        yield from queue

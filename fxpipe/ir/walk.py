@@ -199,7 +199,7 @@ def needs_of(schedule: Schedule) -> Callable[[Key], list[Key]]:
     kinds = schedule.kinds
     near = {
         letter: [
-            (before, there)
+            (before, there, KINDS[before].per_microbatch)
             for befores, there in ((kind.follows, 0), (kind.previous, -1), (kind.next, 1))
             for before in befores
             if before in kinds
@@ -213,11 +213,13 @@ def needs_of(schedule: Schedule) -> Callable[[Key], list[Key]]:
     def needs(key: Key) -> list[Key]:
         letter, i, stage = key
         if i is not None:
-            return [(before, i, stage + there) for before, there in near[letter]]
+            return [
+                (before, i if each else None, stage + there) for before, there, each in near[letter]
+            ]
         found: list[Key] = [
             (before, j, stage)
-            for before, _ in near[letter]
-            for j in (every if KINDS[before].per_microbatch else (None,))
+            for before, _, each in near[letter]
+            for j in (every if each else (None,))
         ]
         # gradients are added in order: the last micro-batch's come last
         found += [(before, last, s) for before in gathers[letter] for s in stages]

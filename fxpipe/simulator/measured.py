@@ -7,9 +7,8 @@ from collections.abc import Sequence
 
 from fxpipe.errors import InputError
 from fxpipe.ir import instruction as ins
-from fxpipe.ir.blocking import Arrival, blocking
 from fxpipe.ir.program import Program
-from fxpipe.ir.unroll import unroll
+from fxpipe.ir.unroll import blocking, unroll
 from fxpipe.simulator.simulation import Events, Simulation, Transfer
 from fxpipe.simulator.sizes import Sizes
 
@@ -72,7 +71,7 @@ def _rearranged(
     before = min(times, default=0)
     for instruction in list_:
         start, end = found[instruction].popleft()
-        start = before if isinstance(instruction, Arrival) else max(start, before)
+        start = before if isinstance(instruction, ins.Arrival) else max(start, before)
         before = max(start, end)
         made += start, before
     return made

@@ -11,11 +11,10 @@ from torch import fx
 
 from fxpipe.errors import InputError
 from fxpipe.ir import instruction as ins
-from fxpipe.ir.blocking import blocking
 from fxpipe.ir.plan import Plan, Stage
 from fxpipe.ir.program import Program, Turn
 from fxpipe.ir.schedule import Schedule
-from fxpipe.ir.unroll import FURTHEST, unroll
+from fxpipe.ir.unroll import FURTHEST, blocking, unroll
 from fxpipe.ir.value import HOST, Buffer, Edge
 from fxpipe.ir.walk import waits_of, walk
 from fxpipe.simulator.costs import TASKS, Costs, Link, Links, Times, task_times

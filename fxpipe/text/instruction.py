@@ -151,7 +151,7 @@ def _parse(word: str, scan: Scanner) -> ins.Instruction:
         case "forward":
             stage, i, batch, version = _task(scan)
             keeps, again = _flag(scan, "keep"), _flag(scan, "again")
-            return ins.Forward(stage, i, version, keeps, again, batch)
+            return ins.Forward(stage, i, version, batch, keeps, again)
         case "run":
             return _run(scan)
         case "norm" | "clip":

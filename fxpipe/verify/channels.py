@@ -77,7 +77,7 @@ def smallest_channel(program: Program) -> int:
     from fxpipe.verify.program import verify_program
 
     verify_program(program)
-    facts = Facts(program, set())
+    facts = Facts(program)
     most = 1
     while _stuck(facts, most):
         most *= 2

@@ -1,103 +1,47 @@
-"""Rules for a program's compute: every task once, in order, with all gradients of its batch."""
+"""Rules for a program's compute: its tasks, the weight versions that they use, and barriers."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 
 from fxpipe.errors import Fault
 from fxpipe.ir import instruction as ins
-from fxpipe.ir.task import KINDS
+from fxpipe.ir.task import BUILT_IN
+from fxpipe.ir.walk import Key, needs_of
 from fxpipe.verify.facts import Facts
-from fxpipe.verify.spans import microbatches
+from fxpipe.verify.tasks import (
+    Window,
+    ascending,
+    complete,
+    dependencies,
+    gradients_used_up,
+)
 
 
-def complete(facts: Facts) -> Iterator[Fault]:
-    """Every forward once; a backward for all of them or none, whole or in halves; the updates."""
-    seen: set[tuple[object, ...]] = set()
-    for device, compute in enumerate(facts.compute):
-        for position, instruction in compute:
-            match instruction:
-                case ins.Barrier() | ins.Pause():
-                    continue
-                case ins.Update(stage):
-                    key: tuple[object, ...] = ins.Update, stage
-                case ins.Run(kind, stage, i):
-                    key = kind, stage, i
-                case ins.Norm(stage) | ins.Clip(stage):
-                    key = type(instruction), stage
-                case _:
-                    key = type(instruction), instruction.stage, instruction.microbatch
-            if key in seen:
-                yield facts.fault(device, position, "it is there twice", "keep one")
-            seen.add(key)
-    clips = any(key[0] in (ins.Norm, ins.Clip) for key in seen)
-    for stage, device in enumerate(facts.program.placement):
-        lacks: dict[str, list[int]] = defaultdict(list)
-        for i in range(facts.program.microbatches):
-            if (ins.Forward, stage, i) not in seen:
-                lacks["forward"].append(i)
-            has = [
-                kind
-                for kind in (ins.Backward, ins.InputGrad, ins.WeightGrad)
-                if (kind, stage, i) in seen
-            ]
-            if facts.trains and not has:
-                lacks["backward"].append(i)
-            elif has == [ins.InputGrad]:
-                lacks["weight gradient"].append(i)
-            elif has == [ins.WeightGrad]:
-                lacks["input gradient"].append(i)
-            elif ins.Backward in has and len(has) > 1:
-                yield Fault(
-                    f"stage {stage} has a whole backward of micro-batch {i} and a half of it",
-                    "keep backward, or input_grad and weight_grad",
-                    device,
-                )
-        for name, indices in lacks.items():
-            yield Fault(f"stage {stage} has no {name} of {microbatches(indices)}", "add it", device)
-        for part, name in ((ins.Norm, "norm"), (ins.Clip, "clip")):
-            if clips and (part, stage) not in seen:
-                yield Fault(f"stage {stage} has no {name}", "clip every stage or none", device)
-        if facts.updates and stage not in facts.updates:
-            yield Fault(f"stage {stage} has no update", "update every stage or none", device)
+def tasks(facts: Facts) -> Iterator[Fault]:
+    """The rules of a schedule's tasks: each once, in order, with all gradients of its batch."""
+    yield from complete(facts.window, updates=bool(facts.updates))
+    yield from ascending(facts.window)
+    yield from dependencies(facts.window, _needs_of(facts.window))
+    yield from gradients_used_up(facts.window)
 
 
-def ascending(facts: Facts) -> Iterator[Fault]:
-    """A stage's forwards take the micro-batches in order, and so does what adds to its gradients.
+def _needs_of(window: Window) -> Callable[[Key], list[Key]]:
+    """Task → the tasks before it from which it gets no buffer: of these ``flow`` tells nothing."""
+    needs = needs_of(window.schedule)
 
-    Buffers such as BatchNorm's statistics are written, and gradients are added, in that order.
-    Forwards take whole batches in order, too; each batch has gradients of its own.
-    """
-    for device, compute in enumerate(facts.compute):
-        forwards: dict[int, list[tuple[int, int]]] = defaultdict(list)
-        gradients: dict[int, list[tuple[int, int]]] = defaultdict(list)
-        for position, x in compute:
-            if isinstance(x, ins.Forward):
-                forwards[x.stage].append((x.microbatch, position))
-            elif isinstance(x, ins.Backward | ins.WeightGrad):
-                gradients[x.stage].append((x.microbatch, position))
-        for run in (*forwards.values(), *gradients.values()):
-            latest = -1
-            for i, position in run:
-                if i < latest:
-                    yield facts.fault(
-                        device,
-                        position,
-                        f"it comes after micro-batch {latest}",
-                        "let a stage take the micro-batches in ascending order",
-                    )
-                latest = max(latest, i)
-        for run in forwards.values():
-            first, last = run[0][1], run[-1][1]
-            steps, position = facts.moment(device, first)
-            if facts.moment(device, last) >= (steps + 1, position):
-                yield facts.fault(
-                    device,
-                    last,
-                    f"it comes after position {first} of the next batch",
-                    "finish a batch's forwards on a stage before those of the next begin",
-                )
+    def unseen(key: Key) -> list[Key]:
+        kind, _, stage = key
+        if kind == "norm":
+            return [(k, i, stage) for k in "BW" for i in range(window.schedule.microbatches)]
+        if kind == "C":
+            return [("norm", None, stage)]
+        if kind == "U":
+            return [*needs(key), ("norm", None, stage)]
+        return [] if kind in BUILT_IN else needs(key)
+
+    return unseen
 
 
 def kept(facts: Facts) -> Iterator[Fault]:
@@ -106,7 +50,7 @@ def kept(facts: Facts) -> Iterator[Fault]:
         for position, instruction in compute:
             if not isinstance(instruction, ins.Forward):
                 continue
-            again = (instruction.stage, instruction.microbatch) in facts.recomputed
+            again = ("R", instruction.microbatch, instruction.stage) in facts.window.spots
             if instruction.again != again:
                 what, cure = (
                     ("it keeps no buffers for its recompute", "write 'again'")
@@ -114,7 +58,7 @@ def kept(facts: Facts) -> Iterator[Fault]:
                     else ("it keeps buffers and is never recomputed", "remove 'again'")
                 )
                 yield facts.fault(device, position, what, cure)
-            if instruction.keeps != (facts.trains and not again):
+            if instruction.keeps != (facts.window.trains and not again):
                 what, cure = (
                     ("it keeps what no backward uses up", "remove 'keep'")
                     if instruction.keeps
@@ -123,71 +67,86 @@ def kept(facts: Facts) -> Iterator[Fault]:
                 yield facts.fault(device, position, what, cure)
 
 
-def updated(facts: Facts) -> Iterator[Fault]:
-    """An update uses up all gradients of its batch: no more come, and nobody looks at them."""
+def versions(facts: Facts) -> Iterator[Fault]:
+    """A stage reads one version for all of a batch, which exists by then; its update makes one.
+
+    Batch t reads version t − d of a stage, the same d for all its instructions and all batches;
+    versions before the first are the first. The update of batch t makes version t + 1 of version t.
+    """
+    forwards: dict[tuple[int, int], int] = {}
+    read: Counter[tuple[int, int]] = Counter()
+    for compute in facts.compute:
+        for _, x in compute:
+            if isinstance(x, ins.Forward):
+                forwards.setdefault((x.stage, x.microbatch), x.version)
+                read[x.stage, x.version] += 1
+    usual: dict[int, int] = {}
+    for (stage, version), _ in read.most_common():
+        usual.setdefault(stage, version)
     for device, compute in enumerate(facts.compute):
         done: set[int] = set()
-        summed: set[int] = set()
         for position, x in compute:
+            here = -facts.moment(device, position)[0]
+            wrong: tuple[str, str] | None
             match x:
-                case ins.Update(stage):
+                case ins.Forward(stage, _, version):
+                    wrong = _unknown(facts, device, position, stage, version)
+                    if wrong is None and version != usual[stage]:
+                        wrong = (
+                            f"it reads version {version + here}, and most forwards of its stage "
+                            f"read {usual[stage] + here}",
+                            f"write v{usual[stage] + here}",
+                        )
+                case ins.Run(_, stage, _, version):
+                    wrong = _unknown(facts, device, position, stage, version)
+                    expected = 1 if stage in done else usual.get(stage, version)
+                    if wrong is None and version != expected:
+                        wrong = (
+                            f"its batch reads version {expected + here} here",
+                            f"write v{expected + here}",
+                        )
+                case ins.Compute():
+                    version = x.version
+                    wrong = _unknown(facts, device, position, x.stage, version)
+                    first = forwards.get((x.stage, x.microbatch), version)
+                    if first != version:
+                        wrong = f"its forward read version {first + here}", f"write v{first + here}"
+                case ins.Update(stage, reads, writes):
                     done.add(stage)
-                case ins.Norm(stage) | ins.Clip(stage) if stage in done:
-                    yield facts.fault(
-                        device,
-                        position,
-                        "it needs gradients that the update has used up",
-                        "move it before that",
-                    )
-                case ins.Backward(stage) | ins.WeightGrad(stage) if stage in summed:
-                    yield facts.fault(
-                        device,
-                        position,
-                        "it adds to gradients whose norm is taken",
-                        "move it before the norm",
-                    )
-                case ins.Norm(stage):
-                    summed.add(stage)
-                case ins.Backward(stage) | ins.WeightGrad(stage) if stage in done:
-                    yield facts.fault(
-                        device, position, "it comes after the update", "move it before that"
-                    )
-                case ins.Run(kind, stage) if stage in done and _uses_gradients(kind):
-                    yield facts.fault(
-                        device,
-                        position,
-                        "it needs gradients that the update has used up",
-                        "move it before that",
-                    )
+                    wrong = None
+                    if (reads, writes) != (0, 1):
+                        wrong = (
+                            f"it makes version {writes + here} of version {reads + here}",
+                            f"write v{here} -> v{here + 1}: an update makes the next version of "
+                            "the newest",
+                        )
+                case _:
+                    continue
+            if wrong is not None:
+                yield facts.fault(device, position, *wrong)
 
 
-def _uses_gradients(kind: str) -> bool:
-    return "gradients" in (*KINDS[kind].reads, *KINDS[kind].writes)
+def _unknown(
+    facts: Facts, device: int, position: int, stage: int, version: int
+) -> tuple[str, str] | None:
+    """What is wrong where a version is not there yet.
 
-
-def followed(facts: Facts) -> Iterator[Fault]:
-    """A user's own task comes after all that it follows."""
-    for device, compute in enumerate(facts.compute):
-        if not any(isinstance(x, ins.Run) for _, x in compute):
-            continue
-        last: dict[tuple[str | None, int, int | None], int] = {}  # of one micro-batch, and of all
-        for k, (_, x) in enumerate(compute):
-            if not isinstance(x, ins.Barrier | ins.Pause | ins.Norm):
-                letter = ins.letter_of(x)
-                i = None if isinstance(x, ins.Update | ins.Clip) else x.microbatch
-                last[letter, x.stage, i] = last[letter, x.stage, None] = k
-        for k, (position, x) in enumerate(compute):
-            if not isinstance(x, ins.Run):
-                continue
-            for letter in KINDS[x.kind].follows:
-                i = x.microbatch if KINDS[letter].per_microbatch else None
-                if (late := last.get((letter, x.stage, i), k)) > k:
-                    yield facts.fault(
-                        device,
-                        position,
-                        f"it comes before position {compute[late][0]}, which it follows",
-                        "move it behind that",
-                    )
+    Version t + v is made by the update of batch t + v − 1, which stands in step t + v − 1 − its
+    batch. Without updates there is only the caller's, version 0.
+    """
+    steps, _ = facts.moment(device, position)
+    newest = 0
+    if (update := facts.updates.get(stage)) is not None:
+        made, at = update.moment
+        # the newest v with (v - 1 + made, at) before this moment
+        newest = steps - made + (at < position)
+    if version <= newest:
+        return None
+    here = -steps
+    return (
+        f"version {version + here} does not exist here",
+        f"read version {newest + here}, or an older one, all over its batch",
+    )
 
 
 def barriers(facts: Facts) -> Iterator[Fault]:

@@ -1,19 +1,25 @@
-"""What the rules for programs look at, worked out once."""
+"""What the rules for programs look at, worked out once; and what is wrong with each instruction."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
 from fxpipe.errors import Fault
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.program import Program
+from fxpipe.ir.schedule import Schedule
+from fxpipe.ir.task import KINDS, Task, TaskKind
 from fxpipe.ir.unroll import shifted
-from fxpipe.ir.value import Buffer
+from fxpipe.ir.value import HOST, KEPT, Buffer, forward_buffer, gradient_buffer, norm_buffer
 from fxpipe.ir.walk import Place
 from fxpipe.text.instruction import print_instruction
+from fxpipe.verify.tasks import Spot, Window, Wrong, wrong_batch
+
+_KINDS = {"norm": TaskKind("norm", "norm", per_microbatch=False)}
+"""What a program computes that is no task of a schedule."""
 
 
 class Move(NamedTuple):
@@ -27,20 +33,7 @@ class Move(NamedTuple):
 Moves = dict[tuple[int, int], list[Move]]
 """(from, to) → what moves, in the order of the list of the device that sends, or receives."""
 
-
-Step = (
-    ins.Forward
-    | ins.Recompute
-    | ins.Backward
-    | ins.InputGrad
-    | ins.WeightGrad
-    | ins.Run
-    | ins.Norm
-    | ins.Clip
-    | ins.Update
-    | ins.Barrier
-    | ins.Pause
-)
+Step = ins.Computing | ins.Run | ins.Norm | ins.Clip | ins.Update | ins.Barrier | ins.Pause
 """All that does not move or free a value."""
 
 
@@ -67,18 +60,16 @@ class Facts:
 
     Attributes:
         program: the program.
-        trains: whether anything runs backward.
-        lives: device → all that is well-formed, as a batch meets it.
+        window: its tasks; its compute instructions are those of its schedule.
+        wrong: what is wrong with instructions by themselves; the rules leave these out.
+        lives: device → all other instructions, as a batch meets them.
     """
 
-    def __init__(self, program: Program, malformed: set[Place]) -> None:
+    def __init__(self, program: Program) -> None:
         self.program = program
-        self.trains = any(
-            isinstance(instruction, ins.Backward | ins.InputGrad)
-            for instructions in program.lists
-            for instruction in instructions
-        )
-        self._malformed = malformed
+        self.window = _window(program)
+        wrong = {**self.window.wrong, **dict(_wrong(program))}
+        self.wrong = {place: wrong[place] for place in sorted(wrong)}
         self.lives = [self._life(device) for device in range(program.devices)]
 
     def fault(self, device: int, position: int, what: str, cure: str) -> Fault:
@@ -86,19 +77,15 @@ class Facts:
         text = print_instruction(self.program.lists[device][position])
         return Fault(what, cure, device, position, text)
 
-    def batch(self, device: int, position: int) -> int:
-        """The batch for which an instruction runs in a window: 0 for its own step's."""
-        return ins.batch_of(self.program.lists[device][position]) if self.program.depth else 0
-
     def moment(self, device: int, position: int) -> tuple[int, int]:
         """When a batch meets an instruction, among those of its device: step and position."""
-        return -self.batch(device, position), position
+        return -ins.batch_of(self.program.lists[device][position]), position
 
     @cached_property
     def compute(self) -> list[list[tuple[int, Step]]]:
         """Device → position and instruction of all but the moves and frees, in a life's order."""
         return [
-            [(position, x) for position, x in life.steps if isinstance(x, Step)]
+            [(position, x) for position, x in life.steps if not isinstance(x, ins.Move)]
             for life in self.lives
         ]
 
@@ -111,24 +98,10 @@ class Facts:
         ]
 
     @cached_property
-    def updates(self) -> dict[int, tuple[int, int]]:
-        """Stage → device and position of its first update."""
-        found: dict[int, tuple[int, int]] = {}
-        for device, compute in enumerate(self.compute):
-            for position, x in compute:
-                if isinstance(x, ins.Update):
-                    found.setdefault(x.stage, (device, position))
-        return found
-
-    @cached_property
-    def recomputed(self) -> set[tuple[int, int]]:
-        """Stage and micro-batch of each forward that runs again."""
-        return {
-            (x.stage, x.microbatch)
-            for compute in self.compute
-            for _, x in compute
-            if isinstance(x, ins.Recompute)
-        }
+    def updates(self) -> dict[int, Spot]:
+        """Stage → where its update is."""
+        spots = self.window.spots
+        return {stage: spot for (kind, _, stage), spot in spots.items() if kind == "U"}
 
     @cached_property
     def last_made(self) -> list[dict[Buffer, int]]:
@@ -141,38 +114,133 @@ class Facts:
     @cached_property
     def sent(self) -> Moves:
         """What leaves, by pair of devices."""
-        moves: Moves = defaultdict(list)
-        for device, position, x in self._moves(ins.Send, ins.Stash):
-            assert isinstance(x, ins.Send | ins.Stash)
-            move = Move(position, x.buffer, self.batch(device, position))
-            moves[device, self.program.destination(x)].append(move)
-        return moves
+        return self._moves(ins.Send, ins.Stash)
 
     @cached_property
     def received(self) -> Moves:
         """What arrives, by pair of devices."""
-        moves: Moves = defaultdict(list)
-        for device, position, x in self._moves(ins.Receive, ins.Pop):
-            assert isinstance(x, ins.Receive | ins.Pop)
-            move = Move(position, x.buffer, self.batch(device, position))
-            moves[self.program.origin(x), device].append(move)
-        return moves
+        return self._moves(ins.Receive, ins.Pop)
 
-    def _moves(self, *kinds: type[ins.Instruction]) -> Iterable[tuple[int, int, ins.Instruction]]:
-        """Device, position and instruction of these kinds, in the order of the lists."""
+    def _moves(self, *kinds: type[ins.Moving]) -> Moves:
+        """What moves with such instructions, each pair's in the order of the list."""
+        program = self.program
+        moves: Moves = defaultdict(list)
         for device, life in enumerate(self.lives):
-            found = [(position, x) for position, x in life.steps if isinstance(x, kinds)]
-            if self.program.depth:
-                found.sort(key=lambda entry: entry[0])
-            for position, x in found:
-                yield device, position, x
+            for position in sorted(p for p, x in life.steps if isinstance(x, kinds)):
+                x = program.lists[device][position]
+                assert isinstance(x, ins.Move)
+                ends = program.placement[x.buffer.source], program.placement[x.buffer.target]
+                moves[ends].append(Move(position, x.buffer._replace(batch=0), x.buffer.batch))
+        return moves
 
     def _life(self, device: int) -> Life:
         own = self.program.lists[device]
         positions: Sequence[int] = range(len(own))
-        if self._malformed:
-            positions = [p for p in positions if (device, p) not in self._malformed]
+        if self.wrong:
+            positions = [p for p in positions if (device, p) not in self.wrong]
         elif not self.program.depth:
             return Life(positions, own)
         positions = sorted(positions, key=lambda p: -ins.batch_of(own[p]))
         return Life(positions, [shifted(own[p], -ins.batch_of(own[p])) for p in positions])
+
+
+def _window(program: Program) -> Window:
+    """The tasks that the compute instructions of a program run."""
+    rows: list[tuple[Task, ...]] = []
+    positions: list[list[int]] = []
+    for own in program.lists:
+        tasks = [(at, task) for at, x in enumerate(own) if (task := _task(x)) is not None]
+        positions.append([at for at, _ in tasks])
+        rows.append(tuple([task for _, task in tasks]))
+    return Window(
+        Schedule(program.name, program.microbatches, program.placement, tuple(rows)),
+        {**KINDS, **_KINDS},
+        positions,
+        lambda device, position: print_instruction(program.lists[device][position]),
+    )
+
+
+def _task(x: ins.Instruction) -> Task | None:
+    if isinstance(x, ins.Move | ins.Barrier | ins.Pause):
+        return None
+    kind = "norm" if isinstance(x, ins.Norm) else ins.letter_of(x)
+    assert kind is not None
+    return Task(kind, getattr(x, "microbatch", None), x.stage, x.batch)
+
+
+def _wrong(program: Program) -> Iterator[tuple[Place, Wrong]]:
+    """The places of moves, frees and user's own tasks that are wrong by themselves."""
+    routes = _routes(program)
+    # buffers differ in little but their micro-batch, so the verdict on the rest is kept
+    verdicts: dict[tuple[object, ...], Wrong | None] = {}
+    for device, own in enumerate(program.lists):
+        for position, x in enumerate(own):
+            wrong: Wrong | None = None
+            if isinstance(x, ins.Move):
+                buffer = x.buffer
+                key = device, type(x), *buffer[:4]
+                if key not in verdicts:
+                    verdicts[key] = _misrouted(x, device, routes.get(buffer[:4]))
+                wrong = verdicts[key] or wrong_batch(
+                    buffer.batch, buffer.microbatch, program.microbatches
+                )
+            elif isinstance(x, ins.Run) and (x.kind not in KINDS or KINDS[x.kind].run is None):
+                wrong = f"there is no task of your own {x.kind!r}", "define it with define_task"
+            if wrong is not None:
+                yield Place(device, position), wrong
+
+
+def _routes(program: Program) -> Mapping[tuple[object, ...], tuple[int, int]]:
+    """What a buffer is, but for its micro-batch → the devices that make and that use it."""
+    homes = {HOST: HOST, **dict(enumerate(program.placement))}
+    routes: dict[tuple[object, ...], tuple[int, int]] = {}
+    for edge in program.edges:
+        made, used = homes[edge.source], homes[edge.target]
+        routes[forward_buffer(edge, 0)[:4]] = made, used
+        if edge.gradient:
+            routes[gradient_buffer(edge, 0)[:4]] = used, made
+    for stage, home in enumerate(program.placement):
+        for other, there in enumerate(program.placement):
+            routes[norm_buffer(stage, other)[:4]] = home, there
+        for kind in KEPT:
+            routes[kind, "", stage, stage] = home, home
+    return routes
+
+
+def _misrouted(instruction: ins.Moving, device: int, route: tuple[int, int] | None) -> Wrong | None:
+    """What is wrong with a move or a free, the micro-batch apart."""
+    if route is None:
+        return "no edge carries this value", "name a buffer of one of the program's edges"
+    made, used = route
+    skips = instruction.buffer.kind == "skip"
+    match instruction:
+        case ins.Free():
+            right = device in route
+            cure = "free it on a device that holds it"
+        case ins.Load():
+            right = made == HOST and used == device
+            cure = "load what the caller gives, on the device that uses it"
+        case ins.Output():
+            right = used == HOST and made == device
+            cure = "hand over what goes to the caller, on the device that makes it"
+        case ins.Send() | ins.Stash():
+            right = made == device != used and used != HOST
+            right = right and skips == isinstance(instruction, ins.Stash)
+            cure = (
+                "send what another device uses, on the device that makes it; what skips "
+                "stages is stashed, all else is sent"
+            )
+        case ins.Receive() | ins.Pop():
+            right = used == device != made and made != HOST
+            right = right and skips == isinstance(instruction, ins.Pop)
+            cure = (
+                "receive what another device makes, on the device that uses it; what was "
+                "stashed is popped, all else is received"
+            )
+    if right:
+        return None
+    return f"the value goes from {_device_name(made)} to {_device_name(used)}", cure
+
+
+def _device_name(device: int) -> str:
+    return "the caller" if device == HOST else f"device {device}"

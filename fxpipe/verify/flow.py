@@ -8,7 +8,7 @@ from fxpipe.errors import Fault
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.value import HOST, Buffer, forward_buffer, gradient_buffer
 from fxpipe.verify.facts import Facts, Move
-from fxpipe.verify.spans import microbatches
+from fxpipe.verify.tasks import microbatches_text
 
 
 def lives(facts: Facts) -> Iterator[Fault]:
@@ -126,7 +126,7 @@ def delivered(facts: Facts) -> Iterator[Fault]:
     for edge in program.edges:
         if edge.target == HOST:
             make, stage = forward_buffer, edge.source
-        elif edge.source == HOST and edge.gradient and facts.trains:
+        elif edge.source == HOST and edge.gradient and facts.window.trains:
             make, stage = gradient_buffer, edge.target
         else:
             continue
@@ -134,7 +134,7 @@ def delivered(facts: Facts) -> Iterator[Fault]:
         if missing:
             yield Fault(
                 f"the caller never gets {make(edge, missing[0]).kind} {edge.value} of "
-                f"{microbatches(missing)}",
+                f"{microbatches_text(missing)}",
                 "add an output after the instruction that makes it",
                 program.placement[stage],
                 subject=f"edge {edge}",

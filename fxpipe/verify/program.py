@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from fxpipe.errors import Fault, VerificationError
+from fxpipe.ir import instruction as ins
 from fxpipe.ir.program import Program
-from fxpipe.ir.walk import Place
+from fxpipe.ir.value import HOST, Edge, stage_name
+from fxpipe.text.edge import is_name
 from fxpipe.torchtools.state import without_collection
-from fxpipe.verify import compute, flow, races, reads
+from fxpipe.verify import compute, flow, races
 from fxpipe.verify.channels import Unstuck
 from fxpipe.verify.facts import Facts
-from fxpipe.verify.form import Form, frame_faults
+from fxpipe.verify.tasks import counts_faults
 
 Rule = Callable[[Facts], Iterator[Fault]]
 
 RULES: dict[str, tuple[Rule, ...]] = {
     "lower": (
-        compute.complete,
-        compute.ascending,
+        compute.tasks,
         compute.kept,
-        compute.updated,
-        compute.followed,
-        reads.versions,
+        compute.versions,
         compute.barriers,
         compute.meetings,
     ),
@@ -50,16 +49,15 @@ def verify_program(program: Program, channel: int | None = None) -> Program:
         InputError: the channel is less than nothing.
     """
     unstuck = Unstuck(channel)
-    faults = list(frame_faults(program)) or _faults(program, unstuck)
+    faults = list(_frame(program)) or _faults(program, unstuck)
     if faults:
         raise VerificationError(f"program {program.name!r}", faults, program)
     return program
 
 
 def _faults(program: Program, unstuck: Unstuck) -> list[Fault]:
-    malformed: set[Place] = set()
-    faults = list(Form(program).faults(malformed))
-    facts = Facts(program, malformed)
+    facts = Facts(program)
+    faults = [facts.fault(*place, *wrong) for place, wrong in facts.wrong.items()]
     for name, rules in RULES.items():
         if name in program.passes:
             for rule in rules:
@@ -70,3 +68,62 @@ def _faults(program: Program, unstuck: Unstuck) -> list[Fault]:
         for rule in ORDERED:
             faults.extend(rule(facts))
     return faults
+
+
+def _frame(program: Program) -> Iterator[Fault]:
+    """What is wrong with the counts, the placement and the edges.
+
+    With any of these the instructions cannot be judged.
+    """
+    lists = program.lists
+    older = (abs(x.version - x.batch) for own in lists for x in own if isinstance(x, ins.Compute))
+    yield from counts_faults(
+        program.microbatches,
+        program.placement,
+        program.devices,
+        sum(map(len, lists)) if {"lower", "communicate"} & {*program.passes} else None,
+        max(program.depth, max(older, default=0)),
+    )
+    if program.launches and list(map(len, program.launches)) != list(map(len, program.lists)):
+        yield Fault(
+            f"its devices have {_counts(program.launches)} launches for "
+            f"{_counts(program.lists)} instructions",
+            "give each instruction its launch, or none of them",
+        )
+    elif "streams" in program.passes and not program.launches and any(program.lists):
+        yield Fault("its instructions have streams and no launches", "run the pass streams again")
+    sources: dict[str, int] = {}
+    known: set[tuple[str, int, int]] = set()
+    for edge in program.edges:
+        yield from _edge_faults(edge, program.stages)
+        if sources.setdefault(edge.value, edge.source) != edge.source:
+            yield Fault(
+                f"{edge.value} is made by stages {stage_name(sources[edge.value])} and "
+                f"{stage_name(edge.source)}",
+                "give each value a name of its own",
+                subject=f"edge {edge}",
+            )
+        if (edge.value, edge.source, edge.target) in known:
+            yield Fault("there are two such edges", "keep one", subject=f"edge {edge}")
+        known.add((edge.value, edge.source, edge.target))
+
+
+def _counts(lists: Sequence[Sequence[object]]) -> str:
+    return ", ".join(str(len(own)) for own in lists) or "no"
+
+
+def _edge_faults(edge: Edge, stages: int) -> Iterator[Fault]:
+    subject = f"edge {edge}"
+    if not is_name(edge.value):
+        yield Fault(
+            f"{edge.value!r} is no name of a value", "give it an identifier", subject=subject
+        )
+    for end in (edge.source, edge.target):
+        if end != HOST and not 0 <= end < stages:
+            yield Fault(
+                f"there is no stage {end}", f"name one of the {stages} stages", subject=subject
+            )
+    if edge.source == edge.target == HOST:
+        yield Fault("it goes from the caller to the caller", "remove it", subject=subject)
+    elif HOST not in (edge.source, edge.target) and edge.source >= edge.target:
+        yield Fault("an edge runs forward", "let a later stage use the value", subject=subject)

@@ -1,21 +1,49 @@
-"""Whether a schedule computes its steps: every task once, in its place and order, no deadlock."""
+"""The verifier of a Schedule, and what a schedule keeps between forward and backward."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from numbers import Integral
 
-from fxpipe.errors import Fault, VerificationError
+from fxpipe.errors import Fault, InputError, VerificationError
 from fxpipe.ir.schedule import Schedule
-from fxpipe.ir.task import KINDS
+from fxpipe.ir.task import Task, is_whole
+from fxpipe.ir.walk import needs_of
 from fxpipe.torchtools.state import without_collection
-from fxpipe.verify.order import ascending, dependencies, gradients_used_up
-from fxpipe.verify.spans import microbatches
-from fxpipe.verify.stash import Stash, StashLimit, stash_of, too_much
+from fxpipe.verify.tasks import (
+    Spot,
+    Window,
+    ascending,
+    complete,
+    counts_faults,
+    dependencies,
+    gradients_used_up,
+)
 from fxpipe.verify.versions import Versions, too_small, versions_of
-from fxpipe.verify.window import Window, frame_faults
 
-_ORDER = (ascending, dependencies, gradients_used_up)
+StashLimit = int | Sequence[int]
+"""The most that a device may keep, over all its stages; or one number for each stage."""
+
+
+@dataclass(frozen=True)
+class Stash:
+    """The most that is kept at once, in a run of any length.
+
+    A micro-batch counts from the begin of its forward on a stage to the end of its backward
+    there; where that is in halves, to the end of the weight gradient, as the papers count.
+
+    Attributes:
+        stages: stage → micro-batches that it keeps.
+        devices: device → micro-batches that all its stages keep, together.
+        deferred: stage → micro-batches between input gradient and weight gradient.
+        inputs: stage → micro-batches of which only the inputs are kept, until the recompute.
+    """
+
+    stages: tuple[int, ...]
+    devices: tuple[int, ...]
+    deferred: tuple[int, ...]
+    inputs: tuple[int, ...]
 
 
 @without_collection()
@@ -34,10 +62,9 @@ def verify_schedule(schedule: Schedule, stash_limit: StashLimit | None = None) -
         InputError: the limit is no count, or there is not one for each stage.
     """
     window, faults = _read(schedule)
-    complete = not faults
-    for rule in _ORDER:
-        faults += rule(window)
-    if complete:  # or numbers would be told that mean nothing
+    whole = not faults
+    faults += _order(window)
+    if whole:  # or numbers would be told that mean nothing
         faults += too_small(window)
         if stash_limit is not None:
             faults += too_much(window, stash_limit)
@@ -66,52 +93,136 @@ def schedule_stash(schedule: Schedule) -> Stash:
 
 def _ordered(schedule: Schedule) -> Window:
     window, faults = _read(schedule)
-    for rule in _ORDER:
-        faults += rule(window)
+    faults += _order(window)
     if faults:
         raise _error(schedule, faults)
     return window
 
 
+def _order(window: Window) -> Iterator[Fault]:
+    yield from ascending(window)
+    yield from dependencies(window, needs_of(window.schedule))
+    yield from gradients_used_up(window)
+
+
 def _read(schedule: Schedule) -> tuple[Window, list[Fault]]:
     """The window, and what is wrong with its tasks but for their order."""
-    faults = list(frame_faults(schedule))
+    faults = list(_frame(schedule))
     if faults:
         raise _error(schedule, faults)
     window = Window(schedule)
-    return window, list(_incomplete(window))
+    return window, [*window.faults, *complete(window, updates=window.trains)]
 
 
 def _error(schedule: Schedule, faults: list[Fault]) -> VerificationError:
     return VerificationError(f"schedule {schedule.name!r}", faults, schedule)
 
 
-def _incomplete(window: Window) -> Iterator[Fault]:
-    """Tasks that are wrong by themselves, there twice or missing."""
-    yield from window.faults
-    schedule, spots = window.schedule, window.spots
-    trains = any(kind != "F" for kind, _, _ in spots)
-    clips = any(kind == "C" for kind, _, _ in spots)
+def _frame(schedule: Schedule) -> Iterator[Fault]:
+    """The counts, the placement and the delays; the tasks cannot be judged without them."""
+    for device, row in enumerate(schedule.rows):
+        for position, task in enumerate(row):
+            if not isinstance(task, Task) or not is_whole(task):
+                cure = "write tasks of whole numbers, such as F(0)"
+                yield Fault("it is no task of whole numbers", cure, device, position, repr(task))
+                return
+    for number in (schedule.microbatches, *schedule.placement, *schedule.delays):
+        if not isinstance(number, Integral):
+            what = f"a count, a device or a delay is {number!r}"
+            yield Fault(what, "give whole numbers")
+            return
+    held = sum(map(len, schedule.rows))
+    reach = max(schedule.depth, *schedule.delays, 0)
+    yield from counts_faults(
+        schedule.microbatches, schedule.placement, schedule.devices, held, reach
+    )
+    if len(schedule.delays) != schedule.stages:
+        yield Fault(
+            f"it has {len(schedule.delays)} delays for {schedule.stages} stages",
+            "give one for all stages, or one for each",
+        )
+    if min(schedule.delays, default=0) < 0:
+        yield Fault(f"its delay is {schedule.delay}", "give at least 0")
+
+
+def stash_of(window: Window) -> Stash:
+    """The peaks of a schedule whose tasks are all there and in order."""
+    held = _held(window.schedule)
+    stages, devices = [0] * window.schedule.stages, [0] * window.schedule.devices
+    for spot, stage, alive in _levels(window, "F", "BW"):
+        stages[stage] = max(stages[stage], alive[stage])
+        together = sum([alive[each] for each in held[spot.device]])
+        devices[spot.device] = max(devices[spot.device], together)
+    deferred, inputs = [0] * len(stages), [0] * len(stages)
+    for peaks, begin, ends in ((deferred, "I", "W"), (inputs, "F", "R")):
+        for _, stage, alive in _levels(window, begin, ends):
+            peaks[stage] = max(peaks[stage], alive[stage])
+    return Stash(tuple(stages), tuple(devices), tuple(deferred), tuple(inputs))
+
+
+def too_much(window: Window, limit: StashLimit) -> Iterator[Fault]:
+    """Where each device, or each stage, first keeps more than its limit.
+
+    Raises:
+        InputError: the limit is no count, or there is not one for each stage.
+    """
+    limits = _checked(limit, window.schedule.stages)
+    held = _held(window.schedule)
+    peaks = stash_of(window)
+    told: set[int] = set()
+    for spot, stage, alive in _levels(window, "F", "BW"):
+        if isinstance(limits, int):
+            who, what, most = spot.device, "the device keeps", limits
+            now, peak = sum([alive[each] for each in held[who]]), peaks.devices[who]
+        else:
+            who, what, most = stage, f"stage {stage} keeps", limits[stage]
+            now, peak = alive[stage], peaks.stages[stage]
+        if now > most and who not in told:
+            told.add(who)
+            yield window.fault(
+                spot,
+                f"{what} {now} micro-batches from here on, and {peak} at its peak; the limit is "
+                f"{most}",
+                f"run a backward before it, or allow {peak}",
+            )
+
+
+def _levels(window: Window, begin: str, ends: str) -> Iterator[tuple[Spot, int, list[int]]]:
+    """Each task that begins a span, its stage, and stage → the spans that are open then.
+
+    A span that ends for an earlier batch than it begins is open when the window starts, as often
+    as there are batches between.
+    """
+    spots = window.spots
+    alive = [0] * window.schedule.stages
+    spans: set[tuple[int | None, int]] = set()
+    for (kind, i, stage), spot in spots.items():
+        if kind in ends and (first := spots.get((begin, i, stage))) is not None:
+            spans.add((i, stage))
+            alive[stage] += first.batch - spot.batch
+    for (kind, i, stage), spot in spots.items():
+        if kind == begin and (i, stage) in spans:
+            alive[stage] += 1
+            yield spot, stage, alive
+        elif kind in ends:
+            alive[stage] -= 1
+
+
+def _held(schedule: Schedule) -> list[list[int]]:
+    """Device → its stages."""
+    held: list[list[int]] = [[] for _ in schedule.rows]
     for stage, device in enumerate(schedule.placement):
-        lacks: dict[str, list[int]] = defaultdict(list)
-        for i in range(schedule.microbatches):
-            if ("F", i, stage) not in spots:
-                lacks["forward"].append(i)
-            whole = ("B", i, stage) in spots
-            halves = [kind for kind in "IW" if (kind, i, stage) in spots]
-            if whole and halves:
-                yield Fault(
-                    f"stage {stage} has a whole backward of micro-batch {i} and a half of it",
-                    "keep B, or I and W",
-                    device,
-                )
-            elif len(halves) == 1:
-                lacks[KINDS["W" if halves == ["I"] else "I"].name].append(i)
-            elif trains and not whole and not halves:
-                lacks["backward"].append(i)
-        for name, indices in lacks.items():
-            yield Fault(f"stage {stage} has no {name} of {microbatches(indices)}", "add it", device)
-        if trains and ("U", None, stage) not in spots:
-            yield Fault(f"stage {stage} has no update", "add it", device)
-        if clips and ("C", None, stage) not in spots:
-            yield Fault(f"stage {stage} has no clip", "clip every stage or none", device)
+        held[device].append(stage)
+    return held
+
+
+def _checked(limit: StashLimit, stages: int) -> int | tuple[int, ...]:
+    limits = limit if isinstance(limit, int) else tuple(limit)
+    if isinstance(limits, tuple) and len(limits) != stages:
+        raise InputError(
+            f"stash_limit has {len(limits)} numbers for {stages} stages; give one for each stage, "
+            "or a single one for each device"
+        )
+    if any(each < 0 for each in (limits if isinstance(limits, tuple) else (limits,))):
+        raise InputError(f"stash_limit is {limit}; give at least 0")
+    return limits

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from fxpipe.errors import Fault
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import BUILT_IN, KINDS
-from fxpipe.verify.window import Spot, Window
+from fxpipe.verify.tasks import Spot, Window
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def too_small(window: Window) -> Iterator[Fault]:
             yield window.fault(
                 stage.first,
                 f"delay={delay} is too small for stage {number}, which needs {smallest}: batch t "
-                f"reads version {version} here, and {window.text(stage.update)}, position "
+                f"reads version {version} here, and {window.text(*stage.update[:2])}, position "
                 f"{stage.update.position}, makes that only later",
                 cure,
             )

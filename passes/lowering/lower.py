@@ -165,7 +165,7 @@ class _Instructions:
             return ins.Update(stage, batch, batch + 1, batch)
         if kind == "F":
             again = (stage, i) in self._recomputed
-            return ins.Forward(stage, i, version, self.trains and not again, again, batch)
+            return ins.Forward(stage, i, version, batch, self.trains and not again, again)
         return _COMPUTE[kind](stage, i, version, batch)
 
     def after(self, task: Task) -> Iterator[ins.Instruction]:

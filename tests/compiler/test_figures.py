@@ -15,8 +15,7 @@ from torch.utils import _pytree as pytree
 import fxpipe
 from fxpipe.errors import InputError
 from fxpipe.ir import instruction as ins
-from fxpipe.ir.blocking import blocking
-from fxpipe.ir.unroll import unroll
+from fxpipe.ir.unroll import blocking, unroll
 from fxpipe.passes.lowering.streams import Streams
 from fxpipe.runtime import interpreter
 from fxpipe.runtime.interpreter import Machine

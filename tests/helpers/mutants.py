@@ -122,14 +122,7 @@ def _other_instructions(
         case ins.Update():
             yield "change version", replace(instruction, reads=instruction.reads + 1)
             yield "change version", replace(instruction, writes=instruction.writes - 1)
-        case (
-            ins.Forward()
-            | ins.Recompute()
-            | ins.Backward()
-            | ins.InputGrad()
-            | ins.WeightGrad()
-            | ins.Run()
-        ):
+        case ins.Compute() | ins.Run():
             if instruction.microbatch is not None:
                 for i in range(-1, program.microbatches + 1):
                     if i != instruction.microbatch:
@@ -149,7 +142,9 @@ def _other_instructions(
         yield "change batch", replace(instruction, batch=batch)
 
 
-def _other_moves(program: Program, instruction: ins.Move) -> Iterator[tuple[str, ins.Instruction]]:
+def _other_moves(
+    program: Program, instruction: ins.Moving
+) -> Iterator[tuple[str, ins.Instruction]]:
     buffer = instruction.buffer
     make = type(instruction)
     for i in range(-1, program.microbatches + 1):

@@ -214,6 +214,20 @@ def test_a_task_before_what_it_follows_is_refused() -> None:
         Schedule("mine", 1, (0,), rows).verify()
 
 
+def test_a_task_of_each_micro_batch_before_what_comes_once_a_step_is_refused() -> None:
+    options: dict[str, Any] = {"run": lambda context: None, "cost": 0.1, "per_microbatch": True}
+    make = define_task("N", "norm", follows="U", **options)
+    rows = ((F(0, 0), B(0, 0), make(0, 0), U(0)),)
+    with pytest.raises(fxpipe.VerificationError, match="N0@0: it comes before U@0"):
+        Schedule("mine", 1, (0,), rows).verify()
+    text = (
+        "program mine microbatches=1\nplace 0\npasses lower\ndevice 0\n"
+        "forward s0[0] v0 keep\nbackward s0[0] v0\nbarrier\nrun N s0[0] v0\nupdate s0 v0 -> v1\n"
+    )
+    with pytest.raises(fxpipe.VerificationError, match=r"run N s0\[0\] v0: it comes before update"):
+        fxpipe.Program.parse(text).verify()
+
+
 def test_a_program_with_an_undefined_task_is_refused() -> None:
     make = define_task("N", "norm", run=lambda context: None, cost=0.1)
     rows = ((F(0, 0), B(0, 0), make(0), U(0)),)

@@ -142,7 +142,7 @@ INSTRUCTIONS = st.one_of(
         st.builds(made, buffers())
         for made in (ins.Load, ins.Output, ins.Send, ins.Receive, ins.Stash, ins.Pop, ins.Free)
     ),
-    st.builds(ins.Forward, SMALL, SMALL, VERSIONS, st.booleans(), st.booleans(), BATCHES),
+    st.builds(ins.Forward, SMALL, SMALL, VERSIONS, BATCHES, st.booleans(), st.booleans()),
     *(
         st.builds(made, SMALL, SMALL, VERSIONS, BATCHES)
         for made in (ins.Recompute, ins.Backward, ins.InputGrad, ins.WeightGrad)

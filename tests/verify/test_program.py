@@ -174,10 +174,10 @@ RIGHT_FAULTS = {
     ("duplicate", "Stash"): "it is sent twice|is freed already",
     ("duplicate", "Receive"): "was made before",
     ("duplicate", "Free"): "is freed already",
-    ("duplicate", "Forward"): "it is there twice",
-    ("duplicate", "Backward"): "it is there twice",
-    ("duplicate", "Recompute"): "it is there twice",
-    ("duplicate", "Update"): "it is there twice",
+    ("duplicate", "Forward"): "it is there already",
+    ("duplicate", "Backward"): "it is there already",
+    ("duplicate", "Recompute"): "it is there already",
+    ("duplicate", "Update"): "it is there already",
 }
 """Edit and instruction → what one of the faults is about, where it is refused."""
 

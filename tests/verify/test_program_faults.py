@@ -11,6 +11,7 @@ from fxpipe.ir import instruction as ins
 from fxpipe.ir.program import Program
 from fxpipe.ir.recipe import Recipe
 from fxpipe.ir.schedule import Schedule
+from fxpipe.ir.task import KINDS, define_task
 from fxpipe.ir.value import HOST, Buffer, Edge
 from fxpipe.passes.lowering.communicate import communicate
 from fxpipe.passes.lowering.lower import Lower
@@ -159,7 +160,7 @@ def test_compute_that_is_there_twice_is_named_before_anything_moves(twice: ins.I
     program = Lower(chain(1))(gpipe(1, 1))
     own = tuple(y for x in program.lists[0] for y in ((x, x) if x == twice else (x,)))
     faults = faults_of(replace(program, lists=(own,)))
-    assert faults[0].what == "it is there twice"
+    assert faults[0].what.startswith("it is there already: device 0, position ")
 
 
 @pytest.mark.parametrize(("recipe", "keeps"), [(gpipe, False), (inference, True)])
@@ -171,6 +172,19 @@ def test_a_forward_keeps_what_a_backward_needs_and_nothing_else(
     (fault,) = faults_of(replace(program, lists=lists))
     assert fault.position == 0
     assert "it keeps" in fault.what
+
+
+def test_what_needs_gradients_stands_before_the_update_and_a_clip_behind_the_norm() -> None:
+    define_task("N", "norm", run=lambda context: None, cost=0.1, reads=("gradients",))
+    head = "program mine microbatches=1\nplace 0\npasses lower\ndevice 0\n"
+    head += "forward s0[0] v0 keep\nbackward s0[0] v0\nbarrier\n"
+    program = Program.parse(head + "clip s0\nnorm s0\nupdate s0 v0 -> v1\nrun N s0 v1\n")
+    found = [(fault.position, fault.what) for fault in faults_of(program)]
+    del KINDS["N"]
+    assert found == [
+        (3, "it comes before norm s0, position 4, which it needs"),
+        (6, "it needs gradients that update s0 v0 -> v1, position 5, has used up"),
+    ]
 
 
 def test_an_output_that_the_caller_never_gets_is_named() -> None:

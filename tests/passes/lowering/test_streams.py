@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from fxpipe.draw.lanes import lanes_of, sketch_lanes
 from fxpipe.errors import InputError
 from fxpipe.ir import instruction as ins
-from fxpipe.ir.blocking import blocking
 from fxpipe.ir.program import Event, Launch, Program
 from fxpipe.ir.recipe import RECIPES, Recipe
-from fxpipe.ir.unroll import unroll
+from fxpipe.ir.unroll import blocking, unroll
 from fxpipe.passes.lowering.communicate import communicate
 from fxpipe.passes.lowering.free import free
 from fxpipe.passes.lowering.lower import Lower

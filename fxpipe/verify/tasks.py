@@ -1,0 +1,319 @@
+"""The rules for the tasks of a step, the same in a schedule and in the program made of it.
+
+A window of tasks repeats, step after step, and the rules hold for all steps though they look at
+one:
+
+- The first steps leave out tasks of batches that do not exist, and so does the flush. That keeps
+  the order of all others, and a task needs only tasks of its own batch, which run whenever it
+  does. So what holds where all batches exist holds at both ends as well.
+- On one device batch t meets a task of batch b in step t − b. Its tasks therefore come in the order
+  of (−b, position), whatever the step.
+- Between devices a task that stands for batch b needs one that stands for batch c, and that runs
+  b − c steps later. A later step is refused: a step ends when all devices are through their
+  windows. A wait for an earlier step is over before the window begins, so a circle of waits lies
+  within one window, and running one window against itself, with the waits inside it, finds it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+from fxpipe.errors import Fault, near
+from fxpipe.ir.schedule import Schedule
+from fxpipe.ir.task import KINDS, Task, TaskKind
+from fxpipe.ir.unroll import FURTHEST
+from fxpipe.ir.walk import Key, Place, Wait, walk
+from fxpipe.words import numbers_text
+
+_MISSING = 10_000
+"""How many forwards may be missing and still be told one by one."""
+
+_LINES = {"F": "forwards", "B": "gradients", "W": "gradients"}
+"""What takes the micro-batches in order: buffers such as BatchNorm's statistics are written, and
+gradients are added, in that order."""
+
+Wrong = tuple[str, str]
+"""What is wrong with something, and what to do about it."""
+
+
+class Spot(NamedTuple):
+    """Where a window holds a task, and the batch for which it runs there."""
+
+    device: int
+    position: int
+    batch: int
+
+    @property
+    def moment(self) -> tuple[int, int]:
+        """When a batch comes by, among the moments of its device."""
+        return -self.batch, self.position
+
+
+class Window:
+    """The tasks of a step.
+
+    Attributes:
+        schedule: the tasks; its counts and placement are right.
+        kinds: the kinds that a task may be of.
+        text: device and position → what stands there, as text.
+        spots: each well-formed task → where it stands first; row after row, in order.
+        wrong: the places of tasks that are wrong by themselves, or there twice.
+        ends: device → the position behind its last task.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        kinds: Mapping[str, TaskKind] = KINDS,
+        positions: Sequence[Iterable[int]] | None = None,
+        text: Callable[[int, int], str] | None = None,
+    ) -> None:
+        self.schedule = schedule
+        self.kinds = kinds
+        self.text = text or (lambda device, position: str(schedule.rows[device][position]))
+        self.spots: dict[Key, Spot] = {}
+        self.wrong: dict[Place, Wrong] = {}
+        self.ends: list[int] = []
+        for device, row in enumerate(schedule.rows):
+            position = -1
+            own = range(len(row)) if positions is None else positions[device]
+            for position, task in zip(own, row, strict=True):
+                if wrong := self._place(task, Spot(device, position, task.batch)):
+                    self.wrong[Place(device, position)] = wrong
+            self.ends.append(position + 1)
+
+    @property
+    def faults(self) -> Iterator[Fault]:
+        """Those of ``wrong``."""
+        for place, (what, cure) in self.wrong.items():
+            yield Fault(what, cure, *place, self.text(*place))
+
+    def fault(self, spot: Spot, what: str, cure: str) -> Fault:
+        """A fault of the task at a spot."""
+        return Fault(what, cure, spot.device, spot.position, self.text(*spot[:2]))
+
+    @cached_property
+    def trains(self) -> bool:
+        """Whether there is more than forwards."""
+        return any(kind != "F" for kind, _, _ in self.spots)
+
+    @cached_property
+    def by_stage(self) -> Sequence[Sequence[tuple[tuple[int, int], str, int | None, Spot]]]:
+        """Stage → moment, kind, micro-batch and spot of its tasks, in the order of a batch."""
+        found: list[list[tuple[tuple[int, int], str, int | None, Spot]]] = [
+            [] for _ in self.schedule.placement
+        ]
+        for (kind, i, stage), spot in self.spots.items():
+            found[stage].append((spot.moment, kind, i, spot))
+        if self.schedule.depth:
+            for own in found:
+                own.sort(key=lambda entry: entry[0])
+        return found
+
+    def _place(self, task: Task, here: Spot) -> Wrong | None:
+        """Note where a task stands; what is wrong with it."""
+        wrong = self._malformed(task)
+        if wrong is not None:
+            return wrong
+        assert task.stage is not None
+        first = self.spots.setdefault((task.kind, task.microbatch, task.stage), here)
+        home = self.schedule.placement[task.stage]
+        if home != here.device:
+            return f"stage {task.stage} is on device {home}", "move it there"
+        if first is not here:
+            where = f"device {first.device}, position {first.position}"
+            return f"it is there already: {where}", "keep one"
+        return None
+
+    def _malformed(self, task: Task) -> Wrong | None:
+        kind, i, stage = self.kinds.get(task.kind), task.microbatch, task.stage
+        if kind is None:
+            return f"there is no kind of task {task.kind!r}", near(task.kind, KINDS)
+        if stage is None:
+            return "it names no stage", "name one"
+        if not 0 <= stage < self.schedule.stages:
+            return f"there is no stage {stage}", f"name one of the {self.schedule.stages}, from 0"
+        if kind.per_microbatch == (i is None):
+            if i is None:
+                return "it names no micro-batch", "name one"
+            return "it comes once a step, not for a micro-batch", "leave the micro-batch out"
+        return wrong_batch(task.batch, i or 0, self.schedule.microbatches)
+
+
+def wrong_batch(batch: int, microbatch: int, microbatches: int) -> Wrong | None:
+    """What is wrong with the batch and the micro-batch of something."""
+    if batch > 0:
+        return (
+            "it belongs to a later step's batch",
+            "give it this step's batch, 0, or that of an earlier step, such as -1",
+        )
+    if not 0 <= microbatch < microbatches:
+        return f"there is no micro-batch {microbatch}", f"name one of the {microbatches}, from 0"
+    return None
+
+
+def counts_faults(
+    microbatches: int, placement: Sequence[int], devices: int, held: int | None, reach: int
+) -> Iterator[Fault]:
+    """The counts and the placement, without which the tasks cannot be judged.
+
+    A line can ask for counts over which all that follows would take for ever.
+
+    Args:
+        microbatches: how many there are a batch.
+        placement: stage → device.
+        devices: how many there are.
+        held: how many tasks, or instructions, there are; None where some may still be missing.
+        reach: by how many batches anything lies back.
+    """
+    if microbatches < 1:
+        yield Fault(f"it has {microbatches} micro-batches", "give it at least 1")
+    if not placement:
+        yield Fault("it has no stages", "place at least one")
+    for stage, device in enumerate(placement):
+        if not 0 <= device < devices:
+            yield Fault(
+                f"stage {stage} is placed on device {device}",
+                f"place it on one of the {devices} devices, numbered from 0",
+            )
+    forwards = len(placement) * microbatches
+    if held is not None and forwards > held + _MISSING:
+        yield Fault(
+            f"its {microbatches} micro-batches have at least {forwards} forwards on "
+            f"{len(placement)} stages, and it holds {held} tasks",
+            f"write them all (at most {_MISSING} may be missing for each to be named), or take "
+            "fewer micro-batches",
+        )
+    if reach > FURTHEST:
+        yield Fault(
+            f"it reaches {reach} batches back", f"let delays and tasks reach at most {FURTHEST}"
+        )
+
+
+def complete(window: Window, updates: bool) -> Iterator[Fault]:
+    """Every forward once; a backward for all of them or none, whole or in halves; the rest.
+
+    Args:
+        window: the tasks.
+        updates: whether every stage is to have an update.
+    """
+    spots = window.spots
+    clips = any(kind == "C" for kind, _, _ in spots)
+    once = {"U": updates, "C": clips, "norm": clips and "norm" in window.kinds}
+    for stage, device in enumerate(window.schedule.placement):
+        lacks: dict[str, list[int]] = defaultdict(list)
+        for i in range(window.schedule.microbatches):
+            if ("F", i, stage) not in spots:
+                lacks["forward"].append(i)
+            whole = ("B", i, stage) in spots
+            halves = [kind for kind in "IW" if (kind, i, stage) in spots]
+            if whole and halves:
+                yield Fault(
+                    f"stage {stage} has a whole backward of micro-batch {i} and a half of it",
+                    "keep the whole backward, or both of its halves",
+                    device,
+                )
+            elif len(halves) == 1:
+                lacks[KINDS["W" if halves == ["I"] else "I"].name].append(i)
+            elif window.trains and not whole and not halves:
+                lacks["backward"].append(i)
+        for name, indices in lacks.items():
+            yield Fault(
+                f"stage {stage} has no {name} of {microbatches_text(indices)}", "add it", device
+            )
+        for kind, needed in once.items():
+            if needed and (kind, None, stage) not in spots:
+                cure = "add it" if kind == "U" else "clip every stage or none"
+                yield Fault(f"stage {stage} has no {window.kinds[kind].name}", cure, device)
+
+
+def ascending(window: Window) -> Iterator[Fault]:
+    """A stage's forwards take the micro-batches in order, and so does what adds to its gradients.
+
+    Its forwards take whole batches in order, too; each batch has gradients of its own.
+    """
+    for own in window.by_stage:
+        latest = {"forwards": -1, "gradients": -1}
+        forwards: list[Spot] = []
+        for _, kind, i, spot in own:
+            if kind not in _LINES or i is None:
+                continue
+            if kind == "F":
+                forwards.append(spot)
+            line = _LINES[kind]
+            if i < latest[line]:
+                yield window.fault(
+                    spot,
+                    f"it comes after micro-batch {latest[line]}",
+                    "let a stage take the micro-batches in ascending order",
+                )
+            latest[line] = max(latest[line], i)
+        if forwards and forwards[-1].moment >= (1 - forwards[0].batch, forwards[0].position):
+            yield window.fault(
+                forwards[-1],
+                f"it comes after {window.text(*forwards[0][:2])} of the next batch",
+                "finish a batch's forwards on a stage before those of the next begin",
+            )
+
+
+def dependencies(window: Window, needs: Callable[[Key], Iterable[Key]]) -> Iterator[Fault]:
+    """Each task comes after those that it needs: the rows run against each other to their ends."""
+    waits: list[list[Wait]] = [[] for _ in window.schedule.rows]
+    spots = window.spots
+    for key, at in spots.items():
+        late: Spot | None = None
+        for needed in needs(key):
+            on = spots.get(needed)
+            if on is None:
+                continue  # reported as missing, or optional
+            if on.device == at.device:
+                if on.moment > (at if late is None else late).moment:
+                    late = on
+            elif on.batch == at.batch:
+                waits[at.device].append((at.position, on.device, on.position))
+            elif on.batch < at.batch:
+                yield _too_early(window, at, on)
+        if late is not None:
+            yield _too_early(window, at, late)
+    yield from walk(window.ends, waits).faults(
+        window.text, "reorder one of the devices of the circle"
+    )
+
+
+def _too_early(window: Window, at: Spot, on: Spot) -> Fault:
+    steps = at.batch - on.batch
+    text = window.text(*on[:2])
+    if not steps:
+        what = f"it comes before {text}, position {on.position}, which it needs"
+        return window.fault(at, what, "move it behind that")
+    later = "the next step" if steps == 1 else f"{steps} steps later"
+    return window.fault(
+        at,
+        f"its batch runs {text}, which it needs, only in {later}: device {on.device}, position "
+        f"{on.position}",
+        "let both stand for the same batch, or that one for a later batch",
+    )
+
+
+def gradients_used_up(window: Window) -> Iterator[Fault]:
+    """A user's task looks at gradients before the update of their batch, which uses them up."""
+    for own in window.by_stage:
+        update: Spot | None = None
+        for _, kind, _, spot in own:
+            if kind == "U":
+                update = spot
+            elif update and "gradients" in (*window.kinds[kind].reads, *window.kinds[kind].writes):
+                yield window.fault(
+                    spot,
+                    f"it needs gradients that {window.text(*update[:2])}, position "
+                    f"{update.position}, has used up",
+                    "move it before that",
+                )
+
+
+def microbatches_text(indices: Sequence[int]) -> str:
+    """``micro-batch 3`` or ``micro-batches 0 and 2-5``."""
+    return f"micro-batch{'' if len(indices) == 1 else 'es'} {numbers_text(indices)}"
