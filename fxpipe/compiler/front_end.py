@@ -46,8 +46,8 @@ class FrontEnd:
     def __init__(self, options: Options) -> None:
         """Nothing is traced yet."""
         self.options = options
-        self._leaves = Leaves(options.model, options.leaf_modules)
-        self.guards = Guards(options.model, options.loss, self._leaves.modules)
+        self._leaves = Leaves(options)
+        self.guards = Guards(options, self._leaves.modules)
 
     def trace(
         self, batch: Batch, leaves: list[Any], size: int, with_loss_: bool, fixed: bool

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dis
 import gc
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import CodeType, FrameType
@@ -19,7 +19,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fxpipe.compiler.looking import OUTSIDE, Look, Reads, Seen
+from fxpipe.compiler.looking import OUTSIDE, Look, Reads, top
+from fxpipe.compiler.options import Options
 from fxpipe.log import LOGGER
 from fxpipe.signals import put_back
 from fxpipe.torchtools import source
@@ -30,13 +31,7 @@ VARIANTS = 8
 
 @dataclass
 class _Variant:
-    """One combination of values of the Python state that traces have read.
-
-    Attributes:
-        number: identifies the variant.
-        reads: the names that its traces have read.
-        values: expression → its value, for everything that was read.
-    """
+    """One combination of the values of all expressions that traces have read."""
 
     number: int
     reads: Reads
@@ -48,28 +43,24 @@ class Guards:
 
     Attributes:
         kept: the numbers of the variants whose graphs are kept.
-        modules: the model's modules.
-        parameters: the model's parameters.
+        modules: the model's modules, as ``variant`` found them.
+        parameters: the model's parameters, as ``variant`` found them.
     """
 
-    def __init__(
-        self, model: nn.Module, loss: Callable[..., Any] | None, leaves: Mapping[str, nn.Module]
-    ) -> None:
+    def __init__(self, options: Options, leaves: Mapping[str, nn.Module]) -> None:
         """Nothing has run yet.
 
         Args:
-            model: the model.
-            loss: its loss function, if there is one.
+            options: the model and its loss.
             leaves: name → leaf module, which no trace looks into. The mapping may grow later.
         """
-        self._model = model
-        self._loss = loss
+        self._options = options
         self._leaves = leaves
         self._reads = Reads()
         self._variants: list[_Variant] = []
         self._count = 0
         self._current: _Variant | None = None
-        self._seen: Seen | None = None
+        self._seen: Look | None = None
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -120,25 +111,28 @@ class Guards:
                 break
         else:
             variant, look = self._new()
-        self._current, self._seen = variant, look.seen
+        self._current, self._seen = variant, look
         return variant.number
 
     def settle(self) -> None:
         """Take the present state for the same variant, such as after a first run has set it."""
         assert self._current is not None
+        same_reads = self._current.reads is self._reads
+        if same_reads and self._seen is not None and self._seen.holds():
+            return
         look = self._look(self._reads)
-        if self._current.reads is self._reads and look.values != self._current.values:
+        if same_reads and look.values != self._current.values:
             LOGGER.warning(
                 "%s changes %s itself while it runs; in its graphs that stays as it was when they "
                 "were traced, so keep it in a buffer (register_buffer) that is written in place",
-                type(self._model).__name__,
+                type(self._options.model).__name__,
                 _changed(self._current.values, look.values),
             )
         self._current.reads, self._current.values = self._reads, look.values
-        self._seen = look.seen
+        self._seen = look
 
     def _look(self, reads: Reads) -> Look:
-        return Look(reads, self._model, self._leaves, self._loss)
+        return Look(reads, self._options, self._leaves)
 
     def _new(self) -> tuple[_Variant, Look]:
         if self._current is not None:
@@ -147,7 +141,7 @@ class Guards:
             report(
                 "%s is traced anew, as %s has changed; a number that changes often belongs into a "
                 "buffer that is written in place",
-                type(self._model).__name__,
+                type(self._options.model).__name__,
                 _changed(old, new),
             )
         look = self._look(self._reads)
@@ -162,12 +156,12 @@ class Guards:
         return {variant.number for variant in self._variants}
 
     @property
-    def modules(self) -> Sequence[nn.Module]:
+    def modules(self) -> list[nn.Module]:
         assert self._seen is not None
         return self._seen.modules
 
     @property
-    def parameters(self) -> Sequence[Tensor]:
+    def parameters(self) -> list[Tensor]:
         assert self._seen is not None
         return self._seen.parameters
 
@@ -183,8 +177,8 @@ def _read(code: CodeType, module: dict[str, Any], reads: Reads) -> bool:
     reads.codes.add(code)
     reads.names.update(code.co_names)
     reads.names.update(_strings(code.co_consts))
-    top = str(module.get("__name__")).partition(".")[0]
-    if top in OUTSIDE or not source.is_users(code.co_filename):
+    package = top(module.get("__name__"))
+    if package in OUTSIDE or not source.is_users(code.co_filename):
         return False
     for step in dis.get_instructions(code):
         if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):

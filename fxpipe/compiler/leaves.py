@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from torch import nn
 
+from fxpipe.compiler.options import Options
 from fxpipe.errors import TraceError
 from fxpipe.log import LOGGER
 from fxpipe.passes.tracing.explain import called
@@ -31,22 +32,17 @@ class Leaves:
         loss: whether the loss is called as it is.
     """
 
-    def __init__(self, model: nn.Module, asked: Mapping[str, nn.Module]) -> None:
-        """Nothing is traced yet.
-
-        Args:
-            model: the model.
-            asked: name → submodule that the user asked for as a leaf module.
-        """
-        self.modules = dict(asked)
+    def __init__(self, options: Options) -> None:
+        """Nothing is traced yet: there are the leaf modules that the user asked for."""
+        self.modules = dict(options.leaf_modules)
         self.unasked: dict[str, str] = {}
         self.loss = False
-        self._model = model
+        self._options = options
         self._told: set[str] = set()
 
     def renew(self) -> None:
         """Look the leaf modules up by name again, in case the model's have been replaced."""
-        named = dict(self._model.named_modules())
+        named = dict(self._options.model.named_modules())
         self.modules.update((name, named[name]) for name in self.modules if name in named)
 
     def grow(self, error: TraceError) -> TraceError | None:
@@ -62,10 +58,10 @@ class Leaves:
         """
         where, around = error.where, list(error.submodules)
         if isinstance(error, UnfitLeaf) and error.name in self.unasked:
-            where, around = self.unasked[error.name], called(self._model, error)
-            kind = type(self._model).__name__
+            where, around = self.unasked[error.name], called(self._options.model, error)
+            kind = type(self._options.model).__name__
             error = TraceError(f"{kind} cannot be traced at {where}, and {error}", where)
-        named = dict(self._model.named_modules())
+        named = dict(self._options.model.named_modules())
         name = next((n for n in reversed(around) if n in named.keys() - self.modules.keys()), None)
         if name is None:
             return error
@@ -120,7 +116,7 @@ class Leaves:
             "%s cannot be traced at %s. That line is in no submodule. %s is therefore called as it "
             "is%s, in one stage: no cut falls into it, %s. With that line in a submodule of its "
             "own, that alone would be called as it is",
-            type(self._model).__name__,
+            type(self._options.model).__name__,
             error.where,
             f"What forward does after its call of {calls[count - 1]!r}" if count else "The model",
             f", with {called}" if later else "",
@@ -143,7 +139,7 @@ class Leaves:
             LOGGER.warning(
                 "%s cannot be traced at %s. %s therefore called as %s: no cut falls into %s, %s. "
                 "compile(..., leaf_modules=[%s]) does the same without this warning",
-                type(self._model).__name__,
+                type(self._options.model).__name__,
                 where,
                 f"{listed if few else f'{len(names)} submodules, {names[0]!r} …,'} "
                 + ("is" if len(names) == 1 else "are"),

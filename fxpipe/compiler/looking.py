@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torchs
 from torch.nn.parameter import is_lazy
 
+from fxpipe.compiler.options import Options
+
 LONG = 1000
 """Collections of more entries are looked at as one object."""
 MOST = 10_000
@@ -34,6 +36,9 @@ _RECORDS = ("types.SimpleNamespace", "argparse.Namespace")
 """Python's own classes whose objects are looked into."""
 OUTSIDE = frozenset((*sys.stdlib_module_names, "torch", "fxpipe", "mpmath", "networkx", "sympy"))
 _MISSING = object()
+_HOLDERS = (MethodType, partial, property, staticmethod, classmethod)
+_INSIDE = ("__self__", "__func__", "func", "args", "keywords", "fget")
+"""What methods, partial functions and their like are made of."""
 
 
 @dataclass
@@ -58,77 +63,43 @@ class Reads:
         return Reads({*self.names}, {*self.codes}, {**self.variables}, {*self.makers})
 
 
-@dataclass
-class Seen:
-    """The state as it was at the last look, for a quick test that nothing has changed.
+class Look:
+    """A snapshot of the plain Python state that code reads.
 
     Attributes:
-        dicts: (a dictionary, its length or None if that does not matter, the items that matter).
-        lists: (a list or a set, a copy of its entries).
-        attributes: (an object, the name of one of its attributes, its value).
+        values: expression, such as ``model.scale`` → its value.
         modules: the model's modules.
         parameters: the model's parameters.
     """
 
-    dicts: list[tuple[Mapping[str, Any], int | None, list[tuple[str, Any]]]]
-    lists: list[tuple[Any, list[Any]]]
-    attributes: list[tuple[Any, str, Any]]
-    modules: list[nn.Module]
-    parameters: list[Tensor]
-
-    def holds(self) -> bool:
-        """Whether everything is as it was."""
-        for held, length, items in self.dicts:
-            if length is not None and len(held) != length:
-                return False
-            for name, value in items:
-                new = held.get(name, _MISSING)
-                if new is not value and _differ(new, value):
-                    return False
-        for held_list, copy in self.lists:
-            if len(held_list) != len(copy):
-                return False
-            for new, value in zip(held_list, copy, strict=True):
-                if new is not value and _differ(new, value):
-                    return False
-        for owner, name, value in self.attributes:
-            if _attribute(owner, name) is not value:
-                return False
-        return not any(map(hooked, self.parameters))
-
-
-class Look:
-    """A snapshot of the state.
-
-    Attributes:
-        values: expression, such as ``model.scale`` → its value.
-        seen: the same in a form that is quick to compare.
-    """
-
-    def __init__(self, reads: Reads, model: nn.Module, leaves: Iterable[str], loss: Any) -> None:
+    def __init__(self, reads: Reads, options: Options, leaves: Iterable[str]) -> None:
         """Take the snapshot.
 
         Args:
             reads: the names in code that ran.
-            model: the model.
+            options: the model and its loss.
             leaves: names of leaf modules, which no trace looks into.
-            loss: its loss function, if there is one.
         """
         self.values: dict[str, Any] = {}
-        self.seen = Seen([], [], [], [*model.modules()], [*model.parameters()])
+        self.modules = [*options.model.modules()]
+        self.parameters: list[Tensor] = [*options.model.parameters()]
+        # (a dictionary, its length or None if that does not matter, the items that matter)
+        self._dicts: list[tuple[Mapping[Any, Any], int | None, list[tuple[Any, Any]]]] = []
+        self._lists: list[tuple[Any, list[Any]]] = []  # (a list or a set, a copy of its entries)
+        self._held: list[tuple[Any, str, Any]] = []  # (an object, an attribute, its value)
         self._reads = reads
         self._first: dict[int, str] = {}  # identity → the first expression that gives it
         self._rest: deque[tuple[str, Any]] = deque()
-        self._module("model", model, leaves)
+        self._module("model", options.model, leaves)
         for name in _GLOBAL_HOOKS:
             self._hooks(f"torch.nn.modules.module.{name}", getattr(torchs, name))
-        self._at("loss", loss)
+        self._at("loss", options.loss)
         every: dict[int, tuple[dict[str, Any], None, list[tuple[str, Any]]]] = {}
         for (number, name), module in reads.variables.items():
             value = module.get(name, _MISSING)
             every.setdefault(number, (module, None, []))[2].append((name, value))
             self._at(f"{module.get('__name__')}.{name}", value)
-        self.seen.dicts += every.values()
+        self._dicts += every.values()
         left = len(self.values) + MOST
         while self._rest:
             path, value = self._rest.popleft()
@@ -136,49 +107,66 @@ class Look:
                 self._into(path, value)
             else:
                 self.values[path] = Same(value)
+        self._first.clear()
+
+    def holds(self) -> bool:
+        """Whether everything is as it was: a quick test, which takes an equal list for a change."""
+        for held, length, items in self._dicts:
+            if length is not None and len(held) != length:
+                return False
+            for name, value in items:
+                new = held.get(name, _MISSING)
+                if new is not value and _differ(new, value):
+                    return False
+        for held_list, copy in self._lists:
+            if len(held_list) != len(copy):
+                return False
+            for new, value in zip(held_list, copy, strict=True):
+                if new is not value and _differ(new, value):
+                    return False
+        for owner, name, value in self._held:
+            if _attribute(owner, name) is not value:
+                return False
+        return not any(map(hooked, self.parameters))
 
     def _at(self, path: str, value: Any) -> None:
         """Note the value of an expression. What it contains is visited later."""
         while path in self.values:
             path += "'"
-        if isinstance(value, _PLAIN):
+        if type(value) in _PLAIN or isinstance(value, _PLAIN):
             self.values[path] = type(value), value
             return
         first = self._first.setdefault(id(value), path)
-        if first is path:
+        if first is path:  # else its contents are noted under the first expression
             self._rest.append((path, value))
-        self.values[path] = first, _kind(value)  # its contents are noted under the first expression
+            self.values[path] = first, _kind(value)
+        else:
+            self.values[path] = first
 
     def _into(self, path: str, value: Any) -> None:
         """Visit what a value contains."""
         if isinstance(value, _SEQUENCES):
             if len(value) <= LONG:
                 content = [*value]
-                self.seen.lists.append((value, content))
+                self._lists.append((value, content))
                 for index, each in enumerate(content):
                     self._at(f"{path}[{index}]", each)
         elif _is_dict(value):
             if len(value) <= LONG:
                 items = [*value.items()]
-                self.seen.dicts.append((value, len(value), items))
+                self._dicts.append((value, len(value), items))
                 for key, each in items:
                     self._at(f"{path}[{key!r}]" if isinstance(key, _PLAIN) else f"{path}[?]", each)
         elif isinstance(value, nn.Module):
             self._module(path, value)
         elif isinstance(value, FunctionType):
             self._function(path, value)
-        elif isinstance(value, MethodType):
-            self._held(path, value, ("__self__", "__func__"))
-        elif isinstance(value, partial):
-            self._held(path, value, ("func", "args", "keywords"))
-        elif isinstance(value, property):
-            self._held(path, value, ("fget",))
-        elif isinstance(value, staticmethod | classmethod):
-            self._held(path, value, ("__func__",))
+        elif isinstance(value, _HOLDERS):
+            self._hold(path, value, (name for name in _INSIDE if hasattr(value, name)))
         elif isinstance(value, type):
             self._class(path, value)
         elif isinstance(value, ModuleType):
-            if _top(value.__name__) not in OUTSIDE:
+            if top(value.__name__) not in OUTSIDE:
                 self._attributes(path, vars(value))
         elif not isinstance(value, Tensor) and _is_record(type(value)):
             every = type(value) in self._reads.makers
@@ -186,7 +174,7 @@ class Look:
             for base in type(value).__mro__:
                 slots = (n for n, v in vars(base).items() if isinstance(v, MemberDescriptorType))
                 read = (n for n in slots if every or n in self._reads.names)
-                self._held(path, value, (name for name in read if name != "__dict__"))
+                self._hold(path, value, (name for name in read if name != "__dict__"))
             self._at(f"{path}.__class__", type(value))
 
     def _module(self, path: str, root: nn.Module, leaves: Iterable[str] | None = None) -> None:
@@ -197,7 +185,7 @@ class Look:
         without = tuple(f"{path}.{leaf}" for leaf in leaves or ())
         for where, module in modules:
             for held in (module._modules, module._parameters, module._buffers):
-                self.seen.dicts.append((held, len(held), [*held.items()]))
+                self._dicts.append((held, len(held), [*held.items()]))
             if where in without:
                 self.values[where] = Same(module)
             if any(where == leaf or where.startswith(f"{leaf}.") for leaf in without):
@@ -211,18 +199,18 @@ class Look:
             self._at(f"{where}.__class__", type(module))
 
     def _hooks(self, path: str, hooks: Mapping[Any, Any]) -> None:
-        items = [*hooks.items()]
-        self.seen.dicts.append((hooks, len(hooks), items))
+        items = [*hooks.items()] if hooks else []
+        self._dicts.append((hooks, len(hooks), items))
         for index, (_, hook) in enumerate(items):
             self._at(f"{path}[{index}]", hook)
 
     def _class(self, path: str, cls: type) -> None:
-        top = _top(cls.__module__)
-        if top in sys.stdlib_module_names:
+        package = top(cls.__module__)
+        if package in sys.stdlib_module_names:
             return
-        if top in OUTSIDE:
+        if package in OUTSIDE:
             items = [(n, v) for n, v in vars(cls).items() if n in self._reads.names]
-            self.seen.dicts.append((vars(cls), len(vars(cls)), items))
+            self._dicts.append((vars(cls), len(vars(cls)), items))
             self.values.update((f"{path}.{name}", Same(value)) for name, value in items)
         else:
             self._attributes(path, vars(cls), cls in self._reads.makers)
@@ -231,20 +219,20 @@ class Look:
 
     def _function(self, path: str, function: FunctionType) -> None:
         """Visit what a function reads besides its arguments and globals."""
-        self.seen.attributes.append((function, "__code__", function.__code__))
+        self._held.append((function, "__code__", function.__code__))
         if function.__code__ in self._reads.codes:
-            self._held(path, function, ("__defaults__", "__kwdefaults__"))
+            self._hold(path, function, ("__defaults__", "__kwdefaults__"))
             for name, cell in zip(
                 function.__code__.co_freevars, function.__closure__ or (), strict=True
             ):
                 content = _attribute(cell, "cell_contents")
-                self.seen.attributes.append((cell, "cell_contents", content))
+                self._held.append((cell, "cell_contents", content))
                 self._at(f"{path}.{name}", content)
 
-    def _held(self, path: str, owner: Any, names: Iterable[str]) -> None:
+    def _hold(self, path: str, owner: Any, names: Iterable[str]) -> None:
         for name in names:
             value = _attribute(owner, name)
-            self.seen.attributes.append((owner, name, value))
+            self._held.append((owner, name, value))
             self._at(f"{path}.{name}", value)
 
     def _attributes(
@@ -256,7 +244,7 @@ class Look:
     ) -> None:
         names = self._reads.names
         items = [(n, v) for n, v in held.items() if (every or n in names) and n not in but]
-        self.seen.dicts.append((held, len(held), items))
+        self._dicts.append((held, len(held), items))
         for name, value in items:
             self._at(f"{path}.{name}", value)
 
@@ -315,7 +303,8 @@ def _attribute(owner: Any, name: str) -> Any:
         return _MISSING
 
 
-def _top(name: str) -> str:
+def top(name: Any) -> str:
+    """The package of a dotted name."""
     return str(name).partition(".")[0]
 
 
@@ -326,5 +315,5 @@ def _is_dict(value: Any) -> bool:
 
 def _is_record(cls: type) -> bool:
     """Whether a class's objects have attributes to visit, such as a model's configuration."""
-    own = _top(cls.__module__) not in OUTSIDE
+    own = top(cls.__module__) not in OUTSIDE
     return own or f"{cls.__module__}.{cls.__qualname__}" in _RECORDS

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fxpipe.compiler.guards import Guards
+from fxpipe.compiler.options import Options
+from fxpipe.schedules.gpipe import gpipe
 from fxpipe.torchtools.state import without_collection
 
 _TREES = st.recursive(
@@ -24,6 +26,10 @@ _TREES = st.recursive(
     ),
     max_leaves=12,
 )
+
+
+def _guards(model: nn.Module) -> Guards:
+    return Guards(Options(model=model, devices=(), torch_devices=(), recipe=gpipe), {})
 
 
 def _read(tree: Any) -> str:
@@ -58,7 +64,7 @@ def test_whatever_changes_in_place_inside_of_an_attribute_is_another_state(data:
 
     model = Holds()
     model.tree = [data.draw(_TREES), data.draw(_TREES)]  # type: ignore[assignment]
-    guards = Guards(model, None, {})
+    guards = _guards(model)
     first = guards.variant()
     with without_collection(), guards.reading():  # collection runs code of others in between
         before = model()
@@ -85,7 +91,7 @@ def test_each_object_whose_method_makes_names_counts() -> None:
             return x
 
     model = nn.Sequential(Made(), Made())
-    guards = Guards(model, None, {})
+    guards = _guards(model)
     first = guards.variant()
     with guards.reading():
         model(1.0)
@@ -104,7 +110,7 @@ def test_what_a_first_run_sets_is_no_new_state() -> None:
             return x * self.table
 
     model = Lazy()
-    guards = Guards(model, None, {})
+    guards = _guards(model)
     first = guards.variant()
     with guards.reading():
         model(torch.ones(4))
@@ -127,7 +133,7 @@ def test_an_object_that_does_not_tell_its_length_may_be_held() -> None:
 
     model = nn.Identity()
     model.scale = Stream()  # type: ignore[assignment]
-    guards = Guards(model, None, {})
+    guards = _guards(model)
     with guards.reading():
         assert model.scale is not None
     assert guards.variant() == guards.variant()
