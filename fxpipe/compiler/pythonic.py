@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
 from types import FrameType
 from typing import Any
 
@@ -22,6 +21,10 @@ from fxpipe.torchtools import source
 
 _OWN = frozenset(vars(nn.Module()))
 """The attributes that every module has."""
+_MISSING = object()
+
+Key = tuple[str | None, str]
+"""A module and its attribute, by their names; None and the name of a random generator."""
 
 
 def refuse_changes(
@@ -44,56 +47,51 @@ def refuse_changes(
         TraceError: it changes an attribute, or draws from Python's or NumPy's random generator;
             names the line, and in the latter case the submodules around it.
     """
-    drawn = _Drawn(leaves, run)
-    run = drawn.run
-    own = [
-        (name, module)
-        for name, module in model.named_modules()
-        if not any(name == leaf or name.startswith(f"{leaf}.") for leaf in leaves)
-    ]
-    watched: list[_Attribute | _Generator] = [
-        *_attributes(own),
-        *(_Generator(name, drawn) for name in other_states()),
-    ]
-    before = [each.look() for each in watched]
-    names = {(each.module, each.name) for each in watched}
-    output = run()
-    late = [each for each in _attributes(own) if (each.module, each.name) not in names]
-    pairs = zip(watched, before, strict=True)
-    changed = [*(each for each, old in pairs if not _same(each.look(), old)), *late]
+    watch = _Watch(model, leaves, run)
+    before = watch.look()
+    output = watch.run()
+    once = watch.look(before)
+    changed = [key for key, now in once.items() if not _same(now, before.get(key))]
     if not changed:
         return output
-    between = [each.look() for each in changed]
-    run()
-    for each, old in zip(changed, between, strict=True):
-        if not _same(each.look(), old):
-            line, around = _line_that_changes(each, model, run)
-            for other, value in zip(watched, before, strict=True):
-                other.put_back(value)
-            where = f"{line or each.owner} ({each.construct})"
+    watch.run()
+    for key in changed:
+        if not _same(watch.at(key), once[key]):
+            line, around = _line_that_changes(key, watch, model)
+            watch.put_back(before)
+            owner, construct, cure = watch.told(key)
+            where = f"{line or owner} ({construct})"
             raise TraceError(
-                f"{type(model).__name__} cannot be traced at {where}; {each.cure}",
+                f"{type(model).__name__} cannot be traced at {where}; {cure}",
                 where,
-                around if isinstance(each, _Generator) else (),
+                around if key[0] is None else (),
             )
     return output
 
 
-class _Drawn:
-    """Runs a model so that its leaf modules change no generator but PyTorch's."""
+class _Watch:
+    """Python state while a model runs: attributes of modules, and Python's and NumPy's generators.
 
-    def __init__(self, leaves: Mapping[str, nn.Module], run: Callable[[], Any]) -> None:
+    Not attributes of leaf modules, nor of PyTorch's own.
+    """
+
+    def __init__(
+        self, model: nn.Module, leaves: Mapping[str, nn.Module], run: Callable[[], Any]
+    ) -> None:
+        self._modules = {
+            path: module
+            for path, module in model.named_modules()
+            if not any(path == leaf or path.startswith(f"{leaf}.") for leaf in leaves)
+            and not type(module).__module__.startswith("torch.nn.")
+        }
         self._leaves = leaves
         self._run = run
         self._entered: list[dict[str, bytes]] = []
 
     def run(self) -> Any:
+        """Run the model so that its leaf modules change no generator but PyTorch's."""
         with called_instead(self._leaves, self._call):
             return self._run()
-
-    def state(self, name: str) -> bytes:
-        """That of a generator; within a leaf module what it was before."""
-        return (self._entered[0] if self._entered else other_states())[name]
 
     def _call(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         self._entered.append(other_states())
@@ -102,96 +100,66 @@ class _Drawn:
         finally:
             put_back_others(self._entered.pop())
 
+    def look(self, more: Iterable[Key] = ()) -> dict[Key, Any]:
+        """All of the state, and that of some keys which may be there no more."""
+        keys: dict[Key, None] = {
+            (path, name): None
+            for path, module in self._modules.items()
+            for name in vars(module)
+            if name not in _OWN
+        }
+        keys.update(((None, name), None) for name in other_states())
+        return {key: self.at(key) for key in (keys | dict.fromkeys(more))}
 
-@dataclass(frozen=True)
-class _Attribute:
-    """An attribute of a module that is neither a parameter nor a buffer nor a submodule."""
+    def at(self, key: Key) -> tuple[Any, Any]:
+        """A value, and a copy of what it contains now. A generator's state within a leaf module is
+        that before it."""
+        path, name = key
+        if path is None:
+            state = (self._entered[0] if self._entered else other_states())[name]
+            return state, state
+        value = vars(self._modules[path]).get(name, _MISSING)
+        if isinstance(value, list | dict):
+            return value, tuple(value.items() if isinstance(value, dict) else value)
+        return value, frozenset(value) if isinstance(value, set) else value
 
-    module: str
-    owner: str
-    values: dict[str, Any]
-    name: str
+    def put_back(self, before: Mapping[Key, Any]) -> None:
+        """Give everything the value that it had in an earlier look."""
+        for (path, name), (value, content) in before.items():
+            if path is None:
+                put_back_others({name: value})
+                continue
+            if isinstance(value, list):
+                value[:] = content
+            elif isinstance(value, set | dict):
+                value.clear()
+                value.update(content)
+            vars(self._modules[path])[name] = value
 
-    @property
-    def construct(self) -> str:
+    def told(self, key: Key) -> tuple[str, str, str]:
+        """Whose state it is, what is wrong with changing it, and what to do."""
+        path, name = key
+        if path is None:
+            return (
+                "the model",
+                f"the trace would not be deterministic: it draws from {name}",
+                f"draw with torch.rand, and choose with torch.where, or {way_out('')}",
+            )
+        owner = type(self._modules[path]).__name__
         return (
-            f"a mutation of Python state: every call changes {self.owner}.{self.name}, which in a "
-            "graph would stay as it is"
+            owner,
+            f"a mutation of Python state: every call changes {owner}.{name}, which in a graph "
+            "would stay as it is",
+            f"keep {name} in a buffer (register_buffer) that is written in place, or "
+            f"{way_out(path)}",
         )
 
-    @property
-    def cure(self) -> str:
-        return (
-            f"keep {self.name} in a buffer (register_buffer) that is written in place, or "
-            f"{way_out(self.module)}"
-        )
 
-    def look(self) -> Any:
-        value = self.values.get(self.name, _Missing)
-        if isinstance(value, list | set):
-            return (value, type(value)(value))
-        if isinstance(value, dict):
-            return (value, dict(value))
-        return (value, value)
-
-    def put_back(self, old: Any) -> None:
-        value, content = old
-        if isinstance(value, list):
-            value[:] = content
-        elif isinstance(value, set | dict):
-            value.clear()
-            value.update(content)
-        self.values[self.name] = value
-
-
-class _Missing:
-    """Stands for the value of an attribute that does not exist."""
-
-
-@dataclass(frozen=True)
-class _Generator:
-    """A random generator that is not PyTorch's."""
-
-    name: str
-    drawn: _Drawn
-    module: str = ""
-    owner: str = "the model"
-    cure: str = f"draw with torch.rand, and choose with torch.where, or {way_out('')}"
-
-    @property
-    def construct(self) -> str:
-        return f"the trace would not be deterministic: it draws from {self.name}"
-
-    def look(self) -> Any:
-        state = self.drawn.state(self.name)
-        return state, state
-
-    def put_back(self, old: Any) -> None:
-        put_back_others({self.name: old[0]})
-
-
-def _attributes(modules: list[tuple[str, nn.Module]]) -> list[_Attribute]:
-    return [
-        _Attribute(path, type(module).__name__, vars(module), name)
-        for path, module in modules
-        if not type(module).__module__.startswith("torch.nn.")
-        for name in vars(module)
-        if name not in _OWN
-    ]
-
-
-def _same(new: Any, old: Any) -> bool:
-    """Whether an attribute is as it was; tensors and other objects are compared by identity."""
-    (value, content), (before, content_before) = new, old
-    if isinstance(value, dict):
-        content, content_before = tuple(content.items()), tuple(content_before.items())
-    elif isinstance(value, list):
-        content, content_before = tuple(content), tuple(content_before)
-    elif isinstance(value, set):
-        return value is before and bool(content == content_before)
-    else:
-        return _equal(value, before)
-    return value is before and _equal(content, content_before)
+def _same(new: tuple[Any, Any], old: tuple[Any, Any] | None) -> bool:
+    """Whether state is as it was; tensors and other objects are compared by identity."""
+    if old is None or (isinstance(new[0], list | set | dict) and new[0] is not old[0]):
+        return False
+    return _equal(new[1], old[1])
 
 
 def _equal(a: Any, b: Any) -> bool:
@@ -199,16 +167,14 @@ def _equal(a: Any, b: Any) -> bool:
         return True
     if isinstance(a, tuple) and isinstance(b, tuple):
         return len(a) == len(b) and all(map(_equal, a, b))
-    plain = isinstance(a, int | float | complex | str | bytes)
+    plain = isinstance(a, int | float | complex | str | bytes | frozenset)
     return plain and type(a) is type(b) and bool(a == b)
 
 
-def _line_that_changes(
-    watched: _Attribute | _Generator, model: nn.Module, run: Callable[[], Any]
-) -> tuple[str, list[str]]:
+def _line_that_changes(key: Key, watch: _Watch, model: nn.Module) -> tuple[str, list[str]]:
     """The user's line that changes an attribute or a generator, and the submodules that were being
     called there, outermost first; found by one more run."""
-    before = watched.look()
+    before = watch.at(key)
     names = {id(vars(module)): name for name, module in model.named_modules() if name}
     last: list[tuple[FrameType, int]] = []
     found: list[str] = []
@@ -224,7 +190,7 @@ def _line_that_changes(
             frame = frame.f_back
 
     def trace(frame: FrameType, event: str, arg: Any) -> Any:
-        if not found and last and not _same(watched.look(), before):
+        if not found and last and not _same(watch.at(key), before):
             take()
         file = frame.f_code.co_filename
         if found or not source.is_users(file) or file == random.__file__:
@@ -236,10 +202,10 @@ def _line_that_changes(
     previous = sys.gettrace()
     sys.settrace(trace)
     try:
-        run()
+        watch.run()
     finally:
         sys.settrace(previous)
-    if not found and last and not _same(watched.look(), before):
+    if not found and last and not _same(watch.at(key), before):
         take()
     last.clear()  # frames hold all that was computed in them
     return "".join(found), around
