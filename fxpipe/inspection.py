@@ -14,8 +14,7 @@ from torch.optim import Optimizer
 from fxpipe.compiler.compiled import Compiled
 from fxpipe.compiler.compiler import Compiler
 from fxpipe.compiler.options import Options
-from fxpipe.compiler.predict import predict
-from fxpipe.compiler.sizes import Sizes
+from fxpipe.compiler.predict import Sizes, predict
 from fxpipe.engine import Engine
 from fxpipe.errors import InputError
 from fxpipe.ir.plan import Plan, Stage

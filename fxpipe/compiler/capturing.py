@@ -18,10 +18,9 @@ from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.traced import SEED
 from fxpipe.ir.unroll import unroll
 from fxpipe.ir.value import HOST
-from fxpipe.kernels.captured import Captured
+from fxpipe.kernels.captured import Captured, Graphs
 from fxpipe.kernels.graph import GraphKernel
 from fxpipe.kernels.kernel import Kernel
-from fxpipe.kernels.slot import Graphs
 from fxpipe.log import noted
 from fxpipe.torchtools import source
 

@@ -19,8 +19,7 @@ from fxpipe.compiler.objective import weighed
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.placement import Placement
 from fxpipe.compiler.plans import Call, Graph, Plans
-from fxpipe.compiler.predict import plan_sizes, predicted_peaks
-from fxpipe.compiler.sizes import Sizes, remedies
+from fxpipe.compiler.predict import Sizes, plan_sizes, predicted_peaks, remedies
 from fxpipe.compiler.timetable import Purpose, Timetable
 from fxpipe.errors import FxpipeError, InputError, PartitionError
 from fxpipe.ir.plan import Plan

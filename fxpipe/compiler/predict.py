@@ -1,24 +1,38 @@
-"""A pipeline's figures: predicted from its plan, and measured while it trains."""
+"""What a plan is predicted to need: bytes and seconds, by simulation; the largest micro-batch that
+fits into memory; and options with which a step that does not fit would."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+import math
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
+from rich.table import Table
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fxpipe.errors import InputError
+from fxpipe.compiler.timetable import Timetable
+from fxpipe.errors import FxpipeError, InputError
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import Program
+from fxpipe.ir.recipe import find_recipe
 from fxpipe.ir.schedule import Schedule
 from fxpipe.memory.held import Resting, sizes_of, undo_bytes
 from fxpipe.memory.optimizer import optimizer_memory
+from fxpipe.passes.graph.extents import Extent
 from fxpipe.simulator import Simulation, simulate
 from fxpipe.simulator.costs import Costs, Key, Links, measured_costs
-from fxpipe.simulator.sizes import Sizes
+from fxpipe.simulator.sizes import Sizes as StageSizes
+from fxpipe.words import bytes_text, table_text
+
+_MOST = 1 << 20
+_LESS_MEMORY = ("1f1b", "interleaved-1f1b", "zb-h1", "v-half", "v-min")
+"""Schedules with a flush that keep fewer micro-batches than others of the same placement."""
 
 
 def plan_sizes(
@@ -26,7 +40,7 @@ def plan_sizes(
     state: Mapping[str, Tensor],
     optimizers: Sequence[Optimizer | None],
     schedule: Schedule,
-) -> Sizes:
+) -> StageSizes:
     """The bytes that a plan's stages hold, with the state of their optimizers after a step.
 
     Args:
@@ -59,7 +73,7 @@ def _resting(optimizer: Optimizer, schedule: Schedule) -> Resting:
 def predict(
     plan: Plan,
     program: Program,
-    sizes: Sizes,
+    sizes: StageSizes,
     costs: Costs | None,
     *,
     links: Links | None,
@@ -82,7 +96,7 @@ def predict(
     return replace(found, seconds=True)
 
 
-def predicted_peaks(plan: Plan, program: Program, sizes: Sizes) -> list[int]:
+def predicted_peaks(plan: Plan, program: Program, sizes: StageSizes) -> list[int]:
     """Device → the most bytes that it is predicted to hold, as ``pipe.simulate()`` shows it."""
     found = predict(plan, program, sizes, None, links=None, overlap=True, steps=None)
     return [memory.peak for memory in found.memory]
@@ -100,3 +114,126 @@ def split_target(
     except TypeError:
         return args[:-1], args[-1] if args else None
     return args, None
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """FLOPs and bytes of the stages as expressions in ``b``, the samples of a micro-batch.
+
+    Attributes:
+        stages: stage → FLOPs, bytes saved and bytes sent for a micro-batch.
+        devices: device → its name.
+        limits: device → bytes that it may hold; infinite where there is no limit.
+        samples: how many samples a micro-batch has now.
+        peaks: samples of a micro-batch → for each device the most bytes that it is predicted to
+            hold in a step with these stages, recompute and optimizer, as ``simulate`` shows it.
+            Without ``optimizer=`` the state of an Adam that the caller steps is included.
+    """
+
+    stages: tuple[Extent, ...]
+    devices: tuple[str, ...]
+    limits: tuple[float, ...]
+    samples: int
+    peaks: Callable[[int], Sequence[float]] = field(repr=False, compare=False)
+
+    @cached_property
+    def largest(self) -> int | None:
+        """The most samples that a micro-batch may have, with these stages, so that all devices are
+        predicted to keep their limits. 0 if not even one sample fits; None if there is no limit,
+        or 2²⁰ samples still fit.
+
+        Raises:
+            TraceError: the model cannot be traced for another size.
+        """
+        if all(limit == math.inf for limit in self.limits):
+            return None
+        known: dict[int, Sequence[float]] = {}
+        low, high, next_ = 0, _MOST + 1, self.samples
+        while high - low > 1:
+            known[next_] = self.peaks(next_)
+            if all(map(operator.le, known[next_], self.limits)):
+                low = next_
+            else:
+                high = next_
+            next_ = min(max(self._guess(known), low + 1), high - 1, max(8 * low, self.samples))
+        return None if low == _MOST else low
+
+    def _guess(self, known: dict[int, Sequence[float]]) -> int:
+        """How many samples reach the limits if memory grows linearly, as between the two known
+        sizes that are nearest to the limits."""
+        if len(known) == 1:
+            return max(known) // 2
+        (a, at_a), (b, at_b) = sorted(known.items())[-2:]
+        slopes = [(y - x) / (b - a) for x, y in zip(at_a, at_b, strict=True)]
+        ends = [
+            b + (limit - y) / slope
+            for slope, y, limit in zip(slopes, at_b, self.limits, strict=True)
+            if slope > 0
+        ]
+        return int(min(ends, default=_MOST))
+
+    def __str__(self) -> str:
+        """A table, and the largest micro-batch where memory is limited."""
+        table = Table()
+        for heading in ("stage", "forward FLOPs", "backward FLOPs", "saved B", "sent B"):
+            table.add_column(heading, justify="right", overflow="fold")
+        for stage, extent in enumerate(self.stages):
+            terms = (extent.forward, extent.backward, extent.saved, extent.sent)
+            table.add_row(str(stage), *map(str, terms))
+        notes = ["b: samples in a micro-batch", *self.verdict()]
+        return "\n".join([table_text(table, 130), *notes])
+
+    def verdict(self) -> Sequence[str]:
+        """A line on the largest micro-batch; no line where memory is not limited."""
+        if all(limit == math.inf for limit in self.limits):
+            return []
+        try:
+            largest = self.largest
+        except FxpipeError:
+            return ["the largest micro-batch that fits is not known: the model takes one size only"]
+        if largest is None:
+            return ["any micro-batch fits the memory limits, as predicted"]
+        if not largest:
+            return ["no micro-batch fits the memory limits with these stages, as predicted"]
+        peaks = self.peaks(largest)
+        tightest = max(range(len(peaks)), key=lambda device: peaks[device] / self.limits[device])
+        return [
+            f"the largest micro-batch that fits the memory limits with these stages has {largest} "
+            f"samples, as predicted ({self.devices[tightest]} then holds "
+            f"{bytes_text(peaks[tightest])} of {bytes_text(self.limits[tightest])})"
+        ]
+
+
+def remedies(
+    timetable: Timetable, schedule: Schedule, samples: int, fits: Callable[[Schedule], bool]
+) -> str:
+    """The options that would each be enough alone, at most one of a kind, as a sentence's end.
+
+    Args:
+        timetable: makes the pipe's schedules.
+        schedule: the schedule whose step exceeds the limits.
+        samples: how many samples the batch has.
+        fits: whether the same stages would keep the limits under a schedule; raises FxpipeError
+            where they cannot run it.
+    """
+    own = schedule.microbatches
+    again = [('recompute="always"', timetable.changed(recompute="always"), own)]
+    names = [name for name in _LESS_MEMORY if name != schedule.name]
+    others = [(f'schedule="{n}"', timetable.changed(recipe=find_recipe(n)), own) for n in names]
+    counts = [own * 2**power for power in range(1, (samples // own).bit_length())]
+    finer = [(f"microbatches={count}", timetable, count) for count in counts]
+    found = [text for kind in (again, others, finer) for text in _first(kind, fits)]
+    if not found:
+        return "no recompute, schedule or number of micro-batches is predicted to be enough"
+    return f"predicted to be enough with the same stages: {' or '.join(found)}"
+
+
+def _first(
+    kind: Iterable[tuple[str, Timetable, int]], fits: Callable[[Schedule], bool]
+) -> Iterator[str]:
+    """The description of the first option that fits; nothing if none does."""
+    for text, timetable, microbatches in kind:
+        with suppress(FxpipeError):  # an option that the pipe cannot run with is left out
+            if fits(timetable.schedule(microbatches, "step")):
+                yield text
+                return

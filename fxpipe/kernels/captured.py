@@ -14,15 +14,20 @@ runs on one stream, so its memory is reused only after the work before is done.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from fxpipe.kernels.graph import GraphKernel
+from fxpipe.kernels.graph import GraphKernel, layout
 from fxpipe.kernels.kernel import Backwarded, Forwarded, InputGraded, Totals, Wrapping
-from fxpipe.kernels.slot import Fixed, Graphs, Hold, Key, Part, Slot
 from fxpipe.log import LOGGER
+
+T = TypeVar("T")
+
+Key = tuple[Any, ...]
+"""What a capture is valid for: the addresses of parameters, and the inputs that are no tensors."""
 
 WARM_UP = 3
 """Runs before the first capture, in which libraries choose kernels and allocate their own memory,
@@ -36,6 +41,114 @@ SELDOM = 100
 moves its parameters to other memory in every step would cause a capture in every step."""
 
 
+class Graphs(Protocol):
+    """Captures for one slot; all captures of a slot are replayed on one stream.
+
+    Captures share memory: a replay may overwrite the results of later captures, and those of
+    earlier captures that are no longer referenced. One micro-batch at a time uses a slot, so the
+    results of a later capture are consumed before an earlier one is replayed.
+    """
+
+    def capture(self, run: Callable[[], T], what: str) -> tuple[T, Callable[[], None]]:
+        """Capture a call, which computes nothing yet; ``what`` is its name in messages.
+
+        Returns:
+            The result of the call, and a function that replays it, which fills those tensors.
+
+        Raises:
+            CaptureError: something in it cannot be captured.
+        """
+        ...
+
+
+class Fixed:
+    """Tensors at fixed addresses, which are filled with new values.
+
+    Attributes:
+        values: the tensors, and the last given values that are no tensors.
+    """
+
+    def __init__(self, like: Sequence[Any], strides: Sequence[tuple[int, ...] | None]) -> None:
+        """Allocate memory for values like these; strides of None are a value's own."""
+        self.values = [
+            torch.empty_strided(
+                x.shape, layout(x, wanted or x.stride()), dtype=x.dtype, device=x.device
+            )
+            if isinstance(x, Tensor)
+            else x
+            for x, wanted in zip(like, strides, strict=True)
+        ]
+        self._targets = [x for x in self.values if isinstance(x, Tensor)]
+
+    def fill(self, values: Sequence[Any]) -> None:
+        """Copy new values into the tensors; values that are no tensors are kept as they are."""
+        pairs = list(zip(self.values, values, strict=True))
+        if self._targets:
+            sources = [value for own, value in pairs if isinstance(own, Tensor)]
+            torch._foreach_copy_(self._targets, sources)
+        self.values = [own if isinstance(own, Tensor) else value for own, value in pairs]
+
+
+class Part(NamedTuple):
+    """One captured call: its result, whose tensors every replay overwrites, and the replay."""
+
+    made: Any
+    replay: Callable[[], None]
+
+
+@dataclass
+class Slot:
+    """Fixed memory for one micro-batch of a stage, and the graphs captured on it.
+
+    Attributes:
+        graphs: captures on this slot.
+        inputs: the inputs of forward: the stage's inputs, then the buffers that change.
+        gradients: the gradients of the stage's outputs.
+        takes: key → name of a task → its capture; the most recently used key comes last.
+    """
+
+    graphs: Graphs
+    inputs: Fixed | None = None
+    gradients: Fixed | None = None
+    takes: dict[Key, dict[str, Part]] = field(default_factory=dict)
+
+    def parts(self, key: Key, most: int) -> dict[str, Part]:
+        """Task → the capture that is valid for a key. The captures of at most ``most`` keys are
+        kept, those of the least recently used are dropped."""
+        found = self.takes.pop(key, {})
+        while len(self.takes) >= most:
+            del self.takes[next(iter(self.takes))]
+        self.takes[key] = found
+        return found
+
+
+class Hold:
+    """A slot in use, until ``release`` is called or this object is garbage-collected.
+
+    It takes the place of what a forward saved. A run that fails drops the values of all devices,
+    and with them its Holds, so no slot stays in use.
+    """
+
+    def __init__(self, slot: Slot, free: list[Slot]) -> None:
+        """Take a slot; it returns to ``free``, as appending is atomic in any thread."""
+        self.slot = slot
+        self.parts: dict[str, Part] = {}
+        self._free: list[Slot] | None = free
+
+    @property
+    def saved(self) -> list[Any]:
+        return list(self.parts["forward"].made.saved)
+
+    def release(self) -> None:
+        """Give the slot back, once."""
+        free, self._free = self._free, None
+        if free is not None:
+            free.append(self.slot)
+
+    def __del__(self) -> None:
+        self.release()
+
+
 class Captured(Wrapping):
     """Runs a stage with captured graphs; the results equal the wrapped kernel's to the bit.
 
@@ -44,7 +157,6 @@ class Captured(Wrapping):
     with several differentiable calls at once, the wrapped kernel runs instead.
 
     Attributes:
-        kernel: the wrapped kernel of the stage.
         slots: the most slots that there may be; they are made when needed.
         captures: how many graphs were captured so far.
         overflows: how many forwards found no free slot.
@@ -88,8 +200,8 @@ class Captured(Wrapping):
         self._forwards = 0
         self._dropped = 0
         self._warm: set[str] = set()
+        # the newest backward's parameter gradients, added to the sums before the next backward
         self._fresh: list[Tensor] = []
-        """The newest backward's parameter gradients, added to the sums before the next backward."""
 
     def forward(
         self, parameters: Sequence[Tensor], buffers: Sequence[Tensor], inputs: list[Any]
@@ -139,7 +251,7 @@ class Captured(Wrapping):
             slot = self._given(hold, gradients)
 
             def run() -> list[Tensor]:
-                made = self.kernel.backward(_saved(hold), list(slot.values))
+                made = self.kernel.backward(hold.saved, list(slot.values))
                 self._keep(made.parameters)
                 return made.inputs
 
@@ -155,12 +267,11 @@ class Captured(Wrapping):
             return self.kernel.input_grad(saved, gradients)
         try:
             slot = self._given(hold, gradients)
-            made: InputGraded = self._replayed(
-                hold,
-                "input_grad",
-                lambda: self.kernel.input_grad(_saved(hold), list(slot.values)),
-            )
-            inputs = _copies(made.inputs)
+
+            def run() -> InputGraded:
+                return self.kernel.input_grad(hold.saved, list(slot.values))
+
+            inputs = _copies(self._replayed(hold, "input_grad", run).inputs)
         except BaseException:
             hold.release()
             raise
@@ -183,8 +294,6 @@ class Captured(Wrapping):
         finally:
             hold.release()
 
-    # slots
-
     def _take(self, key: Key) -> Hold | None:
         """Take a free slot, preferably one with captures for these addresses."""
         if self.given_up:
@@ -202,39 +311,32 @@ class Captured(Wrapping):
         hold = Hold(slot, self._free)
         self._dropped += key not in slot.takes and len(slot.takes) >= self.versions
         if self._dropped > max(PATIENCE * self.slots, self._forwards / SELDOM):
-            self._give_up()
+            LOGGER.warning(
+                "stage %d runs uncaptured from now on: its parameters are at other addresses again "
+                "and again; take an optimizer that changes them in place, or leave cuda_graphs out",
+                self._stage,
+            )
+            self.given_up, self._free = True, []
             return None
         hold.parts = slot.parts(key, self.versions)
         return hold
-
-    def _give_up(self) -> None:
-        LOGGER.warning(
-            "stage %d runs uncaptured from now on: its parameters are at other addresses again and "
-            "again; take an optimizer that changes them in place, or leave cuda_graphs out",
-            self._stage,
-        )
-        self.given_up = True
-        self._free = []
 
     def _inputs(self, slot: Slot, inputs: list[Any], moving: list[Tensor]) -> list[Any]:
         """Copy inputs, and buffers whose address changes, into a slot; empties ``inputs``."""
         values = [*inputs, *moving]
         inputs.clear()
-        if slot.inputs is None:
-            slot.inputs = Fixed(values, [*self.kernel.input_strides, *[None] * len(moving)])
+        strides = [*self.kernel.input_strides, *[None] * len(moving)]
+        slot.inputs = slot.inputs or Fixed(values, strides)
         slot.inputs.fill(values)
         return slot.inputs.values
 
     def _given(self, hold: Hold, gradients: list[Tensor]) -> Fixed:
         """Copy gradients of outputs into a slot; empties the list."""
         slot = hold.slot
-        if slot.gradients is None:
-            slot.gradients = Fixed(gradients, self.kernel.gradient_strides)
+        slot.gradients = slot.gradients or Fixed(gradients, self.kernel.gradient_strides)
         slot.gradients.fill(gradients)
         gradients.clear()
         return slot.gradients
-
-    # captures
 
     def _replayed(self, hold: Hold, task: str, run: Callable[[], Any]) -> Any:
         """Replay a task, or capture it the first time. Its results are in the slot's memory."""
@@ -251,10 +353,7 @@ class Captured(Wrapping):
         return part.made
 
     def _keep(self, gradients: Sequence[Tensor | None]) -> None:
-        """Copy parameter gradients to memory that all slots share.
-
-        Otherwise each slot would keep memory for the gradients of all parameters.
-        """
+        """Copy parameter gradients to memory that all slots share, so that none keeps its own."""
         found = [gradient for gradient in gradients if gradient is not None]
         if not self._fresh:
             self._fresh = [torch.empty_like(gradient) for gradient in found]
@@ -264,22 +363,23 @@ class Captured(Wrapping):
     def _added(self, totals: Totals) -> list[Tensor | None]:
         """The sums with the newest gradients added; None for parameters without a gradient."""
         has = self.kernel.parameter_gradients
-        every = list(totals) or [None] * len(has)
         fresh = iter(self._fresh)
-        pairs = [(total, next(fresh)) for total, own in zip(every, has, strict=True) if own]
-        begun = [torch.empty_like(g) for total, g in pairs if total is None]
+        sums: list[Tensor | None] = []
+        begun: list[tuple[Tensor, Tensor]] = []
+        more: list[tuple[Tensor, Tensor]] = []
+        for total, own in zip(totals or [None] * len(has), has, strict=True):
+            gradient = next(fresh) if own else None
+            if gradient is not None and total is None:
+                total = torch.empty_like(gradient)
+                begun.append((total, gradient))
+            elif gradient is not None and total is not None:
+                more.append((total, gradient))
+            sums.append(total)
         if begun:
-            torch._foreach_copy_(begun, [g for total, g in pairs if total is None])
-        if len(begun) < len(pairs):
-            torch._foreach_add_(
-                [total for total, _ in pairs if total is not None],
-                [g for total, g in pairs if total is not None],
-            )
-        new = iter(begun)
-        return [
-            next(new) if own and total is None else total
-            for total, own in zip(every, has, strict=True)
-        ]
+            torch._foreach_copy_([total for total, _ in begun], [g for _, g in begun])
+        if more:
+            torch._foreach_add_([total for total, _ in more], [g for _, g in more])
+        return sums
 
 
 def _address(tensor: Tensor) -> tuple[Any, ...]:
@@ -291,14 +391,8 @@ def _copies(values: Sequence[Any]) -> list[Any]:
     return [value.clone() if isinstance(value, Tensor) else value for value in values]
 
 
-def _saved(hold: Hold) -> list[Any]:
-    saved: list[Any] = list(hold.parts["forward"].made.saved)
-    return saved
-
-
 def _held(saved: list[Any]) -> Hold | None:
-    """The Hold of the slot that has the values a task needs, and empties ``saved``. None where the
-    list holds the values themselves."""
+    """Take the Hold out of ``saved``; None where the list holds the values themselves."""
     if len(saved) == 1 and isinstance(saved[0], Hold):
         hold: Hold = saved[0]
         saved.clear()

@@ -17,7 +17,7 @@ from fxpipe.ir.value import outputs_of
 from fxpipe.kernels.graph import GraphKernel
 from fxpipe.passes.graph.liveness import Liveness, liveness
 from fxpipe.simulator.sizes import Crossing, GraphInput, Sizes, Storage, Workspace
-from fxpipe.torchtools.pieces import size_in_bytes
+from fxpipe.torchtools.pytrees import size_in_bytes
 
 
 @dataclass(frozen=True)

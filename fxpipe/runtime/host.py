@@ -17,8 +17,7 @@ from fxpipe.ir.traced import SEED, Literal, Traced, Value
 from fxpipe.ir.value import HOST, Buffer
 from fxpipe.random.generators import mix
 from fxpipe.runtime.batch import MicroBatches
-from fxpipe.torchtools.pieces import equal
-from fxpipe.torchtools.pytrees import together
+from fxpipe.torchtools.pytrees import equal, together
 
 _DRAWING = threading.RLock()
 """Held while torch's generator, which all pipes share, is read or drawn from."""

@@ -1,7 +1,9 @@
-"""Pytrees: objects of any class are taken apart into tensors, dataclasses are registered.
+"""The tensors that a value consists of.
 
 ``torch.utils._pytree`` knows tuples, lists, dicts and registered classes. A model may return an
-object of any other class that holds tensors in its attributes, such as a cache of keys and values.
+object of any other class that holds tensors in its attributes, such as a cache of keys and values:
+such objects are taken apart, and dataclasses are registered. A sparse tensor itself has no storage,
+strides or entries to compare: it consists of its dense pieces, indices and values.
 """
 
 from __future__ import annotations
@@ -107,9 +109,6 @@ def _objects(value: Any) -> Any:
     return pytree.tree_map(made, value, is_leaf=lambda node: isinstance(node, Parts))
 
 
-__all__ = ["Parts", "returning_parts", "taken_apart", "together"]
-
-
 def flatten(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
     """``tree_flatten``, which also goes into dataclasses: the leaves of a value, and its spec.
 
@@ -137,9 +136,42 @@ def _is_made_of_fields(value: Any) -> bool:
 
 
 def bytes_of(value: Any) -> int:
-    """The bytes of all tensors in a pytree."""
-    return sum(
-        leaf.numel() * leaf.element_size()
-        for leaf in pytree.tree_leaves(value)
-        if isinstance(leaf, torch.Tensor)
-    )
+    """The bytes of all tensors in a pytree; sparse ones count as if they were dense."""
+    tensors = (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor))
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+_COMPRESSED: Mapping[torch.layout, tuple[str, str]] = {
+    torch.sparse_csr: ("crow_indices", "col_indices"),
+    torch.sparse_bsr: ("crow_indices", "col_indices"),
+    torch.sparse_csc: ("ccol_indices", "row_indices"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices"),
+}
+
+SPARSE = {str(layout): layout for layout in (torch.sparse_coo, *_COMPRESSED)}
+"""The sparse layouts by their names."""
+
+
+def pieces(tensor: Tensor) -> tuple[Tensor, ...]:
+    """A dense tensor itself; the indices of a sparse tensor, and last its values."""
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in _COMPRESSED:
+        rows, columns = (getattr(tensor, name)() for name in _COMPRESSED[tensor.layout])
+        return rows, columns, tensor.values()
+    return (tensor,)
+
+
+def memory(tensor: Tensor) -> int:
+    """A number that identifies the storage of a tensor's values; the same for its views."""
+    return int(pieces(tensor)[-1].untyped_storage()._cdata)
+
+
+def size_in_bytes(tensor: Tensor) -> int:
+    """The bytes of a tensor's elements; of a sparse tensor's indices and values."""
+    return sum(piece.numel() * piece.element_size() for piece in pieces(tensor))
+
+
+def equal(one: Tensor, other: Tensor) -> bool:
+    """``torch.equal``; two sparse tensors are equal if their indices and values are."""
+    return one.layout is other.layout and all(map(torch.equal, pieces(one), pieces(other)))

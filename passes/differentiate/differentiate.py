@@ -30,7 +30,7 @@ from fxpipe.kernels.kernel import Kernel
 from fxpipe.passes.differentiate.joint import JointTrace, StageSides, callable_graph
 from fxpipe.passes.differentiate.split_joint import split_joint
 from fxpipe.passes.graph.layouts import TrueLayouts
-from fxpipe.torchtools.pieces import size_in_bytes
+from fxpipe.torchtools.pytrees import size_in_bytes
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,7 @@ from fxpipe.ir.value import HOST
 from fxpipe.kernels.serial import run_serially
 from fxpipe.passes.graph.fixed_draws import FixedDraws, fixed_others, pattern
 from fxpipe.torchtools import moments
-from fxpipe.torchtools.pieces import pieces
-from fxpipe.torchtools.pytrees import taken_apart
+from fxpipe.torchtools.pytrees import pieces, taken_apart
 
 _RELATIVE = {torch.float64: 1e-7, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
 """By how much of the greatest entry two runs of the same operations may differ; a wrong trace

@@ -29,7 +29,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from fxpipe.ir.plan import Plan, Stage, ValueSpec
 from fxpipe.ir.value import HOST, outputs_of
 from fxpipe.passes.differentiate.joint import StageSides
-from fxpipe.torchtools.pieces import memory, size_in_bytes
+from fxpipe.torchtools.pytrees import memory, size_in_bytes
 
 BATCH = sympy.Symbol("b", integer=True, positive=True)
 """Samples in a micro-batch."""

@@ -28,7 +28,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpipe.passes.graph.aliasing import may_alias
-from fxpipe.torchtools.pieces import memory
+from fxpipe.torchtools.pytrees import memory
 
 _NO_VIEWS = (torch.ops.aten.detach.default, torch.ops.aten._unsafe_view.default)
 """Operations whose results lie in another tensor's memory, and are no views to autograd."""

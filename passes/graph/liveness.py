@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from fxpipe.kernels.graph import onto
 from fxpipe.passes.differentiate.fuse_accumulation import product_onto
-from fxpipe.torchtools.pieces import pieces
+from fxpipe.torchtools.pytrees import pieces
 
 
 class Span(NamedTuple):

@@ -18,7 +18,7 @@ from fxpipe.passes.differentiate.joint import ORIGIN
 from fxpipe.passes.partition.assignment import compute_nodes
 from fxpipe.passes.partition.atoms import Footprint
 from fxpipe.passes.partition.measure import NodeCost
-from fxpipe.torchtools.pieces import memory, size_in_bytes
+from fxpipe.torchtools.pytrees import memory, size_in_bytes
 
 
 def footprint_of(

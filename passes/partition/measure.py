@@ -11,8 +11,9 @@ as those of equal layers, share their times, so that deep models need few runs.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +24,6 @@ from fxpipe.ir.plan import Plan
 from fxpipe.ir.traced import Traced
 from fxpipe.kernels.graph import GraphKernel
 from fxpipe.passes.differentiate.joint import BYTES, ORIGIN
-from fxpipe.torchtools.stopwatch import Stopwatch, stopwatch_for
 
 _ROUNDS = 5
 """Runs of each graph at most; the first one warms up."""
@@ -84,7 +84,7 @@ def measure(
         *(state[argument.target] for argument in (*stage.parameters, *stage.buffers)),
         *(values[edge.value] for edge in plan.edges_into(0)),
     ]
-    watch = watch or stopwatch_for(arguments)
+    watch = watch or Stopwatch.of(arguments)
     times = _Times()
     forward = _Timer(kernel.forward_graph, watch, times)
     backward, input_grad, weight_grad = (
@@ -121,6 +121,40 @@ def measure(
         )
         for node in traced.graph.nodes
     }
+
+
+class Stopwatch:
+    """Takes marks between operations, and later tells the times between them.
+
+    On the host, for operations that are done when they return; or on the current stream of a CUDA
+    device. If an operation runs there faster than the host can launch it, its launch time is what
+    is measured.
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        """Measure on a CUDA device, or on the host."""
+        self._device = device
+
+    @classmethod
+    def of(cls, values: Iterable[Any]) -> Stopwatch:
+        """The stopwatch for operations on these values."""
+        places = (value.device for value in values if isinstance(value, Tensor))
+        return cls(next((place for place in places if place.type == "cuda"), None))
+
+    def mark(self) -> Any:
+        """A mark after everything that was called so far."""
+        if self._device is None:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def seconds(self, spans: Sequence[tuple[Any, Any]]) -> list[float]:
+        """The seconds from one mark to the other, for each pair. It waits for a CUDA device."""
+        if self._device is None:
+            return [end - start for start, end in spans]
+        torch.cuda.synchronize(self._device)
+        return [1e-3 * start.elapsed_time(end) for start, end in spans]
 
 
 class _Times:

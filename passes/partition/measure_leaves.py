@@ -14,9 +14,8 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from fxpipe.ir.traced import Traced
-from fxpipe.passes.partition.measure import NodeCost
+from fxpipe.passes.partition.measure import NodeCost, Stopwatch
 from fxpipe.torchtools.pytrees import bytes_of
-from fxpipe.torchtools.stopwatch import Stopwatch, stopwatch_for
 
 _REPEATS = 3
 
@@ -29,10 +28,10 @@ def measure_leaves(
     Args:
         traced: the graph; it must not change the model's state (see ``untouched``).
         values: a value for each input, by name.
-        watch: takes the time; by default the one for where the values are.
+        watch: takes the times; by default the stopwatch for the device of the values.
     """
     held = (*values.values(), *traced.module.parameters())
-    meter = _Meter(traced.module, watch or stopwatch_for(held))
+    meter = _Meter(traced.module, watch or Stopwatch.of(held))
     meter.run(*(values[n.name] for n in traced.graph.nodes if n.op == "placeholder"))
     return meter.costs
 

@@ -16,7 +16,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from fxpipe.errors import TraceError, told, way_out
 from fxpipe.ir.traced import Traced
 from fxpipe.torchtools import source
-from fxpipe.torchtools.pieces import SPARSE
+from fxpipe.torchtools.pytrees import SPARSE
 
 aten = torch.ops.aten
 

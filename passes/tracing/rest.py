@@ -28,8 +28,7 @@ from fxpipe.passes.tracing.flow import Flow, storage_of, tensors_of
 from fxpipe.passes.tracing.leaf_nests import REST, UnfitLeaf
 from fxpipe.passes.tracing.value_checks import ValueChecks
 from fxpipe.random.leaf_draws import DrawsWatched
-from fxpipe.torchtools.pieces import equal
-from fxpipe.torchtools.pytrees import taken_apart
+from fxpipe.torchtools.pytrees import equal, taken_apart
 
 
 class _Reached(BaseException):

@@ -26,7 +26,7 @@ from fxpipe.passes.tracing.explain import explained
 from fxpipe.random.leaf_draws import DrawsWatched, other_states
 from fxpipe.torchtools import source
 from fxpipe.torchtools.functions import functions_kept
-from fxpipe.torchtools.pieces import equal
+from fxpipe.torchtools.pytrees import equal
 
 _OUT_OF_PLACE: dict[Any, Callable[..., Any]] = {
     operator.iadd: operator.add,

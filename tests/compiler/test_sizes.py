@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
 import fxpipe
-from fxpipe.compiler.sizes import Sizes
+from fxpipe.compiler.predict import Sizes
 from fxpipe.passes.graph.extents import BATCH, Extent
 from tests.helpers.exported import UNet
 

@@ -18,7 +18,7 @@ from examples.unet import UNet
 from fxpipe.kernels.graph import GraphKernel
 from fxpipe.passes.differentiate.part_backward import part_backward
 from fxpipe.passes.partition.assignment import compute_nodes
-from fxpipe.passes.partition.measure import NodeCost, measure
+from fxpipe.passes.partition.measure import NodeCost, Stopwatch, measure
 from fxpipe.passes.partition.measure_leaves import measure_leaves
 from fxpipe.passes.tracing.symbolic import trace_symbolically
 from fxpipe.torchtools.pytrees import bytes_of
@@ -195,10 +195,11 @@ def test_bytes_of_a_nest_are_those_of_its_tensors(value: Any, count: int) -> Non
     assert bytes_of(value) == count
 
 
-class Counting:
+class Counting(Stopwatch):
     """A device that has done nothing until it is waited for: a second between any two marks."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.marks = 0
         self.waits = 0
 

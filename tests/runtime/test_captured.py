@@ -13,8 +13,7 @@ from torch.nn.functional import cross_entropy
 import fxpipe
 from fxpipe import ExecutionError
 from fxpipe.compiler.capturing import slots
-from fxpipe.kernels.captured import Captured
-from fxpipe.kernels.slot import Fixed
+from fxpipe.kernels.captured import Captured, Fixed
 from fxpipe.runtime.devices.cuda_graphs import CudaGraphs
 from tests.helpers import fake_cuda, fake_graphs
 from tests.helpers.captured_pipes import adam, capturing, kernels, sgd, train

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 import fxpipe
 from fxpipe import DeviceError, DeviceMemoryError, InputError
 from fxpipe.arguments import read_devices
+from fxpipe.passes.partition.measure import Stopwatch
 from fxpipe.runtime.choice import Dispatch
 from fxpipe.runtime.devices.cuda import CudaBackend, home
 from fxpipe.text.instruction import print_instruction
-from fxpipe.torchtools.stopwatch import CudaStopwatch
 from tests.helpers import fake_cuda
 from tests.helpers.eager_lanes import use
 from tests.helpers.fake_cuda import Cuda, Event, Stream
@@ -179,7 +179,7 @@ def test_with_launches_that_wait_an_error_is_of_its_instruction(
 
 
 def test_costs_on_a_device_are_the_times_between_its_events(cuda: Cuda) -> None:
-    watch = CudaStopwatch(torch.device("cpu"))
+    watch = Stopwatch(torch.device("cpu"))
     marks = [watch.mark() for _ in range(3)]
     one, both_ = watch.seconds([(marks[0], marks[1]), (marks[0], marks[2])])
     assert 0 < one < both_ < 1

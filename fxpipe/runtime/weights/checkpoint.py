@@ -24,7 +24,7 @@ from torch import Tensor
 from fxpipe.errors import CheckpointError
 from fxpipe.runtime.weights.optimizer_state import GroupState, OptimizerState, ParameterState
 from fxpipe.runtime.weights.stage_weights import History
-from fxpipe.torchtools.pieces import SPARSE, pieces
+from fxpipe.torchtools.pytrees import SPARSE, pieces
 
 FORMAT = 3
 """The format that this version writes. It also reads the earlier ones: 2 had no checksum, and 1 had

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from fxpipe.errors import CheckpointError, told
 from fxpipe.runtime.weights.live import copied, settings, twin
-from fxpipe.torchtools.pieces import pieces
+from fxpipe.torchtools.pytrees import pieces
 
 
 @dataclass(frozen=True)

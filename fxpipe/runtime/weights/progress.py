@@ -20,7 +20,7 @@ from fxpipe.runtime.weights.optimizer_state import OptimizerState, Restoring, ch
 from fxpipe.runtime.weights.stage_weights import History
 from fxpipe.runtime.weights.versions import VersionedWeights
 from fxpipe.signals import HeldSignals
-from fxpipe.torchtools.pieces import pieces
+from fxpipe.torchtools.pytrees import pieces
 
 
 class Progress:
