@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fxpipe.torchtools.pieces import pieces
+from fxpipe.torchtools.pytrees import pieces
 
 _SIDE = 64
 
