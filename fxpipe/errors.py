@@ -117,7 +117,7 @@ class VerificationError(FxpipeError):
 
     def draw(self) -> Picture:
         """The plan, schedule or program as a picture, with its faults in red."""
-        from fxpipe.draw.faults import draw_faults
+        from fxpipe.draw import draw_faults
 
         return draw_faults(self)
 

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from fxpipe.draw.colours import FAINT, INK, PAPER
-from fxpipe.draw.picture import BOLD_FONT, PLACED, Picture, blank, plain
+from fxpipe.draw.picture import BOLD_FONT, FAINT, INK, PAPER, PLACED, Picture, blank, plain
 
 Point = tuple[float, float]
 Align = Literal["left", "centre", "right"]
@@ -46,14 +45,8 @@ def _ems(text: str) -> float:
 
 @dataclass(frozen=True)
 class Look:
-    """How a box looks; a part without a colour is not drawn.
-
-    Attributes:
-        fill: colour inside.
-        border: colour of the outline.
-        penwidth: width of the outline.
-        style: ``dashed``, ``dotted`` or ``rounded``, or nothing.
-    """
+    """How a box looks: its colour inside and that of its outline, which is ``dashed``, ``dotted``
+    or ``rounded`` where it has a style. A part without a colour is not drawn."""
 
     fill: str = ""
     border: str = ""

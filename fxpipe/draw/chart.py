@@ -1,13 +1,20 @@
-"""The frame of a picture with devices as rows and time to the right, and its scale."""
+"""The frame of a picture with devices as rows and time to the right: scale, legend and faults."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from fxpipe.draw.canvas import Canvas, Look, Stroke, text_width
-from fxpipe.draw.colours import FAULT, IDLE, INK
+from fxpipe.draw.canvas import Canvas, Look, Point, Stroke, text_width
+from fxpipe.draw.picture import FAINT, FAULT, IDLE, INK, PAPER
+from fxpipe.errors import Fault, VerificationError
+from fxpipe.ir.plan import Plan
+from fxpipe.ir.program import Program
+from fxpipe.ir.schedule import Schedule
+from fxpipe.ir.walk import Place
+from fxpipe.words import plural
 
 _LARGEST, _SMALLEST = 9.0, 5.0
 _WIDEST, _NARROWEST = 1500.0, 360.0
@@ -22,13 +29,7 @@ _LINE = 1.25
 
 @dataclass(frozen=True)
 class Fit:
-    """The scale of a chart and of its labels.
-
-    Attributes:
-        scale: points per unit of time.
-        size: font size of the labels.
-        height: height of the boxes.
-    """
+    """A chart's scale, in points per unit of time, its labels' font size and its boxes' height."""
 
     scale: float
     size: float
@@ -96,13 +97,7 @@ class Entry:
 
 
 class Chart:
-    """A title and a labelled row for each device, drawn as idle before tasks are added.
-
-    Attributes:
-        canvas: the canvas, to draw more on it.
-        row_height: height of each row.
-        top: the upper edge of the chart.
-    """
+    """A title and a labelled row for each device, drawn as idle before tasks are added."""
 
     def __init__(
         self,
@@ -121,12 +116,12 @@ class Chart:
         Args:
             canvas: where to draw.
             title: the line above.
-            labels: the rows' labels, device by device.
+            labels: the rows' labels.
             end: the time at the right end.
             scale: points per unit of time.
             top: the upper edge of the chart.
             gap: space between rows, as a fraction of their height.
-            wrong: devices whose label is red.
+            wrong: rows whose label is red.
         """
         self.canvas = canvas
         self.row_height = row_height(len(labels))
@@ -157,6 +152,14 @@ class Chart:
     def y(self, device: int) -> float:
         """The upper edge of a device's row."""
         return self._top + device * self._pitch
+
+    def ends(
+        self, source: int, start: float, target: int, stop: float, inset: float = 0.0
+    ) -> tuple[Point, Point]:
+        """The ends of an arrow between two rows, where they face each other."""
+        down = target > source
+        near, far = (self.row_height - inset, inset) if down else (inset, self.row_height - inset)
+        return (start, self.y(source) + near), (stop, self.y(target) + far)
 
     @property
     def bottom(self) -> float:
@@ -206,6 +209,14 @@ class Chart:
                 pass
 
 
+def fault_entries(marks: Marks, *, stuck: bool) -> list[Entry]:
+    """The legend of the faults, and of what waits for ever."""
+    entries = [Entry("at fault", FAULTY, "1")] if marks.faults else []
+    if stuck:
+        entries += [Entry("waits for ever", WAITING), Entry("never runs", NEVER)]
+    return entries
+
+
 def row_height(devices: int) -> float:
     """The height of a row: the more devices, the lower, so that a picture fits on a screen."""
     return min(24.0, max(8.0, 480.0 / max(devices, 1)))
@@ -217,3 +228,100 @@ def nice_step(end: float) -> float:
         return 1.0
     power = 10.0 ** math.floor(math.log10(end / TICKS))
     return next((step * power for step in _STEPS if end / (step * power) <= TICKS), 10 * power)
+
+
+FAULTY = Look(PAPER, FAULT, 2.0)
+"""A task or an instruction at fault; its own colour is kept where it runs at all."""
+
+WAITING = Look(PAPER, FAULT, 0.8, "dashed")
+"""The look of a task at which a device waits for ever."""
+
+NEVER = Look(PAPER, FAINT, 0.6, "dotted")
+"""The look of a task that never runs, as its device waits for ever before it."""
+
+GAP = 0.55
+"""Space between rows, as a fraction of their height, where fault numbers are above the boxes."""
+
+_LISTED = 16
+_SIZE, _NUMBER = 8.0, 7.0
+_PITCH = 12.0
+
+
+@dataclass(frozen=True)
+class Marks:
+    """The faults of a schedule or program, numbered from 1.
+
+    Attributes:
+        faults: all of them.
+        at: (device, position) → the numbers of the faults there.
+        rows: device → the numbers of its faults that have no position.
+    """
+
+    faults: tuple[Fault, ...]
+    at: Mapping[Place, tuple[int, ...]]
+    rows: Mapping[int, tuple[int, ...]]
+
+    @property
+    def count(self) -> str:
+        return plural(len(self.faults), "fault")
+
+    @property
+    def listed(self) -> list[str]:
+        """The lines of the list: the faults, or the first ones of many."""
+        shown = [f"{number}. {fault}" for number, fault in enumerate(self.faults, start=1)]
+        if len(shown) > _LISTED:
+            shown[_LISTED:] = [f"… and {len(shown) - _LISTED} more"]
+        return shown
+
+    def label(self, device: int, text: str) -> str:
+        """A row's label with the numbers of its faults behind it."""
+        numbers = self.rows.get(device)
+        return f"{text} [{_some(numbers)}]" if numbers else text
+
+    def number(self, chart: Chart, place: Place, x: float) -> None:
+        """Draw the numbers of the faults at a place above its box, whose left edge is ``x``."""
+        numbers = self.at.get(place)
+        if numbers:
+            text = _some(numbers)
+            wide = text_width(text, _NUMBER, bold=True) + 1
+            corner = (x, chart.y(place[0]) - _NUMBER - 2)
+            chart.canvas.text(
+                corner, wide, _NUMBER + 1, text, size=_NUMBER, bold=True, colour=FAULT
+            )
+
+    def list(self, chart: Chart, y: float) -> None:
+        """Draw the list of the faults from y on."""
+        for line, text in enumerate(self.listed):
+            wide = text_width(text, _SIZE) + 2
+            corner = (chart.x(0), y + line * _PITCH)
+            chart.canvas.text(corner, wide, _PITCH, text, size=_SIZE, colour=FAULT)
+
+
+def _some(numbers: Sequence[int]) -> str:
+    """``1, 3``; only the first ones of many."""
+    return ", ".join(map(str, numbers[:3])) + (", …" if len(numbers) > 3 else "")
+
+
+def mark(faults: Sequence[Fault]) -> Marks:
+    """Number the faults and find the position of each."""
+    at: dict[Place, list[int]] = defaultdict(list)
+    rows: dict[int, list[int]] = defaultdict(list)
+    for number, fault in enumerate(faults, start=1):
+        if fault.device is not None and fault.position is not None:
+            at[Place(fault.device, fault.position)].append(number)
+        elif fault.device is not None:
+            rows[fault.device].append(number)
+    return Marks(
+        tuple(faults),
+        {place: tuple(numbers) for place, numbers in at.items()},
+        {device: tuple(numbers) for device, numbers in rows.items()},
+    )
+
+
+def faults_of(verified: Plan | Schedule | Program) -> tuple[Fault, ...]:
+    """The faults that the verifier finds."""
+    try:
+        verified.verify()
+    except VerificationError as error:
+        return error.faults
+    return ()

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from statistics import median
 
-from fxpipe.draw.chart import TICKS, nice_step
-from fxpipe.draw.marks import Marks
+from fxpipe.draw.chart import TICKS, Marks, nice_step
 from fxpipe.draw.timeline import Span, Timeline, timeline_of
 from fxpipe.errors import Fault, InputError
 from fxpipe.ir.schedule import Schedule

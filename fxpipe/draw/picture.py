@@ -1,4 +1,9 @@
-"""A picture: a graphviz object that shows itself and writes files, drawn inside this process."""
+"""Pictures: graphviz objects that show themselves and write files, drawn inside this process.
+
+Their colours can be told apart with any kind of colour vision: the palette is that of Okabe and
+Ito, "Color Universal Design" (2008), https://jfly.uni-koeln.de/color/. No picture tells anything
+by colour alone: a letter, a line style or a border says it too.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +20,39 @@ from typing import overload
 import graphviz  # type: ignore[import-untyped]
 import pygraphviz  # type: ignore[import-untyped]
 
-from fxpipe.draw.colours import INK, PAPER
 from fxpipe.errors import InputError, near
+
+FORWARD = "#56B4E9"  # sky blue
+BACKWARD = "#E69F00"  # orange
+UPDATE = "#009E73"  # bluish green
+INPUT = "#F0E442"  # yellow: what comes from the caller or goes to it
+PARAMETER = "#CC79A7"  # reddish purple
+SKIP = "#0072B2"  # blue: a value that skips stages
+GRADIENT = "#D55E00"  # vermilion: a gradient on its way back
+FAULT = "#CC0000"  # a pure red, outside the palette; always with a thick border
+OTHER = "#CFCFCF"  # a user-defined kind of task
+IDLE, INK, FAINT, PAPER = "#F0F0F0", "#222222", "#8A8A8A", "#FFFFFF"
+
+_LIGHTEST = 0.75
+
+TASKS: dict[str, str] = {
+    "F": FORWARD,
+    "B": BACKWARD,
+    "I": PARAMETER,
+    "W": INPUT,
+    "R": GRADIENT,
+    "C": SKIP,
+    "U": UPDATE,
+}
+"""Letter of a task's kind → its colour."""
+
+
+def tint(colour: str, number: int) -> str:
+    """The colour itself for 0, lighter for 1, and so on, but never as light as the paper."""
+    share = _LIGHTEST * (1 - 0.55**number)
+    parts = [int(colour[at : at + 2], 16) for at in (1, 3, 5)]
+    return "#" + "".join(f"{round(part + (255 - part) * share):02X}" for part in parts)
+
 
 FORMATS = frozenset(
     ("dot", "eps", "gif", "gv", "jpeg", "jpg", "json", "pdf", "png", "ps", "svg", "svgz", "xdot")
@@ -43,12 +79,7 @@ def check_format(name: str) -> str:
 
 
 def lay_out(source: str, *, engine: str, format: str) -> bytes:
-    """Lay out and draw a graph in DOT.
-
-    Args:
-        source: a graph in DOT.
-        engine: a layout engine of Graphviz, or PLACED.
-        format: one of FORMATS.
+    """Draw a graph in DOT, laid out by an engine of Graphviz, or PLACED, in one of FORMATS.
 
     Raises:
         InputError: the format is unknown, or Graphviz refuses the graph.
@@ -108,43 +139,20 @@ class Picture(graphviz.Digraph):  # type: ignore[misc]
     """
 
     @overload
-    def pipe(
-        self,
-        format: str | None = None,
-        *,
-        engine: str | None = None,
-        encoding: None = None,
-        quiet: bool = False,
-    ) -> bytes: ...
+    def pipe(self, format: str | None = None, *, encoding: None = None) -> bytes: ...
     @overload
-    def pipe(
-        self,
-        format: str | None = None,
-        *,
-        engine: str | None = None,
-        encoding: str,
-        quiet: bool = False,
-    ) -> str: ...
-    def pipe(
-        self,
-        format: str | None = None,
-        *,
-        engine: str | None = None,
-        encoding: str | None = None,
-        quiet: bool = False,
-    ) -> bytes | str:
+    def pipe(self, format: str | None = None, *, encoding: str) -> str: ...
+    def pipe(self, format: str | None = None, *, encoding: str | None = None) -> bytes | str:
         """The drawn picture.
 
         Args:
             format: ``svg``, ``png``, ``pdf``, …; the picture's own ``format`` where not given.
-            engine: a layout engine; the picture's own where not given.
             encoding: gives text in this encoding instead of bytes.
-            quiet: part of graphviz's signature; there is no program to silence.
 
         Raises:
             InputError: the format is unknown.
         """
-        data = self._drawn(format or self.format, engine)
+        data = self._drawn(format or self.format)
         return data if encoding is None else data.decode(encoding)
 
     def render(
@@ -155,8 +163,6 @@ class Picture(graphviz.Digraph):  # type: ignore[misc]
         cleanup: bool = False,
         format: str | None = None,
         *,
-        outfile: str | os.PathLike[str] | None = None,
-        engine: str | None = None,
         quiet: bool = False,
         quiet_view: bool = False,
     ) -> str:
@@ -166,11 +172,9 @@ class Picture(graphviz.Digraph):  # type: ignore[misc]
             filename: the path; where it does not end in its format, the ending is added.
             directory: the folder that ``filename`` is relative to.
             view: whether to open the file in the system's viewer.
-            cleanup: part of graphviz's signature; no source file is left to clean up.
+            cleanup: like ``quiet``, part of graphviz's signature: there is nothing to clean up.
             format: the format, where the path's ending does not tell it.
-            outfile: another word for ``filename``.
-            engine: a layout engine; the picture's own where not given.
-            quiet: part of graphviz's signature.
+            quiet: see ``cleanup``.
             quiet_view: whether to silence the viewer.
 
         Returns:
@@ -179,12 +183,12 @@ class Picture(graphviz.Digraph):  # type: ignore[misc]
         Raises:
             InputError: the format is unknown.
         """
-        path = Path(directory or "", outfile or filename or self.name or "picture")
+        path = Path(directory or "", filename or self.name or "picture")
         ending = path.suffix.removeprefix(".")
         wanted = check_format(format or ending or self.format)
         if ending.lower() != wanted:
             path = path.with_name(f"{path.name}.{wanted}")
-        data = self._drawn(wanted, engine)
+        data = self._drawn(wanted)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
         if view or quiet_view:
@@ -204,18 +208,13 @@ class Picture(graphviz.Digraph):  # type: ignore[misc]
         """The same, for front ends that ask graphviz for a mime bundle."""
         return self._repr_svg_()
 
-    def _drawn(self, format: str, engine: str | None = None) -> bytes:
-        own: str = self.graph_attr.get("layout", self.engine)
-        return lay_out(self.source, engine=engine or own, format=format)
+    def _drawn(self, format: str) -> bytes:
+        engine: str = self.graph_attr.get("layout", self.engine)
+        return lay_out(self.source, engine=engine, format=format)
 
 
 def blank(name: str, **graph: str) -> Picture:
-    """An empty picture in the library's style.
-
-    Args:
-        name: what ``render`` names its file, where not told.
-        graph: further attributes of the graph.
-    """
+    """An empty picture in the library's style, with further attributes of the graph."""
     text = {"fontname": FONT, "fontsize": "10", "fontcolor": INK}
     return Picture(
         name,

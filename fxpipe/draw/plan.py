@@ -8,9 +8,20 @@ from typing import Any
 
 from torch import fx
 
-from fxpipe.draw.colours import FAINT, FAULT, FORWARD, IDLE, INPUT, PAPER, PARAMETER, SKIP
-from fxpipe.draw.marks import faults_of, mark
-from fxpipe.draw.picture import Picture, blank, markup
+from fxpipe.draw.chart import faults_of, mark
+from fxpipe.draw.picture import (
+    FAINT,
+    FAULT,
+    FORWARD,
+    IDLE,
+    INPUT,
+    PAPER,
+    PARAMETER,
+    SKIP,
+    Picture,
+    blank,
+    markup,
+)
 from fxpipe.errors import Fault
 from fxpipe.ir.plan import Argument, Plan, Stage
 from fxpipe.ir.value import HOST, Edge

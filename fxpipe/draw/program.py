@@ -2,30 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from fxpipe.draw.canvas import Canvas, Look, Point, Stroke, text_width
-from fxpipe.draw.chart import Chart, Entry, Fit, fit, row_height
-from fxpipe.draw.colours import FAINT, IDLE
-from fxpipe.draw.glyph import (
-    MARK_HEIGHT,
-    Glyph,
-    arrow,
-    arrow_entries,
-    glyph,
+from fxpipe.draw.chart import (
+    FAULTY,
+    GAP,
+    NEVER,
+    WAITING,
+    Chart,
+    Entry,
+    Fit,
+    Marks,
+    fault_entries,
+    faults_of,
+    fit,
+    mark,
+    row_height,
 )
-from fxpipe.draw.lanes import Lane, Lanes, lanes_of, sketch_lanes
-from fxpipe.draw.marks import FAULTY, GAP, NEVER, WAITING, Marks, faults_of, mark
-from fxpipe.draw.picture import Picture
+from fxpipe.draw.looks import MARK_HEIGHT, Glyph, arrow, arrow_entries, glyph
+from fxpipe.draw.picture import FAINT, IDLE, Picture
 from fxpipe.draw.schedule import row_label
-from fxpipe.draw.timeline import Span, Timeline
+from fxpipe.draw.timeline import Span, Timeline, sketch
 from fxpipe.errors import Fault
 from fxpipe.ir import instruction as ins
-from fxpipe.ir.program import Program
+from fxpipe.ir.program import COMPUTE, Program
 from fxpipe.ir.value import Buffer
-from fxpipe.ir.walk import Place
+from fxpipe.ir.walk import Place, Wait, usual_cost, waits_of
 from fxpipe.text.instruction import print_instruction
+from fxpipe.words import plural
 
 DETAILED = 600
 """The most instructions with every one drawn; a larger program shows only compute and transfers."""
@@ -47,19 +54,95 @@ _ASIDE = 2.0
 """Where there are no marks, arrows of gradients are shifted to the right by so much."""
 
 
+class Row(NamedTuple):
+    """A device, or a stream of a device that has several, with its positions in the device's list.
+
+    ``stream`` is "" where the device runs one instruction after another.
+    """
+
+    device: int
+    stream: str
+    positions: tuple[int, ...]
+
+
 @dataclass(frozen=True)
-class _Scale:
-    """Which parts of a program are drawn, and how large.
+class Rows:
+    """All rows of a program's picture.
 
     Attributes:
-        fit: the scale of time and labels.
-        marks: whether instructions that compute nothing have boxes.
-        arrows: whether transfers have arrows.
+        rows: from top to bottom.
+        at: (device, position in its list) → (row, position in the row).
+        waits: place in the rows → the places of the instructions whose events it waits for.
     """
+
+    rows: tuple[Row, ...]
+    at: dict[Place, Place]
+    waits: dict[Place, list[Place]]
+
+
+def rows_of(program: Program) -> Rows:
+    """The rows: for each device its compute stream first, then the others by name."""
+    rows: list[Row] = []
+    for device, own in enumerate(program.lists):
+        if not program.launches:
+            rows.append(Row(device, "", tuple(range(len(own)))))
+            continue
+        streams = [launch.stream for launch in program.launches[device]]
+        for stream in sorted({COMPUTE, *streams}, key=lambda name: (name != COMPUTE, name)):
+            positions = tuple(at for at, name in enumerate(streams) if name == stream)
+            rows.append(Row(device, stream, positions))
+    at = {
+        Place(own.device, position): Place(row, index)
+        for row, own in enumerate(rows)
+        for index, position in enumerate(own.positions)
+    }
+    launched = [
+        (at[Place(device, position)], launch)
+        for device, launches in enumerate(program.launches)
+        for position, launch in enumerate(launches)
+    ]
+    recorded = {launch.record: place for place, launch in launched if launch.record is not None}
+    # Events of earlier steps are recorded already.
+    waits = {
+        place: [recorded[event] for event in launch.waits if event in recorded]
+        for place, launch in launched
+        if launch.waits
+    }
+    return Rows(tuple(rows), at, waits)
+
+
+def sketch_program(program: Program, rows: Rows, mark: float) -> Timeline[ins.Instruction]:
+    """Work out when the instructions of a program run, even of one that is not valid.
+
+    On streams a receive waits for events and not for the send, which only passes a reference on.
+    An instruction that computes nothing takes the time ``mark``.
+    """
+    lists = [[program.lists[row.device][at] for at in row.positions] for row in rows.rows]
+    waits: list[list[Wait]] = [[] for _ in lists]
+    for device, own in enumerate(waits_of(program)):
+        for position, *on in own:
+            x = program.lists[device][position]
+            if not program.launches or isinstance(x, ins.Barrier | ins.Pause):
+                row, index = rows.at[Place(device, position)]
+                waits[row].append((index, *rows.at[Place(*on)]))
+    for (row, index), sources in rows.waits.items():
+        waits[row] += [(index, *source) for source in sources]
+    for own in waits:
+        own.sort()
+    return sketch(lists, lambda x: mark if ins.letter_of(x) is None else usual_cost(x), waits)
+
+
+@dataclass(frozen=True)
+class _Scale:
+    """How large a program is drawn, and whether with marks, and with arrows for its transfers."""
 
     fit: Fit
     marks: bool
     arrows: bool
+
+
+_Box = tuple[Span[ins.Instruction], str]
+"""An instruction and the name of its box."""
 
 
 def draw_program(program: Program, *, faults: Sequence[Fault] | None = None) -> Picture:
@@ -73,59 +156,52 @@ def draw_program(program: Program, *, faults: Sequence[Fault] | None = None) -> 
         program: the program.
         faults: the faults to mark; by default what the verifier finds.
     """
-    marks = mark(faults_of(program) if faults is None else faults)
     count = sum(map(len, program.lists))
     unit = _unit(program)
-    lanes = lanes_of(program)
-    timeline = sketch_lanes(program, lanes, _MARK / unit if count <= DETAILED else 0.0)
-    marks = _in_rows(marks, lanes)
+    rows = rows_of(program)
+    marks = _in_rows(mark(faults_of(program) if faults is None else faults), rows)
+    timeline = sketch_program(program, rows, _MARK / unit if count <= DETAILED else 0.0)
     spans = (*timeline.spans, *timeline.unrun)
     glyphs = [glyph(span.task, program) for span in spans]
-    end = max((span.end for span in spans), default=0.0) or 1.0
+    end = timeline.end or 1.0
     if count <= DETAILED:
-        scale = _Scale(Fit(unit, _LABEL, row_height(len(lanes.rows))), marks=True, arrows=True)
+        scale = _Scale(Fit(unit, _LABEL, row_height(len(rows.rows))), marks=True, arrows=True)
     else:
         boxes = {
             (drawn.label, span.end - span.start)
             for span, drawn in zip(spans, glyphs, strict=True)
             if not drawn.mark
         }
-        fitted = fit(boxes, end, row_height(len(lanes.rows)))
+        fitted = fit(boxes, end, row_height(len(rows.rows)))
         scale = _Scale(fitted, marks=False, arrows=count <= WITH_ARROWS)
     chart = Chart(
         Canvas("program"),
         _title(program, timeline, marks),
-        [marks.label(row, _row_label(program, lane)) for row, lane in enumerate(lanes.rows)],
+        [marks.label(at, _row_label(program, row)) for at, row in enumerate(rows.rows)],
         end,
         scale.fit.scale,
         gap=0.9 if scale.arrows else GAP if marks.faults else 0.2,
         wrong=marks.rows,
     )
-
-    nodes: dict[ins.Instruction, tuple[Span[ins.Instruction], str]] = {}
-    drawn_at: dict[Place, tuple[Span[ins.Instruction], str]] = {}
-    unrun, stuck = set(timeline.unrun), set(timeline.stuck)
-    for span, drawn in zip(spans, glyphs, strict=True):
+    drawn_at: dict[Place, _Box] = {}
+    stuck = set(timeline.stuck)
+    for number, (span, drawn) in enumerate(zip(spans, glyphs, strict=True)):
         place = Place(span.device, span.position)
-        if span in unrun:
+        runs = number < len(timeline.spans)
+        if not runs:
             drawn = replace(drawn, look=WAITING if span in stuck else NEVER)
         if place in marks.at:
             drawn = replace(drawn, look=replace(FAULTY, fill=drawn.look.fill))
         node = _draw(chart, span, drawn, scale, span in stuck or place in marks.at)
         marks.number(chart, place, chart.x(span.start))
-        if node and span not in unrun:
-            nodes.setdefault(span.task, (span, node))
-            drawn_at[place] = (span, node)
-    _draw_transfers(chart, nodes, scale)
-    waits = _draw_waits(chart, drawn_at, lanes, scale)
+        if node and runs:
+            drawn_at[place] = span, node
+    _draw_transfers(chart, list(drawn_at.values()), scale)
+    waits = _draw_waits(chart, drawn_at, rows) if scale.marks else False
     entries = [*_marks(program, scale), *_arrows(program, scale)]
     if waits:
         entries.append(Entry("waits for an event", WAIT_ARROW))
-    if marks.faults:
-        entries.append(Entry("at fault", FAULTY, "1"))
-    if unrun:
-        entries.append(Entry("waits for ever", WAITING))
-        entries.append(Entry("never runs", NEVER))
+    entries += fault_entries(marks, stuck=bool(timeline.unrun))
     below = chart.legend(chart.bottom + 10, entries)
     marks.list(chart, below)
     return chart.canvas.picture
@@ -133,13 +209,13 @@ def draw_program(program: Program, *, faults: Sequence[Fault] | None = None) -> 
 
 def _unit(program: Program) -> float:
     """The width of a forward in points where marks are drawn, so that its label fits well."""
-    labels = {
-        glyph(instruction, program).label
-        for instructions in program.lists
-        for instruction in instructions
-        if isinstance(instruction, ins.Forward)
-    }
+    labels = {glyph(x, program).label for x in _every(program) if isinstance(x, ins.Forward)}
     return max([_UNIT, *(text_width(label, _LABEL) + _AIR for label in labels)])
+
+
+def _every(program: Program) -> Iterator[ins.Instruction]:
+    for own in program.lists:
+        yield from own
 
 
 def _draw(
@@ -174,11 +250,12 @@ def _draw(
     )
 
 
-def _draw_transfers(
-    chart: Chart, nodes: dict[ins.Instruction, tuple[Span[ins.Instruction], str]], scale: _Scale
-) -> None:
+def _draw_transfers(chart: Chart, boxes: Sequence[_Box], scale: _Scale) -> None:
     """Draw an arrow from each send or stash to the receive or pop of the same buffer."""
-    for instruction, (span, tail) in nodes.items():
+    first: dict[ins.Instruction, _Box] = {}
+    for box in boxes:
+        first.setdefault(box[0].task, box)
+    for instruction, (span, tail) in first.items():
         match instruction:
             case ins.Send(buffer):
                 arrival: ins.Instruction = ins.Receive(buffer)
@@ -186,8 +263,8 @@ def _draw_transfers(
                 arrival = ins.Pop(buffer)
             case _:
                 continue
-        if arrival in nodes:
-            target, head = nodes[arrival]
+        if arrival in first:
+            target, head = first[arrival]
             path = _path(chart, span, target, scale, buffer)
             chart.canvas.arrow(tail, head, path, arrow(buffer.kind), tooltip=str(buffer))
 
@@ -205,64 +282,57 @@ def _path(
     else:
         shift, inset = _ASIDE if buffer.kind == "grad" else -_ASIDE, 0.0
     x1, x2 = chart.x(source.start) + shift, chart.x(target.start) + shift
-    upper, lower = inset, chart.row_height - inset
     if source.device == target.device:
-        y = chart.y(source.device) + upper
-        bend = y - chart.row_height * 0.7
-        return [(x1, y), (x1, bend), (x2, bend), (x2, y)]
-    down = target.device > source.device
-    y1 = chart.y(source.device) + (lower if down else upper)
-    y2 = chart.y(target.device) + (upper if down else lower)
-    middle = (y1 + y2) / 2
-    return [(x1, y1), (x1, middle), (x2, middle), (x2, y2)]
+        y = chart.y(source.device) + inset
+        return _bent((x1, y), (x2, y), y - chart.row_height * 0.7)
+    return _bent(*chart.ends(source.device, x1, target.device, x2, inset))
 
 
-def _draw_waits(
-    chart: Chart, drawn: dict[Place, tuple[Span[ins.Instruction], str]], lanes: Lanes, scale: _Scale
-) -> bool:
+def _bent(start: Point, stop: Point, height: float | None = None) -> list[Point]:
+    """A curve that leaves and arrives upright; it bends halfway, or at the given height."""
+    bend = (start[1] + stop[1]) / 2 if height is None else height
+    return [start, (start[0], bend), (stop[0], bend), stop]
+
+
+def _draw_waits(chart: Chart, drawn: dict[Place, _Box], rows: Rows) -> bool:
     """Draw an arrow from each record of an event to its waits on other rows. Returns whether
     there are any."""
     found = [
         (drawn[source], drawn[target])
-        for target, sources in lanes.waits.items()
+        for target, sources in rows.waits.items()
         for source in sources
-        if scale.marks and source in drawn and target in drawn and source[0] != target[0]
+        if source in drawn and target in drawn and source.device != target.device
     ]
     for (before, tail), (after, head) in found:
-        down = after.device > before.device
         x1, x2 = chart.x(before.end), chart.x(after.start)
-        y1 = chart.y(before.device) + (chart.row_height if down else 0)
-        y2 = chart.y(after.device) + (0 if down else chart.row_height)
-        middle = (y1 + y2) / 2
-        path = [(x1, y1), (x1, middle), (x2, middle), (x2, y2)]
+        path = _bent(*chart.ends(before.device, x1, after.device, x2))
         chart.canvas.arrow(tail, head, path, WAIT_ARROW)
     return bool(found)
 
 
-def _in_rows(marks: Marks, lanes: Lanes) -> Marks:
+def _in_rows(marks: Marks, rows: Rows) -> Marks:
     """The same faults at their rows in the picture; those of a whole device at its first row."""
     first: dict[int, int] = {}
-    for row, lane in enumerate(lanes.rows):
-        first.setdefault(lane.device, row)
+    for at, row in enumerate(rows.rows):
+        first.setdefault(row.device, at)
     return Marks(
         marks.faults,
-        {lanes.at.get(place, Place(-1, -1)): numbers for place, numbers in marks.at.items()},
+        {rows.at.get(place, Place(-1, -1)): numbers for place, numbers in marks.at.items()},
         {first[device]: found for device, found in marks.rows.items() if device in first},
     )
 
 
-def _row_label(program: Program, lane: Lane) -> str:
-    label = row_label(program.placement, lane.device)
-    return f"{label} · {lane.stream}" if lane.stream else label
+def _row_label(program: Program, row: Row) -> str:
+    label = row_label(program.placement, row.device)
+    return f"{label} · {row.stream}" if row.stream else label
 
 
 def _title(program: Program, timeline: Timeline[ins.Instruction], marks: Marks) -> str:
-    count = sum(map(len, program.lists))
     parts = [
         f"program of {program.name}",
         f"p = {program.devices}",
         f"m = {program.microbatches}",
-        f"{count} instruction{'' if count == 1 else 's'}",
+        plural(sum(map(len, program.lists)), "instruction"),
     ]
     if timeline.stuck:
         parts.append(f"STUCK: {len(timeline.unrun)} never run")
@@ -274,9 +344,8 @@ def _title(program: Program, timeline: Timeline[ins.Instruction], marks: Marks) 
 def _marks(program: Program, scale: _Scale) -> list[Entry]:
     """The legend of the boxes: each opcode of the program, and those that are not drawn."""
     examples: dict[type[ins.Instruction], ins.Instruction] = {}
-    for instructions in program.lists:
-        for instruction in instructions:
-            examples.setdefault(type(instruction), instruction)
+    for instruction in _every(program):
+        examples.setdefault(type(instruction), instruction)
     entries: list[Entry] = []
     left_out: list[str] = []
     for word, kind in ins.OPCODES.items():
@@ -297,13 +366,5 @@ def _marks(program: Program, scale: _Scale) -> list[Entry]:
 
 def _arrows(program: Program, scale: _Scale) -> list[Entry]:
     """The legend of the arrows."""
-    if not scale.arrows:
-        return []
-    return arrow_entries(
-        {
-            instruction.buffer.kind
-            for instructions in program.lists
-            for instruction in instructions
-            if isinstance(instruction, ins.Send | ins.Stash)
-        }
-    )
+    sent = [x.buffer.kind for x in _every(program) if isinstance(x, ins.Send | ins.Stash)]
+    return arrow_entries(set(sent)) if scale.arrows else []

@@ -1,23 +1,42 @@
-"""A schedule as a picture: devices as rows, time to the right, every task to scale."""
+"""Schedules and simulations as pictures: devices as rows, time to the right, tasks to scale."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
 
-from fxpipe.draw.box import VERSIONS, Boxes, boxes_of
 from fxpipe.draw.canvas import Canvas, Look
-from fxpipe.draw.chart import Chart, Entry, Fit, fit, row_height
-from fxpipe.draw.colours import INK, PAPER
-from fxpipe.draw.marks import FAULTY, GAP, NEVER, WAITING, Marks
-from fxpipe.draw.picture import Picture
-from fxpipe.draw.timeline import Span, Timeline, timeline_of
+from fxpipe.draw.chart import (
+    FAULTY,
+    GAP,
+    NEVER,
+    WAITING,
+    Chart,
+    Entry,
+    Fit,
+    Marks,
+    fault_entries,
+    fit,
+    mark,
+    row_height,
+)
+from fxpipe.draw.looks import VERSIONS, Boxes, arrow, arrow_entries, boxes_of
+from fxpipe.draw.picture import INK, PAPER, Picture
+from fxpipe.draw.timeline import Timeline, simulated, timeline_of
 from fxpipe.errors import Fault, InputError
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import KINDS, Task
 from fxpipe.ir.walk import Place
 from fxpipe.simulator.costs import Costs
+from fxpipe.simulator.simulation import Simulation, Transfer, task_of
+from fxpipe.words import plural, time_text
 
+WITH_ARROWS = 1000
+"""The most transfers with which those that take time are drawn."""
+
+_LEFT_OUT = Entry("(labels that do not fit are left out)")
+_BETWEEN = 10.0
+_MILLISECONDS = 1e3
 _STAGES_SHOWN = 6
 _STRIP = 3.0
 _TOLD = 4000
@@ -52,24 +71,24 @@ def draw_schedule(
         raise InputError(f"steps is {steps}; draw at least 1")
     timeline, steps, marks = timeline_of(schedule, costs, steps, faults)
     boxes = boxes_of(schedule, steps)
-    fitted = fit_timelines([(timeline, boxes)])
+    fitted = _fit([(timeline, boxes)])
     chart = Chart(
         Canvas("schedule"),
         _title(schedule, timeline, steps, marks),
-        row_labels(schedule.placement, schedule.devices, marks),
+        _row_labels(schedule.placement, schedule.devices, marks),
         timeline.end,
         fitted.scale,
         gap=GAP if marks.faults else 0.35 if boxes.versions else 0.2,
         wrong=marks.rows,
     )
-    whole = draw_tasks(chart, timeline, boxes, fitted, marks)
+    whole = _draw_tasks(chart, timeline, boxes, fitted, marks)
     below = chart.axis(_caption(timeline))
     below = chart.legend(below, _legend(boxes, timeline, marks, whole))
     marks.list(chart, below)
     return chart.canvas.picture
 
 
-def fit_timelines(drawn: Sequence[tuple[Timeline[Task], Boxes]]) -> Fit:
+def _fit(drawn: Sequence[tuple[Timeline[Task], Boxes]]) -> Fit:
     """The common scale at which these timelines are drawn.
 
     Tasks that come once per step, such as updates, may be too short for their labels; they do not
@@ -86,13 +105,12 @@ def fit_timelines(drawn: Sequence[tuple[Timeline[Task], Boxes]]) -> Fit:
     return fit(found, end or 1.0, row_height(devices))
 
 
-def draw_tasks(
+def _draw_tasks(
     chart: Chart, timeline: Timeline[Task], boxes: Boxes, fitted: Fit, marks: Marks
 ) -> bool:
     """Draw the boxes of all tasks; returns whether all labels fit completely."""
     whole = True
     stuck = set(timeline.stuck)
-    unrun = set(timeline.unrun)
     told = len(timeline.spans) <= _TOLD
     for number, span in enumerate((*timeline.spans, *timeline.unrun)):
         time = span.end - span.start
@@ -100,7 +118,7 @@ def draw_tasks(
         if time == 0 and place not in marks.at:
             continue
         look = boxes.look(span.task)
-        if span in unrun:
+        if number >= len(timeline.spans):
             look = WAITING if span in stuck else NEVER
         if place in marks.at:
             look = replace(FAULTY, fill=look.fill)
@@ -129,7 +147,7 @@ def draw_tasks(
     return whole
 
 
-def row_labels(placement: Sequence[int], devices: int, marks: Marks) -> list[str]:
+def _row_labels(placement: Sequence[int], devices: int, marks: Marks) -> list[str]:
     """The label of each device's row."""
     return [marks.label(device, row_label(placement, device)) for device in range(devices)]
 
@@ -151,7 +169,7 @@ def _title(schedule: Schedule, timeline: Timeline[Task], steps: int, marks: Mark
         delays = sorted(set(schedule.delays))
         parts.append(f"delay = {delays[0]}" + (f" to {delays[-1]}" if len(delays) > 1 else ""))
     if steps:
-        parts.append(f"{steps} step{'' if steps == 1 else 's'} and flush")
+        parts.append(f"{plural(steps, 'step')} and flush")
     if timeline.unrun:
         parts.append(f"STUCK: {len(timeline.unrun)} tasks never run")
     if marks.faults:
@@ -175,13 +193,100 @@ def _caption(timeline: Timeline[Task]) -> str:
 
 
 def _legend(boxes: Boxes, timeline: Timeline[Task], marks: Marks, whole: bool) -> list[Entry]:
-    spans: list[Span[Task]] = [*timeline.spans, *timeline.unrun]
-    entries = boxes.legend(span.task for span in spans)
-    if marks.faults:
-        entries.append(Entry("at fault", FAULTY, "1"))
-    if timeline.unrun:
-        entries.append(Entry("waits for ever", WAITING))
-        entries.append(Entry("never runs", NEVER))
+    entries = boxes.legend(span.task for span in (*timeline.spans, *timeline.unrun))
+    entries += fault_entries(marks, stuck=bool(timeline.unrun))
+    return entries if whole else [*entries, _LEFT_OUT]
+
+
+def draw_simulations(*simulations: Simulation) -> Picture:
+    """Draw simulations below each other, such as a predicted one and a measured one.
+
+    All have one scale, in seconds if one of them is in seconds. A predicted one is in seconds if
+    its costs were measured: ``program.simulate(measured.costs).draw(measured)``. Transfers that
+    take time are arrows.
+
+    Raises:
+        InputError: no simulation is given.
+    """
+    if not simulations:
+        raise InputError("there is no simulation to draw; give at least one")
+    measured = any(simulation.seconds for simulation in simulations)
+    unit = _MILLISECONDS if measured else 1.0
+    drawn = [(simulated(simulation, unit), _boxes(simulation)) for simulation in simulations]
+    fitted = _fit(drawn)
+    end = max(timeline.end for timeline, _ in drawn)
+    canvas = Canvas("simulation")
+    charts: list[Chart] = []
+    # All frames are drawn before the first box, as their bands are under the arrows.
+    for simulation, (_, boxes) in zip(simulations, drawn, strict=True):
+        chart = Chart(
+            canvas,
+            _simulation_title(simulation, measured),
+            _row_labels(simulation.program.placement, simulation.devices, mark(())),
+            end,
+            fitted.scale,
+            top=charts[-1].bottom + _BETWEEN if charts else 0.0,
+            gap=0.6 if _visible(simulation) else 0.35 if boxes.versions else 0.2,
+        )
+        charts.append(chart)
+    whole = True
+    for chart, simulation, (timeline, boxes) in zip(charts, simulations, drawn, strict=True):
+        whole = _draw_tasks(chart, timeline, boxes, fitted, mark(())) and whole
+        _draw_transfers(chart, simulation, unit)
+    below = charts[-1].axis("milliseconds" if measured else "time")
+    tasks = {span.task for timeline, _ in drawn for span in timeline.spans}
+    widest = max((boxes for _, boxes in drawn), key=lambda boxes: boxes.versions is not None)
+    entries = widest.legend(tasks)
+    entries += arrow_entries({t.buffer.kind for one in simulations for t in _visible(one)})
     if not whole:
-        entries.append(Entry("(labels that do not fit are left out)"))
-    return entries
+        entries.append(_LEFT_OUT)
+    charts[-1].legend(below, entries)
+    return canvas.picture
+
+
+def _boxes(simulation: Simulation) -> Boxes:
+    program = simulation.program
+    versions: dict[Task, int] = {}
+    for span in simulation.spans:
+        instruction = span.instruction
+        made = getattr(instruction, "writes", getattr(instruction, "version", 0))
+        versions[task_of(instruction)] = made
+    differ = any(task.kind != "U" and v != task.batch for task, v in versions.items())
+    return Boxes(
+        program.placement, program.devices, simulation.steps, versions.get if differ else None
+    )
+
+
+def _simulation_title(simulation: Simulation, seconds: bool) -> str:
+    program, makespan = simulation.program, simulation.makespan
+    time = time_text(makespan) if seconds else f"{makespan:.4g}"
+    parts = [
+        "measured" if simulation.measured else "predicted",
+        program.name,
+        f"p = {program.devices}",
+        f"m = {program.microbatches}",
+        *([f"{simulation.steps} steps and flush"] if simulation.steps > 1 else []),
+        f"makespan {time}",
+        f"bubble {simulation.bubble:.1%}",
+    ]
+    if simulation.unrun:
+        parts.append(f"STUCK: {simulation.unrun} instructions never run")
+    return " · ".join(parts)
+
+
+def _visible(simulation: Simulation) -> list[Transfer]:
+    """The transfers that are drawn."""
+    taking = [t for t in simulation.transfers if t.end > t.start and t.source != t.target]
+    return taking if len(taking) <= WITH_ARROWS else []
+
+
+def _draw_transfers(chart: Chart, simulation: Simulation, unit: float) -> None:
+    """Draw a line from where each value is sent to where it arrives."""
+    for transfer in _visible(simulation):
+        xs = chart.x(transfer.start * unit), chart.x(transfer.end * unit)
+        ends = chart.ends(transfer.source, xs[0], transfer.target, xs[1])
+        tail, head = (chart.canvas.box(at, 0, 0, Look()) for at in ends)
+        (x1, y1), (x2, y2) = ends
+        path = [(x1 + (x2 - x1) * part, y1 + (y2 - y1) * part) for part in (0, 1 / 3, 2 / 3, 1)]
+        stroke = arrow(transfer.buffer.kind)
+        chart.canvas.arrow(tail, head, path, stroke, tooltip=str(transfer.buffer))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Generic, NamedTuple, TypeVar
 
-from fxpipe.draw.marks import Marks, faults_of, mark
+from fxpipe.draw.chart import Marks, faults_of, mark
 from fxpipe.errors import Fault
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import BUILT_IN, KINDS, Task

@@ -262,7 +262,7 @@ class Simulation:
         Args:
             beside: other simulations of the program, such as a measured one.
         """
-        from fxpipe.draw.simulation import draw_simulations
+        from fxpipe.draw.schedule import draw_simulations
 
         return draw_simulations(self, *beside)
 

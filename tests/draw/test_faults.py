@@ -7,7 +7,7 @@ from html import unescape
 
 import pytest
 
-from fxpipe.draw.colours import FAULT
+from fxpipe.draw.picture import FAULT
 from fxpipe.errors import InputError, VerificationError
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import Program

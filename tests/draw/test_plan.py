@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import fx
 
-from fxpipe.draw.colours import FAULT, SKIP
-from fxpipe.draw.picture import Picture
+from fxpipe.draw.picture import FAULT, SKIP, Picture
 from fxpipe.draw.plan import draw_plan
 from fxpipe.errors import Fault, VerificationError
 from fxpipe.ir.plan import Argument, Costs, Plan, Stage, ValueSpec

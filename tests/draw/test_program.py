@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 
-from fxpipe.draw.colours import BACKWARD, FAULT, FORWARD, GRADIENT, SKIP, UPDATE
-from fxpipe.draw.glyph import glyph
-from fxpipe.draw.lanes import lanes_of, sketch_lanes
-from fxpipe.draw.picture import Picture
-from fxpipe.draw.program import DETAILED, WITH_ARROWS, draw_program
+from fxpipe.draw.looks import glyph
+from fxpipe.draw.picture import BACKWARD, FAULT, FORWARD, GRADIENT, SKIP, UPDATE, Picture
+from fxpipe.draw.program import DETAILED, WITH_ARROWS, draw_program, rows_of, sketch_program
 from fxpipe.draw.timeline import Timeline
 from fxpipe.errors import Fault
 from fxpipe.ir import instruction as ins
@@ -59,7 +57,7 @@ def lowered(plan: Plan, schedule: Schedule, *, pause: bool = False) -> Program:
 
 
 def walk_program(program: Program) -> Timeline[ins.Instruction]:
-    return sketch_lanes(program, lanes_of(program), 0.0)
+    return sketch_program(program, rows_of(program), 0.0)
 
 
 def by_hand(*lists: tuple[ins.Instruction, ...]) -> Program:
@@ -242,10 +240,10 @@ def test_streams_are_rows_and_events_arrows() -> None:
 
 def test_what_waits_for_an_event_starts_after_it() -> None:
     program = Streams()(lowered(chain(3), one_f_one_b(3, 4)))
-    lanes = lanes_of(program)
-    spans = {(s.device, s.position): s for s in sketch_lanes(program, lanes, 0.25).spans}
+    rows = rows_of(program)
+    spans = {(s.device, s.position): s for s in sketch_program(program, rows, 0.25).spans}
     assert len(spans) == sum(map(len, program.lists))
-    for place, sources in lanes.waits.items():
+    for place, sources in rows.waits.items():
         assert all(spans[source].end <= spans[place].start for source in sources)
     forward = next(s for s in spans.values() if s.task == ins.Forward(2, 0))
     assert forward.start >= 2  # two stages came before

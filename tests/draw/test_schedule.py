@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxpipe.draw.chart import nice_step
-from fxpipe.draw.colours import BACKWARD, FAULT, FORWARD, TASKS, UPDATE
-from fxpipe.draw.picture import Picture
+from fxpipe.draw.picture import BACKWARD, FAULT, FORWARD, TASKS, UPDATE, Picture
 from fxpipe.draw.schedule import draw_schedule
 from fxpipe.draw.timeline import default_steps
 from fxpipe.errors import Fault, InputError, VerificationError

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from fxpipe.draw.colours import GRADIENT
-from fxpipe.draw.picture import Picture
-from fxpipe.draw.simulation import draw_simulations
+from fxpipe.draw.picture import GRADIENT, Picture
+from fxpipe.draw.schedule import draw_simulations
 from fxpipe.errors import InputError
 from fxpipe.ir.recipe import round_robin
 from fxpipe.schedules import gpipe, one_f_one_b, two_bw

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxpipe.draw.lanes import lanes_of, sketch_lanes
+from fxpipe.draw.program import rows_of, sketch_program
 from fxpipe.errors import InputError
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.program import Event, Launch, Program
@@ -222,7 +222,7 @@ def test_every_consumer_takes_each_opcode_with_its_launch(opcode: str) -> None:
     assert Program.parse(str(program)) == program
     assert len(unroll(program, 1).launches) == 1
     assert blocking(program).launches == ()
-    walked = sketch_lanes(program, lanes_of(program), 0.0)
+    walked = sketch_program(program, rows_of(program), 0.0)
     assert len(walked.spans) + len(walked.unrun) == 2
     assert program.draw() is not None
     with pytest.raises(Exception, match=r"program 'mine'|version"):

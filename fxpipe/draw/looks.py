@@ -1,17 +1,36 @@
-"""How tasks are drawn: the colour shows the kind, the tint the stage, the border the batch."""
+"""How tasks and instructions look in a picture.
+
+Of a task the colour shows the kind, the tint the stage, the border the batch.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, replace
 from functools import cached_property
 
-from fxpipe.draw.canvas import Look
+from fxpipe.draw.canvas import Look, Stroke
 from fxpipe.draw.chart import Entry
-from fxpipe.draw.colours import FAINT, IDLE, INK, OTHER, PAPER, SKIP, TASKS, tint
+from fxpipe.draw.picture import (
+    FAINT,
+    GRADIENT,
+    IDLE,
+    INK,
+    INPUT,
+    OTHER,
+    PAPER,
+    PARAMETER,
+    SKIP,
+    TASKS,
+    tint,
+)
+from fxpipe.ir import instruction as ins
+from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import KINDS, Task
+from fxpipe.ir.value import BufferKind
+from fxpipe.simulator.simulation import task_of
 
 BORDERS = ((PAPER, 0.6, ""), (INK, 0.8, "dashed"), (INK, 1.0, ""))
 """Colour, width and style of the outline, used for the batches in rotation."""
@@ -43,7 +62,6 @@ class Boxes:
         return len(self.placement) > self.devices
 
     def look(self, task: Task) -> Look:
-        """The look of a task that runs."""
         chunk = self._chunks.get(task.stage, 0)
         border, width, style = BORDERS[abs(task.batch) % len(BORDERS)]
         return Look(tint(TASKS.get(task.kind, OTHER), chunk), border, width, style)
@@ -137,3 +155,72 @@ def boxes_of(schedule: Schedule, steps: int) -> Boxes:
     return Boxes(
         schedule.placement, schedule.devices, steps, version if steps and any(delays) else None
     )
+
+
+ACT_ARROW = Stroke(INK)
+SKIP_ARROW = Stroke(SKIP, "dashed")
+GRADIENT_ARROW = Stroke(GRADIENT)
+
+MARK_HEIGHT = 0.55
+"""Height of a mark's box as a fraction of the row's height."""
+
+_GRADIENT = Look(PAPER, GRADIENT)
+
+
+@dataclass(frozen=True)
+class Glyph:
+    """How an instruction is drawn: its box, and its height as a fraction of the row's.
+
+    A mark computes nothing. It is a narrow box, left out in large programs.
+    """
+
+    label: str
+    look: Look
+    height: float = MARK_HEIGHT
+    mark: bool = True
+
+
+_MARKS: dict[type[ins.Instruction], Glyph] = {
+    ins.Load: Glyph("L", Look(INPUT, FAINT)),
+    ins.Output: Glyph("O", Look(INPUT, FAINT)),
+    ins.Send: Glyph("S", Look(PAPER, INK)),
+    ins.Receive: Glyph("R", Look(PAPER, INK)),
+    ins.Stash: Glyph("s", Look(PAPER, SKIP, 0.8)),
+    ins.Pop: Glyph("p", Look(PAPER, SKIP, 0.8)),
+    ins.Norm: Glyph("n", _GRADIENT),
+    ins.Free: Glyph("x", Look(OTHER, PAPER), height=0.4),
+    ins.Barrier: Glyph("|", Look(FAINT, PAPER), height=1.0),
+    ins.Pause: Glyph("||", Look(PARAMETER, PAPER), height=1.0),
+}
+
+
+def glyph(instruction: ins.Instruction, program: Program) -> Glyph:
+    """How an instruction of the program is drawn."""
+    letter = ins.letter_of(instruction)
+    if letter is not None:
+        task = task_of(instruction)
+        if program.stages <= program.devices:
+            task = replace(task, stage=None)
+        return Glyph(str(task), Look(TASKS.get(letter, OTHER), PAPER), height=1.0, mark=False)
+    drawn = _MARKS[type(instruction)]
+    if isinstance(instruction, ins.Send | ins.Receive) and instruction.buffer.kind == "grad":
+        return replace(drawn, look=_GRADIENT)
+    return drawn
+
+
+def arrow(kind: BufferKind) -> Stroke:
+    """The stroke of an arrow for the transfer of such a buffer."""
+    if kind == "grad":
+        return GRADIENT_ARROW
+    return SKIP_ARROW if kind == "skip" else ACT_ARROW
+
+
+def arrow_entries(kinds: Collection[BufferKind]) -> list[Entry]:
+    """The legend entries for the arrows of such buffers."""
+    strokes = {arrow(kind) for kind in kinds}
+    meanings = {
+        ACT_ARROW: "value to the next stage",
+        SKIP_ARROW: "value that skips stages",
+        GRADIENT_ARROW: "gradient",
+    }
+    return [Entry(text, stroke) for stroke, text in meanings.items() if stroke in strokes]
