@@ -10,6 +10,7 @@ from typing import Any, get_args
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import fxpipe.schedules as _library
 from fxpipe.compiler.objective import Objective, Reduction
@@ -21,9 +22,44 @@ from fxpipe.passes.schedule.add_recompute import Recompute, RecomputeLike
 from fxpipe.runtime.batch import BatchDims
 from fxpipe.runtime.choice import Dispatch
 from fxpipe.runtime.devices.cuda import home
+from fxpipe.runtime.ranks.group import RankGroup
+from fxpipe.runtime.ranks.meeting import meet
 
-Devices = int | Sequence[str | torch.device | torch.cuda.Stream]
+Devices = int | Sequence[str | torch.device | torch.cuda.Stream] | DeviceMesh
 ScheduleLike = str | PathLike[str] | Schedule | Recipe | Callable[..., Any]
+
+
+def read_group(devices: Devices) -> tuple[RankGroup, Devices]:
+    """The ranks that run the devices' lists, and the devices: those of a mesh, one on each rank.
+
+    Raises:
+        InputError: the mesh has other dimensions than those of a pipe.
+        RankError: a rank does not come, or cannot be reached.
+    """
+    if not isinstance(devices, DeviceMesh):
+        return RankGroup(), devices
+    names = devices.mesh_dim_names or ()
+    if devices.device_type != "cpu":
+        raise InputError(
+            f"the mesh is of {devices.device_type} devices, and ranks run on CPUs so far; give "
+            'init_device_mesh("cpu", ...), or let one process run the devices: '
+            "fxpipe.compile(model, number)"
+        )
+    if devices.ndim > 1:
+        if "pp" not in names:
+            raise InputError(
+                f"the mesh has the dimensions {', '.join(names) or devices.ndim}; name that of the "
+                'pipe "pp": init_device_mesh("cpu", (4,), mesh_dim_names=("pp",))'
+            )
+        wide = [n for n, size in zip(names, devices.shape, strict=True) if n != "pp" and size > 1]
+        if wide:
+            raise InputError(
+                f"dimension {wide[0]!r} of the mesh has {devices[wide[0]].size()} ranks, and a "
+                'pipe has no replicas yet; give a mesh in which "pp" has all ranks'
+            )
+        devices = devices["pp"]
+    size = devices.size()
+    return RankGroup(meet(devices) if size > 1 else None), ["cpu"] * size
 
 
 def read_devices(devices: Devices) -> list[Place]:

@@ -23,6 +23,7 @@ from fxpipe.arguments import (
     read_devices,
     read_dispatch,
     read_example,
+    read_group,
     read_leaf_modules,
     read_objective,
     read_recompute,
@@ -192,68 +193,73 @@ def compile(
     """
     if isinstance(model, Pipeline):
         raise InputError("the model is a pipe already; compile the module that it was made of")
-    places = tuple(read_devices(devices))
-    torch_devices = tuple(home(place) for place in places)
-    check_model(model, torch_devices[0])
-    with _compiling:
-        _check_free(model)
-    check_tracer(tracer)
-    check_optimizer(optimizer)
-    check_flag("deferred_batchnorm", deferred_batchnorm)
-    check_flag("verbose", verbose)
-    check_flag("fuse_accumulation", fuse_accumulation)
-    check_flag("recompute_check", recompute_check)
-    check_flag("cuda_graphs", cuda_graphs)
-    if cuda_graphs:
-        check_cuda_graphs(
-            torch_devices[0], recompute_check=recompute_check, fuse_accumulation=fuse_accumulation
+    group, devices = read_group(devices)
+    with group.calling("compile"):
+        places = tuple(read_devices(devices))
+        torch_devices = tuple(home(place) for place in places)
+        check_model(model, torch_devices[0])
+        with _compiling:
+            _check_free(model)
+        check_tracer(tracer)
+        check_optimizer(optimizer)
+        check_flag("deferred_batchnorm", deferred_batchnorm)
+        check_flag("verbose", verbose)
+        check_flag("fuse_accumulation", fuse_accumulation)
+        check_flag("recompute_check", recompute_check)
+        check_flag("cuda_graphs", cuda_graphs)
+        if cuda_graphs:
+            check_cuda_graphs(
+                torch_devices[0],
+                recompute_check=recompute_check,
+                fuse_accumulation=fuse_accumulation,
+            )
+        who = read_dispatch(dispatch, torch_devices[0])
+        cuts = read_partition(partition)
+        cuts.check(model, len(places))
+        recipe, microbatches = read_schedule(schedule, len(places), microbatches, delay)
+        check_flag("predict", predict)
+        recipe = recipe.predicting() if predict else recipe
+        check_overlap(recipe, optimizer)
+        check_clipping(clip_norm, scaler, optimizer)
+        options = Options(
+            model=model,
+            devices=places,
+            torch_devices=torch_devices,
+            recipe=recipe,
+            microbatches=microbatches,
+            objective=read_objective(loss, reduction, loss_weight),
+            optimizer=optimizer,
+            clip_norm=clip_norm,
+            scaler=scaler,
+            recompute=read_recompute(recompute, recipe.stages(len(places))),
+            batch_dims=read_batch_dims(batch_dims, model),
+            deferred_batchnorm=deferred_batchnorm,
+            partition=cuts,
+            tracer=tracer,
+            leaf_modules=read_leaf_modules(leaf_modules, model),
+            fuse_accumulation=fuse_accumulation,
+            recompute_check=recompute_check,
+            dispatch=who,
+            cuda_graphs=cuda_graphs,
+            threads=group.threads or max(1, torch.get_num_threads() // len(places)),
+            places=torch_devices if torch_devices[0].type == "cuda" else (),
+            verbose=verbose,
+            group=group,
         )
-    who = read_dispatch(dispatch, torch_devices[0])
-    cuts = read_partition(partition)
-    cuts.check(model, len(places))
-    recipe, microbatches = read_schedule(schedule, len(places), microbatches, delay)
-    check_flag("predict", predict)
-    recipe = recipe.predicting() if predict else recipe
-    check_overlap(recipe, optimizer)
-    check_clipping(clip_norm, scaler, optimizer)
-    options = Options(
-        model=model,
-        devices=places,
-        torch_devices=torch_devices,
-        recipe=recipe,
-        microbatches=microbatches,
-        objective=read_objective(loss, reduction, loss_weight),
-        optimizer=optimizer,
-        clip_norm=clip_norm,
-        scaler=scaler,
-        recompute=read_recompute(recompute, recipe.stages(len(places))),
-        batch_dims=read_batch_dims(batch_dims, model),
-        deferred_batchnorm=deferred_batchnorm,
-        partition=cuts,
-        tracer=tracer,
-        leaf_modules=read_leaf_modules(leaf_modules, model),
-        fuse_accumulation=fuse_accumulation,
-        recompute_check=recompute_check,
-        dispatch=who,
-        cuda_graphs=cuda_graphs,
-        threads=max(1, torch.get_num_threads() // len(places)),
-        places=torch_devices if torch_devices[0].type == "cuda" else (),
-        verbose=verbose,
-    )
-    given = None if example is None else read_example(example)
-    choice = Choice(len(places), options.dispatch)
-    pipe = Pipeline(options, Compiler(options, choice), Engine(options, choice))
-    with _compiling:
-        _check_free(model)  # as another thread may have compiled it meanwhile
-        _compiled[model] = weakref.ref(pipe)
-    if given is not None:
-        args, kwargs = given
-        try:
-            pipe.prepare(*args, **kwargs)
-        except BaseException:
-            pipe.close()
-            raise
-    return pipe
+        given = None if example is None else read_example(example)
+        choice = Choice(1 if group.size > 1 else len(places), options.dispatch)
+        pipe = Pipeline(options, Compiler(options, choice), Engine(options, choice))
+        with _compiling:
+            _check_free(model)  # as another thread may have compiled it meanwhile
+            _compiled[model] = weakref.ref(pipe)
+        if given is not None:
+            args, kwargs = given
+            try:
+                pipe.prepare(*args, **kwargs)
+            except BaseException:
+                pipe.close()
+                raise
+        return pipe
 
 
 def _check_free(model: nn.Module) -> None:

@@ -15,6 +15,7 @@ from fxpipe.compiler.compiled import Compiled
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.predict import plan_sizes, predicted_peaks
 from fxpipe.errors import InputError
+from fxpipe.ir.traced import Traced
 from fxpipe.kernels.kernel import Kernel
 from fxpipe.runtime.batch import MicroBatches
 from fxpipe.runtime.choice import Choice
@@ -23,6 +24,7 @@ from fxpipe.runtime.devices.cuda import CudaBackend
 from fxpipe.runtime.host import BatchHost, PendingLoss, draw_seed, next_seed
 from fxpipe.runtime.interpreter import Job
 from fxpipe.runtime.overlapping import OverlappingRun
+from fxpipe.runtime.ranks.channels import RankBackend
 from fxpipe.runtime.run import FlushedRun, Run
 from fxpipe.runtime.weights.clipping import Clipping
 from fxpipe.runtime.weights.live import LiveWeights, Weights
@@ -31,6 +33,12 @@ from fxpipe.simulator.sizes import Sizes
 from fxpipe.turn import Turn, in_turn
 
 R = TypeVar("R", bound=Run[Any])
+
+
+def _backend(options: Options) -> Backend:
+    if options.group.size > 1:
+        return RankBackend(options.group)
+    return Backend() if options.torch_devices[0].type == "cpu" else CudaBackend(options.devices)
 
 
 class Engine:
@@ -51,10 +59,11 @@ class Engine:
             options: the arguments of ``compile``.
             choice: how many threads run the devices' lists.
         """
-        cpu = options.torch_devices[0].type == "cpu"
-        backend = Backend() if cpu else CudaBackend(options.devices)
+        backend = _backend(options)
         clipping = Clipping(options.clip_norm, options.scaler) if options.clips else None
-        self.progress = Progress(options.model, options.optimizer, clipping, backend.generators)
+        self.progress = Progress(
+            options.model, options.optimizer, clipping, backend.generators, options.owns
+        )
         self.stashed: Mapping[int, int] = {}
         self.closed = False
         self.updates = options.optimizer is not None
@@ -100,7 +109,7 @@ class Engine:
         overlaps = compiled.schedule.overlaps
         if overlaps:  # the caller may fill it anew before all of it is read
             micro = micro.copied()
-        host = BatchHost(traced, micro, keep, next_seed(traced))
+        host = BatchHost(traced, micro, keep, self._seed(traced))
         optimizers = self.progress.optimizers_of(compiled.plan)
         if overlaps:
             return self._overlap(compiled, host, optimizers, with_output)
@@ -158,7 +167,9 @@ class Engine:
             self.flush()
         finally:
             self._times = []
-        times += (self._backend.nanoseconds(d, own) for d, own in enumerate(taken))
+        own = [self._backend.nanoseconds(device, each) for device, each in enumerate(taken)]
+        ranks = self._options.group.exchange("times", own)
+        times += ([t for each in ranks for t in each[device]] for device in range(devices))
 
     @in_turn
     def held(self, compiled: Compiled) -> Sizes:
@@ -171,6 +182,7 @@ class Engine:
         """Raises InputError where the pipe can run nothing any more."""
         if self.closed:
             raise InputError("the pipe is closed; compile the model again")
+        self._options.group.check()
         if self._overlapping is not None:
             self._overlapping.check()
         for worker in self._workers:
@@ -207,6 +219,7 @@ class Engine:
             self.closed = True
             for worker in self._workers:
                 worker.close()
+            self._options.group.close()
 
     def _overlap(
         self,
@@ -232,6 +245,13 @@ class Engine:
         self.stashed = run.peak_kept
         return (loss.read(), host.output()) if with_output else loss
 
+    def _seed(self, traced: Traced) -> int:
+        """The seed of a run, which all ranks have from the first one."""
+        if not traced.seeded:
+            return 0
+        seed: int = self._options.group.share("seed", lambda: next_seed(traced))
+        return seed
+
     def _weigh(self, compiled: Compiled, host: BatchHost, batch: int) -> torch.dtype:
         """Give each micro-batch's loss its weight, and its gradient the scaler's scale as well.
 
@@ -246,7 +266,7 @@ class Engine:
 
     def _called(self, compiled: Compiled, micro: MicroBatches) -> tuple[BatchHost, FlushedRun]:
         traced = compiled.traced
-        host = BatchHost(traced, micro, compiled.results, next_seed(traced))
+        host = BatchHost(traced, micro, compiled.results, self._seed(traced))
         none = [None] * len(compiled.plan.stages)
         return host, self._flushed(compiled, host, none, onto_grad=False)
 

@@ -198,6 +198,22 @@ class DeviceError(ExecutionError):
         self.suspects = suspects
 
 
+class RankError(ExecutionError):
+    """Another rank failed, was lost, is late, or does something else than this one.
+
+    What is known of an instruction that failed there is in ``device``, ``instruction``, ``stage``,
+    ``microbatch`` and ``source``; the traceback is in the notes.
+
+    Attributes:
+        rank: its number in the pipe; −1 where it is not known which one.
+    """
+
+    def __init__(self, message: str, *, rank: int, **place: Any) -> None:
+        nowhere = {"instruction": "", "stage": None, "microbatch": None, "source": ""}
+        super().__init__(message, **{"device": rank, **nowhere, **place})
+        self.rank = rank
+
+
 def told(error: BaseException) -> str:
     """``ValueError: no luck``: an exception as text, even where its ``str`` raises."""
     name = type(error).__name__

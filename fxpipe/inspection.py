@@ -51,6 +51,7 @@ class Inspected(nn.Module):
         self.training = model.training
         self.devices = options.torch_devices
         self._options = options
+        self._group = options.group
         self._compiler = compiler
         self._engine, self._turn = engine, engine._turn
         self._shown: Compiled | None = None

@@ -93,7 +93,7 @@ class Pipeline(Inspected):
             ExecutionError: an instruction raised; the weights are as before the step, unless the
                 message says otherwise.
         """
-        with SignalsAtOperations() as signals:
+        with SignalsAtOperations() as signals, self._group.calling("step"):
             micro = self._take(args, kwargs, target, step=True)
             compiled = self._ready(
                 micro, "step", updates=self._engine.updates, outputs=return_output
@@ -136,14 +136,15 @@ class Pipeline(Inspected):
         Raises:
             InputError, TraceError, ExecutionError: as in ``step``.
         """
-        micro = self._take(args, kwargs, step=False)
-        self.flush()
-        differentiable = self.training and torch.is_grad_enabled()
-        purpose: Purpose = "call" if differentiable else "infer"
-        compiled = self._ready(micro, purpose, input_gradients=differentiable)
-        run = self._engine.call if differentiable else self._engine.infer
-        output = run(compiled, micro)
-        self._shown = self._shown or compiled
+        with self._group.calling("call of the pipe"):
+            micro = self._take(args, kwargs, step=False)
+            self.flush()
+            differentiable = self.training and torch.is_grad_enabled()
+            purpose: Purpose = "call" if differentiable else "infer"
+            compiled = self._ready(micro, purpose, input_gradients=differentiable)
+            run = self._engine.call if differentiable else self._engine.infer
+            output = run(compiled, micro)
+            self._shown = self._shown or compiled
         return together(output, compiled.traced.out_spec)
 
     @in_turn
@@ -158,18 +159,19 @@ class Pipeline(Inspected):
         Raises:
             InputError, TraceError, PartitionError: what the first ``step`` would raise.
         """
-        micro = self._take(args, kwargs, target, step=True)
-        can_step = target is not None or self._options.loss is None
-        if can_step and self.training:
-            try:
-                self._shown = self._ready(
-                    micro, "step", updates=self._engine.updates, outputs=False
-                )
-                return
-            except InputError:
-                if self._options.loss is not None:
-                    raise
-        self._shown = self._ready(micro, "call", input_gradients=True)
+        with self._group.calling("prepare"):
+            micro = self._take(args, kwargs, target, step=True)
+            can_step = target is not None or self._options.loss is None
+            if can_step and self.training:
+                try:
+                    self._shown = self._ready(
+                        micro, "step", updates=self._engine.updates, outputs=False
+                    )
+                    return
+                except InputError:
+                    if self._options.loss is not None:
+                        raise
+            self._shown = self._ready(micro, "call", input_gradients=True)
 
     @in_turn
     def profile(self, *args: Any, target: Any = None, steps: int = 1, **kwargs: Any) -> Simulation:
@@ -193,7 +195,10 @@ class Pipeline(Inspected):
             raise InputError(f"steps is {steps}; a profile needs at least 1")
         if target is None and self._options.loss is not None:
             args, target = split_target(self._model, args, kwargs)
-        with self._engine.timed(len(self.devices)) as times:
+        with (
+            self._group.calling("profile"),
+            self._engine.timed(len(self.devices)) as times,
+        ):
             for _ in range(steps):
                 self.step(*args, target=target, **kwargs)
         return measured_run(self.program, steps, times, self._engine.held(self._compiled()))
@@ -295,7 +300,25 @@ class Pipeline(Inspected):
     def _ready(self, micro: MicroBatches, purpose: Purpose, **wanted: bool) -> Compiled:
         """The compiled program for a call; while it is compiled, nothing else runs."""
         known = self._compiler.known(micro, purpose, **wanted)
+        if self._group.size > 1:
+            self._group.agree("the call", self._described(micro, purpose, known is None))
         if known is not None:
             return known
         with self._engine.quiet():
             return self._compiler.compile(micro, purpose, **wanted)
+
+    def _described(self, micro: MicroBatches, purpose: Purpose, compiles: bool) -> str:
+        """What must be the same on all ranks for this call."""
+        batch = micro.batch
+        shapes = [
+            (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf
+            for leaf in batch.leaves
+        ]
+        lines = [
+            f"{purpose} of {batch.size} samples in {len(micro)} micro-batches",
+            f"batch number {self._engine.batches}",
+            f"the pipe is in {'training' if self.training else 'evaluation'} mode",
+            "it is compiled anew" if compiles else "it is compiled already",
+            *(f"{name}: {shape}" for name, shape in zip(batch.names, shapes, strict=True)),
+        ]
+        return "\n".join(lines)

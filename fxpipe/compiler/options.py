@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -15,6 +16,7 @@ from fxpipe.passes.partition.options import Partition
 from fxpipe.passes.schedule.add_recompute import RecomputeLike
 from fxpipe.runtime.batch import BatchDims
 from fxpipe.runtime.choice import Dispatch
+from fxpipe.runtime.ranks.group import RankGroup
 from fxpipe.runtime.weights.optimizer import OptimizerFactory
 
 Place = torch.device | torch.cuda.Stream
@@ -51,6 +53,7 @@ class Options:
         threads: intra-op threads of a device.
         places: device → its torch.device, for devices with streams; empty for CPU devices.
         verbose: whether passes are printed as they run.
+        group: the ranks that run the devices' lists, one each; a group of one runs all.
     """
 
     model: nn.Module
@@ -75,6 +78,7 @@ class Options:
     threads: int = 1
     places: tuple[torch.device, ...] = ()
     verbose: bool = False
+    group: RankGroup = field(default_factory=RankGroup)
 
     @property
     def loss(self) -> Callable[..., Any] | None:
@@ -85,6 +89,15 @@ class Options:
     def clips(self) -> bool:
         """Whether every stage clips or unscales its gradients before it updates."""
         return self.clip_norm is not None or self.scaler is not None
+
+    @cached_property
+    def placement(self) -> tuple[int, ...]:
+        """Stage → the device that runs it, in training steps and in calls."""
+        return self.recipe.place(len(self.devices))
+
+    def owns(self, stage: int) -> bool:
+        """Whether this process runs a stage, updates its weights and keeps its state."""
+        return self.group.size == 1 or self.placement[stage] == self.group.rank
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -95,7 +95,7 @@ JOIN = (
 )
 """The graphs of the model and its loss → the one graph that is cut."""
 
-MEASURE = (
+SINGLE = (
     Pass(one_stage, "traced", "assignment", when="not under_autograd"),
     Pass(cut, "traced, assignment, owners, stage_costs", "plan", when="not under_autograd"),
     Pass(
@@ -105,10 +105,14 @@ MEASURE = (
         when="not under_autograd",
     ),
     Pass(part_backward, "differentiated plan", "parted plan", when="not under_autograd"),
-    Pass(measure, "traced, parted plan, values, state", "costs", when="not under_autograd"),
+)
+"""The first graph of a model → the plan of one stage that can be measured."""
+
+MEASURE = (
+    Pass(measure, "traced, plan, values, state", "costs", when="not under_autograd"),
     Pass(measure_leaves, "traced, values", "costs", when="under_autograd"),
 )
-"""The first graph of a model → what each of its nodes costs."""
+"""The same → what each of its nodes costs. Over several ranks, rank 0 alone runs this."""
 
 PARTITION = (
     Pass(footprint_of, "traced, plan, costs, state, copies, undo", "footprint", when="limited"),
@@ -162,6 +166,7 @@ LISTS = {
     "try": TRY,
     "trace": TRACE,
     "join": JOIN,
+    "single": SINGLE,
     "measure": MEASURE,
     "partition": PARTITION,
     "follow": FOLLOW,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 from functools import cached_property
 from typing import Any
 
@@ -142,8 +142,10 @@ class Placement:
             "under_autograd": traced.leaves,
         }
         with untouched(self._options.model), intra_op_threads(self._options.threads):
-            made = run_all(passes.MEASURE, facts)
-        return {name: made[name] for name in ("traced", "plan", "costs")}
+            made = run_all(passes.SINGLE, facts)
+            costs = self._options.group.share("costs", lambda: _measured(made))
+        costs = {name: NodeCost(*cost) for name, cost in costs.items()}
+        return {"traced": made["traced"], "plan": made["plan"], "costs": costs}
 
     @property
     def verdict(self) -> Verdict | None:
@@ -198,6 +200,11 @@ class Placement:
     @cached_property
     def _state(self) -> float:
         return state_size(self._options.optimizer)
+
+
+def _measured(facts: Mapping[str, Any]) -> dict[str, tuple[float, ...]]:
+    costs: Mapping[str, NodeCost] = run_all(passes.MEASURE, facts)["costs"]
+    return {name: astuple(cost) for name, cost in costs.items()}
 
 
 def _by_stage(

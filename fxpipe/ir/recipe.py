@@ -89,7 +89,7 @@ class Recipe:
                 f"devices is {devices} and microbatches is {microbatches}; a schedule is made for "
                 f"at most {_MOST} forwards"
             )
-        placement = self._placement(devices)
+        placement = self.place(devices)
         delay = self._delay(devices, microbatches)
         rows = tuple(
             tuple(self._row(device, devices, microbatches, placement)) for device in range(devices)
@@ -110,9 +110,9 @@ class Recipe:
 
     def stages(self, devices: int) -> int:
         """How many stages its schedules have."""
-        return len(self._placement(devices))
+        return len(self.place(devices))
 
-    def _placement(self, devices: int) -> tuple[int, ...]:
+    def place(self, devices: int) -> tuple[int, ...]:
         try:
             return tuple(index(device) for device in self.placement(devices))
         except Exception as error:

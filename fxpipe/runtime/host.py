@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from fxpipe.errors import InputError
 from fxpipe.ir.traced import SEED, Literal, Traced, Value
-from fxpipe.ir.value import HOST, Buffer
+from fxpipe.ir.value import Buffer
 from fxpipe.random.generators import mix
 from fxpipe.runtime.batch import MicroBatches
 from fxpipe.torchtools.pytrees import equal, together
@@ -55,7 +55,7 @@ class BatchHost:
             self.inputs[SEED] = [torch.tensor(mix(seed, i)) for i in range(microbatches)]
         self.keep = keep
         self.outputs: dict[str, list[Any]] = {name: [None] * microbatches for name in keep}
-        self.input_gradients: dict[str, dict[int, list[Tensor]]] = {}
+        self.input_gradients: dict[str, dict[int, dict[int, Tensor]]] = {}
         self.gradients: dict[str, Sequence[Tensor]] = {}
         self._complete: Callable[[], None] | None = None
         self._missing = microbatches * len(keep)
@@ -70,11 +70,15 @@ class BatchHost:
         source = self.gradients if buffer.kind == "grad" else self.inputs
         return source[buffer.value][buffer.microbatch]
 
+    def wants(self, buffer: Buffer) -> bool:
+        """Whether ``take`` keeps what an Output hands over."""
+        return buffer.kind == "grad" or buffer.value in self.keep
+
     def take(self, buffer: Buffer, value: Any) -> None:
         """Keep what an Output hands over."""
-        if buffer.target == HOST and buffer.kind == "grad":
+        if buffer.kind == "grad":
             by_microbatch = self.input_gradients.setdefault(buffer.value, {})
-            by_microbatch.setdefault(buffer.microbatch, []).append(value)
+            by_microbatch.setdefault(buffer.microbatch, {})[buffer.source] = value
         elif buffer.value in self.keep:
             self.outputs[buffer.value][buffer.microbatch] = _alone(value)
             if self._complete is not None:
@@ -133,7 +137,11 @@ class BatchHost:
         found: dict[str, Tensor] = {}
         dims = dict(zip(self.traced.inputs, self.micro.batch.dims, strict=True))
         for name, by_microbatch in self.input_gradients.items():
-            parts = [reduce(add, by_microbatch[i]) for i in sorted(by_microbatch)]
+            # the last stage's first, as backwards run
+            parts = [
+                reduce(add, [of_stage[stage] for stage in sorted(of_stage, reverse=True)])
+                for _, of_stage in sorted(by_microbatch.items())
+            ]
             dim = dims[name]
             found[name] = torch.stack(parts).sum(0) if dim is None else torch.cat(parts, dim)
         return found

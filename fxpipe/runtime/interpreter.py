@@ -192,8 +192,10 @@ def _load(machine: Machine, instruction: ins.Load) -> None:
 
 def _output(machine: Machine, instruction: ins.Output) -> None:
     buffer = instruction.buffer
-    host = machine.jobs[machine.step + buffer.batch].host
-    host.take(buffer, machine.store.values[buffer])
+    host, value = machine.jobs[machine.step + buffer.batch].host, machine.store.values[buffer]
+    host.take(buffer, value)
+    if host.wants(buffer):
+        machine.channels.publish(machine.named(buffer), value)
 
 
 def _send(machine: Machine, instruction: ins.Send | ins.Stash) -> None:

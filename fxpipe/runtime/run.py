@@ -80,7 +80,8 @@ class Finished(NamedTuple):
     Attributes:
         step: the number of the step, or of the batch.
         device: the device that has left its list, at the end, at a pause or because of an error.
-            None where the report says that the caller has all outputs of the batch.
+            None where the report says that the caller has all outputs of the batch, or, with an
+            error, that another process has stopped the run.
         error: the error, if there was one.
     """
 
@@ -94,8 +95,8 @@ class Run(Generic[W]):
 
     Attributes:
         program: the program that runs.
-        machines: device → its machine.
-        threads: how many workers there are: one for each device, or one for all.
+        machines: the machines of the devices that this process runs, in order.
+        threads: how many workers there are: one for each of these devices, or one for all.
         running: how many submitted lists have not been left yet.
         failed: whether the run is over because of a failure or an interrupt.
     """
@@ -134,29 +135,36 @@ class Run(Generic[W]):
         self._weights = weights
         self._expected = expected
         self._jobs: dict[int, Job] = {}
-        self._channels = backend.channels(program, len(workers))
+        self._elsewhere = Counter[int]()
+        self._channels = backend.channels(program, len(workers), self._jobs)
         self.machines = [
             backend.machine(
                 program, device, plan.stages, self._jobs, self._channels, weights, first
             )
-            for device in range(program.devices)
+            for device in backend.devices(program)
         ]
-        for machine, own in zip(self.machines, times, strict=False):
-            machine.times = own
-        if len(workers) == 1:
+        for machine in self.machines:
+            machine.times = times[machine.device] if times else None
+        if len(workers) < len(self.machines):
             self._drivers = [Driver(self.machines, program.turns)]
         else:
-            ends = (len(own) for own in program.lists)
             self._drivers = [
-                Driver([m], [(0, end)]) for m, end in zip(self.machines, ends, strict=True)
+                Driver([m], [(0, len(program.lists[m.device]))]) for m in self.machines
             ]
         self._reports: SimpleQueue[Finished | None] = SimpleQueue()
+        self._channels.when_failed(lambda error: self._reports.put(Finished(-1, None, error)))
 
     @property
     def peak_kept(self) -> Counter[int]:
         """Stage → the most micro-batches whose saved values were alive at once."""
         peaks = (Counter(dict(machine.store.peak)) for machine in self.machines)
-        return sum(peaks, Counter())
+        return sum(peaks, self._elsewhere)
+
+    def _settle(self) -> None:
+        """Wait until every process has finished its lists. It cannot be interrupted: from here on
+        the others may commit. Raises RankError where one of them has failed."""
+        _, *others = self._backend.settle(dict(self.peak_kept))
+        self._elsewhere = sum(map(Counter, others), Counter[int]())
 
     @property
     def busy(self) -> float:
@@ -188,7 +196,7 @@ class Run(Generic[W]):
                 report = self._hear(None if updating else max(deadline - time.monotonic(), 0))
             except Empty:
                 return False
-            if report is not None:
+            if report is not None and (report.device is not None or report.error is None):
                 self._note(report)
         return True
 
@@ -249,6 +257,9 @@ class Run(Generic[W]):
                         raise interrupt
                 elif report.error is None or isinstance(report.error, Stopped):
                     self._note(report)
+                elif report.device is None:
+                    report.error.add_note(self._give_up())
+                    raise report.error
                 else:
                     raise self._failure(report) from report.error
         finally:
@@ -258,7 +269,7 @@ class Run(Generic[W]):
         """Stop the run and make the error for what an instruction raised."""
         cause, device = report.error, report.device
         assert cause is not None and device is not None
-        machine = self.machines[device]
+        machine = next(machine for machine in self.machines if machine.device == device)
         position, step = machine.position, machine.step
         late = self._lost(cause, f"device {device} was given {given(machine)}", device)
         if late is not None:
@@ -315,6 +326,7 @@ class FlushedRun(Run[LiveWeights]):
     def feed(self, job: Job) -> None:
         """Set the batch to run."""
         self._jobs[0] = job
+        self._channels.fed(0)
 
     def advance(self, result: Callable[[], R]) -> R:
         """Run every device to the end of its list or its next pause, and commit.
@@ -336,6 +348,7 @@ class FlushedRun(Run[LiveWeights]):
                 self._start(0, Driver.run)
                 self._wait(signals, lambda: self.running == 0)
                 self._backend.end()
+                self._settle()
                 made = result()
                 self._weights.commit(self._written(), self._gradients())
             except BaseException as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter_ns
@@ -17,6 +17,7 @@ from fxpipe.ir.program import Program
 from fxpipe.runtime.choice import Dispatch
 from fxpipe.runtime.devices.backend import DeviceMemory, Unfinished
 from fxpipe.runtime.devices.launching import Launcher, LaunchingChannels
+from fxpipe.runtime.interpreter import Job
 
 
 class LateError(RuntimeError):
@@ -86,8 +87,10 @@ class Backend(Launcher):
         self.made: list[LaunchingChannels] = []
         self.calls: Counter[str] = Counter()
 
-    def channels(self, program: Program, threads: int) -> LaunchingChannels:
-        made = super().channels(program, threads)
+    def channels(
+        self, program: Program, threads: int, jobs: Mapping[int, Job]
+    ) -> LaunchingChannels:
+        made = super().channels(program, threads, jobs)
         self.made.append(made)
         return made
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fxpipe.errors import InputError
+from fxpipe.errors import InputError, RankError
 from fxpipe.ir.instruction import Instruction
 from fxpipe.ir.plan import Stage
 from fxpipe.ir.program import Program
@@ -187,6 +187,15 @@ class Channels:
         except threading.BrokenBarrierError:
             raise Stopped from None
 
+    def publish(self, buffer: Buffer, value: Any) -> None:
+        """Hand a value that the caller wants to the callers in other processes, if any."""
+
+    def fed(self, batch: int) -> None:
+        """Note that a batch can be run from now on."""
+
+    def when_failed(self, failed: Callable[[RankError], None]) -> None:
+        """Call a function, in another thread, as soon as another process has stopped the run."""
+
     def stop(self) -> None:
         """Wake every device that waits; each leaves its list at its next instruction."""
         self.stopping = True
@@ -248,8 +257,13 @@ class Backend:
     devices override what they do differently.
     """
 
-    def channels(self, program: Program, threads: int) -> Channels:
-        """The channels between the devices in one run, whose lists so many threads run."""
+    def devices(self, program: Program) -> Sequence[int]:
+        """The devices whose lists this process runs."""
+        return range(program.devices)
+
+    def channels(self, program: Program, threads: int, jobs: Mapping[int, Job]) -> Channels:
+        """The channels between the devices in one run, whose lists so many threads run, for these
+        batches."""
         return Channels(program, threads)
 
     def machine(
@@ -270,6 +284,11 @@ class Backend:
 
     def end(self) -> None:
         """End the launching of a run: order the caller after what the devices compute."""
+
+    def settle(self, value: Any) -> list[Any]:
+        """Wait until every process has finished a run's lists, and exchange a value: this one's
+        first, then the others'. Raises RankError where one of them has failed."""
+        return [value]
 
     def computing(self, device: int) -> AbstractContextManager[None]:
         """Inside the block, operations are ordered after the device's computations."""

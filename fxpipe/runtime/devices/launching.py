@@ -274,7 +274,9 @@ class Launcher(Backend):
         self._lanes = tuple(lanes)
         self._trails = [Trail(device, place) for device, place in enumerate(places)]
 
-    def channels(self, program: Program, threads: int) -> LaunchingChannels:
+    def channels(
+        self, program: Program, threads: int, jobs: Mapping[int, Job]
+    ) -> LaunchingChannels:
         """See Backend.channels; values go by reference, and the receiver copies."""
         return LaunchingChannels(program, threads)
 

@@ -38,6 +38,7 @@ class Progress:
         factory: OptimizerFactory | None,
         clipping: Clipping | None,
         generators: Callable[[], Mapping[str, torch.Generator]] = dict,
+        owns: Callable[[int], bool] = lambda stage: True,
     ) -> None:
         """Nothing is trained yet.
 
@@ -46,6 +47,7 @@ class Progress:
             factory: from a stage's parameters to its optimizer; None for a pipe without one.
             clipping: how gradients are clipped; None where they are not.
             generators: returns torch's generators for the devices, besides that for the CPU.
+            owns: whether this process trains a stage.
         """
         self.batches = 0
         self.optimizers: tuple[Optimizer | None, ...] | None = None
@@ -54,6 +56,7 @@ class Progress:
         self._factory = factory
         self._clipping = clipping
         self._generators = generators
+        self._owns = owns
         # of a checkpoint, until a plan is known
         self._saved: OptimizerState | None = None
         self._offered: dict[int, nn.Parameter] = {}
@@ -103,7 +106,10 @@ class Progress:
         if self._factory is None:
             return (None,) * len(plan.stages)
         state = dict(self._model.named_parameters(remove_duplicate=False))
-        owned = [[state[argument.target] for argument in stage.parameters] for stage in plan.stages]
+        owned = [
+            [state[argument.target] for argument in stage.parameters] if self._owns(index) else []
+            for index, stage in enumerate(plan.stages)
+        ]
         return tuple(make_optimizer(self._factory, own) if own else None for own in owned)
 
     def _refuse_unknown(self, plan: Plan) -> None:

@@ -1,0 +1,123 @@
+"""The backend for ranks: this process runs one device's list, the other ranks run the others."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from queue import SimpleQueue
+from typing import Any
+
+from fxpipe.errors import RankError
+from fxpipe.ir.program import Program
+from fxpipe.ir.value import Buffer
+from fxpipe.runtime.devices.backend import Backend, Channels
+from fxpipe.runtime.interpreter import Job, Stopped
+from fxpipe.runtime.ranks.group import RankGroup
+from fxpipe.runtime.ranks.message import Message
+
+
+class RankChannels(Channels):
+    """Channels from this rank's device to those of the other ranks, in one run. See Channels.
+
+    Attributes:
+        failure: why another rank has stopped the run, if one has.
+    """
+
+    def __init__(self, program: Program, group: RankGroup, jobs: Mapping[int, Job]) -> None:
+        """Make empty channels.
+
+        Args:
+            program: the program that runs.
+            group: the ranks.
+            jobs: batch → its inputs and outputs.
+        """
+        super().__init__(program, 1)
+        self.failure: RankError | None = None
+        self._group, self._jobs = group, jobs
+        self._outputs: dict[int, list[tuple[Buffer, Any]]] = {}
+        self._met: SimpleQueue[int | None] = SimpleQueue()
+        self._times_met: Counter[int] = Counter()
+        self._failed: Callable[[RankError], None] = lambda error: None
+        self._run = group.open(self)
+
+    def when_failed(self, failed: Callable[[RankError], None]) -> None:
+        """Call a function, in another thread, as soon as another rank has stopped the run."""
+        self._failed = failed
+        if self.failure is not None:
+            failed(self.failure)
+
+    def put(self, device: int, buffer: Buffer, value: Any) -> None:
+        """See Channels.put."""
+        if device == self._group.rank:
+            super().put(device, buffer, value)
+        elif self._group.links is not None:
+            self._group.links.send(device, Message("value", (self._run, tuple(buffer)), value))
+
+    def publish(self, buffer: Buffer, value: Any) -> None:
+        """See Channels.publish."""
+        if self._group.links is not None:
+            self._group.links.send_all(Message("output", (self._run, tuple(buffer)), value))
+
+    def fed(self, batch: int) -> None:
+        """See Channels.fed."""
+        with self._group._changed:
+            for buffer, value in self._outputs.pop(batch, []):
+                self._jobs[batch].host.take(buffer, value)
+
+    def meet(self) -> None:
+        """See Channels.meet; the other ranks' threads are waited for."""
+        if self._group.links is not None:
+            self._group.links.send_all(Message("meet", (self._run,)))
+        self._times_met[self._group.rank] += 1
+        count = self._times_met[self._group.rank]
+        while any(self._times_met[rank] < count for rank in self._group.others):
+            rank = self._met.get()
+            if rank is None:
+                raise Stopped
+            self._times_met[rank] += 1
+
+    def stop(self) -> None:
+        """See Channels.stop."""
+        super().stop()
+        self._met.put(None)
+
+    def deliver(self, rank: int, message: Message) -> None:
+        """Take a message of another rank; called by the thread that reads them."""
+        if message.kind == "meet":
+            self._met.put(rank)
+            return
+        buffer = Buffer(*message.key[1])
+        if message.kind == "value":
+            super().put(self._group.rank, buffer, message.value)
+        elif buffer.batch in self._jobs:
+            self._jobs[buffer.batch].host.take(buffer, message.value)
+        else:
+            self._outputs.setdefault(buffer.batch, []).append((buffer, message.value))
+
+    def fail(self, error: RankError) -> None:
+        """Stop the run, which another rank has left; called by the thread that reads messages."""
+        if not self.stopping:
+            self.failure = error
+            self.stop()
+            self._failed(error)
+
+
+class RankBackend(Backend):
+    """Runs the list of this rank's CPU device. See Backend."""
+
+    def __init__(self, group: RankGroup) -> None:
+        """Args: group: the ranks."""
+        self._group = group
+
+    def devices(self, program: Program) -> Sequence[int]:
+        """See Backend.devices."""
+        return (self._group.rank,)
+
+    def channels(self, program: Program, threads: int, jobs: Mapping[int, Job]) -> Channels:
+        """See Backend.channels."""
+        return RankChannels(program, self._group, jobs)
+
+    def settle(self, value: Any) -> list[Any]:
+        """See Backend.settle."""
+        values = self._group.exchange("end", value, held=True)
+        return [values.pop(self._group.rank), *values]

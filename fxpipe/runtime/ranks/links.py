@@ -1,0 +1,233 @@
+"""Connections to the other ranks: one socket each, served by one thread.
+
+``torch.distributed`` is not used for messages between CPU ranks: a receive of gloo's that is
+pending cannot be given up, so that after a failure nothing less than new process groups would help.
+Here a message that nobody wants any more is read and dropped.
+"""
+
+from __future__ import annotations
+
+import selectors
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+
+from fxpipe.errors import told
+from fxpipe.runtime.ranks.message import Message, Packed, pack, unpacking
+
+BEAT = 1.0
+"""Seconds after which a rank that has sent nothing else says that it is alive."""
+
+SILENCE = 10.0
+"""Seconds without a sign of life after which a rank counts as lost."""
+
+_AT_ONCE = 64
+"""Pieces of memory handed to the system in one call."""
+
+
+class Links:
+    """Sends messages to the other ranks, and delivers theirs in order.
+
+    Sending never waits: what a socket does not take at once is sent by the thread. The thread reads
+    whatever arrives, so that no rank ever waits for another one to read.
+    """
+
+    def __init__(
+        self,
+        sockets: Mapping[int, socket.socket],
+        deliver: Callable[[int, Message], None],
+        lost: Callable[[int, str], None],
+    ) -> None:
+        """Start the thread.
+
+        Args:
+            sockets: rank → a connected socket to it.
+            deliver: called by the thread with a rank and a message from it.
+            lost: called by the thread, once for a rank, with what has happened to it.
+        """
+        self._peers = {rank: _Peer(rank, each) for rank, each in sockets.items()}
+        self._deliver, self._lost = deliver, lost
+        self._selector = selectors.DefaultSelector()
+        self._woken, self._wake = socket.socketpair()
+        for each in (self._woken, self._wake):
+            each.setblocking(False)
+        self._selector.register(self._woken, selectors.EVENT_READ, None)
+        for peer in self._peers.values():
+            peer.socket.setblocking(False)
+            self._selector.register(peer.socket, selectors.EVENT_READ, peer)
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="fxpipe-links", daemon=True)
+        self._thread.start()
+
+    def send(self, rank: int, message: Message) -> None:
+        """Send a message to a rank; to one that is lost it is not sent.
+
+        Raises:
+            InputError: the message has something in it that cannot be sent.
+        """
+        self._send(self._peers[rank], pack(message))
+
+    def send_all(self, message: Message) -> None:
+        """Send a message to every other rank."""
+        if self._peers:
+            packed = pack(message)
+            for peer in self._peers.values():
+                self._send(peer, packed)
+
+    def close(self) -> None:
+        """Send what is left, for at most a second, and end the thread and the connections."""
+        if self._closing:
+            return
+        self._closing = True
+        self._notify()
+        self._thread.join()
+
+    def _send(self, peer: _Peer, packed: Packed) -> None:
+        with peer.lock:
+            if peer.gone:
+                return
+            peer.spoke = time.monotonic()
+            peer.unsent.append((deque(packed.parts), packed))
+            if len(peer.unsent) > 1 or peer.push():
+                return  # the thread is sending, or nothing is left
+        self._notify()
+
+    def _notify(self) -> None:
+        with suppress(BlockingIOError, OSError):
+            self._wake.send(b"!")
+
+    def _run(self) -> None:
+        last, deadline = time.monotonic(), float("inf")
+        while True:
+            for key, events in self._selector.select(BEAT / 2 if not self._closing else 0.01):
+                peer: _Peer | None = key.data
+                if peer is None:
+                    with suppress(BlockingIOError):
+                        self._woken.recv(4096)
+                    continue
+                if events & selectors.EVENT_WRITE:
+                    with peer.lock:
+                        peer.push()
+                if events & selectors.EVENT_READ:
+                    self._read(peer)
+            now = time.monotonic()
+            if now - last > SILENCE / 2:  # this process was stopped: the others may be well
+                for peer in self._peers.values():
+                    peer.heard = now
+            last = now
+            for peer in self._peers.values():
+                self._look(peer, now)
+            if self._closing:
+                deadline = min(deadline, now + 1)
+                if now > deadline or not any(p.unsent for p in self._peers.values() if not p.gone):
+                    break
+        for peer in self._peers.values():
+            peer.gone = peer.gone or "closed"
+            self._leave(peer)
+        self._selector.close()
+        self._woken.close()
+        self._wake.close()
+
+    def _look(self, peer: _Peer, now: float) -> None:
+        """Ask for what a connection needs now: to be written, a sign of life, or to be given up."""
+        if peer.gone:
+            return
+        if now - peer.spoke > BEAT:
+            self._send(peer, pack(Message("beat")))
+        if peer.broken:
+            self._give_up(peer, peer.broken)
+        elif now - peer.heard > SILENCE:
+            self._give_up(peer, f"has given no sign of life for {SILENCE:.0f} s")
+        else:
+            wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.unsent else 0)
+            if self._selector.get_key(peer.socket).events != wanted:
+                self._selector.modify(peer.socket, wanted, peer)
+
+    def _read(self, peer: _Peer) -> None:
+        """Read what has arrived, and deliver the messages that are complete."""
+        if peer.gone:
+            return
+        try:
+            for _ in range(_AT_ONCE):
+                count = peer.socket.recv_into(peer.space[peer.filled :])
+                if not count:
+                    return self._give_up(peer, "has ended, or its connection was closed")
+                peer.heard = time.monotonic()
+                peer.filled += count
+                while peer.filled == len(peer.space):
+                    made = next(peer.arriving)
+                    while isinstance(made, Message):
+                        if made.kind != "beat":
+                            self._deliver(peer.rank, made)
+                        made = next(peer.arriving)
+                    peer.space, peer.filled = made, 0
+        except BlockingIOError:
+            pass
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            self._give_up(peer, f"cannot be reached any more ({told(error)})")
+
+    def _give_up(self, peer: _Peer, why: str) -> None:
+        peer.gone = why
+        self._leave(peer)
+        if not self._closing:
+            self._lost(peer.rank, why)
+
+    def _leave(self, peer: _Peer) -> None:
+        with peer.lock:
+            peer.unsent.clear()
+            with suppress(KeyError, ValueError):
+                self._selector.unregister(peer.socket)
+            peer.socket.close()
+
+
+class _Peer:
+    """Another rank.
+
+    Attributes:
+        rank: its number.
+        socket: the connection.
+        lock: held to write.
+        unsent: messages that are not sent completely: what is left of each, and the whole.
+        spoke: when something was last sent to it.
+        heard: when something last came from it.
+        gone: why there is no connection any more; empty while there is one.
+        broken: the error of a write; empty while there was none.
+        arriving: reads messages, see ``unpacking``.
+        space: the memory that is filled next.
+        filled: how many of its bytes are filled.
+    """
+
+    def __init__(self, rank: int, connection: socket.socket) -> None:
+        self.rank = rank
+        self.socket = connection
+        self.lock = threading.Lock()
+        self.unsent: deque[tuple[deque[memoryview], Packed]] = deque()
+        self.spoke = self.heard = time.monotonic()
+        self.gone = self.broken = ""
+        self.arriving = unpacking()
+        first = next(self.arriving)
+        assert isinstance(first, memoryview)
+        self.space, self.filled = first, 0
+
+    def push(self) -> bool:
+        """Write as much as the socket takes. Returns whether nothing is left."""
+        try:
+            while self.unsent and not self.gone:
+                parts, _ = self.unsent[0]
+                count = self.socket.sendmsg([*parts][:_AT_ONCE])
+                while parts and count >= len(parts[0]):
+                    count -= len(parts.popleft())
+                if parts:
+                    parts[0] = parts[0][count:]
+                else:
+                    self.unsent.popleft()
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            self.broken = f"cannot be reached any more ({told(error)})"
+            self.unsent.clear()
+            return False
+        return True

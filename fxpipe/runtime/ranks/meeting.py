@@ -1,0 +1,237 @@
+"""How the ranks of a pipe find and connect to each other, once, when it is compiled."""
+
+from __future__ import annotations
+
+import hmac
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from importlib.metadata import version
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from fxpipe.errors import InputError, RankError, told
+from fxpipe.signals import raise_held
+
+T = TypeVar("T")
+
+_POLL = 0.05
+_PROOF = 32  # bytes
+_NONCE = 16
+
+
+class Met(NamedTuple):
+    """What the ranks of a pipe know of each other.
+
+    Attributes:
+        rank: this one's number in the pipe.
+        names: rank → what messages call it, ``rank 1 (host, process 4711)``.
+        sockets: other rank → a connection to it.
+        threads: intra-op threads of this rank's device: its share of the host's, or what
+            OMP_NUM_THREADS says.
+        timeout: seconds that a rank may be late.
+    """
+
+    rank: int
+    names: tuple[str, ...]
+    sockets: dict[int, socket.socket]
+    threads: int
+    timeout: float
+
+
+class _Card(NamedTuple):
+    """What a rank tells the others of itself."""
+
+    global_rank: int
+    host: str
+    process: int
+    network: str
+    address: str
+    port: int
+    secret: bytes
+    versions: tuple[str, str]
+
+
+def meet(mesh: DeviceMesh) -> Met:
+    """Connect to the other ranks of a pipe. Every rank of the mesh has to call this.
+
+    Args:
+        mesh: of one dimension: the ranks of the pipe in order.
+
+    Raises:
+        InputError: the ranks have different versions of fxpipe or torch.
+        RankError: a rank does not come, or cannot be reached.
+    """
+    group, rank, size = mesh.get_group(), mesh.get_local_rank(), mesh.size()
+    timeout = _timeout(group)
+    deadline = time.monotonic() + timeout
+    listener = socket.create_server((_address(), 0), backlog=size)
+    try:
+        card = _Card(
+            dist.get_rank(),
+            socket.gethostname(),
+            os.getpid(),
+            _network(),
+            *_named(listener),
+            secrets.token_bytes(_PROOF),
+            (version("fxpipe"), torch.__version__),
+        )
+        cards: list[Any] = [None] * size
+        _interruptibly(lambda: dist.all_gather_object(cards, card, group=group))
+        names = tuple(
+            f"rank {each.global_rank} ({each.host}, process {each.process})" for each in cards
+        )
+        for name, each in zip(names, cards, strict=True):
+            if each.versions != cards[0].versions:
+                raise InputError(
+                    f"{name} has fxpipe {each.versions[0]} and torch {each.versions[1]}, and "
+                    f"{names[0]} {cards[0].versions[0]} and {cards[0].versions[1]}; install the "
+                    "same on all"
+                )
+        sockets = _connected(rank, cards, names, listener, deadline)
+    finally:
+        listener.close()
+    beside = sum(each.host == card.host and each.network == card.network for each in cards)
+    share = 1 if "OMP_NUM_THREADS" in os.environ else beside
+    return Met(rank, names, sockets, max(1, torch.get_num_threads() // share), timeout)
+
+
+def _connected(
+    rank: int,
+    cards: Sequence[_Card],
+    names: Sequence[str],
+    listener: socket.socket,
+    deadline: float,
+) -> dict[int, socket.socket]:
+    """Connections to all others: to the lower ranks from here, from the higher ones to here."""
+    found: dict[int, socket.socket] = {}
+    secret = cards[0].secret
+    try:
+        for other in range(rank):
+            address = cards[other].address, cards[other].port
+            try:
+                made = socket.create_connection(address, max(deadline - time.monotonic(), 1))
+                made.settimeout(max(deadline - time.monotonic(), 1))
+                made.sendall(
+                    bytes([rank >> 8, rank & 255]) + _proof(secret, _exactly(made, _NONCE))
+                )
+            except OSError as error:
+                raise RankError(
+                    f"{names[other]} cannot be reached at {address[0]} port {address[1]} "
+                    f"({told(error)}); open the network between the hosts, or set MASTER_ADDR to "
+                    "an address by which they reach each other",
+                    rank=other,
+                ) from error
+            found[other] = made
+        listener.settimeout(_POLL)
+        while len(found) < len(cards) - 1:
+            raise_held()
+            if time.monotonic() > deadline:
+                late = next(r for r in range(len(cards)) if r != rank and r not in found)
+                raise RankError(f"{names[late]} did not connect in time", rank=late)
+            with suppress(TimeoutError):
+                made = listener.accept()[0]
+                other = _admitted(made, secret)
+                if rank < other < len(cards) and other not in found:
+                    found[other] = made
+                else:
+                    made.close()
+    except BaseException:
+        for each in found.values():
+            each.close()
+        raise
+    for each in found.values():
+        each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return found
+
+
+def _admitted(connection: socket.socket, secret: bytes) -> int:
+    """The number of the rank that has connected; −1 for a stranger."""
+    nonce = secrets.token_bytes(_NONCE)
+    connection.settimeout(5)
+    try:
+        connection.sendall(nonce)
+        number = _exactly(connection, 2)
+        proven = hmac.compare_digest(_exactly(connection, _PROOF), _proof(secret, nonce))
+    except OSError:
+        return -1
+    return number[0] << 8 | number[1] if proven else -1
+
+
+def _proof(secret: bytes, nonce: bytes) -> bytes:
+    return hmac.digest(secret, nonce, "sha256")
+
+
+def _exactly(connection: socket.socket, count: int) -> bytes:
+    found = b""
+    while len(found) < count:
+        part = connection.recv(count - len(found))
+        if not part:
+            raise ConnectionError("the connection was closed")
+        found += part
+    return found
+
+
+def _address() -> str:
+    """The address by which other hosts reach this one: the one that leads to MASTER_ADDR."""
+    master = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    port = int(os.environ.get("MASTER_PORT", "9"))
+    try:
+        family, *_, target = socket.getaddrinfo(master, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(target)  # sends nothing
+            return str(probe.getsockname()[0])
+    except OSError:
+        return "127.0.0.1"
+
+
+def _named(listener: socket.socket) -> tuple[str, int]:
+    """The address and the port that the others connect to."""
+    address, port, *_ = listener.getsockname()
+    return address, port
+
+
+def _network() -> str:
+    """What tells the hosts apart, network namespaces of one host included."""
+    with suppress(OSError):
+        return str(os.stat("/proc/self/ns/net").st_ino)
+    return ""
+
+
+def _timeout(group: dist.ProcessGroup) -> float:
+    """Seconds that a rank may be late: as ``init_process_group(timeout=...)`` says."""
+    with suppress(Exception):
+        return float(group._get_backend(torch.device("cpu")).options._timeout.total_seconds())
+    return 1800.0
+
+
+def _interruptibly(work: Callable[[], T]) -> T:
+    """The result of a call that would not let Python handle signals; another thread makes it."""
+    made: list[T] = []
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            made.append(work())
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run, name="fxpipe-meeting", daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(_POLL)
+        raise_held()
+    if failed:
+        raise RankError(
+            f"the ranks of the mesh did not meet ({told(failed[0])}); every rank has to call "
+            "fxpipe.compile with the same mesh",
+            rank=-1,
+        ) from failed[0]
+    return made[0]

@@ -1,0 +1,102 @@
+"""Runs a function on several ranks: processes of this machine that torch.distributed connects."""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["torch", "fxpipe", "torch.distributed.device_mesh"])
+
+DEADLINE = 240.0
+"""Seconds after which ranks that hang are ended, and their stacks are shown."""
+
+
+class Failed(Exception):
+    """A rank raised: its error, as text with the traceback."""
+
+
+def on_ranks(size: int, function: Callable[..., Any], *args: Any, timeout: float = 60) -> list[Any]:
+    """Call ``function(mesh, *args)`` on each rank, and return rank → result.
+
+    Raises:
+        Failed: a rank raised, or was still running at the deadline.
+    """
+    folder = tempfile.mkdtemp()
+    ranks = [start(rank, size, folder, function, *args, timeout=timeout) for rank in range(size)]
+    try:
+        for process in ranks:
+            process.join(DEADLINE)
+    finally:
+        for process in ranks:
+            if process.is_alive():
+                process.kill()
+    return [result_of(folder, rank) for rank in range(size)]
+
+
+def start(
+    rank: int,
+    size: int,
+    folder: str,
+    function: Callable[..., Any],
+    *args: Any,
+    timeout: float = 60,
+) -> Any:
+    """Start a rank; ``result_of`` has its result when it has ended."""
+    process = CONTEXT.Process(target=_run, args=(rank, size, folder, function, args, timeout))
+    process.start()
+    return process
+
+
+def result_of(folder: str, rank: int) -> Any:
+    """What the function returned on a rank. Raises Failed if it raised or did not end."""
+    errors = Path(folder, f"error-{rank}")
+    if errors.exists() and errors.stat().st_size:
+        raise Failed(f"rank {rank}:\n{errors.read_text()}")
+    found = Path(folder, f"result-{rank}")
+    if not found.exists():
+        raise Failed(f"rank {rank} was ended")
+    return torch.load(found, weights_only=False)
+
+
+def _run(
+    rank: int,
+    size: int,
+    folder: str,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    timeout: float,
+) -> None:
+    with open(Path(folder, f"error-{rank}"), "w") as errors:
+        faulthandler.dump_traceback_later(DEADLINE - 20, file=errors)
+        torch.set_num_threads(1)
+        os.environ["OMP_NUM_THREADS"] = "1"
+        try:
+            store = dist.FileStore(  # type: ignore[attr-defined]
+                str(Path(folder, "store")), size
+            )
+            dist.init_process_group(
+                "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout)
+            )
+            mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("pp",))
+            torch.save(function(mesh, *args), Path(folder, f"result-{rank}"))
+        except BaseException:
+            traceback.print_exc(file=errors)
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+
+__all__ = ["CONTEXT", "DeviceMesh", "Failed", "on_ranks", "result_of", "start"]
