@@ -1,24 +1,43 @@
 """The verifier of a Plan: edges, ownership, and each stage's graph against its edges.
 
-It reports every fault at once, and looks at each node and each edge a fixed number of times.
+It reports every fault at once, and looks at each node and each edge a fixed number of times. The
+rules of graphs hold for a traced graph, too.
 """
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
+from torch import fx
+from torch._ops import OpOverload
 
 from fxpipe.errors import Fault, VerificationError
-from fxpipe.ir.plan import Argument, Plan
-from fxpipe.ir.value import HOST, Edge, stage_name
-from fxpipe.verify.graph import verify_graph
+from fxpipe.ir.plan import Argument, Plan, Stage, Write, pop, stash
+from fxpipe.ir.value import HOST, Edge, outputs_of
+from fxpipe.text.edge import is_name
+from fxpipe.text.target import print_function
+
+_WRITING = frozenset(
+    (
+        *(operator.setitem, operator.delitem, operator.iadd, operator.isub, operator.imul),
+        *(operator.itruediv, operator.ifloordiv, operator.imod, operator.ipow, operator.imatmul),
+        *(operator.iand, operator.ior, operator.ixor, operator.ilshift, operator.irshift),
+    )
+)
 
 
 def verify_plan(plan: Plan) -> Plan:
     """Return the plan, or raise VerificationError with every fault in it."""
-    faults = [*_stages(plan), *_edges(plan), *_values(plan), *_parameters(plan), *_buffers(plan)]
+    faults = [
+        *_stages(plan),
+        *edge_faults(plan.edges, len(plan.stages)),
+        *_gradients(plan),
+        *_parameters(plan),
+        *_buffers(plan),
+    ]
     into: list[list[Edge]] = [[] for _ in plan.stages]
     out_of: list[list[Edge]] = [[] for _ in plan.stages]
     for edge in plan.edges:
@@ -28,7 +47,7 @@ def verify_plan(plan: Plan) -> Plan:
             if edge.source != HOST:
                 out_of[edge.source].append(edge)
     for position, stage in enumerate(plan.stages):
-        faults += verify_graph(stage, position, into[position], out_of[position])
+        faults += _StageGraph(stage, position, into[position], out_of[position]).faults()
     if faults:
         raise VerificationError("the plan", faults, plan)
     return plan
@@ -54,56 +73,46 @@ def _runs_forward(edge: Edge, stages: int) -> bool:
     return edge.source < edge.target
 
 
-def _edges(plan: Plan) -> Iterator[Fault]:
-    count = len(plan.stages)
+def edge_faults(edges: Sequence[Edge], stages: int) -> Iterator[Fault]:
+    """Edges of a plan or a program that are wrong by themselves, there twice, or of two stages."""
     seen: set[tuple[int, int, str]] = set()
-    for edge in plan.edges:
-        subject = f"edge {edge}"
-        for end in dict.fromkeys((edge.source, edge.target)):
-            if not HOST <= end < count:
-                yield Fault(
-                    f"stage {end} does not exist",
-                    f"an edge goes between the host and the stages 0 to {count - 1}",
-                    subject=subject,
-                )
-        if edge.source == edge.target:
-            yield Fault("starts where it ends", "remove it", subject=subject)
-        elif HOST not in (edge.source, edge.target) and edge.source > edge.target:
-            yield Fault(
-                "runs backward", "make the value no later than where it is used", subject=subject
-            )
-        key = (edge.source, edge.target, edge.value)
-        if key in seen:
-            yield Fault(
-                "stands in the plan twice", "one edge carries a value to a stage", subject=subject
-            )
-        seen.add(key)
-        spec = plan.specs.get(edge.value)
-        if edge.gradient and spec is not None and not _differentiable(spec.dtype):
-            yield Fault(
-                f"a value of type {spec.dtype} has no gradient",
-                "leave out 'gradient'",
-                subject=subject,
-            )
-
-
-def _differentiable(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point or dtype.is_complex
-
-
-def _values(plan: Plan) -> Iterator[Fault]:
-    """Each value that crosses has one producer."""
     producers: dict[str, dict[int, None]] = {}
-    for edge in plan.edges:
+    for edge in edges:
+        wrong: list[tuple[str, str]] = []
+        if not is_name(edge.value):
+            wrong.append((f"{edge.value!r} is no name of a value", "give it an identifier"))
+        for end in dict.fromkeys((edge.source, edge.target)):
+            if not HOST <= end < stages:
+                cure = f"an edge goes between the host and the stages 0 to {stages - 1}"
+                wrong.append((f"stage {end} does not exist", cure))
+        if edge.source == edge.target:
+            wrong.append(("starts where it ends", "remove it"))
+        elif edge.target != HOST and edge.source > edge.target:
+            wrong.append(("runs backward", "make the value no later than where it is used"))
+        key = edge.source, edge.target, edge.value
+        if key in seen:
+            wrong.append(("is there twice", "one edge carries a value to a stage"))
+        seen.add(key)
         producers.setdefault(edge.value, {})[edge.source] = None
+        for what, cure in wrong:
+            yield Fault(what, cure, subject=f"edge {edge}")
     for value, sources in producers.items():
         if len(sources) > 1:
+            names = ["the host" if source == HOST else f"stage {source}" for source in sources]
             yield Fault(
-                f"comes from {_stages_text(sources)}",
+                f"comes from {' and '.join(names)}",
                 "send a value straight from the stage that makes it, and give a copy of an input "
                 "a name of its own",
                 subject=f"value {value}",
             )
+
+
+def _gradients(plan: Plan) -> Iterator[Fault]:
+    for edge in plan.edges:
+        spec = plan.specs.get(edge.value)
+        if edge.gradient and spec and not (spec.dtype.is_floating_point or spec.dtype.is_complex):
+            what = f"a value of type {spec.dtype} has no gradient"
+            yield Fault(what, "leave out 'gradient'", subject=f"edge {edge}")
 
 
 def _parameters(plan: Plan) -> Iterator[Fault]:
@@ -154,7 +163,207 @@ def _by_stages(stages: Iterable[int]) -> str:
     return "by " + " and ".join(parts)
 
 
-def _stages_text(stages: Iterable[int]) -> str:
-    return " and ".join(
-        "the host" if stage == HOST else f"stage {stage_name(stage)}" for stage in stages
-    )
+class GraphFaults:
+    """The rules of every graph, whole or a stage's.
+
+    Attributes:
+        subject: whose graph it is, for messages; empty for the whole model's.
+        graph: the graph.
+        leaves: whether it calls leaf modules, and so runs under autograd.
+        nodes: its nodes by name.
+    """
+
+    def __init__(self, subject: str, graph: fx.Graph, *, leaves: bool) -> None:
+        self.subject = subject
+        self.graph = graph
+        self.leaves = leaves
+        self.nodes = {node.name: node for node in graph.nodes}
+
+    def _fault(self, what: str, cure: str, node: str = "") -> Fault:
+        parts = (self.subject, f"node {node}" if node else "")
+        return Fault(what, cure, subject=", ".join(filter(None, parts)))
+
+    def _lint(self) -> Iterator[Fault]:
+        try:
+            self.graph.lint()
+        except (RuntimeError, ValueError) as error:
+            what = str(error).partition("\n")[0]
+            yield self._fault(f"its graph is malformed: {what}", "repair the pass that made it")
+
+    def _functional(self) -> Iterator[Fault]:
+        """Nothing is written in place and no module is called, unless autograd runs the graph."""
+        if self.leaves:
+            return
+        owner = "stage" if self.subject else "graph"
+        for node in self.graph.nodes:
+            if _writes_in_place(node):
+                yield self._fault(
+                    f"{_name(node)} writes in place",
+                    "make the graph functional before it is cut",
+                    node.name,
+                )
+            elif node.op == "call_module":
+                yield self._fault(
+                    f"calls the module {node.target}",
+                    f"set the {owner}'s 'leaves', so that it runs under autograd",
+                    node.name,
+                )
+
+    def _own(self, held: Iterable[Argument | Write]) -> Iterator[str]:
+        """The nodes of what is read or written; a leaf module's own goes by its name instead."""
+        for each in held:
+            name = each.name if isinstance(each, Argument) else each.value
+            if not (self.leaves and name == each.target):
+                yield name
+
+    def _same(
+        self, word: str, found: Sequence[str], wanted: Sequence[str], cure: str
+    ) -> Iterator[Fault]:
+        """The graph has one of these nodes for each wanted name, and no other."""
+        has, needs = Counter(found), Counter(wanted)
+        for name in dict.fromkeys((*wanted, *found)):
+            if needs[name] > 1:
+                yield self._fault(f"reads {needs[name]} things named {name!r}", "rename them")
+            elif has[name] < needs[name]:
+                yield self._fault(f"its graph has no {word} for {name!r}", cure)
+            elif has[name] > needs[name]:
+                times = "more than one" if needs[name] else "a superfluous"
+                yield self._fault(f"its graph has {times} {word} for {name!r}", cure)
+
+    def _returns(self, wanted: Sequence[str], what: str, cure: str) -> Iterator[Fault]:
+        """The graph ends with one return, of one tuple of these values.
+
+        Args:
+            wanted: the values.
+            what: what they are, such as ``edges and writes``.
+            cure: how to return them.
+        """
+        ends = [node for node in self.graph.nodes if node.op == "output"]
+        if len(ends) != 1 or next(iter(reversed(self.graph.nodes))) is not ends[0]:
+            yield self._fault(
+                "its graph does not end with its one return", "end it with one output node"
+            )
+            return
+        value = ends[0].args[0]
+        if not isinstance(value, tuple) or not all(isinstance(item, fx.Node) for item in value):
+            yield self._fault("its graph returns no tuple of values", cure)
+            return
+        found = [item.name for item in value if isinstance(item, fx.Node)]
+        if found != [*wanted]:
+            yield self._fault(
+                f"its graph returns ({', '.join(found)}), but its {what} are ({', '.join(wanted)})",
+                cure,
+            )
+
+    def _is_single(self, node: fx.Node) -> bool:
+        """Whether a node gives one value, as far as can be known."""
+        if isinstance(node.meta.get("val"), (tuple, list)):
+            return False
+        if isinstance(node.target, OpOverload):
+            returns = node.target._schema.returns
+            return len(returns) == 1 and not isinstance(returns[0].type, torch.ListType)
+        # In a functional graph, items are taken of tuples alone.
+        return self.leaves or all(user.target is not operator.getitem for user in node.users)
+
+
+class _StageGraph(GraphFaults):
+    """One stage's graph with its edges at hand."""
+
+    def __init__(
+        self, stage: Stage, position: int, into: Sequence[Edge], out_of: Sequence[Edge]
+    ) -> None:
+        super().__init__(f"stage {position}", stage.graph.graph, leaves=stage.leaves)
+        self.stage = stage
+        self.into = into
+        self.out_of = out_of
+
+    def faults(self) -> Iterator[Fault]:
+        yield from self._lint()
+        yield from self._functional()
+        yield from self._placeholders()
+        yield from self._pops()
+        yield from self._stashes()
+        yield from self._returned()
+        yield from self._crossing()
+
+    def _placeholders(self) -> Iterator[Fault]:
+        held = [*self._own((*self.stage.parameters, *self.stage.buffers))]
+        arriving = [edge.value for edge in self.into if edge.kind != "skip"]
+        found = [node.name for node in self.graph.nodes if node.op == "placeholder"]
+        yield from self._same(
+            "placeholder",
+            found,
+            held + arriving,
+            "take exactly the stage's parameters, buffers and the values of its in and act edges",
+        )
+
+    def _pops(self) -> Iterator[Fault]:
+        found = []
+        for node in self.graph.nodes:
+            if node.op == "call_function" and node.target is pop:
+                if len(node.args) != 1 or not isinstance(node.args[0], str) or node.kwargs:
+                    yield self._fault("is no pop('value')", "pop one value by its name", node.name)
+                else:
+                    found.append(node.args[0])
+        arriving = [edge.value for edge in self.into if edge.kind == "skip"]
+        yield from self._same(
+            "pop", found, arriving, "pop exactly the values of the skip edges into the stage, once"
+        )
+
+    def _stashes(self) -> Iterator[Fault]:
+        found = []
+        for node in self.graph.nodes:
+            if node.op == "call_function" and node.target is stash:
+                match node.args:
+                    case (str(name), fx.Node(name=value)) if name == value and not node.kwargs:
+                        found.append(name)
+                    case _:
+                        yield self._fault(
+                            "is no stash('value', value)",
+                            "stash a node under its own name",
+                            node.name,
+                        )
+        leaving = [edge.value for edge in self.out_of if edge.kind == "skip"]
+        yield from self._same(
+            "stash",
+            found,
+            list(dict.fromkeys(leaving)),
+            "stash exactly the values of the skip edges from the stage, each once",
+        )
+
+    def _returned(self) -> Iterator[Fault]:
+        leaving = tuple(edge for edge in self.out_of if edge.kind != "skip")
+        yield from self._returns(
+            (*outputs_of(leaving), *self._own(self.stage.writes)),
+            "edges and writes",
+            "return one tuple: the values of its act and out edges, each once, then its writes",
+        )
+
+    def _crossing(self) -> Iterator[Fault]:
+        """What leaves the stage is one value that its graph makes."""
+        for name in outputs_of(tuple(self.out_of)):
+            node = self.nodes.get(name)
+            if node is None:
+                yield self._fault(
+                    f"an edge takes {name!r}, which no node makes", "name the node that makes it"
+                )
+            elif not self._is_single(node):
+                yield self._fault(
+                    "crosses, but is no single value",
+                    "send the items of it that are used, each by its own edge",
+                    name,
+                )
+
+
+def _writes_in_place(node: fx.Node) -> bool:
+    if node.op == "call_method":
+        name = str(node.target)
+        return name.endswith("_") and not name.endswith("__")
+    if isinstance(node.target, OpOverload):
+        return bool(node.target._schema.is_mutable)
+    return node.op == "call_function" and node.target in _WRITING
+
+
+def _name(node: fx.Node) -> str:
+    """What a node calls."""
+    return node.target if isinstance(node.target, str) else print_function(node.target)

@@ -1,37 +1,30 @@
-"""Whether a program runs, and computes what its schedule says."""
+"""The verifier of a Program: whether it runs, and computes what its schedule says."""
 
 from __future__ import annotations
 
+from bisect import bisect
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 from fxpipe.errors import Fault, VerificationError
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.program import Program
-from fxpipe.ir.value import HOST, Edge, stage_name
-from fxpipe.text.edge import is_name
+from fxpipe.ir.task import BUILT_IN
+from fxpipe.ir.walk import Key, needs_of
 from fxpipe.torchtools.state import without_collection
-from fxpipe.verify import compute, flow, races
-from fxpipe.verify.channels import Unstuck
+from fxpipe.verify import flow, races
 from fxpipe.verify.facts import Facts
-from fxpipe.verify.tasks import counts_faults
-
-Rule = Callable[[Facts], Iterator[Fault]]
-
-RULES: dict[str, tuple[Rule, ...]] = {
-    "lower": (
-        compute.tasks,
-        compute.kept,
-        compute.versions,
-        compute.barriers,
-        compute.meetings,
-    ),
-    "communicate": (flow.lives, flow.paired, flow.delivered, flow.paused),
-}
-"""Pass → what holds once it is done. That instructions are well-formed holds always, and once
-frees are in place nothing is left of a batch."""
-
-ORDERED: tuple[Rule, ...] = (races.recorded, races.races)
-"""What holds of a program with streams, and is asked where nothing else is wrong."""
+from fxpipe.verify.flow import Unstuck
+from fxpipe.verify.plan import edge_faults
+from fxpipe.verify.tasks import (
+    Window,
+    Wrong,
+    ascending,
+    complete,
+    counts_faults,
+    dependencies,
+    gradients_used_up,
+)
 
 
 @without_collection()
@@ -58,16 +51,30 @@ def verify_program(program: Program, channel: int | None = None) -> Program:
 def _faults(program: Program, unstuck: Unstuck) -> list[Fault]:
     facts = Facts(program)
     faults = [facts.fault(*place, *wrong) for place, wrong in facts.wrong.items()]
-    for name, rules in RULES.items():
-        if name in program.passes:
-            for rule in rules:
-                faults.extend(rule(facts))
+    for rule in [rule for name in _RULES if name in program.passes for rule in _RULES[name]]:
+        faults.extend(rule(facts))
     if "communicate" in program.passes:
         faults.extend(unstuck(facts))
     if program.launches and not faults:
-        for rule in ORDERED:
+        for rule in _ORDERED:
             faults.extend(rule(facts))
     return faults
+
+
+def smallest_channel(program: Program) -> int:
+    """How many values each channel must hold, so that no device gets stuck.
+
+    A greater number is never worse: a send then waits for an earlier receive.
+
+    Raises:
+        VerificationError: the program is wrong, or gets stuck on channels of any size.
+    """
+    verify_program(program)
+    facts = Facts(program)
+    most = 1
+    while any(Unstuck(most)(facts)):
+        most *= 2
+    return bisect(range(most), False, key=lambda channel: not any(Unstuck(channel)(facts)))
 
 
 def _frame(program: Program) -> Iterator[Fault]:
@@ -92,38 +99,177 @@ def _frame(program: Program) -> Iterator[Fault]:
         )
     elif "streams" in program.passes and not program.launches and any(program.lists):
         yield Fault("its instructions have streams and no launches", "run the pass streams again")
-    sources: dict[str, int] = {}
-    known: set[tuple[str, int, int]] = set()
-    for edge in program.edges:
-        yield from _edge_faults(edge, program.stages)
-        if sources.setdefault(edge.value, edge.source) != edge.source:
-            yield Fault(
-                f"{edge.value} is made by stages {stage_name(sources[edge.value])} and "
-                f"{stage_name(edge.source)}",
-                "give each value a name of its own",
-                subject=f"edge {edge}",
-            )
-        if (edge.value, edge.source, edge.target) in known:
-            yield Fault("there are two such edges", "keep one", subject=f"edge {edge}")
-        known.add((edge.value, edge.source, edge.target))
+    yield from edge_faults(program.edges, program.stages)
 
 
 def _counts(lists: Sequence[Sequence[object]]) -> str:
     return ", ".join(str(len(own)) for own in lists) or "no"
 
 
-def _edge_faults(edge: Edge, stages: int) -> Iterator[Fault]:
-    subject = f"edge {edge}"
-    if not is_name(edge.value):
-        yield Fault(
-            f"{edge.value!r} is no name of a value", "give it an identifier", subject=subject
-        )
-    for end in (edge.source, edge.target):
-        if end != HOST and not 0 <= end < stages:
+def _tasks(facts: Facts) -> Iterator[Fault]:
+    """The rules of a schedule's tasks: each once, in order, with all gradients of its batch."""
+    yield from complete(facts.window, updates=bool(facts.updates))
+    yield from ascending(facts.window)
+    yield from dependencies(facts.window, _needs_of(facts.window))
+    yield from gradients_used_up(facts.window)
+
+
+def _needs_of(window: Window) -> Callable[[Key], list[Key]]:
+    """Task → the tasks before it from which it gets no buffer: of these ``flow`` tells nothing."""
+    needs = needs_of(window.schedule)
+
+    def unseen(key: Key) -> list[Key]:
+        kind, _, stage = key
+        if kind == "norm":
+            return [(k, i, stage) for k in "BW" for i in range(window.schedule.microbatches)]
+        if kind == "C":
+            return [("norm", None, stage)]
+        if kind == "U":
+            return [*needs(key), ("norm", None, stage)]
+        return [] if kind in BUILT_IN else needs(key)
+
+    return unseen
+
+
+def _kept(facts: Facts) -> Iterator[Fault]:
+    """A forward keeps what comes after it needs, and no more."""
+    window = facts.window
+    for device, compute in enumerate(facts.compute):
+        for position, x in compute:
+            if not isinstance(x, ins.Forward):
+                continue
+            again = ("R", x.microbatch, x.stage) in window.spots
+            if again and not x.again:
+                wrong = "it keeps no buffers for its recompute", "write 'again'"
+                yield facts.fault(device, position, *wrong)
+            elif x.again and not again:
+                wrong = "it keeps buffers and is never recomputed", "remove 'again'"
+                yield facts.fault(device, position, *wrong)
+            if x.keeps and (again or not window.trains):
+                wrong = "it keeps what no backward uses up", "remove 'keep'"
+                yield facts.fault(device, position, *wrong)
+            elif window.trains and not again and not x.keeps:
+                wrong = "it keeps nothing for its backward", "write 'keep'"
+                yield facts.fault(device, position, *wrong)
+
+
+def _versions(facts: Facts) -> Iterator[Fault]:
+    """A stage reads one version for all of a batch, which exists by then; its update makes one.
+
+    Batch t reads version t − d of a stage, the same d for all its instructions and all batches;
+    versions before the first are the first. The update of batch t makes version t + 1 of version t.
+    """
+    forwards: dict[tuple[int, int], int] = {}
+    read: Counter[tuple[int, int]] = Counter()
+    for compute in facts.compute:
+        for _, x in compute:
+            if isinstance(x, ins.Forward):
+                forwards.setdefault((x.stage, x.microbatch), x.version)
+                read[x.stage, x.version] += 1
+    usual: dict[int, int] = {}
+    for (stage, version), _ in read.most_common():
+        usual.setdefault(stage, version)
+    for device, compute in enumerate(facts.compute):
+        done: set[int] = set()
+        for position, x in compute:
+            if isinstance(x, ins.Norm | ins.Clip | ins.Barrier | ins.Pause):
+                continue
+            here = -facts.moment(device, position)[0]
+            wrong: Wrong | None = None
+            if isinstance(x, ins.Update):
+                done.add(x.stage)
+                if (x.reads, x.writes) != (0, 1):
+                    wrong = (
+                        f"it makes version {x.writes + here} of version {x.reads + here}",
+                        f"write v{here} -> v{here + 1}: an update makes the next version of the "
+                        "newest",
+                    )
+            else:
+                right, why = usual.get(x.stage, x.version), "most forwards of its stage read"
+                if isinstance(x, ins.Run):
+                    right, why = 1 if x.stage in done else right, "its batch reads here"
+                elif not isinstance(x, ins.Forward):
+                    right = forwards.get((x.stage, x.microbatch), x.version)
+                    why = "its forward read"
+                wrong = _unmade(facts, device, position, x)
+                if x.version != right:
+                    wrong = (
+                        f"it reads version {x.version + here}, and {why} version {right + here}",
+                        f"write v{right + here}",
+                    )
+            if wrong is not None:
+                yield facts.fault(device, position, *wrong)
+
+
+def _unmade(facts: Facts, device: int, position: int, x: ins.Computing | ins.Run) -> Wrong | None:
+    """What is wrong where a version is not there yet.
+
+    Version t + v is made by the update of batch t + v − 1, which stands in step t + v − 1 − its
+    batch. Without updates there is only the caller's, version 0.
+    """
+    steps, _ = facts.moment(device, position)
+    newest = 0
+    if (update := facts.updates.get(x.stage)) is not None:
+        made, at = update.moment
+        # the newest v with (v - 1 + made, at) before this moment
+        newest = steps - made + (at < position)
+    if x.version <= newest:
+        return None
+    return (
+        f"version {x.version - steps} does not exist here",
+        f"read version {newest - steps}, or an older one, all over its batch",
+    )
+
+
+def _barriers(facts: Facts) -> Iterator[Fault]:
+    """A barrier parts all gradients from all updates, and stands there for nothing else.
+
+    So a failure anywhere in the step leaves every weight as it was. Where batches overlap, or
+    read older versions, there is none: the versions do its work.
+    """
+    steps = [x for compute in facts.compute for _, x in compute]
+    delayed = any(isinstance(x, ins.Forward) and x.version < 0 for x in steps)
+    overlaps = facts.program.depth > 0
+    if not any(facts.meetings) and (overlaps or delayed):
+        return
+    for device, compute in enumerate(facts.compute):
+        passed = False
+        for position, x in compute:
+            wrong: Wrong | None = None
+            match x:
+                case ins.Barrier() | ins.Pause() if overlaps:
+                    wrong = "batches overlap, and none may wait here", "remove it"
+                case ins.Barrier() if not facts.updates:
+                    wrong = "no update follows", "remove it"
+                case ins.Barrier():
+                    passed = True
+                case ins.Update() if not passed and not overlaps:
+                    wrong = "no barrier comes before it", "put one on every device"
+                case ins.Compute() if passed:
+                    wrong = "it comes after a barrier", "move the barrier behind it"
+            if wrong is not None:
+                yield facts.fault(device, position, *wrong)
+
+
+def _meetings(facts: Facts) -> Iterator[Fault]:
+    """Every device has the same barriers and pauses in the same order."""
+    names = [", ".join(type(x).__name__.lower() for _, x in own) for own in facts.meetings]
+    usual = max(names, key=names.count, default="")
+    for device, own in enumerate(names):
+        if own != usual:
             yield Fault(
-                f"there is no stage {end}", f"name one of the {stages} stages", subject=subject
+                f"its barriers and pauses are [{own}], and those of other devices are [{usual}]",
+                "give every device the same ones in the same order",
+                device,
             )
-    if edge.source == edge.target == HOST:
-        yield Fault("it goes from the caller to the caller", "remove it", subject=subject)
-    elif HOST not in (edge.source, edge.target) and edge.source >= edge.target:
-        yield Fault("an edge runs forward", "let a later stage use the value", subject=subject)
+
+
+_RULES: dict[str, tuple[Callable[[Facts], Iterator[Fault]], ...]] = {
+    "lower": (_tasks, _kept, _versions, _barriers, _meetings),
+    "communicate": (flow.lives, flow.paired, flow.delivered, flow.paused),
+}
+"""Pass → what holds once it is done. That instructions are well-formed holds always, and once
+frees are in place nothing is left of a batch."""
+
+_ORDERED: tuple[Callable[[Facts], Iterator[Fault]], ...] = (races.recorded, races.races)
+"""What holds of a program with streams, and is asked where nothing else is wrong."""

@@ -289,11 +289,10 @@ def _too_early(window: Window, at: Spot, on: Spot) -> Fault:
     if not steps:
         what = f"it comes before {text}, position {on.position}, which it needs"
         return window.fault(at, what, "move it behind that")
-    later = "the next step" if steps == 1 else f"{steps} steps later"
     return window.fault(
         at,
-        f"its batch runs {text}, which it needs, only in {later}: device {on.device}, position "
-        f"{on.position}",
+        f"its batch runs {text}, which it needs, only {steps_later(steps)}: device {on.device}, "
+        f"position {on.position}",
         "let both stand for the same batch, or that one for a later batch",
     )
 
@@ -317,3 +316,8 @@ def gradients_used_up(window: Window) -> Iterator[Fault]:
 def microbatches_text(indices: Sequence[int]) -> str:
     """``micro-batch 3`` or ``micro-batches 0 and 2-5``."""
     return f"micro-batch{'' if len(indices) == 1 else 'es'} {numbers_text(indices)}"
+
+
+def steps_later(steps: int) -> str:
+    """``in the next step`` or ``2 steps later``."""
+    return "in the next step" if steps == 1 else f"{steps} steps later"

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from fxpipe.errors import Fault, VerificationError
 from fxpipe.ir.plan import pop, stash
 from fxpipe.ir.traced import SEED, Traced, Value
-from fxpipe.verify.graph import GraphFaults
+from fxpipe.verify.plan import GraphFaults
 
 
 def verify_traced(traced: Traced) -> Traced:
@@ -47,11 +47,7 @@ class _TracedGraph(GraphFaults):
 
     def _placeholders(self) -> Iterator[Fault]:
         traced = self.traced
-        held = [
-            argument.name
-            for argument in (*traced.parameters, *traced.buffers)
-            if not self._held_by_leaf(argument.name, argument.target)
-        ]
+        held = [*self._own((*traced.parameters, *traced.buffers))]
         inputs = [name for name in traced.inputs if name is not None]
         found = [node.name for node in self.graph.nodes if node.op == "placeholder"]
         seed = [SEED] if SEED in found else []
@@ -88,8 +84,7 @@ class _TracedGraph(GraphFaults):
     def _named(self) -> Iterator[Fault]:
         """What is named as a result is one value of the graph."""
         traced = self.traced
-        held = {write.value for write in traced.writes if write.value == write.target}
-        writes = [w.value for w in traced.writes if not (self.leaves and w.value in held)]
+        writes = [*self._own(traced.writes)]
         outputs = [out.name for out in traced.outputs if isinstance(out, Value)]
         loss = [] if traced.loss is None else [traced.loss]
         for word, names in (("write", writes), ("output", outputs), ("loss", loss)):

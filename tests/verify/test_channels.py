@@ -15,7 +15,7 @@ from fxpipe.passes.lowering.communicate import communicate
 from fxpipe.passes.lowering.free import free
 from fxpipe.passes.lowering.lower import Lower
 from fxpipe.schedules import gpipe, one_f_one_b
-from fxpipe.verify.channels import smallest_channel
+from fxpipe.verify.program import smallest_channel
 from tests.helpers.plans import chain, skipping
 
 MEETINGS = ins.Send | ins.Stash | ins.Receive | ins.Pop | ins.Barrier | ins.Pause

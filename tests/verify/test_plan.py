@@ -100,7 +100,7 @@ MUTANTS = [
     ("act add 1->2", "skip add 2->1", "edge skip add 2->1 gradient: runs backward"),
     ("act add 1->2", "skip add 1->1", "edge skip add 1->1 gradient: starts where it ends"),
     ("edge in t host->2", "edge in t host->host", "edge in t host->host: starts where it ends"),
-    ("edge act size 0->1", "edge act relu 0->1", "edge act relu 0->1: stands in the plan twice"),
+    ("edge act size 0->1", "edge act relu 0->1", "edge act relu 0->1: is there twice"),
     # Values
     ("edge in t host->2", "edge act relu 1->2", "value relu: comes from stage 0 and stage 1"),
     ("edge in t host->2", "edge in add host->2", "value add: comes from stage 1 and the host"),

@@ -145,7 +145,7 @@ def test_a_backward_on_another_version_than_its_forward_is_refused() -> None:
         tuple(replace(x, version=1) if x == backward else x for x in own) for own in PROGRAM.lists
     )
     (fault,) = faults_of(replace(PROGRAM, lists=lists))
-    assert fault.what == "its forward read version 0"
+    assert fault.what == "it reads version 1, and its forward read version 0"
 
 
 def test_micro_batches_of_a_stage_in_another_order_are_refused_though_all_else_is_right() -> None:
@@ -250,12 +250,12 @@ def test_every_fault_is_reported_at_once() -> None:
         ({"microbatches": 0}, "it has 0 micro-batches"),
         ({"placement": ()}, "it has no stages"),
         ({"placement": (0, 2)}, "stage 1 is placed on device 2"),
-        ({"edges": (Edge(0, 2, "y"),)}, "there is no stage 2"),
-        ({"edges": (Edge(1, 0, "y"),)}, "an edge runs forward"),
-        ({"edges": (Edge(HOST, HOST, "y"),)}, "it goes from the caller to the caller"),
+        ({"edges": (Edge(0, 2, "y"),)}, "stage 2 does not exist"),
+        ({"edges": (Edge(1, 0, "y"),)}, "runs backward"),
+        ({"edges": (Edge(HOST, HOST, "y"),)}, "starts where it ends"),
         ({"edges": (Edge(0, 1, "y z"),)}, "'y z' is no name of a value"),
-        ({"edges": (Edge(0, 1, "y"), Edge(0, 1, "y", True))}, "there are two such edges"),
-        ({"edges": (Edge(0, 1, "y"), Edge(1, HOST, "y"))}, "y is made by stages 0 and 1"),
+        ({"edges": (Edge(0, 1, "y"), Edge(0, 1, "y", True))}, "is there twice"),
+        ({"edges": (Edge(0, 1, "y"), Edge(1, HOST, "y"))}, "comes from stage 0 and stage 1"),
     ],
 )
 def test_counts_placement_and_edges_are_checked_first(change: dict[str, object], what: str) -> None:
