@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from sympy import (
     And,
@@ -25,11 +23,9 @@ from sympy.core.relational import Relational
 from sympy.logic.boolalg import Boolean
 
 from fxpipe.errors import InputError
-from fxpipe.formulas.envelope import Envelope
 from fxpipe.formulas.fit import Fitted, Point, fit
-from fxpipe.formulas.formulas import Formula, Formulas, T, m, p, s, time, v
-from fxpipe.formulas.given import Basis
-from fxpipe.formulas.samples import Bases, Sample, sample
+from fxpipe.formulas.formulas import QUANTITIES, Basis, Formula, Formulas, T, m, p, s, time, v
+from fxpipe.formulas.samples import Bases, Envelope, Sample, sample
 from fxpipe.ir.program import Program
 from fxpipe.ir.recipe import Recipe, round_robin
 from fxpipe.ir.schedule import Schedule
@@ -37,25 +33,19 @@ from fxpipe.ir.task import KINDS
 from fxpipe.ir.unroll import unroll
 from fxpipe.simulator.simulate import chain_program
 
+_MANY = Ge(p, 2)
 
-class Region(NamedTuple):
-    """Where a closed form may hold, as a condition and as a test of (p, m)."""
-
-    where: Boolean
-    holds: Callable[[int, int], bool]
-
-
-REGIONS = (
-    Region(true, lambda p, m: True),
-    Region(Ge(p, 2), lambda p, m: p >= 2),
-    Region(Ge(m, p), lambda p, m: m >= p),
-    Region(And(Ge(p, 2), Ge(m, p)), lambda p, m: m >= p >= 2),
-    Region(Ge(m, 2 * p - 1), lambda p, m: m >= 2 * p - 1),
-    Region(Ge(m, 2 * p), lambda p, m: m >= 2 * p),
-    Region(And(Ge(p, 2), Ge(m, 2 * p - 1)), lambda p, m: p >= 2 and m >= 2 * p - 1),
-    Region(And(Ge(p, 2), Ge(m, 2 * p)), lambda p, m: p >= 2 and m >= 2 * p),
-    Region(Eq(Mod(m, p), 0), lambda p, m: m % p == 0),
-    Region(And(Ge(p, 2), Eq(Mod(m, p), 0)), lambda p, m: p >= 2 and m % p == 0),
+REGIONS: tuple[Boolean, ...] = (
+    true,
+    _MANY,
+    Ge(m, p),
+    And(_MANY, Ge(m, p)),
+    Ge(m, 2 * p - 1),
+    Ge(m, 2 * p),
+    And(_MANY, Ge(m, 2 * p - 1)),
+    And(_MANY, Ge(m, 2 * p)),
+    Eq(Mod(m, p), 0),
+    And(_MANY, Eq(Mod(m, p), 0)),
 )
 """The regions to try, the widest first; the first in which a form is right everywhere is taken."""
 
@@ -90,13 +80,13 @@ def schedule_formulas(schedule: Schedule, *, given: Sequence[Relational] = ()) -
     only = sample(_program(schedule, 1), times)
     found = {}
     if only.makespan is not None:
-        found["makespan"] = _greatest(_constants(only.makespan), times.all)
+        found["makespan"] = _greatest(sorted(only.makespan.forms), times.all)
     if only.through is not None:
-        through = _greatest(_constants(only.through), times.tasks)
-        work = times.tasks.form(map(Integer, only.work))
+        through = _greatest(sorted(only.through.forms), times.tasks)
+        work = times.tasks.form(only.work)
         found["bubble"] = _share(work, Integer(schedule.devices), through)
     if only.size is not None:
-        found["bubble_size"] = _greatest(_constants(only.size), times.tasks)
+        found["bubble_size"] = _greatest(sorted(only.size.forms), times.tasks)
     cases = [(Integer(count), Eq(s, stage)) for stage, count in enumerate(only.stash)]
     found["stash"] = Piecewise(*cases) if len(set(only.stash)) > 1 else cases[0][0]
     found["peak_stash"] = Integer(only.peak)
@@ -156,15 +146,20 @@ def recipe_formulas(
         for point, schedule in schedules.items()
         for count in steps
     }
-    found = _Fitting(samples, symbols, times).found()
-    return Formulas(
-        recipe.name,
-        tuple(given),
-        {
-            name: replace(formula, where=And(region, formula.where))
-            for name, formula in found.items()
-        },
-    )
+    found: dict[str, Formula] = {}
+    inside = [
+        (where, {x: each for x, each in samples.items() if where.subs({p: x[0], m: x[1]}) == true})
+        for where in REGIONS
+    ]
+    for quantity in QUANTITIES:
+        for where, known in inside:
+            if len(known) < FEWEST:
+                continue
+            expression = _expression(quantity, known, symbols, times)
+            if expression is not None:
+                found[quantity] = Formula(expression, And(region, where), len(known))
+                break
+    return Formulas(recipe.name, tuple(given), found)
 
 
 def _program(schedule: Schedule, steps: int) -> Program:
@@ -173,78 +168,42 @@ def _program(schedule: Schedule, steps: int) -> Program:
     return unroll(program, steps)
 
 
-class _Fitting:
-    """Fits each quantity in the widest region in which that can be done."""
+def _expression(
+    quantity: str, samples: Mapping[Point, Sample], symbols: Sequence[Symbol], times: Bases
+) -> Expr | None:
+    """The closed form of a quantity that meets all these samples, or None."""
 
-    def __init__(
-        self, samples: Mapping[Point, Sample], symbols: Sequence[Symbol], times: Bases
-    ) -> None:
-        self.samples = samples
-        self.symbols = symbols
-        self.times = times
-
-    def found(self) -> dict[str, Formula]:
-        """Quantity → its closed form, where there is one."""
-        fitting: dict[str, Callable[[list[Point]], Expr | None]] = {
-            "makespan": self._makespan,
-            "bubble": self._bubble,
-            "bubble_size": self._size,
-            "stash": self._stash,
-            "peak_stash": self._peak,
-        }
-        found: dict[str, Formula] = {}
-        for name, make in fitting.items():
-            for region in REGIONS:
-                points = [x for x in self.samples if region.holds(x[0], x[1])]
-                if len(points) < FEWEST:
-                    continue
-                expression = make(points)
-                if expression is not None:
-                    found[name] = Formula(expression, region.where, len(points))
-                    break
-        return found
-
-    def _makespan(self, points: list[Point]) -> Expr | None:
-        envelopes = {x: self.samples[x].makespan for x in points}
-        return self._extent(envelopes, self.times.all)
-
-    def _size(self, points: list[Point]) -> Expr | None:
-        envelopes = {x: self.samples[x].size for x in points}
-        return self._extent(envelopes, self.times.tasks)
-
-    def _bubble(self, points: list[Point]) -> Expr | None:
-        envelopes = {x: self.samples[x].through for x in points}
-        through = self._extent(envelopes, self.times.tasks)
-        work = [
-            fit({x: self.samples[x].work[j] for x in points})
-            for j in range(len(self.times.tasks.symbols))
-        ]
-        if through is None or None in work:
-            return None
-        total = self.times.tasks.form(w.expression(self.symbols) for w in work if w is not None)
-        return _share(total, p, through)
-
-    def _stash(self, points: list[Point]) -> Expr | None:
-        stashes = {
-            (*x, stage): count for x in points for stage, count in enumerate(self.samples[x].stash)
-        }
-        fitted = fit(stashes)
-        return None if fitted is None else fitted.expression([*self.symbols, s])
-
-    def _peak(self, points: list[Point]) -> Expr | None:
-        fitted = fit({x: self.samples[x].peak for x in points})
-        return None if fitted is None else fitted.expression(self.symbols)
-
-    def _extent(self, envelopes: Mapping[Point, Envelope | None], basis: Basis) -> Expr | None:
+    def extent(envelopes: Mapping[Point, Envelope | None], basis: Basis) -> Expr | None:
         known = {x: found for x, found in envelopes.items() if found is not None}
-        if len(known) < len(envelopes):
-            return None
-        forms = _forms(known)
+        forms = _forms(known) if len(known) == len(envelopes) else None
         if forms is None:
             return None
-        return _greatest(
-            [[part.expression(self.symbols) for part in form] for form in forms], basis
-        )
+        return _greatest([[part.expression(symbols) for part in form] for form in forms], basis)
+
+    match quantity:
+        case "makespan":
+            return extent({x: each.makespan for x, each in samples.items()}, times.all)
+        case "bubble_size":
+            return extent({x: each.size for x, each in samples.items()}, times.tasks)
+        case "bubble":
+            through = extent({x: each.through for x, each in samples.items()}, times.tasks)
+            works = zip(*(each.work for each in samples.values()), strict=True)
+            fitted = [fit(dict(zip(samples, work, strict=True))) for work in works]
+            if through is None or None in fitted:
+                return None
+            total = times.tasks.form(w.expression(symbols) for w in fitted if w is not None)
+            return _share(total, p, through)
+        case "stash":
+            symbols = [*symbols, s]
+            kept = {
+                (*x, stage): count
+                for x, each in samples.items()
+                for stage, count in enumerate(each.stash)
+            }
+        case _:
+            kept = {x: each.peak for x, each in samples.items()}
+    found = fit(kept)
+    return None if found is None else found.expression(symbols)
 
 
 def _forms(envelopes: Mapping[Point, Envelope]) -> list[tuple[Fitted, ...]] | None:
@@ -270,11 +229,7 @@ def _forms(envelopes: Mapping[Point, Envelope]) -> list[tuple[Fitted, ...]] | No
     return forms
 
 
-def _constants(found: Envelope) -> list[list[Expr]]:
-    return [list(map(Integer, form)) for form in sorted(found.forms)]
-
-
-def _greatest(forms: Sequence[Sequence[Expr]], basis: Basis) -> Expr:
+def _greatest(forms: Iterable[Sequence[Expr | int]], basis: Basis) -> Expr:
     """The maximum of some linear forms in the basic times."""
     return Max(*(_neat(basis.form(form)) for form in forms))
 

@@ -7,31 +7,19 @@ from dataclasses import dataclass
 from fractions import Fraction
 from itertools import product
 from math import prod
-from typing import Protocol
 
-from sympy import Eq, Expr, Integer, Max, Min, Mod, Piecewise, Rational, Symbol, floor
+from sympy import ZZ, Eq, Expr, Integer, Max, Min, Mod, Piecewise, Rational, Symbol, floor
+from sympy.polys.matrices import DomainMatrix
 
 Point = tuple[int, ...]
 Samples = Mapping[Point, int]
 
-_PERIODS = (2, 3)
+_PERIODS = (1, 2, 3)
 _SPARE = 3
 """Samples beyond those that decide the coefficients: the polynomial must meet these too."""
 
 _VALUES = 3
 """Values of each variable that varies: two determine a linear function, and a third checks it."""
-
-
-class Fitted(Protocol):
-    """A function that meets all samples."""
-
-    def at(self, point: Point) -> Fraction:
-        """Its value."""
-        ...
-
-    def expression(self, symbols: Sequence[Symbol]) -> Expr:
-        """The function as a sympy expression."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -63,7 +51,7 @@ class Polynomial:
 
 @dataclass(frozen=True)
 class Periodic:
-    """One polynomial for each remainder of the first variable."""
+    """One polynomial for each remainder of the first variable; a single one stands for itself."""
 
     parts: tuple[Polynomial, ...]
 
@@ -72,6 +60,8 @@ class Periodic:
 
     def expression(self, symbols: Sequence[Symbol]) -> Expr:
         first, period = symbols[0], len(self.parts)
+        if period == 1:
+            return self.parts[0].expression(symbols)
         constant = (0,) * len(symbols)
         alone = (1, *constant[1:])
         moving = [{e: c for e, c in part.terms.items() if any(e)} for part in self.parts]
@@ -109,18 +99,21 @@ class Extreme:
         return (Min if self.least else Max)(*(part.expression(symbols) for part in self.of))
 
 
+Fitted = Periodic | Extreme
+"""A function that meets all samples."""
+
+
 def fit(samples: Samples) -> Fitted | None:
     """The simplest of these families that meets all samples exactly, or None."""
-    found: Fitted | None = polynomial(samples)
     for period in _PERIODS:
-        if found is None:
-            parts = [
-                polynomial({x: y for x, y in samples.items() if x[0] % period == r})
-                for r in range(period)
-            ]
-            known = tuple(part for part in parts if part is not None)
-            found = Periodic(known) if len(known) == period else None
-    return found or _extreme(samples)
+        parts = [
+            polynomial({x: y for x, y in samples.items() if x[0] % period == r})
+            for r in range(period)
+        ]
+        known = tuple(part for part in parts if part is not None)
+        if len(known) == period:
+            return Periodic(known)
+    return _extreme(samples)
 
 
 def polynomial(samples: Samples) -> Polynomial | None:
@@ -140,14 +133,12 @@ def polynomial(samples: Samples) -> Polynomial | None:
     ]
     if len(samples) < len(exponents) + _SPARE:
         return None
-    rows = [
+    solution = _solve(
         [
-            *(Fraction(prod(c for c, k in zip(x, e, strict=True) if k)) for e in exponents),
-            Fraction(y),
+            [*(prod(c for c, k in zip(x, e, strict=True) if k) for e in exponents), y]
+            for x, y in samples.items()
         ]
-        for x, y in samples.items()
-    ]
-    solution = _solve(rows)
+    )
     if solution is None:
         return None
     return Polynomial({e: c for e, c in zip(exponents, solution, strict=True) if c})
@@ -168,30 +159,19 @@ def _extreme(samples: Samples) -> Extreme | None:
     return None
 
 
-def _solve(rows: list[list[Fraction]]) -> list[Fraction] | None:
+def _solve(rows: list[list[int]]) -> list[Fraction] | None:
     """A solution of linear equations, each with its right side last; None if there is none.
 
     Unknowns that the equations leave open are 0.
     """
     unknowns = len(rows[0]) - 1
-    rows = list(rows)
-    solved: list[int] = []
-    for column in range(unknowns):
-        top = len(solved)
-        pivot = next((k for k in range(top, len(rows)) if rows[k][column]), None)
-        if pivot is None:
-            continue
-        rows[top], rows[pivot] = rows[pivot], rows[top]
-        lead = rows[top][column]
-        rows[top] = [x / lead for x in rows[top]]
-        for k, row in enumerate(rows):
-            if k != top and (factor := row[column]):
-                rows[k] = [x - factor * y for x, y in zip(row, rows[top], strict=True)]
-        solved.append(column)
-    if any(row[-1] for row in rows[len(solved) :]):
+    reduced, solved = DomainMatrix(rows, (len(rows), unknowns + 1), ZZ).to_field().rref()
+    if unknowns in solved:
         return None
-    found = dict(zip(solved, (row[-1] for row in rows), strict=False))
-    return [found.get(column, Fraction(0)) for column in range(unknowns)]
+    found = [Fraction(0)] * unknowns
+    for column, row in zip(solved, reduced.to_list(), strict=False):
+        found[column] = Fraction(int(row[-1].numerator), int(row[-1].denominator))
+    return found
 
 
 def _as_floor(first: Symbol, slope: Fraction, constants: Sequence[Fraction]) -> Expr | None:

@@ -1,17 +1,24 @@
-"""A schedule's exact makespan, bubble and stash, for given counts and all times of its tasks."""
+"""A schedule's exact makespan, bubble and stash, for given counts and all times of its tasks.
+
+A run ends when its longest path ends, and a path's time is linear in the times of its tasks. So
+the makespan is the maximum of some linear forms, few of which are ever the maximum. They are found
+by simulating at chosen times. All are found when their maximum is right on every edge of the
+regions in which each is the maximum: the makespan is convex, so the maximum is nowhere too small.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import combinations
+from math import gcd
 
 from sympy.core.relational import Relational
 
 from fxpipe.errors import InputError
-from fxpipe.formulas.envelope import Envelope, Vector, dot, envelope
-from fxpipe.formulas.given import Basis, basis
+from fxpipe.formulas.formulas import Basis, Vector, basis
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.program import Program, Turn
 from fxpipe.ir.task import KINDS
@@ -20,17 +27,130 @@ from fxpipe.simulator.costs import task_times
 from fxpipe.simulator.simulate import run
 from fxpipe.simulator.simulation import peak_stash
 
+Longest = Callable[[Vector], Vector]
+"""Times → how often each of them counts in the longest path at these times."""
+
+
+@dataclass(frozen=True)
+class Envelope:
+    """The maximum of some linear forms over a cone of times.
+
+    Attributes:
+        forms: the coefficients of each form; every form is the maximum somewhere.
+        rays: the edges of the regions in which each form is the maximum.
+    """
+
+    forms: frozenset[Vector]
+    rays: frozenset[Vector]
+
+    def at(self, times: Vector) -> int:
+        return greatest(self.forms, times)
+
+    def form_at(self, times: Vector) -> Vector:
+        """A form that is the maximum at these times."""
+        return max(self.forms, key=lambda form: (dot(form, times), form))
+
+    def equals(self, forms: Sequence[Vector]) -> bool:
+        """Whether these forms have the same maximum everywhere in the cone."""
+        return self.forms <= set(forms) and all(
+            greatest(forms, ray) == self.at(ray) for ray in self.rays
+        )
+
+    def middles(self) -> Iterator[Vector]:
+        """For each form, times at which it alone is the maximum."""
+        for form in sorted(self.forms):
+            yield _middle(form, self.forms, self.rays)
+
+
+def envelope(longest: Longest, walls: Sequence[Vector], most: int = 16) -> Envelope | None:
+    """The forms of a run, or None where there are more than ``most``.
+
+    The walls bound the cone of times: their dot products with a vector in it are at least 0.
+    """
+    size = len(walls[0])
+    edges = set(_rays(set(), walls, size))
+    forms: set[Vector] = {longest(next(iter(edges)))}
+    done: set[Vector] = set()
+    while True:
+        rays = set(_rays(forms, walls, size)) | edges
+        new = rays - done
+        if not new:
+            break
+        done |= new
+        for ray in sorted(new):
+            found = longest(ray)
+            if dot(found, ray) > greatest(forms, ray):
+                forms.add(found)
+        if len(forms) > most:
+            return None
+    needed = [form for form in forms if _alone(form, forms, rays)]
+    return Envelope(frozenset(needed), frozenset(rays))
+
+
+def dot(a: Vector, b: Vector) -> int:
+    return sum(x * y for x, y in zip(a, b, strict=True))
+
+
+def greatest(forms: Sequence[Vector] | set[Vector] | frozenset[Vector], times: Vector) -> int:
+    return max(dot(form, times) for form in forms)
+
+
+def _alone(form: Vector, forms: set[Vector], rays: set[Vector]) -> bool:
+    """Whether no other form is as great in the middle of this form's region."""
+    middle = _middle(form, forms, rays)
+    return all(other == form or dot(other, middle) < dot(form, middle) for other in forms)
+
+
+def _middle(
+    form: Vector, forms: set[Vector] | frozenset[Vector], rays: set[Vector] | frozenset[Vector]
+) -> Vector:
+    """A sum of the edges of a form's region, with weights that keep it off symmetries."""
+    own = sorted(ray for ray in rays if dot(form, ray) == greatest(forms, ray))
+    return tuple(sum((2 * k + 3) * ray[j] for k, ray in enumerate(own)) for j in range(len(form)))
+
+
+def _rays(forms: set[Vector], walls: Sequence[Vector], size: int) -> Iterator[Vector]:
+    """Where enough of the forms, and of the cone's walls, meet."""
+    faces: list[tuple[Vector, Vector | None]] = [(wall, None) for wall in walls]
+    for a, b in combinations(sorted(forms), 2):
+        faces.append((tuple(x - y for x, y in zip(a, b, strict=True)), a))
+    for chosen in combinations(faces, size - 1):
+        for ray in _normals([face for face, _ in chosen]):
+            if any(dot(wall, ray) < 0 for wall in walls):
+                continue
+            if all(form is None or dot(form, ray) == greatest(forms, ray) for _, form in chosen):
+                yield ray
+
+
+def _normals(rows: Sequence[Vector]) -> Iterator[Vector]:
+    """The two shortest whole vectors at right angles to all rows, if there are no others."""
+    size = len(rows) + 1
+    found = [
+        (-1) ** j * _determinant([(*row[:j], *row[j + 1 :]) for row in rows]) for j in range(size)
+    ]
+    if any(found):
+        common = gcd(*found)
+        yield tuple(x // common for x in found)
+        yield tuple(-x // common for x in found)
+
+
+def _determinant(rows: Sequence[Vector]) -> int:
+    if not rows:
+        return 1
+    first, *rest = rows
+    return sum(
+        (-1) ** j * x * _determinant([(*row[:j], *row[j + 1 :]) for row in rest])
+        for j, x in enumerate(first)
+        if x
+    )
+
 
 @dataclass(frozen=True)
 class Paths:
-    """The longest paths of a program, as counts of basic times.
+    """The longest paths of a program, as counts of basic times; ``columns`` are those of a Basis.
 
     A time is simulated as a large integer: its leading digits are the time, and the ones behind
     count what it is made of. The simulator adds and compares them as they are.
-
-    Attributes:
-        program: the lists of all its steps.
-        columns: letter → how often each basic time is in that of the task.
     """
 
     program: Program
@@ -98,9 +218,9 @@ class Paths:
 
     def _counted(self, tasks: Sequence[ins.Instruction]) -> Vector:
         counts = Counter(letter for x in tasks if (letter := ins.letter_of(x)) is not None)
+        size = len(next(iter(self.columns.values())))
         return tuple(
-            sum(count * self.columns[letter][j] for letter, count in counts.items())
-            for j in range(self._size)
+            sum(n * self.columns[key][j] for key, n in counts.items()) for j in range(size)
         )
 
     def _ends(self, times: Vector, *, once: bool) -> list[list[int]]:
@@ -131,10 +251,6 @@ class Paths:
             )
         return walked.turns
 
-    @property
-    def _size(self) -> int:
-        return len(next(iter(self.columns.values())))
-
     @cached_property
     def _shift(self) -> int:
         most = max(max(column) for column in self.columns.values())
@@ -149,7 +265,8 @@ class Paths:
 
     def _digits(self, time: int) -> Vector:
         mask = (1 << self._shift) - 1
-        return tuple(time >> self._shift * j & mask for j in range(self._size))
+        size = len(next(iter(self.columns.values())))
+        return tuple(time >> self._shift * j & mask for j in range(size))
 
 
 def _once(instruction: object) -> bool:
@@ -158,19 +275,13 @@ def _once(instruction: object) -> bool:
 
 @dataclass(frozen=True)
 class Bases:
-    """The basic times of the tasks of a schedule.
-
-    Attributes:
-        all: of all its tasks.
-        tasks: of those that come for each micro-batch.
-    """
+    """The basic times of all tasks of a schedule, and of those that come for each micro-batch."""
 
     all: Basis
     tasks: Basis
 
     @staticmethod
     def of(kinds: frozenset[str], given: Sequence[Relational]) -> Bases:
-        """Of the tasks of some letters, and what is known of their times."""
         letters = [letter for letter in KINDS if letter in kinds]
         each = [letter for letter in letters if KINDS[letter].per_microbatch]
         return Bases(basis(letters, given), basis(each, given))
@@ -205,10 +316,6 @@ class Sample:
 
 def sample(program: Program, times: Bases) -> Sample:
     """Simulate a program at enough times of tasks to know its results for all times.
-
-    Args:
-        program: the lists of all its steps.
-        times: the basic times of its tasks.
 
     Raises:
         InputError: the program gets stuck.
