@@ -31,7 +31,7 @@ from fxpipe.ir import instruction as ins
 from fxpipe.ir.program import COMPUTE, Program
 from fxpipe.ir.value import Buffer
 from fxpipe.ir.walk import Place, Wait, usual_cost, waits_of
-from fxpipe.text.instruction import print_instruction
+from fxpipe.text.program import print_instruction
 from fxpipe.words import plural
 
 DETAILED = 600

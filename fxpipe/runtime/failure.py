@@ -11,7 +11,7 @@ from fxpipe.errors import DeviceError, DeviceMemoryError, ExecutionError, Fxpipe
 from fxpipe.ir import instruction as ins
 from fxpipe.runtime.devices.backend import Backend, DeviceMemory, Given, Unfinished
 from fxpipe.runtime.interpreter import Machine
-from fxpipe.text.instruction import print_instruction
+from fxpipe.text.program import print_instruction
 from fxpipe.torchtools import source
 from fxpipe.words import bytes_text
 

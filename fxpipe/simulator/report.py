@@ -21,7 +21,7 @@ from fxpipe.ir.task import KINDS
 from fxpipe.ir.value import Buffer
 from fxpipe.simulator.memory import PARTS
 from fxpipe.simulator.simulation import Simulation, Span, Transfer, task_of
-from fxpipe.text.instruction import print_instruction
+from fxpipe.text.program import print_instruction
 from fxpipe.words import bytes_text, plural, table_text
 
 Event = dict[str, Any]

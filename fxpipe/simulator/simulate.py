@@ -20,7 +20,7 @@ from fxpipe.ir.walk import waits_of, walk
 from fxpipe.simulator.costs import TASKS, Costs, Link, Links, Times, task_times
 from fxpipe.simulator.simulation import Events, Simulation, Span, Transfer
 from fxpipe.simulator.sizes import Sizes
-from fxpipe.text.instruction import print_instruction
+from fxpipe.text.program import print_instruction
 
 
 def simulate(

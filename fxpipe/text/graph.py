@@ -28,15 +28,18 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from fxpipe.errors import InputError, ParseError, near
-from fxpipe.text.edge import is_name
-from fxpipe.text.line import ROOTS, Line, Path, lines_of, print_path, read_path
+from fxpipe.errors import InputError, near
+from fxpipe.text.scan import Line, end_of, is_name, lines_of
 from fxpipe.text.target import (
     CALL_FORM,
+    ROOTS,
     Function,
+    Path,
     named,
     print_function,
+    print_path,
     read_function,
+    read_path,
     refused_attribute,
     refused_method,
 )
@@ -135,16 +138,13 @@ class _GraphReader:
         self.takes: set[str] = set()
 
     def read(self, lines: list[Line]) -> fx.GraphModule:
-        rest = iter([line for line in lines if not line.is_blank])
-        for line in rest:
-            if self._read_line(line):
-                break
-        else:
-            last = lines[-1]
+        filled = [line for line in lines if not line.is_blank]
+        rest = iter(filled)
+        if not any(self._read_line(line) for line in rest):
             message = "the graph has no end: write 'return (values)' on its last line"
-            raise ParseError(message, last.number, len(last.text) + 1)
+            raise end_of(filled or lines).error(message)
         for line in rest:
-            raise line.error("nothing may follow the graph's 'return'", 0)
+            raise line.error("nothing may follow the graph's 'return'", line.indent)
         return self._compile(lines[0])
 
     def _compile(self, first: Line) -> fx.GraphModule:
@@ -152,7 +152,9 @@ class _GraphReader:
         try:
             return fx.GraphModule(self.root if self.root is not None else nn.Module(), self.graph)
         except Exception as error:
-            raise first.error(f"fx cannot make code of this graph: {error}", 0) from error
+            raise first.error(
+                f"fx cannot make code of this graph: {error}", first.indent
+            ) from error
 
     def _read_line(self, line: Line) -> bool:
         """Add the line's node. True for the last one."""

@@ -31,13 +31,12 @@ from dataclasses import dataclass
 
 from torch import fx, nn
 
-from fxpipe.errors import ParseError
 from fxpipe.ir.plan import Argument, Plan, Stage, Write
 from fxpipe.ir.traced import Traced
 from fxpipe.ir.value import Edge
-from fxpipe.text.edge import is_name, parse_edge
 from fxpipe.text.graph import parse_graph
-from fxpipe.text.line import Line, lines_of
+from fxpipe.text.program import parse_edge
+from fxpipe.text.scan import Line, end_of, is_name, lines_of
 from fxpipe.text.target import Function
 
 _END = r"[ \t]*(?:#.*)?"
@@ -145,28 +144,28 @@ class BodyReader:
         while True:
             line = self.next(f"{subject} has no graph")
             if not line.indent:
-                raise line.error(f"{subject} has no graph above; {kind} has {_ITEMS}", 0)
-            if _GRAPH.fullmatch(line.code):
+                raise line.error(f"{subject} has no graph above; {kind} has {_ITEMS}", line.indent)
+            if line.match(_GRAPH):
                 break
-            if found := _ARGUMENT.fullmatch(line.code):
+            if found := line.match(_ARGUMENT):
                 name = _read_name(line, found, 2)
                 arguments[found[1]].append(Argument(name, _read_target(line, found, 3)))
-            elif found := _WRITE.fullmatch(line.code):
+            elif found := line.match(_WRITE):
                 writes.append(Write(_read_target(line, found, 1), _read_name(line, found, 2)))
-            elif leaves and (found := _HELD.fullmatch(line.code)):
+            elif leaves and (found := line.match(_HELD)):
                 target = _read_target(line, found, 2)
                 if found[1] == "write":
                     writes.append(Write(target, target))
                 else:
                     arguments[found[1]].append(Argument(target, target))
             else:
-                raise line.error(f"{kind} has {_ITEMS}", 0)
+                raise line.error(f"{kind} has {_ITEMS}", line.indent)
         start = self.position
         while self.position < len(self.lines) and self._is_inside(self.lines[self.position]):
             self.position += 1
         body = self.lines[start : self.position]
         if all(inner.is_blank for inner in body):
-            raise line.error(f"the graph of {subject} has no lines", len(line.code))
+            raise end_of([line]).error(f"the graph of {subject} has no lines")
         graph = parse_graph(
             "\n".join(inner.text for inner in body),
             self.root,
@@ -191,8 +190,7 @@ class BodyReader:
         """Take the next line that is not blank; ``missing`` is the error if there is none."""
         line = self.peek()
         if line is None:
-            last = self.lines[-1]
-            raise ParseError(missing, last.number, len(last.text) + 1)
+            raise end_of(self.lines).error(missing)
         self.position += 1
         return line
 
@@ -202,22 +200,22 @@ class _PlanReader(BodyReader):
 
     def read(self) -> Plan:
         header = self.next("a plan starts with 'plan stages=<number>'")
-        match = _HEADER.fullmatch(header.code)
+        match = header.match(_HEADER)
         if match is None or header.indent:
-            raise header.error("a plan starts with 'plan stages=<number>'", 0)
+            raise header.error("a plan starts with 'plan stages=<number>'", header.indent)
         edges: list[Edge] = []
         stages: list[Stage] = []
         while (line := self.peek()) is not None:
             self.position += 1
             if line.indent:
-                raise line.error("only a stage has indented lines", 0)
-            if not stages and (edge := _EDGE.fullmatch(line.code)):
+                raise line.error("only a stage has indented lines", line.indent)
+            if not stages and (edge := line.match(_EDGE)):
                 edges.append(parse_edge(edge[1], line.number, edge.start(1) + 1))
-            elif stage := _STAGE.fullmatch(line.code):
+            elif stage := line.match(_STAGE):
                 stages.append(self._stage(int(stage[1]), stage[2] is not None))
             else:
                 expected = "'stage <number>'" if stages else "'edge …' or 'stage <number>'"
-                raise line.error(f"expected {expected}", 0)
+                raise line.error(f"expected {expected}", line.indent)
         if len(stages) != int(match[1]):
             message = f"the plan has {match[1]} stages by this line, but {len(stages)} follow"
             raise header.error(message, match.start(1))

@@ -1,8 +1,10 @@
-"""Read one line of text from left to right; every complaint carries its line and column."""
+"""A line of text, read from left to right or as Python; every error has its line and column."""
 
 from __future__ import annotations
 
+import ast
 import json
+import keyword
 import re
 
 from fxpipe.errors import InputError, ParseError
@@ -11,26 +13,66 @@ _NUMBER = re.compile(r"[0-9]+")
 _TITLE = re.compile(r'[\w.+-]+|"(?:[^"\\]|\\.)*"')
 _BLANKS = re.compile(r"[ \t\r]*")
 _TOKEN = re.compile(r"[^ \t\r]*")
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _DIGITS = 9
+_LONGEST = 4_000
 
 
-class Scanner:
+class Line:
     """One line and how far it has been read.
 
     Attributes:
-        text: the line.
-        line: its number in the whole text, from 1.
+        text: the line, without its end.
+        number: its number in the whole text, from 1.
         at: index of the next character to read.
     """
 
-    def __init__(self, text: str, line: int) -> None:
+    def __init__(self, text: str, number: int) -> None:
         self.text = text
-        self.line = line
+        self.number = number
         self.at = 0
 
-    def error(self, message: str, at: int | None = None) -> ParseError:
-        """The error for the next character to read, or for the one at an index of the line."""
-        return ParseError(message, self.line, (self.at if at is None else at) + 1)
+    @property
+    def indent(self) -> int:
+        return len(self.text) - len(self.text.lstrip())
+
+    @property
+    def is_blank(self) -> bool:
+        """Nothing to read: no text, or a comment alone."""
+        return self.text.lstrip()[:1] in ("", "#")
+
+    def error(self, message: str, at: ast.AST | int | None = None) -> ParseError:
+        """The error at an index of the line, or a part of its statement, or what is read next."""
+        if isinstance(at, ast.AST):
+            at = self._index(getattr(at, "col_offset", 0))
+        return ParseError(message, self.number, (self.at if at is None else at) + 1)
+
+    def error_at_end(self, message: str, node: ast.expr, length: int) -> ParseError:
+        """An error at the last ``length`` characters of an expression, such as its last name."""
+        return self.error(message, max(self._index(node.end_col_offset or 0) - length, 0))
+
+    def _index(self, count: int) -> int:
+        """The index behind so many bytes of the statement: syntax trees count bytes."""
+        return self.indent + len(self.text.strip().encode()[:count].decode(errors="ignore"))
+
+    def statement(self) -> ast.stmt:
+        """The one statement on the line, as a syntax tree. Nothing runs."""
+        code, indent = self.text.strip(), self.indent
+        try:
+            body = ast.parse(code).body
+        except SyntaxError as error:
+            column = min(max(error.offset or 1, 1), len(code) + 1)
+            raise self.error(f"cannot be read: {error.msg}", indent + column - 1) from None
+        except (ValueError, RecursionError, MemoryError) as error:
+            message = f"cannot be read: {error or 'it nests too deep'}"
+            raise self.error(message, indent) from None
+        if len(body) != 1:
+            raise self.error("write one statement a line", body[1] if body else indent)
+        return body[0]
+
+    def match(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
+        """The whole line as a pattern has it, without the blanks around it; nothing is read."""
+        return pattern.fullmatch(self.text, self.indent, len(self.text.rstrip()))
 
     def take(self, pattern: re.Pattern[str]) -> str | None:
         """What the pattern matches right here, or None."""
@@ -58,7 +100,7 @@ class Scanner:
         got = repr(found[0]) if found and found[0] else "the end of the line"
         return self.error(f"expected {what}, got {got}")
 
-    def number(self, what: str) -> int:
+    def integer(self, what: str) -> int:
         """A count or an index, right here."""
         start = self.at
         digits = self.need(_NUMBER, what)
@@ -83,28 +125,15 @@ class Scanner:
         """Whether this word stands right here."""
         return re.compile(rf"{word}\b").match(self.text, self.at) is not None
 
-    def comes(self, pattern: re.Pattern[str]) -> bool:
-        """Whether the pattern matches right here; nothing is read."""
-        return pattern.match(self.text, self.at) is not None
-
-    def tail(self) -> str:
-        """All that is left, without blanks at its end and a comment."""
-        return self.text[self.at :].partition("#")[0].rstrip(" \t\r")
-
-    def blanks(self) -> None:
-        """Skip blanks, if any."""
-        self.take(_BLANKS)
-
     def gap(self, what: str) -> None:
         """At least one blank, and then something that is not the end."""
         start = self.at
-        self.blanks()
-        if self.at == start or self.ended():
+        if self.ended() or self.at == start:
             raise self.error(f"expected a blank and {what}")
 
     def ended(self) -> bool:
-        """Whether only blanks or a comment are left."""
-        self.blanks()
+        """Whether only blanks or a comment are left; the blanks are read."""
+        self.take(_BLANKS)
         return self.at == len(self.text) or self.text[self.at] == "#"
 
     def end(self) -> None:
@@ -114,26 +143,35 @@ class Scanner:
             raise self.error(f"unexpected {self.take(_TOKEN)!r}; remove it", start)
 
 
-def scan_lines(text: str) -> tuple[list[Scanner], Scanner]:
-    """The lines of a text, each at its first word, and its end, for what is missing there.
+def lines_of(text: object, first: int = 1) -> list[Line]:
+    """The lines of a text, the first with this number.
 
-    Comments (``# …``) and blank lines are left out.
+    Raises:
+        InputError: it is no text.
     """
-    parts = text_of(text).split("\n")
-    lines = [Scanner(line, number) for number, line in enumerate(parts, start=1)]
-    end = Scanner(lines[-1].text, len(lines))
-    end.at = len(end.text)
-    return [scan for scan in lines if not scan.ended()], end
-
-
-def text_of(text: object) -> str:
-    """The text itself. Raises InputError if it is none."""
     if not isinstance(text, str):
         raise InputError(f"a text is read, and this is a {type(text).__name__}; give a string")
-    return text
+    parts = enumerate(text.split("\n"), first)
+    return [Line(part.removesuffix("\r"), number) for number, part in parts]
+
+
+def end_of(lines: list[Line]) -> Line:
+    """The end of a text, for the error where something is missing there."""
+    end = Line(lines[-1].text, lines[-1].number)
+    end.at = len(end.text)
+    return end
 
 
 def print_title(name: str) -> str:
     """A name as it stands in a header: as it is where it is one plain word, else quoted."""
     match = _TITLE.fullmatch(name)
     return name if match and not name.startswith('"') else json.dumps(name)
+
+
+def is_name(text: str) -> bool:
+    """Whether a text can name a value or a node: an ASCII identifier and no keyword.
+
+    fx reads the digits at the end of a name as a number, and Python none of over 4,300.
+    """
+    fits = len(text) <= _LONGEST and _NAME.fullmatch(text) is not None
+    return fits and not keyword.iskeyword(text)

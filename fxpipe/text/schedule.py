@@ -10,8 +10,7 @@ from pathlib import Path
 from fxpipe.errors import InputError, near
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import KINDS, Task, TaskKind
-from fxpipe.text.place import parse_place, placement_of, print_place
-from fxpipe.text.scan import Scanner, print_title, scan_lines
+from fxpipe.text.scan import Line, end_of, lines_of, print_title
 
 _HEADER = "a header such as: schedule 1f1b stages=4 microbatches=8 delay=0"
 _DIGITS = re.compile(r"[0-9]+")
@@ -51,7 +50,9 @@ def parse_schedule(text: str) -> Schedule:
     Raises:
         ParseError: with the line and the column of the first thing that is wrong.
     """
-    lines, end = scan_lines(text)
+    whole = lines_of(text)
+    end = end_of(whole)
+    lines = [line for line in whole if not line.ended()]
     if not lines:
         raise end.error(f"expected {_HEADER}, got nothing")
     name, stages, microbatches, delay, predict = _header(lines[0])
@@ -59,17 +60,17 @@ def parse_schedule(text: str) -> Schedule:
         raise end.error("expected 'place' and the stages of each device, got the end of the text")
     held = parse_place(lines[1], stages)
     rows: dict[int, tuple[Task, ...]] = {}
-    for scan in lines[2:]:
-        start = scan.at
-        device = scan.number("a row such as 0: F0 B0 U, which starts with its device")
+    for line in lines[2:]:
+        start = line.at
+        device = line.integer("a row such as 0: F0 B0 U, which starts with its device")
         if device >= len(held):
-            raise scan.error(
+            raise line.error(
                 f"there is no device {device}; the places name {len(held)} devices", start
             )
         if device in rows:
-            raise scan.error(f"device {device} has a row already; keep one", start)
-        scan.literal(":", "':' after the device")
-        rows[device] = tuple(_tasks(scan, held[device], stages, microbatches))
+            raise line.error(f"device {device} has a row already; keep one", start)
+        line.literal(":", "':' after the device")
+        rows[device] = tuple(_tasks(line, held[device], stages, microbatches))
     for device in range(len(held)):
         if device not in rows:
             raise end.error(f"device {device} has no row; add '{device}:' and its tasks")
@@ -88,88 +89,150 @@ def read_schedule(path: str | PathLike[str]) -> Schedule:
     return parse_schedule(text)
 
 
-def _header(scan: Scanner) -> tuple[str, int, int, int | tuple[int, ...], bool]:
-    scan.literal("schedule", _HEADER)
-    scan.gap("a name")
-    name = scan.title("the schedule's name")
-    stages = _count(scan, "stages=")
-    microbatches = _count(scan, "microbatches=")
-    start = scan.at
-    delays = [_count(scan, "delay=")]
-    while scan.take(_COMMA):
-        delays.append(scan.number("the delay of the next stage"))
+def _header(line: Line) -> tuple[str, int, int, int | tuple[int, ...], bool]:
+    line.literal("schedule", _HEADER)
+    line.gap("a name")
+    name = line.title("the schedule's name")
+    stages = _count(line, "stages=")
+    microbatches = _count(line, "microbatches=")
+    start = line.at
+    delays = [_count(line, "delay=")]
+    while line.take(_COMMA):
+        delays.append(line.integer("the delay of the next stage"))
     if 1 < len(delays) != stages:
-        raise scan.error(f"there are {len(delays)} delays for {stages} stages", start + 1)
-    predict = not scan.ended() and scan.starts("predict")
+        raise line.error(f"there are {len(delays)} delays for {stages} stages", start + 1)
+    predict = not line.ended() and line.starts("predict")
     if predict:
-        scan.literal("predict")
-    scan.end()
+        line.literal("predict")
+    line.end()
     return name, stages, microbatches, tuple(delays) if len(delays) > 1 else delays[0], predict
 
 
-def _count(scan: Scanner, word: str) -> int:
-    scan.gap(f"{word!r} and a count")
-    scan.literal(word, f"{word!r} and a count")
-    return scan.number(f"a count after {word!r}")
+def _count(line: Line, word: str) -> int:
+    line.gap(f"{word!r} and a count")
+    line.literal(word, f"{word!r} and a count")
+    return line.integer(f"a count after {word!r}")
 
 
 def _delay_text(delay: int | tuple[int, ...]) -> str:
     return ",".join(map(str, delay)) if isinstance(delay, tuple) else str(delay)
 
 
-def _tasks(scan: Scanner, held: Sequence[int], stages: int, microbatches: int) -> Iterator[Task]:
-    while not scan.ended():
-        start = scan.at
-        task = _task(scan, held, stages, microbatches)
-        if rest := scan.take(_REST):
-            raise scan.error(
-                f"unexpected {rest!r} after {scan.text[start : scan.at - len(rest)]}; put a blank "
+def _tasks(line: Line, held: Sequence[int], stages: int, microbatches: int) -> Iterator[Task]:
+    while not line.ended():
+        start = line.at
+        task = _task(line, held, stages, microbatches)
+        if rest := line.take(_REST):
+            raise line.error(
+                f"unexpected {rest!r} after {line.text[start : line.at - len(rest)]}; put a blank "
                 "between tasks",
-                scan.at - len(rest),
+                line.at - len(rest),
             )
         yield task
 
 
-def _task(scan: Scanner, held: Sequence[int], stages: int, microbatches: int) -> Task:
+def _task(line: Line, held: Sequence[int], stages: int, microbatches: int) -> Task:
     """``F2``, ``B3'`` or ``U@5``, right here."""
-    start = scan.at
-    letter = scan.text[start]
+    start = line.at
+    letter = line.text[start]
     if letter not in KINDS:
-        raise scan.error(f"there is no kind of task {letter!r}; {near(letter, KINDS)}")
-    scan.at += 1
-    index = _microbatch(scan, KINDS[letter], microbatches)
-    batch = -len(scan.take(_EARLIER) or "")
-    if scan.take(_AT):
-        at = scan.at
-        stage = scan.number("a stage after '@'")
+        raise line.error(f"there is no kind of task {letter!r}; {near(letter, KINDS)}")
+    line.at += 1
+    index = _microbatch(line, KINDS[letter], microbatches)
+    batch = -len(line.take(_EARLIER) or "")
+    if line.take(_AT):
+        at = line.at
+        stage = line.integer("a stage after '@'")
         if stage >= stages:
-            raise scan.error(f"there is no stage {stage}; the header says stages={stages}", at)
+            raise line.error(f"there is no stage {stage}; the header says stages={stages}", at)
     elif len(held) == 1:
         stage = held[0]
     else:
-        task = scan.text[start : scan.at]
+        task = line.text[start : line.at]
         cure = " or ".join(f"{task}@{own}" for own in held) or "name one after '@'"
-        raise scan.error(f"{task} needs a stage, as its device holds {len(held)}: {cure}", start)
+        raise line.error(f"{task} needs a stage, as its device holds {len(held)}: {cure}", start)
     return Task(letter, index, stage, batch)
 
 
-def _microbatch(scan: Scanner, kind: TaskKind, microbatches: int) -> int | None:
-    start = scan.at
-    digits = scan.take(_DIGITS)
+def _microbatch(line: Line, kind: TaskKind, microbatches: int) -> int | None:
+    start = line.at
+    digits = line.take(_DIGITS)
     if not kind.per_microbatch:
         if digits:
-            raise scan.error(
+            raise line.error(
                 f"{kind.name} comes once a step and has no micro-batch; write {kind.letter}", start
             )
         return None
     if digits is None:
-        raise scan.error(f"{kind.name} needs a micro-batch, such as {kind.letter}0")
-    scan.at = start
-    index = scan.number("a micro-batch")
+        raise line.error(f"{kind.name} needs a micro-batch, such as {kind.letter}0")
+    line.at = start
+    index = line.integer("a micro-batch")
     if index >= microbatches:
-        raise scan.error(
+        raise line.error(
             f"there is no micro-batch {index}; the header says microbatches={microbatches}, and "
             "they count from 0",
             start,
         )
     return index
+
+
+_EMPTY = "-"
+
+
+def print_place(placement: tuple[int, ...], devices: int) -> str:
+    """``place 0 7 | 1 6 | -``: the stages of each device, and ``-`` for a device without any."""
+    held: list[list[str]] = [[] for _ in range(devices)]
+    for stage, device in enumerate(placement):
+        if 0 <= device < devices:  # the verifier reports the others; printing must not fail
+            held[device].append(str(stage))
+    return "place " + " | ".join(" ".join(stages) or _EMPTY for stages in held)
+
+
+def parse_place(line: Line, stages: int | None = None) -> tuple[list[int], ...]:
+    """Read such a line: device → its stages.
+
+    Args:
+        line: the line, from its first word on.
+        stages: the number of stages if it is known already.
+
+    Raises:
+        ParseError: a stage is out of range, has no device, or has two.
+    """
+    line.literal("place", "'place' and the stages of each device, such as place 0 | 1")
+    line.gap("the stages of device 0")
+    homes: dict[int, int] = {}
+    held = [_cell(line, 0, stages, homes)]
+    while not line.ended():
+        line.literal("|", "'|' between the stages of two devices")
+        line.ended()
+        held.append(_cell(line, len(held), stages, homes))
+    for stage in range(len(homes) if stages is None else stages):
+        if stage not in homes:
+            raise line.error(f"stage {stage} has no device; name it in one of the places")
+    return tuple(held)
+
+
+def placement_of(held: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """Stage → device, from device → its stages."""
+    homes = {stage: device for device, stages in enumerate(held) for stage in stages}
+    return tuple(homes[stage] for stage in range(len(homes)))
+
+
+def _cell(line: Line, device: int, stages: int | None, homes: dict[int, int]) -> list[int]:
+    """The stages of one device; noted in ``homes`` too."""
+    cell: list[int] = []
+    if line.text.startswith(_EMPTY, line.at):
+        line.literal(_EMPTY)
+        return cell
+    while not cell or not (line.ended() or line.text.startswith("|", line.at)):
+        start = line.at
+        stage = line.integer(f"a stage of device {device}, or '-' where it holds none")
+        if stages is not None and stage >= stages:
+            raise line.error(f"there is no stage {stage}; the header says stages={stages}", start)
+        if stage in homes:
+            raise line.error(
+                f"stage {stage} is on device {homes[stage]} already; give it one device", start
+            )
+        homes[stage] = device
+        cell.append(stage)
+    return cell

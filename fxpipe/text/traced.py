@@ -31,9 +31,8 @@ from torch.utils import _pytree as pytree
 
 from fxpipe.errors import InputError
 from fxpipe.ir.traced import Literal, Traced, Value
-from fxpipe.text.edge import is_name
-from fxpipe.text.line import Line
 from fxpipe.text.plan import BodyReader, print_body
+from fxpipe.text.scan import Line, is_name
 from fxpipe.text.target import Function, named
 from fxpipe.text.value import ValueReader, print_value
 from fxpipe.torchtools.moments import DeferredNorm
@@ -103,14 +102,14 @@ class _TracedReader(BodyReader):
     def read(self) -> Traced:
         form = "a traced graph starts with 'traced' or 'traced leaves'"
         header = self.next(form)
-        match = _HEADER.fullmatch(header.code)
+        match = header.match(_HEADER)
         if match is None or header.indent:
-            raise header.error(form, 0)
+            raise header.error(form, header.indent)
         inputs: list[str | None] = []
         outputs: list[Value | Literal] = []
         norms: list[DeferredNorm] = []
         loss: str | None = None
-        while (line := self.peek()) is not None and (item := _ITEM.fullmatch(line.code)):
+        while (line := self.peek()) is not None and (item := line.match(_ITEM)):
             self.position += 1
             word, rest, at = item[1], item[2], item.start(2)
             match word:
@@ -124,11 +123,11 @@ class _TracedReader(BodyReader):
                 case "norm":
                     norms.append(self._norm(line, rest, at))
                 case _:
-                    raise line.error("an earlier line already names the loss", 0)
+                    raise line.error("an earlier line already names the loss", line.indent)
         leaves = match[1] is not None
         body = self.body("the traced graph", "a traced graph", leaves)
         if (left := self.peek()) is not None:
-            raise left.error("nothing may follow the graph's 'return'", 0)
+            raise left.error("nothing may follow the graph's 'return'", left.indent)
         return Traced(
             body.graph,
             body.parameters,
@@ -164,7 +163,7 @@ class _TracedReader(BodyReader):
 
     def _value(self, line: Line, text: str, at: int) -> Any:
         """What an expression in a line says."""
-        part = Line(" " * (line.indent + at) + text, line.number)
+        part = Line(" " * at + text, line.number)
         match part.statement():
             case ast.Expr(value=value):
                 return ValueReader(part, {}, named(self.functions)).read(value)

@@ -12,8 +12,8 @@ from torch import fx
 from torch._ops import OpOverload, OpOverloadPacket
 
 from fxpipe.errors import InputError, near
-from fxpipe.text.line import ROOTS, Line, read_path
-from fxpipe.text.target import Function, print_function, read_function
+from fxpipe.text.scan import Line
+from fxpipe.text.target import ROOTS, Function, print_function, read_function, read_path
 
 _NAMED = (torch.dtype, torch.layout, torch.memory_format)
 

@@ -15,7 +15,7 @@ from fxpipe.ir.task import KINDS, Task, TaskKind
 from fxpipe.ir.unroll import shifted
 from fxpipe.ir.value import HOST, KEPT, Buffer, forward_buffer, gradient_buffer, norm_buffer
 from fxpipe.ir.walk import Place
-from fxpipe.text.instruction import print_instruction
+from fxpipe.text.program import print_instruction
 from fxpipe.verify.tasks import Spot, Window, Wrong, wrong_batch
 
 _KINDS = {"norm": TaskKind("norm", "norm", per_microbatch=False)}

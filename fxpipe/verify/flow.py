@@ -23,7 +23,7 @@ from fxpipe.errors import Fault, InputError
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.value import HOST, Buffer, forward_buffer, gradient_buffer
 from fxpipe.ir.walk import Wait, waits_of, walk
-from fxpipe.text.instruction import print_instruction
+from fxpipe.text.program import print_instruction
 from fxpipe.verify.facts import Facts, Move
 from fxpipe.verify.tasks import microbatches_text, steps_later
 

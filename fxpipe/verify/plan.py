@@ -17,7 +17,7 @@ from torch._ops import OpOverload
 from fxpipe.errors import Fault, VerificationError
 from fxpipe.ir.plan import Argument, Plan, Stage, Write, pop, stash
 from fxpipe.ir.value import HOST, Edge, outputs_of
-from fxpipe.text.edge import is_name
+from fxpipe.text.scan import is_name
 from fxpipe.text.target import print_function
 
 _WRITING = frozenset(

@@ -27,7 +27,7 @@ from fxpipe.ir.program import Event, Launch
 from fxpipe.ir.task import KINDS
 from fxpipe.ir.value import HOST, Buffer
 from fxpipe.ir.walk import waits_of, walk
-from fxpipe.text.instruction import print_instruction
+from fxpipe.text.program import print_instruction
 from fxpipe.verify.facts import Facts
 
 

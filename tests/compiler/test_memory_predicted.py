@@ -16,7 +16,7 @@ from benchmarks.counted import Counted, counted
 from benchmarks.models.gpt2 import GPT2, next_words
 from benchmarks.models.unet import UNet
 from fxpipe.simulator import Simulation
-from fxpipe.text.instruction import print_instruction
+from fxpipe.text.program import print_instruction
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -12,7 +12,7 @@ from fxpipe.passes.lowering.communicate import communicate
 from fxpipe.passes.lowering.free import free
 from fxpipe.passes.lowering.lower import Lower
 from fxpipe.schedules import one_f_one_b
-from fxpipe.text.instruction import print_instruction
+from fxpipe.text.program import print_instruction
 from tests.helpers.plans import chain
 
 TEXT = """\

@@ -16,7 +16,7 @@ from fxpipe.arguments import read_devices
 from fxpipe.passes.partition.measure import Stopwatch
 from fxpipe.runtime.choice import Dispatch
 from fxpipe.runtime.devices.cuda import CudaBackend, home
-from fxpipe.text.instruction import print_instruction
+from fxpipe.text.program import print_instruction
 from tests.helpers import fake_cuda
 from tests.helpers.eager_lanes import use
 from tests.helpers.fake_cuda import Cuda, Event, Stream

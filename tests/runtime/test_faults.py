@@ -14,7 +14,7 @@ from fxpipe import ExecutionError
 from fxpipe.ir.instruction import Instruction, Pause
 from fxpipe.runtime import interpreter
 from fxpipe.runtime.interpreter import Machine
-from fxpipe.text.instruction import print_instruction
+from fxpipe.text.program import print_instruction
 from tests.helpers.tiny import Snapshot, adam, batch, pipe_of, within
 
 pytestmark = pytest.mark.timeout(600, method="thread")

@@ -19,7 +19,7 @@ from fxpipe.runtime.devices.backend import DeviceMemory
 from fxpipe.runtime.host import BatchHost
 from fxpipe.runtime.weights.live import LiveWeights
 from fxpipe.runtime.weights.versions import VersionedWeights
-from fxpipe.text.instruction import print_instruction
+from fxpipe.text.program import print_instruction
 from tests.helpers.eager_lanes import Backend, LateError, launched
 from tests.helpers.tiny import Tiny, batch, within
 from tests.oracles import loop

@@ -17,9 +17,9 @@ from fxpipe.ir.plan import Argument, Costs, Plan, Stage, ValueSpec, Write
 from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.value import HOST, Edge
-from fxpipe.text.edge import parse_edge
 from fxpipe.text.graph import parse_graph
 from fxpipe.text.plan import parse_plan, print_plan
+from fxpipe.text.program import parse_edge
 from tests.helpers.plans import skipping
 
 TEXT = """\

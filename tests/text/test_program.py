@@ -19,7 +19,7 @@ from fxpipe.passes.lowering.free import free
 from fxpipe.passes.lowering.lower import Lower
 from fxpipe.passes.lowering.streams import Streams
 from fxpipe.schedules import gpipe, one_f_one_b
-from fxpipe.text.instruction import print_instruction
+from fxpipe.text.program import print_instruction
 from tests.conftest import Golden
 from tests.helpers.plans import chain, skipping
 

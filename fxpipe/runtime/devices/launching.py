@@ -19,7 +19,7 @@ from fxpipe.ir.program import COMPUTE, Event, Launch, Program
 from fxpipe.runtime.devices.backend import Backend, Channels, Given, Unfinished
 from fxpipe.runtime.interpreter import HANDLERS, Job, Machine, Stopped
 from fxpipe.runtime.weights.live import Weights
-from fxpipe.text.instruction import print_instruction
+from fxpipe.text.program import print_instruction
 
 
 class Lanes(Protocol):
