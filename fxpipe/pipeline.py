@@ -17,7 +17,9 @@ from fxpipe.engine import Engine
 from fxpipe.errors import InputError
 from fxpipe.inspection import Inspected
 from fxpipe.runtime.batch import Intake, MicroBatches
-from fxpipe.runtime.weights import checkpoint
+from fxpipe.runtime.ranks.group import refuse_on_ranks
+from fxpipe.runtime.weights import checkpoint_file, checkpoint_folder
+from fxpipe.runtime.weights.checkpoint import Checkpoint
 from fxpipe.signals import SignalsAtOperations
 from fxpipe.simulator import Simulation
 from fxpipe.simulator.measured import measured_run
@@ -238,7 +240,7 @@ class Pipeline(Inspected):
                 stays as it is.
         """
         self.flush()
-        checkpoint.write(self._engine.progress.checkpoint(extra), path)
+        checkpoint_file.write(self._engine.progress.checkpoint(extra), path)
 
     @in_turn
     def restore(self, path: str | os.PathLike[str]) -> Any:
@@ -259,9 +261,48 @@ class Pipeline(Inspected):
         """
         self._engine.check()
         self.flush()
-        saved = checkpoint.read(path)
-        self._engine.progress.restore(saved, self._shown.plan if self._shown else None)
-        return saved.extra
+        return self._go_on_from(checkpoint_file.read(path))
+
+    @in_turn
+    def save(self, folder: str | os.PathLike[str], extra: Any = None) -> None:
+        """Write to a folder all that training needs to go on as if not interrupted. Flushes first.
+
+        It has what ``checkpoint`` writes to a file, as a folder of ``torch.distributed.checkpoint``
+        (DCP) with the model's own names, which also runs without this library can read::
+
+            torch.distributed.checkpoint.format_utils.dcp_to_torch_save(folder, "run.pt")
+            model.load_state_dict(torch.load("run.pt")["model"])
+
+        An older folder is replaced once the new one is complete and on disk.
+
+        Args:
+            folder: the path of the folder, which may hold an older checkpoint, and nothing else.
+            extra: anything else to keep, which ``load`` returns; as in ``checkpoint``.
+
+        Raises:
+            CheckpointError: the folder cannot be written, or cannot hold ``extra``; an older
+                checkpoint stays as it is.
+        """
+        refuse_on_ranks(self._group, "save", "keep pipe.state_dict(full=True) instead")
+        self.flush()
+        saved = self._engine.progress.checkpoint(extra)
+        checkpoint_folder.write(saved, self._model.state_dict(), folder, self._group)
+
+    @in_turn
+    def load(self, folder: str | os.PathLike[str]) -> Any:
+        """Go on from a folder that ``save`` wrote, on any number of devices; see ``restore``.
+
+        Returns:
+            The ``extra`` that ``save`` was given.
+
+        Raises:
+            CheckpointError: it is no such folder, or damaged, or of another model or optimizer.
+                Nothing has changed.
+        """
+        refuse_on_ranks(self._group, "load", "use pipe.load_state_dict() instead")
+        self._engine.check()
+        self.flush()
+        return self._go_on_from(checkpoint_folder.read(folder))
 
     @in_turn
     def train(self, mode: bool = True) -> Pipeline:
@@ -296,6 +337,10 @@ class Pipeline(Inspected):
     ) -> MicroBatches:
         self._engine.check()
         return self._intake.take(args, kwargs, target, step=step)
+
+    def _go_on_from(self, saved: Checkpoint) -> Any:
+        self._engine.progress.restore(saved, self._shown.plan if self._shown else None)
+        return saved.extra
 
     def _ready(self, micro: MicroBatches, purpose: Purpose, **wanted: bool) -> Compiled:
         """The compiled program for a call; while it is compiled, nothing else runs."""

@@ -111,8 +111,9 @@ def test_every_kind_of_task_is_on_the_page_of_the_language_with_its_cost() -> No
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
 def test_the_code_of_a_page_gives_what_stands_there(
-    path: Path, request: pytest.FixtureRequest
+    path: Path, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     page = path.read_text()
     names: dict[str, Any] = {}
     found = list(blocks(page))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,25 @@ from tests.oracles.delayed_loop import MSE, Batch
 
 PLAIN: dict[str, Any] = {"microbatches": 4, "schedule": "2bw", "tracer": "symbolic"}
 """A checkpoint does not depend on how a model was traced, and this is 20 times as fast."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """A way to keep checkpoints.
+
+    Attributes:
+        write: writes one of a pipe.
+        read: has a pipe go on from one.
+    """
+
+    write: Callable[..., None]
+    read: Callable[..., Any]
+
+
+FORMS = {
+    "file": Form(fxpipe.Pipeline.checkpoint, fxpipe.Pipeline.restore),
+    "folder": Form(fxpipe.Pipeline.save, fxpipe.Pipeline.load),
+}
 
 
 @dataclass

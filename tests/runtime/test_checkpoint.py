@@ -15,11 +15,16 @@ from torch.optim.lr_scheduler import ExponentialLR, LRScheduler, MultiStepLR, On
 
 import fxpipe
 from fxpipe.runtime.devices.backend import Backend
-from tests.helpers.checkpoints import PLAIN, Left, make, run
+from tests.helpers.checkpoints import FORMS, PLAIN, Form, Left, make, run
 from tests.helpers.overlapping import ADAMW, OPTIMIZERS, SGD
 from tests.oracles.delayed_loop import MSE, Batch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(params=FORMS)
+def form(request: pytest.FixtureRequest) -> Form:
+    return FORMS[request.param]
 
 
 def stopped_and_resumed(
@@ -29,23 +34,29 @@ def stopped_and_resumed(
     path: Path,
     devices: tuple[int, int],
     options: dict[str, Any],
-) -> tuple[Left, Left]:
-    """What a run leaves, and what a fresh pipe leaves that goes on from the middle of it."""
+) -> tuple[Left, Left, Left]:
+    """What a run leaves, and what fresh pipes leave that go on from the middle of it, one from a
+    file and one from a folder."""
     with fxpipe.compile(made(), devices[0], loss=MSE, **options) as pipe:
         torch.manual_seed(1)
         losses = run(pipe, data[:stop])
-        pipe.checkpoint(path)
+        pipe.checkpoint(path / "file")
+        pipe.save(path / "folder")
         whole = Left.by(pipe, losses + run(pipe, data[stop:]))
-    torch.manual_seed(7)
-    other = made()
-    with torch.no_grad():
-        for parameter in other.parameters():
-            parameter.normal_()
-    with fxpipe.compile(other, devices[1], loss=MSE, **options) as pipe:
-        pipe.restore(path)
-        assert pipe.batches == stop
-        losses = losses + run(pipe, data[stop:])
-        return whole, Left.by(pipe, losses)
+
+    def resumed(go_on: Callable[[fxpipe.Pipeline], Any]) -> Left:
+        torch.manual_seed(7)
+        other = made()
+        with torch.no_grad():
+            for parameter in other.parameters():
+                parameter.normal_()
+        with fxpipe.compile(other, devices[1], loss=MSE, **options) as pipe:
+            go_on(pipe)
+            assert pipe.batches == stop
+            return Left.by(pipe, losses + run(pipe, data[stop:]))
+
+    file = resumed(lambda pipe: pipe.restore(path / "file"))
+    return whole, file, resumed(lambda pipe: pipe.load(path / "folder"))
 
 
 EXPORT = {"tracer": "export"}
@@ -70,10 +81,10 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(
     case: str, devices: tuple[int, int], stop: int, options: dict[str, Any], tmp_path: Path
 ) -> None:
     data = make(case, 7, 5)[1]
-    path = tmp_path / "run.safetensors"
     options = {"optimizer": ADAMW, "tracer": "symbolic", **options}
-    made = stopped_and_resumed(lambda: make(case, 0, 1)[0], data, stop, path, devices, options)
+    made = stopped_and_resumed(lambda: make(case, 0, 1)[0], data, stop, tmp_path, devices, options)
     made[1].assert_same(made[0])
+    made[2].assert_same(made[0])
 
 
 @pytest.mark.parametrize(("schedule", "tracer"), [("2bw", "export"), ("1f1b", "symbolic")])
@@ -87,8 +98,9 @@ def test_random_masks_go_on_where_they_were(schedule: str, tracer: str, tmp_path
 
     options = {"microbatches": 3, "schedule": schedule, "optimizer": SGD}
     options["tracer"] = tracer
-    made = stopped_and_resumed(model, data, 3, tmp_path / "run", (2, 3), options)
+    made = stopped_and_resumed(model, data, 3, tmp_path, (2, 3), options)
     made[1].assert_same(made[0])
+    made[2].assert_same(made[0])
 
 
 @pytest.mark.parametrize("predict", [False, True])
@@ -146,7 +158,9 @@ def test_a_parameter_changed_after_the_restore_is_the_only_version(tmp_path: Pat
         Left.by(pipe, run(pipe, data[3:])).assert_same(first)
 
 
-def test_gradients_that_are_not_stepped_yet_are_kept_without_an_optimizer(tmp_path: Path) -> None:
+def test_gradients_that_are_not_stepped_yet_are_kept_without_an_optimizer(
+    form: Form, tmp_path: Path
+) -> None:
     (x, y), (u, v) = make("mlp", 2, 4)[1]
     options: dict[str, Any] = {"microbatches": 2, "loss": MSE, "tracer": "symbolic"}
     whole, model, other = (make("mlp", 0, 1)[0] for _ in range(3))
@@ -154,9 +168,9 @@ def test_gradients_that_are_not_stepped_yet_are_kept_without_an_optimizer(tmp_pa
         run(pipe, [(x, y), (u, v)])
     with fxpipe.compile(model, 2, **options) as pipe:
         run(pipe, [(x, y)])
-        pipe.checkpoint(tmp_path / "run")
+        form.write(pipe, tmp_path / "run")
     with fxpipe.compile(other, 3, **options) as pipe:
-        pipe.restore(tmp_path / "run")
+        form.read(pipe, tmp_path / "run")
         run(pipe, [(u, v)])
         assert pipe.batches == 2
     for a, b in zip(whole.parameters(), other.parameters(), strict=True):
@@ -207,20 +221,20 @@ def test_the_state_of_learning_rate_schedulers_comes_back_as_what_was_added(
         Left.by(pipe, losses).assert_same(whole)
 
 
-def test_what_was_added_comes_back_as_it_was(tmp_path: Path) -> None:
+def test_what_was_added_comes_back_as_it_was(form: Form, tmp_path: Path) -> None:
     extra = {
         "python": random.getstate(),
         "best": -float("inf"),
         3: [None, True, {"weights": torch.arange(3), (1, "a"): 2**70}],
     }
     with fxpipe.compile(make("mlp", 0, 1)[0], 2, loss=MSE, **PLAIN, optimizer=ADAMW) as pipe:
-        pipe.checkpoint(tmp_path / "none")
-        assert pipe.restore(tmp_path / "none") is None
-        pipe.checkpoint(tmp_path / "run", extra=extra)
-        found = pipe.restore(tmp_path / "run")
+        form.write(pipe, tmp_path / "none")
+        assert form.read(pipe, tmp_path / "none") is None
+        form.write(pipe, tmp_path / "run", extra=extra)
+        found = form.read(pipe, tmp_path / "run")
         with pytest.raises(fxpipe.CheckpointError, match="extra/seen is a set, which a checkpoint"):
-            pipe.checkpoint(tmp_path / "run", extra={"seen": {1, 2}})
-        assert pipe.restore(tmp_path / "run").keys() == extra.keys()
+            form.write(pipe, tmp_path / "run", extra={"seen": {1, 2}})
+        assert form.read(pipe, tmp_path / "run").keys() == extra.keys()
     assert torch.equal(found[3][2].pop("weights"), torch.arange(3))
     del extra[3][2]["weights"]  # type: ignore[index]
     assert found == extra
@@ -228,21 +242,21 @@ def test_what_was_added_comes_back_as_it_was(tmp_path: Path) -> None:
 
 
 def test_the_generators_of_devices_go_on_where_they_were(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    form: Form, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A CPU device has none of its own: here it is given one, under the name of another device."""
     own = torch.Generator().manual_seed(3)
     monkeypatch.setattr(Backend, "generators", lambda self: {"cuda:0": own})
     with fxpipe.compile(make("mlp", 0, 1)[0], 2, loss=MSE, **PLAIN, optimizer=ADAMW) as pipe:
         torch.rand(5, generator=own)
-        pipe.checkpoint(tmp_path / "run")
+        form.write(pipe, tmp_path / "run")
         expected = torch.rand(5, generator=own)
-        pipe.restore(tmp_path / "run")
+        form.read(pipe, tmp_path / "run")
         assert torch.equal(torch.rand(5, generator=own), expected)
 
 
 @pytest.mark.parametrize("schedule", ["2bw", "1f1b"])
-def test_clipping_and_the_scale_of_losses_go_on(schedule: str, tmp_path: Path) -> None:
+def test_clipping_and_the_scale_of_losses_go_on(schedule: str, form: Form, tmp_path: Path) -> None:
     data = make("mlp", 8, 4)[1]
     data[1][0][0] = torch.inf  # this batch is skipped, and the scale falls
     options: dict[str, Any] = {
@@ -261,19 +275,19 @@ def test_clipping_and_the_scale_of_losses_go_on(schedule: str, tmp_path: Path) -
     first, second = scaler(), scaler()
     with fxpipe.compile(model(), 2, loss=MSE, scaler=first, **options) as pipe:
         run(pipe, data[:4])
-        pipe.checkpoint(tmp_path / "run")
+        form.write(pipe, tmp_path / "run")
         scale = first.get_scale()
         whole, norm = Left.by(pipe, run(pipe, data[4:])), pipe.grad_norm
     assert scale == 1500
     with fxpipe.compile(model(), 3, loss=MSE, scaler=second, **options) as pipe:
-        pipe.restore(tmp_path / "run")
+        form.read(pipe, tmp_path / "run")
         assert second.get_scale() == scale
         Left.by(pipe, run(pipe, data[4:])).assert_same(whole)
         assert pipe.grad_norm == norm
     assert second.get_scale() == first.get_scale() > scale
 
 
-def test_tied_parameters_and_other_kinds_of_tensors_are_kept(tmp_path: Path) -> None:
+def test_tied_parameters_and_other_kinds_of_tensors_are_kept(form: Form, tmp_path: Path) -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -290,11 +304,11 @@ def test_tied_parameters_and_other_kinds_of_tensors_are_kept(tmp_path: Path) -> 
     options: dict[str, Any] = {**PLAIN, "optimizer": ADAMW}
     with fxpipe.compile(Model(), 1, loss=MSE, **options) as pipe:
         run(pipe, data[:3])
-        pipe.checkpoint(tmp_path / "run")
+        form.write(pipe, tmp_path / "run")
         whole = Left.by(pipe, run(pipe, data[3:]))
     model = Model()
     model.get_buffer("turn").zero_()
     with fxpipe.compile(model, 2, loss=MSE, **options) as pipe:
-        pipe.restore(tmp_path / "run")
+        form.read(pipe, tmp_path / "run")
         assert model.get_buffer("turn").tolist() == [1 + 2j, 3j]
         Left.by(pipe, run(pipe, data[3:])).assert_same(whole)

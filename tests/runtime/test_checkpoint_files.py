@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 import fxpipe
 from examples.unet import UNet
-from fxpipe.runtime.weights import checkpoint
-from fxpipe.runtime.weights.checkpoint import FORMAT
+from fxpipe.runtime.weights import checkpoint_file as checkpoint
+from fxpipe.runtime.weights.checkpoint_file import FORMAT
 from tests.helpers.checkpoints import PLAIN, Left, header_of, make, run, same, write_as, write_one
 from tests.helpers.overlapping import ADAMW, OPTIMIZERS, SGD
 from tests.oracles.delayed_loop import MSE, Factory
@@ -217,7 +217,7 @@ def test_of_two_writers_at_once_both_succeed(
 
 KILLED = """
 import os, signal, sys
-from fxpipe.runtime.weights import checkpoint
+from fxpipe.runtime.weights import checkpoint_file as checkpoint
 saved = checkpoint.read(sys.argv[1])
 checkpoint.save_file = lambda tensors, path, metadata: (
     path.write_bytes(b"half"), os.kill(os.getpid(), signal.SIGKILL)

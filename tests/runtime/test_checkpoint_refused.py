@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import fxpipe
-from fxpipe.runtime.weights import checkpoint
+from fxpipe.runtime.weights import checkpoint_file as checkpoint
 from tests.helpers.checkpoints import (
     PLAIN,
     everything,

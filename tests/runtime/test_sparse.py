@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import fxpipe
+from tests.helpers.checkpoints import FORMS, Form
 from tests.oracles import loop
 
 pytestmark = [
@@ -122,9 +123,10 @@ def test_trained_values_of_a_sparse_tensor_get_the_loops_gradients(stages: int) 
     loop.assert_same(loop.gradients(model), loop.gradients(alone))
 
 
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_training_goes_on_from_a_checkpoint_with_a_sparse_buffer(
-    layout: torch.layout, tmp_path: Path
+    layout: torch.layout, form: Form, tmp_path: Path
 ) -> None:
     torch.manual_seed(3)
     first, second = twins(layout)
@@ -132,10 +134,10 @@ def test_training_goes_on_from_a_checkpoint_with_a_sparse_buffer(
     options: dict[str, Any] = {"loss": mse_loss, "microbatches": 2, "optimizer": torch.optim.Adam}
     with fxpipe.compile(first, 2, **options) as pipe, fxpipe.compile(second, 3, **options) as other:
         pipe.step(x, target=y)
-        pipe.checkpoint(tmp_path / "run", extra={"graph": first.adj})
+        form.write(pipe, tmp_path / "run", extra={"graph": first.adj})
         with torch.no_grad():
             second.adj.values().zero_() if layout is torch.sparse_csr else second.adj.zero_()
-        extra = other.restore(tmp_path / "run")
+        extra = form.read(other, tmp_path / "run")
         for found in (second.adj, extra["graph"]):
             assert found.layout is layout
             assert torch.equal(found.to_dense(), first.adj.to_dense())

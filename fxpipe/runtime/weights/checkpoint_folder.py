@@ -1,0 +1,226 @@
+"""A checkpoint as a folder of torch.distributed.checkpoint, which many processes write together.
+
+Every tensor has a path there, whichever process has written it, so that other processes can read
+it, each its own ones. Everything else is JSON, one text for each process that has written; it names
+the tensors and has their checksums.
+
+    model                    name → parameter or persistent buffer, as in the model's state dict
+    buffers, gradients       name → another buffer, or ``.grad``
+    optimizer                name → key → what the optimizer keeps for the parameter
+    older, predicted         version → name → value
+    random, device_random    states of generators
+    groups, extra            tensors among the optimizers' settings and the user's own values
+    fxpipe                   number of the process → its JSON (header), and that one's checksum
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import zlib
+from collections.abc import Collection, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxpipe.errors import CheckpointError, told
+from fxpipe.runtime.ranks.group import RankGroup
+from fxpipe.runtime.weights.checkpoint import (
+    EVERYTHING,
+    Checkpoint,
+    checksum,
+    decode,
+    encode,
+    refused,
+)
+from fxpipe.runtime.weights.dcp_folder import METADATA, Reader, Writer
+from fxpipe.runtime.weights.replacing import replacing, standing
+
+FORMAT = 1
+"""The format that this version writes."""
+
+_SHARED = ("parameters", "buffers", "gradients", "history", "optimizer")
+"""What each process has a part of. Everything else is written by the first one."""
+
+Path = str | os.PathLike[str]
+
+
+def write(checkpoint: Checkpoint, state: Mapping[str, Any], path: Path, group: RankGroup) -> None:
+    """Write a folder; an older one is replaced only once the new one is complete.
+
+    Args:
+        checkpoint: what this process has of the checkpoint.
+        state: the state dict of what it has of the model.
+        path: the folder, which all processes can reach.
+        group: the processes that write; each of them calls this, inside of ``calling``.
+
+    Raises:
+        CheckpointError: the folder cannot hold a value, or cannot be written. An older folder stays
+            as it is.
+    """
+    try:
+        tensors = _Tensors(state, group.rank)
+        tensors.seal(encode(checkpoint, tensors.add, _SHARED if group.rank else EVERYTHING))
+        with ExitStack() as stack:
+            made = None
+            if group.rank == 0:
+                _refuse_others(path)
+                made = stack.enter_context(replacing(path, folder=True))
+            unfinished = group.exchange("folder", made and str(made))[0]
+            writer = Writer(unfinished)
+            parts = group.exchange("files", writer.write(tensors.nested, group.rank))
+            if group.rank == 0:
+                writer.complete(parts)
+        group.exchange("checkpoint", None)  # which is in its place now
+    except (OSError, ValueError, RuntimeError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise CheckpointError(f"cannot write the checkpoint {str(path)!r}: {why}") from error
+
+
+def _refuse_others(path: Path) -> None:
+    """Raises OSError where replacing a folder would remove more than a checkpoint."""
+    folder = pathlib.Path(os.path.realpath(path))
+    inside = sorted(folder.iterdir()) if folder.is_dir() else []
+    other = next((each.name for each in inside if not _is_part(each)), None)
+    if other is not None:
+        raise OSError(
+            f"it holds {other!r}, which is no part of a checkpoint; give a folder of its own"
+        )
+
+
+def _is_part(file: pathlib.Path) -> bool:
+    return file.name == METADATA or file.suffix == ".distcp"
+
+
+class _Tensors:
+    """The tensors of a folder.
+
+    Attributes:
+        nested: path → tensor, as nested dicts.
+    """
+
+    def __init__(self, state: Mapping[str, Any], rank: int) -> None:
+        self.nested: dict[str, Any] = {}
+        self._state = state
+        self._rank = str(rank)
+        self._sums: dict[str, int] = {}
+
+    def add(self, path: tuple[str, ...], tensor: Tensor) -> dict[str, str]:
+        """Add a tensor; see ``Add``.
+
+        Raises:
+            CheckpointError: the folder cannot hold it.
+        """
+        *place, last = self._place(path)
+        while (name := ".".join((*place, last))) in self._sums:  # keys with dots or slashes
+            last += "'"
+        try:
+            self._sums[name] = checksum(name, self._put((*place, last), tensor))
+        except (RuntimeError, TypeError, ValueError, LookupError) as error:
+            raise refused("/".join(path), tensor) from error
+        return {"tensor": name}
+
+    def seal(self, content: Mapping[str, Any]) -> None:
+        """Add the JSON, and parameters under their other names."""
+        for name, value in self._state.items():
+            plain = isinstance(value, Tensor) and value.layout is torch.strided
+            if plain and f"model.{name}" not in self._sums:
+                self._put(("model", name), value)
+        header = json.dumps({"format": FORMAT, "content": content, "crc32": self._sums})
+        own = {"header": header, "crc32": zlib.crc32(header.encode())}
+        self.nested["fxpipe"] = {self._rank: own}
+
+    def _put(self, place: tuple[str, ...], tensor: Tensor) -> Tensor:
+        plain = tensor.detach().resolve_conj().resolve_neg().cpu()
+        *outer, last = place
+        inner = self.nested
+        for key in outer:
+            inner = inner.setdefault(key, {})
+        inner[last] = plain
+        return plain
+
+    def _place(self, path: tuple[str, ...]) -> tuple[str, ...]:
+        """Where a tensor is in the folder, from where it is in the checkpoint."""
+        match path:
+            case ("parameters" | "buffers", name, *inner) if name in self._state:
+                return "model", "/".join((name, *inner))
+            case ("optimizer", "parameters", name, "state", *inner):
+                return "optimizer", name, "/".join(inner)
+            case ("optimizer", "groups", *inner):
+                return "groups", self._rank, "/".join(inner)
+            case ("history", kind, version, *inner):
+                return kind, version, "/".join(inner)
+            case (kind, *inner) if inner:
+                return kind, "/".join(inner)
+        return path
+
+
+def read(path: Path, own: Collection[str] | None = None) -> Checkpoint:
+    """Read a folder; no code in it can run.
+
+    Args:
+        path: the folder.
+        own: the names of the parameters and buffers whose tensors are read. Those of others are on
+            the meta device, without values. None for all.
+
+    Raises:
+        CheckpointError: there is no such folder, or it is not whole, damaged, no checkpoint, or
+            newer.
+    """
+    shown, folder = repr(str(path)), standing(path)
+    if not (folder / METADATA).exists():
+        hint = "; pipe.restore() reads the files of pipe.checkpoint()" if folder.is_file() else ""
+        raise CheckpointError(
+            f"cannot read the checkpoint {shown}: it is no folder with a file {METADATA!r}, as "
+            f"pipe.save() writes it{hint}"
+        )
+    try:
+        reader = Reader(folder)
+        places = reader.places
+        texts = reader.read([name for name in places if places[name][0] == "fxpipe"])
+        if not texts:
+            raise CheckpointError(
+                f"{shown} was not written by pipe.save(); read it with torch.distributed.checkpoint"
+                " and load the model's state dict with pipe.load_state_dict()"
+            )
+        contents: list[Any] = []
+        sums: dict[str, int] = {}
+        for rank in range(len(texts) // 2):
+            header = texts[f"fxpipe.{rank}.header"]
+            if texts[f"fxpipe.{rank}.crc32"] != zlib.crc32(header.encode()):
+                raise ValueError("the checksum of its header is another")
+            found = json.loads(header)
+            if found["format"] > FORMAT:
+                raise CheckpointError(
+                    f"{shown} has format {found['format']}, and this fxpipe reads those up to "
+                    f"{FORMAT}; install the fxpipe that wrote it"
+                )
+            contents.append(found["content"])
+            sums |= found["crc32"]
+        kept = {None} if own is None else {None, *own}
+        wanted = [name for name in sums if own is None or _owner(places[name]) in kept]
+        tensors = reader.read(wanted)
+        for name, tensor in tensors.items():
+            if sums[name] != checksum(name, tensor):
+                raise ValueError(f"the checksum of {name!r} is another")
+        others = {n: reader.empty(n, "meta") for n in sums if n not in tensors}
+        return decode(contents, {**others, **tensors})
+    except CheckpointError:
+        raise
+    except Exception as error:  # torch raises anything at all where a file is damaged
+        raise CheckpointError(
+            f"{shown} is damaged, or not all of a checkpoint ({told(error)}); load an older one"
+        ) from error
+
+
+def _owner(place: tuple[str, ...]) -> str | None:
+    """The parameter or buffer that a tensor in a folder belongs to; None where to none."""
+    match place:
+        case ("model" | "parameters" | "buffers" | "gradients" | "optimizer", name, *_):
+            return name
+        case ("older" | "predicted", _, name):
+            return name
+    return None
