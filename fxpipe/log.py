@@ -11,25 +11,60 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Protocol
 
 from rich.console import Console
 from rich.status import Status
 
 LOGGER = logging.getLogger("fxpipe")
 
+WIDTH = 28
+"""Characters of a pass's name before its time."""
 
-class Listener(Protocol):
-    """Is notified of passes."""
+
+class Listener:
+    """Is notified of the passes of one compilation, and prints them if there is a console."""
+
+    def __init__(self, what: str = "", console: Console | None = None) -> None:
+        """Nothing has begun.
+
+        Args:
+            what: what is compiled, for messages.
+            console: where passes are printed; None prints nothing.
+        """
+        self._passes = 0
+        self._what = what
+        self._console = console
+        self._status: Status | None = None
 
     def begins(self, name: str) -> None:
         """A pass begins; passes may be nested."""
+        if self._console is None:
+            return
+        line = f"compiling {self._what}: {name}"
+        if self._status is None:
+            self._console.print(f"compiling {self._what}", highlight=False, markup=False)
+            self._status = self._console.status(line)
+            self._status.start()
+        self._status.update(line)
 
     def ends(self, name: str, seconds: float) -> None:
         """A pass is done; not called for a pass that raised."""
+        self._passes += 1
+        self.notes(f"{name:<{WIDTH}} {1e3 * seconds:9.1f} ms")
 
     def notes(self, text: str) -> None:
-        """Something cannot be done as the user asked."""
+        """A line to print, such as that something cannot be done as the user asked."""
+        if self._console is not None:
+            self._console.print(f"  {text}", highlight=False, markup=False)
+
+    def close(self, seconds: float, *, done: bool) -> None:
+        """End: remove the status line and report the total time. Most calls have no passes, as
+        everything is compiled already."""
+        if self._status is not None:
+            self._status.stop()
+        if done and self._passes:
+            LOGGER.info("compiled %s in %.3f s", self._what, seconds)
+            self.ends("in all", seconds)
 
 
 _listener: ContextVar[Listener | None] = ContextVar("fxpipe_listener", default=None)
@@ -43,6 +78,20 @@ def listening(listener: Listener) -> Iterator[None]:
         yield
     finally:
         _listener.reset(token)
+
+
+@contextmanager
+def told(what: str, verbose: bool) -> Iterator[None]:
+    """Report the passes inside the block to the logger, and if ``verbose`` on standard error."""
+    listener = Listener(what, Console(stderr=True) if verbose else None)
+    start = time.perf_counter()
+    done = False
+    try:
+        with listening(listener):
+            yield
+        done = True
+    finally:
+        listener.close(time.perf_counter() - start, done=done)
 
 
 @contextmanager
@@ -67,75 +116,3 @@ def noted(text: str) -> None:
     listener = _listener.get()
     if listener is not None:
         listener.notes(text)
-
-
-WIDTH = 28
-"""Characters of a pass's name before its time."""
-
-
-class Compilation:
-    """Listens to the passes of one call. Most calls have none, as everything is compiled already.
-
-    Attributes:
-        passes: how many are done.
-    """
-
-    def __init__(self, what: str, console: Console | None) -> None:
-        """Nothing has begun.
-
-        Args:
-            what: what is compiled, for messages.
-            console: where passes are printed; None prints nothing.
-        """
-        self.passes = 0
-        self._what = what
-        self._console = console
-        self._status: Status | None = None
-
-    def begins(self, name: str) -> None:
-        """See Listener.begins."""
-        if self._console is None:
-            return
-        line = f"compiling {self._what}: {name}"
-        if self._status is None:
-            self._console.print(f"compiling {self._what}", highlight=False, markup=False)
-            self._status = self._console.status(line)
-            self._status.start()
-        self._status.update(line)
-
-    def ends(self, name: str, seconds: float) -> None:
-        """See Listener.ends."""
-        self.passes += 1
-        self._print(name, seconds)
-
-    def notes(self, text: str) -> None:
-        """See Listener.notes."""
-        if self._console is not None:
-            self._console.print(f"  {text}", highlight=False, markup=False)
-
-    def close(self, seconds: float, *, done: bool) -> None:
-        """End: remove the status line and report the total time."""
-        if self._status is not None:
-            self._status.stop()
-        if done and self.passes:
-            LOGGER.info("compiled %s in %.3f s", self._what, seconds)
-            self._print("in all", seconds)
-
-    def _print(self, name: str, seconds: float) -> None:
-        if self._console is not None:
-            line = f"  {name:<{WIDTH}} {1e3 * seconds:9.1f} ms"
-            self._console.print(line, highlight=False, markup=False)
-
-
-@contextmanager
-def told(what: str, verbose: bool) -> Iterator[None]:
-    """Report the passes inside the block to the logger, and if ``verbose`` on standard error."""
-    compilation = Compilation(what, Console(stderr=True) if verbose else None)
-    start = time.perf_counter()
-    done = False
-    try:
-        with listening(compilation):
-            yield
-        done = True
-    finally:
-        compilation.close(time.perf_counter() - start, done=done)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from copy import copy
+from dataclasses import dataclass, replace
 from threading import RLock
 from typing import Any
 
@@ -21,56 +21,44 @@ _TURN = RLock()
 while leaf modules draw from generators that all threads share."""
 
 
+@dataclass(eq=False, repr=False)
 class AutogradKernel:
-    """Runs a stage with leaf modules: they are called as they are, and autograd runs backward."""
+    """Runs a stage with leaf modules: they are called as they are, and autograd runs backward.
 
+    Attributes:
+        forward_graph: a graph that calls leaf modules: inputs → a tuple of the outputs.
+        parameters: names, in the graph module, of the parameters that it reads.
+        buffers: names of the buffers that it reads.
+        written: names of the buffers that its leaf modules may write.
+        differentiable: for each input whether it needs a gradient.
+        input_gradients: for each input whether its gradient is handed back.
+        output_gradients: for each output whether it gets a gradient.
+        recording: whether gradients are enabled, as leaf modules may check; not in inference.
+    """
+
+    forward_graph: fx.GraphModule
+    parameters: Sequence[str]
+    buffers: Sequence[str]
+    written: Sequence[str]
+    differentiable: Sequence[bool]
+    input_gradients: Sequence[bool]
+    output_gradients: Sequence[bool]
+    recording: bool = True
     backward_graph: fx.GraphModule | None = None
     input_grad_graph: fx.GraphModule | None = None
     weight_grad_graph: fx.GraphModule | None = None
 
-    def __init__(
-        self,
-        graph: fx.GraphModule,
-        *,
-        parameters: Sequence[str],
-        buffers: Sequence[str],
-        written: Sequence[str],
-        differentiable: Sequence[bool],
-        input_gradients: Sequence[bool],
-        output_gradients: Sequence[bool],
-        recording: bool = True,
-    ) -> None:
-        """Wrap a graph that calls leaf modules.
-
-        Args:
-            graph: inputs → a tuple of the outputs.
-            parameters: names, in the graph module, of the parameters that it reads.
-            buffers: names of the buffers that it reads.
-            written: names of the buffers that its leaf modules may write.
-            differentiable: for each input whether it needs a gradient.
-            input_gradients: for each input whether its gradient is handed back.
-            output_gradients: for each output whether it gets a gradient.
-            recording: whether gradients are enabled, as leaf modules may check; not in inference.
-        """
-        self.forward_graph = graph
-        self._parameters = tuple(parameters)
-        self._buffers = tuple(buffers)
-        self._written = frozenset(written)
-        self._order = tuple(written)
-        self._differentiable = tuple(differentiable)
-        self._input_gradients = tuple(input_gradients)
-        self._output_gradients = tuple(output_gradients)
-        self._recording = recording
-        begun = [node.args for node in graph.graph.nodes if node.target is draw_from]
+    def __post_init__(self) -> None:
+        nodes = self.forward_graph.graph.nodes
+        begun = [node.args for node in nodes if node.target is draw_from]
+        self._written = frozenset(self.written)
         self._draws = bool(begun)
         self._draws_from_others = any(True in args[3:] for args in begun)
-        self._takes_turns = any(node.meta.get(TAKES_TURNS) for node in graph.graph.nodes)
+        self._takes_turns = any(node.meta.get(TAKES_TURNS) for node in nodes)
 
     def mapped(self, change: Callable[[fx.GraphModule], fx.GraphModule]) -> AutogradKernel:
         """The same kernel with its graph module changed; the leaf modules stay the same."""
-        kernel = copy(self)
-        kernel.forward_graph = change(self.forward_graph)
-        return kernel
+        return replace(self, forward_graph=change(self.forward_graph))
 
     def forward(
         self,
@@ -83,24 +71,24 @@ class AutogradKernel:
         # modules write their buffers in place, so they get copies, which become the writes
         state = {
             name: buffer.clone() if name in self._written else buffer
-            for name, buffer in zip(self._buffers, buffers, strict=True)
+            for name, buffer in zip(self.buffers, buffers, strict=True)
         }
         sources = [
             value.detach().requires_grad_(True) if needs else value
-            for value, needs in zip(inputs, self._differentiable, strict=True)
+            for value, needs in zip(inputs, self.differentiable, strict=True)
         ]
         inputs.clear()
-        tensors = dict(zip(self._parameters, weights, strict=True)) | state
+        tensors = dict(zip(self.parameters, weights, strict=True)) | state
         seeded = SeededDraws() if self._draws else nullcontext()
         shared = self._draws_from_others
         kept = others_kept() if shared else nullcontext()
-        with self._turn(shared), kept, torch.set_grad_enabled(self._recording), seeded:
+        with self._turn(shared), kept, torch.set_grad_enabled(self.recording), seeded:
             outputs = torch.func.functional_call(self.forward_graph, tensors, tuple(sources))
-        keeps = any(self._output_gradients)
+        keeps = any(self.output_gradients)
         saved = [list(outputs), sources, weights] if keeps else []
         return Forwarded(
             [out.detach() if isinstance(out, torch.Tensor) else out for out in outputs],
-            [tensors[name] for name in self._order],
+            [tensors[name] for name in self.written],
             saved,
         )
 
@@ -109,12 +97,12 @@ class AutogradKernel:
     ) -> Backwarded:
         """See Kernel.backward."""
         if not saved:
-            return Backwarded([], added(totals, [None] * len(self._parameters)))
+            return Backwarded([], added(totals, [None] * len(self.parameters)))
         outputs, sources, weights = saved
         saved.clear()
-        roots = [out for out, has in zip(outputs, self._output_gradients, strict=True) if has]
+        roots = [out for out, has in zip(outputs, self.output_gradients, strict=True) if has]
         del outputs
-        wanted = [x for x, has in zip(sources, self._input_gradients, strict=True) if has]
+        wanted = [x for x, has in zip(sources, self.input_gradients, strict=True) if has]
         count = len(wanted)
         trained = [weight for weight in weights if weight.requires_grad]
         with self._turn():

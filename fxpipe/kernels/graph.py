@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from copy import copy
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,50 +13,38 @@ from fxpipe.errors import PassError
 from fxpipe.kernels.kernel import Backwarded, Forwarded, InputGraded, Totals
 
 
+@dataclass(eq=False, repr=False)
 class GraphKernel:
-    """Runs a stage by two explicit graphs, forward and backward, for one micro-batch size."""
+    """Runs a stage by explicit graphs with the boxed calling convention, for one micro-batch size.
 
-    def __init__(
-        self,
-        forward_graph: fx.GraphModule,
-        backward_graph: fx.GraphModule | None,
-        *,
-        functional_backward: fx.Graph | None,
-        outputs: int,
-        writes: int,
-        input_strides: Sequence[tuple[int, ...] | None],
-        gradient_outputs: Sequence[int],
-        gradient_strides: Sequence[tuple[int, ...]],
-        input_gradients: int,
-        parameter_gradients: Sequence[bool],
-    ) -> None:
-        """Wrap two graphs with the boxed calling convention.
+    Attributes:
+        forward_graph: ``[parameters, buffers, inputs]`` → outputs, writes, saved.
+        backward_graph: ``[saved, gradients, totals]`` → input gradients, new totals.
+        functional_backward: ``[saved, gradients]`` → input gradients, parameter gradients;
+            no operation in it writes in place.
+        outputs: how many outputs the forward graph returns.
+        writes: how many buffer writes follow them.
+        input_strides: the strides that each input was traced with; None for no tensor.
+        gradient_outputs: which of the outputs get a gradient.
+        gradient_strides: the strides that each of these was traced with.
+        input_gradients: how many gradients of inputs the backward graph returns.
+        parameter_gradients: for each parameter whether the backward graph returns its gradient.
+        input_grad_graph: ``[saved, gradients]`` → input gradients, deferred; see ``parted``.
+        weight_grad_graph: ``[deferred, totals]`` → new totals; None if there are none.
+    """
 
-        Args:
-            forward_graph: ``[parameters, buffers, inputs]`` → outputs, writes, saved.
-            backward_graph: ``[saved, gradients, totals]`` → input gradients, new totals.
-            functional_backward: ``[saved, gradients]`` → input gradients, parameter gradients;
-                no operation in it writes in place.
-            outputs: how many outputs the forward graph returns.
-            writes: how many buffer writes follow them.
-            input_strides: the strides that each input was traced with; None for no tensor.
-            gradient_outputs: which of the outputs get a gradient.
-            gradient_strides: the strides that each of these was traced with.
-            input_gradients: how many gradients of inputs the backward graph returns.
-            parameter_gradients: for each parameter whether the backward graph returns its gradient.
-        """
-        self.forward_graph = forward_graph
-        self.backward_graph = backward_graph
-        self.functional_backward = functional_backward
-        self.input_grad_graph: fx.GraphModule | None = None
-        self.weight_grad_graph: fx.GraphModule | None = None
-        self.outputs = outputs
-        self.writes = writes
-        self.gradient_outputs = tuple(gradient_outputs)
-        self.input_strides = tuple(input_strides)
-        self.gradient_strides = tuple(gradient_strides)
-        self.input_gradients = input_gradients
-        self.parameter_gradients = tuple(parameter_gradients)
+    forward_graph: fx.GraphModule
+    backward_graph: fx.GraphModule | None
+    functional_backward: fx.Graph | None
+    outputs: int
+    writes: int
+    input_strides: Sequence[tuple[int, ...] | None]
+    gradient_outputs: Sequence[int]
+    gradient_strides: Sequence[tuple[int, ...]]
+    input_gradients: int
+    parameter_gradients: Sequence[bool]
+    input_grad_graph: fx.GraphModule | None = None
+    weight_grad_graph: fx.GraphModule | None = None
 
     def forward(
         self,
@@ -87,25 +75,18 @@ class GraphKernel:
     def parted(
         self, input_grad_graph: fx.GraphModule, weight_grad_graph: fx.GraphModule | None
     ) -> GraphKernel:
-        """The same kernel with its backward split into input and weight gradients.
-
-        Args:
-            input_grad_graph: ``[saved, gradients]`` → input gradients, deferred.
-            weight_grad_graph: ``[deferred, totals]`` → new totals; None if there are none.
-        """
-        kernel = copy(self)
-        kernel.input_grad_graph = input_grad_graph
-        kernel.weight_grad_graph = weight_grad_graph
-        return kernel
+        """The same kernel with its backward split into input and weight gradients."""
+        return replace(self, input_grad_graph=input_grad_graph, weight_grad_graph=weight_grad_graph)
 
     def mapped(self, change: Callable[[fx.GraphModule], fx.GraphModule]) -> GraphKernel:
         """The same kernel with ``change`` applied to all of its graph modules."""
-        kernel = copy(self)
-        kernel.forward_graph = change(self.forward_graph)
-        kernel.backward_graph = self.backward_graph and change(self.backward_graph)
-        kernel.input_grad_graph = self.input_grad_graph and change(self.input_grad_graph)
-        kernel.weight_grad_graph = self.weight_grad_graph and change(self.weight_grad_graph)
-        return kernel
+        return replace(
+            self,
+            forward_graph=change(self.forward_graph),
+            backward_graph=self.backward_graph and change(self.backward_graph),
+            input_grad_graph=self.input_grad_graph and change(self.input_grad_graph),
+            weight_grad_graph=self.weight_grad_graph and change(self.weight_grad_graph),
+        )
 
     def input_grad(self, saved: list[Any], gradients: list[torch.Tensor]) -> InputGraded:
         """See Kernel.input_grad."""

@@ -28,42 +28,38 @@ def native_dropout(
 def bernoulli(p: Tensor, seed: Tensor, node: int) -> Tensor:
     """Ones with the probabilities in a tensor, as ``aten.bernoulli``."""
     like = p.detach()
-    drawn: Tensor = OPERATORS.uniform(like, seed, node)
-    return (drawn < like).to(p.dtype)
+    return (_draw(OPERATORS.uniform, like, seed, node) < like).to(p.dtype)
 
 
 def bernoulli_p(x: Tensor, p: float, seed: Tensor, node: int) -> Tensor:
     """Ones with one probability, in the shape and type of ``x``, as ``aten.bernoulli.p``."""
-    mask: Tensor = OPERATORS.bernoulli(x.detach(), p, seed, node)
-    return mask.to(x.dtype)
+    return _draw(OPERATORS.bernoulli, x.detach(), p, seed, node).to(x.dtype)
 
 
 def bernoulli_like(x: Tensor, p: Tensor, seed: Tensor, node: int) -> Tensor:
     """Ones with the probabilities in ``p``, in the shape of ``x``, as ``Tensor.bernoulli_``."""
-    drawn: Tensor = OPERATORS.uniform(torch.empty_like(x, dtype=p.dtype), seed, node)
+    drawn = _draw(OPERATORS.uniform, torch.empty_like(x, dtype=p.dtype), seed, node)
     return (drawn < p.detach()).to(x.dtype)
 
 
 def rand_like(x: Tensor, seed: Tensor, node: int, **options: Any) -> Tensor:
     """Uniform numbers in [0, 1) in the shape of ``x``."""
-    return _as(OPERATORS.uniform, x, seed, node, options)
+    return _draw(OPERATORS.uniform, torch.empty_like(x.detach(), **options), seed, node)
 
 
 def randn_like(x: Tensor, seed: Tensor, node: int, **options: Any) -> Tensor:
     """Standard normal numbers in the shape of ``x``."""
-    return _as(OPERATORS.normal, x, seed, node, options)
+    return _draw(OPERATORS.normal, torch.empty_like(x.detach(), **options), seed, node)
 
 
 def rand(size: Sequence[int], seed: Tensor, node: int, **options: Any) -> Tensor:
     """Uniform numbers in [0, 1)."""
-    out: Tensor = OPERATORS.uniform(torch.empty(size, **options), seed, node)
-    return out
+    return _draw(OPERATORS.uniform, torch.empty(size, **options), seed, node)
 
 
 def randn(size: Sequence[int], seed: Tensor, node: int, **options: Any) -> Tensor:
     """Standard normal numbers."""
-    out: Tensor = OPERATORS.normal(torch.empty(size, **options), seed, node)
-    return out
+    return _draw(OPERATORS.normal, torch.empty(size, **options), seed, node)
 
 
 def randint(high: int, size: Sequence[int], seed: Tensor, node: int, **options: Any) -> Tensor:
@@ -76,8 +72,7 @@ def randint_low(
 ) -> Tensor:
     """Integers in [low, high)."""
     like = torch.empty(size, **{"dtype": torch.int64, **options})
-    out: Tensor = OPERATORS.integers(like, low, high, seed, node)
-    return out
+    return _draw(OPERATORS.integers, like, low, high, seed, node)
 
 
 def normal(
@@ -88,7 +83,7 @@ def normal(
     like = torch.empty_like(
         torch.broadcast_tensors(*given)[0], memory_format=torch.contiguous_format
     )
-    drawn: Tensor = OPERATORS.normal(like, seed, node)
+    drawn = _draw(OPERATORS.normal, like, seed, node)
     mean, std = (x.detach() if isinstance(x, Tensor) else x for x in (mean, std))
     return drawn * std + mean
 
@@ -134,8 +129,7 @@ def geometric_like(x: Tensor, p: float, seed: Tensor, node: int) -> Tensor:
 
 def integers_like(x: Tensor, seed: Tensor, node: int) -> Tensor:
     """Integers over the whole range of the dtype of ``x``, as ``Tensor.random_``."""
-    out: Tensor = OPERATORS.integers(torch.empty_like(x), 0, None, seed, node)
-    return out
+    return _draw(OPERATORS.integers, torch.empty_like(x), 0, None, seed, node)
 
 
 def randint_like(x: Tensor, high: int, seed: Tensor, node: int, **options: Any) -> Tensor:
@@ -148,8 +142,7 @@ def randint_low_like(
 ) -> Tensor:
     """Integers in [low, high) in the shape of ``x``."""
     like = torch.empty_like(x.detach(), **options)
-    out: Tensor = OPERATORS.integers(like, low, high, seed, node)
-    return out
+    return _draw(OPERATORS.integers, like, low, high, seed, node)
 
 
 def randint_below_like(x: Tensor, high: Tensor, seed: Tensor, node: int, **options: Any) -> Tensor:
@@ -161,26 +154,22 @@ def randint_below_like(x: Tensor, high: Tensor, seed: Tensor, node: int, **optio
 def randperm(n: int, seed: Tensor, node: int, **options: Any) -> Tensor:
     """A permutation of 0 … n−1."""
     like = torch.empty(n, **{"dtype": torch.int64, **options})
-    out: Tensor = OPERATORS.permutation(like, seed, node)
-    return out
+    return _draw(OPERATORS.permutation, like, seed, node)
 
 
 def multinomial(weights: Tensor, count: int, replacement: bool, seed: Tensor, node: int) -> Tensor:
     """Indices drawn with the weights of each row, as ``torch.multinomial``."""
-    out: Tensor = OPERATORS.multinomial(weights.detach(), count, replacement, seed, node)
-    return out
+    return _draw(OPERATORS.multinomial, weights.detach(), count, replacement, seed, node)
 
 
 def poisson(rates: Tensor, seed: Tensor, node: int) -> Tensor:
     """Counts of Poisson's distribution with the rates in a tensor, as ``torch.poisson``."""
-    out: Tensor = OPERATORS.poisson(rates.detach(), seed, node)
-    return out
+    return _draw(OPERATORS.poisson, rates.detach(), seed, node)
 
 
 def standard_gamma(shapes: Tensor, seed: Tensor, node: int) -> Tensor:
     """Numbers of the gamma distribution, whose gradient is that of ``torch.distributions``."""
-    out: Tensor = OPERATORS.gamma(shapes, seed, node)
-    return out
+    return _draw(OPERATORS.gamma, shapes, seed, node)
 
 
 def rrelu(x: Tensor, lower: float, upper: float, training: bool, seed: Tensor, node: int) -> Tensor:
@@ -203,9 +192,9 @@ def rrelu_with_noise(
     return rrelu(x, lower, upper, training, seed, node), noise
 
 
-def _as(draw: Any, x: Tensor, seed: Tensor, node: int, options: dict[str, Any]) -> Tensor:
-    out: Tensor = draw(torch.empty_like(x.detach(), **options), seed, node)
-    return out
+def _draw(operator: Any, *args: Any) -> Tensor:
+    drawn: Tensor = operator(*args)
+    return drawn
 
 
 def attention(

@@ -14,7 +14,7 @@ from torch.nn.functional import mse_loss
 import fxpipe
 from fxpipe import InputError, PartitionError
 from fxpipe.compiler.passes import LISTS
-from fxpipe.log import listening, telling
+from fxpipe.log import Listener, listening, telling
 
 X = torch.randn(8, 4)
 PASSES = ["export", "functionalise", "measure", "balance", "cut", "differentiate", "check"]
@@ -104,8 +104,9 @@ def test_a_compilation_that_fails_ends_where_it_failed(
 def test_only_the_innermost_listener_is_told_and_the_outer_one_again_after_it() -> None:
     told: list[tuple[str, str]] = []
 
-    class Ear:
+    class Ear(Listener):
         def __init__(self, name: str) -> None:
+            super().__init__()
             self.name = name
 
         def begins(self, name: str) -> None:

@@ -14,7 +14,7 @@ import pytest
 from fxpipe.errors import PassError, VerificationError
 from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
-from fxpipe.log import listening
+from fxpipe.log import Listener, listening
 from fxpipe.passes.lowering.communicate import communicate
 from fxpipe.passes.lowering.free import free
 from fxpipe.passes.lowering.lower import Lower
@@ -145,7 +145,7 @@ def test_what_a_pass_of_a_list_makes_is_verified() -> None:
 def test_what_a_pass_leaves_as_it_was_is_not_verified_again() -> None:
     told: list[str] = []
 
-    class Ear:
+    class Ear(Listener):
         def begins(self, name: str) -> None:
             told.append(name)
 
