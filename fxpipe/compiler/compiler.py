@@ -15,10 +15,11 @@ from torch.optim import Optimizer
 from fxpipe.compiler import passes
 from fxpipe.compiler.capturing import Capturing
 from fxpipe.compiler.compiled import Compiled
+from fxpipe.compiler.front_end import Call
 from fxpipe.compiler.objective import weighed
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.placement import Placement
-from fxpipe.compiler.plans import Call, Graph, Plans
+from fxpipe.compiler.plans import Graph, Plans
 from fxpipe.compiler.predict import Sizes, plan_sizes, predicted_peaks, remedies
 from fxpipe.compiler.timetable import Purpose, Timetable
 from fxpipe.errors import FxpipeError, InputError, PartitionError

@@ -6,9 +6,11 @@ themselves are made by the tracing passes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -17,7 +19,9 @@ from fxpipe.compiler.guards import Guards
 from fxpipe.compiler.leaves import Leaves
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.preflight import output_dims, refuse_hidden
+from fxpipe.compiler.timetable import Purpose
 from fxpipe.errors import TraceError, way_out
+from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.traced import Traced, Value, with_dims
 from fxpipe.passes.runner import run_all
 from fxpipe.passes.tracing.attach_loss import LossModule
@@ -36,6 +40,72 @@ Dims = Sequence[tuple[int, ...]]
 """Flat input → its dimensions that are the batch."""
 
 
+@dataclass(frozen=True)
+class Call:
+    """What is traced, and what a plan is made for: a call's micro-batches of the same size.
+
+    Attributes:
+        batch: the call's inputs, and its targets for a step.
+        leaves: the flat inputs and targets of one micro-batch.
+        size: how many samples the micro-batch has.
+        purpose: what the call is for.
+        wants: for each leaf whether the call returns a gradient for it.
+        schedule: the call's schedule.
+        fixed: whether the graph shall hold for this size only; None if it does not matter.
+    """
+
+    batch: Batch
+    leaves: list[Any]
+    size: int
+    purpose: Purpose
+    wants: tuple[bool, ...]
+    schedule: Schedule
+    fixed: bool | None = None
+
+    @property
+    def dims(self) -> Dims:
+        """For each flat input and target its dimensions that are the batch."""
+        return [() if dim is None else (dim,) for dim in self.batch.dims]
+
+    @property
+    def uniform(self) -> bool:
+        """Whether all micro-batches of the call have this size."""
+        return self.batch.size % self.schedule.microbatches == 0
+
+    @property
+    def with_loss(self) -> bool:
+        """Whether the graph computes the loss."""
+        return self.purpose == "step"
+
+    @property
+    def parted(self) -> bool:
+        """Whether backwards are split into two halves."""
+        return "I" in self.schedule.kinds
+
+    def without_data(self) -> Call:
+        """The same call with tensors without data, so that it does not keep the batch alive."""
+        return self._mapped(lambda tensor: tensor.detach().to("meta"))
+
+    def zeros(self) -> Call:
+        """The same call with zeros for data, on the CPU."""
+        return self._mapped(lambda tensor: torch.zeros_like(tensor, device="cpu"))
+
+    def resized(self, size: int) -> Call:
+        """The same call for micro-batches of another size, with zeros for data."""
+
+        def change(leaf: Any, dim: int | None) -> Any:
+            if dim is None or not isinstance(leaf, Tensor):
+                return leaf
+            return leaf.new_zeros((*leaf.shape[:dim], size, *leaf.shape[dim + 1 :]))
+
+        leaves = list(map(change, self.leaves, self.batch.dims))
+        return replace(self, leaves=leaves, size=size)
+
+    def _mapped(self, change: Callable[[Tensor], Tensor]) -> Call:
+        leaves = pytree.tree_map_only(Tensor, change, self.leaves)
+        return replace(self, batch=self.batch.mapped(change), leaves=leaves)
+
+
 class FrontEnd:
     """Traces a model with its loss into one graph. The model's state is not changed.
 
@@ -49,34 +119,28 @@ class FrontEnd:
         self._leaves = Leaves(options)
         self.guards = Guards(options, self._leaves.modules)
 
-    def trace(
-        self, batch: Batch, leaves: list[Any], size: int, with_loss_: bool, fixed: bool
-    ) -> Traced:
-        """The graph of the model, with or without its loss, for micro-batches like this one.
+    def trace(self, call: Call, *, fixed: bool) -> Traced:
+        """The graph of the model for micro-batches like this one, for a step with its loss.
 
         Args:
-            batch: the call.
-            leaves: the flat inputs and targets of one micro-batch.
-            size: how many samples the micro-batch has.
-            with_loss_: whether the graph computes the loss, too.
+            call: the call.
             fixed: whether the graph need hold for this size only.
         """
-        options, loss = self.options, self.options.loss
-        args, kwargs, targets = batch.unflatten(leaves)
-        every: Dims = [() if dim is None else (dim,) for dim in batch.dims]
-        dims, target_dims = every[: batch.inputs], every[batch.inputs :]
+        options, loss, size = self.options, self.options.loss, call.size
+        args, kwargs, targets = call.batch.unflatten(call.leaves)
+        dims, target_dims = call.dims[: call.batch.inputs], call.dims[call.batch.inputs :]
         facts = {
             **vars(options),
             "guards": self.guards,
             "args": args,
             "kwargs": kwargs,
             "targets": targets,
-            "inputs": dict(zip(batch.names, leaves, strict=True)),
+            "inputs": dict(zip(call.batch.names, call.leaves, strict=True)),
             "size": size,
             "called": self._leaves.modules,
             "is_leaf": self._is_leaf,
-            "given_loss": with_loss_ and loss is not None,
-            "returned_loss": with_loss_ and loss is None,
+            "given_loss": call.with_loss and loss is not None,
+            "returned_loss": call.with_loss and loss is None,
             "leaf_loss": False,
             "traced_loss": False,
         }
@@ -88,7 +152,7 @@ class FrontEnd:
             if not fixed and any(out.dims is None for out in traced.outputs):
                 told = output_dims(options.model, args, kwargs, dims, _flat_outputs(traced), size)
                 traced = traced if told is None else with_dims(traced, told)
-            if with_loss_ and loss is not None:
+            if call.with_loss and loss is not None:
                 flat, spec = pytree.tree_flatten(taken_apart(output))
                 module = LossModule(options.objective, loss, spec)
                 facts |= {"leaf_loss": traced.leaves, "traced_loss": not traced.leaves}
@@ -100,42 +164,31 @@ class FrontEnd:
                         made = self._traced(module, (*flat, *targets), {}, dims, size, fixed)
                     except TraceError as error:
                         self._leaves.take_loss(error)
-                        return self.trace(batch, leaves, size, with_loss_, fixed)
+                        return self.trace(call, fixed=fixed)
                     source.credit(made.graph, loss)
                     facts |= {"loss": made, "tensors": dict(module.named_buffers())}
             joined: Traced = run_all(passes.JOIN, {**facts, "traced": traced})["traced"]
         return joined
 
-    def output_dims(
-        self, traced: Traced, batch: Batch, leaves: list[Any], size: int
-    ) -> Sequence[tuple[int, ...]] | None:
-        """For each flat output of a graph: which dimensions are the batch; None if unknown.
-
-        Args:
-            traced: the graph.
-            batch: the call.
-            leaves: the flat inputs and targets of one micro-batch.
-            size: how many samples the micro-batch has.
-        """
-        args, kwargs, _ = batch.unflatten(leaves)
-        dims: Dims = [() if dim is None else (dim,) for dim in batch.dims[: batch.inputs]]
-        with untouched(self.options.model), intra_op_threads(self.options.threads):
-            return output_dims(self.options.model, args, kwargs, dims, _flat_outputs(traced), size)
+    def output_dims(self, traced: Traced, call: Call) -> Sequence[tuple[int, ...]] | None:
+        """For each flat output of a graph: which dimensions are the batch; None if unknown."""
+        args, kwargs, _ = call.batch.unflatten(call.leaves)
+        dims, model = call.dims[: call.batch.inputs], self.options.model
+        with untouched(model), intra_op_threads(self.options.threads):
+            return output_dims(model, args, kwargs, dims, _flat_outputs(traced), call.size)
 
     def _is_leaf(self, name: str, module: nn.Module) -> bool:
         """Whether a submodule is a leaf module, which is called as it is."""
         symbolic = self.options.tracer == "symbolic"
         return name in self._leaves.modules or (symbolic and is_torchs(module))
 
-    def refuse_two_traces(
-        self, batch: Batch, leaves: list[Any], size: int, with_loss_: bool, error: TraceError
-    ) -> None:
+    def refuse_two_traces(self, call: Call, error: TraceError) -> None:
         """Trace once more after a graph was found to be wrong, and compare the two traces.
 
         Raises:
             TraceError: the traces differ, so tracing is not deterministic; names the line.
         """
-        graphs = [self.trace(batch, leaves, size, with_loss_, True) for _ in range(2)]
+        graphs = [self.trace(call, fixed=True) for _ in range(2)]
         line = differing_line(*(traced.graph for traced in graphs))
         if line:
             raise TraceError(
@@ -190,7 +243,7 @@ class FrontEnd:
             while True:
                 twin = split(model, calls, count, reached)
                 try:
-                    traced = self._with_leaves(args, kwargs, size, twin)
+                    traced = self._traced(twin, args, kwargs, (), size, True)
                 except TraceError as error:
                     if self._leaves.grow(error) is not None:
                         return None, len(reached)
@@ -212,38 +265,20 @@ class FrontEnd:
         model: nn.Module,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        dims: Dims,
-        size: int,
-        fixed: bool,
-    ) -> Traced:
-        with_leaves = model is self.options.model and (self._leaves.modules or self._leaves.loss)
-        if with_leaves and self.options.tracer == "export":
-            return self._with_leaves(args, kwargs, size, model)
-        return self._graph(model, args, kwargs, dims, size, fixed)
-
-    def _with_leaves(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], size: int, model: nn.Module
-    ) -> Traced:
-        """The exported model's graph with leaf modules; it holds for this batch size only."""
-        leaves = dict(self._leaves.modules)
-        if REST in model._modules:
-            leaves[REST] = model.get_submodule(REST)
-        calls = LeafCalls(leaves, {*self._leaves.unasked, REST})
-        try:
-            return self._graph(model, args, kwargs, None, size, True, calls)
-        finally:
-            calls.forget()
-
-    def _graph(
-        self,
-        model: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
         dims: Dims | None,
         size: int,
         fixed: bool,
-        calls: LeafCalls | None = None,
     ) -> Traced:
+        """The graph of the model, or of its loss. One with leaf modules holds for this batch size
+        only."""
+        calls = None
+        has_rest = REST in model._modules
+        own = has_rest or model is self.options.model
+        known = dict(self._leaves.modules)
+        if own and self.options.tracer == "export" and (known or has_rest or self._leaves.loss):
+            if has_rest:
+                known[REST] = model.get_submodule(REST)
+            calls, dims, fixed = LeafCalls(known, {*self._leaves.unasked, REST}), None, True
         facts = {
             "model": model,
             "args": args,
@@ -255,33 +290,32 @@ class FrontEnd:
             "leaves": self._leaves.modules.values(),
             "symbolic": self.options.tracer == "symbolic",
         }
-        traced: Traced = run_all(passes.TRACE, facts)["traced"]
+        try:
+            traced: Traced = run_all(passes.TRACE, facts)["traced"]
+        finally:
+            if calls is not None:
+                calls.forget()
         return traced
 
-    def refuse_hidden(self, batch: Batch, leaves: list[Any], made: Any) -> None:
-        """Check that the model trains nothing but its parameters.
-
-        Args:
-            batch: the call.
-            leaves: the flat inputs and targets of one micro-batch.
-            made: what the model returned for them with gradients enabled.
+    def refuse_hidden(self, call: Call, made: Any) -> None:
+        """Check that the model, which returned ``made``, trains nothing but its parameters.
 
         Raises:
             TraceError: a backward would also give a gradient to another tensor.
         """
-        args, kwargs, _ = batch.unflatten(leaves)
+        args, kwargs, _ = call.batch.unflatten(call.leaves)
 
         def again() -> Any:
-            return taken_apart(self.call(batch, leaves, False)[0])
+            return taken_apart(self.call(call, False)[0])
 
         refuse_hidden(self.options.model, (args, kwargs), taken_apart(made), again)
 
-    def call(self, batch: Batch, leaves: list[Any], with_loss_: bool) -> tuple[Any, Tensor | None]:
+    def call(self, call: Call, with_loss: bool) -> tuple[Any, Tensor | None]:
         """Call the model itself on one micro-batch: its output and its loss, or None."""
-        args, kwargs, targets = batch.unflatten(leaves)
+        args, kwargs, targets = call.batch.unflatten(call.leaves)
         with assigned_in_place(self.options.model), checkpoints_opened():
             output = self.options.model(*args, **kwargs)
-        if not with_loss_:
+        if not with_loss:
             return output, None
         if self.options.objective.loss is not None:
             return output, self.options.objective(output, *targets)

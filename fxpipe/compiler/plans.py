@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from fxpipe.compiler import passes
-from fxpipe.compiler.front_end import FrontEnd
+from fxpipe.compiler.front_end import Call, FrontEnd
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.placement import Placement
 from fxpipe.compiler.timetable import Purpose
@@ -23,69 +22,7 @@ from fxpipe.ir.traced import SEED, Traced, Value, with_dims
 from fxpipe.passes.differentiate.differentiate import Wanted
 from fxpipe.passes.partition.assignment import Assignment
 from fxpipe.passes.runner import run_all
-from fxpipe.runtime.batch import Batch
 from fxpipe.torchtools.state import intra_op_threads, move, on_device, to_device, untouched
-
-
-@dataclass(frozen=True)
-class Call:
-    """What a plan is made for: all micro-batches of a call that have the same size.
-
-    Attributes:
-        batch: the call's inputs, and its targets for a step.
-        leaves: the flat inputs and targets of one micro-batch.
-        size: how many samples the micro-batch has.
-        purpose: what the call is for.
-        wants: for each leaf whether the call returns a gradient for it.
-        schedule: the call's schedule.
-        fixed: whether the graph shall hold for this size only; None if it does not matter.
-    """
-
-    batch: Batch
-    leaves: list[Any]
-    size: int
-    purpose: Purpose
-    wants: tuple[bool, ...]
-    schedule: Schedule
-    fixed: bool | None = None
-
-    @property
-    def uniform(self) -> bool:
-        """Whether all micro-batches of the call have this size."""
-        return self.batch.size % self.schedule.microbatches == 0
-
-    @property
-    def with_loss(self) -> bool:
-        """Whether the graph computes the loss."""
-        return self.purpose == "step"
-
-    @property
-    def parted(self) -> bool:
-        """Whether backwards are split into two halves."""
-        return "I" in self.schedule.kinds
-
-    def without_data(self) -> Call:
-        """The same call with tensors without data, so that it does not keep the batch alive."""
-        return self._mapped(lambda tensor: tensor.detach().to("meta"))
-
-    def zeros(self) -> Call:
-        """The same call with zeros for data, on the CPU."""
-        return self._mapped(lambda tensor: torch.zeros_like(tensor, device="cpu"))
-
-    def resized(self, size: int) -> Call:
-        """The same call for micro-batches of another size, with zeros for data."""
-
-        def change(leaf: Any, dim: int | None) -> Any:
-            if dim is None or not isinstance(leaf, Tensor):
-                return leaf
-            return leaf.new_zeros((*leaf.shape[:dim], size, *leaf.shape[dim + 1 :]))
-
-        leaves = list(map(change, self.leaves, self.batch.dims))
-        return replace(self, leaves=leaves, size=size)
-
-    def _mapped(self, change: Callable[[Tensor], Tensor]) -> Call:
-        leaves = pytree.tree_map_only(Tensor, change, self.leaves)
-        return replace(self, batch=self.batch.mapped(change), leaves=leaves)
 
 
 @dataclass(frozen=True)
@@ -235,9 +172,7 @@ class Plans:
         key = self._graph_key(call), call.size
         if key not in self._dims:
             with self._gathered(call) as here:
-                self._dims[key] = self.front_end.output_dims(
-                    traced, here.batch, here.leaves, here.size
-                )
+                self._dims[key] = self.front_end.output_dims(traced, here)
         dims = self._dims[key]
         return traced if dims is None else with_dims(traced, dims)
 
@@ -283,10 +218,10 @@ class Plans:
         like = (id(traced), gradients, call.parted)
         if like in self._checked:
             return
-        batch, leaves, model = call.batch, call.leaves, self.options.model
+        model = self.options.model
 
         def run() -> tuple[Any, Tensor | None]:
-            output, loss = self.front_end.call(batch, leaves, call.with_loss)
+            output, loss = self.front_end.call(call, call.with_loss)
             made.append(output)
             return output, loss
 
@@ -294,7 +229,7 @@ class Plans:
         facts = {
             "traced": traced,
             "plan": plan,
-            "values": _values(traced, leaves, call.wants),
+            "values": _values(traced, call.leaves, call.wants),
             "state": traced.state_of(model),
             "call": run,
             "differentiated": gradients,
@@ -303,11 +238,11 @@ class Plans:
             try:
                 run_all(passes.CHECK, facts)
             except TraceError as error:
-                self.front_end.refuse_two_traces(batch, leaves, call.size, call.with_loss, error)
+                self.front_end.refuse_two_traces(call, error)
                 raise
             if gradients:
                 with torch.enable_grad():
-                    self.front_end.refuse_hidden(batch, leaves, made.pop())
+                    self.front_end.refuse_hidden(call, made.pop())
         self._checked.add(like)
         self.front_end.guards.settle()  # attributes that this run has set make no new variant
 
@@ -350,8 +285,7 @@ class Plans:
         kept = (t for k, t in self._traced.items() if k[0] == key and t.accepts(call.size))
         traced = next(kept, None)
         if traced is None:
-            fixed = key[-1] is not None
-            traced = self.front_end.trace(call.batch, call.leaves, call.size, call.with_loss, fixed)
+            traced = self.front_end.trace(call, fixed=key[-1] is not None)
             self.front_end.guards.settle()
             self._traced[key, call.size] = traced
         return traced
