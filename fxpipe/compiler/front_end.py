@@ -18,7 +18,7 @@ from fxpipe.compiler import passes
 from fxpipe.compiler.guards import Guards
 from fxpipe.compiler.leaves import Leaves
 from fxpipe.compiler.options import Options
-from fxpipe.compiler.preflight import output_dims, refuse_hidden
+from fxpipe.compiler.preflight import output_dims, own_loss, refuse_hidden
 from fxpipe.compiler.timetable import Purpose
 from fxpipe.errors import TraceError, way_out
 from fxpipe.ir.schedule import Schedule
@@ -319,8 +319,7 @@ class FrontEnd:
             return output, None
         if self.options.objective.loss is not None:
             return output, self.options.objective(output, *targets)
-        found = output.get("loss", output) if isinstance(output, dict) else output
-        return output, getattr(found, "loss", found)
+        return output, own_loss(output)
 
 
 def _output_dims(traced: Traced, size: int) -> Dims:

@@ -27,12 +27,8 @@ from fxpipe.torchtools.pytrees import taken_apart
 from fxpipe.torchtools.state import same_sizes
 
 
-def try_model(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The model's output, without gradients.
-
-    Raises:
-        InputError: the model itself raises; names its line.
-    """
+def _called(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The model's output, without gradients."""
     try:
         with torch.no_grad(), warnings.catch_warnings():
             # torch.utils.checkpoint warns that no input requires a gradient: true only here
@@ -65,11 +61,11 @@ def run_model(
         The model's output.
 
     Raises:
-        InputError: the model itself raises.
+        InputError: the model itself raises; names its line.
         TraceError: it changes an attribute or a random generator, see ``refuse_changes``.
     """
     with same_sizes(model):
-        run = guards.reading()(lambda: try_model(model, args, kwargs))
+        run = guards.reading()(lambda: _called(model, args, kwargs))
         return refuse_changes(model, called, run)
 
 
@@ -186,13 +182,19 @@ def _growing(once: Any, twice: Any, size: int) -> tuple[int, ...]:
     return (0,) if counts else ()
 
 
-def try_loss(
-    model: nn.Module, objective: Objective, output: Any, targets: Sequence[Any], size: int
+def run_loss(
+    model: nn.Module,
+    guards: Guards,
+    objective: Objective,
+    output: Any,
+    targets: Sequence[Any],
+    size: int,
 ) -> None:
     """Check the loss: it must be a scalar, or one loss per sample, and have a gradient.
 
     Args:
         model: the model.
+        guards: note what the loss reads.
         objective: the loss.
         output: the model's output for one micro-batch.
         targets: the targets of the same micro-batch.
@@ -209,7 +211,7 @@ def try_loss(
     leaves, spec = pytree.tree_flatten(output)
     given = [_differentiable(leaf) for leaf in leaves]
     try:
-        with torch.enable_grad():
+        with torch.enable_grad(), guards.reading():
             # no autograd leaves, for the loss could not write to these in place
             output = pytree.tree_unflatten([x * 1 if _requires_grad(x) else x for x in given], spec)
             value = loss(output, *targets)
@@ -223,7 +225,7 @@ def try_loss(
             f"the loss returns {_a(value)}; return one tensor, a scalar such as the mean"
         )
     _check_scalar(value[0] if value.dim() == 1 and len(value) == size else value, "the loss")
-    refuse_hidden_in_loss(model, value, (given, held, targets))
+    _refuse_hidden_in_loss(model, value, (given, held, targets))
     if not value.requires_grad and any(map(_requires_grad, given)):
         raise InputError(
             "the loss has no gradient to the model's output; compute it with differentiable "
@@ -260,17 +262,8 @@ def refuse_hidden(model: nn.Module, given: Any, made: Any, again: Callable[[], A
             )
 
 
-def refuse_hidden_in_loss(model: nn.Module, loss: Any, given: Any) -> None:
-    """Check that the loss has gradients only to the model's output and the targets.
-
-    Args:
-        model: the model.
-        loss: what the loss function returned for ``given``.
-        given: the output and the targets, as any pytree of detached tensors.
-
-    Raises:
-        InputError: it has a gradient to another tensor, such as a parameter of the model.
-    """
+def _refuse_hidden_in_loss(model: nn.Module, loss: Any, given: Any) -> None:
+    """Check that the loss has gradients only to what was given, the output and the targets."""
     known = {id(leaf) for leaf in pytree.tree_leaves(given)}
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for tensor in _trained(loss):
@@ -311,9 +304,8 @@ def try_own_loss(output: Any) -> None:
     Raises:
         InputError: it does not.
     """
-    found = output.get("loss", output) if isinstance(output, dict) else output
-    value = getattr(found, "loss", found)
-    if value is found and (not isinstance(value, Tensor) or value.dim()):
+    value = own_loss(output)
+    if value is output and (not isinstance(value, Tensor) or value.dim()):
         what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else _a(value)
         raise InputError(
             f"there is no loss: the model returns {what}, neither a scalar nor something with "
@@ -322,17 +314,10 @@ def try_own_loss(output: Any) -> None:
     _check_scalar(value, "the loss that the model returns")
 
 
-def run_loss(
-    model: nn.Module,
-    guards: Guards,
-    objective: Objective,
-    output: Any,
-    targets: Sequence[Any],
-    size: int,
-) -> None:
-    """Check the loss as ``try_loss`` does; the guards note what it reads."""
-    with guards.reading():
-        try_loss(model, objective, output, targets, size)
+def own_loss(output: Any) -> Any:
+    """The loss that a model returns: its output, or the output's ``loss``."""
+    found = output.get("loss", output) if isinstance(output, dict) else output
+    return getattr(found, "loss", found)
 
 
 def _check_signature(loss: Callable[..., Any], targets: Sequence[Any]) -> None:
