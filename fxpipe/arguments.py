@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import torch
 from torch import nn
@@ -113,13 +113,8 @@ def _place(name: str | Place) -> Place:
         raise InputError(
             f'stages cannot run on {device}; name CPU or CUDA devices, such as ["cpu", "cpu"]'
         )
-    if device.type == "cuda":
-        return _cuda_device(device)
-    return device
-
-
-def _cuda_device(device: torch.device) -> torch.device:
-    """The device with its index."""
+    if device.type == "cpu":
+        return device
     if not torch.cuda.is_available():
         raise InputError(f'there is no {device} here; name CPU devices, such as ["cpu", "cpu"]')
     count = torch.cuda.device_count()
@@ -137,12 +132,8 @@ def read_dispatch(dispatch: Any, place: torch.device) -> Dispatch | None:
     """
     if dispatch == "auto":
         return None if place.type == "cpu" else "device"
-    known: tuple[Dispatch, ...] = get_args(Dispatch)
-    for each in known:
-        if dispatch == each:
-            return each
-    close = near(str(dispatch), ("auto", *known))
-    raise InputError(f"there is no dispatch {dispatch!r}: {close}")
+    _check_known("dispatch", dispatch, get_args(Dispatch), "auto")
+    return cast(Dispatch, dispatch)
 
 
 def read_schedule(
@@ -161,12 +152,9 @@ def read_schedule(
                 f"{recipe.microbatches}; leave microbatches out"
             )
         microbatches = recipe.microbatches
-    _check_microbatches(microbatches)
-    if delay is not None:
-        if isinstance(delay, bool) or not isinstance(delay, int) or delay < 0:
-            raise InputError(f"delay is {delay!r}; give a whole number of at least 0")
-        recipe = recipe.delayed(delay)
-    return recipe, microbatches
+    _check_whole("microbatches", microbatches, 1)
+    _check_whole("delay", delay, 0)
+    return recipe if delay is None else recipe.delayed(delay), microbatches
 
 
 def _recipe(schedule: ScheduleLike, devices: int) -> Recipe:
@@ -196,16 +184,22 @@ def _recipe(schedule: ScheduleLike, devices: int) -> Recipe:
     )
 
 
-def _check_microbatches(microbatches: int | None) -> None:
-    if microbatches is None:
-        return
-    if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
-        raise InputError(f"microbatches is {microbatches!r}; give a whole number of at least 1")
+def _check_whole(name: str, value: Any, least: int) -> None:
+    """Raises InputError where the value is neither None nor a whole number that large."""
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if value is not None and not (whole and value >= least):
+        raise InputError(f"{name} is {value!r}; give a whole number of at least {least}")
+
+
+def _check_known(what: str, value: Any, known: Sequence[str], *more: str) -> None:
+    """Raises InputError where there is no such value of an argument."""
+    if value not in known:
+        raise InputError(f"there is no {what} {value!r}: {near(str(value), (*more, *known))}")
 
 
 def check_overlap(recipe: Recipe, optimizer: Any) -> None:
-    """Raises InputError where a schedule without flush has no optimizer to update with, or where
-    ``predict`` is asked for and every batch reads the newest weights anyway."""
+    """Raises InputError where a schedule without flush has no optimizer to update with, or there is
+    nothing to predict."""
     delays = recipe.delay if isinstance(recipe.delay, tuple) else (recipe.delay,)
     if recipe.predict and not any(delays):
         raise InputError(
@@ -233,9 +227,7 @@ def read_objective(loss: Any, reduction: Any, loss_weight: Any) -> Objective:
             "the loss has parameters of its own, which no stage would train; move them into the "
             "model, return the loss from it, and leave out loss="
         )
-    known = get_args(Reduction)
-    if reduction not in known:
-        raise InputError(f"there is no reduction {reduction!r}: {near(str(reduction), known)}")
+    _check_known("reduction", reduction, get_args(Reduction))
     if loss_weight is not None and not callable(loss_weight):
         raise InputError(
             f"loss_weight is {loss_weight!r}; give a function from the targets to a number, such "
@@ -281,23 +273,17 @@ def read_example(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     Raises:
         InputError: it is no tuple.
     """
-    if (
-        isinstance(example, tuple)
-        and len(example) == 2
-        and isinstance(example[0], tuple)
-        and isinstance(example[1], dict)
-    ):
-        return example[0], example[1]
-    if isinstance(example, tuple):
-        return example, {}
+    match example:
+        case (tuple() as args, dict() as kwargs) if isinstance(example, tuple):
+            return args, kwargs
+        case tuple():
+            return example, {}
     raise InputError("example is no tuple; give a tuple of inputs such as (x,), or (args, kwargs)")
 
 
 def check_tracer(tracer: Any) -> None:
     """Raises InputError where there is no such tracer."""
-    known = get_args(Tracer)
-    if tracer not in known:
-        raise InputError(f"there is no tracer {tracer!r}: {near(str(tracer), known)}")
+    _check_known("tracer", tracer, get_args(Tracer))
 
 
 def read_leaf_modules(leaf_modules: Any, model: nn.Module) -> dict[str, nn.Module]:
@@ -319,9 +305,7 @@ def read_leaf_modules(leaf_modules: Any, model: nn.Module) -> dict[str, nn.Modul
         names = [
             name
             for name, module in known.items()
-            if wanted is module
-            or (isinstance(wanted, str) and wanted == name)
-            or (isinstance(wanted, type) and isinstance(module, wanted))
+            if wanted in (name, module) or (isinstance(wanted, type) and isinstance(module, wanted))
         ]
         if not names:
             word = getattr(wanted, "__name__", None) or f"a {type(wanted).__name__}"
@@ -351,30 +335,25 @@ def read_recompute(recompute: Any, stages: int) -> RecomputeLike:
     Raises:
         InputError: a mode or a stage is unknown, or there are not as many modes as stages.
     """
-    known = get_args(Recompute)
-    if isinstance(recompute, str):
-        modes = [recompute]
-    elif isinstance(recompute, Mapping):
+    known, modes = get_args(Recompute), [recompute]
+    if isinstance(recompute, Mapping):
         for stage in recompute:
             if stage not in range(stages):
                 raise InputError(
                     f"recompute names stage {stage!r}; the stages are 0 to {stages - 1}"
                 )
         modes = list(recompute.values())
-    elif isinstance(recompute, Sequence):
+    elif isinstance(recompute, Sequence) and not isinstance(recompute, str):
         modes = list(recompute)
         if len(modes) != stages:
             raise InputError(
                 f"recompute has {len(modes)} modes for {stages} stages; give one for each, or one "
                 "for all"
             )
-    else:
-        modes = [recompute]
     for mode in modes:
         if mode not in known:
             raise InputError(f"there is no mode {mode!r} of recompute: {near(str(mode), known)}")
-    given: RecomputeLike = recompute
-    return given
+    return cast(RecomputeLike, recompute)
 
 
 def check_clipping(clip_norm: Any, scaler: Any, optimizer: Any) -> None:
@@ -398,12 +377,8 @@ def check_clipping(clip_norm: Any, scaler: Any, optimizer: Any) -> None:
 
 
 def check_model(model: Any, place: torch.device) -> None:
-    """Raises InputError for what is no module, is on another device, or has a SyncBatchNorm.
-
-    Args:
-        model: the model that was given.
-        place: the first device of the pipe.
-    """
+    """Raises InputError for what is no module, is neither on the CPU nor on a device like the
+    first one of the pipe, or has a SyncBatchNorm."""
     if not isinstance(model, nn.Module):
         raise InputError(f"model is {model!r}; give an nn.Module")
     for name, parameter in model.named_parameters():

@@ -171,7 +171,8 @@ class Compiler:
         if kind.outputs:
             traced = self.plans.output_dims(calls[sizes[0]], traced)
         program = self._program(plan, schedule, purpose, kind.updates)
-        self.options.group.agree("the compiled program", f"{plan}\n{program}")
+        if self.options.group.size > 1:  # the texts take time, and not every value has one
+            self.options.group.agree("the compiled program", f"{plan}\n{program}")
         by_size = {
             size: self.capturing.captured(plan, schedule, program)
             if self.capturing
