@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fxpipe import B, F, PartitionError, U
 from fxpipe.compiler.compiler import Compiler
-from fxpipe.compiler.front_end import FrontEnd
+from fxpipe.compiler.front_end import Call, FrontEnd
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.timetable import Timetable
 from fxpipe.engine import Engine
@@ -33,7 +33,6 @@ from fxpipe.passes.partition.measure import NodeCost
 from fxpipe.passes.partition.options import read_partition
 from fxpipe.passes.runner import Pass
 from fxpipe.pipeline import Pipeline
-from fxpipe.runtime.batch import Batch
 from fxpipe.runtime.choice import Choice
 from tests.helpers.profiles import DEEP
 from tests.helpers.random_models import OPERATIONS, ROW, SCALAR, RandomModel, Recipe, recipes
@@ -151,10 +150,10 @@ class Remembering(FrontEnd):
         super().__init__(options)
         self.memory: dict[Any, Traced] = {}
 
-    def trace(self, batch: Batch, leaves: list[Any], size: int, *rest: Any) -> Traced:
-        key = batch.key, size, rest
+    def trace(self, call: Call, *, fixed: bool) -> Traced:
+        key = call.batch.key, call.size, call.with_loss, fixed
         if key not in self.memory:
-            self.memory[key] = super().trace(batch, leaves, size, *rest)
+            self.memory[key] = super().trace(call, fixed=fixed)
         return self.memory[key]
 
 
