@@ -104,8 +104,8 @@ class Boxes:
         tasks = list(tasks)
         letters = {task.kind for task in tasks}
         entries = [
-            Entry(KINDS[letter].name, Look(TASKS.get(letter, OTHER), FAINT), letter)
-            for letter in KINDS
+            Entry(kind.name, Look(TASKS.get(letter, OTHER), FAINT), letter)
+            for letter, kind in KINDS.items()
             if letter in letters
         ]
         entries.append(Entry("idle", Look(IDLE, FAINT)))

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from itertools import pairwise
+from math import prod
 from typing import Any
-
-from torch import fx
 
 from fxpipe.draw.chart import faults_of, mark
 from fxpipe.draw.picture import (
@@ -47,9 +46,10 @@ def draw_plan(plan: Plan, *, faults: Sequence[Fault] | None = None) -> Picture:
     faults = faults_of(plan) if faults is None else faults
     wrong = {fault.subject.partition(",")[0] for fault in faults}
     picture = blank("plan", rankdir="TB", nodesep="0.4", ranksep="0.35", labelloc="b")
-    for stage in plan.stages:
-        label = _stage(stage, _share(stage, plan), wrong)
-        picture.node(f"stage{stage.index}", label=label, shape="plain")
+    seconds = _seconds(plan)
+    for at, stage in enumerate(plan.stages):
+        share = f"{100 * seconds[at] / sum(seconds):.0f} % of the work" if seconds[1:] else ""
+        picture.node(f"stage{stage.index}", label=_stage(stage, share, wrong), shape="plain")
     for before, after in pairwise(plan.stages):
         # Keeps the stages below each other even where no value goes from one to the next.
         picture.edge(f"stage{before.index}", f"stage{after.index}", style="invis", weight="20")
@@ -75,14 +75,6 @@ def _seconds(plan: Plan) -> list[float]:
     costs = [stage.costs for stage in plan.stages]
     seconds = [cost.forward + cost.backward for cost in costs if cost is not None]
     return seconds if len(seconds) == len(costs) and any(seconds) else []
-
-
-def _share(stage: Stage, plan: Plan) -> str:
-    """``53 % of the work``; empty where there is only one stage."""
-    seconds = _seconds(plan)
-    if len(seconds) < 2:
-        return ""
-    return f"{100 * seconds[plan.stages.index(stage)] / sum(seconds):.0f} % of the work"
 
 
 def _stage(stage: Stage, share: str, wrong: Collection[str]) -> str:
@@ -114,23 +106,13 @@ def _stage(stage: Stage, share: str, wrong: Collection[str]) -> str:
 
 def _arguments(stage: Stage, arguments: Sequence[Argument], word: str) -> str:
     """``12 parameters (1.2 M elements)``; without the elements where a shape is not known."""
-    known = {node.name: _elements(node) for node in stage.graph.graph.nodes}
-    counts = [known.get(argument.name) for argument in arguments]
     text = plural(len(arguments), word)
-    total = sum(count for count in counts if count is not None)
-    return text if None in counts or not counts else f"{text} ({count_text(total)} elements)"
-
-
-def _elements(node: fx.Node) -> int | None:
-    shape: Any = getattr(node.meta.get("val"), "shape", None)
-    if node.op != "placeholder" or shape is None:
-        return None
-    count = 1
-    for size in shape:
-        if not isinstance(size, int):
-            return None
-        count *= size
-    return count
+    graph = stage.graph.graph
+    values = {node.name: node.meta.get("val") for node in graph.find_nodes(op="placeholder")}
+    shapes: list[Any] = [getattr(values.get(x.name), "shape", (None,)) for x in arguments]
+    if not shapes or not all(isinstance(size, int) for shape in shapes for size in shape):
+        return text
+    return f"{text} ({count_text(sum(map(prod, shapes)))} elements)"
 
 
 def _draw_value(picture: Picture, plan: Plan, node: str, word: str, edge: Edge) -> None:

@@ -26,12 +26,7 @@ _UNKNOWN_TIME = 1.0
 class Span(NamedTuple, Generic[T]):
     """A task or an instruction with its start and end.
 
-    Attributes:
-        device: the row: a device, or one stream of a device.
-        position: its index in the row.
-        start: when it starts.
-        end: when it ends.
-        task: the task or instruction.
+    ``device`` is its row, which is a device or one stream of it, and ``position`` its index there.
     """
 
     device: int
@@ -43,12 +38,12 @@ class Span(NamedTuple, Generic[T]):
 
 @dataclass(frozen=True)
 class Timeline(Generic[T]):
-    """Everything that runs, and where devices are stuck.
+    """Everything that runs in some rows, row by row in order, and what never runs.
 
     Attributes:
         devices: the number of rows.
-        spans: what runs, device by device, in order.
-        unrun: what never runs, device by device, in order, from when the device waits for ever.
+        spans: what runs.
+        unrun: what never runs, from when its row waits for ever.
         bubble: the idle fraction of the devices' time; None where nothing was simulated.
     """
 
@@ -73,13 +68,11 @@ class Timeline(Generic[T]):
 
 def simulated(simulation: Simulation, unit: float = 1.0) -> Timeline[Task]:
     """The tasks of a simulation, with its times multiplied by ``unit``."""
-    spans = tuple(
-        [
-            Span(s.device, s.position, s.start * unit, s.end * unit, task_of(s.instruction))
-            for s in simulation.spans
-        ]
-    )
-    return Timeline(simulation.devices, spans, (), simulation.bubble)
+    spans = [
+        Span(s.device, s.position, s.start * unit, s.end * unit, task_of(s.instruction))
+        for s in simulation.spans
+    ]
+    return Timeline(simulation.devices, tuple(spans), (), simulation.bubble)
 
 
 def timeline_of(
@@ -93,14 +86,8 @@ def timeline_of(
     A valid schedule has the times of its simulation. One with faults is shown as far as it runs, as
     one window in steady state, since the positions of faults are positions in a window.
 
-    Args:
-        schedule: the schedule.
-        costs: letter of a kind of task, or letter and stage → its time; by default its kind's.
-        steps: how many steps, with the flush after them; by default see ``default_steps``.
-        faults: the faults to mark; by default what the verifier finds.
-
-    Returns:
-        The timeline; the number of its steps, or 0 for one window; and the faults to mark.
+    Returns the timeline; the number of its steps, or 0 for one window; and the faults to mark,
+    which by default are what the verifier finds.
     """
     marks = mark(faults_of(schedule) if faults is None else faults)
     count = 0 if marks.faults else default_steps(schedule) if steps is None else steps
@@ -184,12 +171,12 @@ def _run_order(row: Sequence[Task], flush: bool) -> list[int]:
     Where every step ends with a flush, updates come last, with the once-per-step tasks after them:
     they wait for all devices.
     """
+    first: list[int] = []
     late: list[int] = []
     for position, task in enumerate(row):
-        if flush and (task.kind == "U" or (late and task.kind not in BUILT_IN)):
-            late.append(position)
-    behind = set(late)
-    return [position for position in range(len(row)) if position not in behind] + late
+        waits = flush and (task.kind == "U" or (late and task.kind not in BUILT_IN))
+        (late if waits else first).append(position)
+    return first + late
 
 
 def _waits(schedule: Schedule, rows: Sequence[Sequence[Task]]) -> list[list[Wait]]:
@@ -229,10 +216,12 @@ def _waits(schedule: Schedule, rows: Sequence[Sequence[Task]]) -> list[list[Wait
             found.append(here)
         return found
 
-    waits: list[list[Wait]] = [[] for _ in rows]
-    for device, row in enumerate(rows):
-        for position, task in enumerate(row):
-            for other, on in awaited(task, Place(device, position)):
-                if other != device or on >= position:
-                    waits[device].append((position, other, on))
-    return waits
+    return [
+        [
+            (position, other, on)
+            for position, task in enumerate(row)
+            for other, on in awaited(task, Place(device, position))
+            if other != device or on >= position
+        ]
+        for device, row in enumerate(rows)
+    ]
