@@ -13,10 +13,11 @@ from torch.optim import Optimizer
 from fxpipe.call import differentiable_call
 from fxpipe.compiler.compiled import Compiled
 from fxpipe.compiler.options import Options
-from fxpipe.compiler.predict import plan_sizes, predicted_peaks
+from fxpipe.compiler.predict import predicted_peaks
 from fxpipe.errors import InputError
 from fxpipe.ir.traced import Traced
 from fxpipe.kernels.kernel import Kernel
+from fxpipe.memory.held import plan_sizes
 from fxpipe.runtime.batch import MicroBatches
 from fxpipe.runtime.choice import Choice
 from fxpipe.runtime.devices.backend import Backend, Worker

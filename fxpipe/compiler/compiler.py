@@ -20,7 +20,7 @@ from fxpipe.compiler.objective import weighed
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.placement import Placement
 from fxpipe.compiler.plans import Graph, Plans
-from fxpipe.compiler.predict import Sizes, plan_sizes, predicted_peaks, remedies
+from fxpipe.compiler.predict import Sizes, predicted_peaks, remedies
 from fxpipe.compiler.timetable import Purpose, Timetable
 from fxpipe.errors import FxpipeError, InputError, PartitionError
 from fxpipe.ir.plan import Plan
@@ -28,6 +28,7 @@ from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.traced import Traced, Value
 from fxpipe.log import told
+from fxpipe.memory.held import plan_sizes
 from fxpipe.passes.graph.extents import extents
 from fxpipe.passes.graph.lazy_module import sources_forgotten
 from fxpipe.passes.partition.assignment import Verdict

@@ -13,8 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from rich.table import Table
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import nn
 
 from fxpipe.compiler.timetable import Timetable
 from fxpipe.errors import FxpipeError, InputError
@@ -22,8 +21,6 @@ from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import Program
 from fxpipe.ir.recipe import find_recipe
 from fxpipe.ir.schedule import Schedule
-from fxpipe.memory.held import Resting, sizes_of, undo_bytes
-from fxpipe.memory.optimizer import optimizer_memory
 from fxpipe.passes.graph.extents import Extent
 from fxpipe.simulator import Simulation, simulate
 from fxpipe.simulator.costs import Costs, Key, Links, measured_costs
@@ -33,41 +30,6 @@ from fxpipe.words import bytes_text, table_text
 _MOST = 1 << 20
 _LESS_MEMORY = ("1f1b", "interleaved-1f1b", "zb-h1", "v-half", "v-min")
 """Schedules with a flush that keep fewer micro-batches than others of the same placement."""
-
-
-def plan_sizes(
-    plan: Plan,
-    state: Mapping[str, Tensor],
-    optimizers: Sequence[Optimizer | None],
-    schedule: Schedule,
-) -> StageSizes:
-    """The bytes that a plan's stages hold, with the state of their optimizers after a step.
-
-    Args:
-        plan: the plan.
-        state: name in the model → parameter or buffer.
-        optimizers: stage → its optimizer.
-        schedule: the schedule; where its batches overlap, updates keep more so that they can be
-            undone.
-    """
-    if not any(optimizers):
-        return sizes_of(plan, state)
-    resting = {
-        stage: _resting(optimizer, schedule)
-        for stage, optimizer in enumerate(optimizers)
-        if optimizer is not None
-    }
-    return sizes_of(plan, state, resting)
-
-
-def _resting(optimizer: Optimizer, schedule: Schedule) -> Resting:
-    state, step = optimizer_memory(optimizer)
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    trained = sum(p.nbytes for p in parameters if p.requires_grad)
-    undo = undo_bytes(schedule, state, sum(p.nbytes for p in parameters), trained)
-    if schedule.predict:  # batches read copies, beside which the newest version is kept
-        state += trained
-    return Resting(state, step, int(undo))
 
 
 def predict(

@@ -3,36 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, fx
+from torch.optim import Optimizer
 
 from fxpipe.ir.plan import Plan, Stage
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.value import outputs_of
 from fxpipe.kernels.graph import GraphKernel
+from fxpipe.memory.optimizer import optimizer_memory
 from fxpipe.passes.graph.liveness import Liveness, liveness
 from fxpipe.simulator.sizes import Crossing, GraphInput, Sizes, Storage, Workspace
 from fxpipe.torchtools.pytrees import size_in_bytes
-
-
-@dataclass(frozen=True)
-class Resting:
-    """The bytes that the optimizer of a stage holds.
-
-    Attributes:
-        state: its state, always.
-        updating: what it needs in addition while it steps.
-        undo: what is kept for a roll-back, from its step until no stage can roll back beyond it.
-    """
-
-    state: int = 0
-    updating: int = 0
-    undo: int = 0
 
 
 def undo_bytes(schedule: Schedule, state: float, parameters: float, trained: float) -> float:
@@ -42,12 +28,27 @@ def undo_bytes(schedule: Schedule, state: float, parameters: float, trained: flo
     return undo + trained if schedule.predict else undo
 
 
-def sizes_of(
+def _optimizer(optimizer: Optimizer | None, schedule: Schedule) -> tuple[int, int, int]:
+    """The bytes that an optimizer keeps, needs besides while it steps, and keeps to undo a step."""
+    if optimizer is None:
+        return 0, 0, 0
+    state, step = optimizer_memory(optimizer)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    trained = sum(p.nbytes for p in parameters if p.requires_grad)
+    undo = undo_bytes(schedule, state, sum(p.nbytes for p in parameters), trained)
+    if schedule.predict:  # batches read copies, beside which the newest version is kept
+        state += trained
+    return state, step, int(undo)
+
+
+def plan_sizes(
     plan: Plan,
     state: Mapping[str, Tensor],
-    resting: Mapping[int, Resting] | None = None,
+    optimizers: Sequence[Optimizer | None],
+    schedule: Schedule,
 ) -> Sizes:
-    """The bytes of everything that the stages of a differentiated plan hold.
+    """The bytes of everything that the stages of a differentiated plan hold, with the state of
+    their optimizers after a step.
 
     They are for the example's micro-batch, and count whole storages. What a stage that runs under
     autograd saves is not known; ``unknown`` names such stages.
@@ -55,14 +56,17 @@ def sizes_of(
     Args:
         plan: the plan, with kernels.
         state: name in the model → parameter or buffer.
-        resting: stage → the memory of its optimizer.
+        optimizers: stage → its optimizer.
+        schedule: the schedule; where its batches overlap, updates keep more so that they can be
+            undone.
     """
     kept = {
         stage.index: GraphMemory(plan, stage, stage.kernel)
         for stage in plan.stages
         if isinstance(stage.kernel, GraphKernel)
     }
-    rests = {s.index: (resting or {}).get(s.index, Resting()) for s in plan.stages}
+    own = dict(enumerate(optimizers))
+    optimizing = {s.index: _optimizer(own.get(s.index), schedule) for s in plan.stages}
     written = {s.index: _bytes(state[w.target] for w in s.writes) for s in plan.stages}
     trained = {
         s.index: [x for a in s.parameters if (x := state[a.target]).requires_grad]
@@ -79,17 +83,17 @@ def sizes_of(
         saved_state={index: each.saved_state for index, each in kept.items()},
         parameters={s.index: _bytes(state[a.target] for a in s.parameters) for s in plan.stages},
         gradients={index: _bytes(own) for index, own in trained.items()},
-        started={} if resting is not None else gradients,
+        started={} if any(optimizers) else gradients,
         optimizer={
             # a step reads copies of the buffers that it writes
-            s.index: rests[s.index].state
+            s.index: optimizing[s.index][0]
             + gradients[s.index]
             + written[s.index]
             + _bytes(state[a.target] for a in s.buffers)
             for s in plan.stages
         },
-        updating={index: each.updating for index, each in rests.items()},
-        undo={index: each.undo for index, each in rests.items()},
+        updating={index: step for index, (_, step, _) in optimizing.items()},
+        undo={index: undo for index, (_, _, undo) in optimizing.items()},
         holds={index: each.saved.values for index, each in kept.items()},
         deferred_holds={index: each.deferred.values for index, each in kept.items()},
         deferred_gradients={index: each.deferred.gradients for index, each in kept.items()},

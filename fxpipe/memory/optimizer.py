@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,20 +19,9 @@ from fxpipe.torchtools.pytrees import pieces
 _SIDE = 64
 
 
-class OptimizerMemory(NamedTuple):
-    """Bytes of an optimizer.
-
-    Attributes:
-        state: its state after the first step.
-        step: the peak of what a step needs besides parameters, gradients and state.
-    """
-
-    state: int
-    step: int
-
-
-def optimizer_memory(optimizer: Optimizer) -> OptimizerMemory:
-    """The memory of an optimizer, now or, before its first step, after it.
+def optimizer_memory(optimizer: Optimizer) -> tuple[int, int]:
+    """The bytes of an optimizer's state, now or, before its first step, after it; and the most that
+    a step needs besides parameters, gradients and state.
 
     A copy of the optimizer makes two steps over tensors without data, of the same shapes. If it
     needs data, or asks for the device, it steps over small tensors, and the result is scaled.
@@ -42,7 +31,7 @@ def optimizer_memory(optimizer: Optimizer) -> OptimizerMemory:
         state, step = _steps(optimizer, [_without_data(group) for group in optimizer.param_groups])
     except Exception:
         state, step = _in_proportion(optimizer, parameters)
-    return OptimizerMemory(_bytes(optimizer.state) or state, step)
+    return _bytes(optimizer.state) or state, step
 
 
 def _steps(optimizer: Optimizer, groups: list[dict[str, Any]]) -> tuple[int, int]:

@@ -47,12 +47,8 @@ class Idle:
         return self.warm_up + self.drain + waits + self.meeting + self.other
 
 
-def idle_times(simulation: Simulation) -> tuple[Idle, ...]:
-    """Device → its idle time, from the start until the last micro-batch is through."""
-    return tuple(_idle(simulation, device) for device in range(simulation.devices))
-
-
-def _idle(simulation: Simulation, device: int) -> Idle:
+def idle_time(simulation: Simulation, device: int) -> Idle:
+    """A device's idle time, from the start until the last micro-batch is through."""
     events, own = simulation.events, simulation.program.lists[device]
     through = simulation.through
     starts = [min(start, through) for start in events.starts[device]]

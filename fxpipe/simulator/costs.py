@@ -20,17 +20,6 @@ Costs = Mapping[str, float] | Mapping[tuple[str, int], float] | Mapping[Key, flo
 Times = Mapping[tuple[str, int], float]
 """Letter and stage → time, for every stage."""
 
-TASKS = (
-    ins.Forward,
-    ins.Recompute,
-    ins.Backward,
-    ins.InputGrad,
-    ins.WeightGrad,
-    ins.Clip,
-    ins.Update,
-)
-"""The instructions that run a task of a built-in kind."""
-
 _UNKNOWN_TIME = 1.0
 
 

@@ -17,7 +17,7 @@ from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.unroll import FURTHEST, blocking, unroll
 from fxpipe.ir.value import HOST, Buffer, Edge
 from fxpipe.ir.walk import waits_of, walk
-from fxpipe.simulator.costs import TASKS, Costs, Link, Links, Times, task_times
+from fxpipe.simulator.costs import Costs, Link, Links, Times, task_times
 from fxpipe.simulator.simulation import Events, Simulation, Span, Transfer
 from fxpipe.simulator.sizes import Sizes
 from fxpipe.text.program import print_instruction
@@ -183,8 +183,9 @@ def run(
         for position in range(len(ends), stop):
             instruction = lists[device][position]
             starts.append(now)
-            if isinstance(instruction, TASKS):
-                now += times[ins.LETTERS[type(instruction)], instruction.stage]
+            letter = ins.letter_of(instruction)
+            if letter is not None:
+                now += times[letter, instruction.stage]  # type: ignore[union-attr]
             else:
                 match instruction:
                     case ins.Send(buffer) | ins.Stash(buffer):
@@ -198,8 +199,6 @@ def run(
                             now = end
                     case ins.Receive(buffer) | ins.Pop(buffer):
                         now = max(now, transfers[buffer].end) + overhead
-                    case ins.Run(letter, stage):
-                        now += times[letter, stage]
                     case ins.Barrier() | ins.Pause():
                         kind = type(instruction)
                         meeting = kind, met[device][kind]

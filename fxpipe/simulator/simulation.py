@@ -193,9 +193,9 @@ class Simulation:
     def idle(self) -> tuple[Idle, ...]:
         """Device → the time in which it computes nothing until the last micro-batch is through, by
         cause."""
-        from fxpipe.simulator.analysis import idle_times
+        from fxpipe.simulator.analysis import idle_time
 
-        return idle_times(self)
+        return tuple(idle_time(self, device) for device in range(self.devices))
 
     @cached_property
     def critical_path(self) -> tuple[Span | Transfer, ...]:
