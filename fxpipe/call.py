@@ -17,19 +17,20 @@ from fxpipe.errors import InputError
 from fxpipe.ir.traced import Value
 from fxpipe.ir.value import HOST
 from fxpipe.runtime.host import BatchHost, draw_seed
+from fxpipe.runtime.ranks.group import RankGroup
 from fxpipe.runtime.run import FlushedRun
 from fxpipe.turn import Turn, in_turn
 
 
 def differentiable_call(
-    compiled: Compiled, host: BatchHost, run: FlushedRun, turn: Turn
+    compiled: Compiled, host: BatchHost, run: FlushedRun, turn: Turn, group: RankGroup
 ) -> list[Any]:
     """Run the forwards and return the flat outputs, joined over micro-batches, for autograd.
 
     An input that the model returns unchanged is returned as it is. Backward may be called from any
     thread; it then waits until no other thread uses the pipe.
     """
-    call = _Call(compiled, host, run, turn)
+    call = _Call(compiled, host, run, turn, group)
     inputs = {
         name: leaf
         for name, leaf in zip(compiled.traced.inputs, host.micro.batch.leaves, strict=True)
@@ -51,8 +52,16 @@ def differentiable_call(
 class _Call:
     """What forward keeps for backward."""
 
-    def __init__(self, compiled: Compiled, host: BatchHost, run: FlushedRun, turn: Turn) -> None:
+    def __init__(
+        self,
+        compiled: Compiled,
+        host: BatchHost,
+        run: FlushedRun,
+        turn: Turn,
+        group: RankGroup,
+    ) -> None:
         self._turn = turn
+        self._group = group
         self.compiled = compiled
         self.host = host
         self.run: FlushedRun | None = run
@@ -90,7 +99,8 @@ class _Call:
                 before = totals[spec.name]
                 totals[spec.name] = gradient if before is None else before + gradient
         self.host.set_output_gradients(list(totals), list(totals.values()))
-        found = run.advance(lambda: {**self.host.gradients_of_inputs(), **run.take_gradients()})
+        with self._group.calling("backward"):
+            found = run.advance(lambda: {**self.host.gradients_of_inputs(), **run.take_gradients()})
         return (None, *(found.get(name) for name in (*self.inputs, *self.parameters)))
 
 

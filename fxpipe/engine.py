@@ -76,6 +76,7 @@ class Engine:
         self._turn = Turn(self._workers)
         self._times: list[list[Any]] = []
         self._overlapping: OverlappingRun | None = None
+        options.group.when_failed(self._roll_back)
 
     @property
     def batches(self) -> int:
@@ -148,7 +149,7 @@ class Engine:
     def call(self, compiled: Compiled, micro: MicroBatches) -> list[Any]:
         """The flat outputs of the model for a batch, whose backward drains the pipeline."""
         host, run = self._called(compiled, micro)
-        made = differentiable_call(compiled, host, run, self._turn)
+        made = differentiable_call(compiled, host, run, self._turn, self._options.group)
         self._took(compiled, run.busy, micro, backward=False)
         return made
 
@@ -197,11 +198,15 @@ class Engine:
     @in_turn
     def flush(self) -> None:
         """Run the batches in flight to their end. See ``Pipeline.flush``."""
-        run, self._overlapping = self._overlapping, None
-        if run is not None and not run.failed:
-            run.drain()
-            if self._clipping is not None:
-                self._clipping.settle(run.count)
+        run = self._overlapping
+        if run is None:
+            return
+        with self._options.group.calling("flush"):
+            self._overlapping = None
+            if not run.failed:
+                run.drain()
+                if self._clipping is not None:
+                    self._clipping.settle(run.count)
 
     @in_turn
     def abandon(self) -> None:
@@ -221,6 +226,11 @@ class Engine:
             for worker in self._workers:
                 worker.close()
             self._options.group.close()
+
+    def _roll_back(self) -> None:
+        """After a call that failed, possibly on another rank: drop the batches in flight."""
+        if self._overlapping is not None and not self._overlapping.failed:
+            self._overlapping.abandon()
 
     def _overlap(
         self,
@@ -242,7 +252,7 @@ class Engine:
         turn = self._turn
         loss = PendingLoss(dtype, lambda: turn.take(run.wait_for, number))
         job = Job(self._kernels(compiled), host, self._clipping)
-        run.step(job, lambda: loss.come(host.loss()))
+        run.step(job, lambda: loss.come(host.loss()), whole=with_output)
         self.stashed = run.peak_kept
         return (loss.read(), host.output()) if with_output else loss
 
@@ -308,7 +318,8 @@ class Engine:
         if self._overlapping is None or self._overlapping.failed:
             state = self.progress.state_of(compiled.traced)
             versions = self.progress.versions_of(compiled.plan, compiled.schedule)
-            versions.open(compiled.plan.stages, state, compiled.traced.deferred)
+            changed = any(self._options.group.exchange("changes", versions.changed))
+            versions.open(compiled.plan.stages, state, compiled.traced.deferred, changed=changed)
             self._overlapping = self._run(
                 OverlappingRun, compiled, versions, state, optimizers, versions.slowest
             )

@@ -208,10 +208,42 @@ class Pipeline(Inspected):
     # the model's state
 
     @in_turn
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own state dict. Flushes first, so that it is the newest version."""
+    def state_dict(self, *args: Any, full: bool = False, **kwargs: Any) -> Any:
+        """The model's own state dict. Flushes first, so that it is the newest version.
+
+        Args:
+            *args: as of the model's own.
+            full: over several ranks, which each have the newest weights of their own stages only:
+                all of the model on every rank, as new tensors; every rank has to call it. Otherwise
+                a rank returns what its stages own, and rank 0 also what belongs to no stage.
+            **kwargs: as of the model's own.
+        """
         self.flush()
-        return self._model.state_dict(*args, **kwargs)
+        state = self._model.state_dict(*args, **kwargs)
+        if self._group.size == 1:
+            return state
+        owned = self._owned()
+        kept = self._model.state_dict(keep_vars=True, prefix=kwargs.get("prefix", ""))
+        own = {name: value for name, value in state.items() if id(kept.get(name)) in owned}
+        if not full:
+            return own
+        with self._group.calling("state_dict"):
+            parts = self._group.exchange("state", own)
+        found = {name: value for part in parts for name, value in part.items()}
+        return {name: found[name] for name in state}
+
+    def _owned(self) -> set[int]:
+        """The ids of the parameters and buffers that this rank keeps up to date."""
+        compiled = self._compiled()
+        model = self._model
+        state: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+        state |= dict(model.named_buffers(remove_duplicate=False))
+        own: set[int] = set()
+        others: set[int] = set()
+        for stage in range(len(compiled.plan.stages)):
+            found = {id(state[name]) for name in compiled.names(stage) if name in state}
+            (own if self._options.owns(stage) else others).update(found)
+        return own if self._group.rank else {id(x) for x in state.values()} - (others - own)
 
     @in_turn
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:

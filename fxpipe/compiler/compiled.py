@@ -49,6 +49,17 @@ class Compiled:
         values = {out.name for out in self.traced.outputs if isinstance(out, Value)}
         return self.plan.results & values
 
+    def names(self, stage: int) -> frozenset[str]:
+        """The parameters and buffers in the model that a stage reads or writes."""
+        own = self.plan.stages[stage]
+        found = {each.target for each in (*own.parameters, *own.buffers)}
+        found |= {each.target for each in own.writes}
+        for norm in self.traced.deferred:
+            if norm.moments in found:
+                found |= {norm.running_mean, norm.running_var}
+                found |= {norm.tracked} if norm.tracked else set()
+        return frozenset(found)
+
     def weighted(self, weights: Sequence[float]) -> Compiled:
         """The same with kernels that discard the gradients of micro-batches of weight 0."""
         kernels = [

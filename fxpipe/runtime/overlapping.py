@@ -30,23 +30,30 @@ class OverlappingRun(Run[VersionedWeights]):
         """No batch is in flight yet. See Run; the weights must be bound to the plan."""
         super().__init__(*where, first=first, **how)
         self.count = self._first = first
-        self._left = [self.count - 1] * self.program.devices
+        # device → the last step whose list it has left; of each that this process runs
+        self._left = dict.fromkeys((m.device for m in self.machines), self.count - 1)
         # batch → the function to call when its outputs are there
         self._pending: dict[int, Callable[[], None]] = {}
-        self._states: list[dict[int, dict[str, Tensor]]] = [{} for _ in self.machines]
+        # device → step → the buffers that it has written up to that step's forwards
+        self._states: dict[int, dict[int, dict[str, Tensor]]] = {d: {} for d in self._left}
+        self._weights.when_updated(self._channels.updated)
+        self._channels.when_updated(self._weights.note)
 
     @property
     def busy_step(self) -> float | None:
         """Processor seconds of the workers in the last full step; None before there was one."""
-        whole = min(self._left) - self._first >= self.program.depth
+        whole = min(self._left.values()) - self._first >= self.program.depth
         return self.busy if whole else None
 
-    def step(self, job: Job, arrived: Callable[[], None] = lambda: None) -> int:
+    def step(
+        self, job: Job, arrived: Callable[[], None] = lambda: None, *, whole: bool = False
+    ) -> int:
         """Start the next batch's step, and wait until the outputs of the one before are there.
 
         Args:
             job: the batch.
             arrived: called when the caller waits and the batch's outputs are there.
+            whole: whether to wait for the outputs of this batch, too.
 
         Returns:
             The batch's number, for ``wait_for``.
@@ -63,11 +70,13 @@ class OverlappingRun(Run[VersionedWeights]):
             job.host.when_complete(lambda: self._reports.put(Finished(batch)))
             self._pending[batch] = arrived
             self._jobs[batch] = job
+            self._channels.fed(batch)
             self.count += 1
             self._ask(self._backend.begin)
             self._submit(batch)
-            self._wait(signals, lambda: all(each >= batch for each in self._pending))
+            self._wait(signals, lambda: all(each >= batch + whole for each in self._pending))
             self._ask(self._backend.end)
+            self._backend.settle(None)
             if signals.held is not None:
                 signals.held.add_note("interrupted after the step, whose batch counts")
         return batch
@@ -83,7 +92,8 @@ class OverlappingRun(Run[VersionedWeights]):
             )
         self.check()
         with self._held() as signals:
-            self._wait(signals, lambda: batch not in self._pending)
+            rolls_back = self._backend.rolls_back
+            self._wait(signals, lambda: batch not in self._pending, rolls_back=rolls_back)
 
     def drain(self) -> None:
         """Finish all batches in flight. Raises like ``step``."""
@@ -93,6 +103,7 @@ class OverlappingRun(Run[VersionedWeights]):
                 self._submit(step)
             self._wait(signals, lambda: self.running == 0)
             self._ask(self._backend.end)
+            self._backend.settle(None)
             self._commit(self.count - 1)
             self._weights.trim()
             for machine in self.machines:
@@ -139,10 +150,11 @@ class OverlappingRun(Run[VersionedWeights]):
             self._pending.pop(report.step)()
         elif report.error is None:
             self._left[report.device] = report.step
-            over = min(self._left) - self.program.depth
+            over = min(self._left.values()) - self.program.depth
             for batch in [batch for batch in self._jobs if batch <= over]:
-                del self._jobs[batch]
-            for states in self._states:
+                if batch not in self._pending:  # outputs of other processes may come later
+                    del self._jobs[batch]
+            for states in self._states.values():
                 for step in list(states):  # a copy: the device's thread may add another meanwhile
                     if step < over - 1:
                         del states[step]
@@ -165,7 +177,8 @@ class OverlappingRun(Run[VersionedWeights]):
             if job.clipping is not None:
                 job.clipping.forget()
         self._ask(self._backend.end)  # updates that were launched may still run
-        done = self._weights.recover()
+        done = self._backend.recovered(self._weights.own_slowest)
+        self._weights.recover(done)
         self._commit(done - 1)
         for machine in self.machines:
             machine.store.clear()
@@ -179,6 +192,6 @@ class OverlappingRun(Run[VersionedWeights]):
 
     def _commit(self, batch: int) -> None:
         """Write the model's buffers as they were after a batch."""
-        for states in self._states:
+        for states in self._states.values():
             if batch in states:
                 self._weights.commit(states[batch])

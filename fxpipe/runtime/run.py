@@ -17,7 +17,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from torch import Tensor
 
-from fxpipe.errors import DeviceError, ExecutionError
+from fxpipe.errors import DeviceError, ExecutionError, InputError, told
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import Program, Turn
 from fxpipe.runtime.devices.backend import Backend, Worker
@@ -210,6 +210,7 @@ class Run(Generic[W]):
         Raises InputError like ``check``; nothing has started then.
         """
         self.check()
+        self._channels.start()
         for driver, worker in zip(self._drivers, self._workers, strict=True):
             worker.submit(functools.partial(self._drive, driver, step, work))
             self.running += len(driver.machines)
@@ -239,8 +240,16 @@ class Run(Generic[W]):
             self.running -= 1
         return report
 
-    def _wait(self, signals: HeldSignals, done: Callable[[], bool]) -> None:
-        """Handle reports until ``done``. Raises the first failure, or a signal's exception."""
+    def _wait(
+        self, signals: HeldSignals, done: Callable[[], bool], *, rolls_back: bool = True
+    ) -> None:
+        """Handle reports until ``done``. Raises the first failure, or a signal's exception.
+
+        Args:
+            signals: holds the signals meanwhile.
+            done: whether to return.
+            rolls_back: whether a failure can be rolled back now; else the next wait does it.
+        """
         interrupt: BaseException | None = None
         try:
             while not done():
@@ -251,12 +260,22 @@ class Run(Generic[W]):
                     continue
                 if report is None:
                     interrupt = signals.take()
+                    if interrupt is not None and not rolls_back:
+                        raise interrupt
                     if interrupt is not None:
+                        self._backend.announce(interrupt)
                         places = "; ".join(map(whereabouts, self.machines))
                         interrupt.add_note(f"interrupted: {places}; {self._give_up()}")
                         raise interrupt
                 elif report.error is None or isinstance(report.error, Stopped):
                     self._note(report)
+                elif not rolls_back:
+                    self._reports.put(report)
+                    self.running += report.device is not None
+                    raise InputError(
+                        f"the loss cannot come, as something has failed ({told(report.error)}); "
+                        "the next call of the pipe raises it on every rank, and rolls back"
+                    )
                 elif report.device is None:
                     report.error.add_note(self._give_up())
                     raise report.error
@@ -271,6 +290,7 @@ class Run(Generic[W]):
         assert cause is not None and device is not None
         machine = next(machine for machine in self.machines if machine.device == device)
         position, step = machine.position, machine.step
+        self._backend.announce(explained(machine, cause, "", self._backend))
         late = self._lost(cause, f"device {device} was given {given(machine)}", device)
         if late is not None:
             return late
@@ -358,6 +378,7 @@ class FlushedRun(Run[LiveWeights]):
                     raise late from error
                 raise
             self.committed = True
+            self._channels.pause()
             if signals.held is not None:
                 signals.held.add_note("interrupted after the step, whose results are kept")
             self._clear(values=all(map(_at_end, self.machines)))

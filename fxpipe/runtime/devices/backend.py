@@ -187,11 +187,23 @@ class Channels:
         except threading.BrokenBarrierError:
             raise Stopped from None
 
+    def start(self) -> None:
+        """Note that devices run from now on."""
+
+    def pause(self) -> None:
+        """Note that no device runs until ``start`` is called again."""
+
     def publish(self, buffer: Buffer, value: Any) -> None:
         """Hand a value that the caller wants to the callers in other processes, if any."""
 
     def fed(self, batch: int) -> None:
         """Note that a batch can be run from now on."""
+
+    def updated(self, stage: int, version: int) -> None:
+        """Tell other processes, if any, that a stage has a new version of its weights."""
+
+    def when_updated(self, updated: Callable[[int, int], None]) -> None:
+        """Call a function, in another thread, with a stage of another process and its version."""
 
     def when_failed(self, failed: Callable[[RankError], None]) -> None:
         """Call a function, in another thread, as soon as another process has stopped the run."""
@@ -286,9 +298,22 @@ class Backend:
         """End the launching of a run: order the caller after what the devices compute."""
 
     def settle(self, value: Any) -> list[Any]:
-        """Wait until every process has finished a run's lists, and exchange a value: this one's
+        """Wait until every process has come to the end of a call, and exchange a value: this one's
         first, then the others'. Raises RankError where one of them has failed."""
         return [value]
+
+    @property
+    def rolls_back(self) -> bool:
+        """Whether a failure can be rolled back now, as all processes are in the same call."""
+        return True
+
+    def announce(self, error: BaseException) -> None:
+        """Tell other processes, if any, that the call has failed here, before it is rolled back."""
+
+    def recovered(self, version: int) -> int:
+        """After a failure, the newest version that all processes can roll back to, where this one
+        can roll back to ``version``."""
+        return version
 
     def computing(self, device: int) -> AbstractContextManager[None]:
         """Inside the block, operations are ordered after the device's computations."""

@@ -21,7 +21,10 @@ class RankChannels(Channels):
 
     Attributes:
         failure: why another rank has stopped the run, if one has.
+        running: whether the run is not paused.
     """
+
+    running = False
 
     def __init__(self, program: Program, group: RankGroup, jobs: Mapping[int, Job]) -> None:
         """Make empty channels.
@@ -38,6 +41,7 @@ class RankChannels(Channels):
         self._met: SimpleQueue[int | None] = SimpleQueue()
         self._times_met: Counter[int] = Counter()
         self._failed: Callable[[RankError], None] = lambda error: None
+        self._updated: Callable[[int, int], None] = lambda stage, version: None
         self._run = group.open(self)
 
     def when_failed(self, failed: Callable[[RankError], None]) -> None:
@@ -53,6 +57,16 @@ class RankChannels(Channels):
         elif self._group.links is not None:
             self._group.links.send(device, Message("value", (self._run, tuple(buffer)), value))
 
+    def start(self) -> None:
+        """See Channels.start."""
+        self.running = True
+        if self._group.failure is not None:
+            self.fail(self._group.failure)
+
+    def pause(self) -> None:
+        """See Channels.pause."""
+        self.running = False
+
     def publish(self, buffer: Buffer, value: Any) -> None:
         """See Channels.publish."""
         if self._group.links is not None:
@@ -63,6 +77,15 @@ class RankChannels(Channels):
         with self._group._changed:
             for buffer, value in self._outputs.pop(batch, []):
                 self._jobs[batch].host.take(buffer, value)
+
+    def updated(self, stage: int, version: int) -> None:
+        """See Channels.updated."""
+        if self._group.links is not None:
+            self._group.links.send_all(Message("updated", (self._run, stage, version)))
+
+    def when_updated(self, updated: Callable[[int, int], None]) -> None:
+        """See Channels.when_updated."""
+        self._updated = updated
 
     def meet(self) -> None:
         """See Channels.meet; the other ranks' threads are waited for."""
@@ -86,6 +109,9 @@ class RankChannels(Channels):
         if message.kind == "meet":
             self._met.put(rank)
             return
+        if message.kind == "updated":
+            self._updated(*message.key[1:])
+            return
         buffer = Buffer(*message.key[1])
         if message.kind == "value":
             super().put(self._group.rank, buffer, message.value)
@@ -96,7 +122,7 @@ class RankChannels(Channels):
 
     def fail(self, error: RankError) -> None:
         """Stop the run, which another rank has left; called by the thread that reads messages."""
-        if not self.stopping:
+        if self.running and not self.stopping:
             self.failure = error
             self.stop()
             self._failed(error)
@@ -116,6 +142,19 @@ class RankBackend(Backend):
     def channels(self, program: Program, threads: int, jobs: Mapping[int, Job]) -> Channels:
         """See Backend.channels."""
         return RankChannels(program, self._group, jobs)
+
+    @property
+    def rolls_back(self) -> bool:
+        """See Backend.rolls_back."""
+        return self._group.called
+
+    def announce(self, error: BaseException) -> None:
+        """See Backend.announce."""
+        self._group.announce(error)
+
+    def recovered(self, version: int) -> int:
+        """See Backend.recovered."""
+        return self._group.recovered(version)
 
     def settle(self, value: Any) -> list[Any]:
         """See Backend.settle."""

@@ -59,6 +59,8 @@ class RankGroup:
         self.threads = 0 if met is None else met.threads
         self._timeout = 0.0 if met is None else met.timeout
         self._what = ""  # the call that runs; empty between calls
+        self._told = False  # whether this rank has told that the call failed
+        self._roll_back: Callable[[], None] = lambda: None
         self._opened = 0  # channels of this call
         self._changed = threading.Condition()
         self._said: list[deque[_Said]] = [deque() for _ in self.names]
@@ -95,7 +97,7 @@ class RankGroup:
         self.check()
         with self._changed:
             self.call += 1
-            self._opened, self._what = 0, what
+            self._opened, self._what, self._told = 0, what, False
             self._failed = {call: e for call, e in self._failed.items() if call >= self.call}
             for run in [run for run in self._early if run[0] < self.call]:
                 del self._early[run]
@@ -103,25 +105,38 @@ class RankGroup:
             self.exchange("call", what)
             yield
         except BaseException as error:
-            self._tell(error)
+            self.announce(error)
+            self._roll_back()
             if self.call == 1:  # there will be no pipe
                 self.close()
             raise
         finally:
             self._what = ""
 
+    def when_failed(self, roll_back: Callable[[], None]) -> None:
+        """Call a function at the end of each call that failed, on every rank."""
+        self._roll_back = roll_back
+
+    @property
+    def called(self) -> bool:
+        """Whether a call runs."""
+        return bool(self._what)
+
     def check(self) -> None:
         """Raises RankError where a rank is gone, so that nothing can run any more."""
         for rank, why in sorted(self._gone.items()):
             raise self._gone_error(rank, why)
 
-    def exchange(self, about: str, value: Any = None, *, held: bool = False) -> list[Any]:
+    def exchange(
+        self, about: str, value: Any = None, *, held: bool = False, failed: bool = False
+    ) -> list[Any]:
         """Tell all ranks a value, and wait for theirs.
 
         Args:
             about: what it is; all ranks must exchange the same things in the same order.
             value: tensors, numbers, strings, None, and lists, tuples and dicts of them.
             held: whether a signal must not end the wait.
+            failed: whether this comes after the failure of the call.
 
         Returns:
             Rank → its value.
@@ -135,13 +150,27 @@ class RankGroup:
         self.links.send_all(Message("said", (self.call, about), value))
         deadline = time.monotonic() + self._timeout
         return [
-            value if rank == self.rank else self._hear(rank, about, deadline, held)
+            value if rank == self.rank else self._hear(rank, about, deadline, held, failed)
             for rank in range(self.size)
         ]
 
     def share(self, about: str, make: Callable[[], Any]) -> Any:
         """What rank 0 makes, on all ranks; the others wait for it."""
         return self.exchange(about, make() if self.rank == 0 else None)[0]
+
+    def recovered(self, version: int) -> int:
+        """After a failure, the newest version that all ranks can roll back to.
+
+        Args:
+            version: the newest that this one can roll back to.
+        """
+        if not self._what:
+            return version  # the pipe will be closed
+        try:
+            found: int = min(self.exchange("recovery", version, held=True, failed=True))
+            return found
+        except RankError:
+            return version  # a rank is gone, and nothing can go on
 
     def agree(self, about: str, text: str) -> None:
         """Check that all ranks have the same text.
@@ -190,16 +219,20 @@ class RankGroup:
             self.links.send_all(Message("bye"))
             self.links.close()
 
-    def _hear(self, rank: int, about: str, deadline: float, held: bool) -> Any:
+    def _hear(self, rank: int, about: str, deadline: float, held: bool, failed: bool) -> Any:
         with self._changed:
             while True:
                 said = self._said[rank]
-                while said and said[0].call < self.call:
+                while said and (
+                    said[0].call < self.call
+                    or (failed and said[0].call == self.call and said[0].about != about)
+                ):
                     said.popleft()
                 if said and said[0].call == self.call and said[0].about == about:
                     if about != "call" or said[0].value == self._what:
                         return said.popleft().value
-                if failure := self.failure:
+                failure = self.failure
+                if failure is not None and not (failed and rank not in self._gone):
                     raise failure
                 if said:
                     raise self._astray(rank, about, said[0])
@@ -231,10 +264,11 @@ class RankGroup:
             f"{self.names[rank]} {why}; start all ranks again, from the last checkpoint", rank=rank
         )
 
-    def _tell(self, error: BaseException) -> None:
-        """Tell all other ranks that this call has failed here."""
-        if isinstance(error, RankError) and error in (self._failed.get(self.call), None):
-            return  # they know
+    def announce(self, error: BaseException) -> None:
+        """Tell all other ranks that this call has failed here, unless they know."""
+        if not self._what or self._told or error is self._failed.get(self.call):
+            return
+        self._told = True
         assert self.links is not None
         place = {name: getattr(error, name, None) for name in _PLACE}
         text = "".join(traceback.format_exception(error))

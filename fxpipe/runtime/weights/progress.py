@@ -147,11 +147,15 @@ class Progress:
         if self.versions is None:
             own = dict(self._model.named_parameters(remove_duplicate=False))
             versions = VersionedWeights(
-                [{a.target: own[a.target] for a in stage.parameters} for stage in plan.stages],
+                [
+                    {a.target: own[a.target] for a in stage.parameters if self._owns(index)}
+                    for index, stage in enumerate(plan.stages)
+                ],
                 self.optimizers_of(plan),
                 schedule.delays,
                 predicts=schedule.predict,
                 awaits=schedule.versions().awaited,
+                owns=self._owns,
             )
             names = self._names()
             targets = {names[own[a.target]]: a.target for s in plan.stages for a in s.parameters}

@@ -14,7 +14,7 @@ where one thread runs all devices, one more version may be kept instead while ba
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -50,6 +50,7 @@ class VersionedWeights(Weights):
         *,
         predicts: bool = False,
         awaits: bool = False,
+        owns: Callable[[int], bool] = lambda stage: True,
     ) -> None:
         """Take the current parameters as version 0.
 
@@ -59,6 +60,8 @@ class VersionedWeights(Weights):
             delays: stage → by how many versions its batches read behind the newest.
             predicts: whether batches read predicted weights instead.
             awaits: whether an update may wait for another stage's, see ``Versions.awaited``.
+            owns: whether this process updates a stage; of the others only the newest version's
+                number is known, see ``note``.
 
         Raises:
             InputError: weights are to be predicted, and an optimizer has no momentum.
@@ -77,11 +80,28 @@ class VersionedWeights(Weights):
             stage.restart(0)
         self._groups: dict[tuple[int, int], list[dict[str, Any]]] = {}
         self._awaits = awaits
+        self._own = [own for stage, own in enumerate(self._stages) if owns(stage)]
+        self._updated: Callable[[int, int], None] = lambda stage, version: None
 
     @property
     def slowest(self) -> int:
         """The newest version that every stage has."""
         return min(stage.newest for stage in self._stages)
+
+    @property
+    def own_slowest(self) -> int:
+        """The newest version that every stage of this process has."""
+        return min(stage.newest for stage in self._own)
+
+    def when_updated(self, updated: Callable[[int, int], None]) -> None:
+        """Call a function with each stage that this process updates, and its new version."""
+        self._updated = updated
+
+    def note(self, stage: int, version: int) -> None:
+        """Take note of a version that another process has made of a stage."""
+        with self._lock:
+            self._stages[stage].newest = version
+            self._lock.notify_all()
 
     @property
     def versions(self) -> list[int]:
@@ -117,26 +137,32 @@ class VersionedWeights(Weights):
         stages: Sequence[Stage],
         state: Mapping[str, Tensor],
         deferred: Sequence[DeferredNorm] = (),
+        *,
+        changed: bool,
     ) -> None:
         """Bind a plan; no batch may be in flight.
-
-        Parameters that were changed since the last batch become the only version.
 
         Args:
             stages: the plan's stages.
             state: name in the model → parameter, buffer or constant.
             deferred: the BatchNorm calls whose statistics are updated once per batch.
+            changed: whether the parameters, changed since the last batch, become the only version.
         """
-        if any(stage.changed() for stage in self._stages):
+        if changed:
             self.base = self.slowest
             for stage in self._stages:
                 stage.restart(self.base)
         self.bind(stages, state, deferred)
 
+    @property
+    def changed(self) -> bool:
+        """Whether a parameter was changed since the last batch."""
+        return any(stage.changed() for stage in self._stages)
+
     def history(self) -> History:
         """The versions for a checkpoint; no batch may be in flight."""
         newest = self.slowest
-        if any(stage.changed() for stage in self._stages):  # ``open`` checks the same
+        if self.changed:
             return History(newest, newest)
         kept: dict[int, Buffers] = {}
         for stage in self._stages:
@@ -185,6 +211,7 @@ class VersionedWeights(Weights):
             slowest = self.slowest
             for each in self._stages:
                 each.forget(slowest)
+        self._updated(stage, own.newest)
 
     def _carry(self, stage: int, changed: Sequence[Mapping[str, Any]]) -> None:
         """Use the settings that an optimizer's step has changed for later batches, too."""
@@ -197,19 +224,18 @@ class VersionedWeights(Weights):
                 for group, values in zip(groups, changed, strict=True):
                     group.update(values)
 
-    def recover(self) -> int:
-        """After ``stop``: roll all stages back to the newest version that every stage has.
-
-        Returns:
-            That version, which is then the only one. It is the number of batches that count.
-        """
-        version = self.base = self.slowest
+    def recover(self, version: int) -> None:
+        """After ``stop``: roll all stages back to a version that every stage has, which is then the
+        only one. It is the number of batches that count."""
+        self.base = version
         with torch.no_grad():
             for stage in self._stages:
-                stage.return_to(version)
+                if stage in self._own:
+                    stage.return_to(version)
+                else:
+                    stage.restart(version)
         self._groups.clear()
         self._stopped = False
-        return version
 
     @property
     def defers(self) -> bool:

@@ -1,0 +1,224 @@
+"""Whatever runs on the devices of one process gives the same bits on several ranks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fxpipe
+from tests.helpers.ranks import DeviceMesh, on_ranks
+
+Devices = DeviceMesh | int
+Results = dict[str, Any]
+
+
+class Skips(nn.Module):
+    """Four parts with BatchNorm, dropout, and skips to the next part but one and to the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
+        self.second = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
+        self.third = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.Dropout(0.3), nn.ReLU())
+        self.fourth = nn.Conv2d(16, 3, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a = self.first(x)
+        b = self.second(a)
+        c = self.third(b + a)
+        out: Tensor = self.fourth(torch.cat([c, a], 1))
+        return out
+
+
+class Tied(nn.Module):
+    """The last part reads the embedding of the first, and the batch's length travels along."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.second = nn.Linear(8, 8)
+        self.third = nn.Linear(8, 8)
+        self.fourth = nn.LayerNorm(8)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        h = self.third(torch.tanh(self.second(self.embed(tokens))))
+        return F.linear(self.fourth(h), self.embed.weight)
+
+
+def images(step: int, samples: int = 8) -> Tensor:
+    return torch.randn(samples, 3, 6, 6, generator=torch.Generator().manual_seed(step))
+
+
+def tokens(step: int) -> Tensor:
+    return torch.randint(11, (8, 5), generator=torch.Generator().manual_seed(step))
+
+
+def token_loss(out: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(out.flatten(0, 1), target.flatten())
+
+
+def pipe_of(devices: Devices, model: nn.Module, **options: Any) -> fxpipe.Pipeline:
+    count = devices if isinstance(devices, int) else devices.size()
+    schedule = options.setdefault("schedule", "1f1b")
+    stages = count * (2 if schedule in ("interleaved-1f1b", "zb-v") else 1)
+    parts = ["first" if isinstance(model, Skips) else "embed", "second", "third", "fourth"]
+    defaults: dict[str, Any] = {
+        "microbatches": 4,
+        "loss": F.mse_loss if isinstance(model, Skips) else token_loss,
+        "optimizer": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
+        "partition": {1: [], 2: ["third"], 4: parts[1:]}[stages],
+    }
+    return fxpipe.compile(model, devices, **{**defaults, **options})
+
+
+def state(pipe: fxpipe.Pipeline) -> Results:
+    """What this process owns: weights, buffers and gradients."""
+    own = {f"state {name}": value.clone() for name, value in pipe.state_dict().items()}
+    grads = {
+        f"grad {name}": parameter.grad.clone()
+        for name, parameter in pipe.named_parameters()
+        if parameter.grad is not None and f"state {name}" in own
+    }
+    return own | grads
+
+
+def train(devices: Devices, model: nn.Module, steps: int = 3, **options: Any) -> Results:
+    """Three steps; the losses, and what they leave behind."""
+    found: Results = {}
+    with pipe_of(devices, model, **options) as pipe:
+        for step in range(steps):
+            x = images(step) if isinstance(model, Skips) else tokens(step)
+            loss = pipe.step(x, target=x)
+            found[f"loss {step}"] = loss.clone()
+        found |= state(pipe)
+        found["batches"] = pipe.batches
+        if pipe.grad_norm is not None:
+            found["norm"] = pipe.grad_norm
+    return found
+
+
+def skips() -> Skips:
+    torch.manual_seed(0)
+    return Skips()
+
+
+def tied() -> Tied:
+    torch.manual_seed(0)
+    return Tied()
+
+
+def changing(devices: Devices) -> Results:
+    """Other batch sizes, evaluation between steps, outputs, and a call that is differentiated."""
+    found: Results = {}
+    with pipe_of(devices, skips()) as pipe:
+        for step, samples in enumerate((8, 6, 8, 3)):
+            x = images(step, samples)
+            loss, out = pipe.step(x, target=x, return_output=True)
+            found |= {f"loss {step}": loss, f"output {step}": out}
+            pipe.eval()
+            with torch.no_grad():
+                found[f"evaluated {step}"] = pipe(x)
+            pipe.train()
+        found |= state(pipe)
+    return found
+
+
+def differentiated(devices: Devices) -> Results:
+    """The gradients of inputs and parameters of a call of the pipe."""
+    with pipe_of(devices, skips(), optimizer=None) as pipe:
+        x = images(0).requires_grad_()
+        out = pipe(x)
+        out.square().mean().backward()
+        return {"output": out.detach(), "input": x.grad} | state(pipe)
+
+
+def profiled(devices: Devices) -> Results:
+    """A profile measures the instructions of all devices, and is a step like any other."""
+    with pipe_of(devices, skips()) as pipe:
+        measured = pipe.profile(images(0), target=images(0))
+        count = len(measured.device_times) if hasattr(measured, "device_times") else 0
+        return state(pipe) | {"devices": count, "shape": len(str(pipe).splitlines())}
+
+
+def recipes(model: Callable[[], nn.Module], **options: Any) -> Callable[[Devices], Results]:
+    return lambda devices: train(devices, model(), **options)
+
+
+def half(devices: Devices) -> Results:
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2)
+    found = train(devices, skips(), scaler=scaler, clip_norm=0.1)
+    return found | {"scale": scaler.get_scale()}
+
+
+CASES: Mapping[str, Callable[[Devices], Results]] = {
+    "1f1b": recipes(skips),
+    "gpipe": recipes(skips, schedule="gpipe"),
+    "zb-h1": recipes(skips, schedule="zb-h1"),
+    "2bw": recipes(skips, schedule="2bw"),
+    "pipedream": recipes(skips, schedule="pipedream"),
+    "predicted": recipes(skips, schedule="2bw", predict=True),
+    "tied": recipes(tied),
+    "tied, 2bw": recipes(tied, schedule="2bw"),
+    "clipped": recipes(skips, clip_norm=0.05),
+    "clipped, 2bw": recipes(skips, clip_norm=0.05, schedule="2bw"),
+    "scaled": half,
+    "recomputed": recipes(skips, recompute="always", recompute_check=True),
+    "deferred": recipes(skips, deferred_batchnorm=True),
+    "deferred, 2bw": recipes(skips, deferred_batchnorm=True, schedule="2bw"),
+    "gradients": recipes(skips, optimizer=None),
+    "leaf": recipes(skips, leaf_modules=["second"]),
+    "symbolic": recipes(skips, tracer="symbolic"),
+    "changing": changing,
+    "differentiated": differentiated,
+    "profiled": profiled,
+}
+
+ONLY_TWO: Mapping[str, Callable[[Devices], Results]] = {
+    "interleaved-1f1b": recipes(skips, schedule="interleaved-1f1b"),
+    "zb-v": recipes(skips, schedule="zb-v"),
+}
+
+
+def run_cases(devices: Devices, names: list[str]) -> dict[str, Results]:
+    cases = {**CASES, **ONLY_TWO}
+    found: dict[str, Results] = {}
+    for name in names:
+        torch.manual_seed(7)
+        try:
+            found[name] = cases[name](devices)
+        except Exception as error:
+            found[name] = {"error": f"{type(error).__name__}: {error}"}
+    return found
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def both(request: pytest.FixtureRequest) -> tuple[list[dict[str, Results]], int]:
+    names = [*CASES, *ONLY_TWO] if request.param == 2 else [*CASES]
+    return on_ranks(request.param, run_cases, names), request.param
+
+
+@pytest.mark.parametrize("name", [*CASES, *ONLY_TWO])
+def test_ranks_give_the_bits_of_one_process(
+    both: tuple[list[dict[str, Results]], int], name: str
+) -> None:
+    ranks, size = both
+    if name not in ranks[0]:
+        pytest.skip("four parts are too few for two stages on each of four ranks")
+    alone = run_cases(size, [name])[name]
+    assert "error" not in alone, alone["error"]
+    seen: set[str] = set()
+    for found in ranks:
+        here = copy.copy(found[name])
+        assert "error" not in here, here["error"]
+        for key, value in here.items():
+            expected = alone[key]
+            same = torch.equal(value, expected) if isinstance(value, Tensor) else value == expected
+            assert same, f"{key}: {value} is not {expected}"
+        seen |= here.keys()
+    assert seen == alone.keys()
