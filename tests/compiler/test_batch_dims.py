@@ -15,8 +15,6 @@ import fxpipe
 from fxpipe import InputError
 from tests.oracles import loop
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 class Net(nn.Module):
     """Takes (time, batch, 4), a table without batch, and returns outputs laid out differently."""

@@ -23,8 +23,6 @@ from fxpipe.simulator.measured import measured_run
 from tests.oracles.stream_times import timed
 from tests.passes.lowering.test_streams import plain
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def model() -> nn.Module:
     torch.manual_seed(0)

@@ -25,7 +25,6 @@ import fxpipe
 from fxpipe.compiler.guards import VARIANTS
 from tests.oracles import loop
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 SLOPE = 1.0
 
 

@@ -18,8 +18,6 @@ from benchmarks.models.unet import UNet
 from fxpipe.simulator import Simulation
 from fxpipe.text.program import print_instruction
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 Work = tuple[nn.Module, Tensor, Tensor, Any]
 
 

@@ -23,8 +23,6 @@ from tests.helpers.overlapping import ADAMW, compiled, make
 from tests.oracles import loop
 from tests.oracles.delayed_loop import DelayedLoop
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def unet() -> tuple[nn.Module, Tensor, Tensor]:
     torch.manual_seed(0)

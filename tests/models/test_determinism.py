@@ -12,8 +12,6 @@ import fxpipe
 from fxpipe.compiler.options import Tracer
 from tests.oracles import loop
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 RATE = 0.3
 
 Trained = tuple[list[Tensor], dict[str, Tensor | None]]

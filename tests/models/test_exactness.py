@@ -18,8 +18,6 @@ from examples.unet import UNet
 from tests.helpers.profiles import DEEP
 from tests.oracles import loop
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 CUTS = {1: [], 2: ["bottom"], 3: ["downs.1", "widens.1"], 4: ["downs.1", "bottom", "widens.1"]}
 """Stages → where they begin; with three or more, the levels' skips pass over stages."""
 

@@ -7,8 +7,6 @@ import pytest
 from benchmarks.models import others
 from tests.helpers.trained import Setting, assert_trained_as_by_the_loop, settings
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.mark.parametrize("setting", settings(others.CASES))
 def test_training_equals_the_loop(setting: Setting) -> None:

@@ -14,8 +14,6 @@ from benchmarks.models.resnet import ResNet
 from benchmarks.models.unet import UNet
 from tests.helpers.trained import Setting, assert_trained_as_by_the_loop, settings
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.mark.parametrize(
     ("make", "millions"),

@@ -18,8 +18,6 @@ import fxpipe
 from fxpipe import InputError
 from tests.oracles import loop
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def assert_as_the_loop(
     model: nn.Module, *batches: Tensor, microbatches: int = 4, **options: Any

@@ -38,8 +38,6 @@ from tests.helpers.profiles import DEEP
 from tests.helpers.random_models import OPERATIONS, ROW, SCALAR, RandomModel, Recipe, recipes
 from tests.oracles import loop
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 ROUNDING = 1e-10
 """How far gradients may differ, relative to the greatest, where three or more meet in a sum."""
 

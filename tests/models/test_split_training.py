@@ -15,8 +15,6 @@ from fxpipe.ir.recipe import RECIPES, Recipe, one_each, vee
 from fxpipe.ir.task import B, F, I, Task, U, W
 from tests.oracles import loop
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 LIBRARY = sorted(
     name
     for name, recipe in RECIPES.items()

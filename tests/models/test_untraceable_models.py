@@ -16,8 +16,6 @@ import fxpipe
 from tests.helpers.draws import seeded
 from tests.oracles import loop
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 class Call(NamedTuple):
     """A model and a step of it."""

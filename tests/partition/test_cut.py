@@ -25,8 +25,6 @@ from tests.helpers.fronted import Answer, differentiated, front_end, in_stages, 
 from tests.helpers.tiny import Tiny
 from tests.models.test_exactness import Language
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 class Skips(nn.Module):
     """``a`` is used by every later layer; the first and the third share their weight."""

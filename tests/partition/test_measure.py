@@ -55,7 +55,6 @@ def measured(model: nn.Module, *args: Any) -> dict[str, NodeCost]:
     return costs
 
 
-@pytest.mark.usefixtures("one_thread")
 def test_the_heaviest_layer_costs_most_forward_and_backward(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -78,7 +77,6 @@ def test_what_has_no_gradient_costs_nothing_backward() -> None:
     assert all(cost.input_grad == cost.weight_grad == 0 for cost in frozen.values())
 
 
-@pytest.mark.usefixtures("one_thread")
 def test_the_halves_of_a_backward_are_timed_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "perf_counter", time.thread_time)
     model = nn.Sequential(nn.Conv2d(4, 16, 3), nn.SiLU(), nn.Conv2d(16, 16, 3))

@@ -18,8 +18,6 @@ from fxpipe.ir.task import B, F, R, Task, U
 from fxpipe.schedules import gpipe
 from tests.oracles import loop
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 MICROBATCHES = 3
 
 

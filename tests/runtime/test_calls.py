@@ -17,8 +17,6 @@ import fxpipe
 from fxpipe.errors import InputError
 from tests.oracles import loop
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 MICROBATCHES = 3
 
 

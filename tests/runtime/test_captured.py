@@ -21,8 +21,6 @@ from tests.helpers.fake_graphs import Graphs
 from tests.helpers.tiny import CUTS, Tiny, batch, within
 from tests.oracles import loop
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> Graphs:

@@ -23,8 +23,6 @@ from tests.helpers.fake_graphs import Graphs
 from tests.helpers.tiny import Tiny, batch, within
 from tests.oracles import loop
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:

@@ -19,8 +19,6 @@ from fxpipe.passes.graph.extents import BATCH
 from fxpipe.passes.tracing.trace import trace
 from tests.oracles import loop
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.fixture
 def traces(monkeypatch: pytest.MonkeyPatch) -> list[str]:

@@ -19,8 +19,6 @@ from tests.helpers.checkpoints import FORMS, PLAIN, Form, Left, make, run
 from tests.helpers.overlapping import ADAMW, OPTIMIZERS, SGD
 from tests.oracles.delayed_loop import MSE, Batch
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.fixture(params=FORMS)
 def form(request: pytest.FixtureRequest) -> Form:

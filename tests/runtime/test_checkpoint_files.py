@@ -29,8 +29,6 @@ from tests.helpers.checkpoints import PLAIN, Left, header_of, make, run, same, w
 from tests.helpers.overlapping import ADAMW, OPTIMIZERS, SGD
 from tests.oracles.delayed_loop import MSE, Factory
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.fixture
 def trained(tmp_path: Path) -> Path:

@@ -30,8 +30,6 @@ from tests.helpers.checkpoints import (
 from tests.helpers.overlapping import ADAMW
 from tests.oracles.delayed_loop import MSE
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.fixture
 def trained(tmp_path: Path) -> Path:

@@ -17,8 +17,6 @@ from tests.helpers.overlapping import LOSSES, SGD, compiled, make
 from tests.oracles import loop
 from tests.oracles.delayed_loop import DelayedLoop
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 LIMIT = 0.05
 
 

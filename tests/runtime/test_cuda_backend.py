@@ -25,8 +25,6 @@ from tests.oracles import loop
 from tests.runtime.test_failures import FAILS_BACK
 from tests.runtime.test_out_of_memory import Taking
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 both = pytest.mark.parametrize("dispatch", ["device", "thread"])
 
 

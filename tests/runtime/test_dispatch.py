@@ -205,7 +205,6 @@ def settings_of(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-@pytest.mark.usefixtures("one_thread")
 @settings(max_examples=200 if DEEP else 10)
 @given(settings_of(), st.lists(st.sampled_from([8, 8, 5]), min_size=2, max_size=4))
 def test_whoever_runs_the_lists_results_are_the_same_to_the_bit(
@@ -302,7 +301,6 @@ def test_it_is_chosen_anew_for_whatever_else_is_compiled(monkeypatch: pytest.Mon
             assert len(threads) == count
 
 
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
 def test_operations_that_turn_out_long_get_a_thread_for_each_device(
     schedule: str, monkeypatch: pytest.MonkeyPatch

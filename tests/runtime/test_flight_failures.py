@@ -20,8 +20,6 @@ from tests.helpers.overlapping import ADAMW, compiled, make
 from tests.oracles import loop
 from tests.oracles.delayed_loop import MSE, DelayedLoop
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 HANDLERS = interpreter.HANDLERS
 
 

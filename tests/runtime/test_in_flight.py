@@ -15,8 +15,6 @@ from fxpipe.runtime.run import Finished
 from tests.helpers.overlapping import SGD, compiled, make
 from tests.oracles.delayed_loop import MSE, DelayedLoop
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def test_inference_and_state_dict_see_the_newest_version_and_change_nothing() -> None:
     model, data = make("unet", 6, 5)

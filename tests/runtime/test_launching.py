@@ -24,8 +24,6 @@ from tests.helpers.eager_lanes import Backend, LateError, launched
 from tests.helpers.tiny import Tiny, batch, within
 from tests.oracles import loop
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 both = pytest.mark.parametrize("dispatch", ["device", "thread"])
 
 

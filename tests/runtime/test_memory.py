@@ -16,8 +16,6 @@ import fxpipe
 from examples.unet import UNet
 from tests.helpers.profiles import DEEP
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def images() -> Tensor:
     return torch.randn(7, 1, 8, 8)

@@ -15,8 +15,6 @@ from tests.helpers.profiles import DEEP
 from tests.models.test_split_training import scores
 from tests.oracles.delayed_loop import MSE, DelayedLoop, Factory, PredictedLoop
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def compare(
     case: str,

@@ -16,10 +16,8 @@ import fxpipe
 from tests.helpers.checkpoints import FORMS, Form
 from tests.oracles import loop
 
-pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
-    pytest.mark.filterwarnings("ignore:Sparse"),  # CSR is in beta, and invariants go unchecked
-]
+# CSR is in beta, and invariants go unchecked
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse")
 
 NODES = 6
 LAYOUTS = [torch.sparse_coo, torch.sparse_csr]

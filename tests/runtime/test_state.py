@@ -15,8 +15,6 @@ from torch.nn.utils import parametrizations
 import fxpipe
 from tests.oracles import loop
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def linears(count: int) -> list[nn.Linear]:
     return [nn.Linear(4, 4) for _ in range(count)]

@@ -22,8 +22,6 @@ from tests.helpers.tiny import Snapshot, adam, batch, pipe_of, soon, within
 from tests.oracles import loop
 from tests.oracles.delayed_loop import MSE, DelayedLoop
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 CROSS_ENTROPY = nn.functional.cross_entropy
 
 

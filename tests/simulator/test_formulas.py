@@ -217,7 +217,6 @@ def test_the_forms_say_where_they_hold() -> None:
 
 
 @pytest.mark.models
-@pytest.mark.usefixtures("one_thread")
 def test_a_real_run_keeps_what_the_forms_say() -> None:
     x = torch.randn(8, 3)
     for name, counts in (

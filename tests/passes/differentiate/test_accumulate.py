@@ -23,8 +23,6 @@ from fxpipe.passes.differentiate.part_backward import part_backward
 from tests.helpers.fronted import differentiated, front_end, whole
 from tests.oracles import loop
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def mlp() -> nn.Sequential:
     torch.manual_seed(0)

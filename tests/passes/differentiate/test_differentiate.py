@@ -34,8 +34,6 @@ from tests.helpers.fronted import (
     whole,
 )
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 class Model(nn.Module):
     def __init__(self, function: Callable[..., Any]) -> None:

@@ -28,8 +28,6 @@ from tests.helpers.random_models import RandomModel, Recipe, recipes
 from tests.passes.differentiate.test_differentiate import cases as shared_cases
 from tests.passes.differentiate.test_differentiate import made
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 aten = torch.ops.aten
 
 

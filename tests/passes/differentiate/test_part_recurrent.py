@@ -25,8 +25,6 @@ from tests.helpers.fronted import (
 )
 from tests.oracles import loop
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 class Recurrent(nn.Module):
     """Any kind of recurrent layers, each of width 4."""

@@ -18,8 +18,6 @@ from fxpipe import InputError, TraceError
 from fxpipe.torchtools.moments import gather, measured
 from tests.oracles import loop
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def net(momentum: float = 0.3) -> nn.Sequential:
     torch.manual_seed(0)

@@ -20,8 +20,6 @@ import fxpipe
 from fxpipe.passes.graph.layouts import TrueLayouts
 from tests.oracles import loop
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 aten = torch.ops.aten
 
 

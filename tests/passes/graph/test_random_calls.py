@@ -21,8 +21,6 @@ from tests.helpers.profiles import DEEP
 from tests.helpers.random_models import ROW, SCALAR, RandomModel, Recipe, recipes
 from tests.oracles import loop
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 ROUNDING = 1e-9
 """How far results may differ, relative to the greatest: the whole batch is summed otherwise."""
 

@@ -20,8 +20,6 @@ from fxpipe.passes.tracing.symbolic import trace_symbolically
 from tests.helpers.fronted import front_end
 from tests.oracles import loop
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 class Shares(nn.Module):
     """A value that the layers of several stages read, each as often as it is told."""

@@ -22,8 +22,6 @@ from tests.helpers.fronted import (
 )
 from tests.oracles import loop
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def net(affine: bool = True) -> nn.Sequential:
     torch.manual_seed(0)

@@ -16,8 +16,6 @@ import fxpipe
 from fxpipe.passes.graph import functionalise
 from tests.oracles import loop
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 class Net(nn.Module):
     """Two layers, and anything between them."""

@@ -19,8 +19,6 @@ from fxpipe.passes.tracing import leaf_calls
 from tests.oracles import loop
 from tests.passes.graph.test_check import Backwards
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 class Branching(nn.Module):
     """Does one thing or another, as its values are; counts its calls."""

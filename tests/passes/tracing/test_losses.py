@@ -19,8 +19,6 @@ import fxpipe
 from fxpipe import InputError
 from tests.oracles import loop
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 IGNORED = -100
 
 

@@ -22,8 +22,6 @@ from tests.helpers.draws import seeded
 from tests.helpers.speech import MODELS, sounds, speech
 from tests.oracles import loop
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 class Augments(nn.Module):
     """Masks, drops and shifts by draws of all three kinds, a hundred of them one by one."""

@@ -17,8 +17,6 @@ from fxpipe import TraceError
 from fxpipe.torchtools.functions import functions_kept
 from tests.oracles import loop
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 Case = Callable[["Model", Tensor], Tensor]
 
 

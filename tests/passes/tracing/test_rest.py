@@ -18,8 +18,6 @@ from fxpipe.errors import TraceError
 from tests.helpers.speech import MODELS, sounds, speech
 from tests.oracles import loop
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 Function = Callable[[Any, Tensor], Tensor]
 
 

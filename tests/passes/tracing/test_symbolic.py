@@ -21,8 +21,6 @@ from fxpipe.passes.tracing.symbolic import trace_symbolically
 from tests.oracles import loop
 from tests.passes.graph.test_check import Backwards
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def trained_alike(
     model: nn.Module, inputs: Callable[[int], Tensor], partition: list[str], target: Any

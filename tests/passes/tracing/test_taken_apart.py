@@ -16,8 +16,6 @@ import fxpipe
 from fxpipe.torchtools.pytrees import Parts, _Walk, taken_apart, together
 from tests.oracles import loop
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 class Cache:
     """Some library's object, with objects of its own."""

@@ -259,7 +259,6 @@ def test_an_attention_mask_is_applied_as_it_is_and_not_compared(decoder: bool) -
 
 
 @pytest.mark.filterwarnings("ignore:Guards may run slower on Python:RuntimeWarning")
-@pytest.mark.usefixtures("one_thread")
 def test_inside_torch_compile_a_pipe_is_called_as_it_is() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
@@ -279,7 +278,6 @@ def test_inside_torch_compile_a_pipe_is_called_as_it_is() -> None:
     loop.assert_same(loop.gradients(model), loop.gradients(alone))
 
 
-@pytest.mark.usefixtures("one_thread")
 def test_a_first_step_may_be_taken_while_autograd_looks_for_anomalies() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))

@@ -24,10 +24,8 @@ from fxpipe.random.leaf_draws import SeededDraws, draw_from
 from tests.helpers.around import Around
 from tests.oracles import loop
 
-pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute"),  # torch.cond's own, in any model
-]
+# torch.cond's own, in any model
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute")
 
 Function = Callable[[Any, Tensor], Any]
 

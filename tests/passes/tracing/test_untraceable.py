@@ -18,8 +18,6 @@ from fxpipe.errors import TraceError
 from tests.helpers.around import Around
 from tests.oracles import loop
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 class Inner(nn.Module):
     """Any function, with a counter, a list, a dict and a place for a tensor."""
