@@ -15,17 +15,10 @@ from fxpipe import ExecutionError
 from fxpipe.compiler.capturing import slots
 from fxpipe.kernels.captured import Captured, Fixed
 from fxpipe.runtime.devices.cuda_graphs import CudaGraphs
-from tests.helpers import fake_cuda, fake_graphs
 from tests.helpers.captured_pipes import adam, capturing, kernels, sgd, train
 from tests.helpers.fake_graphs import Graphs
 from tests.helpers.tiny import CUTS, Tiny, batch, within
 from tests.oracles import loop
-
-
-@pytest.fixture
-def graphs(monkeypatch: pytest.MonkeyPatch) -> Graphs:
-    fake_cuda.install(monkeypatch)
-    return fake_graphs.install(monkeypatch)
 
 
 @pytest.mark.parametrize(

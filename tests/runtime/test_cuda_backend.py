@@ -17,7 +17,6 @@ from fxpipe.passes.partition.measure import Stopwatch
 from fxpipe.runtime.choice import Dispatch
 from fxpipe.runtime.devices.cuda import CudaBackend, home
 from fxpipe.text.program import print_instruction
-from tests.helpers import fake_cuda
 from tests.helpers.eager_lanes import use
 from tests.helpers.fake_cuda import Cuda, Event, Stream
 from tests.helpers.tiny import Tiny, adam, batch, within
@@ -26,11 +25,6 @@ from tests.runtime.test_failures import FAILS_BACK
 from tests.runtime.test_out_of_memory import Taking
 
 both = pytest.mark.parametrize("dispatch", ["device", "thread"])
-
-
-@pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
-    return fake_cuda.install(monkeypatch)
 
 
 def on_cuda(

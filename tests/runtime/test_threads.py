@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import ctypes
 import os
 import signal
 import sys
@@ -16,9 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import fxpipe
-from fxpipe.runtime.run import Run
 from tests.helpers.overlapping import SGD, compiled, make
-from tests.helpers.tiny import Snapshot, adam, batch, pipe_of, soon, within
+from tests.helpers.tiny import batch, pipe_of, soon, within
 from tests.oracles import loop
 from tests.oracles.delayed_loop import MSE, DelayedLoop
 
@@ -300,138 +298,3 @@ def test_an_interrupt_comes_while_one_waits_for_another_thread(tracing: bool) ->
         assert torch.equal(pipe.step(x, target=x), first)
         other.step(x, target=x)
     other.close()
-
-
-def in_child(call: Callable[[], str]) -> str:
-    """What a call returns in a forked process, or the error that it raises."""
-    reads, writes = os.pipe()
-    child = os.fork()
-    if child == 0:
-        signal.alarm(60)  # it ends, if it hangs
-        try:
-            os.write(writes, call().encode())
-        except BaseException as error:
-            os.write(writes, f"{type(error).__name__}: {error}".encode())
-        finally:
-            os._exit(0)
-    os.close(writes)
-    with os.fdopen(reads) as file:
-        said = file.read()
-    os.waitpid(child, 0)
-    return said
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
-@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
-@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
-def test_a_forked_process_says_where_the_pipes_threads_are(schedule: str) -> None:
-    x, y = batch()
-    with pipe_of(2, schedule, optimizer=adam) as pipe:
-        losses = [pipe.step(x, target=y) for _ in range(3)]
-        forked = "InputError: this process was forked from the one that compiled the pipe"
-
-        def anew() -> str:
-            pipe.close()
-            model = copy.deepcopy(pipe._model)
-            with fxpipe.compile(model, 2, microbatches=2) as other, torch.no_grad():
-                return str(tuple(other(x).shape))  # autograd's threads are not here either
-
-        assert in_child(lambda: str(pipe.step(x, target=y))).startswith(forked)
-        assert in_child(lambda: str(pipe(x))).startswith(forked)
-        if schedule == "1f1b":  # nothing is in flight: all is there
-            assert in_child(lambda: " ".join(pipe.state_dict())) == " ".join(pipe.state_dict())
-        else:
-            assert in_child(lambda: str(pipe.state_dict())).startswith(forked)
-        assert in_child(anew) == str((len(y), 3))
-        losses.append(pipe.step(x, target=y))
-    with pipe_of(2, schedule, optimizer=adam) as alone:
-        assert [float(loss) for loss in losses] == [
-            float(alone.step(x, target=y)) for _ in range(4)
-        ]
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
-@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
-def test_a_process_forked_while_others_use_and_trace_pipes_waits_for_none_of_them() -> None:
-    forked: list[str] = []
-
-    class Forking(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            if torch.compiler.is_compiling() and not forked:
-                forks.set()
-                done.wait(60)
-            return x + 1
-
-    forks, done = threading.Event(), threading.Event()
-    x, y = batch()
-    with pipe_of(2) as pipe:
-        pipe.step(x, target=y)
-        names = " ".join(pipe.state_dict())
-        other = fxpipe.compile(nn.Sequential(nn.Linear(4, 4), Forking()), 1, loss=MSE)
-        tracing = threading.Thread(target=lambda: other.step(x, target=x))
-        tracing.start()
-        forks.wait(60)
-        forked.append(in_child(lambda: " ".join(pipe.state_dict())))
-        done.set()
-        tracing.join()
-        other.close()
-    assert forked == [names]
-
-
-def end(pipe: fxpipe.Pipeline, worker: int) -> None:
-    """End a worker's thread by an exception from outside."""
-    name = f"fxpipe-{worker}"
-    owner = pipe._engine._workers[worker]
-    thread = owner.thread
-    assert thread.name == name
-    assert thread.ident is not None
-    kind, error = ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit)
-    assert soon(lambda: owner.idle)
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(kind, error)
-    owner._jobs.put(lambda: None)  # it wakes up
-    thread.join()
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
-@pytest.mark.parametrize("worker", [0, 1])
-def test_a_worker_that_has_ended_is_told_of_at_the_next_step(schedule: str, worker: int) -> None:
-    x, y = batch()
-    with pipe_of(2, schedule, optimizer=adam) as pipe:
-        for _ in range(3):
-            pipe.step(x, target=y)
-        end(pipe, worker)
-        with pytest.raises(fxpipe.InputError, match=f"thread 'fxpipe-{worker}' has ended"):
-            pipe.step(x, target=y)
-        with pytest.raises(fxpipe.InputError, match=f"thread 'fxpipe-{worker}' has ended"):
-            pipe(x)
-        found = {name: value.clone() for name, value in pipe.state_dict().items()}
-        done = pipe.batches
-    assert done == 3 if schedule == "1f1b" else done in (2, 3)
-    with pipe_of(2, schedule, optimizer=adam) as alone:
-        for _ in range(done):
-            alone.step(x, target=y)
-        loop.assert_same(found, alone.state_dict())
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
-def test_a_worker_that_ends_during_a_step_does_not_let_it_wait(
-    monkeypatch: pytest.MonkeyPatch, schedule: str
-) -> None:
-    x, y = batch()
-    plain = Run._drive
-
-    def drive(run: Run[Any], driver: Any, *rest: Any) -> None:
-        if driver.machines[0].device == 1:
-            raise SystemExit
-        plain(run, driver, *rest)
-
-    with pipe_of(2, schedule, optimizer=adam) as pipe:
-        pipe.prepare(x, target=y)
-        assert pipe.optimizers
-        before = Snapshot.of(pipe)
-        monkeypatch.setattr(Run, "_drive", drive)
-        with pytest.raises(fxpipe.InputError, match="thread 'fxpipe-1' has ended"):
-            float(pipe.step(x, target=y))
-        assert not list(before.differences(Snapshot.of(pipe)))

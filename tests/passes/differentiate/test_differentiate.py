@@ -15,11 +15,8 @@ from torch.utils import _pytree as pytree
 from examples.unet import UNet
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.traced import Traced, Value
-from fxpipe.ir.value import HOST
 from fxpipe.kernels.graph import GraphKernel
-from fxpipe.passes.differentiate.differentiate import Differentiate, Wanted
 from fxpipe.passes.differentiate.joint import ORIGIN
-from fxpipe.passes.partition.cut import cut
 from fxpipe.torchtools import source
 from tests.helpers.exported import Recurrent, Sliced
 from tests.helpers.fronted import (
@@ -354,54 +351,6 @@ def test_every_backward_node_knows_where_it_comes_from(name: str) -> None:
                 or name == "identity gradients"
                 or "view" in node.name
             )
-
-
-def test_frozen_parameters_have_no_gradient() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
-    for parameter in model[0].parameters():
-        parameter.requires_grad_(False)
-    x = torch.randn(3, 4)
-    traced = front_end(model, x)
-    plan = differentiated(model, traced, in_stages(traced, 3), x)
-    ran = run_plan(model, traced, plan, x)
-    assert_equal(ran.gradients, Answer(model, x).gradients)
-    assert set(ran.gradients) == {"2.weight", "2.bias"}
-    assert plan.stages[0].backward is None
-    assert not any(edge.gradient for edge in plan.edges_from(0))
-
-
-def test_nothing_differentiable_makes_no_backward_graph() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).requires_grad_(False)
-    x = torch.randn(3, 4)
-    traced = front_end(model, x)
-    plan = differentiated(model, traced, whole(traced), x, inputs=True)
-    assert plan.stages[0].backward is None
-    assert not any(edge.gradient for edge in plan.edges)
-
-
-def test_without_wanted_gradients_nothing_is_saved() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
-    x = torch.randn(3, 4)
-    traced = front_end(model, x)
-    plan = cut(traced, in_stages(traced, 2), {})
-    plan = Differentiate(values_of(traced, x), traced.state_of(model), Wanted())(plan)
-    for stage in plan.stages:
-        assert stage.backward is None
-        assert isinstance(stage.kernel, GraphKernel)
-    ran = run_plan(model, traced, plan, x)
-    assert ran.gradients == {}
-    (out,) = (e.value for e in plan.edges if e.target == HOST)
-    assert torch.equal(ran.values[out], model(x))
-
-
-def test_only_inputs_that_want_a_gradient_get_one() -> None:
-    model = Model(lambda m, x, y: m.layer(x) * m.other(y))
-    args = torch.randn(3, 4, requires_grad=True), torch.randn(3, 4)
-    traced = front_end(model, *args)
-    for inputs in (True, False):
-        plan = differentiated(model, traced, whole(traced), *args, inputs=inputs)
-        carried = {e.value for e in plan.edges_into(0) if e.gradient}
-        assert carried == ({traced.inputs[0]} if inputs else set())
 
 
 def test_the_model_keeps_no_gradient_and_no_state_of_all_this() -> None:

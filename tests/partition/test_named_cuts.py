@@ -1,0 +1,73 @@
+"""Cuts at named submodules: where a stage begins, and which names are refused."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fxpipe.errors import PartitionError
+from fxpipe.passes.partition.assignment import in_order
+from fxpipe.passes.partition.named_cuts import cut_at
+from tests.helpers.fronted import front_end
+
+
+class Nested(nn.Module):
+    """``first`` runs before ``inner``, ``idle`` never."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.inner = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+        self.idle = nn.Linear(4, 4)
+        self.last = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.last(self.inner(self.first(x)) + x)
+        return y
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["iner"], "no submodule 'iner': did you mean 'inner'"),
+        (["idle"], "submodule 'idle' computes nothing"),
+        (["inner", "last"], "names 2 cuts, which make 3 stages, for 2 devices; name 1"),
+        ([], "names 0 cuts, which make 1 stages, for 2 devices; name 1"),
+        (["first"], "no stage can begin at 'first': nothing runs before it"),
+    ],
+)
+def test_wrong_names_are_refused_with_a_cure(names: Sequence[str], message: str) -> None:
+    model = Nested()
+    with pytest.raises(PartitionError, match=message):
+        cut_at(front_end(model, torch.randn(3, 4)), 2, names, model)
+
+
+def test_names_out_of_order_are_refused() -> None:
+    model = Nested()
+    traced = front_end(model, torch.randn(3, 4))
+    for names in (["last", "inner"], ["inner.2", "inner"]):
+        with pytest.raises(PartitionError, match=r"run backward.*in the order in which they run"):
+            cut_at(traced, 3, names, model)
+    with pytest.raises(PartitionError, match=r"one and the same.*name another"):
+        cut_at(traced, 3, ["last", "last"], model)
+
+
+@pytest.mark.parametrize("name", ["inner", "inner.0", "inner.1", "inner.2", "last"])
+def test_a_stage_begins_where_its_submodule_does(name: str) -> None:
+    model = Nested()
+    traced = front_end(model, torch.randn(3, 4))
+    assignment = cut_at(traced, 2, [name], model)
+    first = next(
+        node
+        for node in in_order(traced)
+        if any(
+            path == name or path.startswith(name + ".")
+            for path, _ in (node.meta.get("nn_module_stack") or {}).values()
+        )
+    )
+    before = list(itertools.takewhile(lambda node: node is not first, in_order(traced)))
+    assert {node.name for node in before} == {n for n, s in assignment.nodes.items() if s == 0}

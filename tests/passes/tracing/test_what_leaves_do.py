@@ -1,0 +1,176 @@
+"""What a submodule that is called as it is may draw, take and return, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fxpipe
+import fxpipe.passes.tracing.trace
+from fxpipe.errors import ExecutionError, PartitionError
+from fxpipe.random.generators import mix
+from fxpipe.random.leaf_draws import SeededDraws, draw_from
+from tests.helpers.around import Around
+from tests.helpers.unasked import told, train_both
+from tests.oracles import loop
+from tests.passes.tracing.test_unasked_leaves import Does, Function, branches, counts
+
+
+def drops_layers(net: Any, x: Tensor) -> Tensor:
+    for layer in net.layer:
+        if net.training and torch.rand([]) < 0.5:
+            continue
+        x = torch.tanh(layer(x))
+    return x
+
+
+def layers() -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+
+
+def test_layers_are_dropped_by_the_seed_of_the_microbatch() -> None:
+    torch.manual_seed(0)
+    model = Around(Does(drops_layers, layers()))
+    alone = copy.deepcopy(model)
+    numbers = iter(range(100))
+
+    def begin(module: nn.Module, args: Any) -> None:
+        draw_from(None, torch.tensor(mix(seed, next(numbers))), 0)
+
+    alone.inner.register_forward_pre_hook(begin)
+    x, y = torch.randn(8, 4), torch.randn(8, 4)
+    with fxpipe.compile(
+        model, 2 * ["cpu"], microbatches=4, loss=F.mse_loss, partition=["inner"]
+    ) as pipe:
+        for step in range(3):
+            torch.manual_seed(step)
+            made = pipe.step(x, target=y)
+            torch.manual_seed(step)
+            seed = int(torch.randint(2**62, (), dtype=torch.int64))
+            numbers = iter(range(4))
+            with SeededDraws():
+                expected = loop.train(alone, 4, x, loss=F.mse_loss, target=y)
+            assert torch.equal(made, expected.loss)
+    loop.assert_same(loop.gradients(model), loop.gradients(alone))
+
+
+def test_a_leaf_that_an_earlier_call_was_cut_in_is_refused_by_name() -> None:
+    torch.manual_seed(0)
+    model = Around(Does(drops_layers, layers()))
+    x = torch.randn(8, 4)
+    with fxpipe.compile(
+        model, 2 * ["cpu"], microbatches=2, loss=F.mse_loss, partition=["inner.layer.2"]
+    ) as pipe:
+        pipe.eval()
+        with torch.no_grad():
+            before = pipe(x)
+        pipe.train()
+        with pytest.raises(PartitionError, match=r"'inner' is called as it is.*leaf_modules="):
+            pipe.step(x, target=x)
+        pipe.eval()
+        with torch.no_grad():
+            assert torch.equal(pipe(x), before)
+
+
+def picks(net: Any, x: Tensor) -> Tensor:
+    return x[x[:, 0] > 0]
+
+
+def picks_some(net: Any, x: Tensor) -> Tensor:
+    chosen = x[:, 0] > 0
+    return x[chosen] if chosen.any() else x
+
+
+class Shares(Around):
+    """Divides by a number of rows, which would be a constant in a graph."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(self.first(x))
+        share: Tensor = self.last(y).sum() / y.shape[0]
+        return share
+
+
+def step(model: nn.Module, x: Tensor) -> None:
+    with fxpipe.compile(
+        model,
+        2 * ["cpu"],
+        microbatches=2,
+        partition=["last"],
+        loss=lambda made, y: made.sum().sum(),
+    ) as pipe:
+        pipe.step(x, target=x)
+
+
+@pytest.mark.parametrize("function", [picks, picks_some])
+def test_a_size_that_depends_on_values_and_leaves_the_leaf_is_refused(function: Function) -> None:
+    torch.manual_seed(0)
+    model = Shares(Does(function))
+    with torch.no_grad():
+        model.first.weight.copy_(torch.eye(4))
+        model.first.bias.zero_()
+    x = torch.ones(8, 4)
+    x[:5, 0] = -1
+    x[3] = 1
+    before = copy.deepcopy(model.state_dict())
+    if function is picks:  # no submodule holds all of it, and what follows is not cut
+        with pytest.raises(PartitionError, match="'last' computes nothing"):
+            step(model, x)
+    else:
+        message = r"leaf module 'inner' returns a tensor of size \[3, 4\], and returned \[1, 4\]"
+        with pytest.raises(ExecutionError, match=message):
+            step(model, x)
+    loop.assert_same(model.state_dict(), before)
+
+
+class Counted(Around):
+    """Uses a number that its submodule returns, in training."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return torch.relu(self.last(self.first(x)))
+        y, count = self.inner(self.first(x))
+        made: Tensor = self.last(y) * count
+        return made
+
+
+def test_a_leaf_that_the_rest_of_forward_makes_needless_is_not_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    x = torch.randn(8, 4)
+    with (
+        told(caplog) as messages,
+        fxpipe.compile(Counted(Does(counts)), 2 * ["cpu"], microbatches=2, loss=F.mse_loss) as pipe,
+    ):
+        pipe.step(x, target=x)
+        pipe.eval()
+        pipe(x)
+    assert [m.count("What forward does after its call of 'first'") for m in messages] == [1]
+
+
+class Masked(Does):
+    """Takes a mask, or none."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Any:
+        return self.function(self, x if mask is None else x + mask)
+
+
+class Asks(Around):
+    """Takes other ways when it is traced, as models do to spare masks; one cannot be traced."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        traced = torch.compiler.is_compiling()
+        y = self.inner(self.first(x), torch.zeros(4) if traced else None)
+        if traced and not torch.compiler.is_exporting() and y.sum() > 0:
+            y = y * 1
+        made: Tensor = self.last(y)
+        return made
+
+
+def test_a_leaf_may_get_a_mask_when_it_is_traced_that_it_does_not_get_when_it_runs() -> None:
+    torch.manual_seed(0)
+    train_both(Asks(Masked(branches)), torch.randn(8, 4), torch.randn(8, 4))
