@@ -65,10 +65,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Begin with one intra-op thread, and with all that is imported out of the collector's way."""
+    """Begin with one intra-op thread, and with all that is imported out of the collector's way.
+
+    Graphs are built and dropped all the time here: the collector looks for their cycles less often
+    than by default.
+    """
     torch.set_num_threads(1)
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 20, 50)
 
 
 @pytest.fixture(autouse=True)

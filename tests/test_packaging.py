@@ -80,6 +80,18 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
+@pytest.fixture(scope="module")
+def here() -> dict[str, Any]:
+    """What LOOK tells of this checkout."""
+    return look(ROOT, ROOT)
+
+
+@pytest.fixture(scope="module")
+def there(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What LOOK tells of the installed library."""
+    return look(installed, tmp_path_factory.mktemp("elsewhere"))
+
+
 def test_the_packages_listed_are_the_folders() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     tops = [ROOT / "fxpipe", *(ROOT / name for name in OUTER)]
@@ -90,9 +102,8 @@ def test_the_packages_listed_are_the_folders() -> None:
 
 
 def test_a_wheel_installed_elsewhere_imports_and_lists_the_schedules(
-    installed: Path, tmp_path: Path
+    installed: Path, there: dict[str, Any]
 ) -> None:
-    there = look(installed, tmp_path)
     files = {name: Path(file) for name, file in there["files"].items() if name.startswith("fxpipe")}
     assert {"fxpipe", "fxpipe.passes", "fxpipe.schedules"} <= files.keys()
     assert [name for name, file in files.items() if not file.is_relative_to(installed)] == []
@@ -100,17 +111,18 @@ def test_a_wheel_installed_elsewhere_imports_and_lists_the_schedules(
     assert (installed / "fxpipe" / "py.typed").is_file()
 
 
-def test_a_wheel_holds_every_module_of_the_checkout(installed: Path, tmp_path: Path) -> None:
-    here, there = look(ROOT, ROOT), look(installed, tmp_path)
+def test_a_wheel_holds_every_module_of_the_checkout(
+    here: dict[str, Any], there: dict[str, Any]
+) -> None:
     assert {name for name in here["files"] if name.startswith("fxpipe")} == {
         name for name in there["files"] if name.startswith("fxpipe")
     }
     assert here["recipes"] == there["recipes"]
 
 
-def test_no_module_is_imported_under_two_names() -> None:
+def test_no_module_is_imported_under_two_names(here: dict[str, Any]) -> None:
     names: dict[str, list[str]] = {}
-    for name, file in look(ROOT, ROOT)["files"].items():
+    for name, file in here["files"].items():
         if Path(file).is_relative_to(ROOT / "fxpipe") or Path(file).parent.name in OUTER:
             names.setdefault(file, []).append(name)
     assert [twice for twice in names.values() if len(twice) > 1] == []

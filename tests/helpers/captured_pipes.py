@@ -12,13 +12,14 @@ from torch.nn.functional import cross_entropy
 
 import fxpipe
 from fxpipe.compiler.capturing import Capturing
+from fxpipe.ir.recipe import find_recipe
 from fxpipe.kernels.captured import Captured
 from fxpipe.runtime.choice import Dispatch
 from fxpipe.runtime.devices.cuda import CudaBackend
 from fxpipe.runtime.devices.cuda_graphs import CudaGraphs
 from tests.helpers.eager_lanes import use
 from tests.helpers.fake_cuda import Stream
-from tests.helpers.tiny import batch, within
+from tests.helpers.tiny import CUTS, Tiny, batch, within
 from tests.oracles import loop
 
 
@@ -27,6 +28,9 @@ def capturing(
 ) -> fxpipe.Pipeline:
     """A pipe over streams of the stand-in, whose stages are captured."""
     given: dict[str, Any] = {"microbatches": 4, "loss": cross_entropy, **options}
+    stages = find_recipe(given.get("schedule", "1f1b")).stages(devices)
+    if isinstance(model, Tiny) and stages in CUTS:
+        given.setdefault("partition", CUTS[stages])
     pipe = fxpipe.compile(model, ["cpu"] * devices, dispatch=dispatch, **given)
     places: Any = [Stream() for _ in range(devices)]
     use(pipe, CudaBackend(places))

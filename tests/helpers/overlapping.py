@@ -52,11 +52,11 @@ def make(case: str, batches: int, samples: int) -> tuple[nn.Module, list[Batch]]
         model: nn.Module = nn.Sequential(*blocks)
         data = [(torch.randn(samples, 6), torch.randn(samples, 6)) for _ in range(batches)]
     elif case == "unet":
-        model = UNet(channels=1, base=4, depth=2)
+        model = UNet(channels=1, base=2, depth=2)
         image = samples, 1, 8, 8
         data = [(torch.randn(image), torch.randn(image)) for _ in range(batches)]
     else:
-        model = Transformer(blocks=6)
+        model = Transformer()
         data = [
             (torch.randint(11, (samples, 5)), torch.randint(11, (samples, 5)))
             for _ in range(batches)

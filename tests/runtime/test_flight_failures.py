@@ -53,8 +53,9 @@ def pull(do: Callable[[], Any]) -> fxpipe.ExecutionError:
     return caught.value
 
 
-@dispatches
-@pytest.mark.parametrize("device", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("device", "dispatch"), [(0, "device"), (1, "device"), (2, "device"), (1, "thread")]
+)
 @pytest.mark.parametrize("kind", [ins.Forward, ins.Backward, ins.Update])
 def test_after_a_failure_all_stages_have_the_weights_of_one_batch_and_go_on_from_there(
     kind: type[ins.Instruction], device: int, dispatch: str
@@ -92,8 +93,9 @@ def test_after_a_failure_all_stages_have_the_weights_of_one_batch_and_go_on_from
     expected.assert_same(model)
 
 
-@dispatches
-@pytest.mark.parametrize("device", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("device", "dispatch"), [(0, "device"), (1, "device"), (2, "device"), (1, "thread")]
+)
 @pytest.mark.parametrize("kind", [ins.Forward, ins.Backward, ins.Update])
 def test_stages_that_read_differently_late_go_back_to_one_batch_as_well(
     kind: type[ins.Instruction], device: int, dispatch: str

@@ -283,7 +283,7 @@ def test_an_interrupt_while_compiling_leaves_no_trace() -> None:
     with compiled() as alone, calling_at_node(0, raise_signal) as nodes:
         loss = alone.step(x, target=y)
         after = Snapshot.of(alone)
-    for number in range(1, nodes[0], nodes[0] // 10):
+    for number in range(1, nodes[0], nodes[0] // 6):
         sent: list[float] = []
 
         def send(sent: list[float] = sent) -> None:

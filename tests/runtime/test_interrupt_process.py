@@ -116,9 +116,9 @@ def running(source: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def test_a_process_that_is_interrupted_at_random_trains_on_as_if_it_had_not_been() -> None:
-    turns, fresh = 14, 4
+    turns, fresh = 10, 3
     moments = random.Random(0)
-    settings = f"STEPS, TURNS, FRESH = 1500, {turns}, {fresh}\n"
+    settings = f"STEPS, TURNS, FRESH = 900, {turns}, {fresh}\n"
     with running(START + settings + TRAINS) as process:
         assert process.stdin and process.stdout and process.stderr
         for turn in range(turns):

@@ -24,7 +24,7 @@ def compare(
     *,
     schedule: str = "2bw",
     delay: int = 1,
-    batches: int = 20,
+    batches: int = 16,
     flush_at: tuple[int, ...] = (),
 ) -> fxpipe.Pipeline:
     """Losses, parameters, buffers and the optimizers' states, after so many batches."""
@@ -73,7 +73,7 @@ if DEEP:
 def test_two_buffered_weights_are_the_loop_with_gradients_one_version_late(
     case: str, optimizer: str, devices: int, microbatches: int
 ) -> None:
-    pipe = compare(case, optimizer, devices, microbatches, flush_at=(7, 12))
+    pipe = compare(case, optimizer, devices, microbatches, flush_at=(3, 8))
     # the stash of 1F1B: a stage holds its distance from the end
     assert pipe.stashed == {s: min(devices - s, microbatches + 1) for s in range(devices)} or (
         pipe.stashed == {s: devices - s for s in range(devices)}

@@ -304,7 +304,7 @@ def test_a_stage_under_autograd_hands_over_its_gradients_in_two_steps(stages: in
     assert_same(list(found[0].values()), list(found[1].values()))
 
 
-@settings(max_examples=150 if DEEP else 10, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150 if DEEP else 7, suppress_health_check=[HealthCheck.too_slow])
 @given(recipes(), st.integers(1, 4), st.booleans())
 def test_halves_of_random_models_equal_the_whole(recipe: Recipe, stages: int, inputs: bool) -> None:
     torch.manual_seed(0)

@@ -44,11 +44,6 @@ def masks(net: Any, x: Tensor) -> Tensor:
     return y
 
 
-def reads(net: Any, x: Tensor) -> Tensor:
-    y: Tensor = net.layer(x) * x[x > 0].mean()
-    return y
-
-
 def branches(net: Any, x: Tensor) -> Tensor:
     y: Tensor = net.layer(x)
     return y if y.sum() > 0 else -y
@@ -57,11 +52,6 @@ def branches(net: Any, x: Tensor) -> Tensor:
 def as_array(net: Any, x: Tensor) -> Tensor:
     y: Tensor = net.layer(x)
     return y + torch.from_numpy(2 * y.detach().numpy())
-
-
-def differentiates(net: Any, x: Tensor) -> Tensor:
-    made: Tensor = torch.func.grad(lambda z: net.layer(z).tanh().sum())(x)
-    return made
 
 
 def packs(net: Any, x: Tensor) -> Tensor:
@@ -119,14 +109,10 @@ def maps(net: Any, x: Tensor) -> Tensor:
     ("inner", "leaf", "tracer"),
     [
         (lambda: Does(masks), "inner", "export"),
-        (lambda: Does(reads), "inner", "export"),
-        (lambda: Does(as_array), "inner", "export"),
-        (lambda: Does(differentiates), "inner", "export"),
         (lambda: Does(packs, nn.LSTM(4, 4, batch_first=True)), "inner", "export"),
         (lambda: Does(asks_a_part, Does(branches)), "inner", "export"),
         (lambda: Does(scales, Does(counts)), "inner", "export"),
         (lambda: nn.Sequential(nn.Sequential(Does(branches), nn.Tanh())), "inner.0.0", "export"),
-        (lambda: Does(chooses), "inner", "export"),
         (lambda: Does(goes_on_unrecorded), "inner", "export"),
         (lambda: Does(maps), "inner", "export"),
         (lambda: Does(chooses), "inner", "symbolic"),
