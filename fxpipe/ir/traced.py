@@ -124,7 +124,7 @@ class Traced:
 
     def __str__(self) -> str:
         """Text that ``Traced.parse`` reads back to an equal value."""
-        from fxpipe.text.traced import print_traced
+        from fxpipe.text.plan import print_traced
 
         return print_traced(self)
 
@@ -142,7 +142,7 @@ class Traced:
             root: the module that holds the leaf modules which the graph calls, if it calls any.
             functions: what else the graph may call.
         """
-        from fxpipe.text.traced import parse_traced
+        from fxpipe.text.plan import parse_traced
 
         return parse_traced(text, root, functions)
 
