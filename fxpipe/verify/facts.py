@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import NamedTuple
 
@@ -37,17 +37,6 @@ Step = ins.Computing | ins.Run | ins.Norm | ins.Clip | ins.Update | ins.Barrier 
 """All that does not move or free a value."""
 
 
-class Life(NamedTuple):
-    """Positions in a device's list and their instructions, as a batch meets them."""
-
-    positions: Sequence[int]
-    instructions: Sequence[ins.Instruction]
-
-    @property
-    def steps(self) -> Iterator[tuple[int, ins.Instruction]]:
-        return zip(self.positions, self.instructions, strict=True)
-
-
 class Facts:
     """A program and what follows from it.
 
@@ -62,7 +51,7 @@ class Facts:
         program: the program.
         window: its tasks; its compute instructions are those of its schedule.
         wrong: what is wrong with instructions by themselves; the rules leave these out.
-        lives: device → all other instructions, as a batch meets them.
+        lives: device → position and instruction of all others, as a batch meets them.
     """
 
     def __init__(self, program: Program) -> None:
@@ -85,7 +74,7 @@ class Facts:
     def compute(self) -> list[list[tuple[int, Step]]]:
         """Device → position and instruction of all but the moves and frees, in a life's order."""
         return [
-            [(position, x) for position, x in life.steps if not isinstance(x, ins.Move)]
+            [(position, x) for position, x in life if not isinstance(x, ins.Move)]
             for life in self.lives
         ]
 
@@ -107,7 +96,7 @@ class Facts:
     def last_made(self) -> list[dict[Buffer, int]]:
         """Device → buffer → the last position at which it is made there."""
         return [
-            {buffer: position for position, x in life.steps for buffer in self.program.writes(x)}
+            {buffer: position for position, x in life for buffer in self.program.writes(x)}
             for life in self.lives
         ]
 
@@ -126,22 +115,21 @@ class Facts:
         program = self.program
         moves: Moves = defaultdict(list)
         for device, life in enumerate(self.lives):
-            for position in sorted(p for p, x in life.steps if isinstance(x, kinds)):
+            for position in sorted(p for p, x in life if isinstance(x, kinds)):
                 x = program.lists[device][position]
                 assert isinstance(x, ins.Move)
                 ends = program.placement[x.buffer.source], program.placement[x.buffer.target]
                 moves[ends].append(Move(position, x.buffer._replace(batch=0), x.buffer.batch))
         return moves
 
-    def _life(self, device: int) -> Life:
-        own = self.program.lists[device]
-        positions: Sequence[int] = range(len(own))
+    def _life(self, device: int) -> list[tuple[int, ins.Instruction]]:
+        life = list(enumerate(self.program.lists[device]))
         if self.wrong:
-            positions = [p for p in positions if (device, p) not in self.wrong]
-        elif not self.program.depth:
-            return Life(positions, own)
-        positions = sorted(positions, key=lambda p: -ins.batch_of(own[p]))
-        return Life(positions, [shifted(own[p], -ins.batch_of(own[p])) for p in positions])
+            life = [(p, x) for p, x in life if (device, p) not in self.wrong]
+        if not self.program.depth:
+            return life
+        life.sort(key=lambda entry: -ins.batch_of(entry[1]))
+        return [(p, shifted(x, -ins.batch_of(x))) for p, x in life]
 
 
 def _window(program: Program) -> Window:

@@ -37,7 +37,7 @@ def lives(facts: Facts) -> Iterator[Fault]:
     freed = "free" in program.passes
     for device, life in enumerate(facts.lives):
         alive: dict[Buffer, bool] = {}
-        for position, instruction in life.steps:
+        for position, instruction in life:
             reads = program.reads(instruction)
             for buffer in reads:
                 if not alive.get(buffer):
@@ -77,7 +77,11 @@ def paired(facts: Facts) -> Iterator[Fault]:
     """What one device sends another receives, once and in the same order."""
     for pair in sorted(facts.sent.keys() | facts.received.keys()):
         sent, received = facts.sent.get(pair, []), facts.received.get(pair, [])
-        yield from _sent_twice(facts, pair[0], sent)
+        seen: set[Buffer] = set()
+        for move in sent:  # a value received twice is one made twice, and reported as that
+            if move.buffer in seen:
+                yield facts.fault(pair[0], move.position, "it is sent twice", "keep one")
+            seen.add(move.buffer)
         here = {move.buffer: move for move in sent}
         there = {move.buffer: move for move in received}
         for buffer, move in here.items():
@@ -121,21 +125,12 @@ def _crossed(
             return
 
 
-def _sent_twice(facts: Facts, device: int, moves: list[Move]) -> Iterator[Fault]:
-    """A value received twice is one made twice, and reported as that."""
-    seen: set[Buffer] = set()
-    for move in moves:
-        if move.buffer in seen:
-            yield facts.fault(device, move.position, "it is sent twice", "keep one")
-        seen.add(move.buffer)
-
-
 def delivered(facts: Facts) -> Iterator[Fault]:
     """The caller gets every output, and the gradient of every input that carries one, once."""
     program = facts.program
     seen: set[Buffer] = set()
     for device, life in enumerate(facts.lives):
-        for position, instruction in life.steps:
+        for position, instruction in life:
             if isinstance(instruction, ins.Output):
                 if instruction.buffer in seen:
                     yield facts.fault(device, position, "the caller has it already", "keep one")
@@ -164,7 +159,7 @@ def paused(facts: Facts) -> Iterator[Fault]:
         return
     for device, life in enumerate(facts.lives):
         resumed = False
-        for position, instruction in life.steps:
+        for position, instruction in life:
             match instruction:
                 case ins.Pause() if resumed:
                     yield facts.fault(device, position, "there is a pause before it", "keep one")

@@ -23,9 +23,10 @@ from typing import NamedTuple
 
 from fxpipe.errors import Fault
 from fxpipe.ir import instruction as ins
-from fxpipe.ir.program import Event, Launch
+from fxpipe.ir.program import Event
 from fxpipe.ir.task import KINDS
-from fxpipe.ir.value import HOST, Buffer
+from fxpipe.ir.unroll import shifted
+from fxpipe.ir.value import HOST
 from fxpipe.ir.walk import waits_of, walk
 from fxpipe.text.program import print_instruction
 from fxpipe.verify.facts import Facts
@@ -45,8 +46,7 @@ def races(facts: Facts) -> Iterator[Fault]:
 
     It takes time in proportion to the number of instructions times that of streams.
     """
-    if facts.program.launches:
-        yield from _Race(facts).run()
+    yield from _Race(facts).run()
 
 
 def recorded(facts: Facts) -> Iterator[Fault]:
@@ -122,87 +122,71 @@ class _Race:
             done = [0] * program.devices
             for device, stop in walked.turns:
                 for position in range(done[device], stop):
-                    launch = program.launches[device][position]
-                    yield from self._do(step, device, position, launch)
+                    yield from self._do(step, device, position)
                 done[device] = stop
 
-    def _do(self, step: int, device: int, position: int, launch: Launch) -> Iterator[Fault]:
+    def _do(self, step: int, device: int, position: int) -> Iterator[Fault]:
         """Check an instruction and advance its stream."""
-        instruction = self.program.lists[device][position]
+        launch = self.program.launches[device][position]
+        x = self.program.lists[device][position]
         stream = self.streams[device, launch.stream]
         clock = self.clocks[stream]
         for event in launch.waits:
             if event.batch + step >= 0:
-                clock[:] = map(max, clock, self._at(_event(event, step)))
+                at = _event(event, step)
+                self.left[at] -= 1  # it is forgotten when all who wait for it have seen it
+                clock[:] = map(
+                    max, clock, self.events[at] if self.left[at] else self.events.pop(at)
+                )
         here = Access(stream, clock[stream] + 1, device, position)
-        if not isinstance(instruction, ins.Send | ins.Stash | ins.Output | ins.Barrier | ins.Pause):
-            yield from self._touch(step, instruction, clock, here)
+        if not isinstance(x, ins.Send | ins.Stash | ins.Output | ins.Barrier | ins.Pause):
+            yield from self._touch(shifted(x, step) if step else x, clock, here)
         clock[stream] += 1
         if launch.record is not None and self.awaited[launch.record.number]:
             event = _event(launch.record, step)
             self.events[event] = clock.copy()
             self.left[event] = self.awaited[event.number]
 
-    def _at(self, event: Event) -> list[int]:
-        """The clock at an event, which is forgotten when all who wait for it have seen it."""
-        self.left[event] -= 1
-        return self.events[event] if self.left[event] else self.events.pop(event)
-
-    def _touch(
-        self, step: int, instruction: ins.Instruction, clock: list[int], here: Access
-    ) -> Iterator[Fault]:
+    def _touch(self, x: ins.Instruction, clock: list[int], here: Access) -> Iterator[Fault]:
         """Check all accesses of an instruction, and keep them."""
         program, device = self.program, here.device
-        if not isinstance(instruction, ins.Free):
-            for other in self.let_go[device].values():
-                yield from self._ordered(other, clock, here, "takes memory that", "may still use")
-        read: list[Hashable] = [(device, _later(b, step)) for b in program.reads(instruction)]
-        if isinstance(instruction, ins.Receive | ins.Pop):
-            read.append((program.origin(instruction), _later(instruction.buffer, step)))
-        written: list[Hashable] = [(device, _later(b, step)) for b in program.writes(instruction)]
-        ended: list[Hashable] = [(device, _later(b, step)) for b in program.ends(instruction)]
-        more_read, more_written = _lasting(instruction, step)
-        for what in (*read, *more_read):
-            if what in self.writes:
-                yield from self._ordered(self.writes[what], clock, here, "reads what", "writes")
+        more_read, more_written = _lasting(x)
+        read: list[Hashable] = [*((device, b) for b in program.reads(x)), *more_read]
+        if isinstance(x, ins.Receive | ins.Pop):
+            read.append((program.placement[x.buffer.source], x.buffer))
+        ended: list[Hashable] = [(device, b) for b in program.ends(x)]
+        late: list[tuple[Access, str, str]] = []  # those that need not be done when this one starts
+        if not isinstance(x, ins.Free):
+            for by in self.let_go[device].values():
+                if clock[by.stream] < by.number:
+                    late.append((by, "takes memory that", "may still use"))
+        for what in read:
+            if (by := self.writes.get(what, here)) is not here and clock[by.stream] < by.number:
+                late.append((by, "reads what", "writes"))
+        for what in (*ended, *more_written):
+            for by in self.reads[what].values():
+                if clock[by.stream] < by.number:
+                    late.append((by, "ends or changes what", "reads"))
+            if (by := self.writes.get(what, here)) is not here and clock[by.stream] < by.number:
+                late.append((by, "ends or changes what", "writes"))
+        for by, does, did in late:
+            yield from self._told(by, here, does, did)
+        for what in read:
             if what in self.ended:  # launched before, so that it waits for no event of this copy
                 yield from self._told(here, self.ended.pop(what), "ends what", "reads")
-        for what in (*ended, *more_written):
-            for other in self.reads[what].values():
-                yield from self._ordered(other, clock, here, "ends or changes what", "reads")
-            if what in self.writes:
-                yield from self._ordered(
-                    self.writes[what], clock, here, "ends or changes what", "writes"
-                )
-        for what in (*read, *more_read):
             self.reads[what][here.stream] = here
-        for what in (*written, *more_written):
+        for what in (*((device, b) for b in program.writes(x)), *more_written):
             self.writes[what] = here
             self.reads[what] = {}
         for what in ended:
             self.writes.pop(what, None)
-            read_by = {other.device for other in self.reads.pop(what, {}).values()}
-            copied = bool(read_by - {device})
-            if (
-                isinstance(instruction, ins.Free)
-                and self._leaves(device, instruction)
-                and not copied
-            ):
-                self.ended[what] = here
-        if not isinstance(instruction, ins.Load | ins.Receive | ins.Pop):
+            readers = {other.device for other in self.reads.pop(what, {}).values()}
+            if isinstance(x, ins.Free) and readers <= {device}:
+                target = x.buffer.target
+                if target != HOST and program.placement[target] != device:
+                    self.ended[what] = here  # before the copy that another device makes of it
+        if not isinstance(x, ins.Arrival):
             self.let_go[device][here.stream] = here
-
-    def _ordered(
-        self, other: Access, clock: list[int], here: Access, does: str, did: str
-    ) -> Iterator[Fault]:
-        """A fault where another access need not be done when this one starts."""
-        if clock[other.stream] < other.number:
-            yield from self._told(other, here, does, did)
-
-    def _leaves(self, device: int, instruction: ins.Free) -> bool:
-        """Whether another device copies what is freed from this one."""
-        target = instruction.buffer.target
-        return target != HOST and self.program.placement[target] != device
 
     def _told(self, other: Access, here: Access, does: str, did: str) -> Iterator[Fault]:
         """The fault of an instruction that does not wait for another, once."""
@@ -224,32 +208,27 @@ class _Race:
         )
 
 
-def _lasting(
-    instruction: ins.Instruction, step: int
-) -> tuple[tuple[Hashable, ...], tuple[Hashable, ...]]:
+def _lasting(x: ins.Instruction) -> tuple[tuple[Hashable, ...], tuple[Hashable, ...]]:
     """What an instruction reads and writes that outlives a micro-batch: weights, sums, buffers."""
-    match instruction:
+    if isinstance(x, ins.Move | ins.Barrier | ins.Pause):
+        return (), ()
+    weights: Hashable = ("weights", x.stage)
+    sums: Hashable = ("gradients", x.stage, x.batch)
+    match x:
         case ins.Forward(stage):
-            return (("weights", stage),), (("buffers", stage),)
-        case ins.Backward(stage, batch=batch) | ins.WeightGrad(stage, batch=batch):
-            return (("weights", stage),), (("gradients", stage, step + batch),)
-        case ins.Update(stage, batch=batch):
-            return (), (("weights", stage), ("gradients", stage, step + batch))
-        case ins.Run(kind, stage, batch=batch):
-            sums: Hashable = ("gradients", stage, step + batch)
+            return (weights,), (("buffers", stage),)
+        case ins.Backward() | ins.WeightGrad():
+            return (weights,), (sums,)
+        case ins.Update():
+            return (), (weights, sums)
+        case ins.Run(kind):
             changes = kind in KINDS and "gradients" in KINDS[kind].writes
-            return (("weights", stage), sums), ((sums,) if changes else ())
-        case ins.Norm(stage, batch):
-            return (("gradients", stage, step + batch),), ()
-        case ins.Clip(stage, batch):
-            return (), (("gradients", stage, step + batch),)
-        case ins.Recompute(stage) | ins.InputGrad(stage):
-            return (("weights", stage),), ()
-    return (), ()
-
-
-def _later(buffer: Buffer, step: int) -> Buffer:
-    return buffer._replace(batch=buffer.batch + step) if step else buffer
+            return (weights, sums), ((sums,) if changes else ())
+        case ins.Norm():
+            return (sums,), ()
+        case ins.Clip():
+            return (), (sums,)
+    return (weights,), ()
 
 
 def _event(event: Event, step: int) -> Event:
