@@ -89,8 +89,8 @@ class Canvas:
     ) -> str:
         """A rectangle with its upper left corner given; returns its node's name.
 
-        A label may have several lines. An outline in the paper's colour only separates neighbours.
-        It is left out for narrow boxes, which it would hide.
+        An outline in the paper's colour only separates neighbours. It is left out for narrow
+        boxes, which it would hide.
         """
         node = name or self._fresh()
         attributes = _place(corner, width, height)

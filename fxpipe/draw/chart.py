@@ -89,7 +89,7 @@ _STEPS = (1.0, 2.0, 5.0, 10.0)
 
 @dataclass(frozen=True)
 class Entry:
-    """One entry of the legend: a sample, if any, and what it means."""
+    """One entry of the legend: what it means, and a sample with a label, if any."""
 
     text: str
     sample: Look | Stroke | None = None
@@ -111,17 +111,9 @@ class Chart:
         gap: float = 0.2,
         wrong: Collection[int] = (),
     ) -> None:
-        """Draw the frame.
+        """Draw the frame, up to the time ``end``, with red labels for the rows ``wrong``.
 
-        Args:
-            canvas: where to draw.
-            title: the line above.
-            labels: the rows' labels.
-            end: the time at the right end.
-            scale: points per unit of time.
-            top: the upper edge of the chart.
-            gap: space between rows, as a fraction of their height.
-            wrong: rows whose label is red.
+        ``scale`` is in points per unit of time, and ``gap`` a fraction of the rows' height.
         """
         self.canvas = canvas
         self.row_height = row_height(len(labels))
@@ -133,25 +125,20 @@ class Chart:
         self._left = max((text_width(label, size) for label in labels), default=0.0) + 10
         self.top = top
         self._top = top + 24 + max(self.row_height * gap, 6.0)
-        for device in range(len(labels)):
-            y = self.y(device)
-            self.canvas.band((self._left, y), max(end * scale, 1), self.row_height, IDLE)
-        for device, label in enumerate(labels):
-            y = self.y(device)
-            colour = FAULT if device in wrong else INK
-            self.canvas.text(
-                (0, y), self._left - 8, self.row_height, label, size=size, colour=colour
-            )
+        for row in range(len(labels)):
+            canvas.band((self._left, self.y(row)), max(end * scale, 1), self.row_height, IDLE)
+        for row, label in enumerate(labels):
+            colour, wide = FAULT if row in wrong else INK, self._left - 8
+            canvas.text((0, self.y(row)), wide, self.row_height, label, size=size, colour=colour)
         wide = text_width(title, _TITLE, bold=True) + _SLACK
         self.canvas.text((0, top), wide, 22, title, size=_TITLE, bold=True)
 
     def x(self, time: float) -> float:
-        """The x coordinate of a time."""
         return self._left + time * self._scale
 
-    def y(self, device: int) -> float:
-        """The upper edge of a device's row."""
-        return self._top + device * self._pitch
+    def y(self, row: int) -> float:
+        """The upper edge of a row."""
+        return self._top + row * self._pitch
 
     def ends(
         self, source: int, start: float, target: int, stop: float, inset: float = 0.0
@@ -163,11 +150,10 @@ class Chart:
 
     @property
     def bottom(self) -> float:
-        """The lower edge of the last row."""
         return self.y(self._rows - 1) + self.row_height if self._rows else self._top
 
     def axis(self, caption: str) -> float:
-        """Draw the time axis under the rows; returns the y coordinate below it."""
+        """Draw the time axis under the rows; returns y below it."""
         y = self.bottom + 6
         self.canvas.rule((self._left, y), max(self._end * self._scale, 1), 0.6)
         step = nice_step(self._end)
@@ -181,10 +167,7 @@ class Chart:
         return y + 34
 
     def legend(self, y: float, entries: Sequence[Entry]) -> float:
-        """Draw the legend's entries in lines, from y on, no wider than the rows or a page.
-
-        Returns the y coordinate below the legend.
-        """
+        """Draw the entries in lines, no wider than the rows or a page; returns y below them."""
         x, right = self._left, max(self.x(self._end), _LEGEND_WIDTH)
         for entry in entries:
             sample = _LONG_SAMPLE if isinstance(entry.sample, Stroke) else _SAMPLE
@@ -258,8 +241,8 @@ class Marks:
     """
 
     faults: tuple[Fault, ...]
-    at: Mapping[Place, tuple[int, ...]]
-    rows: Mapping[int, tuple[int, ...]]
+    at: Mapping[Place, Sequence[int]]
+    rows: Mapping[int, Sequence[int]]
 
     @property
     def count(self) -> str:
@@ -311,11 +294,7 @@ def mark(faults: Sequence[Fault]) -> Marks:
             at[Place(fault.device, fault.position)].append(number)
         elif fault.device is not None:
             rows[fault.device].append(number)
-    return Marks(
-        tuple(faults),
-        {place: tuple(numbers) for place, numbers in at.items()},
-        {device: tuple(numbers) for device, numbers in rows.items()},
-    )
+    return Marks(tuple(faults), at, rows)
 
 
 def faults_of(verified: Plan | Schedule | Program) -> tuple[Fault, ...]:

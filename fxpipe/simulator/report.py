@@ -28,8 +28,6 @@ Event = dict[str, Any]
 
 _WIDTH = 140
 
-_MICROSECONDS = 1e6
-_MILLISECOND = 1e-3
 _INSIDE = 1e-3
 """An arrow begins this share of its task before the task's end: at the end it would be behind."""
 
@@ -138,38 +136,22 @@ def _time(simulation: Simulation, time: float) -> str:
     return f"{1e3 * time:.2f} ms" if simulation.seconds else f"{time:.4g}"
 
 
-def chrome_trace(*simulations: Simulation, unit: float | None = None) -> dict[str, Any]:
+def chrome_trace(*simulations: Simulation) -> dict[str, Any]:
     """The trace of simulations side by side, as what JSON can hold.
 
-    Args:
-        simulations: predicted or measured ones.
-        unit: seconds in a unit of their times; by default 1 where one of them is in seconds, else
-            a thousandth, so that a forward that takes 1 is a millisecond long.
-
-    Raises:
-        InputError: there are none, or ``unit`` is not above 0.
+    Their times are in seconds if one of them is in seconds, else in milliseconds: a forward that
+    takes 1 is a millisecond long.
     """
-    if not simulations:
-        raise InputError("a trace needs at least one simulation")
-    if unit is None:
-        unit = 1.0 if any(simulation.seconds for simulation in simulations) else _MILLISECOND
-    if not 0 < unit < float("inf"):
-        raise InputError(f"unit is {unit}; give the seconds in a unit of time, above 0")
+    seconds = any(simulation.seconds for simulation in simulations)
     events: list[Event] = []
     for process, simulation in enumerate(simulations, start=1):
-        events += _Process(process, simulation, unit * _MICROSECONDS).events()
+        events += _Process(process, simulation, 1e6 if seconds else 1e3).events()
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def write_trace(
-    path: str | PathLike[str], *simulations: Simulation, unit: float | None = None
-) -> None:
-    """Write ``chrome_trace`` to a file, for https://ui.perfetto.dev.
-
-    Raises:
-        InputError: as ``chrome_trace``, or the file cannot be written.
-    """
-    text = json.dumps(chrome_trace(*simulations, unit=unit))
+def write_trace(path: str | PathLike[str], *simulations: Simulation) -> None:
+    """Write ``chrome_trace`` to a file, for https://ui.perfetto.dev."""
+    text = json.dumps(chrome_trace(*simulations))
     try:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
