@@ -22,7 +22,7 @@ from fxpipe.runtime.weights import checkpoint_file, checkpoint_folder
 from fxpipe.runtime.weights.checkpoint import Checkpoint
 from fxpipe.signals import SignalsAtOperations
 from fxpipe.simulator import Simulation
-from fxpipe.simulator.measured import measured_run
+from fxpipe.simulator.simulate import measured_run
 from fxpipe.torchtools.pytrees import together
 from fxpipe.turn import in_turn
 

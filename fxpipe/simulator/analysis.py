@@ -220,8 +220,7 @@ def _ends(simulation: Simulation, step: int) -> list[float]:
 def _window(simulation: Simulation, device: int, step: int) -> tuple[int, int]:
     """The positions of a whole window; the first ones lack what is of batches before them."""
     own, depth = simulation.window.lists[device], simulation.window.depth
-    batches = [ins.batch_of(instruction) for instruction in own]
-    lead = sum(1 for early in range(depth) for batch in batches if early + batch >= 0)
+    lead = sum(depth + ins.batch_of(instruction) for instruction in own)
     first = lead + (step - depth) * len(own)
     return first, first + len(own)
 

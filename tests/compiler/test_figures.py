@@ -19,7 +19,7 @@ from fxpipe.ir.unroll import blocking, unroll
 from fxpipe.passes.lowering.streams import Streams
 from fxpipe.runtime import interpreter
 from fxpipe.runtime.interpreter import Machine
-from fxpipe.simulator.measured import measured_run
+from fxpipe.simulator.simulate import measured_run
 from tests.oracles.stream_times import timed
 from tests.passes.lowering.test_streams import plain
 
