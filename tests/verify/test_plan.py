@@ -14,6 +14,7 @@ from fxpipe.ir.plan import Argument, Plan, Stage, ValueSpec, Write
 from fxpipe.ir.value import HOST, Edge
 from fxpipe.text.plan import parse_plan
 from fxpipe.verify.plan import verify_plan
+from tests.helpers.faults import changed, faults_of
 from tests.helpers.lines import lines
 
 TEXT = """\
@@ -76,10 +77,9 @@ ROOT = nn.Module()
 ROOT.head = nn.ReLU()
 
 
-def faults_of(plan: Plan) -> list[str]:
-    with pytest.raises(VerificationError) as caught:
-        verify_plan(plan)
-    return [str(fault) for fault in caught.value.faults]
+def told(plan: Plan) -> list[str]:
+    """The texts of a plan's faults."""
+    return [str(fault) for fault in faults_of(plan)]
 
 
 def valid() -> Plan:
@@ -222,7 +222,7 @@ MUTANTS = [
 @pytest.mark.parametrize(("old", "new", "fault"), MUTANTS, ids=lambda part: part[:40])
 def test_a_mutant_of_a_valid_plan_is_refused(old: str, new: str, fault: str) -> None:
     assert TEXT.count(old) == 1
-    faults = faults_of(parse_plan(TEXT.replace(old, new), ROOT))
+    faults = told(parse_plan(changed(TEXT, old, new), ROOT))
     assert any(fault in found for found in faults), faults
 
 
@@ -237,7 +237,7 @@ def test_a_value_is_stashed_once_however_many_stages_pop_it() -> None:
 
 
 def test_a_plan_without_stages_is_refused() -> None:
-    assert faults_of(Plan((), ())) == ["there is no stage; give the plan at least one"]
+    assert told(Plan((), ())) == ["there is no stage; give the plan at least one"]
 
 
 def test_one_wrong_thing_gives_one_fault() -> None:
@@ -248,7 +248,7 @@ def test_one_wrong_thing_gives_one_fault() -> None:
         ("return (p_tied, relu, size, mean)", "return (p_tied, size, relu, mean)"),
         ("= conv.weight", "= tied.weight"),
     ):
-        assert len(faults_of(parse_plan(TEXT.replace(old, new), ROOT))) == 1
+        assert len(told(parse_plan(changed(TEXT, old, new), ROOT))) == 1
 
 
 def test_all_faults_are_reported_at_once() -> None:
@@ -270,7 +270,7 @@ def test_a_graph_that_uses_a_value_before_it_is_made_is_refused() -> None:
         view, add = (node for node in graph.nodes if node.op == "call_function")
         add.append(view)
 
-    faults = faults_of(with_graph(valid(), 1, swap))
+    faults = told(with_graph(valid(), 1, swap))
     assert faults[0].startswith("stage 1: its graph is malformed: Argument 'view' of Node 'add'")
     assert "\n" not in faults[0]
 
@@ -279,7 +279,7 @@ def test_a_graph_without_an_end_is_refused() -> None:
     def behead(graph: fx.Graph) -> None:
         graph.erase_node(next(iter(reversed(graph.nodes))))
 
-    assert faults_of(with_graph(valid(), 1, behead)) == [
+    assert told(with_graph(valid(), 1, behead)) == [
         "stage 1: its graph does not end with its one return; end it with one output node"
     ]
 
@@ -287,7 +287,7 @@ def test_a_graph_without_an_end_is_refused() -> None:
 def test_a_leaf_module_that_does_not_exist_is_refused() -> None:
     plan = valid()
     del plan.stages[2].graph.head
-    (fault,) = faults_of(plan)
+    (fault,) = told(plan)
     assert "stage 2: its graph is malformed: Node head target head references nonexistent" in fault
 
 
@@ -299,14 +299,14 @@ def test_several_values_do_not_cross_as_one(node: str) -> None:
         "plan stages=1\nedge in x host->0\nedge out y 0->host\nstage 0\n  graph\n"
         f"    x = placeholder()\n    y = {node}\n    return (y,)\n"
     )
-    (fault,) = faults_of(parse_plan(text))
+    (fault,) = told(parse_plan(text))
     assert fault.startswith("stage 0, node y: crosses, but is no single value")
 
 
 def test_a_function_that_gives_a_tuple_is_known_by_its_items() -> None:
     text = TEXT.replace("torch.ops.aten.max.dim(conv2d, 0)", "fxpipe.random.native_dropout(conv2d)")
     verify_plan(parse_plan(text, ROOT))
-    faults = faults_of(parse_plan(text.replace("act size 0->1", "act max_1 0->1"), ROOT))
+    faults = told(parse_plan(text.replace("act size 0->1", "act max_1 0->1"), ROOT))
     assert any("stage 0, node max_1: crosses, but is no single value" in f for f in faults)
 
 
@@ -314,13 +314,13 @@ def test_what_the_trace_says_of_a_value_counts() -> None:
     plan = valid()
     add = next(node for node in plan.stages[1].graph.graph.nodes if node.name == "add")
     add.meta["val"] = (torch.zeros(1), torch.zeros(1))
-    assert faults_of(plan)[0].startswith("stage 1, node add: crosses, but is no single value")
+    assert told(plan)[0].startswith("stage 1, node add: crosses, but is no single value")
 
 
 def test_an_integer_that_crosses_carries_no_gradient() -> None:
     plan = valid()
     specs = {"relu": ValueSpec((2,), torch.int64), "add": ValueSpec((2,), torch.float32)}
-    found = faults_of(dataclasses.replace(plan, specs=specs))
+    found = told(dataclasses.replace(plan, specs=specs))
     assert len(found) == 2
     assert found[0].startswith(
         "edge act relu 0->1 gradient: a value of type torch.int64 has no gradient; leave out"
@@ -354,5 +354,5 @@ def test_the_work_grows_with_the_size_of_the_plan_alone() -> None:
 def test_writes_are_returned_after_the_values_of_edges_even_if_equal() -> None:
     plan = valid()
     first = dataclasses.replace(plan.stages[0], writes=(Write("bn.mean", "relu"),))
-    (fault,) = faults_of(dataclasses.replace(plan, stages=(first, *plan.stages[1:])))
+    (fault,) = told(dataclasses.replace(plan, stages=(first, *plan.stages[1:])))
     assert "are (p_tied, relu, size, relu)" in fault

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from fxpipe.errors import Fault, InputError, VerificationError
+from fxpipe.errors import InputError, VerificationError
 from fxpipe.ir.instruction import OPCODES
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import Program
@@ -42,12 +42,6 @@ def lowered(
     schedule: Schedule, plan: Plan, *, updates: bool = True, pause: bool = False
 ) -> Program:
     return free(communicate(Lower(plan, updates=updates, pause=pause)(schedule)))
-
-
-def faults_of(program: Program) -> tuple[Fault, ...]:
-    with pytest.raises(VerificationError) as caught:
-        verify_program(program)
-    return caught.value.faults
 
 
 def accepts(program: Program) -> bool:

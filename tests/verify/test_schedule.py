@@ -17,18 +17,13 @@ from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import KINDS, B, F, Task, U, define_task
 from fxpipe.schedules import one_f_one_b
 from fxpipe.verify.schedule import verify_schedule
+from tests.helpers.faults import faults_of
 from tests.helpers.lines import lines
 from tests.helpers.mutants import sampled, schedule_mutants
 from tests.helpers.profiles import DEEP
 from tests.oracles.schedule_executor import schedule_is_right
 
 LIBRARY = tuple(RECIPES.values())
-
-
-def faults_of(schedule: Schedule) -> tuple[Fault, ...]:
-    with pytest.raises(VerificationError) as caught:
-        verify_schedule(schedule)
-    return caught.value.faults
 
 
 def fault_of(text: str) -> Fault:
