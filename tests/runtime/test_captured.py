@@ -150,10 +150,10 @@ def test_a_micro_batch_whose_loss_counts_for_nothing_gives_no_gradient(
 
 def test_calls_run_captured_and_several_at_once_run_as_they_can(graphs: Graphs) -> None:
     torch.manual_seed(0)
-    model = Tiny()
+    model = Tiny().double()
     plain = copy.deepcopy(model)
     with within(300), capturing(model) as pipe:
-        xs = [batch(8, seed)[0] for seed in range(4)]
+        xs = [batch(8, seed)[0].double() for seed in range(4)]
         for _ in range(2):
             # more micro-batches are in flight than the schedule of one call has
             losses = [pipe(x).square().mean() for x in xs]
@@ -162,7 +162,7 @@ def test_calls_run_captured_and_several_at_once_run_as_they_can(graphs: Graphs) 
                 assert torch.equal(loss, other)
                 loss.backward()
                 other.backward()
-        loop.assert_same(loop.gradients(model), loop.gradients(plain), 1e-6)
+        loop.assert_same(loop.gradients(model), loop.gradients(plain), 1e-12)
         assert any(kernel.overflows for kernel in kernels(pipe))
         before = [kernel.overflows for kernel in kernels(pipe)]
         for x in xs:
@@ -173,7 +173,7 @@ def test_calls_run_captured_and_several_at_once_run_as_they_can(graphs: Graphs) 
         plain.eval()
         for x in xs:
             assert torch.equal(pipe(x), _called(plain, x))
-        loop.assert_same(model.state_dict(), plain.state_dict(), 1e-6)
+        loop.assert_same(model.state_dict(), plain.state_dict(), 1e-12)
 
 
 def _called(model: nn.Module, x: Tensor) -> Tensor:

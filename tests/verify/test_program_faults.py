@@ -17,8 +17,9 @@ from fxpipe.passes.lowering.communicate import communicate
 from fxpipe.passes.lowering.lower import Lower
 from fxpipe.schedules import gpipe, inference, one_f_one_b
 from fxpipe.verify.program import verify_program
+from tests.helpers.faults import faults_of
 from tests.helpers.plans import chain, skipping
-from tests.verify.test_program import faults_of, lowered
+from tests.verify.test_program import lowered
 
 Choose = Callable[[ins.Instruction], bool]
 
