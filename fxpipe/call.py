@@ -7,6 +7,7 @@ and lets it drain.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,17 +31,15 @@ def differentiable_call(
     An input that the model returns unchanged is returned as it is. Backward may be called from any
     thread; it then waits until no other thread uses the pipe.
     """
-    call = _Call(compiled, host, run, turn, group)
     inputs = {
         name: leaf
         for name, leaf in zip(compiled.traced.inputs, host.micro.batch.leaves, strict=True)
         if name is not None and isinstance(leaf, Tensor) and leaf.requires_grad
     }
-    call.inputs = list(inputs)
     parameters = run.parameters
-    call.parameters = list(parameters)
     leaves = (leaf for leaf in host.micro.batch.leaves if isinstance(leaf, Tensor))
-    call.watched = [*leaves, *parameters.values(), *run.constants]
+    watched = [*leaves, *parameters.values(), *run.constants]
+    call = _Call(turn, group, compiled, host, run, list(inputs), list(parameters), watched)
     tensors = (*inputs.values(), *parameters.values())
     outputs = _Pipe.apply(call, *tensors)  # type: ignore[no-untyped-call]
     return [
@@ -49,26 +48,19 @@ def differentiable_call(
     ]
 
 
+@dataclass(eq=False)
 class _Call:
     """What forward keeps for backward."""
 
-    def __init__(
-        self,
-        compiled: Compiled,
-        host: BatchHost,
-        run: FlushedRun,
-        turn: Turn,
-        group: RankGroup,
-    ) -> None:
-        self._turn = turn
-        self._group = group
-        self.compiled = compiled
-        self.host = host
-        self.run: FlushedRun | None = run
-        self.inputs: list[str] = []
-        self.parameters: list[str] = []
-        self.watched: list[Tensor] = []
-        self.versions: list[int] = []
+    _turn: Turn
+    _group: RankGroup
+    compiled: Compiled
+    host: BatchHost
+    run: FlushedRun | None
+    inputs: list[str]
+    parameters: list[str]
+    watched: list[Tensor]
+    versions: list[int] = field(default_factory=list)
 
     @property
     def differentiable(self) -> list[str]:

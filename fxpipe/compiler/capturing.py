@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from fxpipe.errors import InputError
 from fxpipe.ir import instruction as ins
@@ -25,6 +25,7 @@ from fxpipe.log import noted
 from fxpipe.torchtools import source
 
 _HOST_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+"""Operations that give a size or a number that depends on data, which the host must read."""
 
 
 def check_cuda_graphs(
@@ -153,15 +154,9 @@ def obstacle(plan: Plan, stage: Stage) -> str | None:
             value = node.meta.get("val")
             if isinstance(value, Tensor) and value.layout is not torch.strided:
                 return f"{node.name!r} is sparse, and how many entries it has is read on the host"
-            if _asks_the_host(node):
+            tags = node.target.tags if isinstance(node.target, torch._ops.OpOverload) else ()
+            if any(tag in tags for tag in _HOST_TAGS):
                 line = source.of_node(node)
                 where = f" at {line}" if line else ""
                 return f"{node.target}{where} gives what the host has to wait for"
     return None
-
-
-def _asks_the_host(node: fx.Node) -> bool:
-    """Whether the node gives a size or a number that depends on data, which the host must read."""
-    return isinstance(node.target, torch._ops.OpOverload) and any(
-        tag in node.target.tags for tag in _HOST_TAGS
-    )

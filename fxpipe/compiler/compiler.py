@@ -82,15 +82,7 @@ class Compiler:
         input_gradients: bool = False,
         outputs: bool = True,
     ) -> Compiled | None:
-        """What an earlier call of the same kind was compiled to; None if there was none.
-
-        Args:
-            micro: as for ``compile``; the others as well.
-            purpose: what the call is for.
-            updates: whether the step updates the weights.
-            input_gradients: whether inputs that require gradients get them.
-            outputs: whether the model's outputs are returned.
-        """
+        """What an earlier call like this was compiled to; None if none. See ``compile``."""
         kind = _Kind(purpose, updates, _wants(micro.batch, input_gradients), outputs)
         found = self._known.get(self._key(micro, kind))
         if found is None:

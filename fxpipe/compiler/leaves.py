@@ -100,13 +100,8 @@ class Leaves:
         )
 
     def tell_rest(self, error: TraceError, calls: Sequence[str], count: int) -> None:
-        """Warn, once, that the rest of the model's own ``forward`` is called as it is.
-
-        Args:
-            error: why it cannot be traced.
-            calls: the submodules that ``forward`` calls, in order.
-            count: after how many of these calls the rest begins.
-        """
+        """Warn, once, that what the model's own ``forward`` does after so many of its calls of
+        submodules is called as it is, because of a line that cannot be traced."""
         if error.where in self._told:
             return
         self._told.add(error.where)

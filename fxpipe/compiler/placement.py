@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -164,10 +164,8 @@ class Placement:
         return self._budget is not None and self._budget.kept
 
     def keeps_limits(self, peaks: Sequence[float]) -> bool:
-        """Whether the devices keep their limits. If not, ``place`` cuts the next graph anew.
-
-        Args:
-            peaks: device → the most bytes that it is predicted to hold in a step.
+        """Whether the devices, with these peaks of memory, keep their limits. If not, ``place`` cuts
+        the next graph anew.
 
         Raises:
             PartitionError: they do not, and no other cut may be tried.
@@ -204,7 +202,7 @@ class Placement:
 
 def _measured(facts: Mapping[str, Any]) -> dict[str, tuple[float, ...]]:
     costs: Mapping[str, NodeCost] = run_all(passes.MEASURE, facts)["costs"]
-    return {name: astuple(cost) for name, cost in costs.items()}
+    return {name: tuple(vars(cost).values()) for name, cost in costs.items()}
 
 
 def _by_stage(
@@ -266,12 +264,8 @@ class MemoryBudget:
         return replace(self._machine, reserved=tuple(shares))
 
     def keeps(self, loads: Sequence[Load], machine: Machine, peaks: Sequence[float]) -> bool:
-        """Whether a cut keeps the limits. If not, ``machine`` leaves more free from now on.
-
-        Args:
-            loads: stage → what the partition counts for it.
-            machine: what ``machine()`` returned for this cut.
-            peaks: device → the most bytes that it is predicted to hold.
+        """Whether a cut keeps the limits: the machine that it was made for, what it counts for each
+        stage, and each device's predicted peak. If not, ``machine`` leaves more free from now on.
 
         Raises:
             PartitionError: a limit is exceeded, and no other cut may be tried.

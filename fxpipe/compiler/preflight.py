@@ -50,13 +50,6 @@ def run_model(
 ) -> Any:
     """Run the model under its guards, and check that it changes nothing that a graph cannot hold.
 
-    Args:
-        model: the model.
-        guards: note what the model reads.
-        called: its leaf modules.
-        args: positional inputs of one micro-batch.
-        kwargs: keyword inputs of one micro-batch.
-
     Returns:
         The model's output.
 
@@ -71,11 +64,6 @@ def run_model(
 
 def refuse_sparse(model: nn.Module, inputs: Mapping[str, Any], tracer: str) -> None:
     """Check that all parameters are dense, and that the tracer takes the layouts of all inputs.
-
-    Args:
-        model: the model.
-        inputs: the inputs of one micro-batch, by name.
-        tracer: the tracer that will be used.
 
     Raises:
         InputError: a parameter is sparse, or a tensor has a layout that cannot be traced.
@@ -99,9 +87,7 @@ def refuse_sparse(model: nn.Module, inputs: Mapping[str, Any], tracer: str) -> N
 def refuse_hooks(model: nn.Module, is_leaf: Callable[[str, nn.Module], bool]) -> None:
     """Check that no parameter has a hook on its gradient, and no module a backward hook.
 
-    Args:
-        model: the model.
-        is_leaf: whether a submodule, given its name, is a leaf module, which keeps its hooks.
+    Leaf modules, which are told by ``is_leaf``, keep theirs.
 
     Raises:
         TraceError: there is such a hook; names the parameter or the module.
@@ -140,16 +126,7 @@ def output_dims(
 ) -> list[tuple[int, ...]] | None:
     """For each flat output: which dimensions are the batch; (0,) for a number of samples.
 
-    Found by a run on twice the batch, on tensors without data; None if the model refuses that.
-
-    Args:
-        model: the model.
-        args: positional inputs of one micro-batch.
-        kwargs: keyword inputs of one micro-batch.
-        dims: for each flat input the dimensions that are the batch.
-        outputs: the flat outputs for these inputs; they need no data.
-        size: how many samples the micro-batch has.
-    """
+    Found by a run on twice the batch, on tensors without data; None if the model refuses that."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def doubled(leaf: Any, dims: tuple[int, ...]) -> Any:
@@ -191,14 +168,6 @@ def run_loss(
     size: int,
 ) -> None:
     """Check the loss: it must be a scalar, or one loss per sample, and have a gradient.
-
-    Args:
-        model: the model.
-        guards: note what the loss reads.
-        objective: the loss.
-        output: the model's output for one micro-batch.
-        targets: the targets of the same micro-batch.
-        size: how many samples the micro-batch has.
 
     Raises:
         InputError: the loss raises (the error names its line), returns something else, has no

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -59,7 +60,7 @@ class Rechecked(Wrapping):
     ) -> Forwarded:
         """See Kernel.forward. Raises RecomputeError where the second forward differs."""
         made = self.kernel.forward(parameters, buffers, inputs)
-        values = dict(zip(_returned(self.forward_graph), _flat(made), strict=False))
+        values = dict(zip(_returned(self.forward_graph), chain(*made), strict=False))
         tensors = {node: value for node, value in values.items() if isinstance(value, Tensor)}
         # a list: fingerprints may be on several devices, as a seed stays on the CPU
         prints = [fingerprint(value) for value in tensors.values()]
@@ -100,10 +101,6 @@ def fingerprint(tensor: Tensor) -> Tensor:
     # not a product alone, which is linear: small changes of two elements could cancel
     mixed = (mixed ^ (mixed >> 29)) * _MIX
     return (mixed ^ (mixed >> 32)).sum()
-
-
-def _flat(made: Forwarded) -> list[Any]:
-    return [*made.outputs, *made.writes, *made.saved]
 
 
 def _returned(module: fx.GraphModule) -> list[fx.Node]:

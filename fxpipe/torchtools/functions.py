@@ -140,7 +140,8 @@ def _applied(function: Any, *args: Any, **kwargs: Any) -> Any:
     if function is CheckpointFunction and _HERE.opens:
         run, _, *rest = args
         # without an input that requires a gradient its backward would not run at all
-        with torch.set_grad_enabled(torch.is_grad_enabled() and any(map(_needs_gradient, rest))):
+        needed = any(isinstance(value, Tensor) and value.requires_grad for value in rest)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and needed):
             return run(*rest)
     if not _HERE.keeps:
         return _APPLY.__get__(None, function)(*args, **kwargs)
@@ -173,10 +174,6 @@ def _blank(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return _TENSOR
     return _SIZE if isinstance(leaf, torch.SymInt) else leaf
-
-
-def _needs_gradient(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.requires_grad
 
 
 def _key(one: _Call) -> str:

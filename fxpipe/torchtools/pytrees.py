@@ -116,7 +116,8 @@ def flatten(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
         InputError: a dataclass cannot be made from its fields again.
     """
     leaves, spec = pytree.tree_flatten(value)
-    strange = {type(x): x for x in leaves if _is_made_of_fields(x)}
+    made = (x for x in leaves if dataclasses.is_dataclass(x) and not isinstance(x, type))
+    strange = {type(x): x for x in made}
     if not strange:
         return leaves, spec
     for kind, example in strange.items():
@@ -129,10 +130,6 @@ def flatten(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
                 f"({error}); give it all fields as arguments, or use a dict"
             ) from error
     return flatten(value)
-
-
-def _is_made_of_fields(value: Any) -> bool:
-    return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
 def bytes_of(value: Any) -> int:

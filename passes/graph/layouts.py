@@ -11,6 +11,7 @@ dimensions of size 1. Such operations are run once, on zeros. For gradients see 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
 import torch
@@ -63,7 +64,7 @@ class TrueLayouts(TorchDispatchMode):
         made = func(*args, **kwargs)
         if isinstance(made, FakeTensor) and made.layout is torch.sparse_coo:
             return _with_entries(made, func, args)
-        if not _in_doubt(func, pytree.tree_leaves((args, kwargs))):
+        if not _in_doubt(func, (*args, *kwargs.values())):
             return made
         try:
             with unset_fake_temporarily(), torch.no_grad():
@@ -160,15 +161,24 @@ def _with_entries(made: Tensor, func: Any, operands: tuple[Any, ...]) -> Tensor:
     return filled
 
 
-def _in_doubt(func: Any, operands: list[Any]) -> bool:
-    """Whether an operation's results may have other strides in a real run."""
+@cache
+def _known(func: Any) -> bool:
+    """Whether an operation's results have the strides of a real run, whatever its operands are."""
     if not isinstance(func, OpOverload) or func.namespace not in ("aten", "fxpipe"):
+        return True
+    seeded = torch.Tag.nondeterministic_seeded in func.tags
+    writes = func._schema.is_mutable or may_alias(func) or seeded
+    return writes and func not in _RESHAPES
+
+
+def _in_doubt(func: Any, operands: Iterable[Any]) -> bool:
+    """Whether an operation's results may have other strides in a real run."""
+    if _known(func):
         return False
-    tensors = [leaf for leaf in operands if isinstance(leaf, FakeTensor)]
+    each = (own if isinstance(own, list | tuple) else (own,) for own in operands)
+    tensors = [leaf for own in each for leaf in own if isinstance(leaf, FakeTensor)]
     if func in _RESHAPES:
         return any(1 in x.shape for x in tensors)
-    if func._schema.is_mutable or may_alias(func) or torch.Tag.nondeterministic_seeded in func.tags:
-        return False
     if not all(x.is_floating_point() or x.dtype is torch.bool for x in tensors):
         return False
     name, images = func._schema.name, [x for x in tensors if x.dim() > 1]
@@ -188,7 +198,7 @@ def lie_alike(tensors: Iterable[Tensor]) -> bool:
 def _has_ambiguous_strides(x: Tensor) -> bool:
     """Whether a dimension of size 1 has another stride than in a new tensor."""
     place = 1
-    if x.layout is not torch.strided:
+    if 1 not in x.shape or x.layout is not torch.strided:
         return False
     for size, stride in zip(reversed(x.shape), reversed(x.stride()), strict=True):
         if size == 1 and stride != place:
