@@ -164,8 +164,8 @@ class Placement:
         return self._budget is not None and self._budget.kept
 
     def keeps_limits(self, peaks: Sequence[float]) -> bool:
-        """Whether the devices, with these peaks of memory, keep their limits. If not, ``place`` cuts
-        the next graph anew.
+        """Whether devices with these peaks of memory keep their limits. If not, ``place`` cuts the
+        next graph anew.
 
         Raises:
             PartitionError: they do not, and no other cut may be tried.

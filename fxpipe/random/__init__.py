@@ -1,6 +1,11 @@
 """Random operations as pure functions of a seed and a node number.
 
-They draw with the operators of ``fxpipe.random.generators``, whose ``seed`` and ``node`` they take.
+PyTorch draws from one generator per device, so the numbers that an operation gets depend on what
+ran before it. Here each call has a generator that is seeded with (micro-batch seed, node), so the
+numbers are the same for any number of devices, any cuts, any schedule and any recomputation.
+
+All take ``seed``, an int64 tensor without dimensions on the CPU, and ``node``, the number of the
+operation in the model's graph.
 """
 
 from __future__ import annotations
@@ -12,7 +17,95 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxpipe.random.generators import OPERATORS
+_MASK = (1 << 64) - 1
+
+
+def mix(*numbers: int) -> int:
+    """A 63-bit hash of some numbers (the finaliser of splitmix64, chained)."""
+    state = 0
+    for number in numbers:
+        state = (state + number + 0x9E3779B97F4A7C15) & _MASK
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+        state ^= state >> 31
+    return state >> 1
+
+
+def _generator(like: Tensor, seed: Tensor, node: int) -> torch.Generator:
+    return torch.Generator(like.device).manual_seed(mix(int(seed.item()), node))
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[0], output)
+
+
+def _gamma_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    return gradient * torch._standard_gamma_grad(*ctx.saved_tensors), None, None
+
+
+_OPERATIONS = (
+    (
+        "bernoulli(Tensor like, float p, Tensor seed, int node) -> Tensor",
+        lambda like, p, seed, node: torch.empty_like(like, dtype=torch.bool).bernoulli_(
+            p, generator=_generator(like, seed, node)
+        ),
+        lambda like, *_: torch.empty_like(like, dtype=torch.bool),
+    ),
+    (
+        "uniform(Tensor like, Tensor seed, int node) -> Tensor",
+        lambda like, *of: torch.empty_like(like).uniform_(generator=_generator(like, *of)),
+        lambda like, *_: torch.empty_like(like),
+    ),
+    (
+        "normal(Tensor like, Tensor seed, int node) -> Tensor",
+        lambda like, *of: torch.empty_like(like).normal_(generator=_generator(like, *of)),
+        lambda like, *_: torch.empty_like(like),
+    ),
+    (
+        "integers(Tensor like, int low, int? high, Tensor seed, int node) -> Tensor",
+        lambda like, low, high, *of: torch.empty_like(like).random_(
+            low, high, generator=_generator(like, *of)
+        ),
+        lambda like, *_: torch.empty_like(like),
+    ),
+    (
+        "permutation(Tensor like, Tensor seed, int node) -> Tensor",
+        lambda like, *of: torch.randperm(
+            like.numel(), dtype=like.dtype, device=like.device, generator=_generator(like, *of)
+        ),
+        lambda like, *_: torch.empty_like(like),
+    ),
+    (
+        "poisson(Tensor rates, Tensor seed, int node) -> Tensor",
+        lambda rates, *of: torch.poisson(rates, _generator(rates, *of)),
+        lambda rates, *_: torch.empty_like(rates),
+    ),
+    (
+        "gamma(Tensor shapes, Tensor seed, int node) -> Tensor",
+        lambda shapes, *of: torch._standard_gamma(shapes, _generator(shapes, *of)),
+        lambda shapes, *_: torch.empty_like(shapes),
+    ),
+    (
+        "multinomial(Tensor weights, int count, bool again, Tensor seed, int node) -> Tensor",
+        lambda weights, count, again, *of: torch.multinomial(
+            weights, count, again, generator=_generator(weights, *of)
+        ),
+        lambda weights, count, *_: weights.new_empty(
+            (*weights.shape[:-1], count), dtype=torch.int64
+        ),
+    ),
+)
+"""An operator's signature, what it does, and the same on tensors without data."""
+
+_LIBRARY = torch.library.Library("fxpipe", "DEF")
+for _signature, _run, _shape in _OPERATIONS:
+    _name = _LIBRARY.define(_signature)
+    for _key in ("CPU", "CUDA"):
+        _LIBRARY.impl(_name, _run, _key)
+    _LIBRARY.impl(_name, _shape, "Meta")
+torch.library.register_autograd("fxpipe::gamma", _gamma_backward, setup_context=_keep, lib=_LIBRARY)
+
+OPERATORS = torch.ops.fxpipe
 
 
 def native_dropout(

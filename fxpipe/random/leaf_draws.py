@@ -25,8 +25,7 @@ from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpipe.errors import InputError
-from fxpipe.random import SEEDED, UNSEEDED, draws, with_defaults
-from fxpipe.random.generators import mix
+from fxpipe.random import SEEDED, UNSEEDED, draws, mix, with_defaults
 
 
 class _Now(threading.local):

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from fxpipe.errors import InputError
 from fxpipe.ir.traced import SEED, Literal, Traced, Value
 from fxpipe.ir.value import Buffer
-from fxpipe.random.generators import mix
+from fxpipe.random import mix
 from fxpipe.runtime.batch import MicroBatches
 from fxpipe.torchtools.pytrees import equal, together
 

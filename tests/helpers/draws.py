@@ -11,7 +11,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from fxpipe.random.generators import mix
+from fxpipe.random import mix
 from fxpipe.random.leaf_draws import SeededDraws, draw_from
 from tests.helpers.fronted import front_end, run_graph
 

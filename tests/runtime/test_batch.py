@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fxpipe.errors import InputError
 from fxpipe.ir.traced import SEED
-from fxpipe.random.generators import mix
+from fxpipe.random import mix
 from fxpipe.runtime.batch import Batch
 from fxpipe.runtime.host import BatchHost, draw_seed, join, next_seed
 from tests.helpers.fronted import front_end

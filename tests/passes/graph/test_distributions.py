@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Categorical, Gamma, Normal
 
-from fxpipe.random.generators import mix
+from fxpipe.random import mix
 from tests.helpers.draws import drawn
 
 COUNT = 40_000

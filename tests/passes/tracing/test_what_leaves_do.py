@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import fxpipe
 import fxpipe.passes.tracing.trace
 from fxpipe.errors import ExecutionError, PartitionError
-from fxpipe.random.generators import mix
+from fxpipe.random import mix
 from fxpipe.random.leaf_draws import SeededDraws, draw_from
 from tests.helpers.around import Around
 from tests.helpers.unasked import told, train_both
