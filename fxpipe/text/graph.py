@@ -119,15 +119,16 @@ def parse_graph(
     return _GraphReader(root, named(functions)).read(lines_of(text, first_line))
 
 
+_Expression = tuple[str, Any, tuple[Any, ...], dict[str, Any]]
+"""Opcode, target and arguments of the node that an expression stands for."""
+
+
 class _GraphReader:
     """Reads the lines of one graph in order.
 
     Attributes:
-        root: where leaf modules and attributes are looked up.
         listed: the functions that the caller lets the text name, by name.
-        graph: the graph so far.
-        nodes: its nodes by name.
-        takes: the arguments that it takes.
+        takes: the arguments that the graph takes.
     """
 
     def __init__(self, root: nn.Module | None, listed: Mapping[str, Function]) -> None:
@@ -145,16 +146,12 @@ class _GraphReader:
             raise end_of(filled or lines).error(message)
         for line in rest:
             raise line.error("nothing may follow the graph's 'return'", line.indent)
-        return self._compile(lines[0])
-
-    def _compile(self, first: Line) -> fx.GraphModule:
-        """Make the module. fx writes its ``forward``, which this does not call."""
         try:
+            # fx writes the module's ``forward``, and this does not call it
             return fx.GraphModule(self.root if self.root is not None else nn.Module(), self.graph)
         except Exception as error:
-            raise first.error(
-                f"fx cannot make code of this graph: {error}", first.indent
-            ) from error
+            message = f"fx cannot make code of this graph: {error}"
+            raise lines[0].error(message, lines[0].indent) from error
 
     def _read_line(self, line: Line) -> bool:
         """Add the line's node. True for the last one."""
@@ -180,8 +177,7 @@ class _GraphReader:
 
     def _expression(
         self, line: Line, values: ValueReader, name: str, node: ast.expr
-    ) -> tuple[str, Any, tuple[Any, ...], dict[str, Any]]:
-        """Opcode, target and arguments of the node that an expression stands for."""
+    ) -> _Expression:
         if not isinstance(node, ast.Call):
             path = read_path(line, node)
             if path is None or path.start != "self" or not path.steps:
@@ -230,9 +226,7 @@ class _GraphReader:
                 raise line.error(message, node)
         raise line.error(_FORM, node)
 
-    def _method(
-        self, path: Path, values: ValueReader, node: ast.Call
-    ) -> tuple[str, str, tuple[Any, ...], dict[str, Any]]:
+    def _method(self, path: Path, values: ValueReader, node: ast.Call) -> _Expression:
         receiver = values.node(node, path.start)
         if len(path.steps) != 1 or not is_name(path.steps[0]):
             raise path.line.error("write a method of a node as 'node.method(arguments)'", node)
@@ -241,9 +235,7 @@ class _GraphReader:
         args, kwargs = values.arguments(node)
         return "call_method", path.steps[0], (receiver, *args), kwargs
 
-    def _spelt_method(
-        self, line: Line, values: ValueReader, node: ast.Call
-    ) -> tuple[str, str, tuple[Any, ...], dict[str, Any]]:
+    def _spelt_method(self, line: Line, values: ValueReader, node: ast.Call) -> _Expression:
         """``method('name', receiver)``: the receiver is no node, or has the name of a root."""
         match node.args:
             case [ast.Constant(value=str(name)) as at, _, *_] if is_name(name):
@@ -255,21 +247,17 @@ class _GraphReader:
 
     def _placeholder(
         self, line: Line, values: ValueReader, name: str, node: ast.Call
-    ) -> tuple[str, str, tuple[Any, ...], dict[str, Any]]:
+    ) -> _Expression:
         if self.nodes and next(reversed(self.nodes.values())).op != "placeholder":
             raise line.error("placeholders come before all other nodes", node)
         target = name
         default: tuple[Any, ...] = ()
         match node.args:
-            case []:
-                pass
             case [ast.Constant(value=str(target))] if _PLACEHOLDER.fullmatch(target):
                 pass
             case [first, *_]:
                 raise line.error("write placeholder() or placeholder('argument')", first)
         match node.keywords:
-            case []:
-                pass
             case [ast.keyword(arg="default", value=value)]:
                 default = (values.constant(value),)
             case [first_keyword, *_]:

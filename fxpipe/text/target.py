@@ -68,13 +68,12 @@ class Path:
 
 def print_path(start: str, target: str) -> str:
     """``start`` and the dotted ``target`` after it, as an expression that Python can read."""
-    return start + "".join(_print_step(step) for step in target.split("."))
-
-
-def _print_step(step: str) -> str:
-    if is_name(step):
-        return f".{step}"
-    return f"[{step}]" if _INDEX.fullmatch(step) else f"[{step!r}]"
+    whole = start
+    for step in target.split("."):
+        whole += (
+            f".{step}" if is_name(step) else f"[{step if _INDEX.fullmatch(step) else repr(step)}]"
+        )
+    return whole
 
 
 def read_path(line: Line, node: ast.expr) -> Path | None:

@@ -63,13 +63,7 @@ def _print_number(value: float) -> str:
 
 
 class ValueReader:
-    """Reads the arguments on one line.
-
-    Attributes:
-        line: the line.
-        nodes: the nodes that the line may name.
-        listed: the functions that the caller lets the text name, by name.
-    """
+    """Reads the arguments on one line, which may name these nodes and listed functions."""
 
     def __init__(
         self, line: Line, nodes: Mapping[str, fx.Node], listed: Mapping[str, Function]

@@ -61,15 +61,12 @@ def verify_schedule(schedule: Schedule, stash_limit: StashLimit | None = None) -
         VerificationError: with every fault.
         InputError: the limit is no count, or there is not one for each stage.
     """
-    window, faults = _read(schedule)
-    whole = not faults
-    faults += _order(window)
+    window, faults, whole = _judge(schedule)
     if whole:  # or numbers would be told that mean nothing
         faults += too_small(window)
         if stash_limit is not None:
             faults += too_much(window, stash_limit)
-    if faults:
-        raise _error(schedule, faults)
+    _refuse(schedule, faults)
     return schedule
 
 
@@ -79,7 +76,9 @@ def schedule_versions(schedule: Schedule) -> Versions:
     Raises:
         VerificationError: something else is wrong with the schedule.
     """
-    return versions_of(_ordered(schedule))
+    window, faults, _ = _judge(schedule)
+    _refuse(schedule, faults)
+    return versions_of(window)
 
 
 def schedule_stash(schedule: Schedule) -> Stash:
@@ -88,34 +87,26 @@ def schedule_stash(schedule: Schedule) -> Stash:
     Raises:
         VerificationError: its tasks are not all there, or not in order.
     """
-    return stash_of(_ordered(schedule))
+    window, faults, _ = _judge(schedule)
+    _refuse(schedule, faults)
+    return stash_of(window)
 
 
-def _ordered(schedule: Schedule) -> Window:
-    window, faults = _read(schedule)
-    faults += _order(window)
-    if faults:
-        raise _error(schedule, faults)
-    return window
-
-
-def _order(window: Window) -> Iterator[Fault]:
-    yield from ascending(window)
-    yield from dependencies(window, needs_of(window.schedule))
-    yield from gradients_used_up(window)
-
-
-def _read(schedule: Schedule) -> tuple[Window, list[Fault]]:
-    """The window, and what is wrong with its tasks but for their order."""
-    faults = list(_frame(schedule))
-    if faults:
-        raise _error(schedule, faults)
+def _judge(schedule: Schedule) -> tuple[Window, list[Fault], bool]:
+    """The window, its faults, and whether they are of its order alone."""
+    _refuse(schedule, list(_frame(schedule)))
     window = Window(schedule)
-    return window, [*window.faults, *complete(window, updates=window.trains)]
+    faults = [*window.faults, *complete(window, updates=window.trains)]
+    whole = not faults
+    faults += ascending(window)
+    faults += dependencies(window, needs_of(schedule))
+    faults += gradients_used_up(window)
+    return window, faults, whole
 
 
-def _error(schedule: Schedule, faults: list[Fault]) -> VerificationError:
-    return VerificationError(f"schedule {schedule.name!r}", faults, schedule)
+def _refuse(schedule: Schedule, faults: list[Fault]) -> None:
+    if faults:
+        raise VerificationError(f"schedule {schedule.name!r}", faults, schedule)
 
 
 def _frame(schedule: Schedule) -> Iterator[Fault]:

@@ -346,6 +346,9 @@ class _NoChannels:
     def meet(self) -> None:
         raise AssertionError
 
+    def publish(self, buffer: Buffer, value: Any) -> None:
+        """Nobody else wants it."""
+
 
 def _named(buffer: Buffer, step: int) -> Buffer:
     return buffer._replace(batch=buffer.batch + step)
