@@ -253,10 +253,8 @@ def read_function(path: Path, listed: Mapping[str, Function]) -> Function:
     functions = _functions(module)
     name = path.steps[-1]
     if name not in functions:
-        message = f"there is no function {name!r} in {module} that a text can name: " + _hint(
-            name, functions
-        )
-        raise path.at(len(path.steps) - 1, message)
+        what = f"there is no function {name!r} in {module} that a text can name"
+        raise path.at(len(path.steps) - 1, f"{what}: {_hint(name, functions)}")
     return functions[name]
 
 
@@ -286,25 +284,20 @@ def _methods() -> frozenset[str]:
 def _read_operator(path: Path) -> Function:
     match path.steps:
         case (_, "higher_order", name):
-            found = (
-                getattr(torch.ops.higher_order, name, None) if name in _GRAPH_OPERATORS else None
-            )
-            if isinstance(found, HigherOrderOperator):
+            found = getattr(torch.ops.higher_order, name, None)
+            if name in _GRAPH_OPERATORS and isinstance(found, HigherOrderOperator):
                 return found
             hint = _hint(name, _GRAPH_OPERATORS)
             raise path.at(2, f"there is no operator {name!r} that takes graphs: {hint}")
         case (_, namespace, name, *overload) if len(overload) < 2:
             if namespace not in _OPERATORS:
-                raise path.at(
-                    1, f"a text names no operators of {namespace!r}: {_hint(namespace, _OPERATORS)}"
-                )
+                hint = _hint(namespace, _OPERATORS)
+                raise path.at(1, f"a text names no operators of {namespace!r}: {hint}")
             packet = _find_packet(namespace, name)
             if packet is None or name in _BEYOND_TENSORS:
+                where = f"torch.ops.{namespace} that a text can name"
                 hint = _hint(name, _operators(namespace))
-                what = (
-                    f"there is no operator {name!r} in torch.ops.{namespace} that a text can name"
-                )
-                raise path.at(2, f"{what}: {hint}")
+                raise path.at(2, f"there is no operator {name!r} in {where}: {hint}")
             overloads = list(_overloads(packet))
             if not overload:
                 return packet

@@ -17,13 +17,11 @@ interleaved-1f1b; for up to m with looped-bfs. Skips add what is on its way over
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
-from fxpipe.errors import Fault, InputError
+from fxpipe.errors import Fault
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.value import HOST, Buffer, forward_buffer, gradient_buffer
 from fxpipe.ir.walk import Wait, waits_of, walk
-from fxpipe.text.program import print_instruction
 from fxpipe.verify.facts import Facts, Move
 from fxpipe.verify.tasks import microbatches_text, steps_later
 
@@ -175,42 +173,32 @@ def paused(facts: Facts) -> Iterator[Fault]:
                     )
 
 
-@dataclass(frozen=True)
-class Unstuck:
-    """The rule: the lists run to their ends.
+def stuck(facts: Facts, channel: int | None) -> Iterator[Fault]:
+    """Where the lists do not run to their ends.
 
-    Attributes:
+    Args:
+        facts: the program.
         channel: how many values may be on their way from one device to another: a send waits
             until there is room for its own. With 0 it waits until the receive is reached. None
             is for any number.
     """
-
-    channel: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.channel is not None and self.channel < 0:
-            raise InputError(f"channel is {self.channel}; give at least 0, or None for no bound")
-
-    def __call__(self, facts: Facts) -> Iterator[Fault]:
-        lists = facts.program.lists
-        # what waits for ever, and what is out of order on one device, other rules report
-        waits = [
-            [wait for wait in own if wait[1] != device]
-            for device, own in enumerate(waits_of(facts.program))
-        ]
-        for pair, received in facts.received.items():
-            sent = facts.sent.get(pair, [])
-            yield from _too_late(facts, pair, sent, received)
-            if self.channel is not None:
-                yield from _sends(facts, pair, sent, received, self.channel, waits)
-        for own in waits:
-            own.sort()
-        cure = "send earlier or receive later on one of the devices of the circle"
-        if self.channel is not None:
-            cure += f", or let more than {self.channel} values be on their way between two devices"
-        yield from walk(list(map(len, lists)), waits).faults(
-            lambda device, position: print_instruction(lists[device][position]), cure
-        )
+    # what waits for ever, and what is out of order on one device, other rules report
+    waits = [
+        [wait for wait in own if wait[1] != device]
+        for device, own in enumerate(waits_of(facts.program))
+    ]
+    for pair, received in facts.received.items():
+        sent = facts.sent.get(pair, [])
+        yield from _too_late(facts, pair, sent, received)
+        if channel is not None:
+            yield from _sends(facts, pair, sent, received, channel, waits)
+    for own in waits:
+        own.sort()
+    cure = "send earlier or receive later on one of the devices of the circle"
+    if channel is not None:
+        cure += f", or let more than {channel} values be on their way between two devices"
+    lengths = [len(own) for own in facts.program.lists]
+    yield from walk(lengths, waits).faults(facts.window.text, cure)
 
 
 def _too_late(

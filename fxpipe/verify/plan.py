@@ -127,10 +127,7 @@ def _parameters(plan: Plan) -> Iterator[Fault]:
 
 def _buffers(plan: Plan) -> Iterator[Fault]:
     readers = _by_target(stage.buffers for stage in plan.stages)
-    writers: dict[str, list[int]] = {}
-    for position, stage in enumerate(plan.stages):
-        for write in stage.writes:
-            writers.setdefault(write.target, []).append(position)
+    writers = _by_target(stage.writes for stage in plan.stages)
     for target, stages in writers.items():
         subject = f"buffer {target}"
         if len(stages) > 1:
@@ -148,12 +145,12 @@ def _buffers(plan: Plan) -> Iterator[Fault]:
             )
 
 
-def _by_target(stages: Iterable[tuple[Argument, ...]]) -> dict[str, list[int]]:
+def _by_target(stages: Iterable[tuple[Argument | Write, ...]]) -> dict[str, list[int]]:
     """Name in the model → the stages that hold it, one entry for each time."""
     found: dict[str, list[int]] = {}
-    for position, arguments in enumerate(stages):
-        for argument in arguments:
-            found.setdefault(argument.target, []).append(position)
+    for position, held in enumerate(stages):
+        for each in held:
+            found.setdefault(each.target, []).append(position)
     return found
 
 

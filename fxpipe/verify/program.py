@@ -6,7 +6,7 @@ from bisect import bisect
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
-from fxpipe.errors import Fault, VerificationError
+from fxpipe.errors import Fault, InputError, VerificationError
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.program import Program
 from fxpipe.ir.task import BUILT_IN
@@ -14,7 +14,6 @@ from fxpipe.ir.walk import Key, needs_of
 from fxpipe.torchtools.state import without_collection
 from fxpipe.verify import flow, races
 from fxpipe.verify.facts import Facts
-from fxpipe.verify.flow import Unstuck
 from fxpipe.verify.plan import edge_faults
 from fxpipe.verify.tasks import (
     Window,
@@ -35,26 +34,28 @@ def verify_program(program: Program, channel: int | None = None) -> Program:
 
     Args:
         program: any.
-        channel: how many values may be on their way from one device to another, as in Unstuck.
+        channel: how many values may be on their way from one device to another, as in
+            ``flow.stuck``.
 
     Raises:
         VerificationError: with every fault.
         InputError: the channel is less than nothing.
     """
-    unstuck = Unstuck(channel)
-    faults = list(_frame(program)) or _faults(program, unstuck)
+    if channel is not None and channel < 0:
+        raise InputError(f"channel is {channel}; give at least 0, or None for no bound")
+    faults = list(_frame(program)) or _faults(program, channel)
     if faults:
         raise VerificationError(f"program {program.name!r}", faults, program)
     return program
 
 
-def _faults(program: Program, unstuck: Unstuck) -> list[Fault]:
+def _faults(program: Program, channel: int | None) -> list[Fault]:
     facts = Facts(program)
     faults = [facts.fault(*place, *wrong) for place, wrong in facts.wrong.items()]
     for rule in [rule for name in _RULES if name in program.passes for rule in _RULES[name]]:
         faults.extend(rule(facts))
     if "communicate" in program.passes:
-        faults.extend(unstuck(facts))
+        faults.extend(flow.stuck(facts, channel))
     if program.launches and not faults:
         for rule in _ORDERED:
             faults.extend(rule(facts))
@@ -72,9 +73,9 @@ def smallest_channel(program: Program) -> int:
     verify_program(program)
     facts = Facts(program)
     most = 1
-    while any(Unstuck(most)(facts)):
+    while any(flow.stuck(facts, most)):
         most *= 2
-    return bisect(range(most), False, key=lambda channel: not any(Unstuck(channel)(facts)))
+    return bisect(range(most), False, key=lambda channel: not any(flow.stuck(facts, channel)))
 
 
 def _frame(program: Program) -> Iterator[Fault]:

@@ -104,11 +104,9 @@ class _Stage:
     """One stage's readers of weights and its update.
 
     Attributes:
-        update: where it is, or None.
         first: the reader for which a version must be there the earliest.
         last: the reader behind which a batch needs its version no more.
         ahead: micro-batches that have begun and not ended where a batch begins.
-        smallest: the smallest delay.
     """
 
     def __init__(self, window: Window, stage: int) -> None:
