@@ -173,7 +173,7 @@ def _told(given: Given) -> str:
 def _place(instruction: ins.Instruction) -> tuple[int | None, int | None]:
     buffer = getattr(instruction, "buffer", None)
     if buffer is not None:
-        here = isinstance(instruction, ins.Load | ins.Receive | ins.Pop)
+        here = isinstance(instruction, ins.Arrival)
         return (buffer.target if here else buffer.source), buffer.microbatch
     return getattr(instruction, "stage", None), getattr(instruction, "microbatch", None)
 

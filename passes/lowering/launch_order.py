@@ -18,8 +18,6 @@ from fxpipe.ir.program import Program
 from fxpipe.ir.value import HOST, Buffer
 from fxpipe.ir.walk import usual_cost
 
-Arrival = ins.Load | ins.Receive | ins.Pop
-
 
 class Launched(NamedTuple):
     """An instruction in its place.
@@ -35,7 +33,7 @@ class Launched(NamedTuple):
     instruction: ins.Instruction
 
 
-def source_of(program: Program, arrival: Arrival) -> int:
+def source_of(program: Program, arrival: ins.Arrival) -> int:
     """The device that a value comes from, or HOST."""
     return HOST if isinstance(arrival, ins.Load) else program.origin(arrival)
 
@@ -86,7 +84,7 @@ class _Device:
             stop = bisect_right(stops, at)
             if isinstance(x, ins.Barrier | ins.Pause):
                 since = stop
-            if isinstance(x, Arrival):
+            if isinstance(x, ins.Arrival):
                 self._arrivals[max(stop - ahead, since)].append(_Pending(stop, x))
             elif isinstance(x, ins.Move):
                 self._rest[stop].append(_Pending(stop, x))
@@ -109,12 +107,12 @@ class _Device:
         if not self.queue or self.queue[0].latest == self.segment:
             return False
         first = self.queue[0].instruction
-        assert isinstance(first, Arrival)
+        assert isinstance(first, ins.Arrival)
         source = source_of(program, first)
         late = [
             pending
             for pending in self.queue
-            if isinstance(pending.instruction, Arrival)
+            if isinstance(pending.instruction, ins.Arrival)
             and source_of(program, pending.instruction) == source
         ]
         self.queue = deque(pending for pending in self.queue if pending not in late)

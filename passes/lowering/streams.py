@@ -12,7 +12,7 @@ from fxpipe.ir import instruction as ins
 from fxpipe.ir.program import COMPUTE, Event, Launch, Program, arrivals
 from fxpipe.ir.value import Buffer
 from fxpipe.passes.lowering.free_late import free_late
-from fxpipe.passes.lowering.launch_order import Arrival, launch_order, source_of
+from fxpipe.passes.lowering.launch_order import launch_order, source_of
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ class _Events:
         needs: set[_Spot | None] = set()
         for buffer in program.reads(x):
             needs.add(_before(self._made.get((device, _value(buffer))), buffer))
-        if isinstance(x, Arrival):
+        if isinstance(x, ins.Arrival):
             needs.add(memory)
         if isinstance(x, ins.Receive | ins.Pop):
             needs.add(_before(self._made.get((program.origin(x), _value(x.buffer))), x.buffer))
@@ -181,7 +181,7 @@ def _before(spot: _Spot | None, buffer: Buffer) -> _Spot | None:
 
 
 def _stream(program: Program, instruction: ins.Instruction) -> str:
-    if isinstance(instruction, Arrival):
+    if isinstance(instruction, ins.Arrival):
         return arrivals(source_of(program, instruction))
     return COMPUTE
 

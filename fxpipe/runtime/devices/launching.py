@@ -250,7 +250,7 @@ class LaunchingMachine(Machine):
 
     def _launch(self, instruction: ins.Instruction, launch: Launch) -> None:
         with self.lanes.on(launch.stream, print_instruction(instruction)):
-            if not isinstance(instruction, ins.Load | ins.Receive | ins.Pop):
+            if not isinstance(instruction, ins.Arrival):
                 HANDLERS[type(instruction)](self, instruction)
                 return
             buffer = instruction.buffer
