@@ -125,6 +125,19 @@ def test_transfers_are_arrows_and_skips_are_dashed() -> None:
     assert {"value to the next stage", "value that skips stages", "gradient"} <= legend(picture)
 
 
+@pytest.mark.parametrize(("buffer", "down"), [("act:y0:0->1[0]", 1), ("grad:y0:1->0[0]", -1)])
+def test_an_arrow_joins_the_edges_of_its_boxes_that_face_each_other(buffer: str, down: int) -> None:
+    picture = draw_program(lowered(chain(2), one_f_one_b(2, 1)))
+    boxes = {node["tooltip"]: node for node in drawn(picture)["objects"] if "tooltip" in node}
+    (edge,) = arrows(picture, buffer)
+    tip, start, *_ = edge["pos"].removeprefix("e,").split()
+    for point, box, side in ((start, f"send {buffer}", -down), (tip, f"recv {buffer}", down)):
+        x, y = map(float, point.split(","))
+        middle, height = map(float, boxes[box]["pos"].split(","))
+        assert abs(x - middle) <= 36 * float(boxes[box]["width"])
+        assert y == pytest.approx(height + side * 36 * float(boxes[box]["height"]), abs=0.1)
+
+
 def test_a_transfer_within_a_device_is_drawn_too() -> None:
     picture = draw_program(by_hand((ins.Send(Y), ins.Receive(Y))))
     assert len(arrows(picture, str(Y))) == 1
