@@ -163,6 +163,7 @@ class Run(Generic[W]):
     def _settle(self) -> None:
         """Wait until every process has finished its lists. It cannot be interrupted: from here on
         the others may commit. Raises RankError where one of them has failed."""
+        self._channels.flush()
         _, *others = self._backend.settle(dict(self.peak_kept))
         self._elsewhere = sum(map(Counter, others), Counter[int]())
 

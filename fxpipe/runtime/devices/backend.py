@@ -196,6 +196,9 @@ class Channels:
     def publish(self, buffer: Buffer, value: Any) -> None:
         """Hand a value that the caller wants to the callers in other processes, if any."""
 
+    def flush(self) -> None:
+        """Send what ``publish`` has kept back."""
+
     def fed(self, batch: int) -> None:
         """Note that a batch can be run from now on."""
 

@@ -5,15 +5,22 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, TypeVar
+
+from torch import Tensor
 
 from fxpipe.errors import RankError
 from fxpipe.ir.program import Program
 from fxpipe.ir.value import Buffer
 from fxpipe.runtime.devices.backend import Backend, Channels
 from fxpipe.runtime.interpreter import Job, Stopped
-from fxpipe.runtime.ranks.group import RankGroup
+from fxpipe.runtime.ranks.group import POLL, RankGroup
 from fxpipe.runtime.ranks.message import Message
+
+T = TypeVar("T")
+
+SMALL = 4096
+"""Fewer bytes than this are sent with others."""
 
 
 class RankChannels(Channels):
@@ -37,6 +44,8 @@ class RankChannels(Channels):
         super().__init__(program, 1)
         self.failure: RankError | None = None
         self._group, self._jobs = group, jobs
+        self._overlaps = program.depth > 0
+        self._unsent: list[tuple[Any, Any]] = []
         self._outputs: dict[int, list[tuple[Buffer, Any]]] = {}
         self._met: SimpleQueue[int | None] = SimpleQueue()
         self._times_met: Counter[int] = Counter()
@@ -68,9 +77,18 @@ class RankChannels(Channels):
         self.running = False
 
     def publish(self, buffer: Buffer, value: Any) -> None:
-        """See Channels.publish."""
-        if self._group.links is not None:
-            self._group.links.send_all(Message("output", (self._run, tuple(buffer)), value))
+        """See Channels.publish. Where nobody needs it before the end of the run, what is small, as
+        losses are, goes in one message."""
+        self._unsent.append((tuple(buffer), value))
+        small = isinstance(value, Tensor) and value.nbytes < SMALL
+        if not small or self._overlaps:
+            self.flush()
+
+    def flush(self) -> None:
+        """See Channels.flush."""
+        if self._unsent and self._group.links is not None:
+            unsent, self._unsent = self._unsent, []
+            self._group.links.send_all(Message("outputs", (self._run,), unsent))
 
     def fed(self, batch: int) -> None:
         """See Channels.fed."""
@@ -87,6 +105,25 @@ class RankChannels(Channels):
         """See Channels.when_updated."""
         self._updated = updated
 
+    def get(self, device: int, buffer: Buffer) -> Any:
+        """See Channels.get."""
+        arrived, inbox = self._arrived[device], self._inboxes[device]
+        while buffer not in arrived:
+            message = self._next(inbox)
+            arrived[message[0]] = message[1]
+            del message
+        return arrived.pop(buffer)
+
+    def _next(self, queue: SimpleQueue[T | None]) -> T:
+        """The next item of a queue that messages fill. Raises Stopped when the run is stopped."""
+        assert self._group.links is not None
+        while queue.empty():
+            self._group.links.pump(lambda: not queue.empty(), POLL)
+        item = queue.get()
+        if item is None:
+            raise Stopped
+        return item
+
     def meet(self) -> None:
         """See Channels.meet; the other ranks' threads are waited for."""
         if self._group.links is not None:
@@ -94,15 +131,14 @@ class RankChannels(Channels):
         self._times_met[self._group.rank] += 1
         count = self._times_met[self._group.rank]
         while any(self._times_met[rank] < count for rank in self._group.others):
-            rank = self._met.get()
-            if rank is None:
-                raise Stopped
-            self._times_met[rank] += 1
+            self._times_met[self._next(self._met)] += 1
 
     def stop(self) -> None:
         """See Channels.stop."""
         super().stop()
         self._met.put(None)
+        if self._group.links is not None:
+            self._group.links.stir()
 
     def deliver(self, rank: int, message: Message) -> None:
         """Take a message of another rank; called by the thread that reads them."""
@@ -112,13 +148,15 @@ class RankChannels(Channels):
         if message.kind == "updated":
             self._updated(*message.key[1:])
             return
-        buffer = Buffer(*message.key[1])
         if message.kind == "value":
-            super().put(self._group.rank, buffer, message.value)
-        elif buffer.batch in self._jobs:
-            self._jobs[buffer.batch].host.take(buffer, message.value)
-        else:
-            self._outputs.setdefault(buffer.batch, []).append((buffer, message.value))
+            super().put(self._group.rank, Buffer(*message.key[1]), message.value)
+            return
+        for words, value in message.value:
+            buffer = Buffer(*words)
+            if buffer.batch in self._jobs:
+                self._jobs[buffer.batch].host.take(buffer, value)
+            else:
+                self._outputs.setdefault(buffer.batch, []).append((buffer, value))
 
     def fail(self, error: RankError) -> None:
         """Stop the run, which another rank has left; called by the thread that reads messages."""

@@ -62,7 +62,8 @@ class RankGroup:
         self._told = False  # whether this rank has told that the call failed
         self._roll_back: Callable[[], None] = lambda: None
         self._opened = 0  # channels of this call
-        self._changed = threading.Condition()
+        self._changed = threading.RLock()
+        self._news = 0  # how often something was delivered that ``exchange`` may wait for
         self._said: list[deque[_Said]] = [deque() for _ in self.names]
         self._failed: dict[int, RankError] = {}
         self._gone: dict[int, str] = {}
@@ -220,8 +221,10 @@ class RankGroup:
             self.links.close()
 
     def _hear(self, rank: int, about: str, deadline: float, held: bool, failed: bool) -> Any:
-        with self._changed:
-            while True:
+        assert self.links is not None
+        while True:
+            seen = self._news
+            with self._changed:
                 said = self._said[rank]
                 while said and (
                     said[0].call < self.call
@@ -231,21 +234,22 @@ class RankGroup:
                 if said and said[0].call == self.call and said[0].about == about:
                     if about != "call" or said[0].value == self._what:
                         return said.popleft().value
-                failure = self.failure
-                if failure is not None and not (failed and rank not in self._gone):
-                    raise failure
+                if not failed and self.call in self._failed:
+                    raise self._failed[self.call]
+                if rank in self._gone:  # one that is gone may have said all that this needs
+                    raise self._gone_error(rank, self._gone[rank])
                 if said:
                     raise self._astray(rank, about, said[0])
-                if time.monotonic() > deadline:
-                    raise RankError(
-                        f"{self.names[rank]} has not come to this {self._what} for "
-                        f"{self._timeout:.0f} s, the timeout of init_process_group; let every rank "
-                        "make the same calls",
-                        rank=rank,
-                    )
-                self._changed.wait(POLL)
-                if not held:
-                    raise_held()
+            if time.monotonic() > deadline:
+                raise RankError(
+                    f"{self.names[rank]} has not come to this {self._what} for "
+                    f"{self._timeout:.0f} s, the timeout of init_process_group; let every rank "
+                    "make the same calls",
+                    rank=rank,
+                )
+            self.links.pump(lambda: self._news != seen, POLL)  # noqa: B023
+            if not held:
+                raise_held()
 
     def _astray(self, rank: int, about: str, said: _Said) -> RankError:
         if "call" in (about, said.about):
@@ -284,7 +288,7 @@ class RankGroup:
                 with self._changed:
                     call, about = message.key
                     self._said[rank].append(_Said(call, about, message.value))
-                    self._changed.notify_all()
+                    self._news += 1
             case "failed":
                 self._note(message.key[0], self._remote(rank, message.value))
             case "bye":
@@ -310,7 +314,7 @@ class RankGroup:
             if call < self.call:
                 return
             self._failed.setdefault(call, error)
-            self._changed.notify_all()
+            self._news += 1
             running = list(self._channels.values()) if call == self.call else []
         for channels in running:
             channels.fail(error)
@@ -318,7 +322,7 @@ class RankGroup:
     def _lost(self, rank: int, why: str) -> None:
         with self._changed:
             self._gone.setdefault(rank, why)
-            self._changed.notify_all()
+            self._news += 1
             running = list(self._channels.values())
         for channels in running:
             channels.fail(self._gone_error(rank, why))

@@ -7,6 +7,7 @@ Here a message that nobody wants any more is read and dropped.
 
 from __future__ import annotations
 
+import select
 import selectors
 import socket
 import threading
@@ -24,6 +25,9 @@ BEAT = 1.0
 SILENCE = 10.0
 """Seconds without a sign of life after which a rank counts as lost."""
 
+SHORT = 0.001
+"""Seconds after which a thread looks again that found another one reading."""
+
 _AT_ONCE = 64
 """Pieces of memory handed to the system in one call."""
 
@@ -32,7 +36,8 @@ class Links:
     """Sends messages to the other ranks, and delivers theirs in order.
 
     Sending never waits: what a socket does not take at once is sent by the thread. The thread reads
-    whatever arrives, so that no rank ever waits for another one to read.
+    whatever arrives, so that no rank ever waits for another one to read. A thread that waits for a
+    message reads itself, see ``pump``: that saves handing it over, half of the time of a message.
     """
 
     def __init__(
@@ -45,19 +50,25 @@ class Links:
 
         Args:
             sockets: rank → a connected socket to it.
-            deliver: called by the thread with a rank and a message from it.
-            lost: called by the thread, once for a rank, with what has happened to it.
+            deliver: called by the thread that reads with a rank and a message from it.
+            lost: called by that thread, once for a rank, with what has happened to it.
         """
         self._peers = {rank: _Peer(rank, each) for rank, each in sockets.items()}
         self._deliver, self._lost = deliver, lost
         self._selector = selectors.DefaultSelector()
+        self._reading = threading.Lock()
+        self._waiting = select.poll()  # what a thread waits for that reads itself
         self._woken, self._wake = socket.socketpair()
-        for each in (self._woken, self._wake):
+        self._stirred, self._stir = socket.socketpair()
+        for each in (self._woken, self._wake, self._stirred, self._stir):
             each.setblocking(False)
         self._selector.register(self._woken, selectors.EVENT_READ, None)
+        self._waiting.register(self._stirred, select.POLLIN)
+        self._by_socket = {peer.socket.fileno(): peer for peer in self._peers.values()}
         for peer in self._peers.values():
             peer.socket.setblocking(False)
             self._selector.register(peer.socket, selectors.EVENT_READ, peer)
+            self._waiting.register(peer.socket, select.POLLIN)
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="fxpipe-links", daemon=True)
         self._thread.start()
@@ -76,6 +87,31 @@ class Links:
             packed = pack(message)
             for peer in self._peers.values():
                 self._send(peer, packed)
+
+    def pump(self, arrived: Callable[[], bool], timeout: float) -> None:
+        """Wait until something was delivered: here, or, while another thread reads, by that one.
+
+        Args:
+            arrived: whether what the caller waits for is there.
+            timeout: seconds to wait at most.
+        """
+        if not self._reading.acquire(timeout=timeout):
+            return
+        try:
+            if arrived():
+                return
+            for descriptor, _ in self._waiting.poll(1000 * timeout):
+                if descriptor in self._by_socket:
+                    self._read(self._by_socket[descriptor])
+                else:
+                    _drain(self._stirred)
+        finally:
+            self._reading.release()
+
+    def stir(self) -> None:
+        """Let a thread in ``pump`` look again."""
+        with suppress(OSError):
+            self._stir.send(b"!")
 
     def close(self) -> None:
         """Send what is left, for at most a second, and end the thread and the connections."""
@@ -105,14 +141,19 @@ class Links:
             for key, events in self._selector.select(BEAT / 2 if not self._closing else 0.01):
                 peer: _Peer | None = key.data
                 if peer is None:
-                    with suppress(BlockingIOError):
-                        self._woken.recv(4096)
+                    _drain(self._woken)
                     continue
                 if events & selectors.EVENT_WRITE:
                     with peer.lock:
                         peer.push()
                 if events & selectors.EVENT_READ:
-                    self._read(peer)
+                    if not self._reading.acquire(blocking=False):
+                        time.sleep(SHORT)  # the thread that waits for it reads it
+                        continue
+                    try:
+                        self._read(peer)
+                    finally:
+                        self._reading.release()
             now = time.monotonic()
             if now - last > SILENCE / 2:  # this process was stopped: the others may be well
                 for peer in self._peers.values():
@@ -128,8 +169,8 @@ class Links:
             peer.gone = peer.gone or "closed"
             self._leave(peer)
         self._selector.close()
-        self._woken.close()
-        self._wake.close()
+        for each in (self._woken, self._wake, self._stirred, self._stir):
+            each.close()
 
     def _look(self, peer: _Peer, now: float) -> None:
         """Ask for what a connection needs now: to be written, a sign of life, or to be given up."""
@@ -180,7 +221,14 @@ class Links:
             peer.unsent.clear()
             with suppress(KeyError, ValueError):
                 self._selector.unregister(peer.socket)
+            with suppress(KeyError, ValueError):
+                self._waiting.unregister(peer.socket)
             peer.socket.close()
+
+
+def _drain(pipe: socket.socket) -> None:
+    with suppress(OSError):
+        pipe.recv(4096)
 
 
 class _Peer:
