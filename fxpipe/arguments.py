@@ -18,7 +18,7 @@ from fxpipe.compiler.options import Place, Tracer
 from fxpipe.errors import InputError, near
 from fxpipe.ir.recipe import RECIPES, Recipe, find_recipe, fixed
 from fxpipe.ir.schedule import Schedule
-from fxpipe.passes.schedule.add_recompute import Recompute, RecomputeLike
+from fxpipe.passes.schedule import Recompute, RecomputeLike
 from fxpipe.runtime.batch import BatchDims
 from fxpipe.runtime.choice import Dispatch
 from fxpipe.runtime.devices.cuda import home

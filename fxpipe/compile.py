@@ -36,7 +36,7 @@ from fxpipe.compiler.options import Options, Tracer
 from fxpipe.engine import Engine
 from fxpipe.errors import InputError
 from fxpipe.passes.partition.options import Partition, read_partition
-from fxpipe.passes.schedule.add_recompute import RecomputeLike
+from fxpipe.passes.schedule import RecomputeLike
 from fxpipe.pipeline import Pipeline
 from fxpipe.runtime.batch import BatchDims
 from fxpipe.runtime.choice import Choice, Dispatch

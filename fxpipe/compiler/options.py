@@ -13,7 +13,7 @@ from torch import nn
 from fxpipe.compiler.objective import Objective
 from fxpipe.ir.recipe import Recipe
 from fxpipe.passes.partition.options import Partition
-from fxpipe.passes.schedule.add_recompute import RecomputeLike
+from fxpipe.passes.schedule import RecomputeLike
 from fxpipe.runtime.batch import BatchDims
 from fxpipe.runtime.choice import Dispatch
 from fxpipe.runtime.ranks.group import RankGroup

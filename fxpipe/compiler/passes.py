@@ -10,32 +10,26 @@ verifies each traced graph, plan, schedule and program that a pass makes, and ta
 from __future__ import annotations
 
 from fxpipe.compiler.preflight import refuse_hooks, refuse_sparse, run_loss, run_model, try_own_loss
+from fxpipe.passes.differentiate.accumulate import fuse_accumulation
 from fxpipe.passes.differentiate.differentiate import Differentiate
-from fxpipe.passes.differentiate.fuse_accumulation import fuse_accumulation
 from fxpipe.passes.differentiate.part_backward import part_backward
 from fxpipe.passes.graph.check import check
 from fxpipe.passes.graph.defer_batchnorm import defer_batchnorm
+from fxpipe.passes.graph.fit import localise_sizes, relay
 from fxpipe.passes.graph.functionalise import functionalise
-from fxpipe.passes.graph.localise_sizes import localise_sizes
 from fxpipe.passes.graph.place_devices import PlaceDevices
 from fxpipe.passes.graph.randomness import seed_randomness
-from fxpipe.passes.graph.relay import relay
 from fxpipe.passes.lowering.communicate import communicate
 from fxpipe.passes.lowering.free import free
 from fxpipe.passes.lowering.lower import Lower
 from fxpipe.passes.lowering.streams import Streams
-from fxpipe.passes.partition.assignment import one_stage
-from fxpipe.passes.partition.balance import balance, judge
+from fxpipe.passes.partition.assignment import one_stage, place_like
+from fxpipe.passes.partition.atoms import footprint_of
+from fxpipe.passes.partition.balance import balance, cut_at, judge
 from fxpipe.passes.partition.cut import cut
-from fxpipe.passes.partition.follow import place_like
-from fxpipe.passes.partition.footprint import footprint_of
-from fxpipe.passes.partition.measure import measure
-from fxpipe.passes.partition.measure_leaves import measure_leaves
-from fxpipe.passes.partition.named_cuts import cut_at
+from fxpipe.passes.partition.measure import measure, measure_leaves
 from fxpipe.passes.runner import Pass
-from fxpipe.passes.schedule.add_clip import add_clip
-from fxpipe.passes.schedule.add_recompute import add_recompute
-from fxpipe.passes.schedule.end_with_flush import write_schedule
+from fxpipe.passes.schedule import add_clip, add_recompute, write_schedule
 from fxpipe.passes.tracing.attach_loss import attach_leaf_loss, attach_loss, declare_own_loss
 from fxpipe.passes.tracing.explain import refuse_control_flow, refuse_entries, refuse_values
 from fxpipe.passes.tracing.leaf_calls import call_leaves, record_leaves

@@ -24,7 +24,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fxpipe.errors import TraceError
 from fxpipe.ir.plan import Argument, Write
 from fxpipe.ir.traced import Traced
-from fxpipe.passes.tracing.average_batchnorm import AVERAGED
+from fxpipe.passes.tracing.norms import AVERAGED
 from fxpipe.torchtools.moments import DeferredNorm, gather, measured
 
 aten = torch.ops.aten

@@ -32,7 +32,7 @@ from fxpipe.passes.graph.layouts import lay_gradients
 from fxpipe.passes.graph.lazy_module import lazy_module
 from fxpipe.passes.graph.rewrite import rewrite
 from fxpipe.passes.tracing.explain import at_node, explained
-from fxpipe.passes.tracing.open_instance_norm import open_instance_norms
+from fxpipe.passes.tracing.norms import open_instance_norms
 from fxpipe.torchtools.functions import functions_kept
 
 _ASSERTIONS = frozenset(

@@ -20,7 +20,7 @@ from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
 from fxpipe.kernels.graph import onto
-from fxpipe.passes.differentiate.fuse_accumulation import product_onto
+from fxpipe.passes.differentiate.accumulate import product_onto
 from fxpipe.torchtools.pytrees import pieces
 
 

@@ -24,9 +24,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from fxpipe.ir.traced import Traced
-from fxpipe.passes.tracing.flow import Flow, storage_of, tensors_of
 from fxpipe.passes.tracing.leaf_nests import REST, UnfitLeaf
-from fxpipe.passes.tracing.value_checks import ValueChecks
+from fxpipe.passes.tracing.watching import Flow, ValueChecks, storage_of, tensors_of
 from fxpipe.random.leaf_draws import DrawsWatched
 from fxpipe.torchtools.pytrees import equal, taken_apart
 

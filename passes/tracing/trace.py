@@ -22,8 +22,8 @@ from torch.utils import _pytree as pytree
 
 from fxpipe.errors import TraceError
 from fxpipe.passes.graph.layouts import BatchNormsLaidOut
-from fxpipe.passes.tracing.average_batchnorm import averages_traced
 from fxpipe.passes.tracing.explain import explained
+from fxpipe.passes.tracing.norms import averages_traced
 from fxpipe.torchtools.functions import functions_kept
 from fxpipe.torchtools.pytrees import returning_parts
 

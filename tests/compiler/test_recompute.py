@@ -18,7 +18,7 @@ import fxpipe
 from examples.unet import UNet
 from fxpipe.ir.recipe import RECIPES, find_recipe
 from fxpipe.kernels.recompute import fingerprint
-from fxpipe.passes.schedule.add_recompute import add_recompute
+from fxpipe.passes.schedule import add_recompute
 from tests.helpers.overlapping import ADAMW, compiled, make
 from tests.oracles import loop
 from tests.oracles.delayed_loop import DelayedLoop

@@ -17,7 +17,7 @@ from fxpipe.errors import Fault, InputError
 from fxpipe.ir.recipe import Recipe
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import B, F, U
-from fxpipe.passes.schedule.add_clip import add_clip
+from fxpipe.passes.schedule import add_clip
 from fxpipe.schedules import gpipe, inference, one_f_one_b
 from fxpipe.simulator.costs import Costs
 

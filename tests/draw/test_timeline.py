@@ -13,8 +13,7 @@ from fxpipe.errors import FxpipeError, InputError
 from fxpipe.ir.recipe import RECIPES, Recipe
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import BUILT_IN, B, F, Task, U
-from fxpipe.passes.schedule.add_clip import add_clip
-from fxpipe.passes.schedule.add_recompute import Recompute, add_recompute
+from fxpipe.passes.schedule import Recompute, add_clip, add_recompute
 from fxpipe.schedules import gpipe, inference, one_f_one_b
 from fxpipe.simulator.costs import Costs
 from fxpipe.simulator.simulation import task_of

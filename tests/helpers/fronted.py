@@ -15,8 +15,8 @@ from fxpipe.ir.plan import Plan
 from fxpipe.ir.traced import SEED, Literal, Traced, Value
 from fxpipe.kernels.serial import Ran, run_serially
 from fxpipe.passes.differentiate.differentiate import Differentiate, Wanted
+from fxpipe.passes.graph.fit import localise_sizes
 from fxpipe.passes.graph.functionalise import functionalise
-from fxpipe.passes.graph.localise_sizes import localise_sizes
 from fxpipe.passes.graph.randomness import seed_randomness
 from fxpipe.passes.partition.assignment import Assignment, compute_nodes, owners
 from fxpipe.passes.partition.balance import balance

@@ -27,8 +27,7 @@ from fxpipe.ir.recipe import Recipe as Schedules
 from fxpipe.ir.recipe import find_recipe
 from fxpipe.ir.task import Task
 from fxpipe.ir.traced import Traced
-from fxpipe.passes.partition.assignment import Assignment, compute_nodes
-from fxpipe.passes.partition.follow import place_like
+from fxpipe.passes.partition.assignment import Assignment, compute_nodes, place_like
 from fxpipe.passes.partition.measure import NodeCost
 from fxpipe.passes.partition.options import read_partition
 from fxpipe.passes.runner import Pass

@@ -16,10 +16,16 @@ from examples.unet import UNet
 from fxpipe.ir.plan import Plan, pop, stash
 from fxpipe.ir.traced import Traced, Value
 from fxpipe.ir.value import HOST
-from fxpipe.passes.graph.localise_sizes import localise_sizes
-from fxpipe.passes.partition.assignment import Assignment, compute_nodes, in_order, is_part, owners
+from fxpipe.passes.graph.fit import localise_sizes
+from fxpipe.passes.partition.assignment import (
+    Assignment,
+    compute_nodes,
+    in_order,
+    is_part,
+    owners,
+    place_like,
+)
 from fxpipe.passes.partition.cut import cut
-from fxpipe.passes.partition.follow import place_like
 from tests.helpers.exported import Sliced
 from tests.helpers.fronted import Answer, differentiated, front_end, in_stages, run_plan, whole
 from tests.helpers.tiny import Tiny

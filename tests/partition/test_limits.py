@@ -23,7 +23,7 @@ from fxpipe.ir.recipe import find_recipe
 from fxpipe.passes.partition.options import Partition, arrival_peaks, stash_peaks
 from fxpipe.passes.partition.solver.solve import solve
 from fxpipe.passes.partition.work import Load, Machine, Transfer, Work
-from fxpipe.passes.schedule.add_recompute import add_recompute
+from fxpipe.passes.schedule import add_recompute
 from fxpipe.text.schedule import parse_schedule
 
 Case = tuple[nn.Module, Tensor, Tensor, Any]

@@ -18,8 +18,7 @@ from examples.unet import UNet
 from fxpipe.kernels.graph import GraphKernel
 from fxpipe.passes.differentiate.part_backward import part_backward
 from fxpipe.passes.partition.assignment import compute_nodes
-from fxpipe.passes.partition.measure import NodeCost, Stopwatch, measure
-from fxpipe.passes.partition.measure_leaves import measure_leaves
+from fxpipe.passes.partition.measure import NodeCost, Stopwatch, measure, measure_leaves
 from fxpipe.passes.tracing.symbolic import trace_symbolically
 from fxpipe.torchtools.pytrees import bytes_of
 from fxpipe.torchtools.state import untouched

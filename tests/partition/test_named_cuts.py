@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fxpipe.errors import PartitionError
 from fxpipe.passes.partition.assignment import in_order
-from fxpipe.passes.partition.named_cuts import cut_at
+from fxpipe.passes.partition.balance import cut_at
 from tests.helpers.fronted import front_end
 
 

@@ -18,14 +18,19 @@ from torch.utils._pytree import tree_structure
 from fxpipe.errors import PartitionError
 from fxpipe.ir.plan import Argument, Write
 from fxpipe.ir.traced import Traced, Value
-from fxpipe.passes.graph.localise_sizes import localise_sizes
-from fxpipe.passes.partition.assignment import Assignment, compute_nodes, in_order, owners, readers
+from fxpipe.passes.graph.fit import localise_sizes
+from fxpipe.passes.partition.assignment import (
+    Assignment,
+    compute_nodes,
+    in_order,
+    owners,
+    place_like,
+    readers,
+)
 from fxpipe.passes.partition.atoms import Footprint, atoms_of
-from fxpipe.passes.partition.balance import balance
+from fxpipe.passes.partition.balance import balance, cut_at
 from fxpipe.passes.partition.cut import cut
-from fxpipe.passes.partition.follow import place_like
 from fxpipe.passes.partition.measure import NodeCost
-from fxpipe.passes.partition.named_cuts import cut_at
 from fxpipe.passes.partition.solver.solve import SLACK
 from fxpipe.passes.partition.work import Machine, weigh
 from fxpipe.passes.tracing.symbolic import trace_symbolically

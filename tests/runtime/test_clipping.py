@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe.ir.recipe import RECIPES, find_recipe
-from fxpipe.passes.schedule.add_clip import add_clip
+from fxpipe.passes.schedule import add_clip
 from tests.helpers.overlapping import LOSSES, SGD, compiled, make
 from tests.oracles import loop
 from tests.oracles.delayed_loop import DelayedLoop

@@ -26,7 +26,7 @@ from fxpipe.passes.lowering.free import free
 from fxpipe.passes.lowering.lower import Lower
 from fxpipe.passes.lowering.streams import Streams
 from fxpipe.passes.runner import run
-from fxpipe.passes.schedule.add_clip import add_clip
+from fxpipe.passes.schedule import add_clip
 from fxpipe.runtime import choice
 from fxpipe.runtime.choice import hand_over
 from tests.helpers.overlapping import OPTIMIZERS, compiled

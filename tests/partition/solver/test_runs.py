@@ -15,11 +15,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxpipe.passes.partition.solver.bound import chain_bound, lower_bound
+from fxpipe.passes.partition.solver.bound import chain_bound, lower_bound, sent_apart
 from fxpipe.passes.partition.solver.contract import contractions
 from fxpipe.passes.partition.solver.downsets import downsets, pack
 from fxpipe.passes.partition.solver.lattice import Lattice
-from fxpipe.passes.partition.solver.resend import sent_apart
 from fxpipe.passes.partition.solver.runs import Goal, Runs
 from fxpipe.passes.partition.solver.solve import SLACK, solve
 from fxpipe.passes.partition.work import Machine, Transfer, Work, weigh

@@ -18,7 +18,7 @@ import fxpipe
 from fxpipe.ir.plan import Stage
 from fxpipe.kernels.graph import onto
 from fxpipe.kernels.kernel import Totals
-from fxpipe.passes.differentiate.fuse_accumulation import _fused, product_onto
+from fxpipe.passes.differentiate.accumulate import _fused, product_onto
 from fxpipe.passes.differentiate.part_backward import part_backward
 from tests.helpers.fronted import differentiated, front_end, whole
 from tests.oracles import loop

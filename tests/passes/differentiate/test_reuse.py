@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from fxpipe.passes.differentiate.reuse import reuse
+from fxpipe.passes.differentiate.extract import reuse
 
 aten = torch.ops.aten
 

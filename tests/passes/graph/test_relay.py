@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe.ir.traced import Traced, Value
-from fxpipe.passes.graph.relay import relay
+from fxpipe.passes.graph.fit import relay
 from fxpipe.passes.partition.assignment import Assignment
 from fxpipe.passes.partition.balance import balance
 from fxpipe.passes.partition.measure import NodeCost

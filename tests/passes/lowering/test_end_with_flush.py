@@ -6,7 +6,7 @@ import pytest
 
 from fxpipe.ir.recipe import Recipe
 from fxpipe.ir.schedule import Schedule
-from fxpipe.passes.schedule.end_with_flush import end_with_flush
+from fxpipe.passes.schedule import end_with_flush
 from fxpipe.schedules import one_f_one_b, one_f_one_b_async, pipedream, two_bw
 
 GRID = [(p, m) for p in range(1, 7) for m in range(1, 9)]

@@ -19,7 +19,7 @@ from fxpipe.passes.lowering.free import free
 from fxpipe.passes.lowering.lower import Lower
 from fxpipe.passes.lowering.streams import Streams
 from fxpipe.passes.runner import run
-from fxpipe.passes.schedule.add_clip import add_clip
+from fxpipe.passes.schedule import add_clip
 from fxpipe.runtime.interpreter import HANDLERS
 from fxpipe.schedules import gpipe, one_f_one_b
 from fxpipe.simulator import Sizes, simulate

@@ -1,4 +1,17 @@
-"""Let a BatchNorm that averages over all its batches (``momentum=None``) be traced.
+"""Norms whose running statistics PyTorch hides from a trace, or lets a value decide.
+
+``open_instance_norms`` makes what an InstanceNorm writes to its running statistics explicit.
+
+before:  y = instance_norm(x, w, b, mean, var, True, 0.1, 1e-05, False)
+after:   m = repeat(mean, [n]);  v = repeat(var, [n]);  …
+         z = batch_norm(view(x, [1, n * c, …]), …, m, v, True, 0.1, 1e-05, False)
+         copy_(mean, mean(view(m, [n, c]), 0));  copy_(var, mean(view(v, [n, c]), 0))
+         y = view(z, shape of x)
+
+The operation writes its statistics, but its schema does not say so, so that the writes would be
+lost. It is replaced by its own definition in PyTorch: n samples of c channels as n * c channels.
+
+``averages_traced`` is for a BatchNorm that averages over all its batches (``momentum=None``).
 
 before:  batch_norm(x, w, b, mean, var, True, 1.0 / float(count), eps)       a value decides
 after:   fxpipe.batch_norm(x, w, b, mean, var, True, 1.0 / count, eps)
@@ -8,15 +21,71 @@ Only the weight of a batch differs: a number for ``batch_norm``, a tensor for th
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fxpipe.passes.graph.layouts import lie_alike
+
+aten = torch.ops.aten
+
+
+def open_instance_norms(module: fx.GraphModule) -> None:
+    """Replace every InstanceNorm that updates its statistics.
+
+    Args:
+        module: an exported graph; it is changed.
+    """
+    opened = [
+        node
+        for node in module.graph.nodes
+        if node.target is aten.instance_norm.default and node.args[3] is not None and node.args[5]
+    ]
+    for node in opened:
+        with module.graph.inserting_before(node):
+            node.replace_all_uses_with(_open(module.graph, node))
+        module.graph.erase_node(node)
+    if opened:
+        module.graph.lint()
+        module.recompile()
+
+
+def _open(graph: fx.Graph, norm: fx.Node) -> fx.Node:
+    x, weight, bias, mean, variance, _, momentum, eps, cudnn = norm.args
+
+    def make(target: Any, *args: Any) -> fx.Node:
+        node = graph.call_function(target, args)
+        node.meta.update({k: v for k, v in norm.meta.items() if k != "val"})
+        node.meta["val"] = target(*fx.map_arg(args, lambda n: n.meta["val"]))
+        return node
+
+    assert isinstance(x, fx.Node)
+    with x.meta["val"].fake_mode, torch.no_grad():
+        sizes: list[Any] = [
+            make(aten.sym_size.int, x, dim) if isinstance(size, torch.SymInt) else size
+            for dim, size in enumerate(x.meta["val"].shape)
+        ]
+        n, c, *rest = sizes
+        channels = make(operator.mul, n, c) if isinstance(n, fx.Node) else n * c
+        weight, bias, means, variances = (
+            None if each is None else make(aten.repeat.default, each, [n])
+            for each in (weight, bias, mean, variance)
+        )
+        flat = make(aten.view.default, make(aten.contiguous.default, x), [1, channels, *rest])
+        normed = make(
+            aten.batch_norm.default,
+            *(flat, weight, bias, means, variances, True, momentum, eps, cudnn),
+        )
+        for each, updated in ((mean, means), (variance, variances)):
+            rows = make(aten.view.default, updated, [n, c])
+            make(aten.copy_.default, each, make(aten.mean.dim, rows, [0]))
+        return make(aten.view.default, normed, sizes)
+
 
 _LIBRARY = torch.library.Library("fxpipe", "FRAGMENT")
 _LIBRARY.define(

@@ -1,0 +1,131 @@
+"""Schedule → Schedule: what a pipe's options add.
+
+``add_recompute`` keeps a stage's inputs, and runs its forward again before its backward.
+
+before:  1: F0 F1 B0 F2 B1 B2 U
+after:   1: F0 F1 R0 B0 F2 R1 B1 B2 U          except_last: the last micro-batch is kept
+
+``add_clip`` lets every stage wait for the norms of all before it updates.
+
+before:  0: F0 B2' F1 B3' U' F2 B0 F3 B1         2: F0 B0 F1 B1 F2 B2 F3 B3 U
+after:   0: F0 B2' F1 B3' F2 B0 F3 B1 C' U'      2: F0 B0 F1 B1 F2 B2 F3 B3 C' U'
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Literal
+
+from fxpipe.ir.recipe import Recipe
+from fxpipe.ir.schedule import Schedule
+from fxpipe.ir.task import Task
+
+
+def write_schedule(recipe: Recipe, devices: int, microbatches: int, short: bool) -> Schedule:
+    """A recipe's schedule. Where it is too short to overlap with its delay it ends with a flush.
+
+    Args:
+        recipe: what writes it.
+        devices: how many.
+        microbatches: how many.
+        short: whether that is fewer than a whole batch has.
+
+    Raises:
+        VerificationError: it is wrong.
+    """
+    schedule = recipe(devices, microbatches)
+    if short and schedule.overlaps:
+        needed = schedule.versions().smallest
+        if any(map(operator.lt, schedule.delays, needed)):
+            schedule = end_with_flush(schedule)
+    return schedule.verify()
+
+
+def end_with_flush(schedule: Schedule) -> Schedule:
+    """The same tasks in the order in which one batch alone meets them, its flush included.
+
+    Before, with a delay of 1, which two micro-batches on four devices are too few for::
+
+        0: F0 B1'' U'' F1 B0'
+
+    after, where any delay is enough::
+
+        0: F0 F1 B0 B1 U
+    """
+    rows = tuple(
+        tuple(replace(task, batch=0) for task in sorted(row, key=lambda task: -task.batch))
+        for row in schedule.rows
+    )
+    return replace(schedule, rows=rows)
+
+
+Recompute = Literal["never", "always", "except_last"]
+RecomputeLike = Recompute | Sequence[Recompute] | Mapping[int, Recompute]
+"""The mode of all stages, of each in order, or by its number; who is left out never recomputes."""
+
+
+def add_recompute(schedule: Schedule, recompute: RecomputeLike) -> Schedule:
+    """Schedule → Schedule: a recompute right before each backward that is to have one.
+
+    Args:
+        schedule: one without recomputes of its own; those that it has are left alone.
+        recompute: which stages run their forwards again. With "except_last" that of the last
+            micro-batch does not: on the last stage its backward follows at once.
+    """
+    if "R" in schedule.kinds or not schedule.trains:
+        return schedule
+    modes = _modes(recompute, schedule.stages)
+    rows = (tuple(_row(row, schedule.microbatches, modes)) for row in schedule.rows)
+    return replace(schedule, rows=tuple(rows))
+
+
+def _modes(given: RecomputeLike, stages: int) -> list[Recompute]:
+    """Stage → whether it recomputes."""
+    if isinstance(given, str):
+        return [given] * stages
+    if isinstance(given, Mapping):
+        return [given.get(stage, "never") for stage in range(stages)]
+    return list(given)
+
+
+def _row(row: tuple[Task, ...], microbatches: int, modes: Sequence[Recompute]) -> Iterator[Task]:
+    for task in row:
+        if task.kind in "BI" and task.stage is not None:
+            mode = modes[task.stage]
+            kept = mode == "except_last" and task.microbatch == microbatches - 1
+            if mode != "never" and not kept:
+                yield replace(task, kind="R")
+        yield task
+
+
+def add_clip(schedule: Schedule) -> Schedule:
+    """Schedule → Schedule: a clip before every update.
+
+    With a flush a device clips once it has all its gradients, and updates after that. Where
+    batches overlap a stage that is through early would wait for the others: all stages clip and
+    update at the end of the step in which the last of them has its gradients, so that nobody
+    waits; until then the early ones keep the gradients of two batches.
+    """
+    if "C" in schedule.kinds or "U" not in schedule.kinds:
+        return schedule
+    if not schedule.overlaps:
+        return replace(schedule, rows=tuple(map(_clipped, schedule.rows)))
+    batch = min(task.batch for row in schedule.rows for task in row)
+    late: list[tuple[Task, ...]] = []
+    for device, row in enumerate(schedule.rows):
+        own = [task for task in row if task.kind != "U"]
+        for stage in schedule.held_by(device):
+            own += [Task("C", None, stage, batch), Task("U", None, stage, batch)]
+        late.append(tuple(own))
+    return replace(schedule, rows=tuple(late))
+
+
+def _clipped(row: tuple[Task, ...]) -> tuple[Task, ...]:
+    """A device's tasks with a flush: its updates come after all of its gradients."""
+    complete = 1 + max((at for at, task in enumerate(row) if task.kind in "BW"), default=-1)
+    before = [task for task in row[:complete] if task.kind != "U"]
+    early = [task for task in row[:complete] if task.kind == "U"]
+    clips = [replace(task, kind="C") for task in row if task.kind == "U"]
+    return (*before, *clips, *early, *row[complete:])

@@ -1,1 +1,0 @@
-"""Schedule → Schedule: what a pipe's options add."""
