@@ -359,13 +359,8 @@ def _strides(value: Any) -> tuple[int, ...] | None:
 def callable_graph(
     stage: Stage, incoming: Sequence[Edge], returned: Sequence[str]
 ) -> fx.GraphModule:
-    """A leaf stage's graph with its ``pop`` nodes as inputs and all its values returned.
-
-    Args:
-        stage: a stage with leaf modules.
-        incoming: the edges into it: the order of the inputs.
-        returned: the values to return, in order.
-    """
+    """A leaf stage's graph with its ``pop`` nodes as inputs, in the order of the edges,
+    which returns the values asked for, in order."""
     graph = fx.Graph()
     nodes = {node.name: node for node in stage.graph.graph.nodes}
     copies: dict[fx.Node, fx.Node] = {}

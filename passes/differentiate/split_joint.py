@@ -25,12 +25,7 @@ aten = torch.ops.aten
 
 
 def split_joint(joint: Joint, index: int) -> GraphKernel:
-    """The kernel of a traced stage.
-
-    Args:
-        joint: the traced stage; its graph is changed.
-        index: the stage's number, for the names of the graphs.
-    """
+    """The kernel of a traced stage, whose graph is changed; the index is for names of graphs."""
     graph = joint.graph
     _drop_detach(graph)
     graph.eliminate_dead_code()

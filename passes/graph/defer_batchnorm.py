@@ -38,10 +38,6 @@ _MEAN, _VARIANCE = 3, 4
 def defer_batchnorm(traced: Traced, model: nn.Module) -> Traced:
     """The same graph, in which every BatchNorm that updates its statistics gathers moments instead.
 
-    Args:
-        traced: the graph.
-        model: the model, for its modules' momentum.
-
     Raises:
         TraceError: the model reads the statistics of a BatchNorm in training, or writes them
             otherwise than a BatchNorm does.

@@ -188,10 +188,6 @@ def bonds(traced: Traced, nodes: Sequence[fx.Node]) -> Iterator[list[fx.Node]]:
     - all nodes that read or write a buffer that is written, because the next micro-batch reads
       what this one wrote;
     - all calls of leaf modules that share a parameter or buffer.
-
-    Args:
-        traced: the graph.
-        nodes: what ``in_order`` gives.
     """
     place = {node: index for index, node in enumerate(nodes)}
     constant = _constant(traced)

@@ -84,15 +84,7 @@ def atoms_of(
     *,
     views: bool = True,
 ) -> Atoms:
-    """The atoms of a graph.
-
-    Args:
-        traced: the graph.
-        costs: node → what it costs.
-        footprint: what stays in memory.
-        together: submodules that no cut may part.
-        views: whether views stay with what they show.
-    """
+    """The atoms of a graph. No cut may part ``together``; ``views`` stay with what they show."""
     ordered = in_order(traced)
     bound = [*bonds(traced, ordered), *kept_together(ordered, together)]
     trained = any(cost.backward for cost in costs.values())

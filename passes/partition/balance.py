@@ -131,13 +131,6 @@ def cut_at(
 ) -> Assignment:
     """Cut by names of submodules: a new stage begins at each.
 
-    Args:
-        traced: the graph.
-        stages: how many.
-        at: where stages begin.
-        model: the model, for the names that there are.
-        together: submodules that must not be cut.
-
     Raises:
         PartitionError: a submodule does not exist, computes nothing, runs earlier than the one
             named before it, or is where no cut can be; or their number does not fit the stages.

@@ -143,12 +143,6 @@ def attach_leaf_loss(
 ) -> Traced:
     """The same for a graph with leaf modules, in which the loss becomes a leaf module, too.
 
-    Args:
-        traced: the model's graph.
-        loss_module: the loss.
-        output: the leaves of the model's output on the example.
-        targets: the targets of the example.
-
     Raises:
         InputError: the loss is not a scalar.
     """

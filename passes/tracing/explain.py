@@ -46,13 +46,7 @@ _ENTRIES = frozenset(
 
 
 def explained(model: nn.Module, error: Exception, tracer: str) -> TraceError:
-    """The TraceError that explains an exception of a tracer.
-
-    Args:
-        model: the model.
-        error: the exception.
-        tracer: the tracer that raised it.
-    """
+    """The TraceError that explains an exception of a tracer."""
     if isinstance(error, TraceError):
         return error
     where = source.of_exception(error)

@@ -64,10 +64,6 @@ def loss_terms(traced: Traced, split: Collection[int]) -> tuple[Divisor | None, 
 
     None for a mean over samples, or over anything of which all samples have equally many. A term
     that is the same in all micro-batches, such as a penalty on weights, is left out.
-
-    Args:
-        traced: the graph with its loss.
-        split: the flat inputs that are split into micro-batches.
     """
     loss = next(node for node in traced.graph.nodes if node.name == traced.loss)
     leaves = {name: index for index, name in enumerate(traced.inputs) if name is not None}

@@ -46,13 +46,7 @@ class Calls:
     """
 
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Run a model to record them.
-
-        Args:
-            model: the model; the caller restores its state.
-            args: positional inputs of one micro-batch.
-            kwargs: keyword inputs of one micro-batch.
-        """
+        """Run a model to record them; the caller restores its state."""
         self.names: list[str] = []
         outputs: list[list[tuple[Tensor, int]]] = []
         drawn: list[int] = []
@@ -111,13 +105,7 @@ class Rest(nn.Module):
     """
 
     def __init__(self, model: nn.Module, calls: Calls, count: int) -> None:
-        """Nothing has run yet.
-
-        Args:
-            model: the model.
-            calls: the calls of submodules.
-            count: after how many of them the rest begins.
-        """
+        """The rest begins after so many (``count``) of the calls; nothing has run yet."""
         super().__init__()
         self._names = calls.names[:count]
         self._written = calls.written
@@ -129,14 +117,7 @@ class Rest(nn.Module):
         self._copy = (_Copy(model, self._names),)
 
     def learn(self, model: nn.Module, args: Any, kwargs: Any, outputs: Sequence[Any]) -> None:
-        """Run the rest once, to find which outputs, parameters and buffers it reads and writes.
-
-        Args:
-            model: the model.
-            args: positional inputs of the model.
-            kwargs: keyword inputs of the model.
-            outputs: of the calls before.
-        """
+        """Run the rest once, to find which outputs, parameters and buffers it reads and writes."""
         state = _state(model)
         before = {name: (x._version, x.clone()) for name, x in state.items()}
         with torch.no_grad(), Flow({**dict(enumerate(outputs)), **state}) as flow:
@@ -159,14 +140,7 @@ class Rest(nn.Module):
         ]
 
     def call(self, model: nn.Module, args: Any, kwargs: Any, outputs: Sequence[Any]) -> Any:
-        """What the model returns, by a call of this module.
-
-        Args:
-            model: the model, or one with the same tensors.
-            args: positional inputs of the model.
-            kwargs: keyword inputs of the model.
-            outputs: of the calls before.
-        """
+        """What the model returns, by a call of this module."""
         state = [operator.attrgetter(name)(model) for name in self._state]
         pairs = zip(outputs, self._outputs, strict=True)
         read = [output if unread is None else None for output, unread in pairs]

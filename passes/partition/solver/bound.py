@@ -273,11 +273,6 @@ _ROUNDING = 1 + 1e-9
 def sent_apart(work: Work, machine: Machine, cap: float) -> Work:
     """The same work, in which divisions that take ``cap`` seconds at most cost the same as before;
     but what is sent to several stages is several values, wherever that is sure.
-
-    Args:
-        work: the atoms.
-        machine: the stages.
-        cap: seconds of the slowest stage.
     """
     if all(len(value.readers) == 1 for value in work.transfers):
         return work

@@ -154,13 +154,7 @@ class Search:
     """Branch and bound over chains of downsets, with links, limits and all."""
 
     def __init__(self, work: Work, machine: Machine, sets: list[int]) -> None:
-        """Prepare.
-
-        Args:
-            work: the atoms.
-            machine: the stages.
-            sets: all downsets.
-        """
+        """Prepare."""
         self.work = work
         self.machine = machine
         self.sets = sets

@@ -24,13 +24,7 @@ class Lattice:
     """All downsets of a graph, and the ways through them."""
 
     def __init__(self, work: Work, machine: Machine, sets: Sequence[int]) -> None:
-        """Index the downsets.
-
-        Args:
-            work: the atoms.
-            machine: the stages.
-            sets: all downsets, as bit sets.
-        """
+        """Index the downsets."""
         self.work = work
         self.machine = machine
         digits = torch.tensor(

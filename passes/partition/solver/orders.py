@@ -21,13 +21,7 @@ _LEAST = 1e-12
 
 
 def orders(work: Work, machine: Machine, target: float) -> Iterator[Sequence[int]]:
-    """Some orders, the program's first.
-
-    Args:
-        work: the atoms.
-        machine: the stages.
-        target: seconds of the slowest stage that would be good.
-    """
+    """Some orders, the program's first, for a slowest stage of about ``target`` seconds."""
     yield range(len(work))
     yield branch_by_branch(work)
     yield longest_way_first(work)

@@ -276,13 +276,7 @@ class _Sweep:
 def _span(
     least: Sequence[float], most: Sequence[float], rooms: Sequence[float]
 ) -> list[tuple[int, int]]:
-    """Stage → the first and the last place that it can begin at, by what stages can take.
-
-    Args:
-        least: place → what is before it at least.
-        most: the same at most.
-        rooms: stage → what it can take.
-    """
+    """Stage → the first and the last place that it can begin at, by what stages can take."""
     before = [0.0, *itertools.accumulate(rooms)]
     after = [0.0, *itertools.accumulate(reversed(rooms))][:0:-1]
     return [
