@@ -12,7 +12,7 @@ and 3 times for AmoebaNet-D.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,27 +31,8 @@ _TOLD = ("custom", "stack_trace", "nn_module_stack", "source_fn_stack")
 
 
 class NotRecorded(Exception):
-    """The function does something that ``Recorder`` does not support."""
-
-
-def record(
-    function: Callable[[Recorder, list[Any]], Sequence[Any]], arguments: Sequence[Any]
-) -> fx.Graph:
-    """The graph of a function of fake tensors; call it inside their mode.
-
-    Args:
-        function: given the recorder and the arguments; what it returns is the graph's output.
-        arguments: fake tensors and numbers, each a placeholder.
-
-    Raises:
-        NotRecorded: an operation writes what others may see, has no overload, or reads a tensor
-            that is neither an argument nor made inside.
-    """
-    recorder = Recorder()
-    given = recorder.place(arguments)
-    with recorder:
-        returned = function(recorder, given)
-    return recorder.finish(returned)
+    """An operation writes what others may see, has no overload, or reads a tensor that is neither
+    an argument nor made inside."""
 
 
 def told(node: fx.Node) -> Mapping[str, Any]:
@@ -60,7 +41,7 @@ def told(node: fx.Node) -> Mapping[str, Any]:
 
 
 class Recorder(TorchDispatchMode):
-    """Writes down every operation below autograd.
+    """Writes down every operation below autograd; use it inside the mode of the fake tensors.
 
     Attributes:
         graph: what was recorded.

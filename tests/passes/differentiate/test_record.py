@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
-from fxpipe.passes.differentiate.record import NotRecorded, record
+from fxpipe.passes.differentiate.record import NotRecorded, Recorder
 
 
 def _lines(graph: fx.Graph) -> list[Any]:
@@ -42,7 +42,11 @@ def _recorded(function: Callable[..., Tensor], arguments: list[Tensor]) -> fx.Gr
         y = function(*flat)
         return [y, *torch.autograd.grad(y.sum(), flat)]
 
-    return record(lambda _, flat: both(flat), arguments)
+    recorder = Recorder()
+    given = recorder.place(arguments)
+    with recorder:
+        returned = both(given)
+    return recorder.finish(returned)
 
 
 def _product(x: Tensor, w: Tensor) -> Tensor:
