@@ -198,8 +198,7 @@ def _check_known(what: str, value: Any, known: Sequence[str], *more: str) -> Non
 
 
 def check_overlap(recipe: Recipe, optimizer: Any) -> None:
-    """Raises InputError where a schedule without flush has no optimizer to update with, or there is
-    nothing to predict."""
+    """Raises InputError without an optimizer for overlapping updates, or nothing to predict."""
     delays = recipe.delay if isinstance(recipe.delay, tuple) else (recipe.delay,)
     if recipe.predict and not any(delays):
         raise InputError(
@@ -320,9 +319,8 @@ def read_leaf_modules(leaf_modules: Any, model: nn.Module) -> dict[str, nn.Modul
 def check_optimizer(optimizer: Any) -> None:
     """Raises InputError where the optimizer is no function."""
     if optimizer is not None and not callable(optimizer):
-        text = repr(optimizer)
-        if len(text) >= 60 or "\n" in text:
-            text = f"one {type(optimizer).__name__} object"
+        text, kind = repr(optimizer), type(optimizer).__name__
+        text = f"one {kind} object" if len(text) >= 60 or "\n" in text else text
         raise InputError(
             f"optimizer is {text}; give a function from parameters to a torch optimizer, such as "
             "lambda parameters: torch.optim.AdamW(parameters)"
@@ -337,11 +335,9 @@ def read_recompute(recompute: Any, stages: int) -> RecomputeLike:
     """
     known, modes = get_args(Recompute), [recompute]
     if isinstance(recompute, Mapping):
-        for stage in recompute:
-            if stage not in range(stages):
-                raise InputError(
-                    f"recompute names stage {stage!r}; the stages are 0 to {stages - 1}"
-                )
+        wrong = [stage for stage in recompute if stage not in range(stages)]
+        if wrong:
+            raise InputError(f"recompute names stage {wrong[0]!r}; give 0 to {stages - 1}")
         modes = list(recompute.values())
     elif isinstance(recompute, Sequence) and not isinstance(recompute, str):
         modes = list(recompute)
