@@ -337,7 +337,8 @@ def read_recompute(recompute: Any, stages: int) -> RecomputeLike:
     if isinstance(recompute, Mapping):
         wrong = [stage for stage in recompute if stage not in range(stages)]
         if wrong:
-            raise InputError(f"recompute names stage {wrong[0]!r}; give 0 to {stages - 1}")
+            known_stages = f"the stages are 0 to {stages - 1}"
+            raise InputError(f"recompute names stage {wrong[0]!r}; {known_stages}")
         modes = list(recompute.values())
     elif isinstance(recompute, Sequence) and not isinstance(recompute, str):
         modes = list(recompute)
