@@ -18,6 +18,7 @@ from fxpipe.errors import InputError
 from fxpipe.inspection import Inspected
 from fxpipe.runtime.batch import Intake, MicroBatches
 from fxpipe.runtime.ranks.group import refuse_on_ranks
+from fxpipe.runtime.ranks.message import digest
 from fxpipe.runtime.weights import checkpoint_file, checkpoint_folder
 from fxpipe.runtime.weights.checkpoint import Checkpoint
 from fxpipe.signals import SignalsAtOperations
@@ -385,10 +386,12 @@ class Pipeline(Inspected):
             return self._compiler.compile(micro, purpose, **wanted)
 
     def _described(self, micro: MicroBatches, purpose: Purpose, compiles: bool) -> str:
-        """What must be the same on all ranks for this call."""
+        """What must be the same on all ranks for this call; at the first, also the values."""
         batch = micro.batch
-        shapes = [
-            (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf
+        shown = [
+            f"{tuple(leaf.shape)} {leaf.dtype}" + (f", {digest(leaf)}" if compiles else "")
+            if isinstance(leaf, torch.Tensor)
+            else repr(leaf)
             for leaf in batch.leaves
         ]
         lines = [
@@ -396,6 +399,6 @@ class Pipeline(Inspected):
             f"batch number {self._engine.batches}",
             f"the pipe is in {'training' if self.training else 'evaluation'} mode",
             "it is compiled anew" if compiles else "it is compiled already",
-            *(f"{name}: {shape}" for name, shape in zip(batch.names, shapes, strict=True)),
+            *(f"{name}: {leaf}" for name, leaf in zip(batch.names, shown, strict=True)),
         ]
         return "\n".join(lines)
