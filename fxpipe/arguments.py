@@ -379,7 +379,7 @@ def check_model(model: Any, place: torch.device) -> None:
     if not isinstance(model, nn.Module):
         raise InputError(f"model is {model!r}; give an nn.Module")
     for name, parameter in model.named_parameters():
-        if parameter.device.type not in ("cpu", place.type):
+        if parameter.device.type not in ("cpu", "meta", place.type):
             raise InputError(
                 f"parameter {name!r} is on {parameter.device}; move the model to the CPU first "
                 "(model.cpu())"

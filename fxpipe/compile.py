@@ -42,6 +42,7 @@ from fxpipe.runtime.batch import BatchDims
 from fxpipe.runtime.choice import Choice, Dispatch
 from fxpipe.runtime.devices.cuda import home
 from fxpipe.runtime.weights.optimizer import OptimizerFactory
+from fxpipe.torchtools.meta import bytes_without_data
 
 _compiled: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Pipeline]] = weakref.WeakKeyDictionary()
 
@@ -245,6 +246,7 @@ def compile(
             places=torch_devices if torch_devices[0].type == "cuda" else (),
             verbose=verbose,
             group=group,
+            hollow=bytes_without_data(model, torch_devices[0]),
         )
         given = None if example is None else read_example(example)
         choice = Choice(1 if group.size > 1 else len(places), options.dispatch)

@@ -21,9 +21,11 @@ from fxpipe.runtime.ranks.group import refuse_on_ranks
 from fxpipe.runtime.ranks.message import digest
 from fxpipe.runtime.weights import checkpoint_file, checkpoint_folder
 from fxpipe.runtime.weights.checkpoint import Checkpoint
+from fxpipe.runtime.weights.initial import Initialise, initialise
 from fxpipe.signals import SignalsAtOperations
 from fxpipe.simulator import Simulation
 from fxpipe.simulator.simulate import measured_run
+from fxpipe.torchtools.meta import allocated
 from fxpipe.torchtools.pytrees import together
 from fxpipe.turn import in_turn
 
@@ -45,6 +47,7 @@ class Pipeline(Inspected):
 
     def __init__(self, options: Options, compiler: Compiler, engine: Engine) -> None:
         super().__init__(options, compiler, engine)
+        self._hollow = options.hollow > 0
         self._intake = Intake(
             options.model,
             self.devices[0].type,
@@ -101,6 +104,7 @@ class Pipeline(Inspected):
             compiled = self._ready(
                 micro, "step", updates=self._engine.updates, outputs=return_output
             )
+            self._check_data(compiled)
             micro = self._compiler.weighed(compiled, micro)
             if not all(micro.weights):
                 compiled = compiled.weighted(micro.weights)
@@ -145,9 +149,9 @@ class Pipeline(Inspected):
             differentiable = self.training and torch.is_grad_enabled()
             purpose: Purpose = "call" if differentiable else "infer"
             compiled = self._ready(micro, purpose, input_gradients=differentiable)
+            self._check_data(compiled)
             run = self._engine.call if differentiable else self._engine.infer
             output = run(compiled, micro)
-            self._shown = self._shown or compiled
         return together(output, compiled.traced.out_spec)
 
     @in_turn
@@ -248,9 +252,51 @@ class Pipeline(Inspected):
 
     @in_turn
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """As the model's own. Flushes first; the next batch reads what was loaded."""
+        """As the model's own. Flushes first; the next batch reads what was loaded.
+
+        A rank takes what its own stages have, and passes over the rest, which may be missing. Where
+        the model was built on the meta device, what is loaded gets its memory here.
+        """
         self.flush()
-        return self._model.load_state_dict(state_dict, *args, **kwargs)
+        if self._group.size == 1 and not self._options.hollow:
+            return self._model.load_state_dict(state_dict, *args, **kwargs)
+        used, kept = self._used(), self._model.state_dict(keep_vars=True)
+        others = {
+            name: value
+            for name, value in kept.items()
+            if isinstance(value, torch.Tensor) and id(value) not in used
+        }
+        loaded = [used[id(v)] for name, v in kept.items() if name in state_dict and id(v) in used]
+        with allocated(loaded):
+            return self._model.load_state_dict({**state_dict, **others}, *args, **kwargs)
+
+    @in_turn
+    def reset_parameters(self, function: Initialise | None = None) -> None:
+        """Give parameters and buffers their initial values, as one process would draw them.
+
+        A model that was built on the meta device gets its memory here: a rank allocates what its
+        own stages have. It draws the numbers of all others as well, one tensor at a time, so that
+        the values are the same to the bit for any number of ranks, and go on from the state of
+        torch's generator on rank 0. So they are those of the same model built on the CPU after the
+        same ``torch.manual_seed``, if every module's constructor makes its tensors, then its
+        submodules in the order in which it registers them, and last calls its
+        ``reset_parameters``, as PyTorch's own layers do. What else a constructor draws is not
+        known: ``nn.TransformerEncoder`` copies its first layer, and here each layer draws. Of a
+        tied weight the values of the first module that has it stay.
+
+        Args:
+            function: called with each module, after the modules inside of it, as by
+                ``model.apply``; without it ``reset_parameters`` of each module that has it.
+
+        Raises:
+            InputError: nothing is compiled yet, so that the stages are not known; a function
+                fails; or a tensor without data gets no values. It has no data then, as before.
+        """
+        with self._group.calling("reset_parameters"):
+            self.flush()
+            used = self._used().values()
+            torch.set_rng_state(self._group.share("generator", torch.get_rng_state))
+            initialise(self._model, used, function)
 
     @in_turn
     def checkpoint(self, path: str | os.PathLike[str], *, extra: Any = None) -> None:
@@ -372,8 +418,42 @@ class Pipeline(Inspected):
         return self._intake.take(args, kwargs, target, step=step)
 
     def _go_on_from(self, saved: Checkpoint) -> Any:
-        self._engine.progress.restore(saved, self._shown.plan if self._shown else None)
+        with allocated(self._used().values() if self._options.hollow else ()):
+            self._engine.progress.restore(saved, self._shown.plan if self._shown else None)
         return saved.extra
+
+    def _used(self) -> dict[int, torch.Tensor]:
+        """The parameters and buffers whose values this process needs, by their ids."""
+        model = self._model
+        tensors = {id(x): x for x in (*model.parameters(), *model.buffers())}
+        if self._group.size == 1:
+            return tensors
+        if self._shown is None:
+            raise InputError(
+                "nothing is compiled yet, so that it is not known which stages this rank has; give "
+                "compile(..., example=inputs), or call prepare(inputs) first"
+            )
+        owned = self._owned()
+        return {key: tensor for key, tensor in tensors.items() if key in owned}
+
+    def _check_data(self, compiled: Compiled) -> None:
+        """Raises InputError where a stage of this process has a parameter or buffer without data.
+
+        It passes once for all: no tensor loses its data again.
+        """
+        self._shown = self._shown or compiled
+        used = self._used() if self._hollow else {}
+        model = self._model
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()) if used else ():
+            if id(tensor) in used and tensor.is_meta:
+                kind = "parameter" if isinstance(tensor, torch.nn.Parameter) else "buffer"
+                raise InputError(
+                    f"{kind} {name!r} has no data, as the model was built on the meta device; give "
+                    "the values first: pipe.load(folder), pipe.load_state_dict(...), or "
+                    "pipe.reset_parameters(); a buffer that is in no state dict can be made with "
+                    'data (device="cpu") where the model is built'
+                )
+        self._hollow = False
 
     def _ready(self, micro: MicroBatches, purpose: Purpose, **wanted: bool) -> Compiled:
         """The compiled program for a call; while it is compiled, nothing else runs."""

@@ -208,7 +208,14 @@ class Compiler:
         constants = compiled.traced.constants
 
         def buffer(name: str) -> Tensor:
-            return constants[name] if name in constants else self.options.model.get_buffer(name)
+            found = constants[name] if name in constants else self.options.model.get_buffer(name)
+            if found.is_meta:
+                raise InputError(
+                    f"buffer {name!r} says how losses are weighted, which every rank has to know, "
+                    'and has no data here; make it with data (device="cpu") where the model is '
+                    "built"
+                )
+            return found
 
         weights, wrong = weighed(compiled.terms, micro, buffer)
         if wrong is not None and not self._warned:
@@ -247,9 +254,8 @@ class Compiler:
             traced, plan = self.plans.any_size(graph, compiled.samples)
         except FxpipeError:  # the model refuses zeros, so that there is no other graph
             traced, plan = compiled.traced, compiled.plan
-        state = traced.state_of(self.options.model)
-        with untouched(self.options.model):
-            found = extents(plan, state, compiled.samples)
+        with self.plans.filled(), untouched(self.options.model):
+            found = extents(plan, traced.state_of(self.options.model), compiled.samples)
         return Sizes(
             found,
             self.options.names,

@@ -182,6 +182,11 @@ class Look:
         hold its parameters and buffers as constants."""
         modules = [(f"{path}.{name}" if name else path, m) for name, m in root.named_modules()]
         self._first.update((id(module), where) for where, module in modules)
+        if leaves is not None:  # attributes are known by the names of the tensors that they hold
+            for where, module in modules:
+                for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+                    if tensor is not None:
+                        self._first.setdefault(id(tensor), f"{where}.{name}")
         without = tuple(f"{path}.{leaf}" for leaf in leaves or ())
         for where, module in modules:
             for held in (module._modules, module._parameters, module._buffers):

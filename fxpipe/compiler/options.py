@@ -24,6 +24,9 @@ Place = torch.device | torch.cuda.Stream
 
 Tracer = Literal["export", "symbolic"]
 
+WHOLE = 1 << 26
+"""A model without data may get so many bytes of numbers while it is compiled."""
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Options:
@@ -54,6 +57,8 @@ class Options:
         places: device → its torch.device, for devices with streams; empty for CPU devices.
         verbose: whether passes are printed as they run.
         group: the ranks that run the devices' lists, one each; a group of one runs all.
+        hollow: the bytes of the parameters and buffers that had no data, being on the meta device,
+            when the model was given.
     """
 
     model: nn.Module
@@ -79,6 +84,7 @@ class Options:
     places: tuple[torch.device, ...] = ()
     verbose: bool = False
     group: RankGroup = field(default_factory=RankGroup)
+    hollow: int = 0
 
     @property
     def loss(self) -> Callable[..., Any] | None:
@@ -94,6 +100,11 @@ class Options:
     def placement(self) -> tuple[int, ...]:
         """Stage → the device that runs it, in training steps and in calls."""
         return self.recipe.place(len(self.devices))
+
+    @property
+    def whole(self) -> bool:
+        """Whether this process may hold the whole model while it is compiled."""
+        return self.hollow <= WHOLE
 
     def owns(self, stage: int) -> bool:
         """Whether this process runs a stage, updates its weights and keeps its state."""

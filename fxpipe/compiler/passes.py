@@ -103,7 +103,7 @@ SINGLE = (
 """The first graph of a model → the plan of one stage that can be measured."""
 
 MEASURE = (
-    Pass(measure, "traced, plan, values, state", "costs", when="not under_autograd"),
+    Pass(measure, "traced, plan, values, state, whole", "costs", when="not under_autograd"),
     Pass(measure_leaves, "traced, values", "costs", when="under_autograd"),
 )
 """The same → what each of its nodes costs. Over several ranks, rank 0 alone runs this."""
@@ -140,7 +140,7 @@ PLAN = (
 )
 """A graph → the plan with its kernels."""
 
-CHECK = (Pass(check, "traced, plan, values, state, call, differentiated", ""),)
+CHECK = (Pass(check, "traced, plan, values, state, call, differentiated", "", when="whole"),)
 """The plan computes what the model computes, or it is refused."""
 
 DEVICES = (Pass(PlaceDevices, "plan, device, stage_devices", "plan"),)

@@ -140,6 +140,7 @@ class Placement:
             "owners": {},
             "stage_costs": {},
             "under_autograd": traced.leaves,
+            "whole": self._options.whole,
         }
         with untouched(self._options.model), intra_op_threads(self._options.threads):
             made = run_all(passes.SINGLE, facts)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fxpipe.compiler import passes
 from fxpipe.compiler.front_end import Call, FrontEnd
@@ -19,10 +19,13 @@ from fxpipe.errors import TraceError
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.traced import SEED, Traced, Value, with_dims
+from fxpipe.log import noted
 from fxpipe.passes.differentiate.differentiate import Wanted
 from fxpipe.passes.partition.assignment import Assignment
 from fxpipe.passes.runner import run_all
+from fxpipe.torchtools.meta import standing_in
 from fxpipe.torchtools.state import intra_op_threads, move, on_device, to_device, untouched
+from fxpipe.words import bytes_text
 
 
 @dataclass(frozen=True)
@@ -110,8 +113,9 @@ class Plans:
         """
         places = self.options.places
         if not places:
-            traced, plan = self._plan(call)
-            self._check(call, traced, plan)
+            with self._gathered(call):
+                traced, plan = self._plan(call)
+                self._check(call, traced, plan)
             return traced, plan
         placement = call.schedule.placement
         key = (self._plan_key(call), placement)
@@ -178,14 +182,25 @@ class Plans:
 
     @contextmanager
     def _gathered(self, call: Call) -> Iterator[Call]:
-        """Inside, the model and the call's tensors are on the first of several devices."""
+        """Inside, the model and the call's tensors are on the first of several devices, and all
+        have data."""
         if not self.options.places:
-            yield call
+            with self.filled():
+                yield call
             return
         first = self.options.places[0]
         constants = [c for g in self.graphs.values() for c in g.traced.constants.values()]
         with on_device(self.options.model, constants, first):
             yield replace(call, leaves=to_device(call.leaves, first))
+
+    def filled(self) -> AbstractContextManager[object]:
+        """Inside, numbers stand for the parameters and buffers that have no data here."""
+        options = self.options
+        if not options.hollow:
+            return nullcontext()
+        return standing_in(
+            options.model, lambda x: isinstance(x, nn.Parameter) and not options.whole
+        )
 
     def _plan(self, call: Call) -> tuple[Traced, Plan]:
         graph = self._graph(call)
@@ -233,7 +248,14 @@ class Plans:
             "state": traced.state_of(model),
             "call": run,
             "differentiated": gradients,
+            "whole": self.options.whole,
         }
+        if not self.options.whole:
+            noted(
+                f"the compiled {call.purpose} is not compared with the model, which has "
+                f"{bytes_text(self.options.hollow)} on the meta device; compile a smaller one of "
+                "its kind to check it"
+            )
         with untouched(model), intra_op_threads(self.options.threads):
             try:
                 run_all(passes.CHECK, facts)
@@ -242,7 +264,7 @@ class Plans:
                 raise
             if gradients:
                 with torch.enable_grad():
-                    self.front_end.refuse_hidden(call, made.pop())
+                    self.front_end.refuse_hidden(call, made.pop() if made else run()[0])
         self._checked.add(like)
         self.front_end.guards.settle()  # attributes that this run has set make no new variant
 

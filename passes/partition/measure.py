@@ -27,6 +27,7 @@ from fxpipe.ir.plan import Plan
 from fxpipe.ir.traced import Traced
 from fxpipe.kernels.graph import GraphKernel
 from fxpipe.passes.differentiate.joint import BYTES, ORIGIN
+from fxpipe.torchtools.meta import Scratch
 from fxpipe.torchtools.pytrees import bytes_of
 
 _ROUNDS = 5
@@ -71,6 +72,7 @@ def measure(
     values: Mapping[str, Any],
     state: Mapping[str, Tensor],
     watch: Stopwatch | None = None,
+    whole: bool = True,
 ) -> dict[str, NodeCost]:
     """Time the one stage of a plan, operation by operation.
 
@@ -80,6 +82,8 @@ def measure(
         values: a value for each input, by name.
         state: name in the model → parameter, buffer or constant.
         watch: takes the times; by default the stopwatch for the device of the values.
+        whole: whether all values may be in memory at once. Otherwise an operation gets other
+            values, of the same shapes, in memory that all of them share.
     """
     (stage,) = plan.stages
     kernel = stage.kernel
@@ -90,14 +94,16 @@ def measure(
     ]
     watch = watch or Stopwatch.of(arguments)
     times = _Times()
-    forward = _Timer(kernel.forward_graph, watch, times)
+    scratch = None if whole else Scratch()
+    forward = _Timer(kernel.forward_graph, watch, times, scratch)
     backward, input_grad, weight_grad = (
-        None if graph is None else _Timer(graph, watch, times)
+        None if graph is None else _Timer(graph, watch, times, scratch)
         for graph in (stage.backward, stage.input_grad, stage.weight_grad)
     )
     kept = kernel.outputs + kernel.writes
     trained = zip(stage.parameters, kernel.parameter_gradients, strict=True)
-    totals = [torch.zeros_like(state[argument.target]) for argument, has in trained if has]
+    started = torch.zeros_like if scratch is None else scratch.like
+    totals = [started(state[argument.target]) for argument, has in trained if has]
     with torch.no_grad():
         for _ in range(_ROUNDS):
             flat = forward.run(*arguments)
@@ -197,10 +203,13 @@ class _Times:
 class _Timer(fx.Interpreter):
     """Runs a graph, the first time to warm up, and takes the times of its operations."""
 
-    def __init__(self, module: fx.GraphModule, watch: Stopwatch, times: _Times) -> None:
+    def __init__(
+        self, module: fx.GraphModule, watch: Stopwatch, times: _Times, scratch: Scratch | None
+    ) -> None:
         super().__init__(module, garbage_collect_values=True)
         self._watch = watch
         self._times = times
+        self._scratch = scratch
         self._operations: dict[fx.Node, Operation] = {}
         self._spans: list[tuple[Operation, tuple[Any, Any]]] = []
 
@@ -224,8 +233,14 @@ class _Timer(fx.Interpreter):
             start = self._watch.mark()
             value = n.target(*args, **kwargs)  # type: ignore[operator]
             self._spans.append((operation, (start, self._watch.mark())))
+            return self._kept(value)
+        return self._kept(n.target(*args, **kwargs))  # type: ignore[operator]
+
+    def _kept(self, value: Any) -> Any:
+        """What later operations read instead of a value."""
+        if self._scratch is None:
             return value
-        return n.target(*args, **kwargs)  # type: ignore[operator]
+        return pytree.tree_map_only(Tensor, self._scratch.like, value)
 
     def by_origin(self) -> dict[str, float]:
         """Node of the traced graph → seconds of all operations that were made from it."""

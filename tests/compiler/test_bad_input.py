@@ -19,6 +19,7 @@ from fxpipe import (
     PartitionError,
 )
 from fxpipe.schedules import one_f_one_b
+from fxpipe.torchtools.meta import bytes_without_data
 from tests.helpers.refusals import SGD, X, Y, compiled, refused, stepped
 from tests.helpers.tiny import Snapshot, Tiny
 
@@ -103,8 +104,14 @@ def test_what_is_no_module_is_refused(model: Any) -> None:
 def test_a_model_on_another_device_is_refused() -> None:
     with torch.device("meta"):
         model = Tiny()
-    part = "parameter 'first.0.weight' is on meta; move the model to the CPU first (model.cpu())"
-    refused(InputError, lambda: compiled(model), part)
+    part = "'first.0.weight' is on the meta device, which only pipes over CPU devices take so far"
+    refused(InputError, lambda: bytes_without_data(model, torch.device("cuda:0")), part)
+
+
+def test_a_tensor_without_data_that_is_no_buffer_is_refused() -> None:
+    model = Tiny()
+    vars(model.last)["scale"] = torch.ones(3, device="meta")
+    refused(InputError, lambda: compiled(model), "'scale' of last is a tensor on the meta device")
 
 
 def test_a_model_that_is_compiled_already_is_refused_until_its_pipe_is_closed() -> None:

@@ -1,0 +1,157 @@
+"""Initial values of parameters and buffers, as one process draws them that builds the whole model.
+
+A process draws the numbers of all modules, one after another. What it keeps none of is drawn into
+memory that all such tensors share, so that what it keeps gets the same values.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fxpipe.errors import InputError, told
+from fxpipe.torchtools.meta import allocated, standing_in
+from fxpipe.torchtools.pytrees import memory, pieces
+
+Initialise = Callable[[nn.Module], object]
+"""Gives one module's own parameters and buffers their values."""
+
+
+def initialise(model: nn.Module, own: Iterable[Tensor], function: Initialise | None) -> None:
+    """Give a model's parameters and buffers their initial values, module by module.
+
+    Args:
+        model: the model.
+        own: the parameters and buffers that this process keeps; they get memory if they have none.
+        function: called with every module, after the modules inside of it; by default the
+            module's own ``reset_parameters``, if it has one.
+
+    Raises:
+        InputError: a module's function fails, or one of the tensors gets no value.
+    """
+    with allocated(own) as given, standing_in(model, lambda x: True) as others, torch.no_grad():
+        writes = _Writes({memory(tensor) for tensor in given}, others)
+        drawn: set[Tensor] = set()
+        for name, module in _inside_out(model):
+            reset = _reset_of(module) if function is None else partial(function, module)
+            if reset is None:
+                continue
+            try:
+                with writes, nullcontext() if function else _tied_kept(module, drawn):
+                    reset()
+            except Exception as error:
+                raise InputError(
+                    f"the initial values of {name or 'the model'} cannot be drawn "
+                    f"({told(error).splitlines()[0]}); mend that function, or give another one: "
+                    "reset_parameters(function)"
+                ) from error
+        _check(model, writes.unwritten)
+
+
+def _inside_out(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules with their names, each once, after those inside of it: the order in which their
+    constructors end."""
+    seen: set[nn.Module] = set()
+
+    def visit(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        if module not in seen:
+            seen.add(module)
+            for child, inner in module.named_children():
+                yield from visit(f"{name}.{child}" if name else child, inner)
+            yield name, module
+
+    return visit("", model)
+
+
+def _reset_of(module: nn.Module) -> Callable[[], object] | None:
+    """The method that gives a module its initial values; in some of PyTorch's it is private."""
+    found = (getattr(module, name, None) for name in ("reset_parameters", "_reset_parameters"))
+    return next(filter(callable, found), None)
+
+
+@contextmanager
+def _tied_kept(module: nn.Module, drawn: set[Tensor]) -> Iterator[None]:
+    """Inside, a module has others for the parameters that earlier modules have drawn: where weights
+    are tied, each module had drawn its own, and that of the first is used."""
+    own = [(name, p) for name, p in module._parameters.items() if p is not None]
+    tied = [(name, parameter) for name, parameter in own if parameter in drawn]
+    for name, parameter in tied:
+        setattr(module, name, nn.Parameter(torch.empty_like(parameter), parameter.requires_grad))
+    try:
+        yield
+    finally:
+        for name, parameter in tied:
+            setattr(module, name, parameter)
+        drawn.update(parameter for _, parameter in own)
+
+
+class _Writes(TorchDispatchMode):
+    """Watches the operations inside, and refuses values that come from tensors kept elsewhere.
+
+    Attributes:
+        unwritten: the storages that are kept here and were not written yet.
+    """
+
+    def __init__(self, kept: set[int], others: Iterable[Tensor]) -> None:
+        """Args: kept: the storages that are kept here. others: what stands for other tensors."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.unwritten = {*kept}
+        self._kept = kept
+        self._others: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._note(others)
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        pairs = zip(func._schema.arguments, args, strict=False)
+        written = [x for one, x in pairs if one.is_write and isinstance(x, Tensor)]
+        reads = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        elsewhere = any(memory(tensor) in self._others for tensor in reads)
+        if elsewhere and any(memory(tensor) in self._kept for tensor in written):
+            raise InputError(
+                "it computes values from those of a tensor that another rank keeps; let every "
+                "module draw its own values alone"
+            )
+        made = func(*args, **(kwargs or {}))
+        self.unwritten.difference_update(map(memory, written))
+        if elsewhere:
+            results = pytree.tree_leaves(made)
+            self._note([*written, *(x for x in results if isinstance(x, Tensor))])
+        return made
+
+    def _note(self, tensors: Iterable[Tensor]) -> None:
+        """Remember, as long as they live, that these have not the values of the whole model."""
+        for tensor in tensors:
+            key, storage = memory(tensor), pieces(tensor)[-1].untyped_storage()
+            self._others[key] = weakref.ref(storage, partial(self._forget, key))
+
+    def _forget(self, key: int, reference: Any) -> None:
+        if self._others.get(key) is reference:
+            del self._others[key]
+
+
+def _check(model: nn.Module, unwritten: Collection[int]) -> None:
+    """Raises InputError where parameters or buffers were given no values."""
+    for name, module in model.named_modules():
+        for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is None or memory(tensor) not in unwritten:
+                continue
+            kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
+            raise InputError(
+                f"{kind} {key!r} of {name or 'the model'} gets no value from "
+                f"{type(module).__name__}.reset_parameters; write such a method, or give a "
+                "function that initialises one module: reset_parameters(function); or load the "
+                'values, or make the tensor with data (device="cpu") where the model is built'
+            )
