@@ -178,7 +178,9 @@ class Engine:
         """The bytes of what the stages and their optimizers hold."""
         optimizers = self.progress.optimizers_of(compiled.plan)
         state = self.progress.state_of(compiled.traced)
-        return plan_sizes(compiled.plan, state, optimizers, compiled.schedule)
+        return plan_sizes(
+            compiled.plan, state, optimizers, compiled.schedule, early=self._options.ranks
+        )
 
     def check(self) -> None:
         """Raises InputError where the pipe can run nothing any more."""
@@ -346,7 +348,9 @@ class Engine:
             expected=lambda: predicted_peaks(
                 compiled.plan,
                 compiled.program,
-                plan_sizes(compiled.plan, state, optimizers, compiled.schedule),
+                plan_sizes(
+                    compiled.plan, state, optimizers, compiled.schedule, early=self._options.ranks
+                ),
             ),
         )
 

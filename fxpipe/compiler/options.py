@@ -111,6 +111,11 @@ class Options:
         return self.group.size == 1 or self.placement[stage] == self.group.rank
 
     @property
+    def ranks(self) -> bool:
+        """Whether the devices are those of several ranks."""
+        return self.group.size > 1
+
+    @property
     def names(self) -> tuple[str, ...]:
         """Device → what messages call it."""
         return tuple(

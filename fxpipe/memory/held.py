@@ -46,6 +46,8 @@ def plan_sizes(
     state: Mapping[str, Tensor],
     optimizers: Sequence[Optimizer | None],
     schedule: Schedule,
+    *,
+    early: bool = False,
 ) -> Sizes:
     """The bytes of everything that the stages of a differentiated plan hold, with the state of
     their optimizers after a step.
@@ -59,6 +61,7 @@ def plan_sizes(
         optimizers: stage → its optimizer.
         schedule: the schedule; where its batches overlap, updates keep more so that they can be
             undone.
+        early: whether devices read values as soon as these arrive, as ranks do.
     """
     kept = {
         stage.index: GraphMemory(plan, stage, stage.kernel)
@@ -77,6 +80,7 @@ def plan_sizes(
     }
     return Sizes(
         {name: spec.bytes for name, spec in plan.specs.items()},
+        early=early,
         saved={index: each.saved.bytes for index, each in kept.items()},
         deferred={index: each.deferred.bytes for index, each in kept.items()},
         state=written,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -317,8 +317,8 @@ def memory_over_time(simulation: Simulation, sizes: Sizes) -> tuple[Memory, ...]
 
     While a graph runs whose workspace is known, memory is what its nodes hold at their worst. What
     another instruction makes counts from its start, and what it uses up until its end; a value
-    that arrives counts from its receive. One piece of memory that several buffers hold counts
-    once, until the last of them is gone.
+    that arrives counts from its receive, or, with ``sizes.early``, from its arrival. One piece of
+    memory that several buffers hold counts once, until the last of them is gone.
     """
     everywhere, program = _updated(simulation), simulation.program
     computed = (x for own in program.lists for x in own if isinstance(x, ins.Compute))
@@ -339,17 +339,38 @@ def _updated(simulation: Simulation) -> dict[int, float]:
     return found
 
 
+def _early(simulation: Simulation, holding: Holding) -> list[tuple[float, int, int]]:
+    """For each value that is read as it arrives: when that is, at which position the device
+    receives it, and its bytes."""
+    if not holding.sizes.early:
+        return []
+    own, sizes = simulation.program.lists[holding.device], holding.sizes.values
+    received = {x.buffer: at for at, x in enumerate(own) if isinstance(x, ins.Receive | ins.Pop)}
+    return sorted(
+        (transfer.end, received[buffer], sizes.get(buffer.value, 0))
+        for buffer, transfer in simulation.events.transfers.items()
+        if transfer.target == holding.device and buffer in received
+    )
+
+
 def _memory(simulation: Simulation, holding: Holding, everywhere: Mapping[int, float]) -> Memory:
     starts = simulation.events.starts[holding.device]
     resting = holding.bytes
     levels: list[int] = []
+    early = deque(_early(simulation, holding))
+    waiting: dict[int, int] = {}
     peak, parts = -1, dict(holding.parts)
     for position, start in enumerate(starts):
         holding.reach(start, everywhere)
-        level = holding.run(position)
-        levels.append(level)
-        if level > peak:
-            peak, parts = level, holding.parts_of(level)
+        while early and early[0][0] <= start:
+            _, received, size = early.popleft()
+            waiting[received] = size
+        waiting = {received: size for received, size in waiting.items() if received > position}
+        level, beside = holding.run(position), sum(waiting.values())
+        levels.append(level + beside)
+        if level + beside > peak:
+            peak, parts = level + beside, holding.parts_of(level)
+            parts["values"] += beside
         holding.finish(position)
     if not levels:
         return Memory(resting, 0, 0, (), resting, parts)

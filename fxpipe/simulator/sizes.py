@@ -124,6 +124,8 @@ class Sizes:
         runs: letter of a task and stage → what its graph adds while it runs; where it is missing,
             all that it makes counts from its start, and what it uses up until its end.
         adding: the same for a task that adds to sums of gradients that are there already.
+        early: whether a value is read as soon as it arrives, and so is in memory before its
+            receive, as on ranks.
         unknown: stages of which it is not known what they save.
     """
 
@@ -145,4 +147,5 @@ class Sizes:
     laid_out: Mapping[tuple[int, str, bool], int] = field(default_factory=dict)
     runs: Mapping[tuple[str, int], Workspace] = field(default_factory=dict)
     adding: Mapping[tuple[str, int], Workspace] = field(default_factory=dict)
+    early: bool = False
     unknown: frozenset[int] = frozenset()

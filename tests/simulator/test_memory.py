@@ -46,8 +46,15 @@ def kept_by_replay(simulation: Simulation, sizes: Sizes, device: int) -> list[in
         elif b.kind != "state":
             yield place(b.value, b.source, b.target, b), sizes.values[b.value]
 
+    def waiting(at: int) -> int:
+        """Bytes that have arrived and are received later."""
+        now, ways = simulation.events.starts[device][at], simulation.events.transfers
+        here = [b for b in made if b in ways and ways[b].target == device and made[b] > at]
+        return sum(sizes.values[b.value] for b in here if ways[b].end <= now)
+
     return [
         sum(dict(p for b in made if made[b] <= at <= gone[b] for p in pieces(b)).values())
+        + (waiting(at) if sizes.early else 0)
         for at in range(len(list_))
     ]
 
@@ -69,6 +76,7 @@ def test_memory_is_what_a_replay_counts(program: Program, data: st.DataObject) -
             s: frozenset(data.draw(st.lists(st.sampled_from(near[s]))) if near[s] else ())
             for s in stages
         },
+        early=data.draw(st.booleans()),
     )
     found = simulate(program, sizes=sizes, steps=2)
     for device, memory in enumerate(found.memory):
