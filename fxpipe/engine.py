@@ -26,9 +26,11 @@ from fxpipe.runtime.host import BatchHost, PendingLoss, draw_seed, next_seed
 from fxpipe.runtime.interpreter import Job
 from fxpipe.runtime.overlapping import OverlappingRun
 from fxpipe.runtime.ranks.channels import RankBackend
+from fxpipe.runtime.ranks.clocks import ahead
 from fxpipe.runtime.run import FlushedRun, Run
 from fxpipe.runtime.weights.clipping import Clipping
 from fxpipe.runtime.weights.live import LiveWeights, Weights
+from fxpipe.runtime.weights.optimizer import make_optimizer
 from fxpipe.runtime.weights.progress import Progress
 from fxpipe.simulator.sizes import Sizes
 from fxpipe.turn import Turn, in_turn
@@ -159,7 +161,7 @@ class Engine:
 
         Yields:
             A list that is filled at the end of the block: device → start and end of its
-            instructions, in nanoseconds.
+            instructions, in nanoseconds of the first rank's clock.
         """
         self.flush()
         taken = self._times = [[] for _ in range(devices)]
@@ -170,16 +172,31 @@ class Engine:
         finally:
             self._times = []
         own = [self._backend.nanoseconds(device, each) for device, each in enumerate(taken)]
-        ranks = self._options.group.exchange("times", own)
-        times += ([t for each in ranks for t in each[device]] for device in range(devices))
+        clocks = ahead(self._options.group)
+        ranks = [*zip(clocks, self._options.group.exchange("times", own), strict=True)]
+        times += ([t - more for more, its in ranks for t in its[d]] for d in range(devices))
 
     @in_turn
     def held(self, compiled: Compiled) -> Sizes:
-        """The bytes of what the stages and their optimizers hold."""
-        optimizers = self.progress.optimizers_of(compiled.plan)
+        """The bytes of what the stages and their optimizers hold, on all ranks.
+
+        The optimizers of other ranks' stages are made once more for that, and never step.
+        """
+        plan, factory = compiled.plan, self._options.optimizer
         state = self.progress.state_of(compiled.traced)
+        optimizers = [*self.progress.optimizers_of(plan)]
+        elsewhere = {s.index for s in plan.stages if not self._options.owns(s.index)}
+        for stage in elsewhere:
+            parameters: list[Any] = [state[a.target] for a in plan.stages[stage].parameters]
+            if factory is not None and parameters:
+                optimizers[stage] = make_optimizer(factory, parameters)
         return plan_sizes(
-            compiled.plan, state, optimizers, compiled.schedule, early=self._options.ranks
+            plan,
+            state,
+            optimizers,
+            compiled.schedule,
+            early=self._options.ranks,
+            elsewhere=elsewhere,
         )
 
     def check(self) -> None:
@@ -207,6 +224,7 @@ class Engine:
             self._overlapping = None
             if not run.failed:
                 run.drain()
+                self.stashed = run.peak_kept
                 if self._clipping is not None:
                     self._clipping.settle(run.count)
 

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from rich.table import Table
 from torch import nn
 from torch.optim import Optimizer
@@ -111,7 +110,8 @@ class Inspected(nn.Module):
     @property
     def stashed(self) -> Mapping[int, int]:
         """Stage → the most micro-batches that it kept for backward at once, as counted in the
-        last training step."""
+        last training step. Where batches overlap, it is that of all of them since the last flush,
+        and over several ranks it has the stages of the others after a flush only."""
         return dict(self._engine.stashed)
 
     @property
@@ -128,7 +128,8 @@ class Inspected(nn.Module):
     @property
     def weight_versions(self) -> list[int]:
         """Stage → how many versions of its weights are alive. Empty where batches do not overlap,
-        which needs one version only, and before the first step."""
+        which needs one version only, and before the first step. Over several ranks, 0 for the
+        stages of the others."""
         return self._engine.progress.weight_versions
 
     @property
@@ -140,7 +141,7 @@ class Inspected(nn.Module):
     @in_turn
     def optimizers(self) -> tuple[Optimizer | None, ...]:
         """Stage → its optimizer, for learning-rate schedulers; None for a stage without
-        parameters. The first step or ``example`` makes them.
+        parameters, and for the stages of other ranks. The first step or ``example`` makes them.
 
         Raises:
             InputError: the pipe has no optimizer, or nothing is compiled yet.
@@ -153,7 +154,8 @@ class Inspected(nn.Module):
         """The table of stages."""
         shown, verdict = self._shown, self._compiler.verdict
         memory = () if shown is None else peak_texts(self.simulate())
-        table = _stage_table(self._model, shown, self.devices, verdict, memory)
+        places = self._group.places or [*map(str, self.devices)]
+        table = _stage_table(self._model, shown, places, verdict, memory)
         if shown is None or shown.traced.leaves:
             return table
         return "\n".join([table, *self.sizes.verdict()])
@@ -178,7 +180,9 @@ class Inspected(nn.Module):
         ``memory`` has the peak of each device in bytes, as the table shows it, and its parts: what
         is always allocated, by storage, and what the nodes of the running graph hold. It counts
         neither the scratch memory of operations nor what stages with leaf modules save. Gradients
-        that ``.grad`` holds now are counted in addition to the step's own.
+        that ``.grad`` holds now are counted in addition to the step's own. Over several ranks each
+        of them predicts the same for all, without asking the others: gradients are where this one
+        has some, and ``optimizer`` is called for the stages of the others, too, for their memory.
 
         Raises:
             InputError: nothing is compiled or measured yet, or an argument does not fit.
@@ -198,12 +202,13 @@ class Inspected(nn.Module):
 def _stage_table(
     model: nn.Module,
     compiled: Compiled | None,
-    devices: Sequence[torch.device],
+    places: Sequence[str],
     verdict: Verdict | None,
     memory: Sequence[str],
 ) -> str:
-    """The stages, and how well they are balanced, as text; ``memory`` has the devices' peaks."""
-    title = f"fxpipe.Pipeline of {type(model).__name__} over {len(devices)} devices"
+    """The stages, and how well they are balanced, as text; ``places`` says where the devices are,
+    and ``memory`` has their peaks."""
+    title = f"fxpipe.Pipeline of {type(model).__name__} over {len(places)} devices"
     if compiled is None:
         return f"{title}: not compiled yet; the first call traces it"
     plan, schedule = compiled.plan, compiled.schedule
@@ -222,7 +227,7 @@ def _stage_table(
         device = schedule.placement[stage.index]
         table.add_row(
             str(stage.index),
-            f"{device} ({devices[device]})",
+            f"{device} ({places[device]})",
             _modules(stage),
             f"{sum(counts[argument.target] for argument in stage.parameters):,}",
             _milliseconds(stage, "forward"),

@@ -48,6 +48,7 @@ def plan_sizes(
     schedule: Schedule,
     *,
     early: bool = False,
+    elsewhere: Collection[int] = (),
 ) -> Sizes:
     """The bytes of everything that the stages of a differentiated plan hold, with the state of
     their optimizers after a step.
@@ -62,6 +63,7 @@ def plan_sizes(
         schedule: the schedule; where its batches overlap, updates keep more so that they can be
             undone.
         early: whether devices read values as soon as these arrive, as ranks do.
+        elsewhere: stages of other processes: they have gradients if those of this one have.
     """
     kept = {
         stage.index: GraphMemory(plan, stage, stage.kernel)
@@ -78,6 +80,8 @@ def plan_sizes(
     gradients = {
         index: _bytes(x.grad for x in own if x.grad is not None) for index, own in trained.items()
     }
+    if any(gradients.values()):
+        gradients |= {index: _bytes(trained[index]) for index in elsewhere}
     return Sizes(
         {name: spec.bytes for name, spec in plan.specs.items()},
         early=early,

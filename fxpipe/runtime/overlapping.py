@@ -103,7 +103,7 @@ class OverlappingRun(Run[VersionedWeights]):
                 self._submit(step)
             self._wait(signals, lambda: self.running == 0)
             self._ask(self._backend.end)
-            self._backend.settle(None)
+            self._settle()
             self._commit(self.count - 1)
             self._weights.trim()
             for machine in self.machines:

@@ -45,6 +45,7 @@ class RankGroup:
         rank: the number of this one.
         size: how many there are.
         names: rank → what messages call it.
+        places: rank → its number and host, for a table; empty for a group of one.
         threads: intra-op threads of this one's device; 0 for a group of one.
         call: how many calls were begun; all ranks count alike, so that the number tells which of
             their calls belong together.
@@ -54,6 +55,7 @@ class RankGroup:
         """Connect the ranks that have met; without them, this process is the only rank."""
         self.rank = 0 if met is None else met.rank
         self.names = ("this process",) if met is None else met.names
+        self.places = () if met is None else met.places
         self.size = len(self.names)
         self.call = 0
         self.threads = 0 if met is None else met.threads

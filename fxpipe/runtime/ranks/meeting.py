@@ -33,6 +33,7 @@ class Met(NamedTuple):
     Attributes:
         rank: this one's number in the pipe.
         names: rank → what messages call it, ``rank 1 (host, process 4711)``.
+        places: rank → the same for a table, ``rank 1, host``.
         sockets: other rank → a connection to it.
         threads: intra-op threads of this rank's device: its share of the host's, or what
             OMP_NUM_THREADS says.
@@ -41,6 +42,7 @@ class Met(NamedTuple):
 
     rank: int
     names: tuple[str, ...]
+    places: tuple[str, ...]
     sockets: dict[int, socket.socket]
     threads: int
     timeout: float
@@ -100,7 +102,8 @@ def meet(mesh: DeviceMesh) -> Met:
         listener.close()
     beside = sum(each.host == card.host and each.network == card.network for each in cards)
     share = 1 if "OMP_NUM_THREADS" in os.environ else beside
-    return Met(rank, names, sockets, max(1, torch.get_num_threads() // share), timeout)
+    places = tuple(f"rank {each.global_rank}, {each.host}" for each in cards)
+    return Met(rank, names, places, sockets, max(1, torch.get_num_threads() // share), timeout)
 
 
 def _connected(

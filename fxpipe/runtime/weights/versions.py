@@ -107,7 +107,7 @@ class VersionedWeights(Weights):
     def versions(self) -> list[int]:
         """Stage → how many versions are alive now. It waits for a running update."""
         with self._no_update():
-            return [len(stage.live) + len(stage.predicted) for stage in self._stages]
+            return [len(own) for own in self._alive()]
 
     @property
     def most_versions(self) -> list[int]:
@@ -119,11 +119,18 @@ class VersionedWeights(Weights):
         """Stage → the bytes of all its versions; shared memory counts once. It waits for a running
         update."""
         with self._no_update():
-            held = [(*s.live.values(), *s.predicted.values()) for s in self._stages]
             storages = [
-                [t.untyped_storage() for own in each for t in own.values()] for each in held
+                [t.untyped_storage() for own in each for t in own.values()]
+                for each in self._alive()
             ]
         return [sum({s.data_ptr(): s.nbytes() for s in own}.values()) for own in storages]
+
+    def _alive(self) -> list[list[Buffers]]:
+        """Stage → its versions, none of a stage of another process."""
+        return [
+            [*stage.live.values(), *stage.predicted.values()] if stage in self._own else []
+            for stage in self._stages
+        ]
 
     @contextmanager
     def _no_update(self) -> Iterator[None]:
@@ -156,8 +163,8 @@ class VersionedWeights(Weights):
 
     @property
     def changed(self) -> bool:
-        """Whether a parameter was changed since the last batch."""
-        return any(stage.changed() for stage in self._stages)
+        """Whether a parameter of this process was changed since the last batch."""
+        return any(stage.changed() for stage in self._own)
 
     def history(self) -> History:
         """The versions for a checkpoint; no batch may be in flight."""

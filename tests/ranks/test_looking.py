@@ -1,0 +1,127 @@
+"""What a pipe shows of itself on a rank: all ranks where it can, and the same on each."""
+
+from __future__ import annotations
+
+import socket
+import time
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import fxpipe
+from tests.helpers.ranks import DeviceMesh, on_ranks
+
+HOUR = 3600 * 10**9
+CLOCKS = [f"fxpipe.runtime.{module}.perf_counter_ns" for module in ("interpreter", "ranks.clocks")]
+
+
+def batch() -> torch.Tensor:
+    return torch.ones(8, 16)
+
+
+def pipe_of(devices: DeviceMesh | int, **options: Any) -> fxpipe.Pipeline:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16))
+    defaults: dict[str, Any] = {
+        "partition": ["2"],
+        "microbatches": 4,
+        "loss": F.mse_loss,
+        "optimizer": torch.optim.AdamW,
+        "example": ((batch(),), {"target": batch()}),
+    }
+    return fxpipe.compile(model, devices, **{**defaults, **options})
+
+
+def shown(devices: DeviceMesh | int, **options: Any) -> dict[str, Any]:
+    """What there is to see after two steps and a profile, as plain values."""
+    with pipe_of(devices, **options) as pipe:
+        before = [each.peak for each in pipe.simulate().memory]
+        for _ in range(2):
+            pipe.step(batch(), target=batch())
+        measured = pipe.profile(batch(), target=batch())  # flushes at its end
+        predicted = pipe.simulate({"F": 1, "B": 2, "U": 1})
+        found: dict[str, Any] = {
+            "before": before,
+            "versions": pipe.weight_versions,
+            "bytes": pipe.weight_bytes,
+            "table": repr(pipe),
+            "held": [(each.peak, each.resting) for each in predicted.memory],
+            "makespan": predicted.makespan,
+            "stashed": dict(sorted(pipe.stashed.items())),
+            "measured": str(measured),
+            "spans": [str(each) for each in measured.spans],
+            "seconds": float(measured.makespan),
+        }
+        if pipe._engine.updates:
+            found["optimizers"] = [each is not None for each in pipe.optimizers]
+    return found
+
+
+def shown_late(mesh: DeviceMesh) -> dict[str, Any]:
+    """The same, where the clock of the second rank is an hour ahead."""
+    if mesh.get_local_rank() == 0:
+        return shown(mesh)
+    early, late = (patch(clock, lambda: time.perf_counter_ns() + HOUR) for clock in CLOCKS)
+    with early, late:
+        return shown(mesh)
+
+
+def several(devices: DeviceMesh | int) -> dict[str, dict[str, Any]]:
+    return {
+        "flushed": shown(devices),
+        "overlapping": shown(devices, schedule="2bw"),
+        "gradients": shown(devices, optimizer=None),
+    }
+
+
+@pytest.fixture(scope="module")
+def found() -> tuple[list[dict[str, dict[str, Any]]], dict[str, dict[str, Any]]]:
+    return on_ranks(2, several), several(2)
+
+
+KINDS = pytest.mark.parametrize("kind", ["flushed", "overlapping", "gradients"])
+Found = tuple[list[dict[str, dict[str, Any]]], dict[str, dict[str, Any]]]
+
+
+@KINDS
+def test_every_rank_predicts_what_one_process_predicts(found: Found, kind: str) -> None:
+    ranks, alone = found
+    for rank in ranks:
+        for key in ("before", "held", "makespan", "stashed"):
+            assert rank[kind][key] == alone[kind][key], key
+
+
+@KINDS
+def test_a_profile_is_one_timeline_on_every_rank(found: Found, kind: str) -> None:
+    first, second = (rank[kind] for rank in found[0])
+    assert first["spans"] == second["spans"]
+    assert first["measured"] == second["measured"]
+    assert len(first["spans"]) == len(found[1][kind]["spans"])
+
+
+def test_the_table_names_ranks_and_their_host_and_is_the_same_on_all(found: Found) -> None:
+    first, second = (rank["flushed"]["table"] for rank in found[0])
+    assert first == second
+    assert f"│ 0 (rank 0, {socket.gethostname()}) │" in first
+    assert f"│ 1 (rank 1, {socket.gethostname()}) │" in first
+    assert "(cpu)" not in first
+
+
+def test_a_rank_has_the_optimizers_of_its_own_stages(found: Found) -> None:
+    assert [rank["flushed"]["optimizers"] for rank in found[0]] == [[True, False], [False, True]]
+
+
+def test_a_rank_counts_the_versions_that_it_has(found: Found) -> None:
+    alone = found[1]["overlapping"]
+    for key in ("versions", "bytes"):
+        first, second = alone[key]
+        assert [rank["overlapping"][key] for rank in found[0]] == [[first, 0], [0, second]]
+
+
+def test_clocks_that_differ_are_brought_together() -> None:
+    for rank in on_ranks(2, shown_late):
+        assert rank["seconds"] < HOUR / 10**9 / 2
