@@ -42,10 +42,12 @@ def shown(devices: DeviceMesh | int, **options: Any) -> dict[str, Any]:
         before = [each.peak for each in pipe.simulate().memory]
         for _ in range(2):
             pipe.step(batch(), target=batch())
+        early = pipe.weight_versions
         measured = pipe.profile(batch(), target=batch())  # flushes at its end
         predicted = pipe.simulate({"F": 1, "B": 2, "U": 1})
         found: dict[str, Any] = {
             "before": before,
+            "early": early,
             "versions": pipe.weight_versions,
             "bytes": pipe.weight_bytes,
             "table": repr(pipe),
@@ -120,6 +122,8 @@ def test_a_rank_counts_the_versions_that_it_has(found: Found) -> None:
     for key in ("versions", "bytes"):
         first, second = alone[key]
         assert [rank["overlapping"][key] for rank in found[0]] == [[first, 0], [0, second]]
+    early = [rank["overlapping"]["early"] for rank in found[0]]  # batches are in flight
+    assert [early[0][1], early[1][0]] == [0, 0]
 
 
 def test_clocks_that_differ_are_brought_together() -> None:
