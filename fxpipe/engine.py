@@ -337,8 +337,8 @@ class Engine:
             self.flush()
         if self._overlapping is None or self._overlapping.failed:
             state = self.progress.state_of(compiled.traced)
-            versions = self.progress.versions_of(compiled.plan, compiled.schedule)
-            changed = any(self._options.group.exchange("changes", versions.changed))
+            changed = any(self._options.group.exchange("changes", self.progress.changed))
+            versions = self.progress.versions_of(compiled.plan, compiled.schedule, changed=changed)
             versions.open(compiled.plan.stages, state, compiled.traced.deferred, changed=changed)
             self._overlapping = self._run(
                 OverlappingRun, compiled, versions, state, optimizers, versions.slowest

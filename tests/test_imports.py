@@ -46,6 +46,7 @@ LAYERS = {
         "fxpipe.engine",
         "fxpipe.inspection",
         "fxpipe.pipeline",
+        "fxpipe.saving",
         "fxpipe.turn",
     ),
 }

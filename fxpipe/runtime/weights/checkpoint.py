@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import reprlib
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fxpipe.errors import CheckpointError
 from fxpipe.runtime.weights.optimizer_state import GroupState, OptimizerState, ParameterState
-from fxpipe.runtime.weights.stage_weights import History
+from fxpipe.runtime.weights.stage_weights import History, Versions
 from fxpipe.torchtools.pytrees import SPARSE, pieces
 
 _DEEPEST = 100
@@ -47,6 +47,27 @@ class Checkpoint:
     random: Tensor
     device_random: Mapping[str, Tensor] = field(default_factory=dict)
     extra: Any = None
+
+    def part(self, names: Collection[str]) -> Checkpoint:
+        """The same with these parameters and buffers alone, and what is kept for them."""
+
+        def chosen(values: Mapping[str, Any]) -> dict[str, Any]:
+            return {name: value for name, value in values.items() if name in names}
+
+        def versions(values: Versions) -> Versions:
+            return {version: chosen(tensors) for version, tensors in values.items()}
+
+        own, optimizer = self.history, self.optimizer
+        if optimizer is not None:
+            optimizer = replace(optimizer, parameters=chosen(optimizer.parameters))
+        return replace(
+            self,
+            parameters=chosen(self.parameters),
+            buffers=chosen(self.buffers),
+            gradients=chosen(self.gradients),
+            history=replace(own, older=versions(own.older), predicted=versions(own.predicted)),
+            optimizer=optimizer,
+        )
 
 
 EVERYTHING = tuple(part.name for part in fields(Checkpoint))

@@ -10,6 +10,7 @@ the tensors and has their checksums.
     older, predicted         version → name → value
     random, device_random    states of generators
     groups, extra            tensors among the optimizers' settings and the user's own values
+    sparse                   indices and values of sparse tensors
     fxpipe                   number of the process → its JSON (header), and that one's checksum
 """
 
@@ -145,8 +146,10 @@ class _Tensors:
     def _place(self, path: tuple[str, ...]) -> tuple[str, ...]:
         """Where a tensor is in the folder, from where it is in the checkpoint."""
         match path:
-            case ("parameters" | "buffers", name, *inner) if name in self._state:
-                return "model", "/".join((name, *inner))
+            case ("parameters" | "buffers", name) if name in self._state:
+                return "model", name
+            case ("parameters" | "buffers" | "gradients", _, *inner) if inner:
+                return "sparse", "/".join(path)
             case ("optimizer", "parameters", name, "state", *inner):
                 return "optimizer", name, "/".join(inner)
             case ("optimizer", "groups", *inner):
@@ -156,6 +159,12 @@ class _Tensors:
             case (kind, *inner) if inner:
                 return kind, "/".join(inner)
         return path
+
+
+def exists(path: Path) -> bool:
+    """Whether there is anything that a checkpoint could be read from."""
+    folder = standing(path)
+    return any(folder.iterdir()) if folder.is_dir() else folder.exists()
 
 
 def read(path: Path, own: Collection[str] | None = None) -> Checkpoint:

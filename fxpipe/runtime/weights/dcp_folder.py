@@ -73,19 +73,25 @@ class Writer(FileSystemWriter):
 
         Args:
             parts: what ``write`` has returned in each process.
+
+        Raises:
+            OSError: a file is missing, or cannot be written.
         """
-        found = [_Unpickler(BytesIO(part.numpy().tobytes())).load() for part in parts]
         whole = Metadata({}, planner_data={})
-        for each in found:
-            whole.state_dict_metadata |= each.state_dict_metadata
-            whole.planner_data |= each.planner_data
-        self.finish(
-            whole,
-            [
-                [WriteResult(index, 0, place) for index, place in e.storage_data.items()]
-                for e in found
-            ],
-        )
+        results: list[WriteResult] = []
+        for part in parts:
+            found: Metadata = _Unpickler(BytesIO(part.numpy().tobytes())).load()
+            whole.state_dict_metadata |= found.state_dict_metadata
+            whole.planner_data |= found.planner_data
+            for index, place in found.storage_data.items():
+                results.append(WriteResult(index, 0, place))
+        for name in {each.storage_data.relative_path for each in results}:
+            if not (Path(self.path) / name).exists():
+                raise OSError(
+                    f"the file {name!r} of another process is not there; give a folder that all "
+                    "of them reach under the same path"
+                )
+        self.finish(whole, [results])
 
     def storage_meta(self) -> StorageMeta | None:
         """None, as it would have a path, which another version of Python may be unable to read."""

@@ -62,6 +62,7 @@ class Progress:
         self._offered: dict[int, nn.Parameter] = {}
         self._history: History | None = None
         self._restored: Mapping[str, tuple[int, int]] = {}
+        self._others: set[str] = set()
 
     @property
     def trained(self) -> int:
@@ -96,7 +97,7 @@ class Progress:
         if self.optimizers is None:
             made = self._make(plan)
             if self._saved is not None and self._saved.parameters:
-                Restoring(self._saved, made, self._names()).put()
+                Restoring(self._without_others(self._saved), made, self._names()).put()
                 self._saved = None
             self.optimizers, self._offered = made, {}
         self._refuse_unknown(plan)
@@ -106,11 +107,18 @@ class Progress:
         if self._factory is None:
             return (None,) * len(plan.stages)
         state = dict(self._model.named_parameters(remove_duplicate=False))
-        owned = [
-            [state[argument.target] for argument in stage.parameters] if self._owns(index) else []
-            for index, stage in enumerate(plan.stages)
-        ]
+        stages = [[state[argument.target] for argument in own.parameters] for own in plan.stages]
+        owned = [own if self._owns(index) else [] for index, own in enumerate(stages)]
+        names = self._names()
+        self._others = {names[p] for own in stages for p in own} - {
+            names[p] for own in owned for p in own
+        }
         return tuple(make_optimizer(self._factory, own) if own else None for own in owned)
+
+    def _without_others(self, saved: OptimizerState) -> OptimizerState:
+        """A state without the parameters that other processes train."""
+        own = {name: s for name, s in saved.parameters.items() if name not in self._others}
+        return OptimizerState(saved.groups, own)
 
     def _refuse_unknown(self, plan: Plan) -> None:
         """Check that every parameter that a plan trains is one that the optimizers were made for.
@@ -133,12 +141,21 @@ class Progress:
                     "the new values into the old parameter, or close() the pipe and compile again"
                 )
 
-    def versions_of(self, plan: Plan, schedule: Schedule) -> VersionedWeights:
+    @property
+    def changed(self) -> bool:
+        """Whether parameters of this process were changed since the last batch or checkpoint, where
+        that matters: the next batch then reads no older version."""
+        if self.versions is not None:
+            return self.versions.changed
+        return self._history is not None and self._marks() != self._restored
+
+    def versions_of(self, plan: Plan, schedule: Schedule, *, changed: bool) -> VersionedWeights:
         """The versions for a schedule whose batches overlap.
 
         Args:
             plan: the plan, with its stages.
             schedule: the schedule, with the delay of each stage.
+            changed: whether a process has changed parameters.
 
         Raises:
             InputError: weights are to be predicted, and an optimizer has no momentum.
@@ -159,7 +176,7 @@ class Progress:
             )
             names = self._names()
             targets = {names[own[a.target]]: a.target for s in plan.stages for a in s.parameters}
-            versions.resume(self._current().renamed(targets))
+            versions.resume(self._current(changed).renamed(targets))
             self.versions, self._history = versions, None
         return self.versions
 
@@ -168,11 +185,12 @@ class Progress:
         self.batches += 1
         self._history = None
 
-    def checkpoint(self, extra: Any = None) -> Checkpoint:
+    def checkpoint(self, extra: Any = None, *, changed: bool) -> Checkpoint:
         """Everything needed to go on; no batch may be in flight. Tensors are not copied.
 
         Args:
             extra: the user's own values.
+            changed: whether a process has changed parameters.
         """
         names = self._names()
         gradients = {name: p.grad for p, name in names.items() if p.grad is not None}
@@ -183,7 +201,7 @@ class Progress:
             parameters={name: parameter for parameter, name in names.items()},
             buffers=dict(self._model.named_buffers()),
             gradients={} if self._factory is not None else gradients,
-            history=self._current(),
+            history=self._current(changed),
             optimizer=optimizer,
             clipping=None if self._clipping is None else self._clipping.state(),
             random=torch.get_rng_state(),
@@ -191,12 +209,18 @@ class Progress:
             extra=extra,
         )
 
-    def restore(self, saved: Checkpoint, plan: Plan | None = None) -> None:
+    def restore(
+        self,
+        saved: Checkpoint,
+        plan: Plan | None = None,
+        agreed: Callable[[], object] = lambda: None,
+    ) -> None:
         """Go on from a checkpoint; no batch may be in flight.
 
         Args:
-            saved: the checkpoint.
+            saved: the checkpoint. What is on the meta device is of stages of other processes.
             plan: the stages, if they are known.
+            agreed: called when all is checked, before anything changes; it may raise.
 
         Raises:
             CheckpointError: it is of another model or optimizer. Nothing has changed.
@@ -207,6 +231,9 @@ class Progress:
         buffers = dict(self._model.named_buffers())
         _check("parameter", parameters, saved.parameters)
         _check("buffer", buffers, saved.buffers)
+        values = {**saved.parameters, **saved.buffers}
+        values = {name: value for name, value in values.items() if not value.is_meta}
+        saved = saved.part(values)
         _check("gradient", _part(parameters, saved.gradients), saved.gradients)
         self._check_history(saved.history, parameters)
         if self._clipping is not None and saved.clipping is not None:
@@ -223,10 +250,12 @@ class Progress:
         if optimizers is None and plan is not None and self._factory is not None:
             optimizers = self._make(plan)
         restoring = self._restoring(saved.optimizer, optimizers, names)
+        agreed()
         # a signal must not interrupt these changes halfway
         with HeldSignals(wake=lambda: None), torch.no_grad():
-            for name, value in (*parameters.items(), *buffers.items()):
-                value.copy_((saved.parameters if name in parameters else saved.buffers)[name])
+            for name, own in (*parameters.items(), *buffers.items()):
+                if name in values:
+                    own.copy_(values[name])
             if self._factory is None:
                 for name, parameter in parameters.items():
                     found = saved.gradients.get(name)
@@ -279,7 +308,7 @@ class Progress:
                 "leave optimizer= out of compile()"
             )
         if optimizers is not None and saved.parameters:
-            return Restoring(saved, optimizers, names)
+            return Restoring(self._without_others(saved), optimizers, names)
         trained = [parameter for parameter, name in names.items() if name in saved.parameters]
         try:
             sample = make_optimizer(self._factory, trained) if trained else None
@@ -291,13 +320,14 @@ class Progress:
         check(saved, [sample], names)
         return None
 
-    def _current(self) -> History:
+    def _current(self, changed: bool) -> History:
         """The versions, with each parameter under its first name in the model."""
         if self.versions is not None:
             own = self._model.named_parameters(remove_duplicate=False)
             names = self._names()
-            return self.versions.history().renamed({target: names[p] for target, p in own})
-        if self._history is not None and self._marks() == self._restored:
+            history = self.versions.history(changed=changed)
+            return history.renamed({target: names[p] for target, p in own})
+        if self._history is not None and not changed:
             return self._history
         return History(self.batches, self.batches)
 

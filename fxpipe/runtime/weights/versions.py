@@ -166,10 +166,15 @@ class VersionedWeights(Weights):
         """Whether a parameter of this process was changed since the last batch."""
         return any(stage.changed() for stage in self._own)
 
-    def history(self) -> History:
-        """The versions for a checkpoint; no batch may be in flight."""
+    def history(self, *, changed: bool) -> History:
+        """The versions for a checkpoint; no batch may be in flight.
+
+        Args:
+            changed: whether the parameters were changed since the last batch, so that the next one
+                reads no older version.
+        """
         newest = self.slowest
-        if self.changed:
+        if changed:
             return History(newest, newest)
         kept: dict[int, Buffers] = {}
         for stage in self._stages:

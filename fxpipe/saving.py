@@ -1,0 +1,233 @@
+"""The state of a pipe: the model's, and checkpoints as files and as folders."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from fxpipe.compiler.owned import Owned, owned
+from fxpipe.errors import InputError
+from fxpipe.inspection import Inspected
+from fxpipe.runtime.ranks.group import refuse_on_ranks
+from fxpipe.runtime.weights import checkpoint_file, checkpoint_folder
+from fxpipe.runtime.weights.checkpoint import Checkpoint
+from fxpipe.runtime.weights.initial import Initialise, initialise
+from fxpipe.torchtools.meta import allocated
+from fxpipe.turn import in_turn
+
+
+class Saved(Inspected):
+    """The part of a pipe that saves and loads its state."""
+
+    @in_turn
+    def state_dict(self, *args: Any, full: bool = False, **kwargs: Any) -> Any:
+        """The model's own state dict. Flushes first, so that it is the newest version.
+
+        Args:
+            *args: as of the model's own.
+            full: over several ranks, which each have the newest weights of their own stages only:
+                all of the model on every rank, as new tensors; every rank has to call it. Otherwise
+                a rank returns what its stages own, and the rank of stage 0 what belongs to none.
+            **kwargs: as of the model's own.
+        """
+        self._engine.flush()
+        state = self._model.state_dict(*args, **kwargs)
+        if self._group.size == 1:
+            return state
+        own = self._own_part(state, prefix=kwargs.get("prefix", ""))
+        if not full:
+            return own
+        with self._group.calling("state_dict"):
+            parts = self._group.exchange("state", own)
+        found = {name: value for part in parts for name, value in part.items()}
+        return {name: found[name] for name in state}
+
+    def _own_part(self, state: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+        """What this rank keeps of the model's state dict."""
+        own, real = self._owned(), self._model.state_dict(keep_vars=True, prefix=prefix)
+        return {name: value for name, value in state.items() if own.keeps(real.get(name))}
+
+    def _owned(self) -> Owned:
+        return owned(self._model, self._shown, self._options.owns)
+
+    @in_turn
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """As the model's own. Flushes first; the next batch reads what was loaded.
+
+        A rank takes what its own stages have, and passes over the rest, which may be missing. Where
+        the model was built on the meta device, what is loaded gets its memory here.
+        """
+        self._engine.flush()
+        if self._group.size == 1 and not self._options.hollow:
+            return self._model.load_state_dict(state_dict, *args, **kwargs)
+        used, kept = self._used(), self._model.state_dict(keep_vars=True)
+        others = {
+            name: value
+            for name, value in kept.items()
+            if isinstance(value, torch.Tensor) and id(value) not in used
+        }
+        loaded = [used[id(v)] for name, v in kept.items() if name in state_dict and id(v) in used]
+        with allocated(loaded):
+            return self._model.load_state_dict({**state_dict, **others}, *args, **kwargs)
+
+    @in_turn
+    def reset_parameters(self, function: Initialise | None = None) -> None:
+        """Give parameters and buffers their initial values, as one process would draw them.
+
+        A model that was built on the meta device gets its memory here: a rank allocates what its
+        own stages have. It draws the numbers of all others as well, one tensor at a time, so that
+        the values are the same to the bit for any number of ranks, and go on from the state of
+        torch's generator on rank 0. So they are those of the same model built on the CPU after the
+        same ``torch.manual_seed``, if every module's constructor makes its tensors, then its
+        submodules in the order in which it registers them, and last calls its
+        ``reset_parameters``, as PyTorch's own layers do. What else a constructor draws is not
+        known: ``nn.TransformerEncoder`` copies its first layer, and here each layer draws. Of a
+        tied weight the values of the first module that has it stay.
+
+        Args:
+            function: called with each module, after the modules inside of it, as by
+                ``model.apply``; without it ``reset_parameters`` of each module that has it.
+
+        Raises:
+            InputError: nothing is compiled yet, so that the stages are not known; a function
+                fails; or a tensor without data gets no values. It has no data then, as before.
+        """
+        with self._group.calling("reset_parameters"):
+            self._engine.flush()
+            used = self._used().values()
+            torch.set_rng_state(self._group.share("generator", torch.get_rng_state))
+            initialise(self._model, used, function)
+
+    @in_turn
+    def checkpoint(self, path: str | os.PathLike[str], *, extra: Any = None) -> None:
+        """Write to a file all that training needs to go on as if not interrupted. Flushes first.
+
+        That is the weights, in all versions that later batches read, the buffers, the optimizers'
+        state, the states of torch's generators for the CPU and the pipe's devices, and the number
+        of batches; without an optimizer also ``.grad``. Everything is stored under its name in the
+        model, so training can go on with any partition. The file is in safetensors format, without
+        code and with a checksum. It is replaced atomically, so other processes may read it.
+
+        Args:
+            path: the path of the file.
+            extra: anything else to keep, which ``restore`` returns: the state of a learning-rate
+                scheduler or of ``random``, an epoch. Tensors, numbers, strings, and lists, tuples
+                and dicts of them.
+
+        Raises:
+            CheckpointError: the file cannot be written, or cannot hold ``extra``; an older file
+                stays as it is.
+        """
+        refuse_on_ranks(self._group, "checkpoint()", "write a folder with save()")
+        self._engine.flush()
+        progress = self._engine.progress
+        checkpoint_file.write(progress.checkpoint(extra, changed=progress.changed), path)
+
+    @in_turn
+    def restore(self, path: str | os.PathLike[str]) -> Any:
+        """Go on from a checkpoint, at any time, on any number of devices.
+
+        Everything is checked before anything changes; each optimizer first makes a step on a copy
+        of its restored state. If the optimizer function makes different optimizers for different
+        stages, call ``prepare`` first. A learning-rate scheduler changes its optimizer when it is
+        constructed: call ``prepare``, make the schedulers over ``optimizers``, restore, and load
+        their states from ``extra``.
+
+        Returns:
+            The ``extra`` that ``checkpoint`` was given.
+
+        Raises:
+            CheckpointError: the file is no checkpoint, damaged, or of another model or optimizer.
+                Nothing has changed.
+        """
+        with self._group.calling("restore"):
+            self._engine.check()
+            self._engine.flush()
+            return self._go_on_from(checkpoint_file.read(path))
+
+    @in_turn
+    def save(self, folder: str | os.PathLike[str], extra: Any = None) -> None:
+        """Write to a folder all that training needs to go on as if not interrupted. Flushes first.
+
+        It has what ``checkpoint`` writes to a file, as a folder of ``torch.distributed.checkpoint``
+        (DCP) with the model's own names, which also runs without this library can read::
+
+            torch.distributed.checkpoint.format_utils.dcp_to_torch_save(folder, "run.pt")
+            model.load_state_dict(torch.load("run.pt")["model"])
+
+        An older folder is replaced once the new one is complete and on disk. Over several ranks
+        each writes what its own stages have, and all have to call this.
+
+        Args:
+            folder: the path of the folder, which may hold an older checkpoint, and nothing else.
+            extra: anything else to keep, which ``load`` returns; as in ``checkpoint``. Over several
+                ranks that of rank 0.
+
+        Raises:
+            CheckpointError: the folder cannot be written, or cannot hold ``extra``; an older
+                checkpoint stays as it is.
+            RankError: that is so on another rank, or it is gone.
+        """
+        with self._group.calling("save"):
+            self._engine.flush()
+            progress = self._engine.progress
+            changed = any(self._group.exchange("changes", progress.changed))
+            saved = progress.checkpoint(extra, changed=changed).part(self._owned().kept)
+            state = self._own_part(self._model.state_dict())
+            checkpoint_folder.write(saved, state, folder, self._group)
+
+    @in_turn
+    def load(self, folder: str | os.PathLike[str], *, must_exist: bool = True) -> Any:
+        """Go on from a folder that ``save`` wrote, on any number of devices or ranks.
+
+        As in ``restore``, everything is checked before anything changes. Over several ranks each
+        reads what its own stages need, once there are stages: after a step, ``prepare``, or
+        ``compile`` with an ``example``.
+
+        Args:
+            folder: the path of the folder.
+            must_exist: whether it is an error if there is none; else nothing is loaded then.
+
+        Returns:
+            The ``extra`` that ``save`` was given; None where nothing is loaded.
+
+        Raises:
+            CheckpointError: it is no such folder, or damaged, or of another model or optimizer.
+                Nothing has changed, on any rank.
+            InputError: the model was built on the meta device and nothing is compiled yet, so that
+                a rank does not know its stages.
+            RankError: that is so on another rank, or it is gone.
+        """
+        with self._group.calling("load"):
+            self._engine.check()
+            self._engine.flush()
+            there = self._group.exchange("folder", checkpoint_folder.exists(folder))
+            if not must_exist and not any(there):
+                return None
+            if self._options.hollow:
+                self._used()  # raises before anything is read
+            own = None if self._group.size == 1 else self._owned().used
+            return self._go_on_from(checkpoint_folder.read(folder, own))
+
+    def _go_on_from(self, saved: Checkpoint) -> Any:
+        plan = self._shown.plan if self._shown else None
+        with allocated(self._used().values() if self._options.hollow else ()):
+            self._engine.progress.restore(saved, plan, lambda: self._group.exchange("checkpoint"))
+        return saved.extra
+
+    def _used(self) -> dict[int, torch.Tensor]:
+        """The parameters and buffers whose values this process needs, by their ids."""
+        model = self._model
+        tensors = {id(x): x for x in (*model.parameters(), *model.buffers())}
+        if self._group.size == 1:
+            return tensors
+        if self._shown is None:
+            raise InputError(
+                "nothing is compiled yet, so that it is not known which stages this rank has; give "
+                "compile(..., example=inputs), or call prepare(inputs) first"
+            )
+        own = self._owned()
+        return {key: tensor for key, tensor in tensors.items() if own.names[key] in own.used}
