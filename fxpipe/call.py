@@ -73,6 +73,10 @@ class _Call:
     @in_turn
     def backward(self, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         """Let the pipeline drain; see torch.autograd.Function."""
+        with self._group.calling("backward"):
+            return self._backward(gradients)
+
+    def _backward(self, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         run = self.run
         if run is None:
             raise InputError(
@@ -91,8 +95,7 @@ class _Call:
                 before = totals[spec.name]
                 totals[spec.name] = gradient if before is None else before + gradient
         self.host.set_output_gradients(list(totals), list(totals.values()))
-        with self._group.calling("backward"):
-            found = run.advance(lambda: {**self.host.gradients_of_inputs(), **run.take_gradients()})
+        found = run.advance(lambda: {**self.host.gradients_of_inputs(), **run.take_gradients()})
         return (None, *(found.get(name) for name in (*self.inputs, *self.parameters)))
 
 
@@ -102,8 +105,9 @@ class _Pipe(torch.autograd.Function):
         assert call.run is not None
 
         def result() -> list[Any]:
+            found = call.host.flat_output()
             draw_seed(call.compiled.traced)
-            return call.host.flat_output()
+            return found
 
         outputs = call.run.advance(result)
         call.versions = [tensor._version for tensor in call.watched]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any, Literal
 
 import torch
@@ -195,7 +196,7 @@ def compile(
     if isinstance(model, Pipeline):
         raise InputError("the model is a pipe already; compile the module that it was made of")
     group, devices = read_group(devices)
-    with group.calling("compile"):
+    with ExitStack() as failed, group.calling("compile"):
         places = tuple(read_devices(devices))
         torch_devices = tuple(home(place) for place in places)
         check_model(model, torch_devices[0])
@@ -251,16 +252,15 @@ def compile(
         given = None if example is None else read_example(example)
         choice = Choice(1 if group.size > 1 else len(places), options.dispatch)
         pipe = Pipeline(options, Compiler(options, choice), Engine(options, choice))
+        failed.callback(pipe.close)
+        group.agree("what fxpipe.compile was given", options.text if group.size > 1 else "")
         with _compiling:
             _check_free(model)  # as another thread may have compiled it meanwhile
             _compiled[model] = weakref.ref(pipe)
         if given is not None:
             args, kwargs = given
-            try:
-                pipe.prepare(*args, **kwargs)
-            except BaseException:
-                pipe.close()
-                raise
+            pipe.prepare(*args, **kwargs)
+        failed.pop_all()
         return pipe
 
 

@@ -119,9 +119,10 @@ class Engine:
             return self._overlap(compiled, host, optimizers, with_output)
 
         def result() -> Any:
-            draw_seed(traced)
             loss = host.loss()
-            return (loss, host.output()) if with_output else loss
+            found = (loss, host.output()) if with_output else loss
+            draw_seed(traced)
+            return found
 
         self._weigh(compiled, host, 0)
         run = self._flushed(compiled, host, optimizers, onto_grad=not self.updates)
@@ -130,8 +131,8 @@ class Engine:
         finally:
             if run.committed:  # an interrupt may come after that
                 self.progress.count()
-        if self._clipping is not None:
-            self._clipping.settle(1)
+                if self._clipping is not None:
+                    self._clipping.settle(1)
         self.stashed = run.peak_kept
         self._took(compiled, run.busy, micro, backward=True)
         return made
@@ -141,8 +142,9 @@ class Engine:
         host, run = self._called(compiled, micro)
 
         def result() -> list[Any]:
+            found = host.flat_output()
             draw_seed(compiled.traced)
-            return host.flat_output()
+            return found
 
         made = run.advance(result)
         self._took(compiled, run.busy, micro, backward=False)

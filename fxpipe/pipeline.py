@@ -191,16 +191,14 @@ class Pipeline(Saved):
         Raises:
             InputError: as in ``step``, or ``steps`` is below 1.
         """
-        if steps < 1:
-            raise InputError(f"steps is {steps}; a profile needs at least 1")
-        if target is None and self._options.loss is not None:
-            args, target = split_target(self._model, args, kwargs)
-        with (
-            self._group.calling("profile"),
-            self._engine.timed(len(self.devices)) as times,
-        ):
-            for _ in range(steps):
-                self.step(*args, target=target, **kwargs)
+        with self._group.calling("profile"):
+            if steps < 1:
+                raise InputError(f"steps is {steps}; a profile needs at least 1")
+            if target is None and self._options.loss is not None:
+                args, target = split_target(self._model, args, kwargs)
+            with self._engine.timed(len(self.devices)) as times:
+                for _ in range(steps):
+                    self.step(*args, target=target, **kwargs)
         return measured_run(self.program, steps, times, self._engine.held(self._compiled()))
 
     # its life
@@ -260,17 +258,19 @@ class Pipeline(Saved):
         """The compiled program for a call; while it is compiled, nothing else runs."""
         known = self._compiler.known(micro, purpose, **wanted)
         if self._group.size > 1:
-            self._group.agree("the call", self._described(micro, purpose, known is None))
+            self._group.agree("the call", self._described(micro, purpose, wanted, known is None))
         if known is not None:
             return known
         with self._engine.quiet():
             return self._compiler.compile(micro, purpose, **wanted)
 
-    def _described(self, micro: MicroBatches, purpose: Purpose, compiles: bool) -> str:
+    def _described(
+        self, micro: MicroBatches, purpose: Purpose, wanted: Mapping[str, bool], compiles: bool
+    ) -> str:
         """What must be the same on all ranks for this call; at the first, also the values."""
         batch = micro.batch
         shown = [
-            f"{tuple(leaf.shape)} {leaf.dtype}" + (f", {digest(leaf)}" if compiles else "")
+            f"{tuple(leaf.shape)} {leaf.dtype}" + ", requires grad" * leaf.requires_grad
             if isinstance(leaf, torch.Tensor)
             else repr(leaf)
             for leaf in batch.leaves
@@ -279,7 +279,13 @@ class Pipeline(Saved):
             f"{purpose} of {batch.size} samples in {len(micro)} micro-batches",
             f"batch number {self._engine.batches}",
             f"the pipe is in {'training' if self.training else 'evaluation'} mode",
-            "it is compiled anew" if compiles else "it is compiled already",
             *(f"{name}: {leaf}" for name, leaf in zip(batch.names, shown, strict=True)),
+            *(f"{name}: {value}" for name, value in wanted.items()),
+            "it is compiled anew" if compiles else "it is compiled already",
+            *(
+                f"{name}: {tuple(leaf.shape)} {leaf.dtype}, {digest(leaf)}"
+                for name, leaf in zip(batch.names, batch.leaves, strict=True)
+                if compiles and isinstance(leaf, torch.Tensor)
+            ),
         ]
         return "\n".join(lines)

@@ -216,6 +216,7 @@ class Saved(Inspected):
         plan = self._shown.plan if self._shown else None
         with allocated(self._used().values() if self._options.hollow else ()):
             self._engine.progress.restore(saved, plan, lambda: self._group.exchange("checkpoint"))
+        self._group.kept = 0
         return saved.extra
 
     def _used(self) -> dict[int, torch.Tensor]:

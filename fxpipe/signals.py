@@ -6,6 +6,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from types import FrameType, TracebackType
 from typing import Any, ClassVar
 
@@ -178,6 +179,13 @@ class SignalsAtOperations(HeldSignals):
         if self.held is not None:
             self._unwatch()
             raise self.held
+
+
+def signals_at_operations() -> AbstractContextManager[object]:
+    """A ``SignalsAtOperations``, unless the code is inside of one already."""
+    around = HeldSignals._innermost
+    main = threading.current_thread() is threading.main_thread()
+    return nullcontext() if main and around is not None else SignalsAtOperations()
 
 
 def _may_fail(frame: FrameType, event: str) -> bool:

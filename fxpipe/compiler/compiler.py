@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import operator
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from copy import copy
 from dataclasses import replace
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -119,6 +121,7 @@ class Compiler:
             told(what, self.options.verbose),
             without_collection(),
             sources_forgotten(),
+            self._on_all_ranks(),
         ):
             compiled = self._compile(micro, kind)
             while purpose == "step" and not self._placement.judged:
@@ -134,6 +137,26 @@ class Compiler:
                     cure = self._remedies(compiled, graph, micro.batch.size, updates)
                     raise PartitionError(f"{error}; {cure}") from None
         return compiled
+
+    @contextmanager
+    def _on_all_ranks(self) -> Iterator[None]:
+        """Keep what the block makes if all ranks have made it, else nothing of it: so all ranks
+        know the same plans, and compile together or not at all."""
+        if self.options.group.size == 1:
+            yield
+            return
+        kept = [self, self.plans, self._placement, *self._placement.kept]
+        before = [(each, {**vars(each)}) for each in kept]
+        for each, values in before:
+            vars(each).update({k: copy(v) for k, v in values.items() if type(v) in (dict, set)})
+        try:
+            yield
+            self.options.group.exchange("the compilation", held=True)
+        except BaseException:
+            for each, values in before:
+                vars(each).clear()
+                vars(each).update(values)
+            raise
 
     def _compile(self, micro: MicroBatches, kind: _Kind) -> Compiled:
         self.plans.look()

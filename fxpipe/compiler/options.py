@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any, Literal
 
@@ -121,3 +122,21 @@ class Options:
         return tuple(
             f"device {index} ({device})" for index, device in enumerate(self.torch_devices)
         )
+
+    @property
+    def text(self) -> str:
+        """What has to be the same on all ranks, one thing a line."""
+        apart = ("model", "optimizer", "scaler", "dispatch", "threads", "verbose", "group")
+        model = self.model
+        lines = [f"model: {type(model).__qualname__}"]
+        for name, parameter in model.named_parameters():
+            trained = "trained" if parameter.requires_grad else "not trained"
+            lines.append(f"{name}: {tuple(parameter.shape)}, {parameter.dtype}, {trained}")
+        lines += [f"{n}: {tuple(b.shape)}, {b.dtype}" for n, b in model.named_buffers()]
+        lines.append(f"optimizer: {'none' if self.optimizer is None else 'given'}")
+        lines.append(
+            f"scaler: {self.scaler and (self.scaler.is_enabled(), self.scaler.get_scale())}"
+        )
+        others = [each.name for each in fields(self) if each.name not in apart]
+        lines += [f"{name}: {getattr(self, name)!r}" for name in others]
+        return re.sub(r" at 0x[0-9a-f]+", "", "\n".join(lines))

@@ -149,6 +149,11 @@ class Placement:
         return {"traced": made["traced"], "plan": made["plan"], "costs": costs}
 
     @property
+    def kept(self) -> Sequence[object]:
+        """What else changes here when a graph is placed."""
+        return () if self._budget is None else (self._budget,)
+
+    @property
     def verdict(self) -> Verdict | None:
         """How well the stages are balanced; None before the first graph is placed."""
         return None if self._reference is None else self._reference[1].verdict

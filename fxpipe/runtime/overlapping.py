@@ -105,6 +105,7 @@ class OverlappingRun(Run[VersionedWeights]):
             self._ask(self._backend.end)
             self._settle()
             self._commit(self.count - 1)
+            self._backend.kept()
             self._weights.trim()
             for machine in self.machines:
                 machine.store.state.clear()

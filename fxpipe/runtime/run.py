@@ -379,6 +379,7 @@ class FlushedRun(Run[LiveWeights]):
                     raise late from error
                 raise
             self.committed = True
+            self._backend.kept()
             self._channels.pause()
             if signals.held is not None:
                 signals.held.add_note("interrupted after the step, whose results are kept")

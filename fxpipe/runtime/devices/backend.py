@@ -305,6 +305,9 @@ class Backend:
         first, then the others'. Raises RankError where one of them has failed."""
         return [value]
 
+    def kept(self) -> None:
+        """Note that the results of a run have changed the model."""
+
     @property
     def rolls_back(self) -> bool:
         """Whether a failure can be rolled back now, as all processes are in the same call."""

@@ -14,7 +14,8 @@ from fxpipe.ir.program import Program
 from fxpipe.ir.value import Buffer
 from fxpipe.runtime.devices.backend import Backend, Channels
 from fxpipe.runtime.interpreter import Job, Stopped
-from fxpipe.runtime.ranks.group import POLL, RankGroup
+from fxpipe.runtime.ranks.group import RankGroup
+from fxpipe.runtime.ranks.hearing import POLL
 from fxpipe.runtime.ranks.message import Message
 
 T = TypeVar("T")
@@ -51,7 +52,7 @@ class RankChannels(Channels):
         self._times_met: Counter[int] = Counter()
         self._failed: Callable[[RankError], None] = lambda error: None
         self._updated: Callable[[int, int], None] = lambda stage, version: None
-        self._run = group.open(self)
+        self._run = group.delivery.open(self)
 
     def when_failed(self, failed: Callable[[RankError], None]) -> None:
         """Call a function, in another thread, as soon as another rank has stopped the run."""
@@ -92,7 +93,7 @@ class RankChannels(Channels):
 
     def fed(self, batch: int) -> None:
         """See Channels.fed."""
-        with self._group._changed:
+        with self._group.hearing.changed:
             for buffer, value in self._outputs.pop(batch, []):
                 self._jobs[batch].host.take(buffer, value)
 
@@ -194,7 +195,11 @@ class RankBackend(Backend):
         """See Backend.recovered."""
         return self._group.recovered(version)
 
+    def kept(self) -> None:
+        """See Backend.kept."""
+        self._group.kept += 1
+
     def settle(self, value: Any) -> list[Any]:
         """See Backend.settle."""
-        values = self._group.exchange("end", value, held=True)
+        values = self._group.settle(value)
         return [values.pop(self._group.rank), *values]

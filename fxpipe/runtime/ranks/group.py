@@ -5,37 +5,23 @@ A pipe in one process is a group of one rank: it agrees with itself, and waits f
 
 from __future__ import annotations
 
+import atexit
 import hashlib
-import threading
-import time
 import traceback
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from fxpipe.errors import ExecutionError, InputError, RankError, told
-from fxpipe.runtime.ranks.links import Links
+from fxpipe.errors import InputError, RankError, told
+from fxpipe.runtime.ranks.delivery import Delivery
+from fxpipe.runtime.ranks.hearing import RECOVERY, Exchange, Hearing, difference, failure_of
+from fxpipe.runtime.ranks.links import CLOSED, Links
 from fxpipe.runtime.ranks.message import Message
-from fxpipe.signals import raise_held
+from fxpipe.signals import signals_at_operations
 
 if TYPE_CHECKING:
-    from fxpipe.runtime.ranks.channels import RankChannels
     from fxpipe.runtime.ranks.meeting import Met
-
-POLL = 0.1
-"""Seconds after which a thread that waits for another rank looks at signals."""
-
-_PLACE = ("device", "instruction", "stage", "microbatch", "source")
-
-
-class _Said(NamedTuple):
-    """What another rank has said: in which call, about what, and what."""
-
-    call: int
-    about: str
-    value: Any
 
 
 class RankGroup:
@@ -49,6 +35,11 @@ class RankGroup:
         threads: intra-op threads of this one's device; 0 for a group of one.
         call: how many calls were begun; all ranks count alike, so that the number tells which of
             their calls belong together.
+        kept: how many runs have changed the model since the last checkpoint that was loaded; all
+            ranks count alike, unless one failed when the others had begun to keep the results.
+        closed: whether ``close`` was called.
+        hearing: what the other ranks have told.
+        delivery: the channels of runs, to which their messages go.
     """
 
     def __init__(self, met: Met | None = None) -> None:
@@ -57,23 +48,18 @@ class RankGroup:
         self.names = ("this process",) if met is None else met.names
         self.places = () if met is None else met.places
         self.size = len(self.names)
-        self.call = 0
+        self.call = self.kept = 0
         self.threads = 0 if met is None else met.threads
+        self.closed = False
+        self.hearing = Hearing(self.names, self.rank)
+        self.delivery = Delivery(self.hearing.changed)
         self._timeout = 0.0 if met is None else met.timeout
         self._what = ""  # the call that runs; empty between calls
+        self._exchanges = 0  # of this call that are complete
+        self._settled = False  # whether the call is done on all ranks, and only returns
         self._told = False  # whether this rank has told that the call failed
         self._roll_back: Callable[[], None] = lambda: None
-        self._opened = 0  # channels of this call
-        self._changed = threading.RLock()
-        self._news = 0  # how often something was delivered that ``exchange`` may wait for
-        self._said: list[deque[_Said]] = [deque() for _ in self.names]
-        self._failed: dict[int, RankError] = {}
-        self._gone: dict[int, str] = {}
-        self._channels = weakref.WeakValueDictionary[tuple[int, int], "RankChannels"]()
-        self._early: dict[tuple[int, int], list[tuple[int, Message]]] = {}
-        self.links = (
-            Links({} if met is None else met.sockets, self._deliver, self._lost) if met else None
-        )
+        self.links = None if met is None else _links(self, met)
 
     @property
     def others(self) -> list[int]:
@@ -86,35 +72,38 @@ class RankGroup:
     def calling(self, what: str) -> Iterator[None]:
         """A call that every rank makes. An error inside is raised on all ranks.
 
-        Calls inside of this one belong to it.
+        Calls inside of this one belong to it. Signals are held where they would end it half done.
 
         Args:
             what: its name, ``step``.
 
         Raises:
+            InputError: the pipe is closed, or this is a forked process.
             RankError: another rank failed in this call, or makes another one.
         """
-        if self.size == 1 or self._what:
+        if self.size == 1:
             yield
             return
+        if self._what:
+            try:
+                yield
+            finally:
+                self._settled = False  # the outer call goes on
+            return
         self.check()
-        with self._changed:
-            self.call += 1
-            self._opened, self._what, self._told = 0, what, False
-            self._failed = {call: e for call, e in self._failed.items() if call >= self.call}
-            for run in [run for run in self._early if run[0] < self.call]:
-                del self._early[run]
-        try:
-            self.exchange("call", what)
-            yield
-        except BaseException as error:
-            self.announce(error)
-            self._roll_back()
-            if self.call == 1:  # there will be no pipe
-                self.close()
-            raise
-        finally:
-            self._what = ""
+        with signals_at_operations():
+            self.call, self._exchanges = self.call + 1, 0
+            self._what, self._told, self._settled = what, False, False
+            self.delivery.begin(self.call)
+            try:
+                self._begin(what)
+                yield
+            except BaseException as error:
+                self._fail(error)
+                raise
+            finally:
+                self._what = ""
+                self.hearing.forget(self.call)
 
     def when_failed(self, roll_back: Callable[[], None]) -> None:
         """Call a function at the end of each call that failed, on every rank."""
@@ -126,20 +115,29 @@ class RankGroup:
         return bool(self._what)
 
     def check(self) -> None:
-        """Raises RankError where a rank is gone, so that nothing can run any more."""
-        for rank, why in sorted(self._gone.items()):
-            raise self._gone_error(rank, why)
+        """Check that calls can be made.
 
-    def exchange(
-        self, about: str, value: Any = None, *, held: bool = False, failed: bool = False
-    ) -> list[Any]:
+        Raises:
+            InputError: the pipe is closed, or this is a forked process.
+            RankError: a rank is gone.
+        """
+        if self.links is not None and self.links.forked:
+            raise InputError(
+                "this process was forked from the one that compiled the pipe, and the other ranks "
+                "know that one alone; use the pipe there"
+            )
+        if self.closed:
+            raise InputError("the pipe is closed; compile the model again")
+        for rank in sorted(self.hearing.gone):
+            raise self.hearing.lost(rank)
+
+    def exchange(self, about: str, value: Any = None, *, held: bool = False) -> list[Any]:
         """Tell all ranks a value, and wait for theirs.
 
         Args:
             about: what it is; all ranks must exchange the same things in the same order.
             value: tensors, numbers, strings, None, and lists, tuples and dicts of them.
             held: whether a signal must not end the wait.
-            failed: whether this comes after the failure of the call.
 
         Returns:
             Rank → its value.
@@ -150,16 +148,25 @@ class RankGroup:
         if self.size == 1:
             return [value]
         assert self.links is not None
-        self.links.send_all(Message("said", (self.call, about), value))
-        deadline = time.monotonic() + self._timeout
-        return [
-            value if rank == self.rank else self._hear(rank, about, deadline, held, failed)
-            for rank in range(self.size)
-        ]
+        index = -1 if about == RECOVERY else self._exchanges  # ranks fail at different places
+        exchange = Exchange(self.call, index, about)
+        self._settled = False
+        self.links.send_all(Message("said", tuple(exchange), value))
+        found = self.hearing.values(exchange, self._timeout, self.links.pump, held=held)
+        self._exchanges += 1
+        return [value if rank == self.rank else found[rank] for rank in range(self.size)]
 
     def share(self, about: str, make: Callable[[], Any]) -> Any:
         """What rank 0 makes, on all ranks; the others wait for it."""
         return self.exchange(about, make() if self.rank == 0 else None)[0]
+
+    def settle(self, value: Any) -> list[Any]:
+        """``exchange`` at the end of a call's work: when it returns, all ranks have done theirs. It
+        cannot be interrupted, as other ranks may have returned. What this rank raises from then on
+        is no failure of the call."""
+        found = self.exchange("end", value, held=True)
+        self._settled = True
+        return found
 
     def recovered(self, version: int) -> int:
         """After a failure, the newest version that all ranks can roll back to.
@@ -170,7 +177,7 @@ class RankGroup:
         if not self._what:
             return version  # the pipe will be closed
         try:
-            found: int = min(self.exchange("recovery", version, held=True, failed=True))
+            found: int = min(self.exchange(RECOVERY, version, held=True))
             return found
         except RankError:
             return version  # a rank is gone, and nothing can go on
@@ -189,155 +196,115 @@ class RankGroup:
         texts = self.exchange(f"{about} in full", text)
         rank = next(rank for rank, other in enumerate(texts) if other != texts[0])
         raise RankError(
-            f"{about} differs between ranks: {_difference(self.names, rank, texts)}; give all "
+            f"{about} differs between ranks: {difference(self.names, rank, texts)}; give all "
             "ranks the same model, options and inputs",
             rank=rank,
         )
 
-    # what the others do
+    def announce(self, error: BaseException) -> None:
+        """Tell all other ranks that this call has failed here, unless they know."""
+        if not self._what or self._told or self._settled or self.hearing.knows(error):
+            return
+        self._told = True
+        assert self.links is not None
+        text = "".join(traceback.format_exception(error))
+        value = failure_of(error, told(error), text)
+        self.links.send_all(Message("failed", (self.call, self._exchanges), value))
 
-    def open(self, channels: RankChannels) -> tuple[int, int]:
-        """Deliver values to these channels from now on. Returns their key, alike on all ranks."""
-        with self._changed:
-            self._opened += 1
-            key = self.call, self._opened
-            early = self._early.pop(key, [])
-            self._channels[key] = channels
-            for rank, message in early:
-                channels.deliver(rank, message)
-        return key
+    # what the others do
 
     @property
     def failure(self) -> RankError | None:
         """Why this call cannot go on, as far as the other ranks have told."""
-        if self.call in self._failed:
-            return self._failed[self.call]
-        for rank, why in sorted(self._gone.items()):
-            return self._gone_error(rank, why)
-        return None
+        failure = self.hearing.failure(self.call, self._exchanges)
+        gone = sorted(self.hearing.gone)
+        return self.hearing.lost(gone[0]) if failure is None and gone else failure
 
     def close(self) -> None:
-        """Say goodbye."""
-        if self.links is not None:
-            self.links.send_all(Message("bye"))
-            self.links.close()
+        """Say goodbye; what still runs here ends."""
+        if self.links is None or self.links.forked:
+            return
+        self.closed = True
+        self.delivery.stop(RankError("the pipe was closed", rank=self.rank))
+        self.links.close()
 
-    def _hear(self, rank: int, about: str, deadline: float, held: bool, failed: bool) -> Any:
-        assert self.links is not None
-        while True:
-            seen = self._news
-            with self._changed:
-                said = self._said[rank]
-                while said and (
-                    said[0].call < self.call
-                    or (failed and said[0].call == self.call and said[0].about != about)
-                ):
-                    said.popleft()
-                if said and said[0].call == self.call and said[0].about == about:
-                    if about != "call" or said[0].value == self._what:
-                        return said.popleft().value
-                if not failed and self.call in self._failed:
-                    raise self._failed[self.call]
-                if rank in self._gone:  # one that is gone may have said all that this needs
-                    raise self._gone_error(rank, self._gone[rank])
-                if said:
-                    raise self._astray(rank, about, said[0])
-            if time.monotonic() > deadline:
+    def _begin(self, what: str) -> None:
+        """Check that all ranks make the same call, with the results of the same calls before."""
+        calls = self.exchange("the begin of a call", [what, self.kept])
+        for rank, (other, kept) in enumerate(calls):
+            if other != calls[0][0]:
                 raise RankError(
-                    f"{self.names[rank]} has not come to this {self._what} for "
-                    f"{self._timeout:.0f} s, the timeout of init_process_group; let every rank "
-                    "make the same calls",
+                    f"{self.names[rank]} calls {other} while {self.names[0]} calls {calls[0][0]}; "
+                    "let every rank make the same calls in the same order",
                     rank=rank,
                 )
-            self.links.pump(lambda: self._news != seen, POLL)  # noqa: B023
-            if not held:
-                raise_held()
+            if kept != calls[0][1]:
+                raise RankError(
+                    f"{self.names[rank]} has kept the results of {kept} runs and {self.names[0]} "
+                    f"those of {calls[0][1]}: one failed when the others kept theirs, so that the "
+                    "stages belong to different batches; go back to a checkpoint on every rank",
+                    rank=rank,
+                )
 
-    def _astray(self, rank: int, about: str, said: _Said) -> RankError:
-        if "call" in (about, said.about):
-            theirs = f"calls {said.value}" if said.about == "call" else f"is at its {said.about}"
-            mine = f"calls {self._what}" if about == "call" else f"is at its {about}"
-        else:
-            theirs, mine = f"is at its {said.about}", f"is at its {about}"
-        return RankError(
-            f"{self.names[rank]} {theirs} while {self.names[self.rank]} {mine}; let every rank "
-            "make the same calls with the same model and options",
-            rank=rank,
-        )
-
-    def _gone_error(self, rank: int, why: str) -> RankError:
-        return RankError(
-            f"{self.names[rank]} {why}; start all ranks again, from the last checkpoint", rank=rank
-        )
-
-    def announce(self, error: BaseException) -> None:
-        """Tell all other ranks that this call has failed here, unless they know."""
-        if not self._what or self._told or error is self._failed.get(self.call):
-            return
-        self._told = True
-        assert self.links is not None
-        place = {name: getattr(error, name, None) for name in _PLACE}
-        text = "".join(traceback.format_exception(error))
-        value = {"error": told(error), "place": place, "traceback": text}
-        if not isinstance(error, ExecutionError):
-            value["place"] = {}
-        self.links.send_all(Message("failed", (self.call,), value))
+    def _fail(self, error: BaseException) -> None:
+        """A call ends with an error."""
+        if not self._settled:
+            self.announce(error)
+            self._roll_back()
+        if self.call == 1:  # there will be no pipe
+            self.close()
 
     def _deliver(self, rank: int, message: Message) -> None:
-        """Called by the thread of the links."""
-        match message.kind:
-            case "said":
-                with self._changed:
-                    call, about = message.key
-                    self._said[rank].append(_Said(call, about, message.value))
-                    self._news += 1
-            case "failed":
-                self._note(message.key[0], self._remote(rank, message.value))
-            case "bye":
-                self._lost(rank, "has closed its pipe or ended")
-            case _:
-                run = message.key[0]
-                with self._changed:
-                    channels = self._channels.get(run)
-                    if channels is None:
-                        if run[0] >= self.call:
-                            self._early.setdefault(run, []).append((rank, message))
-                        return
-                    channels.deliver(rank, message)
-
-    def _remote(self, rank: int, value: dict[str, Any]) -> RankError:
-        place = {key: each for key, each in value["place"].items() if key in _PLACE}
-        error = RankError(f"{self.names[rank]} failed: {value['error']}", rank=rank, **place)
-        error.add_note(f"On {self.names[rank]}:\n{value['traceback']}")
-        return error
-
-    def _note(self, call: int, error: RankError) -> None:
-        with self._changed:
-            if call < self.call:
-                return
-            self._failed.setdefault(call, error)
-            self._news += 1
-            running = list(self._channels.values()) if call == self.call else []
-        for channels in running:
-            channels.fail(error)
+        """Take a message; called by the thread of the links. It may raise for a damaged one."""
+        if message.kind == "said":
+            call, index, about = message.key
+            self.hearing.say(rank, Exchange(call, index, about), message.value)
+        elif message.kind == "failed":
+            call, index = message.key
+            error = self.hearing.fail(rank, call, index, message.value)
+            if call == self.call:
+                self.delivery.stop(error)
+        elif message.kind == "gone":
+            (other,) = message.key
+            if other != self.rank:
+                self.delivery.stop(self.hearing.lose(other, str(message.value)))
+        else:
+            self.delivery.deliver(rank, message)
 
     def _lost(self, rank: int, why: str) -> None:
-        with self._changed:
-            self._gone.setdefault(rank, why)
-            self._news += 1
-            running = list(self._channels.values())
-        for channels in running:
-            channels.fail(self._gone_error(rank, why))
+        """Called by the thread of the links."""
+        if why != CLOSED and self.links is not None:  # the others may not have noticed
+            self.links.send_all(Message("gone", (rank,), why))
+        self.delivery.stop(self.hearing.lose(rank, why))
 
 
-def _difference(names: Sequence[str], rank: int, texts: Sequence[str]) -> str:
-    """The first line that differs between rank 0 and another rank."""
-    mine, theirs = texts[0].splitlines(), texts[rank].splitlines()
-    for number, (line, other) in enumerate(zip(mine, theirs, strict=False), 1):
-        if line != other:
-            shown = f"{line.strip()!r} on {names[0]} and {other.strip()!r} on {names[rank]}"
-            return f"line {number} is {shown}"
-    return f"{len(mine)} lines on {names[0]} and {len(theirs)} on {names[rank]}"
+def _links(group: RankGroup, met: Met) -> Links:
+    """The connections of a group. They end when nothing refers to the group any more."""
+    reference = weakref.ref(group)
+
+    def deliver(rank: int, message: Message) -> None:
+        if (here := reference()) is not None:
+            here._deliver(rank, message)
+
+    def lost(rank: int, why: str) -> None:
+        if (here := reference()) is not None:
+            here._lost(rank, why)
+
+    links = Links(met.sockets, deliver, lost)
+    weakref.finalize(group, links.end).atexit = False
+    if not _groups:
+        atexit.register(_close_all)
+    _groups.add(group)
+    return links
+
+
+_groups = weakref.WeakSet[RankGroup]()
+
+
+def _close_all() -> None:
+    """Before the workers are waited for: one that waits for another rank has to be woken."""
+    for group in list(_groups):
+        group.close()
 
 
 def refuse_on_ranks(group: RankGroup, what: str, cure: str) -> None:

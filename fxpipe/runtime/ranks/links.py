@@ -7,29 +7,36 @@ Here a message that nobody wants any more is read and dropped.
 
 from __future__ import annotations
 
+import os
 import select
 import selectors
 import socket
 import threading
 import time
-from collections import deque
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 from fxpipe.errors import told
-from fxpipe.runtime.ranks.message import Message, Packed, pack, unpacking
+from fxpipe.runtime.ranks.message import Message, Packed, pack
+from fxpipe.runtime.ranks.peer import Peer
 
 BEAT = 1.0
 """Seconds after which a rank that has sent nothing else says that it is alive."""
 
-SILENCE = 10.0
-"""Seconds without a sign of life after which a rank counts as lost."""
+SILENCE = 30.0
+"""Seconds without a sign of life after which a rank counts as lost: it is stopped, or the network
+is. A process that ends is noticed at once. One that is busy is alive, even where an extension
+computes for some seconds without letting other threads run."""
+
+CLOSED = "has closed its pipe or ended"
+"""Why a rank is gone that has said goodbye."""
 
 SHORT = 0.001
 """Seconds after which a thread looks again that found another one reading."""
 
 _AT_ONCE = 64
-"""Pieces of memory handed to the system in one call."""
+"""Pieces that are read of one connection before the others have their turn."""
 
 
 class Links:
@@ -53,14 +60,15 @@ class Links:
             deliver: called by the thread that reads with a rank and a message from it.
             lost: called by that thread, once for a rank, with what has happened to it.
         """
-        self._peers = {rank: _Peer(rank, each) for rank, each in sockets.items()}
+        self._peers = {rank: Peer(rank, each) for rank, each in sockets.items()}
         self._deliver, self._lost = deliver, lost
         self._selector = selectors.DefaultSelector()
         self._reading = threading.Lock()
         self._waiting = select.poll()  # what a thread waits for that reads itself
         self._woken, self._wake = socket.socketpair()
         self._stirred, self._stir = socket.socketpair()
-        for each in (self._woken, self._wake, self._stirred, self._stir):
+        self._wakers = self._woken, self._wake, self._stirred, self._stir
+        for each in self._wakers:
             each.setblocking(False)
         self._selector.register(self._woken, selectors.EVENT_READ, None)
         self._waiting.register(self._stirred, select.POLLIN)
@@ -70,6 +78,8 @@ class Links:
             self._selector.register(peer.socket, selectors.EVENT_READ, peer)
             self._waiting.register(peer.socket, select.POLLIN)
         self._closing = False
+        self._process = os.getpid()
+        _every.add(self)
         self._thread = threading.Thread(target=self._run, name="fxpipe-links", daemon=True)
         self._thread.start()
 
@@ -113,20 +123,35 @@ class Links:
         with suppress(OSError):
             self._stir.send(b"!")
 
-    def close(self) -> None:
-        """Send what is left, for at most a second, and end the thread and the connections."""
-        if self._closing:
-            return
+    @property
+    def forked(self) -> bool:
+        """Whether this process was forked from the one that has the connections."""
+        return os.getpid() != self._process
+
+    def end(self) -> None:
+        """Say goodbye: send what is left, for at most a second, and end the connections."""
         self._closing = True
         self._notify()
-        self._thread.join()
 
-    def _send(self, peer: _Peer, packed: Packed) -> None:
+    def close(self) -> None:
+        """The same, and wait for it."""
+        self.end()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _drop(self) -> None:
+        """Close what a forked process has inherited: a connection lasts until all have closed it,
+        and the others have to notice when the process ends that it was forked from."""
+        for each in (*(peer.socket for peer in self._peers.values()), *self._wakers):
+            each.close()
+        self._selector.close()
+
+    def _send(self, peer: Peer, packed: Packed) -> None:
         with peer.lock:
             if peer.gone:
                 return
             peer.spoke = time.monotonic()
-            peer.unsent.append((deque(packed.parts), packed))
+            peer.add(packed)
             if len(peer.unsent) > 1 or peer.push():
                 return  # the thread is sending, or nothing is left
         self._notify()
@@ -136,10 +161,24 @@ class Links:
             self._wake.send(b"!")
 
     def _run(self) -> None:
+        why = "closed"
+        try:
+            self._serve()
+        except BaseException as error:
+            why = f"cannot be reached any more, as the thread of connections ended ({told(error)})"
+            raise
+        finally:
+            for peer in self._peers.values():
+                self._give_up(peer, why)
+            self._selector.close()
+            for each in self._wakers:
+                each.close()
+
+    def _serve(self) -> None:
         last, deadline = time.monotonic(), float("inf")
         while True:
-            for key, events in self._selector.select(BEAT / 2 if not self._closing else 0.01):
-                peer: _Peer | None = key.data
+            for key, events in self._selector.select(BEAT / 2 if not self._closing else 0.05):
+                peer: Peer | None = key.data
                 if peer is None:
                     _drain(self._woken)
                     continue
@@ -162,32 +201,30 @@ class Links:
             for peer in self._peers.values():
                 self._look(peer, now)
             if self._closing:
-                deadline = min(deadline, now + 1)
-                if now > deadline or not any(p.unsent for p in self._peers.values() if not p.gone):
-                    break
-        for peer in self._peers.values():
-            peer.gone = peer.gone or "closed"
-            self._leave(peer)
-        self._selector.close()
-        for each in (self._woken, self._wake, self._stirred, self._stir):
-            each.close()
+                if deadline == float("inf"):
+                    deadline = now + 1
+                    self.send_all(Message("bye"))
+                # the others close their ends when they have read all, so that nothing is lost
+                if now > deadline or all(peer.gone for peer in self._peers.values()):
+                    return
 
-    def _look(self, peer: _Peer, now: float) -> None:
+    def _look(self, peer: Peer, now: float) -> None:
         """Ask for what a connection needs now: to be written, a sign of life, or to be given up."""
         if peer.gone:
             return
         if now - peer.spoke > BEAT:
             self._send(peer, pack(Message("beat")))
-        if peer.broken:
-            self._give_up(peer, peer.broken)
-        elif now - peer.heard > SILENCE:
-            self._give_up(peer, f"has given no sign of life for {SILENCE:.0f} s")
-        else:
-            wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.unsent else 0)
+        silent = f"has given no sign of life for {SILENCE:.0f} s"
+        if why := peer.broken or (silent if now - peer.heard > SILENCE else ""):
+            with self._reading:
+                self._give_up(peer, why)
+            return
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.unsent else 0)
+        with suppress(KeyError, ValueError):  # another thread may give it up meanwhile
             if self._selector.get_key(peer.socket).events != wanted:
                 self._selector.modify(peer.socket, wanted, peer)
 
-    def _read(self, peer: _Peer) -> None:
+    def _read(self, peer: Peer) -> None:
         """Read what has arrived, and deliver the messages that are complete."""
         if peer.gone:
             return
@@ -201,22 +238,28 @@ class Links:
                 while peer.filled == len(peer.space):
                     made = next(peer.arriving)
                     while isinstance(made, Message):
-                        if made.kind != "beat":
+                        if made.kind == "bye":
+                            return self._give_up(peer, CLOSED)
+                        if made.kind != "beat" and not self._closing:
                             self._deliver(peer.rank, made)
                         made = next(peer.arriving)
                     peer.space, peer.filled = made, 0
         except BlockingIOError:
             pass
-        except (OSError, ValueError, TypeError, KeyError) as error:
+        except OSError as error:
             self._give_up(peer, f"cannot be reached any more ({told(error)})")
+        except Exception as error:
+            self._give_up(peer, f"has sent something that cannot be read ({told(error)})")
 
-    def _give_up(self, peer: _Peer, why: str) -> None:
+    def _give_up(self, peer: Peer, why: str) -> None:
+        if peer.gone:
+            return
         peer.gone = why
         self._leave(peer)
         if not self._closing:
             self._lost(peer.rank, why)
 
-    def _leave(self, peer: _Peer) -> None:
+    def _leave(self, peer: Peer) -> None:
         with peer.lock:
             peer.unsent.clear()
             with suppress(KeyError, ValueError):
@@ -231,51 +274,13 @@ def _drain(pipe: socket.socket) -> None:
         pipe.recv(4096)
 
 
-class _Peer:
-    """Another rank.
+_every = weakref.WeakSet[Links]()
 
-    Attributes:
-        rank: its number.
-        socket: the connection.
-        lock: held to write.
-        unsent: messages that are not sent completely: what is left of each, and the whole.
-        spoke: when something was last sent to it.
-        heard: when something last came from it.
-        gone: why there is no connection any more; empty while there is one.
-        broken: the error of a write; empty while there was none.
-        arriving: reads messages, see ``unpacking``.
-        space: the memory that is filled next.
-        filled: how many of its bytes are filled.
-    """
 
-    def __init__(self, rank: int, connection: socket.socket) -> None:
-        self.rank = rank
-        self.socket = connection
-        self.lock = threading.Lock()
-        self.unsent: deque[tuple[deque[memoryview], Packed]] = deque()
-        self.spoke = self.heard = time.monotonic()
-        self.gone = self.broken = ""
-        self.arriving = unpacking()
-        first = next(self.arriving)
-        assert isinstance(first, memoryview)
-        self.space, self.filled = first, 0
+def _forked() -> None:
+    for links in list(_every):
+        links._drop()
 
-    def push(self) -> bool:
-        """Write as much as the socket takes. Returns whether nothing is left."""
-        try:
-            while self.unsent and not self.gone:
-                parts, _ = self.unsent[0]
-                count = self.socket.sendmsg([*parts][:_AT_ONCE])
-                while parts and count >= len(parts[0]):
-                    count -= len(parts.popleft())
-                if parts:
-                    parts[0] = parts[0][count:]
-                else:
-                    self.unsent.popleft()
-        except BlockingIOError:
-            return False
-        except OSError as error:
-            self.broken = f"cannot be reached any more ({told(error)})"
-            self.unsent.clear()
-            return False
-        return True
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)

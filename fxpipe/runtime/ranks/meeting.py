@@ -5,10 +5,11 @@ from __future__ import annotations
 import hmac
 import os
 import secrets
+import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from importlib.metadata import version
 from typing import Any, NamedTuple, TypeVar
@@ -21,6 +22,9 @@ from fxpipe.errors import InputError, RankError, told
 from fxpipe.signals import raise_held
 
 T = TypeVar("T")
+
+CONNECTS = 30.0
+"""Seconds that ranks, once all have come, may take to connect to each other."""
 
 _POLL = 0.05
 _PROOF = 32  # bytes
@@ -59,6 +63,7 @@ class _Card(NamedTuple):
     port: int
     secret: bytes
     versions: tuple[str, str]
+    ranks: tuple[int, ...]
 
 
 def meet(mesh: DeviceMesh) -> Met:
@@ -68,13 +73,21 @@ def meet(mesh: DeviceMesh) -> Met:
         mesh: of one dimension: the ranks of the pipe in order.
 
     Raises:
-        InputError: the ranks have different versions of fxpipe or torch.
+        InputError: the ranks have different versions of fxpipe or torch, or different meshes, or
+            this one is in none.
         RankError: a rank does not come, or cannot be reached.
     """
+    ranks = tuple(int(each) for each in mesh.mesh.flatten())
+    if dist.get_rank() not in ranks:
+        raise InputError(
+            f"rank {dist.get_rank()} is not in the mesh, which has the ranks "
+            f"{', '.join(map(str, ranks))}; call fxpipe.compile on these alone"
+        )
     group, rank, size = mesh.get_group(), mesh.get_local_rank(), mesh.size()
     timeout = _timeout(group)
-    deadline = time.monotonic() + timeout
-    listener = socket.create_server((_address(), 0), backlog=size)
+    address = _address()
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.create_server((address, 0), family=family, backlog=size)
     try:
         card = _Card(
             dist.get_rank(),
@@ -84,6 +97,7 @@ def meet(mesh: DeviceMesh) -> Met:
             *_named(listener),
             secrets.token_bytes(_PROOF),
             (version("fxpipe"), torch.__version__),
+            ranks,
         )
         cards: list[Any] = [None] * size
         _interruptibly(lambda: dist.all_gather_object(cards, card, group=group))
@@ -97,7 +111,12 @@ def meet(mesh: DeviceMesh) -> Met:
                     f"{names[0]} {cards[0].versions[0]} and {cards[0].versions[1]}; install the "
                     "same on all"
                 )
-        sockets = _connected(rank, cards, names, listener, deadline)
+            if each.ranks != cards[0].ranks:
+                raise InputError(
+                    f"{name} has a mesh of the ranks {each.ranks} and {names[0]} one of "
+                    f"{cards[0].ranks}; make the same mesh on all"
+                )
+        sockets = _connected(rank, cards, names, listener, time.monotonic() + CONNECTS)
     finally:
         listener.close()
     beside = sum(each.host == card.host and each.network == card.network for each in cards)
@@ -133,19 +152,17 @@ def _connected(
                     rank=other,
                 ) from error
             found[other] = made
-        listener.settimeout(_POLL)
-        while len(found) < len(cards) - 1:
-            raise_held()
-            if time.monotonic() > deadline:
-                late = next(r for r in range(len(cards)) if r != rank and r not in found)
-                raise RankError(f"{names[late]} did not connect in time", rank=late)
-            with suppress(TimeoutError):
-                made = listener.accept()[0]
-                other = _admitted(made, secret)
-                if rank < other < len(cards) and other not in found:
-                    found[other] = made
-                else:
-                    made.close()
+        with _Door(listener, secret) as door:
+            while len(found) < len(cards) - 1:
+                raise_held()
+                if time.monotonic() > deadline:
+                    late = next(r for r in range(len(cards)) if r != rank and r not in found)
+                    raise RankError(f"{names[late]} did not connect in time", rank=late)
+                for other, made in door.admitted():
+                    if rank < other < len(cards) and other not in found:
+                        found[other] = made
+                    else:
+                        made.close()
     except BaseException:
         for each in found.values():
             each.close()
@@ -155,17 +172,58 @@ def _connected(
     return found
 
 
-def _admitted(connection: socket.socket, secret: bytes) -> int:
-    """The number of the rank that has connected; −1 for a stranger."""
-    nonce = secrets.token_bytes(_NONCE)
-    connection.settimeout(5)
-    try:
-        connection.sendall(nonce)
-        number = _exactly(connection, 2)
-        proven = hmac.compare_digest(_exactly(connection, _PROOF), _proof(secret, nonce))
-    except OSError:
-        return -1
-    return number[0] << 8 | number[1] if proven else -1
+class _Door:
+    """Lets in who proves to be a rank. Strangers, even silent ones, keep nobody waiting."""
+
+    def __init__(self, listener: socket.socket, secret: bytes) -> None:
+        self._secret = secret
+        self._said: dict[socket.socket, bytes] = {}
+        self._asked: dict[socket.socket, bytes] = {}
+        self._listener = listener
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ)
+
+    def __enter__(self) -> _Door:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._selector.close()
+        for stranger in self._asked:
+            stranger.close()
+
+    def admitted(self) -> Iterator[tuple[int, socket.socket]]:
+        """The ranks that have proven who they are since the last call, after a short wait."""
+        for key, _ in self._selector.select(_POLL):
+            assert isinstance(key.fileobj, socket.socket)
+            if key.fileobj is self._listener:
+                self._ask(self._listener.accept()[0])
+            elif (other := self._heard(key.fileobj)) is not None:
+                yield other, key.fileobj
+
+    def _ask(self, made: socket.socket) -> None:
+        made.setblocking(False)
+        self._asked[made], self._said[made] = secrets.token_bytes(_NONCE), b""
+        self._selector.register(made, selectors.EVENT_READ)
+        with suppress(OSError):
+            made.send(self._asked[made])
+
+    def _heard(self, made: socket.socket) -> int | None:
+        """The number of the rank at the other end once it is known; closes that of a stranger."""
+        try:
+            part = made.recv(2 + _PROOF - len(self._said[made]))
+        except BlockingIOError:
+            return None
+        except OSError:
+            part = b""
+        said = self._said[made] = self._said[made] + part
+        if part and len(said) < 2 + _PROOF:
+            return None
+        self._selector.unregister(made)
+        nonce = self._asked.pop(made)
+        if hmac.compare_digest(said[2:], _proof(self._secret, nonce)):
+            return said[0] << 8 | said[1]
+        made.close()
+        return None
 
 
 def _proof(secret: bytes, nonce: bytes) -> bytes:

@@ -12,6 +12,7 @@ import json
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import torch
@@ -67,6 +68,8 @@ def pack(message: Message) -> Packed:
     layouts: list[Any] = []
     tree = _flattened(message.value, tensors, layouts)
     head = json.dumps([message.kind, message.key, tree, layouts], separators=(",", ":")).encode()
+    if len(head) > MOST:
+        raise InputError(f"a message to another rank has {len(head)} bytes besides its tensors")
     views = [view for tensor in tensors if len(view := _bytes(tensor))]
     made = Packed([memoryview(PREFIX.pack(len(head), sum(map(len, views))) + head), *views])
     made.kept = tensors
@@ -93,11 +96,11 @@ def unpacking() -> Iterator[memoryview | Message]:
         head = bytearray(size)
         yield memoryview(head)
         kind, key, tree, layouts = json.loads(head)
+        expected = sum(_DTYPES[name].itemsize * prod(sent) for name, _, _, sent, *_ in layouts)
+        if expected != rest:
+            raise ValueError(f"{rest} bytes for tensors of {expected} bytes")
         made = [_room(*layout) for layout in layouts]
-        views = [view for _, room in made if len(view := _bytes(room))]
-        if sum(map(len, views)) != rest:
-            raise ValueError(f"{rest} bytes for tensors of {sum(map(len, views))} bytes")
-        yield from views
+        yield from (view for _, room in made if len(view := _bytes(room)))
         tensors = [_laid_out(tensor, room) for tensor, room in made]
         yield Message(kind, _tuples(key), _nested(tree, tensors))
 
@@ -118,8 +121,8 @@ def _flattened(value: Any, tensors: list[Tensor], layouts: list[Any]) -> Any:
     if type(value) is tuple:
         return {"tuple": [_flattened(item, tensors, layouts) for item in value]}
     if isinstance(value, dict):
-        pairs = [[k, _flattened(item, tensors, layouts)] for k, item in value.items()]
-        return {"dict": pairs}
+        pairs = [[*pair] for pair in value.items()]
+        return {"dict": _flattened(pairs, tensors, layouts)}
     raise InputError(
         f"a {type(value).__name__} would have to go from one rank to another, and only tensors, "
         "numbers, strings, lists, tuples and dicts can; let a submodule that makes and uses it be "
@@ -203,7 +206,7 @@ def _nested(tree: Any, tensors: list[Tensor]) -> Any:
     if "tuple" in tree:
         return tuple(_nested(item, tensors) for item in tree["tuple"])
     if "dict" in tree:
-        return {key: _nested(item, tensors) for key, item in tree["dict"]}
+        return dict(_nested(tree["dict"], tensors))
     parts = [_nested(part, tensors) for part in tree["parts"]]
     if "csr" in tree:
         rows, columns, values = parts

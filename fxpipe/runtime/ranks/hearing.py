@@ -1,0 +1,225 @@
+"""What the other ranks have told: values that they exchange, failures, and that they are gone."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from fxpipe.errors import RankError
+from fxpipe.signals import raise_held
+
+POLL = 0.1
+"""Seconds after which a thread that waits for another rank looks at signals."""
+
+RECOVERY = "recovery"
+"""What ranks exchange after a failure, wherever each of them was then."""
+
+_PLACE = ("device", "instruction", "stage", "microbatch", "source")
+
+
+class Exchange(NamedTuple):
+    """One exchange of values; all ranks count alike.
+
+    Attributes:
+        call: the number of the call.
+        number: how many exchanges of the call were complete before.
+        about: what is exchanged.
+    """
+
+    call: int
+    number: int
+    about: str
+
+
+class _Failure(NamedTuple):
+    """A call that has failed on a rank, when so many of its exchanges were complete there."""
+
+    call: int
+    number: int
+    error: RankError
+
+
+class Hearing:
+    """Keeps what the other ranks tell, and waits for it.
+
+    An exchange that is complete on one rank will be complete on every rank that lives, as all have
+    sent their values by then. So a failure that comes later on one rank ends no exchange that was
+    complete there: either all ranks return from an exchange, or none does.
+
+    Attributes:
+        changed: held to change anything here.
+        news: how often something was told.
+        gone: rank → why it is gone.
+    """
+
+    def __init__(self, names: Sequence[str], rank: int) -> None:
+        """Nothing is told yet.
+
+        Args:
+            names: rank → what messages call it.
+            rank: the number of this one.
+        """
+        self.changed = threading.RLock()
+        self.news = 0
+        self.gone: dict[int, str] = {}
+        self._names = names
+        self._others = [other for other in range(len(names)) if other != rank]
+        self._said: list[deque[tuple[Exchange, Any]]] = [deque() for _ in names]
+        self._failures: list[_Failure] = []
+        self._over = 0  # calls up to this one are over
+
+    def say(self, rank: int, exchange: Exchange, value: Any) -> None:
+        """A rank has said its value of an exchange."""
+        with self.changed:
+            self._said[rank].append((exchange, value))
+            self.news += 1
+
+    def fail(self, rank: int, call: int, index: int, value: Mapping[str, Any]) -> RankError:
+        """A call has failed on a rank. Returns the error that it is here."""
+        error = _error(rank, self._names[rank], value)
+        with self.changed:
+            if call > self._over:
+                self._failures.append(_Failure(call, index, error))
+                self.news += 1
+        return error
+
+    def lose(self, rank: int, why: str) -> RankError:
+        """A rank is gone. Returns the error for it."""
+        with self.changed:
+            self.gone.setdefault(rank, why)
+            self.news += 1
+        return self.lost(rank)
+
+    def lost(self, rank: int) -> RankError:
+        """The error for a rank that is gone."""
+        return RankError(
+            f"{self._names[rank]} {self.gone[rank]}; start all ranks again, from the last "
+            "checkpoint",
+            rank=rank,
+        )
+
+    def failure(self, call: int, index: int) -> RankError | None:
+        """Why a call cannot go on after so many exchanges, as far as other ranks have told."""
+        for failure in self._failures:
+            if failure.call == call and failure.number <= index:
+                return failure.error
+        return None
+
+    def knows(self, error: BaseException) -> bool:
+        """Whether an error is the failure of another rank, which has told it to all."""
+        return any(failure.error is error for failure in self._failures)
+
+    def forget(self, call: int) -> None:
+        """A call is over here: its failures, which come from other ranks, do not matter any more.
+        One that is told later neither."""
+        with self.changed:
+            self._over = call
+            self._failures = [failure for failure in self._failures if failure.call > call]
+
+    def values(
+        self,
+        exchange: Exchange,
+        seconds: float,
+        pump: Callable[[Callable[[], bool], float], None],
+        *,
+        held: bool,
+    ) -> dict[int, Any]:
+        """Wait for the values of all other ranks.
+
+        Args:
+            exchange: which exchange.
+            pump: waits until something is told, see ``Links.pump``.
+            seconds: how long another rank may take to come to it.
+            held: whether a signal must not end the wait.
+
+        Raises:
+            RankError: the call has failed on a rank before this exchange was complete there, or a
+                rank is gone without having said its value, or late, or exchanges something else.
+        """
+        deadline = time.monotonic() + seconds
+        found: dict[int, Any] = {}
+        while True:
+            seen = self.news
+            with self.changed:
+                for rank in self._others:
+                    if rank not in found and self._heard(rank, exchange):
+                        found[rank] = self._said[rank].popleft()[1]
+                missing = [rank for rank in self._others if rank not in found]
+                if not missing:
+                    return found
+                self._refuse(exchange, missing)
+            if time.monotonic() > deadline:
+                raise RankError(
+                    f"{self._names[missing[0]]} has not come to where the other ranks are "
+                    f"({exchange.about}) for {seconds:.0f} s, the timeout of init_process_group; "
+                    "let every rank make the same calls",
+                    rank=missing[0],
+                )
+            pump(lambda: self.news != seen, POLL)  # noqa: B023
+            if not held:
+                raise_held()
+
+    def _heard(self, rank: int, exchange: Exchange) -> bool:
+        """Whether the rank's next value is the one of this exchange; drops older ones."""
+        said, after = self._said[rank], exchange.about == RECOVERY
+        while said and said[0][0] != exchange:
+            other = said[0][0]
+            if other.call > exchange.call or (other.call == exchange.call and not after):
+                return False
+            said.popleft()
+        return bool(said)
+
+    def _refuse(self, exchange: Exchange, missing: Sequence[int]) -> None:
+        """Raise where the values of the missing ranks cannot come."""
+        after = exchange.about == RECOVERY
+        failure = self.failure(exchange.call, exchange.number)
+        if failure is not None and not after:
+            raise failure
+        for rank in missing:
+            if rank in self.gone:
+                raise self.lost(rank)
+            if not self._said[rank]:
+                continue
+            other = self._said[rank][0][0]
+            # a rank that is in a later call has left this one because of a failure, which has been
+            # told to all, and may come a little later from the rank that failed
+            if other.call == exchange.call or after:
+                raise RankError(
+                    f"{self._names[rank]} is at another place of the call ({other.about}) than "
+                    f"this rank ({exchange.about}); let every rank make the same calls with the "
+                    "same model and options",
+                    rank=rank,
+                )
+
+
+def failure_of(error: BaseException, text: str, traceback: str) -> dict[str, Any]:
+    """What a rank tells the others of its error: ``text`` says what it is."""
+    told: dict[str, Any] = {"error": text, "traceback": traceback}
+    told |= {name: getattr(error, name) for name in _PLACE if hasattr(error, name)}
+    if isinstance(error, RankError):
+        told |= {"error": str(error), "rank": error.rank}
+    return told
+
+
+def _error(rank: int, name: str, told: Mapping[str, Any]) -> RankError:
+    """The error for what a rank has told of its own."""
+    place = {key: told[key] for key in _PLACE if key in told}
+    if "rank" in told:  # it has found out what holds for all ranks
+        error = RankError(told["error"], rank=told["rank"], **place)
+    else:
+        error = RankError(f"{name} failed: {told['error']}", rank=rank, **place)
+    error.add_note(f"On {name}:\n{told['traceback']}")
+    return error
+
+
+def difference(names: Sequence[str], rank: int, texts: Sequence[str]) -> str:
+    """The first line that differs between rank 0 and another rank."""
+    mine, theirs = texts[0].splitlines(), texts[rank].splitlines()
+    for number, (line, other) in enumerate(zip(mine, theirs, strict=False), 1):
+        if line != other:
+            shown = f"{line.strip()!r} on {names[0]} and {other.strip()!r} on {names[rank]}"
+            return f"line {number} is {shown}"
+    return f"{len(mine)} lines on {names[0]} and {len(theirs)} on {names[rank]}"

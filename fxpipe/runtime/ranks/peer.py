@@ -1,0 +1,68 @@
+"""One connection to another rank: what is to be sent to it, and what has arrived of a message."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections import deque
+
+from fxpipe.errors import told
+from fxpipe.runtime.ranks.message import Packed, unpacking
+
+_AT_ONCE = 64
+"""Pieces of memory handed to the system in one call."""
+
+
+class Peer:
+    """Another rank.
+
+    Attributes:
+        rank: its number.
+        socket: the connection.
+        lock: held to write.
+        unsent: messages that are not sent completely: what is left of each, and the whole.
+        spoke: when something was last sent to it.
+        heard: when something last came from it.
+        gone: why there is no connection any more; empty while there is one.
+        broken: the error of a write; empty while there was none.
+        arriving: reads messages, see ``unpacking``.
+        space: the memory that is filled next.
+        filled: how many of its bytes are filled.
+    """
+
+    def __init__(self, rank: int, connection: socket.socket) -> None:
+        self.rank = rank
+        self.socket = connection
+        self.lock = threading.Lock()
+        self.unsent: deque[tuple[deque[memoryview], Packed]] = deque()
+        self.spoke = self.heard = time.monotonic()
+        self.gone = self.broken = ""
+        self.arriving = unpacking()
+        first = next(self.arriving)
+        assert isinstance(first, memoryview)
+        self.space, self.filled = first, 0
+
+    def add(self, packed: Packed) -> None:
+        """Send this after what is unsent."""
+        self.unsent.append((deque(packed.parts), packed))
+
+    def push(self) -> bool:
+        """Write as much as the socket takes. Returns whether nothing is left."""
+        try:
+            while self.unsent and not self.gone:
+                parts, _ = self.unsent[0]
+                count = self.socket.sendmsg([*parts][:_AT_ONCE])
+                while parts and count >= len(parts[0]):
+                    count -= len(parts.popleft())
+                if parts:
+                    parts[0] = parts[0][count:]
+                else:
+                    self.unsent.popleft()
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            self.broken = f"cannot be reached any more ({told(error)})"
+            self.unsent.clear()
+            return False
+        return True

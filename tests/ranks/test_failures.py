@@ -1,0 +1,216 @@
+"""An instruction that fails on a rank fails on all of them, and has not happened on any."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+import fxpipe
+from fxpipe import ExecutionError, InputError, RankError
+from fxpipe.ir import instruction as ins
+from tests.helpers.failing import (
+    HANDLERS,
+    OPTIONS,
+    Beside,
+    at,
+    fail,
+    fails,
+    first_of_each_kind,
+    pipe_of,
+    unchanged,
+)
+from tests.helpers.ranks import DeviceMesh, on_ranks
+from tests.helpers.tiny import Snapshot, Tiny, adam, batch, within
+
+pytestmark = pytest.mark.timeout(600, method="thread")
+
+
+def failing_everywhere(mesh: DeviceMesh) -> set[str]:
+    """Let the first instruction of each kind fail on each rank in turn."""
+    here = mesh.get_local_rank()
+    kinds: set[str] = set()
+    for name, options in OPTIONS.items():
+        beside = Beside(mesh, **options())
+        beside.step()
+        for rank, position, instruction in first_of_each_kind(beside.pipe):
+            before = Snapshot.of(beside.pipe)
+            x, y = beside.batch()
+            where = f"{name}, rank {rank}, {position}: {instruction}"
+            caught: BaseException | None = None
+            with within(2), at(position if rank == here else -1, fail):
+                try:
+                    beside.pipe.step(x, target=y)
+                except ExecutionError as error:
+                    caught = error
+            assert caught is not None, where
+            fails(beside, rank, caught, instruction, rank == here)
+            unchanged(before, beside.pipe, where)
+            beside.step()
+            kinds.add(type(instruction).__name__)
+        beside.pipe.close()
+    return kinds
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_an_instruction_of_any_kind_that_fails_on_a_rank_fails_on_all(size: int) -> None:
+    kinds = {kind.__name__ for kind in HANDLERS}
+    alone = {"Stash", "Pop", "Pause"}  # within a device; of differentiable calls, see below
+    for found in on_ranks(size, failing_everywhere):
+        assert found >= kinds - alone
+
+
+def failing_calls(mesh: DeviceMesh) -> None:
+    """The same in a differentiable call and in its backward."""
+    here = mesh.get_local_rank()
+    with pipe_of(mesh, optimizer=None) as pipe:
+        x, _ = batch()
+        pipe(x).sum().backward()
+        for rank, position, instruction in first_of_each_kind(pipe):
+            pause = pipe.program.lists[rank].index(ins.Pause())
+            with within(2), at(position if rank == here else -1, fail):
+                if position <= pause:
+                    before = Snapshot.of(pipe)
+                    with pytest.raises(ExecutionError) as raised:
+                        pipe(x)
+                else:
+                    out = pipe(x).sum()
+                    before = Snapshot.of(pipe)
+                    with pytest.raises(ExecutionError) as raised:
+                        out.backward()
+            assert raised.value.device == rank
+            assert isinstance(raised.value, RankError) == (rank != here)
+            unchanged(before, pipe, str(instruction))
+            pipe(x).sum().backward()
+
+
+def test_an_instruction_of_a_call_or_its_backward_that_fails_on_a_rank_fails_on_all() -> None:
+    on_ranks(2, failing_calls)
+
+
+# what differs between ranks
+
+
+def different(mesh: DeviceMesh) -> list[str]:
+    """Ranks that do different things; each is told the difference, and the pipe goes on."""
+    here = mesh.get_local_rank()
+    beside = Beside(mesh)
+    beside.step()
+    pipe, told = beside.pipe, []
+    x, y = beside.batch()
+
+    def calls(call: Any, other: Any) -> None:
+        before = Snapshot.of(pipe)
+        with within(2), pytest.raises((RankError, InputError)) as raised:
+            (other if here == 1 else call)()
+        told.append(f"{type(raised.value).__name__}: {raised.value}")
+        pipe.train()
+        unchanged(before, pipe, told[-1])
+        beside.step()
+
+    def step(samples: int = 6, microbatch: Any = None) -> Any:
+        return lambda: pipe.step(x[:samples], target=y[:samples])
+
+    calls(step(), lambda: pipe(x))
+    calls(step(), lambda: pipe.eval()(x))
+    calls(step(), lambda: pipe.prepare(x, target=y))
+    calls(step(), step(4))
+    calls(lambda: pipe(x), lambda: pipe.eval()(x))
+    calls(step(), lambda: pipe.step(x.double(), target=y))
+    calls(step(), lambda: pipe.step(x, target=y, return_output=True))
+    calls(step(), lambda: pipe.step(x, x, target=y))
+    calls(step(), lambda: pipe.profile(x, target=y, steps=0))
+    pipe.close()
+    return told
+
+
+def test_ranks_that_make_other_calls_are_told_the_difference_and_go_on() -> None:
+    first, second, third = on_ranks(3, different)
+    words = ["call of the pipe", "call of the pipe", "prepare", "samples", "mode", "float64"]
+    words += ["outputs: True", "", "profile"]
+    for word, *texts in zip(words, first, second, third, strict=True):
+        for text in texts:
+            assert word in text, texts
+    assert second[7].startswith("InputError") and second[8].startswith("RankError")
+    assert first[7].startswith("RankError: rank 1 ")
+
+
+def compiled_differently(mesh: DeviceMesh) -> list[str]:
+    here, told = mesh.get_local_rank(), []
+    others: list[dict[str, Any]] = [
+        {"schedule": "gpipe"},
+        {"microbatches": 3},
+        {"clip_norm": 1.0},
+        {"partition": []},
+        {"optimizer": None},
+        {"microbatches": 0},
+    ]
+    for options in others:
+        with within(5), pytest.raises((RankError, InputError)) as raised:
+            pipe_of(mesh, **(options if here == 1 else {}))
+        told.append(f"{type(raised.value).__name__}: {raised.value}")
+    with within(5), pytest.raises(RankError) as raised:
+        model = torch.nn.Linear(2, 2) if here else torch.nn.Linear(3, 2)
+        fxpipe.compile(model, mesh, microbatches=2)
+    told.append(f"{type(raised.value).__name__}: {raised.value}")
+    Beside(mesh).step()
+    return told
+
+
+def test_ranks_that_compile_with_other_options_are_told_the_first_that_differs() -> None:
+    ranks = on_ranks(2, compiled_differently)
+    words = ["recipe", "microbatches: 3", "clip_norm: 1.0", "partition", "optimizer: none"]
+    for number, word in enumerate(words):
+        for told in ranks:
+            assert told[number].startswith("RankError: what fxpipe.compile was given differs")
+            assert word in told[number]
+    assert ranks[0][5].startswith("RankError: rank 1 ") and ranks[1][5].startswith("InputError")
+    assert all("weight: (2, 3)" in told[6] and "weight: (2, 2)" in told[6] for told in ranks)
+
+
+# while a model is compiled
+
+
+class Untraceable(torch.nn.Module):
+    """A model that raises on one rank while it is traced."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.raises = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.raises:
+            raise ValueError("not now")
+        y: torch.Tensor = self.inner(x)
+        return y
+
+
+def failing_compilation(mesh: DeviceMesh, sizes: tuple[int, ...]) -> None:
+    options: dict[str, Any] = {
+        "microbatches": 2,
+        "loss": torch.nn.functional.cross_entropy,
+        "optimizer": adam,
+        "partition": ["inner.middle"],
+    }
+    for rank in range(mesh.size()):
+        torch.manual_seed(0)
+        model = Untraceable(Tiny())
+        alone = fxpipe.compile(copy.deepcopy(model), mesh.size(), **options)
+        with fxpipe.compile(model, mesh, **options) as pipe:
+            for size in sizes:
+                x, y = batch(size)
+                model.raises = mesh.get_local_rank() == rank
+                with within(20), pytest.raises(fxpipe.FxpipeError) as raised:
+                    pipe.step(x, target=y)
+                assert isinstance(raised.value, RankError) == (not model.raises), raised.value
+                assert "not now" in str(raised.value), raised.value
+                model.raises = False
+                assert torch.equal(pipe.step(x, target=y), alone.step(x, target=y))
+        alone.close()
+
+
+def test_a_model_that_raises_on_one_rank_while_traced_raises_on_all_and_compiles_later() -> None:
+    on_ranks(2, failing_compilation, (6, 4))
