@@ -13,10 +13,11 @@ WORKERS := --numprocesses=logical --maxprocesses=4 --dist=worksteal
 # The virtual environment alone decides what is imported.
 unexport PYTHONPATH
 
-.PHONY: help demo test quick deep compat check compare docs format clean
+.PHONY: help demo demo-ranks test quick deep compat check compare docs format clean
 
 help:
 	@echo "make demo   train a U-Net over two devices and compare with one"
+	@echo "make demo-ranks  the same with a process for each device"
 	@echo "make test   run the tests"
 	@echo "make quick  run the tests that compile no model and start no process"
 	@echo "make deep   run the tests with many more random examples"
@@ -29,6 +30,11 @@ help:
 
 demo: $(READY)
 	$(RUN) -m examples.denoise
+
+# one thread a process, as torchrun chooses by itself, but with a warning
+demo-ranks: $(READY)
+	OMP_NUM_THREADS=1 $(RUN) -m torch.distributed.run --standalone --nproc-per-node=2 \
+		-m examples.denoise
 
 test: $(READY)
 	$(RUN) -m pytest $(WORKERS)

@@ -1,15 +1,19 @@
 """Train a U-Net over two CPU devices to find the noise in photographs, and so take it out.
 
 The same training runs on one device without fxpipe, step by step in turn, and must give the same
-losses and weights to the last bit. Run it with ``make demo``.
+losses and weights to the last bit. Run it with ``make demo``. With ``make demo-ranks`` each device
+is a process of its own, and the first of them also runs what is compared.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -20,6 +24,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from skimage import io
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.functional import mse_loss
 from torch.optim import Adam, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -28,8 +33,9 @@ import fxpipe
 from examples import photographs, plain
 from examples.photographs import Noisy
 from examples.unet import UNet
+from fxpipe.simulator import Simulation
 
-DEVICES = ("cpu", "cpu")
+DEVICES = 2
 MICROBATCHES = 8
 BATCH = 16
 SIDE = 48
@@ -38,19 +44,27 @@ STEPS = 160
 
 @dataclass
 class Run:
-    """What one of the two trainings did.
+    """One of the trainings.
 
     Attributes:
+        name: what the table calls it.
+        model: what is trained.
+        optimizers: those that this process has.
+        step: trains on a batch and returns the loss.
         losses: one a step.
         seconds: one a step.
     """
 
+    name: str
+    model: nn.Module
+    optimizers: list[Optimizer]
+    step: Callable[[Noisy], Tensor]
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
 
-    def step(self, step: Callable[[Noisy], Tensor], batch: Noisy) -> None:
+    def train(self, batch: Noisy) -> None:
         start = time.perf_counter()
-        self.losses.append(step(batch).item())
+        self.losses.append(self.step(batch).item())
         self.seconds.append(time.perf_counter() - start)
 
     @property
@@ -65,37 +79,54 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--output", type=Path, default=Path("demo-output"))
     arguments = parser.parse_args()
-    console = Console()
 
     torch.manual_seed(0)
-    torch.set_num_threads(len(DEVICES))  # one for each device
-    model, single = unet(), unet()
-    single.load_state_dict(model.state_dict())
+    torch.set_num_threads(1)  # of each device
+    mesh = processes()
+    first = mesh is None or mesh.get_rank() == 0
+    console = Console(quiet=not first)
+    single = unet()
     batches = list(make_batches(arguments.steps))
-    with console.status("compiling"):
-        pipe = fxpipe.compile(
-            model,
-            DEVICES,
-            schedule="1f1b",
-            microbatches=MICROBATCHES,
-            loss=mse_loss,
-            optimizer=adam,
-            example=((batches[0].image,), {"target": batches[0].noise}),
+    with ExitStack() as stack:
+
+        def pipeline(devices: int | DeviceMesh) -> fxpipe.Pipeline:
+            return stack.enter_context(compiled(copy.deepcopy(single), devices, batches[0]))
+
+        with console.status("compiling"):
+            pipe = pipeline(mesh or DEVICES)
+            count = len(pipe.devices)
+            where = f"{count} devices" if mesh is None else f"{count} processes"
+            runs = [pipelined(f"fxpipe, {where}", pipe)]
+            if mesh is not None and first:
+                runs.append(pipelined(f"fxpipe, {count} devices", pipeline(count)))
+            if first:
+                runs.append(looped("plain loop, 1 device", single))
+        train(runs, batches, console)
+        weights = copy.deepcopy(pipe.state_dict(full=True))
+        same = all(
+            run.losses == runs[0].losses and equal(run.model.state_dict(), weights)
+            for run in runs[1:]
         )
-    with pipe:
-        pipelined, alone = train(pipe, single, batches, console)
-        weights = pipe.state_dict()
-        same = pipelined.losses == alone.losses and equal(weights, single.state_dict())
+        measured = pipe.profile(batches[0].image, target=batches[0].noise)
+        if not first:
+            return 0
         print(pipe)
-        console.print(comparison(pipelined, alone))
-        draw(pipe, arguments.output)
+        console.print(comparison(runs))
+        draw(pipe, measured, arguments.output)
     console.print(denoise(weights, arguments.output / "denoised.png"))
     console.print(f"Pictures: {arguments.output.resolve()}", soft_wrap=True)
     if same:
         console.print("[green]Equal bit for bit:[/] every loss, every weight, every statistic.")
     else:
-        console.print("[red]The two trainings differ.[/]")
+        console.print("[red]The trainings differ.[/]")
     return 0 if same else 1
+
+
+def processes() -> DeviceMesh | None:
+    """The processes that torchrun has started; None where it has not."""
+    if "WORLD_SIZE" not in os.environ:
+        return None
+    return init_device_mesh("cpu", (int(os.environ["WORLD_SIZE"]),), mesh_dim_names=("pp",))
 
 
 def make_batches(steps: int) -> Iterator[Noisy]:
@@ -115,33 +146,51 @@ def adam(parameters: Iterable[nn.Parameter]) -> Optimizer:
     return Adam(parameters, lr=3e-3, betas=(0.9, 0.95))
 
 
-def train(
-    pipe: fxpipe.Pipeline, single: nn.Module, batches: list[Noisy], console: Console
-) -> tuple[Run, Run]:
-    """Train both, a step of each in turn on the same batches."""
-    optimizer = adam(single.parameters())
-    optimizers = [optimizer, *filter(None, pipe.optimizers)]
-    rates = [LambdaLR(each, lambda k: min(1, 4 * (1 - k / len(batches)))) for each in optimizers]
+def compiled(model: nn.Module, devices: int | DeviceMesh, batch: Noisy) -> fxpipe.Pipeline:
+    return fxpipe.compile(
+        model,
+        devices,
+        schedule="1f1b",
+        microbatches=MICROBATCHES,
+        loss=mse_loss,
+        optimizer=adam,
+        example=((batch.image,), {"target": batch.noise}),
+    )
 
-    def pipe_step(batch: Noisy) -> Tensor:
+
+def pipelined(name: str, pipe: fxpipe.Pipeline) -> Run:
+    def step(batch: Noisy) -> Tensor:
         loss: Tensor = pipe.step(batch.image, target=batch.noise)
         return loss
 
-    def single_step(batch: Noisy) -> Tensor:
-        with plain.one_thread():
-            return plain.step(single, mse_loss, optimizer, batch.image, batch.noise, MICROBATCHES)
+    return Run(name, pipe, [*filter(None, pipe.optimizers)], step)
 
-    pipelined, alone = Run(), Run()
+
+def looped(name: str, model: nn.Module) -> Run:
+    optimizer = adam(model.parameters())
+
+    def step(batch: Noisy) -> Tensor:
+        return plain.step(model, mse_loss, optimizer, batch.image, batch.noise, MICROBATCHES)
+
+    return Run(name, model, [optimizer], step)
+
+
+def train(runs: list[Run], batches: list[Noisy], console: Console) -> None:
+    """Train all, a step of each in turn on the same batches."""
+    rates = [
+        LambdaLR(optimizer, lambda k: min(1, 4 * (1 - k / len(batches))))
+        for run in runs
+        for optimizer in run.optimizers
+    ]
     columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, TextColumn("{task.description}"), console=console) as progress:
         bar = progress.add_task("", total=len(batches))
         for batch in batches:
-            pipelined.step(pipe_step, batch)
-            alone.step(single_step, batch)
+            for run in runs:
+                run.train(batch)
             for rate in rates:
                 rate.step()
-            progress.update(bar, advance=1, description=f"loss {pipelined.losses[-1]:.5f}")
-    return pipelined, alone
+            progress.update(bar, advance=1, description=f"loss {runs[0].losses[-1]:.5f}")
 
 
 def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
@@ -149,26 +198,23 @@ def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def comparison(pipelined: Run, alone: Run) -> Table:
-    table = Table("", "final loss", "a step (median)", title="Two devices beside one")
-    table.caption = "other work on the machine's cores lowers the ratio"
-    table.add_row(
-        f"fxpipe, {len(DEVICES)} devices",
-        repr(pipelined.losses[-1]),
-        f"{pipelined.milliseconds:.0f} ms",
-    )
-    table.add_row("plain loop, 1 device", repr(alone.losses[-1]), f"{alone.milliseconds:.0f} ms")
-    table.add_row("ratio", "", f"{alone.milliseconds / pipelined.milliseconds:.2f}")
+def comparison(runs: list[Run]) -> Table:
+    table = Table("", "final loss", "a step (median)", "speed", title="The same, step by step")
+    table.caption = "speed: the plain loop's is 1; other work on the machine's cores lowers it"
+    for run in runs:
+        time, speed = run.milliseconds, runs[-1].milliseconds / run.milliseconds
+        table.add_row(run.name, repr(run.losses[-1]), f"{time:.0f} ms", f"{speed:.2f}")
     return table
 
 
-def draw(pipe: fxpipe.Pipeline, folder: Path) -> None:
-    """Pictures of the three representations."""
+def draw(pipe: fxpipe.Pipeline, measured: Simulation, folder: Path) -> None:
+    """Pictures of the three representations, and of when a step did what on each device."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, picture in (
         ("plan", pipe.plan.draw()),
         ("schedule", pipe.schedule.draw()),
         ("program", pipe.program.draw()),
+        ("timeline", measured.draw()),
     ):
         for ending in ("svg", "png"):
             picture.render(folder / f"{name}.{ending}")

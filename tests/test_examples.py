@@ -66,15 +66,22 @@ def test_a_report_is_written_for_people_and_for_programs(tmp_path: Path) -> None
     assert '"value": 1.5' in (tmp_path / "short-2026-01-31.json").read_text()
 
 
-def test_the_demo_trains_equal_to_one_device_and_draws(tmp_path: Path) -> None:
+@pytest.mark.parametrize("processes", [1, 2])
+def test_the_demo_trains_equal_to_one_device_and_draws(tmp_path: Path, processes: int) -> None:
     pytest.importorskip("skimage")
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     done = subprocess.run(
-        [sys.executable, "-m", "examples.denoise", "--steps", "2", "--output", str(tmp_path)],
+        [
+            *(sys.executable, *(torchrun if processes > 1 else ())),
+            *("-m", "examples.denoise", "--steps", "2", "--output", str(tmp_path)),
+        ],
         cwd=ROOT,
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "Equal bit for bit" in done.stdout
-    drawn = {f"{name}.{end}" for name in ("plan", "schedule", "program") for end in ("svg", "png")}
+    assert done.stdout.count("Equal bit for bit") == 1
+    assert ("2 processes" in done.stdout) == ("rank 1" in done.stdout) == (processes > 1)
+    names = ("plan", "schedule", "program", "timeline")
+    drawn = {f"{name}.{end}" for name in names for end in ("svg", "png")}
     assert {path.name for path in tmp_path.iterdir()} == drawn | {"denoised.png"}
