@@ -1,0 +1,74 @@
+"""Train a model that no process could hold: each rank allocates its own stages only.
+
+Start it with::
+
+    torchrun --standalone --nproc-per-node=4 -m examples.larger
+
+Every process limits itself to less memory than the weights of the whole model take, and training
+takes three times that: the weights, their gradients, and what an update is undone with if a step
+fails.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import resource
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.functional import mse_loss
+
+import fxpipe
+
+WIDTH, DEPTH = 3072, 16
+WEIGHTS = 4 * DEPTH * WIDTH * (WIDTH + 1)
+"""The bytes of the weights of so many linear layers."""
+
+
+def layers() -> nn.Sequential:
+    """The model."""
+    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(DEPTH)))
+
+
+def limit_memory(more: int) -> None:
+    """Let this process take no more address space than now and so many bytes."""
+    ctypes.CDLL(None).mallopt(-8, 1)  # threads share one arena; others reserve space that is unused
+    now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (now + more, now + more))
+
+
+def train(mesh: DeviceMesh, steps: int) -> tuple[list[float], int]:
+    """The losses of some steps, and the bytes of the weights that this rank has."""
+    with torch.device("meta"):
+        model = layers()
+    x = torch.ones(8, WIDTH)
+    with fxpipe.compile(
+        model,
+        mesh,
+        microbatches=4,
+        loss=mse_loss,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=30.0),
+        example=((x,), {"target": x}),  # so that it is known which stages a rank has
+    ) as pipe:
+        torch.manual_seed(0)
+        pipe.reset_parameters()  # or pipe.load("run")
+        losses = [float(pipe.step(x, target=x)) for _ in range(steps)]
+        return losses, sum(value.nbytes for value in pipe.state_dict().values())
+
+
+def main() -> None:
+    """Run as a rank."""
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("pp",))
+    torch.set_num_threads(1)
+    limit_memory(int(0.95 * WEIGHTS))
+    losses, own = train(mesh, steps=3)
+    print(f"rank {dist.get_rank()} has {own >> 20} of {WEIGHTS >> 20} MiB; losses {losses}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
