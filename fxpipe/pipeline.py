@@ -41,7 +41,7 @@ class Pipeline(Saved):
 
     def __init__(self, options: Options, compiler: Compiler, engine: Engine) -> None:
         super().__init__(options, compiler, engine)
-        self._hollow = options.hollow > 0
+        self._filled: Compiled | None = None  # whose parameters and buffers have data
         self._intake = Intake(
             options.model,
             self.devices[0].type,
@@ -237,23 +237,22 @@ class Pipeline(Saved):
         return self._intake.take(args, kwargs, target, step=step)
 
     def _check_data(self, compiled: Compiled) -> None:
-        """Raises InputError where a stage of this process has a parameter or buffer without data.
-
-        It passes once for all: no tensor loses its data again.
-        """
+        """Raises InputError where a stage of this process reads or writes what has no data."""
         self._shown = self._shown or compiled
-        used = self._used() if self._hollow else {}
-        model = self._model
-        for name, tensor in (*model.named_parameters(), *model.named_buffers()) if used else ():
-            if id(tensor) in used and tensor.is_meta:
+        if not self._options.hollow or compiled is self._filled:
+            return
+        own = filter(self._options.owns, range(len(compiled.plan.stages)))
+        names = frozenset[str]().union(*map(compiled.names, own))
+        for name, tensor in compiled.traced.state_of(self._model).items():
+            if name in names and tensor.is_meta:
                 kind = "parameter" if isinstance(tensor, torch.nn.Parameter) else "buffer"
                 raise InputError(
                     f"{kind} {name!r} has no data, as the model was built on the meta device; give "
                     "the values first: pipe.load(folder), pipe.load_state_dict(...), or "
-                    "pipe.reset_parameters(); a buffer that is in no state dict can be made with "
-                    'data (device="cpu") where the model is built'
+                    "pipe.reset_parameters(); what is in no state dict, or what no step reads, can "
+                    'be made with data (device="cpu") where the model is built'
                 )
-        self._hollow = False
+        self._filled = compiled
 
     def _ready(self, micro: MicroBatches, purpose: Purpose, **wanted: bool) -> Compiled:
         """The compiled program for a call; while it is compiled, nothing else runs."""

@@ -7,6 +7,7 @@ process after the same seed.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -109,6 +110,30 @@ def test_each_rank_draws_the_values_of_the_whole_model_and_keeps_its_own(whole: 
         assert not names & set(found["state"])
         names |= set(found["state"])
     assert names == set(expected["state"])
+
+
+def load_and_train(mesh: DeviceMesh, folder: str, values: dict[str, Tensor]) -> dict[str, Any]:
+    pipe = compiled(mesh, without_data(), partition=["lstm", "norm", "head"])
+    if values:
+        given = {name: value for name, value in values.items() if name in pipe.state_dict()}
+        pipe.load_state_dict(given if mesh.get_rank() else values)
+    else:
+        pipe.load(folder)
+    made = trained(pipe)
+    pipe.close()
+    return made
+
+
+@pytest.mark.parametrize("form", ["folder", "state dict"])
+def test_each_rank_loads_its_own_part(form: str, tmp_path: Path) -> None:
+    with compiled(2, with_data()) as pipe:
+        pipe.save(tmp_path / "run")
+        values = {name: value.clone() for name, value in pipe.state_dict().items()}
+        expected = trained(pipe)
+    ranks = on_ranks(4, load_and_train, str(tmp_path / "run"), values if form != "folder" else {})
+    for found in ranks:
+        assert_same(found, expected)
+    assert sum(len(found["state"]) for found in ranks) == len(expected["state"])
 
 
 def train_within_a_limit(mesh: DeviceMesh, limit: float) -> tuple[list[float], int]:
