@@ -32,8 +32,8 @@ computes for some seconds without letting other threads run."""
 CLOSED = "has closed its pipe or ended"
 """Why a rank is gone that has said goodbye."""
 
-SHORT = 0.001
-"""Seconds after which a thread looks again that found another one reading."""
+SHORT = 0.002
+"""Seconds after which the thread looks again where another one reads."""
 
 _AT_ONCE = 64
 """Pieces that are read of one connection before the others have their turn."""
@@ -77,6 +77,9 @@ class Links:
             peer.socket.setblocking(False)
             self._selector.register(peer.socket, selectors.EVENT_READ, peer)
             self._waiting.register(peer.socket, select.POLLIN)
+        self._pause = select.poll()
+        self._pause.register(self._woken, select.POLLIN)
+        self._pumped = self._looked = 0.0  # when a thread read itself, and when this one looked
         self._closing = False
         self._process = os.getpid()
         _every.add(self)
@@ -108,6 +111,7 @@ class Links:
         if not self._reading.acquire(timeout=timeout):
             return
         try:
+            self._pumped = time.monotonic()
             if arrived():
                 return
             for descriptor, _ in self._waiting.poll(1000 * timeout):
@@ -115,6 +119,7 @@ class Links:
                     self._read(self._by_socket[descriptor])
                 else:
                     _drain(self._stirred)
+            self._pumped = time.monotonic()
         finally:
             self._reading.release()
 
@@ -177,6 +182,10 @@ class Links:
     def _serve(self) -> None:
         last, deadline = time.monotonic(), float("inf")
         while True:
+            if self._served():
+                self._pause.poll(1000 * SHORT)
+                _drain(self._woken)
+                continue
             for key, events in self._selector.select(BEAT / 2 if not self._closing else 0.05):
                 peer: Peer | None = key.data
                 if peer is None:
@@ -187,7 +196,7 @@ class Links:
                         peer.push()
                 if events & selectors.EVENT_READ:
                     if not self._reading.acquire(blocking=False):
-                        time.sleep(SHORT)  # the thread that waits for it reads it
+                        self._pumped = time.monotonic()  # the thread that waits reads it
                         continue
                     try:
                         self._read(peer)
@@ -197,7 +206,7 @@ class Links:
             if now - last > SILENCE / 2:  # this process was stopped: the others may be well
                 for peer in self._peers.values():
                     peer.heard = now
-            last = now
+            last = self._looked = now
             for peer in self._peers.values():
                 self._look(peer, now)
             if self._closing:
@@ -207,6 +216,13 @@ class Links:
                 # the others close their ends when they have read all, so that nothing is lost
                 if now > deadline or all(peer.gone for peer in self._peers.values()):
                     return
+
+    def _served(self) -> bool:
+        """Whether a thread that waits reads what arrives, so that this one need not wake up for
+        every message, and nothing has to be written."""
+        now = time.monotonic()
+        served = now - self._pumped < 3 * SHORT and now - self._looked < BEAT
+        return served and not self._closing and not any(p.unsent for p in self._peers.values())
 
     def _look(self, peer: Peer, now: float) -> None:
         """Ask for what a connection needs now: to be written, a sign of life, or to be given up."""

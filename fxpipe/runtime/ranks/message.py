@@ -27,7 +27,8 @@ MOST = 1 << 26
 """A head of more bytes than this is none."""
 
 _ALIGNED = 64
-_DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if type(d) is torch.dtype}
+_NAMES = {d: str(d).removeprefix("torch.") for d in vars(torch).values() if type(d) is torch.dtype}
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,8 @@ def _flattened(value: Any, tensors: list[Tensor], layouts: list[Any]) -> Any:
     if isinstance(value, Tensor):
         if value.layout is not torch.strided:
             return _sparse(value, tensors, layouts)
+        if not value.dim() and value.device.type == "cpu" and not value.is_complex():
+            return {"scalar": value.item(), "dtype": _NAMES[value.dtype]}
         dense, layout = _dense(value.detach())
         tensors.append(dense)
         layouts.append(layout)
@@ -148,9 +151,12 @@ def _sparse(value: Tensor, tensors: list[Tensor], layouts: list[Any]) -> Any:
 def _dense(value: Tensor) -> tuple[Tensor, Any]:
     """A tensor whose elements fill the memory from its first to its last, and the layout to
     restore: dtype, shape, strides, the shape and strides that are sent, and where it starts."""
-    value = value.resolve_conj().resolve_neg()
     start = value.data_ptr() % _ALIGNED // value.element_size()
     shape, strides = tuple(value.shape), value.stride()
+    name = _NAMES[value.dtype]
+    value = value.resolve_conj().resolve_neg()
+    if value.is_cpu and value.is_contiguous() and 0 not in strides:
+        return value, [name, shape, strides, shape, strides, start]
     collapsed = [1 if stride == 0 else size for size, stride in zip(shape, strides, strict=True)]
     sent = value.as_strided(collapsed, strides)
     if value.device.type != "cpu":
@@ -158,7 +164,6 @@ def _dense(value: Tensor) -> tuple[Tensor, Any]:
     span = 1 + sum((n - 1) * s for n, s in zip(collapsed, sent.stride(), strict=True))
     if span != sent.numel() and sent.numel():
         sent = sent.clone(memory_format=torch.contiguous_format)  # it has gaps, or overlaps itself
-    name = str(value.dtype).removeprefix("torch.")
     return sent, [name, shape, strides, tuple(sent.shape), sent.stride(), start]
 
 
@@ -172,6 +177,8 @@ def _room(
     )
     memory = torch.empty(start + span, dtype=dtype)
     made = memory.as_strided(shape, strides, start)
+    if sent == shape and order == strides:
+        return made, made
     same = all(n == 1 or s == o for n, s, o in zip(sent, strides, order, strict=True))
     return made, memory.as_strided(sent, order, start) if same else _strided(sent, order, dtype)
 
@@ -203,6 +210,8 @@ def _nested(tree: Any, tensors: list[Tensor]) -> Any:
         return tree
     if "tensor" in tree:
         return tensors[tree["tensor"]]
+    if "scalar" in tree:
+        return torch.tensor(tree["scalar"], dtype=_DTYPES[tree["dtype"]])
     if "tuple" in tree:
         return tuple(_nested(item, tensors) for item in tree["tuple"])
     if "dict" in tree:
