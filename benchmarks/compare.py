@@ -17,7 +17,7 @@ from rich.progress import Progress
 
 from benchmarks.machine import describe
 from benchmarks.peers.case import CASES, DEVICES
-from benchmarks.peers.contenders import CONTENDERS, LATE_TURN, LOOP
+from benchmarks.peers.contenders import CONTENDERS, LATE_TURN, LOOP, PIPELINING, RANKS, THREADS
 from benchmarks.peers.contest import WARM_UP, Contest, Run, hold
 from benchmarks.peers.picture import draw
 from benchmarks.report import RESULTS, Figure, Grid, Report
@@ -75,6 +75,11 @@ def figures(name: str, contest: Contest) -> Iterator[Figure]:
         theirs = seconds_of(contest.runs[who])
         if ours and theirs:
             yield Figure(f"{name}: {who} over {OURS}, 1f1b", theirs / ours)
+    ranks = seconds_of(contest.runs[RANKS])
+    for who in (PIPELINING, THREADS):
+        theirs = seconds_of(contest.runs[who])
+        if ranks and theirs:
+            yield Figure(f"{name}: {who} over {RANKS}", theirs / ranks)
     for who, run in contest.runs.items():
         if run.error:
             yield Figure(f"{name}: {who} cannot run it", " ".join(run.error.split()))
@@ -136,7 +141,7 @@ def settings(contests: Mapping[str, Contest]) -> dict[str, str | int]:
             for name, case in cases.items()
         },
         "threads": f"{DEVICES} in all, and one where it says so; every process of "
-        "torch.distributed.pipelining has one",
+        "torch.distributed.pipelining and every rank has one",
         "halves": "fxpipe cuts for itself; torchgpipe and torch.distributed.pipelining are given "
         "equal halves: " + ", ".join(f"{name} at {case.half}" for name, case in cases.items()),
         "speed": "median of the loop of one thread over the contender's",

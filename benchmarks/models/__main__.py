@@ -1,6 +1,7 @@
 """Train every model under every schedule and number of stages beside a plain loop.
 
-Run it with ``python -m benchmarks.models``; it takes some minutes.
+Run it with ``python -m benchmarks.models``; it takes some minutes. With ``--ranks 2 4`` so many
+processes are beside as many devices of one process instead.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ import torch
 from rich.progress import track
 
 import fxpipe.schedules
-from benchmarks.machine import describe
-from benchmarks.models import others, own
+from benchmarks.machine import Machine, describe
+from benchmarks.models import others, own, ranks
 from benchmarks.models.cases import Case
 from benchmarks.models.exact import MICROBATCHES, ROWS, STEPS, Run, run, split
 from benchmarks.report import Figure, Grid, Report
@@ -34,9 +35,9 @@ def main() -> int:
     """Returns the exit status: 1 where a pipeline and the loop differ."""
     assert fxpipe.schedules  # importing it has registered the library's schedules
     parser = argparse.ArgumentParser(description="Train many models beside a plain loop.")
-    known = [name for name in WANTED if name in RECIPES]
-    parser.add_argument("--schedules", nargs="+", default=known)
+    parser.add_argument("--schedules", nargs="+", help="by default some that differ much")
     parser.add_argument("--stages", nargs="+", type=int, default=list(STAGES))
+    parser.add_argument("--ranks", nargs="+", type=int, help="processes beside one process")
     parser.add_argument("--models", nargs="+", help="parts of their names; all by default")
     arguments = parser.parse_args()
     machine = describe()
@@ -46,7 +47,10 @@ def main() -> int:
         if not arguments.models or any(part in case.name for part in arguments.models)
     ]
     torch.set_num_threads(1)
-    settings = list(product(arguments.schedules, arguments.stages))
+    if arguments.ranks:
+        return over_ranks(cases, arguments.schedules or ranks.SCHEDULES, arguments.ranks, machine)
+    known = [name for name in WANTED if name in RECIPES]
+    settings = list(product(arguments.schedules or known, arguments.stages))
     runs: list[list[Run]] = []
     exporting: list[float] = []
     for case in track(cases, "models"):
@@ -84,6 +88,40 @@ def main() -> int:
     return 1 if faults else 0
 
 
+def over_ranks(
+    cases: Sequence[Case], schedules: Sequence[str], sizes: Sequence[int], machine: Machine
+) -> int:
+    """The same for ranks: 1 where they and the devices of one process differ."""
+    settings = [ranks.Setting(*each) for each in product([case.name for case in cases], schedules)]
+    found = {
+        (*setting, size): faults
+        for size in sizes
+        for setting, faults in zip(
+            settings,
+            track(ranks.compare(settings, size), f"{size} ranks", len(settings)),
+            strict=True,
+        )
+    }
+    columns = list(product(schedules, sizes))
+    heading = ("schedule, ranks", *(f"{schedule}, {size}" for schedule, size in columns))
+    rows = [(c.name, *(_told(found[c.name, *column]) for column in columns)) for c in cases]
+    faults = {key: each for key, each in found.items() if each}
+    figures = [
+        Figure("models", len(cases)),
+        Figure(
+            "losses, gradients, buffers and weights", "differ" if faults else "equal bit for bit"
+        ),
+        *(Figure(" ".join(map(str, key)), "; ".join(each[:3])) for key, each in faults.items()),
+    ]
+    told = {
+        "batch": f"{ROWS} in {MICROBATCHES} micro-batches, {ranks.STEPS} steps with AdamW",
+        "beside": "the pipe over as many devices of one process",
+    }
+    title = "Models over ranks beside one process"
+    Report("models-ranks", title, told, figures, machine, [Grid(heading, rows)]).publish()
+    return 1 if faults else 0
+
+
 def export_seconds(case: Case) -> float:
     """What PyTorch alone takes to trace the model on one micro-batch."""
     torch.manual_seed(0)
@@ -108,7 +146,11 @@ def _tensors(output: object) -> object:
 
 
 def _shown(run: Run) -> str:
-    return f"{len(run.differing)} differ" if run.differing else "equal"
+    return _told(run.differing)
+
+
+def _told(differing: Sequence[str]) -> str:
+    return f"{len(differing)} differ" if differing else "equal"
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from benchmarks.peers.case import DEVICES, Case
 from benchmarks.peers.contender import Contender
@@ -70,15 +71,27 @@ def _pipe(
     def load() -> Make:
         from benchmarks.peers.pipe import Pipe
 
-        options = {"schedule": schedule, "fuse_accumulation": fused, "dispatch": dispatch}
+        options: dict[str, Any] = {
+            "schedule": schedule,
+            "fuse_accumulation": fused,
+            "dispatch": dispatch,
+        }
         return lambda case, rank, meeting: Pipe(case, **options)
 
     return Entry(load, late=late, turn=LATE_TURN if late else 1, rounded=fused)
 
 
+def _ranks() -> Make:
+    from benchmarks.peers.pipe import RankPipe
+
+    return RankPipe
+
+
 LOOP = "plain loop, 1 thread"
 LATE = "plain loop, gradients one version late"
 PIPELINING = "torch.distributed.pipelining, 1F1B"
+THREADS = "fxpipe, 1f1b, a thread a device"
+RANKS = "fxpipe, 1f1b, a rank a device"
 
 CONTENDERS = {
     LOOP: _loop(1),
@@ -86,7 +99,8 @@ CONTENDERS = {
     "torchgpipe": Entry(_gpipe),
     PIPELINING: Entry(_pipelining, processes=DEVICES, threads=1),
     "fxpipe, 1f1b": _pipe("1f1b"),
-    "fxpipe, 1f1b, a thread a device": _pipe("1f1b", dispatch="device"),
+    THREADS: _pipe("1f1b", dispatch="device"),
+    RANKS: Entry(_ranks, processes=DEVICES, threads=1),
     "fxpipe, 1f1b, fused": _pipe("1f1b", fused=True),
     "fxpipe, zb-h1": _pipe("zb-h1"),
     "fxpipe, 2bw": _pipe("2bw", late=True),

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fxpipe
 from benchmarks.peers.case import DEVICES, Case
@@ -15,12 +16,12 @@ from benchmarks.peers.contender import Contender
 class Pipe(Contender):
     """It is told nothing of the model but the model."""
 
-    def __init__(self, case: Case, **options: Any) -> None:
-        torch.set_num_threads(DEVICES)  # one for each device
+    def __init__(self, case: Case, devices: DeviceMesh | None = None, **options: Any) -> None:
+        torch.set_num_threads(1 if devices else DEVICES)  # one for each device
         model, self.x, self.y = case.make()
         self.pipe = fxpipe.compile(
             model,
-            ["cpu"] * DEVICES,
+            devices or ["cpu"] * DEVICES,
             microbatches=case.microbatches,
             loss=case.loss,
             optimizer=case.optimizer,
@@ -39,3 +40,20 @@ class Pipe(Contender):
     def close(self) -> None:
         """See Contender.close."""
         self.pipe.close()
+
+
+class RankPipe(Pipe):
+    """One rank of a pipe over processes."""
+
+    def __init__(self, case: Case, rank: int, meeting: str) -> None:
+        distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=DEVICES)
+        super().__init__(case, init_device_mesh("cpu", (DEVICES,), mesh_dim_names=("pp",)))
+
+    def meet(self) -> None:
+        """See Contender.meet."""
+        distributed.barrier()
+
+    def close(self) -> None:
+        """See Contender.close."""
+        super().close()
+        distributed.destroy_process_group()
