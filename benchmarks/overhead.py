@@ -6,7 +6,11 @@ Run it with ``python -m benchmarks.overhead`` on a machine with nothing else to 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import sys
+import tempfile
+from contextlib import closing
+from pathlib import Path
 from statistics import median
 from typing import get_args
 
@@ -16,9 +20,14 @@ from torch.nn.functional import mse_loss
 
 import fxpipe
 from benchmarks.machine import describe
+from benchmarks.peers.case import CASES
+from benchmarks.peers.contenders import PIPELINING, RANKS
+from benchmarks.peers.group import Group
+from benchmarks.peers.pipe import RankPipe
 from benchmarks.report import Figure, Report, timed
 from examples import plain
 from examples.unet import UNet
+from fxpipe.ir.instruction import Receive, Send
 from fxpipe.runtime.choice import Dispatch, hand_over
 
 LAYERS = 4
@@ -58,6 +67,47 @@ def alone(x: Tensor, y: Tensor, rounds: int) -> float:
     return median(seconds[WARM_UP:])
 
 
+def processes(rounds: int) -> tuple[float, float]:
+    """Median seconds of the same step over two ranks, and over two processes of
+    torch.distributed.pipelining, in turn."""
+    with closing(Group(RANKS, "tiny")) as own, closing(Group(PIPELINING, "tiny")) as peer:
+        for group in (own, peer):
+            group.imported()
+            group.set_up()
+        turns = [(own.step().seconds, peer.step().seconds) for _ in range(WARM_UP + rounds)]
+    ours, theirs = zip(*turns[WARM_UP:], strict=True)
+    return median(ours), median(theirs)
+
+
+def messages(steps: int) -> tuple[float, float]:
+    """Median seconds of a message between two ranks: what both spend on one that has arrived
+    before it is waited for, and how long after it was sent a rank goes on that has waited."""
+    with tempfile.TemporaryDirectory() as folder:
+        context = multiprocessing.get_context("spawn")
+        ranks = [context.Process(target=_profile, args=(rank, folder, steps)) for rank in range(2)]
+        for each in ranks:
+            each.start()
+        for each in ranks:
+            each.join()
+        found: tuple[float, float] = torch.load(Path(folder, "found"))
+        return found
+
+
+def _profile(rank: int, folder: str, steps: int) -> None:
+    with closing(RankPipe(CASES["tiny"], rank, Path(folder, "meeting").as_uri())) as ranks:
+        for _ in range(WARM_UP):
+            ranks.step()
+        spans = [*ranks.pipe.profile(ranks.x, target=ranks.y, steps=steps).instructions()]
+        sent = {x.instruction.buffer: x for x in spans if isinstance(x.instruction, Send)}
+        pairs = [
+            (sent[x.instruction.buffer], x) for x in spans if isinstance(x.instruction, Receive)
+        ]
+        hidden = [a.time + b.time for a, b in pairs if a.end < b.start]
+        waited = [b.end - a.start for a, b in pairs if b.start < a.start]
+        if rank == 0:
+            torch.save((median(hidden), median(waited)), Path(folder, "found"))
+
+
 def compiling() -> float:
     """Seconds from a U-Net to the end of its first step, over two devices."""
     batch = torch.rand(32, 3, 64, 64)
@@ -79,6 +129,8 @@ def main() -> int:
     x, y = torch.rand(MICROBATCHES * WIDTH, WIDTH), torch.rand(MICROBATCHES * WIDTH, WIDTH)
     single, one = alone(x, y, rounds), pipelined(1, "device", x, y, rounds)
     each, all_ = (pipelined(2, dispatch, x, y, rounds) for dispatch in get_args(Dispatch))
+    ours, theirs = processes(rounds)
+    hidden, waited = messages(rounds)
     tasks = 2 * MICROBATCHES  # a forward and a backward each, on every device
     figures = [
         Figure("plain loop, one thread, a forward or backward", 1e3 * single / tasks, "ms"),
@@ -86,6 +138,10 @@ def main() -> int:
         Figure("one device, a task above the plain loop", 1e3 * (one - single) / tasks, "ms"),
         Figure("two devices, a thread each, a task of either", 1e3 * each / tasks, "ms"),
         Figure("two devices, one thread, a task of either", 1e3 * all_ / tasks, "ms"),
+        Figure("two ranks, a task of either", 1e3 * ours / tasks, "ms"),
+        Figure("torch.distributed.pipelining, two processes, a task", 1e3 * theirs / tasks, "ms"),
+        Figure("two ranks, a message that has arrived before it is read", 1e3 * hidden, "ms"),
+        Figure("two ranks, a message that is waited for", 1e3 * waited, "ms"),
         Figure("to hand the interpreter lock over", 1e6 * hand_over(), "µs"),
         Figure("compile time of the U-Net, with the first step", compiling(), "s"),
     ]
@@ -93,6 +149,8 @@ def main() -> int:
         "model": f"{LAYERS} × Linear({WIDTH}, {WIDTH}), SGD, mean squared error",
         "micro-batches": f"{MICROBATCHES} of {WIDTH} rows",
         "schedule": "1f1b",
+        "message": f"{WIDTH * WIDTH} numbers between two processes, from the profile of a rank: "
+        "the sender's and the receiver's time together, or from the send to the end of the wait",
         "rounds": rounds,
         "U-Net": "examples.unet.UNet(channels=3, base=16, depth=4), batch 32×3×64×64 in 8",
     }
