@@ -1,0 +1,336 @@
+"""Connections between ranks: damage, silence, goodbyes, strangers; and what exchanges hold to."""
+
+from __future__ import annotations
+
+import gc
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+import torch
+
+from fxpipe import RankError
+from fxpipe.runtime.ranks import links as links_module
+from fxpipe.runtime.ranks import meeting
+from fxpipe.runtime.ranks.group import RankGroup
+from fxpipe.runtime.ranks.hearing import RECOVERY, Exchange, Hearing
+from fxpipe.runtime.ranks.links import CLOSED, Links
+from fxpipe.runtime.ranks.meeting import Met
+from fxpipe.runtime.ranks.message import MOST, PREFIX, Message, pack
+from tests.helpers.tiny import soon, within
+
+pytestmark = pytest.mark.timeout(120, method="thread")
+
+
+class End:
+    """One end of a connection, and what has come there."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.messages = SimpleQueue[Message]()
+        self.lost = SimpleQueue[str]()
+        self.links = Links(
+            {1: connection},
+            lambda rank, message: self.messages.put(message),
+            lambda rank, why: self.lost.put(why),
+        )
+
+
+@contextmanager
+def ends() -> Iterator[tuple[End, socket.socket]]:
+    """An end, and the plain socket at the other one."""
+    mine, other = socket.socketpair()
+    end = End(mine)
+    try:
+        yield end, other
+    finally:
+        other.close()
+        with within(3):
+            end.links.close()
+        assert not end.links._thread.is_alive()
+
+
+def packed(message: Message) -> bytes:
+    return b"".join(bytes(part) for part in pack(message).parts)
+
+
+def head(text: bytes, tensors: int = 0) -> bytes:
+    return PREFIX.pack(len(text), tensors) + text
+
+
+DAMAGED = {
+    "noise": b"\xff" * 256,
+    "oversized": PREFIX.pack(MOST + 1, 0),
+    "no text": head(b"\xff\xfe{"),
+    "no list": head(b"{}"),
+    "deep": head(b"[" * 100000 + b"]" * 100000),
+    "huge": head(b'["value",[],null,[["float32",[1,1],[1,1],[1125899906842624],[1],0]]]', 1 << 52),
+    "negative": head(b'["value",[],null,[["float32",[2],[-1],[2],[1],0]]]', 8),
+    "too small": head(b'["value",[],null,[["float32",[2],[1],[8],[1],0]]]', 32),
+    "another size": head(b'["value",[],null,[["float32",[2],[1],[2],[1],0]]]', 12),
+    "no type": head(b'["value",[],null,[["module",[2],[1],[2],[1],0]]]', 8),
+    "no tensor": head(b'["value",[],{"tensor":3},[]]'),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_a_damaged_message_ends_the_connection_and_nothing_else(damage: str) -> None:
+    with ends() as (end, other):
+        other.sendall(packed(Message("value", (1,), torch.ones(3))))
+        other.sendall(DAMAGED[damage])
+        why = end.lost.get(timeout=10)
+        assert "has sent something that cannot be read" in why
+        assert torch.equal(end.messages.get().value, torch.ones(3))
+        assert end.messages.empty()
+        assert end.links._thread.is_alive()
+
+
+def test_a_message_that_ends_in_its_middle_is_not_delivered() -> None:
+    with ends() as (end, other):
+        other.sendall(packed(Message("value", (1,), torch.ones(3)))[:-1])
+        other.close()
+        assert "has ended" in end.lost.get(timeout=10)
+        assert end.messages.empty()
+
+
+def test_silence_counts_as_a_loss_and_signs_of_life_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links_module, "SILENCE", 1.0)
+    monkeypatch.setattr(links_module, "BEAT", 0.1)
+    with ends() as (end, other):
+        for _ in range(15):
+            other.sendall(packed(Message("beat")))
+            time.sleep(0.1)
+        assert end.lost.empty() and end.messages.empty()
+        assert "no sign of life" in end.lost.get(timeout=10)
+        beat = packed(Message("beat"))
+        assert other.recv(len(beat)) == beat
+
+
+def test_what_was_sent_before_the_end_arrives_though_nobody_read_it_yet() -> None:
+    mine, other = socket.socketpair()
+    one = End(mine)
+    large = torch.randn(1 << 20)
+    for number in range(8):
+        one.links.send(1, Message("value", (number,), large))
+    closing = threading.Thread(target=one.links.close)
+    closing.start()
+    two = End(other)
+    for number in range(8):
+        message = two.messages.get(timeout=10)
+        assert message.key == (number,) and torch.equal(message.value, large)
+    assert two.lost.get(timeout=10) == CLOSED
+    closing.join()
+    with within(1):
+        two.links.close()
+
+
+def test_a_message_that_nobody_reads_does_not_keep_a_rank_from_closing() -> None:
+    with ends() as (end, _):
+        end.links.send(1, Message("value", (), torch.zeros(1 << 24)))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are not forked here")
+def test_a_forked_process_does_not_keep_connections_open() -> None:
+    awake = os.pipe()
+    with ends() as (end, other):
+        child = os.fork()
+        if not child:
+            os.close(awake[1])
+            os.read(awake[0], 1)
+            os._exit(0)
+        end.links.close()
+        other.settimeout(10)
+        while other.recv(4096):
+            pass
+        os.close(awake[1])
+        os.waitpid(child, 0)
+        os.close(awake[0])
+
+
+def group_of_two() -> tuple[RankGroup, RankGroup]:
+    one, two = socket.socketpair()
+    names = "rank 0 (here, process 1)", "rank 1 (there, process 2)"
+    places = "rank 0, here", "rank 1, there"
+    return (
+        RankGroup(Met(0, names, places, {1: one}, 1, 5.0)),
+        RankGroup(Met(1, names, places, {0: two}, 1, 5.0)),
+    )
+
+
+def test_a_group_that_is_collected_says_goodbye() -> None:
+    one, two = group_of_two()
+    links = one.links
+    assert links is not None
+    del one
+    gc.collect()
+    assert soon(lambda: bool(two.hearing.gone))
+    with pytest.raises(RankError, match=f"rank 0 .*{CLOSED}") as raised:
+        two.check()
+    assert raised.value.rank == 0
+    links._thread.join(10)
+    assert not links._thread.is_alive()
+    two.close()
+
+
+def test_a_damaged_message_of_a_known_kind_loses_the_rank() -> None:
+    for bad in (Message("said", (1,)), Message("failed", ()), Message("value", ("x",))):
+        one, two = group_of_two()
+        assert one.links is not None
+        one.links.send(1, bad)
+        assert soon(lambda two=two: bool(two.hearing.gone))  # type: ignore[misc]
+        assert "cannot be read" in two.hearing.gone[0]
+        one.close()
+        two.close()
+
+
+def test_a_rank_whose_results_were_kept_by_the_others_alone_is_named_at_the_next_call() -> None:
+    one, two = group_of_two()
+    told: list[str] = []
+
+    def calls(group: RankGroup, fails: bool) -> None:
+        with group.calling("compile"):
+            pass
+        try:
+            with group.calling("step"):
+                group.settle(None)
+                if fails:
+                    raise MemoryError
+                group.kept += 1
+        except MemoryError:
+            pass
+        with pytest.raises(RankError, match="different batches") as raised, group.calling("step"):
+            raise AssertionError("the ranks have diverged")
+        told.append(str(raised.value))
+        group.kept = 0  # after a checkpoint
+        with group.calling("step"):
+            group.settle(None)
+
+    other = threading.Thread(target=calls, args=(two, True))
+    other.start()
+    calls(one, False)
+    other.join()
+    assert len(told) == 2 and told[0] == told[1]
+    one.close()
+    two.close()
+
+
+# what an exchange holds to, whatever order messages come in
+
+NAMES = tuple(f"rank {rank} (host, process {rank})" for rank in range(3))
+FAILED = {"error": "ValueError: no", "traceback": "the traceback"}
+
+
+def heard(hearing: Hearing, exchange: Exchange, seconds: float = 0.3) -> Any:
+    return hearing.values(exchange, seconds, lambda done, timeout: time.sleep(0.01), held=False)
+
+
+def test_an_exchange_that_was_complete_where_a_rank_failed_later_is_complete_here_too() -> None:
+    hearing = Hearing(NAMES, 0)
+    end = Exchange(4, 2, "end")
+    hearing.say(1, end, "one")
+    hearing.fail(1, 4, 3, FAILED)  # after this exchange
+    hearing.say(2, end, "two")
+    assert heard(hearing, end) == {1: "one", 2: "two"}
+    with pytest.raises(RankError, match=r"rank 1 .* failed: ValueError: no") as raised:
+        heard(hearing, Exchange(4, 3, "more"))
+    assert raised.value.rank == 1 and "the traceback" in raised.value.__notes__[0]
+
+
+def test_a_failure_before_an_exchange_was_complete_ends_it() -> None:
+    hearing = Hearing(NAMES, 0)
+    hearing.say(1, Exchange(4, 2, "end"), "one")
+    hearing.fail(1, 4, 2, FAILED)
+    with pytest.raises(RankError, match="ValueError"):
+        heard(hearing, Exchange(4, 2, "end"))
+
+
+def test_a_rank_that_has_said_its_value_may_be_gone_before_the_others_have() -> None:
+    hearing = Hearing(NAMES, 0)
+    end = Exchange(4, 2, "end")
+    hearing.say(1, end, "one")
+    hearing.lose(1, CLOSED)
+    hearing.say(2, end, "two")
+    assert heard(hearing, end) == {1: "one", 2: "two"}
+    with pytest.raises(RankError, match=CLOSED) as raised:
+        heard(hearing, Exchange(5, 0, "the begin of a call"))
+    assert raised.value.rank == 1
+
+
+def test_a_rank_that_went_on_after_another_one_failed_is_not_blamed() -> None:
+    hearing = Hearing(NAMES, 0)
+    hearing.say(2, Exchange(5, 0, "the begin of a call"), "step")  # it has heard of the failure
+    timer = threading.Timer(0.1, hearing.fail, (1, 4, 1, FAILED))
+    timer.start()
+    with pytest.raises(RankError, match="ValueError: no") as raised:
+        heard(hearing, Exchange(4, 1, "the call"), 10)
+    assert raised.value.rank == 1
+
+
+def test_values_and_failures_of_calls_that_are_over_do_not_matter() -> None:
+    hearing = Hearing(NAMES, 0)
+    hearing.fail(1, 4, 1, FAILED)
+    hearing.forget(4)
+    hearing.fail(2, 4, 0, FAILED)
+    hearing.say(1, Exchange(4, 2, "end"), "old")
+    for rank in (1, 2):
+        hearing.say(rank, Exchange(5, 0, "the begin of a call"), rank)
+    assert heard(hearing, Exchange(5, 0, "the begin of a call")) == {1: 1, 2: 2}
+
+
+def test_after_a_failure_ranks_recover_wherever_they_were() -> None:
+    hearing = Hearing(NAMES, 0)
+    hearing.fail(1, 4, 1, FAILED)
+    hearing.say(2, Exchange(4, 1, "end"), None)
+    for rank in (1, 2):
+        hearing.say(rank, Exchange(4, -1, RECOVERY), 7 + rank)
+    assert heard(hearing, Exchange(4, -1, RECOVERY)) == {1: 8, 2: 9}
+
+
+def test_what_a_rank_found_out_for_all_is_told_in_its_own_words() -> None:
+    hearing = Hearing(NAMES, 0)
+    error = hearing.fail(1, 4, 1, {"error": "rank 2 is gone", "traceback": "", "rank": 2})
+    assert error.rank == 2 and str(error) == "rank 2 is gone"
+
+
+def test_a_rank_that_does_not_come_is_named_after_the_timeout() -> None:
+    hearing = Hearing(NAMES, 0)
+    hearing.say(1, Exchange(1, 0, "the begin of a call"), "step")
+    with pytest.raises(RankError, match=r"rank 2 .* has not come") as raised:
+        heard(hearing, Exchange(1, 0, "the begin of a call"))
+    assert raised.value.rank == 2
+
+
+# strangers, where ranks connect to each other
+
+
+def test_strangers_are_not_let_in_and_keep_nobody_waiting() -> None:
+    secret = b"s" * 32
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = listener.getsockname()
+        strangers = [socket.create_connection(address) for _ in range(4)]
+        strangers[1].sendall(b"GET / HTTP/1.1\r\n\r\n" + b"x" * 100)
+        strangers[2].sendall(struct.pack("!H", 1) + b"\0" * 32)
+        strangers[3].close()
+        rank = socket.create_connection(address)
+        nonce = meeting._exactly
+        found: list[tuple[int, socket.socket]] = []
+
+        def proves() -> None:
+            rank.sendall(struct.pack("!H", 1) + meeting._proof(secret, nonce(rank, 16)))
+
+        thread = threading.Thread(target=proves)
+        thread.start()
+        with within(2), meeting._Door(listener, secret) as door:
+            while not found:
+                found += door.admitted()
+        thread.join()
+        assert [number for number, _ in found] == [1]
+        assert found[0][1].getpeername() == rank.getsockname()
+        for each in (*strangers, rank, found[0][1]):
+            each.close()
