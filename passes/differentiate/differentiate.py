@@ -65,10 +65,10 @@ class Differentiate:
     def __call__(self, plan: Plan) -> Plan:
         """Differentiate a plan as it was cut."""
         if any(stage.leaves for stage in plan.stages):
-            return _Probe(plan, self.values, self.state, self.wanted).run()
+            return _Probe(plan, self).run()
         # to look for NaN needs data
         with torch.autograd.set_multithreading_enabled(False), set_detect_anomaly(False):
-            return _Tracer(plan, self.values, self.state, self.wanted).run()
+            return _Tracer(plan, self).run()
 
 
 def _specs(values: Mapping[str, Any]) -> dict[str, ValueSpec]:
@@ -83,20 +83,15 @@ def _specs(values: Mapping[str, Any]) -> dict[str, ValueSpec]:
 class _Differentiator:
     """Walks the stages forward for the values, then backward for the gradients."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        values: Mapping[str, Any],
-        state: Mapping[str, Tensor],
-        wanted: Wanted,
-    ) -> None:
+    def __init__(self, plan: Plan, options: Differentiate) -> None:
         self.plan = plan
-        self.state = state
-        self.wanted = wanted
-        self.values = dict(values)
+        self.state = options.state
+        self.wanted = options.wanted
+        self.values = dict(options.values)
         self.gradients: dict[tuple[str, int], Tensor] = {}
         self.kernels: dict[int, Kernel] = {}
-        self.specs = _specs(values)
+        self.specs = _specs(self.values)
+        self.forwards: dict[int, Any] = {}  # stage → what its backward is made from
 
     def run(self) -> Plan:
         for stage in self.plan.stages:
@@ -125,6 +120,13 @@ class _Differentiator:
     def backward(self, stage: Stage) -> None:
         """Make the stage's kernel, and note the gradients that it gives for its inputs."""
         raise NotImplementedError
+
+    def note(self, stage: Stage, outputs: Sequence[Any]) -> None:
+        """Note the values that a stage has made, cut from its forward."""
+        for name, value in zip(self.returned(stage), outputs, strict=True):
+            if isinstance(value, Tensor):
+                value = value.detach().requires_grad_(value.requires_grad)
+            self.values[name] = value
 
     def returned(self, stage: Stage) -> tuple[str, ...]:
         """The values that a kernel returns, in order."""
@@ -167,21 +169,14 @@ class _Differentiator:
 class _Tracer(_Differentiator):
     """Stages without leaf modules: autograd is traced on fake tensors, two graphs come out."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        values: Mapping[str, Any],
-        state: Mapping[str, Tensor],
-        wanted: Wanted,
-    ) -> None:
-        super().__init__(plan, values, state, wanted)
+    def __init__(self, plan: Plan, options: Differentiate) -> None:
+        super().__init__(plan, options)
         self.mode = FakeTensorMode()
-        self.traces: dict[int, JointTrace] = {}
         used = {a.target for s in plan.stages for a in (*s.parameters, *s.buffers)}
-        self.state = {name: self._fake(state[name]) for name in used}
+        self.state = {name: self._fake(self.state[name]) for name in used}
         self.values = {
             name: self._fake(value) if isinstance(value, Tensor) else value
-            for name, value in values.items()
+            for name, value in self.values.items()
         }
 
     def _fake(self, tensor: Tensor) -> Tensor:
@@ -193,15 +188,12 @@ class _Tracer(_Differentiator):
 
     def forward(self, stage: Stage) -> None:
         sides = StageSides(stage, self.incoming(stage), self.returned(stage))
-        trace = self.traces[stage.index] = JointTrace(sides, *self.arguments(stage))
-        for name, value in zip(sides.returned, trace.outputs, strict=True):
-            if isinstance(value, Tensor):
-                value = value.detach().requires_grad_(value.requires_grad)
-            self.values[name] = value
+        trace = self.forwards[stage.index] = JointTrace(sides, *self.arguments(stage))
+        self.note(stage, trace.outputs)
 
     def backward(self, stage: Stage) -> None:
         gradients = [self.total_gradient(name) for name in self.returned(stage)]
-        joint = self.traces.pop(stage.index).backward(gradients)
+        joint = self.forwards.pop(stage.index).backward(gradients)
         self.kernels[stage.index] = split_joint(joint, stage.index)
         for edge, gradient in zip(self.incoming(stage), joint.input_gradients, strict=True):
             if gradient is not None:
@@ -211,31 +203,18 @@ class _Tracer(_Differentiator):
 class _Probe(_Differentiator):
     """Stages with leaf modules: one real run tells which gradients exist."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        values: Mapping[str, Any],
-        state: Mapping[str, Tensor],
-        wanted: Wanted,
-    ) -> None:
-        super().__init__(plan, values, state, wanted)
-        self.saved: dict[int, list[Any]] = {}
-
     def forward(self, stage: Stage) -> None:
         names = self.returned(stage)
         flags = [self.needs_gradient(edge) for edge in self.incoming(stage)]
         kernel = self._kernel(stage, flags, flags, [True] * len(names))
         result = kernel.forward(*self.arguments(stage))
-        self.saved[stage.index] = result.saved
-        for name, value in zip(names, result.saved[0] if names else [], strict=True):
-            if isinstance(value, Tensor):
-                value = value.detach().requires_grad_(value.requires_grad)
-            self.values[name] = value
+        self.forwards[stage.index] = result.saved
+        self.note(stage, result.saved[0] if names else [])
 
     def backward(self, stage: Stage) -> None:
         names = self.returned(stage)
         flags = [self.needs_gradient(edge) for edge in self.incoming(stage)]
-        outputs, sources, _ = self.saved.pop(stage.index) or ([], [], [])
+        outputs, sources, _ = self.forwards.pop(stage.index) or ([], [], [])
         totals = [self.total_gradient(name) for name in names]
         roots = [out for out, total in zip(outputs, totals, strict=True) if total is not None]
         asked = [x for x, needs in zip(sources, flags, strict=False) if needs]

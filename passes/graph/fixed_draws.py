@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.modules import module as hooks
+from torch.utils import _pytree as pytree
 
 from fxpipe.random import with_defaults
 from fxpipe.random.leaf_draws import Draws, seed_others
@@ -31,13 +32,14 @@ class FixedDraws(Draws):
         if name == "native_dropout" and args[2] is not False and 0 < args[1] < 1:
             mask = pattern(args[0]) < 1 - args[1]
             return args[0] * mask * (1 / (1 - args[1])), mask
-        if name == "rrelu_with_noise" and _given(func, args, kwargs, "training"):
-            return _sloped(func, args, kwargs)
+        if name == "rrelu_with_noise" and (given := _given(func, args, kwargs)).get("training"):
+            return _sloped(func, *(given[key] for key in ("self", "noise", "lower", "upper")))
         if torch.Tag.nondeterministic_seeded in func.tags or func.namespace == "fxpipe":
             draw = _DRAWS.get(name)
             if draw is not None:
                 out = func(*args, **kwargs)
-                numbers = draw(pattern(out), func, args, kwargs)
+                given = _given(func, *pytree.tree_map_only(Tensor, Tensor.detach, (args, kwargs)))
+                numbers = draw(pattern(out), next(iter(given.values())), given)
                 return out.copy_(numbers) if not out.requires_grad else numbers.to(out)
             if any(argument.name == "generator" for argument in func._schema.arguments):
                 device = args[0].device if args and isinstance(args[0], Tensor) else "cpu"
@@ -65,115 +67,76 @@ def fixed_others() -> Iterator[None]:
         after.remove()
 
 
-def _given(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str) -> Any:
-    for place, argument in enumerate(func._schema.arguments):
-        if argument.name == name:
-            if place < len(args):
-                return args[place]
-            return kwargs.get(name, argument.default_value)
-    return None
+def _given(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """What an operation is given, by name, without what is None."""
+    schema = func._schema.arguments
+    given = {argument.name: argument.default_value for argument in schema}
+    given |= {argument.name: value for argument, value in zip(schema, args, strict=False)}
+    return {name: value for name, value in (given | kwargs).items() if value is not None}
 
 
-def _less(numbers: Tensor, func: Any, args: tuple[Any, ...], kwargs: Any) -> Tensor:
-    chance = _given(func, args, kwargs, "p")
-    chances: Tensor | float = args[0].detach() if chance is None else chance
-    return numbers < chances
-
-
-def _between(numbers: Tensor, func: Any, args: tuple[Any, ...], kwargs: Any) -> Tensor:
-    low = _given(func, args, kwargs, "from") or 0.0
-    high = _given(func, args, kwargs, "to")
-    return numbers * ((1.0 if high is None else high) - low) + low
-
-
-def _centred(numbers: Tensor, func: Any, args: tuple[Any, ...], kwargs: Any) -> Tensor:
-    mean, std = _given(func, args, kwargs, "mean"), _given(func, args, kwargs, "std")
-    mean, std = (x.detach() if isinstance(x, Tensor) else x for x in (mean, std))
-    return (numbers * 2 - 1) * (1.0 if std is None else std) + (0.0 if mean is None else mean)
-
-
-def _waited(numbers: Tensor, func: Any, args: tuple[Any, ...], kwargs: Any) -> Tensor:
-    waited: Tensor = -torch.log1p(-numbers) / (_given(func, args, kwargs, "lambd") or 1.0)
-    return waited
-
-
-def _exponential_of(numbers: Tensor, func: Any, args: tuple[Any, ...], kwargs: Any) -> Tensor:
-    return _centred(numbers, func, args, kwargs).exp()
-
-
-def _turned(numbers: Tensor, func: Any, args: tuple[Any, ...], kwargs: Any) -> Tensor:
-    median, sigma = _given(func, args, kwargs, "median"), _given(func, args, kwargs, "sigma")
-    turned: Tensor = ((numbers - 0.5) * math.pi).tan() * sigma + median
-    return turned
-
-
-def _tried(numbers: Tensor, func: Any, args: tuple[Any, ...], kwargs: Any) -> Tensor:
-    if args[0].is_floating_point():
-        numbers = numbers.to(args[0].dtype)
-    return (torch.log1p(-numbers) / math.log1p(-_given(func, args, kwargs, "p"))).ceil().clamp(1)
-
-
-def _counted(numbers: Tensor, func: Any, args: tuple[Any, ...], kwargs: Any) -> Tensor:
-    counted: Tensor = (numbers * 2 * args[0].detach()).floor()
-    return counted
-
-
-def _scaled(numbers: Tensor, func: Any, args: tuple[Any, ...], kwargs: Any) -> Tensor:
-    scaled: Tensor = (numbers + 0.5) * args[0].detach()
-    return scaled
-
-
-def _heaviest(numbers: Tensor, func: Any, args: tuple[Any, ...], kwargs: Any) -> Tensor:
-    order = args[0].detach().argsort(stable=True, dim=-1, descending=True)
-    place = torch.arange(args[1], device=order.device) % order.shape[-1]
-    heaviest: Tensor = order[..., place]
-    return heaviest
-
-
-def _sloped(func: Any, args: tuple[Any, ...], kwargs: Any) -> Tensor:
+def _sloped(func: Any, x: Tensor, noise: Tensor, lower: float, upper: float) -> Tensor:
     """``rrelu_with_noise``: its second argument receives the slopes, for the backward."""
-    x, noise, lower, upper = (
-        _given(func, args, kwargs, name) for name in ("self", "noise", "lower", "upper")
-    )
     noise.copy_(torch.where(x > 0, 1.0, pattern(x) * (upper - lower) + lower))
     made: Tensor = x * noise
     return x.copy_(made) if func._schema.is_mutable and func._schema.name.endswith("_") else made
 
 
-def _whole(numbers: Tensor, func: Any, args: tuple[Any, ...], kwargs: Any) -> Tensor:
-    low = _given(func, args, kwargs, "low") or _given(func, args, kwargs, "from") or 0
-    high = _given(func, args, kwargs, "high")
-    high = _given(func, args, kwargs, "to") if high is None else high
-    high = low + 2 if high is None else high  # without a bound; every integer dtype holds 0 and 1
-    whole: Tensor = (numbers * (high - low)).floor() + low
-    return whole
+# each takes the pattern, the operation's first argument, and all of them by name
 
 
-def _reversed(numbers: Tensor, func: Any, args: tuple[Any, ...], kwargs: Any) -> Tensor:
-    return torch.arange(numbers.numel() - 1, -1, -1, device=numbers.device)
+def _between(u: Tensor, x: Any, given: Mapping[str, Any]) -> Tensor:
+    low = given.get("from", 0.0)
+    return u * (given.get("to", 1.0) - low) + low
 
 
-_DRAWS: dict[str, Callable[..., Tensor]] = {
-    "bernoulli": _less,
+def _centred(u: Tensor, x: Any, given: Mapping[str, Any]) -> Tensor:
+    return (u * 2 - 1) * given.get("std", 1.0) + given.get("mean", 0.0)
+
+
+def _whole(u: Tensor, x: Any, given: Mapping[str, Any]) -> Tensor:
+    low = given.get("low", given.get("from", 0))
+    # without a bound; every integer dtype holds 0 and 1
+    high = given.get("high", given.get("to", low + 2))
+    return (u * (high - low)).floor() + low
+
+
+def _tried(u: Tensor, x: Any, given: Mapping[str, Any]) -> Tensor:
+    u = u.to(x.dtype) if x.is_floating_point() else u
+    return (torch.log1p(-u) / math.log1p(-given["p"])).ceil().clamp(1)
+
+
+def _heaviest(u: Tensor, x: Any, given: Mapping[str, Any]) -> Tensor:
+    order: Tensor = x.argsort(stable=True, dim=-1, descending=True)
+    count = given.get("num_samples", given.get("count"))
+    return order[..., torch.arange(count, device=order.device) % order.shape[-1]]
+
+
+def _reversed(u: Tensor, x: Any, given: Mapping[str, Any]) -> Tensor:
+    return torch.arange(u.numel() - 1, -1, -1, device=u.device)
+
+
+_DRAWS: dict[str, Callable[[Tensor, Any, Mapping[str, Any]], Any]] = {
+    "bernoulli": lambda u, x, given: u < given.get("p", x),
     "uniform": _between,
     "rand": _between,
     "rand_like": _between,
     "normal": _centred,
     "normal_functional": _centred,
-    "exponential": _waited,
     "randn": _centred,
     "randn_like": _centred,
+    "log_normal": lambda u, x, given: _centred(u, x, given).exp(),
+    "exponential": lambda u, x, given: -torch.log1p(-u) / given.get("lambd", 1.0),
+    "cauchy": lambda u, x, given: ((u - 0.5) * math.pi).tan() * given["sigma"] + given["median"],
+    "geometric": _tried,
+    "poisson": lambda u, x, given: (u * 2 * x).floor(),
+    "_standard_gamma": lambda u, x, given: (u + 0.5) * x,
+    "gamma": lambda u, x, given: (u + 0.5) * x,
+    "multinomial": _heaviest,
+    "random": _whole,
     "randint": _whole,
     "randint_like": _whole,
     "integers": _whole,
     "randperm": _reversed,
     "permutation": _reversed,
-    "random": _whole,
-    "log_normal": _exponential_of,
-    "cauchy": _turned,
-    "geometric": _tried,
-    "poisson": _counted,
-    "_standard_gamma": _scaled,
-    "gamma": _scaled,
-    "multinomial": _heaviest,
 }
