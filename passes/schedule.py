@@ -26,11 +26,7 @@ from fxpipe.ir.task import Task
 def write_schedule(recipe: Recipe, devices: int, microbatches: int, short: bool) -> Schedule:
     """A recipe's schedule. Where it is too short to overlap with its delay it ends with a flush.
 
-    Args:
-        recipe: what writes it.
-        devices: how many.
-        microbatches: how many.
-        short: whether that is fewer than a whole batch has.
+    Only a schedule for fewer micro-batches than a whole batch has can be too ``short``.
 
     Raises:
         VerificationError: it is wrong.

@@ -32,12 +32,8 @@ from fxpipe.passes.graph.lazy_module import lazy_module
 
 
 def accumulate(graph: fx.Graph, inputs: int) -> None:
-    """Change a graph that returns gradients of inputs, and after them gradients of parameters.
-
-    Args:
-        graph: the graph; a result is in memory that no other one lies in.
-        inputs: how many of its results are gradients of inputs.
-    """
+    """Change a graph that returns gradients of ``inputs``, and after them gradients of parameters;
+    each result is in memory that no other one lies in."""
     output = graph.output_node()
     results = list(output.args[0])  # type: ignore[arg-type]
     gradients = results[inputs:]
@@ -73,13 +69,8 @@ def fuse_accumulation(plan: Plan) -> Plan:
 
 
 def product_onto(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
-    """A sum with ``a @ b`` added, in place; the first product is the sum itself.
-
-    Args:
-        total: of the product's shape, or None.
-        a: a matrix, or a batch of matrices.
-        b: the same.
-    """
+    """A sum with ``a @ b`` added, in place; the first product is the sum itself. Both are matrices,
+    or batches of matrices."""
     if total is None:
         return a @ b
     return total.addmm_(a, b) if a.dim() == 2 else total.baddbmm_(a, b)

@@ -28,7 +28,6 @@ from fxpipe.ir.value import HOST, Edge, gradient_groups, outputs_of
 from fxpipe.kernels.autograd import AutogradKernel
 from fxpipe.kernels.kernel import Kernel
 from fxpipe.passes.differentiate.joint import JointTrace, StageSides, callable_graph
-from fxpipe.passes.differentiate.split_joint import split_joint
 from fxpipe.passes.graph.layouts import TrueLayouts
 from fxpipe.torchtools.pytrees import size_in_bytes
 
@@ -193,9 +192,9 @@ class _Tracer(_Differentiator):
 
     def backward(self, stage: Stage) -> None:
         gradients = [self.total_gradient(name) for name in self.returned(stage)]
-        joint = self.forwards.pop(stage.index).backward(gradients)
-        self.kernels[stage.index] = split_joint(joint, stage.index)
-        for edge, gradient in zip(self.incoming(stage), joint.input_gradients, strict=True):
+        kernel, given = self.forwards.pop(stage.index).kernel(gradients)
+        self.kernels[stage.index] = kernel
+        for edge, gradient in zip(self.incoming(stage), given, strict=True):
             if gradient is not None:
                 self.gradients[edge.value, stage.index] = gradient
 

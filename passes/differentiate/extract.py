@@ -50,12 +50,10 @@ def crossing(late: Iterable[fx.Node], results: Iterable[Any], early: set[fx.Node
 def extract(
     inputs: Sequence[fx.Node], nodes: Iterable[fx.Node], results: Sequence[Any]
 ) -> fx.Graph:
-    """A new graph that computes some nodes of another one.
+    """A new graph that computes some nodes of another one, in order.
 
-    Args:
-        inputs: the nodes that become its placeholders.
-        nodes: the nodes that it computes, in order.
-        results: what it returns, as one tuple; values that are no nodes are returned as they are.
+    The ``inputs`` become its placeholders. It returns the results as one tuple; values that are no
+    nodes are returned as they are.
     """
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -72,11 +70,8 @@ def extract(
 def runnable(graph: fx.Graph, name: str, inputs: int | None = None) -> fx.GraphModule:
     """A module that takes the graph's inputs in one list, and empties that list.
 
-    Args:
-        graph: a functional graph; it is changed, and the module takes it over.
-        name: the name of the module's class.
-        inputs: for a backward, how many gradients of inputs it returns first; the gradients of
-            parameters after them are added to sums. None for a graph without such.
+    It takes over the graph, which is functional, and changes it. A backward returns gradients of so
+    many ``inputs`` first; the gradients of parameters after them are added to sums.
     """
     graph.set_codegen(_Boxed())
     _transpose_once(graph)
@@ -134,7 +129,7 @@ def reuse(graph: fx.Graph) -> int:
     order = {node: place for place, node in enumerate(graph.nodes)}
     # of the graph as it is: an operation that was changed looks like a view of its operand
     owner = {node: _owner(node) for node in graph.nodes}
-    fresh = {node for node in graph.nodes if node.op == "call_function" and not _is_view(node)}
+    fresh = {node for node in graph.nodes if node.op == "call_function" and not shares_memory(node)}
     death = _last_uses(graph, order, owner)
     changed = 0
     for node in graph.nodes:
@@ -202,18 +197,16 @@ def _lies_alike(operand: fx.Node, node: fx.Node) -> bool:
     )
 
 
-def _is_view(node: fx.Node) -> bool:
+def shares_memory(node: fx.Node) -> bool:
     """Whether a node's value may lie in the memory of another's."""
     if is_part(node):
-        return _is_view(node.all_input_nodes[0])
-    if node.op != "call_function" or not isinstance(node.target, OpOverload):
-        return True
-    return may_alias(node.target)
+        return shares_memory(node.all_input_nodes[0])
+    return not isinstance(node.target, OpOverload) or may_alias(node.target)
 
 
 def _owner(node: fx.Node) -> fx.Node:
     """The node whose memory a value lies in, as far as views tell."""
-    while node.op == "call_function" and _is_view(node) and node.all_input_nodes:
+    while node.op == "call_function" and shares_memory(node) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
 

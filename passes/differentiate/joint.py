@@ -19,7 +19,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxpipe.ir.plan import Stage, pop, stash
 from fxpipe.ir.value import Edge
+from fxpipe.kernels.graph import GraphKernel
 from fxpipe.passes.differentiate.record import NotRecorded, Recorder, told
+from fxpipe.passes.differentiate.split_joint import split_joint
 from fxpipe.passes.graph.lazy_module import lazy_module
 from fxpipe.torchtools.pytrees import bytes_of
 
@@ -38,32 +40,26 @@ class Sides:
         outputs: its outputs, in order.
         writes: what it writes to buffers.
         values: the value of each node, by name.
+        origins: autograd node → the graph's node that it comes from.
     """
 
     outputs: list[Any]
     writes: list[Tensor]
     values: Mapping[str, Any]
+    origins: Mapping[torch.autograd.graph.Node, fx.Node]
 
 
 @dataclass(frozen=True)
 class StageSides:
     """A stage's graph as a function of parameters, buffers and inputs.
 
-    Attributes:
-        stage: the stage.
-        incoming: the edges into it, which say the order of its inputs.
-        returned: the values that it gives, in order, stashed ones among them.
+    The edges into the stage say the order of the inputs; the values that it gives are ``returned``
+    in that order, stashed ones among them.
     """
 
     stage: Stage
     incoming: Sequence[Edge]
     returned: Sequence[str]
-
-    def run_forward(
-        self, parameters: Sequence[Tensor], buffers: Sequence[Tensor], inputs: Sequence[Any]
-    ) -> Sides:
-        """Interpret the graph node by node."""
-        return self.run(parameters, buffers, inputs)[0]
 
     def run(
         self,
@@ -71,8 +67,8 @@ class StageSides:
         buffers: Sequence[Tensor],
         inputs: Sequence[Any],
         recorder: Recorder | None = None,
-    ) -> tuple[Sides, dict[torch.autograd.graph.Node, fx.Node]]:
-        """The same, and for each autograd node the graph's node that it comes from."""
+    ) -> Sides:
+        """Interpret the graph node by node."""
         given: dict[str, Any] = {}
         given.update(zip((a.name for a in self.stage.parameters), parameters, strict=True))
         given.update(zip((a.name for a in self.stage.buffers), buffers, strict=True))
@@ -90,7 +86,7 @@ class StageSides:
             for out in outputs
         ]
         writes = list(returned[len(returned) - len(self.stage.writes) :])
-        return Sides(outputs, writes, interpreter.found), interpreter.origins
+        return Sides(outputs, writes, interpreter.found, interpreter.origins)
 
 
 class _StageInterpreter(fx.Interpreter):
@@ -132,37 +128,6 @@ class _StageInterpreter(fx.Interpreter):
             fresh += [parent for parent, _ in node.next_functions if parent is not None]
 
 
-@dataclass(frozen=True)
-class Joint:
-    """A traced stage, forward and backward in one graph.
-
-    Attributes:
-        graph: the graph; the module's docstring says what it takes and returns.
-        names: the names of its arguments in the stage.
-        stage: the stage.
-        inputs: how many inputs it takes after the parameters and buffers.
-        outputs: how many outputs it returns first.
-        writes: how many buffer writes it returns after the outputs.
-        input_strides: the strides of each input as traced; None for a value that is no tensor.
-        gradient_outputs: the indices of the outputs that get a gradient.
-        gradient_strides: the strides of each of these gradients.
-        input_gradients: for each input its gradient, without data, or None.
-        parameter_gradients: for each parameter whether it has a gradient.
-    """
-
-    graph: fx.Graph
-    names: tuple[str, ...]
-    stage: Stage
-    inputs: int
-    outputs: int
-    writes: int
-    input_strides: tuple[tuple[int, ...] | None, ...]
-    gradient_outputs: tuple[int, ...]
-    gradient_strides: tuple[tuple[int, ...], ...]
-    input_gradients: tuple[Tensor | None, ...]
-    parameter_gradients: tuple[bool, ...]
-
-
 class JointTrace:
     """A stage traced on fake tensors: its forward at once, its backward when the gradients of its
     outputs are known. Use it inside the tensors' mode.
@@ -178,14 +143,7 @@ class JointTrace:
         buffers: Sequence[Tensor],
         inputs: Sequence[Any],
     ) -> None:
-        """Trace the forward.
-
-        Args:
-            sides: the stage.
-            parameters: fake, with their ``requires_grad``.
-            buffers: fake.
-            inputs: fake tensors or numbers, in the order of the edges into the stage.
-        """
+        """Trace the forward of a stage on fake tensors, which have their ``requires_grad``."""
         self._sides = sides
         self._buffers = slice(len(parameters), len(parameters) + len(buffers))
         self._arguments = [*parameters, *buffers, *inputs]
@@ -195,16 +153,18 @@ class JointTrace:
         self._given = self._recorder.place(self._arguments)
         try:
             with self._recorder:
-                self._result, self._origins = self._forward(self._given, self._recorder)
+                self._result = self._forward(self._given, self._recorder)
         except NotRecorded:
             self._recorder = None
-            self._result, self._origins = self._forward(self._arguments, None)
+            self._result = self._forward(self._arguments, None)
         self.outputs: Sequence[Any] = self._result.outputs
         for node in sides.stage.graph.graph.nodes:
             node.meta[BYTES] = bytes_of(self._result.values[node.name])
 
-    def backward(self, gradients: Sequence[Tensor | None]) -> Joint:
-        """Trace the backward.
+    def kernel(
+        self, gradients: Sequence[Tensor | None]
+    ) -> tuple[GraphKernel, Sequence[Tensor | None]]:
+        """Trace the backward: the stage's kernel, and for each input its gradient or None.
 
         Args:
             gradients: for each output the fake gradient that it will get, or None.
@@ -216,25 +176,27 @@ class JointTrace:
         except NotRecorded:
             graph, found = self._traced(given, has)
         _train_recurrent_layers(graph)
-        stage, inputs = self._sides.stage, self._arguments[self._buffers.stop :]
-        returned = zip(self._sides.returned, has, strict=True)
-        return Joint(
-            graph=graph,
-            names=(
-                *(argument.name for argument in (*stage.parameters, *stage.buffers)),
-                *(edge.value for edge in self._sides.incoming),
-                *(f"gradient_{name}" for name, wanted in returned if wanted),
-            ),
-            stage=stage,
-            inputs=len(inputs),
-            outputs=len(self._sides.returned),
+        stage, returned = self._sides.stage, self._sides.returned
+        inputs = self._arguments[self._buffers.stop :]
+        of_inputs, of_parameters = found[: len(inputs)], found[len(inputs) :]
+        names = [
+            *(argument.name for argument in (*stage.parameters, *stage.buffers)),
+            *(edge.value for edge in self._sides.incoming),
+            *(f"gradient_{name}" for name, wanted in zip(returned, has, strict=True) if wanted),
+        ]
+        kept = len(returned) + len(stage.writes)
+        count = sum(gradient is not None for gradient in of_inputs)
+        kernel = GraphKernel(
+            *split_joint(graph, stage.index, names, len(self._arguments), kept, count),
+            outputs=len(returned),
             writes=len(stage.writes),
             input_strides=tuple(map(_strides, inputs)),
             gradient_outputs=tuple(index for index, wanted in enumerate(has) if wanted),
             gradient_strides=tuple(gradient.stride() for gradient in given),
-            input_gradients=tuple(found[: len(inputs)]),
-            parameter_gradients=tuple(gradient is not None for gradient in found[len(inputs) :]),
+            input_gradients=count,
+            parameter_gradients=tuple(gradient is not None for gradient in of_parameters),
         )
+        return kernel, of_inputs
 
     def _recorded(
         self, given: Sequence[Tensor], has: Sequence[bool]
@@ -244,7 +206,7 @@ class JointTrace:
             raise NotRecorded
         here = recorder.place(given)
         with recorder:
-            found = self._gradients(self._result, self._origins, self._given, here, has, recorder)
+            found = self._gradients(self._result, self._given, here, has, recorder)
         return recorder.finish(_all(self._result, found)), found
 
     def _traced(
@@ -256,16 +218,14 @@ class JointTrace:
 
         def joint(flat: list[Any]) -> list[Any]:
             with fx_traceback.preserve_node_meta():
-                result, origins = self._forward(flat[:count], None)
-                found[:] = self._gradients(result, origins, flat[:count], flat[count:], has, None)
+                result = self._forward(flat[:count], None)
+                found[:] = self._gradients(result, flat[:count], flat[count:], has, None)
             return _all(result, found)
 
         arguments = [*self._arguments, *given]
         return _functional(make_fx(joint)(arguments), arguments).graph, found
 
-    def _forward(
-        self, given: Sequence[Any], recorder: Recorder | None
-    ) -> tuple[Sides, dict[torch.autograd.graph.Node, fx.Node]]:
+    def _forward(self, given: Sequence[Any], recorder: Recorder | None) -> Sides:
         start, stop = self._buffers.start, self._buffers.stop
         with torch.enable_grad():
             return self._sides.run(given[:start], given[start:stop], given[stop:], recorder)
@@ -273,7 +233,6 @@ class JointTrace:
     def _gradients(
         self,
         result: Sides,
-        origins: dict[torch.autograd.graph.Node, fx.Node],
         given: Sequence[Any],
         gradients: Sequence[Tensor],
         has: Sequence[bool],
@@ -285,7 +244,7 @@ class JointTrace:
         wanted = [x for x, needs in zip(sources, self._asked, strict=True) if needs]
         if not roots or not wanted:
             return [None] * len(sources)
-        with torch.enable_grad(), _blamed(origins, recorder):
+        with torch.enable_grad(), _blamed(result.origins, recorder):
             values = iter(torch.autograd.grad(roots, wanted, gradients, allow_unused=True))
         return [next(values) if needs else None for needs in self._asked]
 
@@ -331,7 +290,7 @@ def rnn_layer_with_workspace(*args: Any) -> Any:
 
 @contextmanager
 def _blamed(
-    origins: dict[torch.autograd.graph.Node, fx.Node], recorder: Recorder | None
+    origins: Mapping[torch.autograd.graph.Node, fx.Node], recorder: Recorder | None
 ) -> Iterator[None]:
     """Inside, what autograd does for a node is recorded with that node's name and source line."""
     with ExitStack() as hooks, ExitStack() as current:

@@ -122,10 +122,8 @@ def _chain(
     """The nodes through which the gradient goes from layer to layer: the gradients of several
     weights depend on each of them.
 
-    Args:
-        graph: the backward graph.
-        gradients: of the stage's outputs, where it begins.
-        ends: the gradient of each parameter, and the weight that the parameter is of.
+    It begins at the ``gradients`` of outputs. ``ends`` are the gradient of each parameter, and the
+    weight that the parameter is of.
     """
     leads: dict[fx.Node, set[int]] = {node: set() for node in graph.nodes}
     """Node → the weights that it leads to, two of them at most."""

@@ -55,13 +55,8 @@ def _given(node: fx.Node) -> dict[str, Any]:
 
 
 class _Layers:
-    """Parts one operation.
-
-    Attributes:
-        node: the operation: its results are the output, (…, directions × width), and each state
-            after the last sample, (layers × directions, batch, width).
-        given: its arguments by name.
-    """
+    """Parts one operation, given its arguments by name: its results are the output, (…, directions
+    × width), and each state after the last sample, (layers × directions, batch, width)."""
 
     def __init__(self, node: fx.Node, given: dict[str, Any]) -> None:
         self.node = node

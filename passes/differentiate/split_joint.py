@@ -15,53 +15,55 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpipe.kernels.graph import GraphKernel
-from fxpipe.passes.differentiate.extract import ancestors, crossing, extract, runnable
-from fxpipe.passes.differentiate.joint import Joint
-from fxpipe.passes.graph.aliasing import may_alias
+from fxpipe.passes.differentiate.extract import (
+    ancestors,
+    crossing,
+    extract,
+    runnable,
+    shares_memory,
+)
 from fxpipe.passes.partition.assignment import is_part
 
 aten = torch.ops.aten
 
 
-def split_joint(joint: Joint, index: int) -> GraphKernel:
-    """The kernel of a traced stage, whose graph is changed; the index is for names of graphs."""
-    graph = joint.graph
+def split_joint(
+    graph: fx.Graph, index: int, names: Sequence[str], arguments: int, kept: int, inputs: int
+) -> tuple[fx.GraphModule, fx.GraphModule | None, fx.Graph | None]:
+    """The first three fields of a GraphKernel.
+
+    Args:
+        graph: the joint graph; it is changed.
+        index: the number of the stage, for names of graphs.
+        names: of the graph's placeholders.
+        arguments: how many of these the forward takes; the others are gradients.
+        kept: how many of the graph's results the forward returns.
+        inputs: how many of the other results are gradients of inputs.
+    """
     _drop_detach(graph)
     graph.eliminate_dead_code()
-    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-    count = len(joint.stage.parameters) + len(joint.stage.buffers) + joint.inputs
-    arguments, gradients = placeholders[:count], placeholders[count:]
-    for node, name in zip(placeholders, joint.names, strict=True):
+    placeholders = graph.find_nodes(op="placeholder")
+    for node, name in zip(placeholders, names, strict=True):
         node.name = name
-    returned: Sequence[Any] = next(n for n in graph.nodes if n.op == "output").args[0]
-    kept = joint.outputs + joint.writes
+    given, gradients = placeholders[:arguments], placeholders[arguments:]
+    returned: Sequence[Any] = graph.output_node().args[0]  # type: ignore[assignment]
     results, found = list(returned[:kept]), list(returned[kept:])
     early = ancestors(results)
-    early.update(arguments)
+    early.update(given)
     wanted = ancestors(found)
     late = [node for node in graph.nodes if node in wanted and node not in early]
     # one result of an operation with several is picked where the operation is
     early.update(node for node in late if is_part(node) and node.args[0] in early)
     late = [node for node in late if node not in early and node not in gradients]
     saved = crossing(late, found, early)
-    inputs = _fresh_parameter_gradients(graph, joint, found, late, {*early, *gradients})
-    computed = [node for node in graph.nodes if node in early and node not in arguments]
-    forward = extract(arguments, computed, [*results, *saved])
-    backward = extract([*saved, *gradients], late, found) if found else None
-    return GraphKernel(
-        runnable(forward, f"Stage{index}Forward"),
-        # a copy runs: what is parted must be functional still
-        None if backward is None else runnable(deepcopy(backward), f"Stage{index}Backward", inputs),
-        functional_backward=backward,
-        outputs=joint.outputs,
-        writes=joint.writes,
-        input_strides=joint.input_strides,
-        gradient_outputs=joint.gradient_outputs,
-        gradient_strides=joint.gradient_strides,
-        input_gradients=inputs,
-        parameter_gradients=joint.parameter_gradients,
-    )
+    _copy_shared_gradients(graph, inputs, found, late, {*early, *gradients})
+    computed = [node for node in graph.nodes if node in early and node not in given]
+    forward = runnable(extract(given, computed, [*results, *saved]), f"Stage{index}Forward")
+    if not found:
+        return forward, None, None
+    backward = extract([*saved, *gradients], late, found)
+    # a copy runs: what is parted must be functional still
+    return forward, runnable(deepcopy(backward), f"Stage{index}Backward", inputs), backward
 
 
 def _drop_detach(graph: fx.Graph) -> None:
@@ -72,19 +74,11 @@ def _drop_detach(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def _fresh_parameter_gradients(
-    graph: fx.Graph,
-    joint: Joint,
-    found: list[Any],
-    late: list[fx.Node],
-    given: set[fx.Node],
-) -> int:
+def _copy_shared_gradients(
+    graph: fx.Graph, inputs: int, found: list[Any], late: list[fx.Node], given: set[fx.Node]
+) -> None:
     """Copy each parameter gradient that shares memory or is a part of a larger storage: the first
-    one becomes the sum over micro-batches.
-
-    Returns how many of the gradients found are those of inputs.
-    """
-    inputs = sum(gradient is not None for gradient in joint.input_gradients)
+    one becomes the sum over micro-batches. The gradients found begin with those of inputs."""
     lying = Counter(place for node in found for place in _memory(node))
     for index in range(inputs, len(found)):
         node = found[index]
@@ -96,26 +90,12 @@ def _fresh_parameter_gradients(
             late.append(clone)
             lying.subtract(_memory(node))
             found[index] = clone
-    return inputs
-
-
-def _may_alias(node: fx.Node) -> bool:
-    """Whether the value may share memory with another one."""
-    if node.op != "call_function":
-        return True
-    if is_part(node):
-        source = node.args[0]
-        return not isinstance(source, fx.Node) or _may_alias(source)
-    target: Any = node.target
-    if not isinstance(target, torch._ops.OpOverload):
-        return True
-    return may_alias(target)
 
 
 def _whole(node: fx.Node) -> bool:
     """Whether a value is all of the memory that it lies in, in some order of dimensions."""
     value = node.meta.get("val")
-    while isinstance(value, torch.Tensor) and node.op == "call_function" and _may_alias(node):
+    while isinstance(value, torch.Tensor) and node.op == "call_function" and shares_memory(node):
         if len(node.all_input_nodes) != 1:
             return False
         (node,) = node.all_input_nodes
@@ -133,5 +113,5 @@ def _memory(result: Any) -> set[fx.Node]:
         node = todo.pop()
         if node not in found:
             found.add(node)
-            todo += node.all_input_nodes if _may_alias(node) else []
+            todo += node.all_input_nodes if shares_memory(node) else []
     return found

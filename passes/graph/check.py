@@ -43,10 +43,7 @@ def check(
     """Compare a differentiated plan with the model; backwards in two halves are run both ways.
 
     Args:
-        traced: the graph that the plan was cut from.
-        plan: the plan with its kernels.
         values: the inputs of one micro-batch, by name.
-        state: name in the model → parameter, buffer or constant.
         call: runs the model, and the loss if there is one; returns the output, and the loss or
             None. The caller restores the model's state.
         differentiated: whether gradients are compared as well.

@@ -55,16 +55,7 @@ def defer_batchnorm(traced: Traced, model: nn.Module) -> Traced:
 
 @dataclass
 class _Deferrer:
-    """Rewrites a graph, module by module.
-
-    Attributes:
-        traced: the graph.
-        modules: name of a running mean in the model → its BatchNorm.
-        norms: the calls of BatchNorms found so far.
-        constants: the zeros that their moments start from.
-        buffers: the placeholders of these constants.
-        written: the nodes that write the moments.
-    """
+    """Rewrites a graph; ``modules`` has each BatchNorm under the name of its running mean."""
 
     traced: Traced
     modules: dict[str, _BatchNorm]
@@ -87,21 +78,6 @@ class _Deferrer:
                 module.momentum,
             )
         )
-
-    def placeholder(self, target: str, value: Tensor) -> fx.Node:
-        """The placeholder of the constant of that name; a new one if there is none."""
-        graph = self.traced.graph
-        known = {a.name for a in self.buffers if a.target == target}
-        for node in graph.nodes:
-            if node.name in known:
-                found: fx.Node = node
-                return found
-        with graph.inserting_before(next(iter(graph.nodes))):
-            node = graph.placeholder(target.replace(".", "_").replace(":", "_"))
-        node.meta["val"] = value
-        self.buffers.append(Argument(node.name, target))
-        self.constants[target] = value
-        return node
 
     def zeros(self, module: _BatchNorm, *shape: int) -> Tensor:
         assert module.running_mean is not None
@@ -127,6 +103,7 @@ class _Operations(_Deferrer):
 
     def run(self) -> Traced:
         graph = self.traced.graph
+        self.placeholders: dict[str, fx.Node] = {}
         gone: set[str] = set()
         for target in self.modules:
             calls = self._calls(target)
@@ -136,26 +113,23 @@ class _Operations(_Deferrer):
             gone |= {target, f"{prefix}running_var"}
             if self._counts(f"{prefix}num_batches_tracked", len(calls)):
                 gone.add(f"{prefix}num_batches_tracked")
-        end = next(node for node in graph.nodes if node.op == "output")
+        end = graph.output_node()
+        returned: Any = end.args[0]
         by_name = {node.name: node for node in graph.nodes}
         kept = [write for write in self.traced.writes if write.target not in gone]
-        values = end.args[0][len(self.traced.writes) :]
         writes = [*kept, *self.written]
+        values = returned[len(self.traced.writes) :]
         end.args = ((*(by_name[write.value] for write in writes), *values),)
         graph.eliminate_dead_code()
-        for node in list(graph.nodes):
-            if node.op == "placeholder" and not node.users:
+        for node in graph.find_nodes(op="placeholder"):
+            if not node.users:
                 graph.erase_node(node)
         left = {node.name for node in graph.nodes}
         traced = self.finished(writes)
         return replace(traced, buffers=tuple(a for a in traced.buffers if a.name in left))
 
     def _calls(self, target: str) -> list[fx.Node]:
-        """The calls of one module, in order; each reads the statistics that the last one wrote.
-
-        Raises:
-            TraceError: something else reads or writes the statistics.
-        """
+        """The calls of one module, in order; each reads the statistics that the last one wrote."""
         prefix = target.removesuffix("running_mean")
         means = self._chain(target, _MEAN)
         variances = self._chain(f"{prefix}running_var", _VARIANCE)
@@ -170,14 +144,9 @@ class _Operations(_Deferrer):
     def _chain(self, target: str, place: int) -> list[fx.Node]:
         """The calls from the buffer to the value that is written to it; empty if there is any other
         operation among them."""
-        named = {a.target: a.name for a in self.traced.buffers}
-        written = {w.target: w.value for w in self.traced.writes}
-        by_name = {node.name: node for node in self.traced.graph.nodes}
-        if target not in named or target not in written:
-            return []
-        start, value = by_name[named[target]], by_name[written[target]]
+        start, value = self._ends(target)
         calls: list[fx.Node] = []
-        while value is not start:
+        while start is not None and value is not start:
             while value.target in _COPIES and len(value.users) == 1:
                 value = value.args[0]
             call = value.args[0] if value.target is operator.getitem else None
@@ -187,15 +156,36 @@ class _Operations(_Deferrer):
                 return []
             calls.append(call)
             value = call.args[place]
-        return calls[::-1] if len(start.users) == 1 else []
+        return calls[::-1] if start is not None and len(start.users) == 1 else []
+
+    def _ends(self, target: str) -> tuple[fx.Node | None, Any]:
+        """A buffer's placeholder and what is written to it; None if it is not both."""
+        read = [a.name for a in self.traced.buffers if a.target == target]
+        written = [w.value for w in self.traced.writes if w.target == target]
+        if not read or not written:
+            return None, None
+        by_name = {node.name: node for node in self.traced.graph.nodes}
+        return by_name[read[-1]], by_name[written[-1]]
+
+    def _placeholder(self, target: str, value: Tensor) -> fx.Node:
+        """The placeholder of the constant of that name; a new one if there is none."""
+        graph = self.traced.graph
+        if target not in self.placeholders:
+            with graph.inserting_before(next(iter(graph.nodes))):
+                node = graph.placeholder(target.replace(".", "_").replace(":", "_"))
+            node.meta["val"] = value
+            self.placeholders[target] = node
+            self.buffers.append(Argument(node.name, target))
+            self.constants[target] = value
+        return self.placeholders[target]
 
     def _gather(self, call: fx.Node, target: str) -> None:
         graph, module = self.traced.graph, self.modules[target]
         name = f"moments:{len(self.norms)}"
         zeros = self.zeros(module)
         kept = "zeros:" + "x".join(map(str, (*zeros.shape, zeros.dtype)))
-        nothing = self.placeholder(kept, zeros)
-        before = self.placeholder(name, self.zeros(module, 3))
+        nothing = self._placeholder(kept, zeros)
+        before = self._placeholder(name, self.zeros(module, 3))
         args = list(call.args)
         args[_MEAN], args[_VARIANCE], args[6] = nothing, nothing, 1.0
         momentum = call.args[6]
@@ -214,19 +204,14 @@ class _Operations(_Deferrer):
 
     def _counts(self, target: str, calls: int) -> bool:
         """Whether a buffer is increased by one in each call and read by nothing else."""
-        named = {a.target: a.name for a in self.traced.buffers}
-        written = {w.target: w.value for w in self.traced.writes}
-        by_name = {node.name: node for node in self.traced.graph.nodes}
-        if target not in named or target not in written:
-            return False
-        start, value = by_name[named[target]], by_name[written[target]]
+        start, value = self._ends(target)
         count = 0
-        while value is not start:
+        while start is not None and value is not start:
             if value.target is not aten.add.Tensor or value.args[1] != 1 or len(value.users) != 1:
                 return False
             value = value.args[0]
             count += 1
-        return count == calls and len(start.users) == 1
+        return start is not None and count == calls and len(start.users) == 1
 
 
 class Gather(nn.Module):

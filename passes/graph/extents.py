@@ -111,7 +111,7 @@ class _Walk:
         names = outputs_of(away)
         sides = StageSides(stage, into, names)
         with FlopCounterMode(display=False) as ahead, saved_tensors_hooks(keep, lambda x: x):
-            outputs = sides.run_forward(
+            outputs = sides.run(
                 parameters, [self.state[a.target] for a in stage.buffers], inputs
             ).outputs
         made = dict(zip(names, outputs, strict=True))

@@ -45,9 +45,7 @@ def relay(
     """
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
-    graph.graph_copy(traced.graph, copies)
-    returned = next(node for node in traced.graph.nodes if node.op == "output").args[0]
-    end = graph.output(fx.map_arg(returned, lambda node: copies[node]))
+    end = graph.output(graph.graph_copy(traced.graph, copies))
     relays = _Relays(graph, end, assignment.nodes, {a.name for a in traced.parameters})
     renamed = {
         node.name: relays.hand_on(copies[node], node.name in outputs)
@@ -67,11 +65,7 @@ def relay(
 
 
 class _Relays:
-    """Adds the nodes to a graph that send values on.
-
-    Attributes:
-        stages: node → its stage, the new nodes among them.
-    """
+    """Adds the nodes to a graph that send values on."""
 
     def __init__(
         self, graph: fx.Graph, end: fx.Node, stages: Mapping[str, int], parameters: set[str]
@@ -85,9 +79,8 @@ class _Relays:
     def hand_on(self, node: fx.Node, to_caller: bool) -> str:
         """Let each stage that reads a value several times send it to the stages after it.
 
-        Returns:
-            What the graph returns it as, if it does: to the caller from the last stage that reads
-            it, or, where the caller gives no gradient, from the stage that makes it.
+        Returns the name under which the graph returns it, if it does: to the caller from the last
+        stage that reads it, or, where the caller gives no gradient, from the stage that makes it.
         """
         readers = sorted(
             (n for n in node.users if n in self.order and n is not self.end),
@@ -139,26 +132,18 @@ def localise_sizes(traced: Traced, assignment: Assignment) -> tuple[Traced, Assi
         return traced, assignment
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
-    graph.graph_copy(traced.graph, copies)
-    returned = next(node for node in traced.graph.nodes if node.op == "output").args[0]
-    graph.output(fx.map_arg(returned, lambda node: copies[node]))
+    graph.output(graph.graph_copy(traced.graph, copies))
     stages = {copies[n].name: assignment.nodes[n.name] for n in compute_nodes(traced.graph)}
     for stage in range(assignment.stages):
         _Localiser(graph, stages, stage).run()
     graph.lint()
     module = lazy_module(traced.module, graph)
-    names = {old.name: new.name for old, new in copies.items()}
-    assert all(old == new for old, new in names.items()), "copying a graph keeps its names"
+    assert all(old.name == new.name for old, new in copies.items()), "a copy keeps its names"
     return replace(traced, module=module), Assignment(assignment.stages, stages)
 
 
 class _Localiser:
-    """Works on one stage of the copied graph.
-
-    Attributes:
-        order: node → its index in the graph; a new node has that of the last node it reads.
-        made: size of another stage → the same size computed in this stage.
-    """
+    """Works on one stage of the copied graph."""
 
     def __init__(self, graph: fx.Graph, stages: dict[str, int], stage: int) -> None:
         self.graph = graph

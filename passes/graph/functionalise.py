@@ -49,10 +49,9 @@ _ASSERTIONS = frozenset(
 def functionalise(
     program: ExportedProgram, accepts: Callable[[int], bool], model: nn.Module | None = None
 ) -> Traced:
-    """The exported program as one functional graph.
+    """The exported program, which is changed, as one functional graph.
 
     Args:
-        program: the exported program; it is changed.
         accepts: whether the program holds for a batch size.
         model: the traced model, for the messages of errors.
 
@@ -108,7 +107,7 @@ def _functional(program: ExportedProgram, accepts: Callable[[int], bool]) -> Tra
                 pass
     writes = [Write(held(target), "") for target in written]
     outputs: list[Value | Literal] = []
-    returned = next(node for node in module.graph.nodes if node.op == "output").args[0]
+    returned: Any = module.graph.output_node().args[0]
     values = {node.name: node.meta.get("val") for node in module.graph.nodes}
     dynamic = any(isinstance(size, torch.SymInt) for v in values.values() for size in _shape(v))
     for out, node in zip(signature.output_specs, returned[len(written) :], strict=True):
@@ -203,13 +202,10 @@ def _part_names(program: ExportedProgram) -> None:
 
 
 def _output(argument: Any, name: str, value: Any, dynamic: bool) -> Value | Literal:
-    """The description of one output.
+    """The description of one output, from its signature, its node's name and its value.
 
-    Args:
-        argument: the output in the exporter's signature.
-        name: the name of its node.
-        value: the value of its node, without data.
-        dynamic: whether the batch is a symbol in the graph, so that it tells which sizes are it.
+    If the graph is ``dynamic``, the batch is a symbol in it, and it tells which sizes are the
+    batch.
     """
     if isinstance(argument, TensorArgument):
         if not dynamic:
@@ -313,9 +309,8 @@ def _return_values(
 
     An argument that is written to a buffer is copied, and so is a buffer that is returned.
     """
-    end = next(node for node in module.graph.nodes if node.op == "output")
-    returned = end.args[0]
-    assert isinstance(returned, tuple | list)
+    end = module.graph.output_node()
+    returned: Any = end.args[0]
 
     def computed(node: Any, held: bool) -> Any:
         if node.op != "placeholder" or not held:

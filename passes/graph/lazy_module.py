@@ -35,13 +35,7 @@ class _LazyModule(_LazyGraphModule):
 
 
 def lazy_module(root: nn.Module, graph: fx.Graph, name: str = "GraphModule") -> fx.GraphModule:
-    """A graph module like ``fx.GraphModule(root, graph)``, whose code is generated later.
-
-    Args:
-        root: the module with the attributes that the graph reads.
-        graph: the graph; the module takes it over.
-        name: the name of the module's class.
-    """
+    """A graph module like ``fx.GraphModule(root, graph, name)``, whose code is generated later."""
     return _LazyModule(root, graph, name)
 
 

@@ -92,11 +92,7 @@ def liveness(
 
 
 class _Storages:
-    """The storages of a graph's values as it runs.
-
-    Attributes:
-        of: node → storage of its example value → number of the storage in a run of the graph.
-    """
+    """The storages of a graph's values as it runs: node → storage of its example value → number."""
 
     def __init__(
         self, shared: Mapping[fx.Node, Sequence[Hashable]], absent: Collection[fx.Node]

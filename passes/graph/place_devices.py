@@ -30,10 +30,6 @@ class PlaceDevices:
     graph, its backward and the halves of it; inputs and parameters are on the right device anyway.
     A tensor that a model on another device makes on the CPU stays there. Any other device is
     refused, because the model asks for it by name.
-
-    Attributes:
-        device: the device that the plan was traced on.
-        stage_devices: stage → its device.
     """
 
     device: torch.device

@@ -61,14 +61,8 @@ _COPIES = (aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten.contiguous.
 
 
 def rewrite(program: ExportedProgram) -> tuple[fx.GraphModule, list[str]] | None:
-    """A functional graph that first returns what is written to buffers, and these buffers' names.
-
-    Args:
-        program: the exported program; it is not changed.
-
-    Returns:
-        The graph and the buffers' targets, or None if the rules are not enough.
-    """
+    """A functional graph that first returns what is written to buffers, and these buffers' targets;
+    None if the rules are not enough. The program is not changed."""
     if any(
         spec.kind is not OutputKind.USER_OUTPUT for spec in program.graph_signature.output_specs
     ):

@@ -6,10 +6,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from fxpipe.errors import InputError
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.program import Program
 from fxpipe.ir.value import HOST, Buffer
+from fxpipe.passes.lowering.lower import comes_after
 from fxpipe.torchtools.state import without_collection
 
 
@@ -47,9 +47,7 @@ def communicate(program: Program) -> Program:
     Raises:
         InputError: the program is not one of compute alone.
     """
-    if program.passes != ("lower",):
-        done = " ".join(program.passes) or "none"
-        raise InputError(f"communicate follows lower alone, and the passes done are: {done}")
+    comes_after(program, "communicate", "lower")
     mail = _Mail(program)
     sending = [list(mail.send(device, list_)) for device, list_ in enumerate(program.lists)]
     lists = tuple(tuple(mail.receive(device, list_)) for device, list_ in enumerate(sending))

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from fxpipe.errors import InputError
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.program import Program
 from fxpipe.ir.value import Buffer
+from fxpipe.passes.lowering.lower import comes_after
 from fxpipe.torchtools.state import without_collection
 
 
@@ -37,9 +37,7 @@ def free(program: Program) -> Program:
     Raises:
         InputError: the program's communication is not in place, or it is freed already.
     """
-    if "communicate" not in program.passes or "free" in program.passes:
-        done = " ".join(program.passes) or "none"
-        raise InputError(f"free comes once and after communicate; the passes done are: {done}")
+    comes_after(program, "free", "communicate")
     lists = tuple(tuple(_freed(program, list_)) for list_ in program.lists)
     return replace(program, lists=lists, passes=(*program.passes, "free"))
 
@@ -66,9 +64,10 @@ def _last_uses(
     seen: set[object] = set()
     for position in _backwards(program, instructions):
         instruction = instructions[position]
-        seen.update([_value(buffer) for buffer in program.ends(instruction)])
+        # the first five fields are a buffer whatever window it is seen from
+        seen.update([buffer[:5] for buffer in program.ends(instruction)])
         for buffer in program.reads(instruction):
-            if (value := _value(buffer)) not in seen:
+            if (value := buffer[:5]) not in seen:
                 last.setdefault(position, []).append(buffer)
                 seen.add(value)
     return last
@@ -84,8 +83,3 @@ def _backwards(program: Program, instructions: tuple[ins.Instruction, ...]) -> I
     if not program.depth:
         return positions
     return sorted(positions, key=lambda position: ins.batch_of(instructions[position]))
-
-
-def _value(buffer: Buffer) -> object:
-    """A buffer whatever window it is seen from."""
-    return buffer[:5]

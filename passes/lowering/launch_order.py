@@ -65,10 +65,6 @@ class _Device:
     """One device's list in segments: what stands before each of its stops, and the stop.
 
     Stops are all instructions that do not move values.
-
-    Attributes:
-        now: when its computations so far are done.
-        queue: what is left of its segment.
     """
 
     def __init__(self, instructions: tuple[ins.Instruction, ...], ahead: int) -> None:

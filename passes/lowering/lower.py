@@ -125,11 +125,7 @@ class Lower:
 
 
 class _Instructions:
-    """The instruction of each task of a schedule.
-
-    Attributes:
-        trains: whether anything runs backward.
-    """
+    """The instruction of each task of a schedule."""
 
     def __init__(self, schedule: Schedule, updates: bool) -> None:
         self.trains = schedule.trains
@@ -195,3 +191,14 @@ def _check_pause(schedule: Schedule) -> None:
                 f"{device} has {row[position]} at position {position}, after a backward; use one "
                 "that runs all forwards first, such as gpipe"
             )
+
+
+def comes_after(program: Program, name: str, earlier: str) -> None:
+    """Check that a pass comes once, and after an earlier one.
+
+    Raises:
+        InputError: it does not.
+    """
+    if name in program.passes or earlier not in program.passes:
+        done = " ".join(program.passes) or "none"
+        raise InputError(f"{name} comes once and after {earlier}; the passes done are: {done}")

@@ -13,6 +13,7 @@ from fxpipe.ir import instruction as ins
 from fxpipe.ir.program import COMPUTE, Event, Launch, Program, arrivals
 from fxpipe.ir.value import Buffer
 from fxpipe.passes.lowering.launch_order import Launched, launch_order, source_of
+from fxpipe.passes.lowering.lower import comes_after
 
 
 @dataclass(frozen=True)
@@ -64,9 +65,7 @@ class Streams:
         Raises:
             InputError: the program is not freed yet, or has streams already; ``ahead`` is negative.
         """
-        if "free" not in program.passes or self.name in program.passes:
-            done = " ".join(program.passes) or "none"
-            raise InputError(f"streams comes once and after free; the passes done are: {done}")
+        comes_after(program, "streams", "free")
         if self.ahead < 0:
             raise InputError(f"ahead is {self.ahead}; give at least 0")
         lists = free_late(program, launch_order(program, self.ahead))
@@ -95,11 +94,11 @@ class _Events:
         for device, own in enumerate(program.lists):
             for at, x in enumerate(own):
                 for buffer in program.writes(x):
-                    self._made[device, _value(buffer)] = _Spot(device, at, buffer.batch)
+                    self._made[device, buffer[:5]] = _Spot(device, at, buffer.batch)
                 for buffer in program.reads(x):
-                    self._used[device, _value(buffer)].append(_Spot(device, at, buffer.batch))
+                    self._used[device, buffer[:5]].append(_Spot(device, at, buffer.batch))
                 if isinstance(x, ins.Receive | ins.Pop):
-                    origin = program.origin(x), _value(x.buffer)
+                    origin = program.origin(x), x.buffer[:5]
                     self._used[origin].append(_Spot(device, at, x.buffer.batch))
 
     def launches(self) -> tuple[tuple[Launch, ...], ...]:
@@ -142,23 +141,18 @@ class _Events:
             yield waits
 
     def _needs(self, device: int, at: int, memory: _Spot | None) -> set[_Spot]:
-        """What an instruction comes after, with the step in which that runs.
-
-        Args:
-            device: the device.
-            at: the instruction's position.
-            memory: what was last launched on the stream that memory belongs to.
-        """
+        """What an instruction comes after, with the step in which that runs. ``memory`` is what was
+        last launched on the stream that memory belongs to."""
         program, x = self._program, self._program.lists[device][at]
         needs: set[_Spot | None] = set()
         for buffer in program.reads(x):
-            needs.add(_before(self._made.get((device, _value(buffer))), buffer))
+            needs.add(_before(self._made.get((device, buffer[:5])), buffer))
         if isinstance(x, ins.Arrival):
             needs.add(memory)
         if isinstance(x, ins.Receive | ins.Pop):
-            needs.add(_before(self._made.get((program.origin(x), _value(x.buffer))), x.buffer))
+            needs.add(_before(self._made.get((program.origin(x), x.buffer[:5])), x.buffer))
         for buffer in program.ends(x):
-            place = device, _value(buffer)
+            place = device, buffer[:5]
             for spot in (self._made.get(place), *self._used[place]):
                 needs.add(_before(spot, buffer))
         return {spot for spot in needs if spot is not None and spot[:2] != (device, at)}
@@ -186,24 +180,15 @@ def _stream(program: Program, instruction: ins.Instruction) -> str:
     return COMPUTE
 
 
-def _value(buffer: Buffer) -> object:
-    """A buffer whatever window it is seen from."""
-    return buffer[:5]
-
-
 def free_late(
     program: Program, order: Sequence[Sequence[Launched]]
 ) -> tuple[tuple[ins.Instruction, ...], ...]:
     """Device → its list, where no free of a sent value makes its device wait for the copy.
 
     The free comes behind one more computation of the sender, which overlaps the copy, and not
-    before the receiver has come to the computation that uses the value, for then the copy is
-    done; but before any barrier or pause. Where batches overlap, a value that arrives in a later
-    window is freed in that window.
-
-    Args:
-        program: a program whose values are freed where they are sent.
-        order: device → its list, in the order over all devices.
+    before the receiver has come to the computation that uses the value, for then the copy is done;
+    but before any barrier or pause. Where batches overlap, a value that arrives in a later window
+    is freed in that window.
     """
     uses = _uses(program, order)
     return tuple(_moved(device, own, uses) for device, own in enumerate(order))

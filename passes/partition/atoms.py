@@ -21,6 +21,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -161,10 +162,8 @@ def _joined(
 ) -> list[list[fx.Node]]:
     """The nodes in groups, with no cycle between groups.
 
-    Args:
-        nodes: the nodes, in an order in which every edge runs forward.
-        bound: lists of nodes that must share a group.
-        turns: pairs of nodes of which the first must not be in a later group than the second.
+    Each list of ``bound`` shares a group. Of each pair of ``turns`` the first is in no later group
+    than the second.
     """
     number = {node: index for index, node in enumerate(nodes)}
     root = list(range(len(nodes)))
@@ -187,9 +186,7 @@ def _joined(
     for first, second in turns:
         if group_of[number[first]] != group_of[number[second]]:
             sources[group_of[number[second]]].add(group_of[number[first]])
-    part_of = {
-        group: number for number, part in enumerate(_strongly_connected(sources)) for group in part
-    }
+    part_of = {group: number for number, part in enumerate(_connected(sources)) for group in part}
     parts: dict[int, list[int]] = {}
     for index, group in enumerate(group_of):
         parts.setdefault(part_of[group], []).append(index)
@@ -201,36 +198,33 @@ def _joined(
     return [[nodes[index] for index in parts[part]] for part in ordered]
 
 
-def _strongly_connected(sources: Mapping[int, set[int]]) -> Iterator[list[int]]:
-    """The strongly connected components of a graph (Tarjan, 1972)."""
-    seen: dict[int, int] = {}
-    low: dict[int, int] = {}
-    stack: list[int] = []
-    on_stack: set[int] = set()
-    for start in sources:
-        if start in seen:
-            continue
-        path = [(start, iter(sources[start]))]
+def _connected(sources: Mapping[int, set[int]]) -> Iterator[list[int]]:
+    """The strongly connected components of a graph (Kosaraju, 1978)."""
+    readers: dict[int, list[int]] = {group: [] for group in sources}
+    for group, others in sources.items():
+        for other in others:
+            readers[other].append(group)
+    ends = itertools.chain.from_iterable(_walks(sources, sources))
+    return _walks(readers, reversed([*ends]))
+
+
+def _walks(following: Mapping[int, Iterable[int]], starts: Iterable[int]) -> Iterator[list[int]]:
+    """For each start, what only it leads to so far, itself included, each item after all that it
+    leads to."""
+    seen: set[int] = set()
+    for start in starts:
+        found: list[int] = []
+        path = [(start, iter(following[start]))] if start not in seen else []
+        seen.add(start)
         while path:
-            group, others = path[-1]
-            if group not in seen:
-                seen[group] = low[group] = len(seen)
-                stack.append(group)
-                on_stack.add(group)
-            other = next((o for o in others if o not in seen or o in on_stack), None)
+            other = next((each for each in path[-1][1] if each not in seen), None)
             if other is None:
-                path.pop()
-                if path:
-                    low[path[-1][0]] = min(low[path[-1][0]], low[group])
-                if low[group] == seen[group]:
-                    place = stack.index(group)
-                    component, stack[place:] = stack[place:], []
-                    on_stack -= set(component)
-                    yield component
-            elif other in seen:
-                low[group] = min(low[group], seen[other])
+                found.append(path.pop()[0])
             else:
-                path.append((other, iter(sources[other])))
+                seen.add(other)
+                path.append((other, iter(following[other])))
+        if found:
+            yield found
 
 
 def footprint_of(
@@ -244,11 +238,8 @@ def footprint_of(
     """What each parameter and buffer occupies, and what each node keeps for a micro-batch.
 
     Args:
-        traced: the graph.
         plan: the same graph as a single stage, differentiated; None for a graph with leaf modules,
             of which every value counts as saved.
-        costs: node → what it costs.
-        state: name in the model → parameter, buffer or constant.
         copies: how many tensors of its size a trained parameter needs: its versions, its gradient
             and its optimizer state.
         undo: how many more it needs after its update, to be able to undo it, when the saved values
@@ -275,7 +266,7 @@ def _saved(plan: Plan) -> dict[str, int]:
     assert isinstance(kernel, GraphKernel)
     graph = kernel.forward_graph.graph
     seen = {_memory(node) for node in graph.nodes if node.op == "placeholder"}
-    returned = next(node for node in graph.nodes if node.op == "output").args[0]
+    returned: Any = graph.output_node().args[0]
     saved: dict[str, int] = {}
     for node in returned[kernel.outputs + kernel.writes :]:
         value = node.meta.get("val")

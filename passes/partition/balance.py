@@ -50,9 +50,6 @@ def balance(
     """Cut into stages: minimise the time of the slowest, then the bytes that are sent.
 
     Args:
-        traced: the graph.
-        stages: how many.
-        costs: node → what it costs.
         machine: speeds, memory limits and links; by default equal devices.
         footprint: what stays in memory, for the limits.
         together: submodules that must not be cut.

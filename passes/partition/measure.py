@@ -77,10 +77,8 @@ def measure(
     """Time the one stage of a plan, operation by operation.
 
     Args:
-        traced: the graph whose nodes are measured.
-        plan: the same graph as a single stage, differentiated, with its backward in two halves.
+        plan: the graph as a single stage, differentiated, with its backward in two halves.
         values: a value for each input, by name.
-        state: name in the model → parameter, buffer or constant.
         watch: takes the times; by default the stopwatch for the device of the values.
         whole: whether all values may be in memory at once. Otherwise an operation gets other
             values, of the same shapes, in memory that all of them share.
@@ -269,13 +267,8 @@ _REPEATS = 3
 def measure_leaves(
     traced: Traced, values: Mapping[str, Any], watch: Stopwatch | None = None
 ) -> dict[str, NodeCost]:
-    """Run the graph node by node and time each, alone.
-
-    Args:
-        traced: the graph; it must not change the model's state (see ``untouched``).
-        values: a value for each input, by name.
-        watch: takes the times; by default the stopwatch for the device of the values.
-    """
+    """Run the graph node by node and time each, alone; see ``measure``. It must not change the
+    model's state (see ``untouched``)."""
     held = (*values.values(), *traced.module.parameters())
     meter = _Meter(traced.module, watch or Stopwatch.of(held))
     meter.run(*(values[n.name] for n in traced.graph.nodes if n.op == "placeholder"))

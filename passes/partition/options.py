@@ -131,12 +131,8 @@ def arrival_peaks(schedule: Schedule) -> tuple[int, ...]:
 
 
 def _peaks(schedule: Schedule, begins: Callable[[Task], bool]) -> tuple[int, ...]:
-    """Stage → the most micro-batches that have begun and have not had their backward.
-
-    Args:
-        schedule: the schedule.
-        begins: whether a task, a forward or a recompute, is where a micro-batch begins.
-    """
+    """Stage → the most micro-batches that have begun, with a task that ``begins`` one, and have not
+    had their backward."""
     peaks = [0] * schedule.stages
     for row in schedule.rows:
         held = [0] * schedule.stages
@@ -165,11 +161,7 @@ def _are_names(value: Any) -> bool:
 def _each(
     what: str, value: Any, devices: int, *, gaps: bool = False, alone: bool = True
 ) -> tuple[float, ...]:
-    """A number for each device; infinity where None is given; empty if nothing is given.
-
-    Raises:
-        InputError: there is not one positive number for each device.
-    """
+    """A number for each device; infinity where None is given; empty if nothing is given."""
     if value is None:
         return ()
     if alone and _is_number(value):
@@ -186,11 +178,7 @@ def _each(
 def _pairs(
     what: str, value: Any, devices: int, unit: str, *, zero: bool = False
 ) -> list[list[float]]:
-    """A number for each pair of devices; empty if nothing is given.
-
-    Raises:
-        InputError: the value is neither a positive number nor a table of them.
-    """
+    """A number for each pair of devices; empty if nothing is given."""
     if value is None:
         return []
     rows = [[value] * devices] * devices if _is_number(value) else value

@@ -264,9 +264,8 @@ def sorted_by_rank(
 ) -> Iterator[int]:
     """A topological order: among ready items the lowest rank goes first, then the lowest number.
 
-    Args:
-        before: item → the items that it reads.
-        rank: (item that becomes ready, how many items came before) → its rank; called once.
+    ``before`` has the items that each one reads. The rank is asked once, when an item becomes
+    ready, with how many items came before.
     """
     missing = {item: len(sources) for item, sources in before.items()}
     after: dict[int, list[int]] = {item: [] for item in before}

@@ -6,7 +6,7 @@ after:   (x, target) → conv, mse, with the loss value mse
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -20,6 +20,7 @@ from fxpipe.errors import InputError, TraceError
 from fxpipe.ir.plan import Argument
 from fxpipe.ir.traced import DRAWS, DRAWS_FROM_OTHERS, TAKES_TURNS, Literal, Traced, Value
 from fxpipe.passes.graph.lazy_module import lazy_module
+from fxpipe.passes.partition.assignment import compute_nodes
 from fxpipe.random.leaf_draws import DrawsWatched, other_states
 from fxpipe.torchtools import source
 from fxpipe.torchtools.pytrees import together
@@ -39,12 +40,9 @@ class LossModule(nn.Module):
     """
 
     def __init__(self, loss: Callable[..., Any], function: Any, output: pytree.TreeSpec) -> None:
-        """Wrap a loss.
+        """Wrap ``loss(output, *targets)``, for an output of this pytree spec; see ``taken_apart``.
 
-        Args:
-            loss: ``loss(output, *targets)`` → scalar.
-            function: the user's loss function; if it is a module, its buffers become this one's.
-            output: the pytree spec of the model's output, see ``taken_apart``.
+        If the user's function is a module, its buffers become this one's.
         """
         super().__init__()
         self.loss = loss
@@ -63,10 +61,8 @@ class LossModule(nn.Module):
 def attach_loss(traced: Traced, loss: Traced, tensors: dict[str, torch.Tensor]) -> Traced:
     """One graph that computes the model's outputs and its loss.
 
-    Args:
-        traced: the model's graph.
-        loss: the graph of a LossModule, traced on the model's outputs and the targets.
-        tensors: the buffers of the loss, by name.
+    The graph of the LossModule was traced on the model's outputs and the targets; ``tensors`` are
+    its buffers, by name.
 
     Raises:
         TraceError: the loss writes a buffer.
@@ -85,56 +81,45 @@ def attach_loss(traced: Traced, loss: Traced, tensors: dict[str, torch.Tensor]) 
     if len(loss.outputs) != 1 or not isinstance(loss.outputs[0], Value):
         raise InputError("the loss must return one tensor; return a scalar such as its mean")
     graph = fx.Graph()
-    copies: dict[fx.Node, Any] = {}
-    _copy_placeholders(traced.graph, graph, copies)
-    given = _flat_inputs(traced, loss)
-    loss_inputs: list[str | None] = []
+    copies: dict[fx.Node, fx.Node] = {}
+    _copy(traced.graph.find_nodes(op="placeholder"), graph, copies)
+    placeholders = loss.graph.find_nodes(op="placeholder")
+    outputs = [out.name if isinstance(out, Value) else None for out in traced.outputs]
+    given = {a: b for a, b in zip(loss.inputs, outputs, strict=False) if a and b}
+    targets = {argument.name: argument.target for argument in loss.buffers}
     buffers: list[Argument] = []
     constants = dict(traced.constants)
-    names = {argument.name: argument.target for argument in loss.buffers}
-    later: list[tuple[fx.Node, str]] = []
-    for node in loss.graph.nodes:
-        if node.op != "placeholder":
+    for node in placeholders:
+        if node.name in given:
             continue
-        if node.name in given and given[node.name] is not None:
-            later.append((node, str(given[node.name])))
-            continue
-        copy = graph.placeholder(f"loss_{node.name}" if node.name in names else node.name)
+        target = targets.get(node.name)
+        copy = graph.placeholder(node.name if target is None else f"loss_{node.name}")
         copy.meta.update(node.meta)
         copies[node] = copy
-        if node.name in names:
-            target = names[node.name]
+        if target is not None:
             constant = loss.constants[target] if target in loss.constants else tensors[target]
             buffers.append(Argument(copy.name, f"loss:{target}"))
             constants[f"loss:{target}"] = constant
-    _copy_nodes(traced.graph, graph, copies)
-    from_model = {node.name: copies[node] for node in traced.graph.nodes if node in copies}
-    for node, origin in later:
-        copies[node] = from_model[origin]
-    _copy_nodes(loss.graph, graph, copies)
-    for index, name in enumerate(loss.inputs):
-        if index >= len(traced.outputs):
-            loss_inputs.append(None if name is None else _copied_name(loss.graph, copies, name))
-    value = _copied_name(loss.graph, copies, loss.outputs[0].name)
-    by_name = {node.name: node for node in graph.nodes}
-    result = [by_name[_copied_name(traced.graph, copies, w.value)] for w in traced.writes]
-    result += [
-        by_name[_copied_name(traced.graph, copies, out.name)]
-        for out in traced.outputs
-        if isinstance(out, Value)
-    ]
-    graph.output((*result, by_name[value]))
+    _copy(compute_nodes(traced.graph), graph, copies)
+    ours = {node.name: copy for node, copy in copies.items() if node.graph is traced.graph}
+    copies.update((node, ours[given[node.name]]) for node in placeholders if node.name in given)
+    _copy(compute_nodes(loss.graph), graph, copies)
+    theirs = {node.name: copy for node, copy in copies.items() if node.graph is loss.graph}
+    value = theirs[loss.outputs[0].name]
+    returned = (*(write.value for write in traced.writes), *filter(None, outputs))
+    graph.output((*(ours[name] for name in returned), value))
     graph.lint()
+    added = (name and theirs[name].name for name in loss.inputs[len(outputs) :])
     return with_loss(
         replace(
             traced,
             module=lazy_module(traced.module, graph),
             buffers=(*traced.buffers, *buffers),
             constants=constants,
-            inputs=(*traced.inputs, *loss_inputs),
+            inputs=(*traced.inputs, *added),
             accepts=lambda size: traced.accepts(size) and loss.accepts(size),
         ),
-        value,
+        value.name,
     )
 
 
@@ -151,15 +136,15 @@ def attach_leaf_loss(
     for name, _ in traced.module.named_children():
         module.add_submodule(name, traced.module.get_submodule(name))
     graph = fx.Graph()
-    copies: dict[fx.Node, Any] = {}
-    _copy_placeholders(traced.graph, graph, copies)
+    copies: dict[fx.Node, fx.Node] = {}
+    _copy(traced.graph.find_nodes(op="placeholder"), graph, copies)
     leaves, spec = pytree.tree_flatten(targets)
     names = [f"target_{index}" for index in range(len(leaves))]
     given = [graph.placeholder(name) for name in names]
-    for node in traced.graph.nodes:
-        if node.op == "get_attr":
-            _share_attribute(traced.module, module, str(node.target))
-    _copy_nodes(traced.graph, graph, copies)
+    for node in traced.graph.find_nodes(op="get_attr"):
+        if "." not in (name := str(node.target)):
+            setattr(module, name, getattr(traced.module, name))
+    _copy(compute_nodes(traced.graph), graph, copies)
     by_name = {node.name: node for node in graph.nodes}
     outputs = [
         out.value if isinstance(out, Literal) else by_name[out.name] for out in traced.outputs
@@ -247,35 +232,6 @@ def _own_loss(traced: Traced) -> str | None:
     return output.name if isinstance(output, Value) else None
 
 
-def _flat_inputs(model: Traced, loss: Traced) -> dict[str, str | None]:
-    """Placeholder of the loss → the model's value that it receives, or None for a target."""
-    given: dict[str, str | None] = {}
-    for index, name in enumerate(loss.inputs):
-        if name is None:
-            continue
-        out = model.outputs[index] if index < len(model.outputs) else None
-        given[name] = out.name if isinstance(out, Value) else None
-    return given
-
-
-def _copy_placeholders(old: fx.Graph, new: fx.Graph, copies: dict[fx.Node, Any]) -> None:
-    for node in old.nodes:
-        if node.op == "placeholder":
-            copies[node] = new.node_copy(node, lambda n: copies[n])
-
-
-def _copy_nodes(old: fx.Graph, new: fx.Graph, copies: dict[fx.Node, Any]) -> None:
-    for node in old.nodes:
-        if node.op not in ("placeholder", "output"):
-            copies[node] = new.node_copy(node, lambda n: copies[n])
-
-
-def _share_attribute(old: nn.Module, new: nn.Module, path: str) -> None:
-    """Share a parameter or buffer of the old module with the new one, under the same name."""
-    prefix, _, name = path.rpartition(".")
-    if not prefix:
-        setattr(new, name, getattr(old, name))
-
-
-def _copied_name(old: fx.Graph, copies: dict[fx.Node, Any], name: str) -> str:
-    return next(str(copies[node].name) for node in old.nodes if node.name == name)
+def _copy(nodes: Iterable[fx.Node], graph: fx.Graph, copies: dict[fx.Node, fx.Node]) -> None:
+    for node in nodes:
+        copies[node] = graph.node_copy(node, lambda n: copies[n])

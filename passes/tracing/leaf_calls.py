@@ -85,12 +85,8 @@ class Call:
 def called_instead(
     leaves: Mapping[str, nn.Module], function: Callable[[str, nn.Module, Any, Any], Any]
 ) -> Iterator[None]:
-    """Inside, a function is called instead of the leaf modules and their hooks.
-
-    Args:
-        leaves: name in the model → module.
-        function: takes its name, the module, and its positional and keyword arguments.
-    """
+    """Inside, a function is called instead of the leaf modules and their hooks: with the name, the
+    module, and its positional and keyword arguments."""
     with ExitStack() as undo:
         for name, module in leaves.items():
             # the attribute that nn.Module.compile sets: it replaces hooks and forward
@@ -107,12 +103,7 @@ class LeafCalls:
     """The calls of leaf modules in one run of a model."""
 
     def __init__(self, leaves: Mapping[str, nn.Module], unasked: Collection[str] = ()) -> None:
-        """Nothing has run yet.
-
-        Args:
-            leaves: name in the model → module.
-            unasked: those that the user did not ask for; the sizes of their results are checked.
-        """
+        """The sizes of results are checked of ``unasked``: leaf modules that the user did not name."""
         self.leaves = leaves
         self.unasked = unasked
         self.calls: list[Call] = []
@@ -218,12 +209,7 @@ def call_leaves(
 ) -> Traced:
     """The graph with its leaf modules, which reads parameters and buffers from the model itself.
 
-    Args:
-        traced: the functional graph, with the operations that stand for leaf modules.
-        model: the model; the graph runs once, and the caller restores the model's state.
-        calls: the recorded calls.
-        args: positional inputs of one micro-batch.
-        kwargs: keyword inputs of one micro-batch.
+    The graph runs once on the inputs of one micro-batch; the caller restores the model's state.
     """
     rewriter = _Rewriter(traced, model, calls)
     module = rewriter.run()
@@ -254,13 +240,7 @@ def call_leaves(
 
 
 class _Rewriter:
-    """Copies a functional graph into one that reads and writes the model's own tensors.
-
-    Attributes:
-        constants: name → lifted constant.
-        writers: buffer → the node that writes it.
-        names: old name of a node → its new name.
-    """
+    """Copies a functional graph into one that reads and writes the model's own tensors."""
 
     def __init__(self, traced: Traced, model: nn.Module, calls: LeafCalls) -> None:
         self.traced = traced
@@ -275,17 +255,13 @@ class _Rewriter:
         self.graph = fx.Graph()
         reserve_names(self.graph, model, constants)
         copies: dict[fx.Node, fx.Node] = {}
-        self.graph.graph_copy(traced.graph, copies)
+        returned: Any = self.graph.graph_copy(traced.graph, copies)
         self.names = {old.name: new.name for old, new in copies.items()}
         self.order = {copies[node]: place for place, node in enumerate(copies)}
-        returned = next(node for node in traced.graph.nodes if node.op == "output").args[0]
-        assert isinstance(returned, tuple)
         count = len(traced.writes)
-        self.written = {
-            write.target: copies[node]
-            for write, node in zip(traced.writes, returned[:count], strict=True)
-        }
-        self.graph.output(fx.map_arg(tuple(returned[count:]), lambda node: copies[node]))
+        targets = (write.target for write in traced.writes)
+        self.written = dict(zip(targets, returned[:count], strict=True))
+        self.graph.output(returned[count:])
 
     def run(self) -> fx.GraphModule:
         by_name = {node.name: node for node in self.graph.nodes}
@@ -340,11 +316,7 @@ class _Rewriter:
         """The operation that stands for a leaf module becomes its call."""
         tensors: Any = node.args[0]
         call = self.calls[int(str(node.args[1]))]
-        args, kwargs = pytree.tree_map_only(
-            Place,
-            lambda place: tensors[place.index],
-            call.given,
-        )
+        args, kwargs = pytree.tree_map_only(Place, lambda place: tensors[place.index], call.given)
         with self.graph.inserting_before(node):
             module = self.graph.call_module(call.name, args, kwargs)
         module.meta.update(node.meta)

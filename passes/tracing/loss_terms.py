@@ -99,11 +99,9 @@ class _Reader:
         """Find out which nodes vary, and which are known.
 
         Args:
-            module: the graph's module.
             leaves: placeholder → its flat input.
             buffers: placeholder → its buffer, for buffers that the graph does not write.
             fixed: the other placeholders that are the same in every micro-batch.
-            split: the flat inputs that are split into micro-batches.
         """
         self.module, self.leaves, self.buffers = module, leaves, buffers
         self.varies: set[fx.Node] = set()

@@ -81,9 +81,8 @@ class Calls:
     def latest(self, trace: Callable[[int], tuple[Traced | None, int]]) -> Traced | None:
         """The graph that traces as much of ``forward`` as possible; None if none can be traced.
 
-        Args:
-            trace: (after how many calls the rest begins) → the graph, or None if that fails, and
-                how many calls were reached.
+        ``trace`` takes after how many calls the rest begins, and returns the graph, or None if that
+        fails, and how many calls were reached.
         """
         low, high, at = -1, self.limit + 1, self.limit  # low can be traced, high cannot
         found: Traced | None = None
@@ -188,11 +187,8 @@ class Rest(nn.Module):
 def split(model: nn.Module, calls: Calls, count: int, reached: list[str]) -> nn.Module:
     """The model with the rest of its own ``forward`` as one more submodule, REST.
 
-    Args:
-        model: the model, which stays as it is; the parameters are the same.
-        calls: the calls of submodules.
-        count: after how many of them the rest begins.
-        reached: a list to which a run appends the names of the submodules that it calls.
+    It is another module with the same parameters. The rest begins after ``count`` of the calls; a
+    run appends the names of the submodules that it calls to ``reached``.
     """
     rest = Rest(model, calls, count)
     kind = type(model)
@@ -270,19 +266,10 @@ def _called_directly(
 
 
 class _Copy:
-    """A copy of a model's modules with the same tensors, whose first calls return given outputs.
-
-    Attributes:
-        state: name → parameter or buffer.
-    """
+    """A copy of a model's modules with the same tensors, whose first calls return given outputs."""
 
     def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
-        """Copy a model.
-
-        Args:
-            model: the model.
-            names: the submodules of the calls that come first, in order.
-        """
+        """Copy a model; ``names`` are the submodules of the calls that come first, in order."""
         self.state = _state(model)
         self._names = names
         self._outputs: list[Any] = []
@@ -295,14 +282,8 @@ class _Copy:
                 module._compiled_call_impl = functools.partial(self._called, name, module)
 
     def run(self, args: Any, kwargs: Any, outputs: Sequence[Any], state: Any) -> Any:
-        """What the model returns.
-
-        Args:
-            args: positional inputs.
-            kwargs: keyword inputs.
-            outputs: what the first calls of submodules return.
-            state: name → tensor that stands for a parameter or buffer of that name.
-        """
+        """What the model returns where ``outputs`` are those of the first calls of submodules, and
+        where the tensors of ``state`` stand for its parameters and buffers."""
         self._outputs = list(outputs)
         try:
             output = torch.func.functional_call(self._model, state, args, kwargs)

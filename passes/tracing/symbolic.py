@@ -59,11 +59,8 @@ def trace_symbolically(
 ) -> Traced:
     """The model's graph with its leaf modules; it holds for every batch size.
 
-    Args:
-        model: the model, in its present mode.
-        args: positional inputs of one micro-batch.
-        kwargs: keyword inputs of one micro-batch.
-        leaves: modules that are called as they are, besides those of torch.nn.
+    The model is traced in its present mode, on inputs of one micro-batch. Modules of torch.nn and
+    ``leaves`` are called as they are.
 
     Raises:
         TraceError: the model cannot be traced; names its source line and the cure.
@@ -178,7 +175,7 @@ def _inputs(graph: fx.Graph, given: Mapping[str, Any]) -> dict[str, str | None]:
 
 
 def _outputs(graph: fx.Graph) -> tuple[tuple[Value | Literal, ...], pytree.TreeSpec]:
-    end = next(node for node in graph.nodes if node.op == "output")
+    end = graph.output_node()
     leaves, spec = pytree.tree_flatten(_plain(end.args[0]))
     values = tuple(
         Value(leaf.name) if isinstance(leaf, fx.Node) else Literal(leaf) for leaf in leaves

@@ -89,17 +89,8 @@ def export(
 ) -> tuple[ExportedProgram, Callable[[int], bool]]:
     """The model's program of ATen operations, and a test for which batch sizes it holds.
 
-    Args:
-        model: as ``trace`` takes it; so are ``args``, ``kwargs``, ``fixed`` and ``dims``.
-        args: positional inputs.
-        kwargs: keyword inputs.
-        size: how many samples.
-        fixed: whether the program need hold for that size only.
-        dims: for each flat input the dimensions that are the batch.
-        calls: the calls of leaf modules, each traced as one operation; None without leaf modules.
-
-    Raises:
-        TraceError: as ``trace``.
+    It takes and raises what ``trace`` does. Each of the ``calls`` of leaf modules is traced as one
+    operation; there are None without leaf modules.
     """
     with nullcontext() if calls is None else calls.opaque(model):
         program = trace(model, args, kwargs, size, fixed, dims)
@@ -174,13 +165,8 @@ def _export(
 ) -> ExportedProgram:
     """Export a model, which computes what it would under ``torch.compile``.
 
-    Args:
-        model: the model.
-        args: positional inputs.
-        kwargs: keyword inputs.
-        dynamic: the dynamic dimensions, if any.
-        as_export: let it compute what it would under ``torch.export``. Some models then avoid
-            control flow that depends on values, with results that are equal up to rounding.
+    With ``as_export`` it computes what it would under ``torch.export``: some models then avoid
+    control flow that depends on values, with results that are equal up to rounding.
     """
     from torch.export import _trace as exporter  # imported here because it is slow
 

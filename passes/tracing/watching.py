@@ -31,11 +31,7 @@ class Flow(Draws):
     """Inside, track which of some source tensors each value depends on."""
 
     def __init__(self, sources: Mapping[Any, Any]) -> None:
-        """Nothing has run yet.
-
-        Args:
-            sources: key → tensor, or a pytree of tensors.
-        """
+        """Nothing has run yet; a source is a tensor, or a pytree of tensors."""
         super().__init__()
         self._origins: dict[int, set[Any]] = {}
         self._held: list[Tensor] = []  # so that each storage keeps its number
@@ -99,11 +95,7 @@ class ValueChecks(TorchFunctionMode):
     """
 
     def __init__(self, known: ValueChecks | None = None) -> None:
-        """Nothing has run yet.
-
-        Args:
-            known: the recorded numbers to answer with; None to record.
-        """
+        """Answer with the ``known`` numbers; without them, record."""
         super().__init__()
         self.open = True
         self.answers: dict[tuple[str, int], list[Any]] = {}

@@ -62,12 +62,10 @@ def lower_bound(work: Work, machine: Machine) -> float:
 def chain_bound(work: Work, machine: Machine, low: float, high: float, slack: float = 0.0) -> float:
     """A lower bound with links and memory, from the heaviest chain of atoms.
 
-    It counts what the chain sends and keeps, as if each value were sent to one stage only, over
-    the stage's fastest link, and as if memory held nothing but the chain.
+    It counts what the chain sends and keeps, as if each value were sent to one stage only, over the
+    stage's fastest link, and as if memory held nothing but the chain.
 
     Args:
-        work: the atoms.
-        machine: the stages.
         low: a known lower bound.
         high: seconds of the slowest stage of a known partition.
         slack: the relative gap to the bound at which that partition is good enough.
@@ -192,14 +190,8 @@ def _left_over(
     speeds: Sequence[float],
     total: float,
 ) -> float:
-    """The bound from one side.
-
-    Args:
-        steps: seconds a byte, and bytes, of what fills the memory, the densest first.
-        rooms: stage → bytes.
-        speeds: stage → how fast it is.
-        total: seconds of all work.
-    """
+    """The bound from one side; ``steps`` are seconds a byte, and bytes, of what fills the memory,
+    the densest first."""
     done, bound, position, left = 0.0, 0.0, 0, steps[0][1] if steps else 0.0
     for stage, room in enumerate(rooms):
         while room > 0 and position < len(steps):

@@ -31,13 +31,7 @@ def contractions(work: Work) -> Iterator[tuple[Work, list[int]]]:
 
 
 class _Merging:
-    """Merges atoms, which are called by the first of them.
-
-    Attributes:
-        seconds: merged atom → its seconds.
-        before: merged atom → those that it reads.
-        after: merged atom → those that read it.
-    """
+    """Merges atoms, which are called by the first of them."""
 
     def __init__(self, work: Work) -> None:
         self._work = work

@@ -23,18 +23,12 @@ class TooManyError(Exception):
 def pack(work: Work, machine: Machine, limit: float, light: float) -> list[int] | None:
     """Stages of at most ``limit`` seconds of compute each, by dynamic programming over downsets.
 
-    Of two ways to the same downset the one that is in an earlier stage, or as far and with less
-    in it, can do all that the other can; so one state a downset is enough.
+    Of two ways to the same downset the one that is in an earlier stage, or as far and with less in
+    it, can do all that the other can; so one state a downset is enough. The lightest atoms,
+    ``light`` seconds in all, are taken as weightless: they go wherever they can first, and do not
+    multiply the downsets.
 
-    Args:
-        work: the atoms.
-        machine: the stages; limits and links are left out.
-        limit: seconds.
-        light: seconds in all of the lightest atoms, which are taken as weightless: they go
-            wherever they can first, and do not multiply the downsets.
-
-    Returns:
-        Atom → stage, or None where there is no such assignment.
+    Returns atom → stage, or None where there is no such assignment.
 
     Raises:
         TooManyError: there are too many downsets to tell.
@@ -171,12 +165,8 @@ class Search:
         self.ahead = cache(self._ahead)
 
     def better(self, limit: float) -> tuple[list[int] | None, bool]:
-        """An assignment whose slowest stage takes less than ``limit``, the best if it ends.
-
-        Returns:
-            Atom → stage, or None where none was found; and whether all were looked at, so that
-            no other is faster.
-        """
+        """An assignment whose slowest stage takes less than ``limit``, or None where none was
+        found; and whether all were looked at, so that no other is faster."""
         self.limit = limit
         self.found: list[int] | None = None
         self.left = _EXPANSIONS

@@ -36,10 +36,8 @@ class Rates:
 def rates_of(machine: Machine, fastest: bool) -> Rates:
     """The rates of the stages: a row for each stage of another kind, or for each column.
 
-    Args:
-        machine: the stages.
-        fastest: whether every value takes the fastest link that its stage has, instead of the one
-            to the next stage.
+    With ``fastest`` every value takes the fastest link that its stage has, instead of the one to
+    the next stage.
     """
     stages = machine.stages
     rates = torch.zeros((stages, 2 * _COLUMNS), dtype=torch.float64)
@@ -79,12 +77,7 @@ class Steps:
     """
 
     def __init__(self, uses: Sequence[tuple[Sequence[int], Transfer]], length: int) -> None:
-        """Find them.
-
-        Args:
-            uses: values, each with the places of its source and of its readers, in order.
-            length: the last place.
-        """
+        """Find them; a use is the place of a value's source, and those of its readers in order."""
         used: list[Transfer] = []
         places: list[int] = []
         following: list[int] = []
@@ -128,13 +121,7 @@ class Flows:
     """The sums of what crosses, for runs that begin in one block after the other."""
 
     def __init__(self, steps: Steps, length: int, rows: Tensor) -> None:
-        """Let runs begin before the first atom.
-
-        Args:
-            steps: of the values.
-            length: the last place.
-            rows: row × twice the columns → weight of what arrives, then of what leaves.
-        """
+        """Let runs begin before the first atom; ``rows`` weigh what arrives, then what leaves."""
         self._steps = torch.zeros((len(rows), length + 2), dtype=torch.float64)
         self._places, self._columns = steps.places, steps.columns
         halves = rows.reshape(-1, 2, _COLUMNS)

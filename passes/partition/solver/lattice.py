@@ -62,15 +62,10 @@ class Lattice:
         self.undo = self.undo + undo @ made.double()
 
     def best(self, cap: float, *, fastest: bool) -> tuple[float, list[int]] | None:
-        """The way whose slowest stage is the fastest, or None where none takes ``cap`` at most.
+        """Seconds of the slowest stage, and atom → stage, of the way whose slowest stage is the
+        fastest; None where none takes ``cap`` seconds at most.
 
-        Args:
-            cap: seconds.
-            fastest: whether every value takes the fastest link that its stage has, instead of that
-                to the next stage: then no division is faster than the seconds that come out.
-
-        Returns:
-            Seconds of the slowest stage, and atom → stage.
+        With ``fastest``, as for ``rates_of``, no division is faster than the seconds that come out.
         """
         with intra_op_threads(1):  # the tables are small: starting threads would take longer
             return _Way(self, cap * _ROUNDING, fastest).found()

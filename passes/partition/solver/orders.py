@@ -110,15 +110,11 @@ def ways(work: Work) -> list[Block]:
 
 
 def trees(blocks: list[Block], parents: Sequence[int | None]) -> list[Block]:
-    """Blocks that are trees, where an atom stands behind one other alone.
+    """Blocks that are trees, where an atom stands behind one other alone: its parent.
 
     The order of these blocks is the best then. See W. A. Horn, "Single-Machine Job Sequencing with
     Treelike Precedence Ordering and Linear Delay Penalties", SIAM Journal on Applied Mathematics,
     1972.
-
-    Args:
-        blocks: each atom by itself; changed.
-        parents: atom → the one that it stands behind, of a lower number.
     """
     behind: list[list[tuple[float, int]]] = [[] for _ in blocks]  # roots, the densest first
     for atom in reversed(range(len(blocks))):
@@ -146,9 +142,7 @@ def densest_first(work: Work, blocks: Sequence[Block]) -> list[int]:
     """What takes the most seconds for the bytes that it keeps goes first: the first stages, which
     keep the values of the most micro-batches, then do the most work in their memory.
 
-    Args:
-        work: the atoms.
-        blocks: atom → the block that it begins. As part of another one it goes first as that does.
+    An atom that is part of another one's block goes first as that does.
     """
     density = [block.density for block in blocks]
 

@@ -38,12 +38,9 @@ class Runs:
         sequence: Sequence[int],
         bounds: tuple[Sequence[float], Sequence[float]] | None = None,
     ) -> None:
-        """Index the sequence.
+        """Index a sequence of atoms, each after those that it reads.
 
         Args:
-            work: the atoms.
-            machine: the stages.
-            sequence: atoms, each after those that it reads.
             bounds: place → seconds of work before it at least, and at most; by default the work
                 of the sequence itself. There may be more places at the end.
         """
@@ -81,8 +78,7 @@ class Runs:
         Args:
             goal: what is least: the seconds of the slowest stage, or the bytes that cross.
             cap: seconds that no stage exceeds.
-            fastest: whether every value takes the fastest link that its stage has, instead of
-                that to the next stage: for bounds, where the cuts are no matter.
+            fastest: as for ``rates_of``: for bounds, where the cuts are no matter.
         """
         return _Sweep(self, goal, cap * _ROUNDING, fastest).cuts()
 
@@ -101,13 +97,10 @@ class Runs:
 
 
 def equal_runs(ends: Sequence[float], stages: int) -> list[int]:
-    """The places of the cuts whose slowest stage is the fastest, for equal stages.
+    """The cuts whose slowest stage is the fastest, for equal stages, each of which gets a run.
 
-    Bisection over its time; each guess is tried by filling one stage after the other.
-
-    Args:
-        ends: place → seconds of work before it, from 0; there are ``stages`` runs or more.
-        stages: how many; each gets a run.
+    Bisection over its time; each guess is tried by filling one stage after the other. ``ends`` has
+    the seconds of work before each place, from 0.
     """
     low, high = ends[-1] / stages, ends[-1]
     cuts = _filled(ends, stages, high)

@@ -71,11 +71,8 @@ class Solution:
 def solve(work: Work, machine: Machine, layers: Sequence[Hashable] = ()) -> Solution | None:
     """The best division that was found; None where none keeps the memory limits.
 
-    Args:
-        work: at least as many atoms as there are stages.
-        machine: the stages.
-        layers: atom → the layer that it belongs to. To save bytes, the slowest stage never
-            becomes slower than the best cut between layers has it.
+    There are at least as many atoms as stages. To save bytes, the slowest stage never becomes
+    slower than the best cut between ``layers`` (atom → the layer that it belongs to) has it.
     """
     with intra_op_threads(1):  # the tables are small: starting threads would take longer
         return _Solver(work, machine, layers).run()
