@@ -28,6 +28,7 @@ from torch import Tensor, fx
 
 from fxpipe.ir.plan import Plan
 from fxpipe.kernels.graph import GraphKernel, onto
+from fxpipe.passes.graph.aliasing import same_layout
 from fxpipe.passes.graph.lazy_module import lazy_module
 
 
@@ -107,10 +108,4 @@ def _product(node: fx.Node) -> fx.Node | None:
         source = source.args[0]
     if source.target not in (aten.mm.default, aten.bmm.default) or len(source.users) != 1:
         return None
-    ours, theirs = source.meta.get("val"), gradient.meta.get("val")
-    alike = (
-        isinstance(ours, Tensor)
-        and isinstance(theirs, Tensor)
-        and (ours.shape, ours.stride()) == (theirs.shape, theirs.stride())
-    )
-    return source if alike else None
+    return source if same_layout(source, gradient) else None

@@ -19,11 +19,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 from torch._ops import OpOverload
 
 from fxpipe.passes.differentiate.accumulate import accumulate
-from fxpipe.passes.graph.aliasing import may_alias
+from fxpipe.passes.graph.aliasing import may_alias, same_layout
 from fxpipe.passes.graph.lazy_module import lazy_module
 from fxpipe.passes.partition.assignment import is_part
 
@@ -138,14 +138,10 @@ def reuse(graph: fx.Graph) -> int:
         for operand in node.all_input_nodes:
             others = [owner[other] for other in node.all_input_nodes if other is not operand]
             dies = death.get(operand) == order[node] and operand not in others
-            if (
-                dies
-                and operand in fresh
-                and _lies_alike(operand, node)
-                and _write_over(node, operand)
-            ):
-                changed += 1
-                break
+            if dies and operand in fresh and same_layout(operand, node):
+                if _write_over(node, operand):
+                    changed += 1
+                    break
     graph.lint()
     return changed
 
@@ -183,18 +179,6 @@ def _write_over(node: fx.Node, operand: fx.Node) -> bool:
             node.kwargs = {**node.kwargs, outs[0]: operand}
             return True
     return False
-
-
-def _lies_alike(operand: fx.Node, node: fx.Node) -> bool:
-    """Whether an operand lies in memory as the result will."""
-    value, result = operand.meta.get("val"), node.meta.get("val")
-    return (
-        isinstance(value, Tensor)
-        and isinstance(result, Tensor)
-        and value.dtype == result.dtype
-        and value.shape == result.shape
-        and value.stride() == result.stride()
-    )
 
 
 def shares_memory(node: fx.Node) -> bool:

@@ -48,3 +48,14 @@ def keeps_type(node: fx.Node, source: fx.Node) -> bool:
         if isinstance(value, int | torch.SymInt) and mine.dtype is torch.bool:
             return False
     return True
+
+
+def same_layout(node: fx.Node, other: fx.Node) -> bool:
+    """Whether two nodes' tensors have the same dtype, device, shape and strides."""
+    one, two = node.meta.get("val"), other.meta.get("val")
+    return (
+        isinstance(one, torch.Tensor)
+        and isinstance(two, torch.Tensor)
+        and (one.dtype, one.device, one.shape) == (two.dtype, two.device, two.shape)
+        and one.stride() == two.stride()
+    )

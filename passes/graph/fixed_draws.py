@@ -67,7 +67,7 @@ def fixed_others() -> Iterator[None]:
         after.remove()
 
 
-def _given(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def _given(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """What an operation is given, by name, without what is None."""
     schema = func._schema.arguments
     given = {argument.name: argument.default_value for argument in schema}
@@ -85,34 +85,34 @@ def _sloped(func: Any, x: Tensor, noise: Tensor, lower: float, upper: float) -> 
 # each takes the pattern, the operation's first argument, and all of them by name
 
 
-def _between(u: Tensor, x: Any, given: Mapping[str, Any]) -> Tensor:
+def _between(u: Tensor, x: Any, given: Mapping[str, Any]) -> Any:
     low = given.get("from", 0.0)
     return u * (given.get("to", 1.0) - low) + low
 
 
-def _centred(u: Tensor, x: Any, given: Mapping[str, Any]) -> Tensor:
+def _centred(u: Tensor, x: Any, given: Mapping[str, Any]) -> Any:
     return (u * 2 - 1) * given.get("std", 1.0) + given.get("mean", 0.0)
 
 
-def _whole(u: Tensor, x: Any, given: Mapping[str, Any]) -> Tensor:
+def _whole(u: Tensor, x: Any, given: Mapping[str, Any]) -> Any:
     low = given.get("low", given.get("from", 0))
     # without a bound; every integer dtype holds 0 and 1
     high = given.get("high", given.get("to", low + 2))
     return (u * (high - low)).floor() + low
 
 
-def _tried(u: Tensor, x: Any, given: Mapping[str, Any]) -> Tensor:
+def _tried(u: Tensor, x: Any, given: Mapping[str, Any]) -> Any:
     u = u.to(x.dtype) if x.is_floating_point() else u
     return (torch.log1p(-u) / math.log1p(-given["p"])).ceil().clamp(1)
 
 
-def _heaviest(u: Tensor, x: Any, given: Mapping[str, Any]) -> Tensor:
+def _heaviest(u: Tensor, x: Any, given: Mapping[str, Any]) -> Any:
     order: Tensor = x.argsort(stable=True, dim=-1, descending=True)
     count = given.get("num_samples", given.get("count"))
     return order[..., torch.arange(count, device=order.device) % order.shape[-1]]
 
 
-def _reversed(u: Tensor, x: Any, given: Mapping[str, Any]) -> Tensor:
+def _reversed(u: Tensor, x: Any, given: Mapping[str, Any]) -> Any:
     return torch.arange(u.numel() - 1, -1, -1, device=u.device)
 
 

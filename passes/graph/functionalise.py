@@ -28,6 +28,7 @@ from fxpipe.errors import TraceError
 from fxpipe.ir.plan import Argument, Write
 from fxpipe.ir.traced import Literal, Traced, Value
 from fxpipe.passes.differentiate.part_recurrent import part_recurrent
+from fxpipe.passes.graph.aliasing import same_layout
 from fxpipe.passes.graph.layouts import lay_gradients
 from fxpipe.passes.graph.lazy_module import lazy_module
 from fxpipe.passes.graph.rewrite import rewrite
@@ -384,9 +385,4 @@ def _is_idle_copy(node: fx.Node) -> bool:
         return False
     if any(user.op == "output" for user in node.users):
         return False  # an output of the model stays a tensor of its own
-    here, there = node.meta.get("val"), source.meta.get("val")
-    return (
-        isinstance(here, torch.Tensor)
-        and isinstance(there, torch.Tensor)
-        and here.stride() == there.stride()
-    )
+    return same_layout(node, source)

@@ -23,7 +23,7 @@ from torch._ops import HigherOrderOperator, OpOverload
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
-from fxpipe.passes.graph.aliasing import functional_variant, keeps_type, may_alias
+from fxpipe.passes.graph.aliasing import functional_variant, keeps_type, may_alias, same_layout
 from fxpipe.passes.graph.lazy_module import lazy_module
 
 aten = torch.ops.aten
@@ -190,7 +190,7 @@ class _Rewriter:
                 self._join(node, each)
             return
         asked = True in node.args[2:] or node.kwargs.get("copy")
-        if node.target in _COPIES and _same(node, source) and not asked:
+        if node.target in _COPIES and same_layout(node, source) and not asked:
             self._is(node, self.tensor[source])
         else:
             self._keep(node)
@@ -248,7 +248,11 @@ class _Rewriter:
             self._is(node, self.tensor[source])
             return
         other = node.args[1] if len(node.args) > 1 else None
-        if target is aten.copy_.default and isinstance(other, fx.Node) and _same(other, source):
+        if (
+            target is aten.copy_.default
+            and isinstance(other, fx.Node)
+            and same_layout(other, source)
+        ):
             # ``self.count += 1`` writes the buffer and then copies it onto itself
             if self.tensor[other] is not self.tensor[source]:
                 self._write(node, source, self.newest[self.tensor[other]])
@@ -379,15 +383,3 @@ def _is_plain(node: fx.Node) -> bool:
     if node.op != "call_function" or not isinstance(target, OpOverload):
         return target is operator.getitem
     return not (target._schema.is_mutable or target.overloadpacket in _LEFT or target in _WITH_RULE)
-
-
-def _same(node: fx.Node, source: fx.Node) -> bool:
-    """Whether a node's value has the shape, strides and dtype of its source's value."""
-    here, there = node.meta.get("val"), source.meta.get("val")
-    return (
-        isinstance(here, torch.Tensor)
-        and isinstance(there, torch.Tensor)
-        and (here.dtype, here.device) == (there.dtype, there.device)
-        and here.shape == there.shape
-        and here.stride() == there.stride()
-    )

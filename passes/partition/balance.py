@@ -29,7 +29,7 @@ from fxpipe.passes.partition.assignment import (
     kept_together,
     within,
 )
-from fxpipe.passes.partition.atoms import Atoms, Footprint, atoms_of
+from fxpipe.passes.partition.atoms import Footprint, atoms_of
 from fxpipe.passes.partition.measure import NodeCost
 from fxpipe.passes.partition.solver.bound import lower_bound
 from fxpipe.passes.partition.solver.solve import least_limits, solve
@@ -73,8 +73,12 @@ def balance(
         division, bound = least_limits(atoms.work, machine), lower_bound(atoms.work, machine)
         if not nearest:
             raise PartitionError(_over(division, machine))
-    verdict = Verdict(division.loads, bound, tuple(together))
-    return Assignment(stages, _named(atoms, division), verdict)
+    named = {
+        node.name: stage
+        for nodes, stage in zip(atoms.nodes, division.stage_of, strict=True)
+        for node in nodes
+    }
+    return Assignment(stages, named, Verdict(division.loads, bound, tuple(together)))
 
 
 def judge(
@@ -97,14 +101,6 @@ def judge(
     if not nearest and not division.fits(machine):
         raise PartitionError(_over(division, machine))
     return replace(assignment, verdict=Verdict(division.loads, lower_bound(atoms.work, machine)))
-
-
-def _named(atoms: Atoms, division: Division) -> dict[str, int]:
-    return {
-        node.name: stage
-        for nodes, stage in zip(atoms.nodes, division.stage_of, strict=True)
-        for node in nodes
-    }
 
 
 def _over(division: Division, machine: Machine) -> str:
@@ -165,7 +161,8 @@ def cut_at(
         if place not in places[1:-1]:
             raise PartitionError(f"no stage can begin at {name!r}: " + _why_not(runs, nodes, place))
         cuts.append(place)
-    return _assigned(nodes, cuts)
+    stages = {node.name: bisect.bisect_right(cuts, place) for place, node in enumerate(nodes)}
+    return Assignment(len(cuts) + 1, stages)
 
 
 def _cut_places(runs: Sequence[tuple[int, int]], length: int) -> list[int]:
@@ -174,13 +171,6 @@ def _cut_places(runs: Sequence[tuple[int, int]], length: int) -> list[int]:
     for first, last in runs:
         blocked.update(range(first + 1, last + 1))
     return [place for place in range(length + 1) if place not in blocked] if length else [0]
-
-
-def _assigned(nodes: Sequence[fx.Node], cuts: Sequence[int]) -> Assignment:
-    return Assignment(
-        len(cuts) + 1,
-        {node.name: bisect.bisect_right(cuts, place) for place, node in enumerate(nodes)},
-    )
 
 
 def _why_not(runs: Sequence[tuple[int, int]], nodes: Sequence[fx.Node], place: int) -> str:

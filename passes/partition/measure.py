@@ -166,35 +166,23 @@ class Stopwatch:
 
 
 class _Times:
-    """The times of operations. Operations that differ only in operands' values share them."""
+    """The times of operations. Operations that differ only in operands' values share them.
+
+    Attributes:
+        met: how often each occurs in the graphs.
+        taken: how often each has run since.
+        best: the least of its times.
+    """
 
     def __init__(self) -> None:
-        self._met: Counter[Operation] = Counter()
-        self._taken: Counter[Operation] = Counter()
-        self._best: dict[Operation, float] = {}
-
-    def meet(self, operation: Operation) -> None:
-        """Count an occurrence of an operation in the graphs."""
-        self._met[operation] += 1
-
-    def take(self, operation: Operation) -> bool:
-        """Whether to time an operation now: all are timed equally often, because the least of more
-        times is smaller."""
-        self._taken[operation] += 1
-        return self._taken[operation] <= _SAMPLES
-
-    def add(self, operation: Operation, seconds: float) -> None:
-        """Note a time of an operation."""
-        self._best[operation] = min(seconds, self._best.get(operation, seconds))
-
-    def best(self, operation: Operation) -> float:
-        """The least of an operation's times."""
-        return self._best[operation]
+        self.met: Counter[Operation] = Counter()
+        self.taken: Counter[Operation] = Counter()
+        self.best: dict[Operation, float] = {}
 
     def enough(self) -> bool:
         """Whether operations that were timed less often make up little of the total time."""
-        total = {operation: best * self._met[operation] for operation, best in self._best.items()}
-        rare = sum(seconds for each, seconds in total.items() if self._taken[each] < _SAMPLES)
+        total = {operation: best * self.met[operation] for operation, best in self.best.items()}
+        rare = sum(seconds for each, seconds in total.items() if self.taken[each] < _SAMPLES)
         return bool(total) and rare <= _RARE * sum(total.values())
 
 
@@ -216,7 +204,8 @@ class _Timer(fx.Interpreter):
         spans, self._spans = self._spans, []
         found = self._watch.seconds([span for _, span in spans])
         for (operation, _), seconds in zip(spans, found, strict=True):
-            self._times.add(operation, seconds)
+            best = self._times.best
+            best[operation] = min(seconds, best.get(operation, seconds))
         return value
 
     def run_node(self, n: fx.Node) -> Any:
@@ -226,13 +215,15 @@ class _Timer(fx.Interpreter):
         operation = self._operations.get(n)
         if operation is None:
             operation = self._operations[n] = n.target, _look(args), _look(kwargs)
-            self._times.meet(operation)
-        elif self._times.take(operation):
-            start = self._watch.mark()
-            value = n.target(*args, **kwargs)  # type: ignore[operator]
+            self._times.met[operation] += 1
+            return self._kept(n.target(*args, **kwargs))  # type: ignore[operator]
+        self._times.taken[operation] += 1
+        start = self._watch.mark()
+        value = n.target(*args, **kwargs)  # type: ignore[operator]
+        # all are timed equally often, because the least of more times is smaller
+        if self._times.taken[operation] <= _SAMPLES:
             self._spans.append((operation, (start, self._watch.mark())))
-            return self._kept(value)
-        return self._kept(n.target(*args, **kwargs))  # type: ignore[operator]
+        return self._kept(value)
 
     def _kept(self, value: Any) -> Any:
         """What later operations read instead of a value."""
@@ -245,7 +236,7 @@ class _Timer(fx.Interpreter):
         total: dict[str, float] = {}
         for node, operation in self._operations.items():
             origin = node.meta.get("custom", {}).get(ORIGIN, "")
-            total[origin] = total.get(origin, 0.0) + self._times.best(operation)
+            total[origin] = total.get(origin, 0.0) + self._times.best[operation]
         return total
 
 

@@ -103,7 +103,7 @@ class LeafCalls:
     """The calls of leaf modules in one run of a model."""
 
     def __init__(self, leaves: Mapping[str, nn.Module], unasked: Collection[str] = ()) -> None:
-        """The sizes of results are checked of ``unasked``: leaf modules that the user did not name."""
+        """Of ``unasked`` modules, which the user did not name, the sizes of results are checked."""
         self.leaves = leaves
         self.unasked = unasked
         self.calls: list[Call] = []

@@ -21,6 +21,7 @@ Only the weight of a batch differs: a number for ``batch_norm``, a tensor for th
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -143,30 +144,24 @@ def averages_traced(model: nn.Module) -> Iterator[None]:
                 and module.num_batches_tracked is not None
                 and "forward" not in vars(module)
             ):
-                vars(module)["forward"] = _Averaging(module)
+                vars(module)["forward"] = functools.partial(_averaging, module)
                 undo.callback(vars(module).pop, "forward")
         yield
 
 
-class _Averaging:
+def _averaging(module: _BatchNorm, input: Tensor) -> Tensor:
     """The forward of a BatchNorm with ``momentum=None``."""
-
-    def __init__(self, module: _BatchNorm) -> None:
-        self.module = module
-
-    def __call__(self, input: Tensor) -> Tensor:
-        module = self.module
-        module._check_input_dim(input)
-        mean, variance, count = module.running_mean, module.running_var, module.num_batches_tracked
-        assert mean is not None
-        assert variance is not None
-        assert count is not None
-        count.add_(1)
-        weight = 1.0 / count.double()
-        y: Tensor
-        y, _, _, new_mean, new_variance = AVERAGED(
-            input, module.weight, module.bias, mean, variance, True, weight, module.eps
-        )
-        mean.copy_(new_mean.detach())
-        variance.copy_(new_variance.detach())
-        return y
+    module._check_input_dim(input)
+    mean, variance, count = module.running_mean, module.running_var, module.num_batches_tracked
+    assert mean is not None
+    assert variance is not None
+    assert count is not None
+    count.add_(1)
+    weight = 1.0 / count.double()
+    y: Tensor
+    y, _, _, new_mean, new_variance = AVERAGED(
+        input, module.weight, module.bias, mean, variance, True, weight, module.eps
+    )
+    mean.copy_(new_mean.detach())
+    variance.copy_(new_variance.detach())
+    return y
