@@ -139,7 +139,6 @@ def cut_at(
         (min(map(place_of.__getitem__, bond)), max(map(place_of.__getitem__, bond)))
         for bond in (*bonds(traced, nodes), *kept_together(nodes, together))
     ]
-    places = _cut_places(runs, len(nodes))
     known = [name for name, _ in model.named_modules() if name]
     cuts: list[int] = []
     for name in at:
@@ -158,22 +157,15 @@ def cut_at(
                 f"a cut at {name!r} after the one at {at[len(cuts) - 1]!r} would make an edge "
                 "run backward, for it runs earlier; name the cuts in the order in which they run"
             )
-        if place not in places[1:-1]:
-            raise PartitionError(f"no stage can begin at {name!r}: " + _why_not(runs, nodes, place))
+        if why := _why_not(runs, nodes, place):
+            raise PartitionError(f"no stage can begin at {name!r}: {why}")
         cuts.append(place)
-    stages = {node.name: bisect.bisect_right(cuts, place) for place, node in enumerate(nodes)}
-    return Assignment(len(cuts) + 1, stages)
-
-
-def _cut_places(runs: Sequence[tuple[int, int]], length: int) -> list[int]:
-    """The indices at which a stage may begin, including 0 and the end."""
-    blocked: set[int] = set()
-    for first, last in runs:
-        blocked.update(range(first + 1, last + 1))
-    return [place for place in range(length + 1) if place not in blocked] if length else [0]
+    found = {node.name: bisect.bisect_right(cuts, place) for place, node in enumerate(nodes)}
+    return Assignment(stages, found)
 
 
 def _why_not(runs: Sequence[tuple[int, int]], nodes: Sequence[fx.Node], place: int) -> str:
+    """Why no stage can begin at a place; empty if one can."""
     for first, last in runs:
         if first < place <= last:
             return (
@@ -181,4 +173,4 @@ def _why_not(runs: Sequence[tuple[int, int]], nodes: Sequence[fx.Node], place: i
                 "buffer that is written, or are kept together, and must be in one stage; cut "
                 "before or after both"
             )
-    return "nothing runs before it; cut further on"
+    return "" if place else "nothing runs before it; cut further on"
