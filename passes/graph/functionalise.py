@@ -50,9 +50,10 @@ _ASSERTIONS = frozenset(
 def functionalise(
     program: ExportedProgram, accepts: Callable[[int], bool], model: nn.Module | None = None
 ) -> Traced:
-    """The exported program, which is changed, as one functional graph.
+    """The exported program as one functional graph.
 
     Args:
+        program: the exported program; it is changed.
         accepts: whether the program holds for a batch size.
         model: the traced model, for the messages of errors.
 

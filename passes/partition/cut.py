@@ -25,11 +25,11 @@ def cut(
     owners: Mapping[str, int],
     stage_costs: Mapping[int, Costs] | None = None,
 ) -> Plan:
-    """The plan of a graph whose nodes are assigned to stages, so that every edge runs forward.
+    """The plan of a graph whose nodes are assigned to stages.
 
-    A parameter that several stages read is owned by one of them (``owners``, by its name in the
-    model), which sends it to the others like any value. So there is one copy, and the owner's
-    backward adds up its gradients.
+    Every edge runs forward. A parameter that several stages read is owned by one of them
+    (``owners``, by its name in the model), which sends it to the others like any value. So there is
+    one copy, and the owner's backward adds up its gradients.
     """
     return _Cutter(traced, assignment, owners, stage_costs or {}).plan()
 

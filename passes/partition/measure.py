@@ -258,8 +258,10 @@ _REPEATS = 3
 def measure_leaves(
     traced: Traced, values: Mapping[str, Any], watch: Stopwatch | None = None
 ) -> dict[str, NodeCost]:
-    """Run the graph node by node and time each, alone; see ``measure``. It must not change the
-    model's state (see ``untouched``)."""
+    """Run the graph node by node and time each, alone.
+
+    It must not change the model's state (see ``untouched``); ``measure`` says what it is given.
+    """
     held = (*values.values(), *traced.module.parameters())
     meter = _Meter(traced.module, watch or Stopwatch.of(held))
     meter.run(*(values[n.name] for n in traced.graph.nodes if n.op == "placeholder"))
