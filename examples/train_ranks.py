@@ -1,0 +1,69 @@
+"""Train over several processes, and go on from the last checkpoint when one of them dies.
+
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+    torchrun --standalone --nproc-per-node=2 --max-restarts=3 examples/train_ranks.py
+
+Each process runs one stage of the model. When one dies, torchrun starts all of them again, and they
+go on from the last checkpoint to the same weights as if nothing had happened. Without the variable,
+processes of PyTorch's gloo that were started again may look for those that have died. ``python
+examples/train_ranks.py`` does the same in one process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.functional import mse_loss
+
+import fxpipe
+
+WIDTH = 32
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(8)]
+    return nn.Sequential(*blocks)
+
+
+def batch(number: int) -> tuple[Tensor, Tensor]:
+    """A batch by its number, the same one in every process and after every start."""
+    generator = torch.Generator().manual_seed(number)
+    x = torch.randn(16, WIDTH, generator=generator)
+    return x, x.roll(1, dims=1).tanh()
+
+
+def train(folder: str, steps: int, every: int) -> None:
+    """Train up to a number of steps, and write a checkpoint after every so many."""
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    devices = init_device_mesh("cpu", (processes,), mesh_dim_names=("pp",)) if processes > 1 else 1
+    with fxpipe.compile(
+        make_model(),
+        devices,
+        schedule="1f1b",
+        microbatches=4,
+        loss=mse_loss,
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
+        example=batch(0)[:1],
+    ) as pipe:
+        pipe.load(folder, must_exist=False)
+        while pipe.batches < steps:
+            x, y = batch(pipe.batches)
+            loss = pipe.step(x, target=y)
+            if pipe.batches % every == 0 or pipe.batches == steps:
+                pipe.save(folder)
+                if os.environ.get("RANK", "0") == "0":
+                    print(f"step {pipe.batches}: loss {float(loss):.4f}")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--folder", default="train-ranks", help="where the checkpoint is")
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--every", type=int, default=10, help="steps from checkpoint to checkpoint")
+    options = parser.parse_args()
+    train(options.folder, options.steps, options.every)
