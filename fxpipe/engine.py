@@ -327,7 +327,7 @@ class Engine:
         self, compiled: Compiled, optimizers: Sequence[Optimizer | None]
     ) -> OverlappingRun:
         """The run that a batch joins; the batches of another program are flushed first."""
-        if not any(optimizers):
+        if not self.updates:
             raise InputError(
                 f"schedule {compiled.schedule.name!r} updates the weights while batches are in "
                 "flight, and there is no optimizer; give compile(..., optimizer=...)"

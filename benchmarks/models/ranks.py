@@ -16,15 +16,14 @@ from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fxpipe
-from benchmarks.models import others, own
+from benchmarks.models import own
+from benchmarks.models.cases import Case
 from benchmarks.models.exact import MICROBATCHES, ROWS
 
 STEPS = 3
 SCHEDULES = ("gpipe", "1f1b", "zb-h1", "interleaved-1f1b", "2bw")
 PATIENCE = timedelta(minutes=5)
 """How long one rank waits for another."""
-
-CASES = {case.name: case for case in (*others.CASES, *own.CASES)}
 
 
 class Setting(NamedTuple):
@@ -61,10 +60,20 @@ def compare(settings: Sequence[Setting], size: int) -> Iterator[list[str]]:
                 each.join()
 
 
+def case_of(name: str) -> Case:
+    """A model by its name."""
+    cases = {case.name: case for case in own.CASES}
+    if name not in cases:
+        from benchmarks.models import others  # takes long to import
+
+        cases |= {case.name: case for case in others.CASES}
+    return cases[name]
+
+
 def train(setting: Setting, devices: DeviceMesh | Sequence[str]) -> Found:
     """Three steps; the losses, and what they leave behind of what this process keeps."""
     torch.manual_seed(0)
-    case = CASES[setting.model]
+    case = case_of(setting.model)
     model = case.model()
     batches = [case.batch(ROWS) for _ in range(STEPS)]
     names = {parameter: name for name, parameter in model.named_parameters()}

@@ -1,0 +1,40 @@
+"""Models of several kinds give the same bits on ranks as on the devices of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from benchmarks.models.ranks import Found, Setting, attempt, differing
+from tests.helpers.ranks import DeviceMesh, on_ranks
+
+SETTINGS = {
+    2: (
+        Setting("branches", "interleaved-1f1b"),
+        Setting("LSTM", "zb-h1"),
+        Setting("mixture of experts", "2bw"),
+        Setting("U-Net (2, 4)", "1f1b"),
+    ),
+    4: (
+        Setting("branches", "gpipe"),
+        Setting("mixture of experts", "interleaved-1f1b"),
+        Setting("LSTM", "2bw"),
+    ),
+}
+"""Ranks → what they train."""
+
+
+def attempts(devices: DeviceMesh, settings: Sequence[Setting]) -> list[Found | str]:
+    return [attempt(setting, devices) for setting in settings]
+
+
+@pytest.mark.parametrize("size", SETTINGS)
+def test_models_on_ranks_have_the_bits_of_one_process(size: int) -> None:
+    settings = SETTINGS[size]
+    ranks = on_ranks(size, attempts, settings)
+    for number, setting in enumerate(settings):
+        alone = attempt(setting, ["cpu"] * size)
+        assert not differing(alone, [own[number] for own in ranks]), setting
+        assert not isinstance(alone, str)
+        assert any(name.startswith("gradient") for name in alone)
