@@ -84,7 +84,9 @@ def compile(
     change between steps: the model is then traced anew. docs/tracing.md lists what is noticed.
 
     Args:
-        model: any module; its parameters are used as they are, never copied.
+        model: any module; its parameters are used as they are, never copied. On the meta device it
+            gets its values later, by ``load``, ``load_state_dict`` or ``reset_parameters``; over
+            ranks, each allocates what its own stages have.
         devices: names or torch.devices. A device may be listed several times; each entry then
             computes on a stream of its own. Or torch.cuda.Streams to compute on, also several of
             one GPU, such as those of green contexts. Or a number of CUDA devices, or of CPU devices

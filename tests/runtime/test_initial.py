@@ -104,11 +104,17 @@ class Free(nn.Module):
         return out
 
 
+def tied() -> nn.Module:
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3))
+    model[1].weight = model[0].weight
+    return model
+
+
 def with_own() -> nn.Module:
     return nn.Sequential(Own(), nn.Tanh(), Own(), nn.Linear(6, 3))
 
 
-@pytest.mark.parametrize("make", [Plain, with_own])
+@pytest.mark.parametrize("make", [Plain, with_own, tied])
 def test_modules_draw_what_their_constructors_would_have_drawn(
     make: Callable[[], nn.Module],
 ) -> None:
