@@ -91,6 +91,7 @@ def compile(
             computes on a stream of its own. Or torch.cuda.Streams to compute on, also several of
             one GPU, such as those of green contexts. Or a number of CUDA devices, or of CPU devices
             where there is no CUDA. Each holds one stage, or as many as the schedule places there.
+            Or a DeviceMesh: each process of it runs one device, and all of them call this.
         schedule: a name ("1f1b", "gpipe"), a Schedule, its text, a path to its text, or a
             function that writes one.
         microbatches: into how many parts a batch is split; by default four per device. A batch of

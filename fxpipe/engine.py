@@ -86,6 +86,11 @@ class Engine:
         return self.progress.trained if self._overlapping is None else self._overlapping.count
 
     @property
+    def flushed(self) -> bool:
+        """Whether no batch is in flight."""
+        return self._overlapping is None
+
+    @property
     def grad_norm(self) -> float | None:
         """The gradient norm of the latest batch whose update was decided; None without clipping."""
         return None if self._clipping is None else self._clipping.norm

@@ -156,7 +156,8 @@ class Inspected(nn.Module):
         memory = () if shown is None else peak_texts(self.simulate())
         places = self._group.places or [*map(str, self.devices)]
         table = _stage_table(self._model, shown, places, verdict, memory)
-        if shown is None or shown.traced.leaves:
+        alone = self._group.size > 1 and not self._engine.flushed  # sizes would wait for all ranks
+        if shown is None or shown.traced.leaves or alone:
             return table
         return "\n".join([table, *self.sizes.verdict()])
 

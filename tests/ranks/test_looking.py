@@ -85,6 +85,20 @@ def shown_late(mesh: DeviceMesh) -> dict[str, Any]:
         return shown(mesh)
 
 
+def alone_on_one(mesh: DeviceMesh, schedule: str) -> list[str]:
+    """What rank 0 looks at while the other does nothing; then both go on."""
+    limited = fxpipe.Partition(memory_limits=10**9)
+    with pipe_of(mesh, partition=limited, schedule=schedule) as pipe:
+        pipe.step(batch(), target=batch())
+        seen: list[str] = []
+        if mesh.get_local_rank() == 0:
+            seen = [repr(pipe), str(pipe.simulate()), str(pipe.plan), str(pipe.weight_versions)]
+            if schedule == "1f1b":  # elsewhere these finish the batches in flight, on all ranks
+                seen += [str(pipe.sizes), *pipe.state_dict()]
+        pipe.step(batch(), target=batch())
+        return [*seen, str(pipe.batches)]
+
+
 def several(devices: DeviceMesh | int) -> dict[str, dict[str, Any]]:
     return {
         "flushed": shown(devices),
@@ -137,6 +151,14 @@ def test_a_rank_counts_the_versions_that_it_has(found: Found) -> None:
         assert [rank["overlapping"][key] for rank in found[0]] == [[first, 0], [0, second]]
     early = [rank["overlapping"]["early"] for rank in found[0]]  # batches are in flight
     assert [early[0][1], early[1][0]] == [0, 0]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+def test_looking_waits_for_no_other_rank(schedule: str) -> None:
+    seen, nothing = on_ranks(2, alone_on_one, schedule)
+    assert ("memory limits" in seen[0]) == (schedule == "1f1b")
+    assert len(seen) > 4
+    assert [seen[-1]] == nothing == ["2"]
 
 
 def test_clocks_that_differ_are_brought_together() -> None:
