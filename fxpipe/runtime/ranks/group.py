@@ -128,7 +128,7 @@ class RankGroup:
             )
         if self.closed:
             raise InputError("the pipe is closed; compile the model again")
-        for rank in sorted(self.hearing.gone):
+        for rank in [*self.hearing.gone]:  # the first that was lost
             raise self.hearing.lost(rank)
 
     def exchange(self, about: str, value: Any = None, *, held: bool = False) -> list[Any]:
@@ -217,7 +217,7 @@ class RankGroup:
     def failure(self) -> RankError | None:
         """Why this call cannot go on, as far as the other ranks have told."""
         failure = self.hearing.failure(self.call, self._exchanges)
-        gone = sorted(self.hearing.gone)
+        gone = [*self.hearing.gone]
         return self.hearing.lost(gone[0]) if failure is None and gone else failure
 
     def close(self) -> None:

@@ -1,0 +1,254 @@
+"""Ranks that are killed, stopped or cut off: the others name them, and nothing waits for ever."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+import fxpipe
+from fxpipe import RankError
+from fxpipe.ir import instruction as ins
+from fxpipe.passes.partition import measure
+from fxpipe.runtime.ranks import links
+from fxpipe.runtime.weights.live import LiveWeights
+from tests.helpers.failing import OPTIONS, Beside, at, await_file, die, first_of_each_kind, pipe_of
+from tests.helpers.ranks import DeviceMesh, result_of, start
+from tests.helpers.tiny import CUTS, Tiny, adam, batch, within
+
+pytestmark = [
+    pytest.mark.timeout(600, method="thread"),
+    pytest.mark.skipif(os.name != "posix", reason="processes are killed as POSIX does"),
+]
+
+Case = tuple[str, int]
+"""Options, and the position of the instruction at which the rank is killed."""
+
+
+def survivors(size: int, lost: set[int], function: Callable[..., Any], *args: Any) -> list[Any]:
+    """What the function returned on all ranks but those that were killed; all must end."""
+    folder = tempfile.mkdtemp()
+    ranks = [start(rank, size, folder, function, folder, *args) for rank in range(size)]
+    for process in ranks:
+        process.join(200)
+        assert process.exitcode is not None, "a rank hangs"
+    return [result_of(folder, rank) for rank in range(size) if rank not in lost]
+
+
+@contextmanager
+def told_of(lost: int, seconds: float = 5) -> Iterator[None]:
+    """The block raises that a rank of the pipe is lost, in time."""
+    with within(seconds), pytest.raises(RankError) as raised:
+        yield
+    assert raised.value.rank == lost, repr(raised.value)
+
+
+def meshes(alive: int, victims: int, position: int) -> list[tuple[int, DeviceMesh]]:
+    """Each rank that will be killed, and its mesh, in which it is the first or the last one."""
+    ranks = list(range(alive + victims))
+    lost, others = (
+        (ranks[alive:], ranks[:alive]) if position else (ranks[:victims], ranks[victims:])
+    )
+    names = ("pp",)
+    return [(r, DeviceMesh("cpu", sorted([*others, r]), mesh_dim_names=names)) for r in lost]
+
+
+def killed_at(mesh: DeviceMesh, folder: str, alive: int, position: int, cases: list[Case]) -> None:
+    """The ranks train in turn with each of those that are killed at an instruction."""
+    here = torch.distributed.get_rank()
+    made = meshes(alive, len(cases), position)
+    for (lost, own), (name, instruction) in zip(made, cases, strict=True):
+        if here != lost and here in [rank for rank, _ in made]:
+            continue
+        beside = Beside(own, **OPTIONS[name]())
+        beside.step()
+        x, y = beside.batch()
+        if here == lost:
+            with at(instruction, die):
+                beside.pipe.step(x, target=y)
+            raise AssertionError("was not killed")
+        with told_of(position):
+            beside.pipe.step(x, target=y)
+        with told_of(position, 1):
+            beside.pipe.step(x, target=y)
+        with told_of(position, 1):
+            beside.pipe(x)
+        with within(2):
+            beside.pipe.close()
+
+
+def cases_of(size: int, position: int) -> list[Case]:
+    """The first instruction of each kind in the list of one device."""
+    found: dict[type[ins.Instruction], Case] = {}
+    for name, options in OPTIONS.items():
+        torch.manual_seed(0)
+        defaults = {"microbatches": 2, "loss": functional.cross_entropy, "optimizer": adam}
+        given = {**defaults, "partition": CUTS[size], **options()}
+        with fxpipe.compile(Tiny(), size, **given) as pipe:
+            x, y = batch()
+            pipe.prepare(x, target=y)
+            for rank, index, instruction in first_of_each_kind(pipe):
+                if rank == position:
+                    found.setdefault(type(instruction), (name, index))
+    return [*found.values()]
+
+
+@pytest.mark.parametrize(("size", "position"), [(2, 0), (2, 1), (3, 2)])
+def test_a_rank_that_is_killed_at_any_kind_of_instruction_is_named(
+    size: int, position: int
+) -> None:
+    cases = cases_of(size, position)
+    assert len(cases) > 10
+    alive = size - 1
+    every = alive + len(cases)
+    lost = range(alive, every) if position else range(len(cases))
+    survivors(every, set(lost), killed_at, alive, position, cases)
+
+
+def killed_elsewhere(mesh: DeviceMesh, folder: str) -> None:
+    """The second rank is killed while a model is compiled, between calls, at the commit, while its
+    results are on their way, and while it closes."""
+    here = torch.distributed.get_rank()
+
+    def dies(*_: Any, **__: Any) -> None:
+        die()
+
+    def compiling(pipe: fxpipe.Pipeline) -> None:
+        vars(measure)["measure"] = dies
+        pipe._compiler._compile = dies  # type: ignore[method-assign,assignment]
+
+    def committing(pipe: fxpipe.Pipeline) -> None:
+        LiveWeights.commit = dies  # type: ignore[method-assign]
+
+    def settling(pipe: fxpipe.Pipeline) -> None:
+        pipe._group.settle = dies  # type: ignore[method-assign,assignment]
+
+    def between(pipe: fxpipe.Pipeline) -> None:
+        die()
+
+    changes = [compiling, committing, settling, between]
+    x, y = batch()
+    for change, (lost, own) in zip(changes, meshes(1, len(changes), 1), strict=True):
+        if here not in (0, lost):
+            continue
+        pipe = pipe_of(own)
+        if change is not compiling:
+            pipe.step(x, target=y)
+        if here:
+            change(pipe)
+        if change is committing:  # all were ready: the step counts here, and nothing comes after
+            pipe.step(x, target=y)
+        with told_of(1):
+            pipe.step(x, target=y)
+        with told_of(1, 1):
+            pipe.prepare(x, target=y)
+        with within(2):
+            pipe.close()
+
+
+def test_a_rank_that_is_killed_between_instructions_is_named() -> None:
+    survivors(5, {1, 2, 3, 4}, killed_elsewhere)
+
+
+def stopped(mesh: DeviceMesh, folder: str, where: str) -> str:
+    """The second rank is stopped in mid-step, or between calls, and goes on when the others have
+    given it up."""
+    links.SILENCE = 2.0
+    beside = Beside(mesh)
+    beside.step()
+    pipe, here = beside.pipe, mesh.get_local_rank()
+    x, y = beside.batch()
+
+    def stop() -> None:
+        Path(folder, "process").write_text(str(os.getpid()))
+        os.rename(Path(folder, "process"), Path(folder, "stops"))
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    if here == 1 and where == "between":
+        stop()
+    with pytest.raises(RankError) as raised, within(30):
+        with at(2 if here == 1 and where == "within" else -1, stop):
+            pipe.step(x, target=y)
+        pipe.step(x, target=y)  # it may have been done
+    with pytest.raises(RankError):
+        pipe.step(x, target=y)
+    if here == 0:
+        await_file(Path(folder, "stops"))
+        time.sleep(0.1)  # it may not quite be stopped
+        os.kill(int(Path(folder, "stops").read_text()), signal.SIGCONT)
+    with within(3):
+        pipe.close()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("where", ["within", "between"])
+def test_a_rank_that_is_stopped_is_lost_and_raises_when_it_goes_on(where: str) -> None:
+    first, second = survivors(2, set(), stopped, where)
+    assert "rank 1 " in first and "no sign of life" in first
+    assert "rank 0 " in second
+
+
+def never_comes(mesh: DeviceMesh, folder: str) -> str:
+    """The second rank does not call step, until the first has given up waiting; then both go on."""
+    beside = Beside(mesh)
+    beside.step()
+    x, y = beside.batch()
+    beside.pipe._group._timeout = 1.0
+    done = Path(folder, "done")
+    if mesh.get_local_rank() == 1:
+        await_file(done)
+    with within(5), pytest.raises(RankError) as raised:
+        beside.pipe.step(x, target=y)
+    done.touch()
+    beside.pipe._group._timeout = 60.0
+    beside.step()
+    beside.pipe.close()
+    return str(raised.value)
+
+
+def test_a_rank_that_never_calls_step_is_named_after_the_timeout() -> None:
+    for told in survivors(2, set(), never_comes):
+        assert "rank 1 " in told and "has not come" in told and "timeout" in told
+
+
+def closes_early(mesh: DeviceMesh, folder: str) -> str:
+    """The second rank closes its pipe while the first steps."""
+    beside = Beside(mesh)
+    beside.step()
+    x, y = beside.batch()
+    if mesh.get_local_rank() == 1:
+        beside.pipe.close()
+        with within(1), pytest.raises(fxpipe.InputError, match="closed"):
+            beside.pipe.step(x, target=y)
+        return ""
+    with within(5), pytest.raises(RankError, match="closed its pipe") as raised:
+        beside.pipe.step(x, target=y)
+    return str(raised.value)
+
+
+def test_a_rank_that_closes_its_pipe_while_others_step_is_named() -> None:
+    survivors(2, set(), closes_early)
+
+
+def ends_without_closing(mesh: DeviceMesh, folder: str) -> str:
+    """The process ends with a pipe that overlaps batches, some of them in flight."""
+    beside = Beside(mesh, schedule="2bw")
+    x, y = beside.batch()
+    for _ in range(3):
+        beside.pipe.step(x, target=y)
+    globals()["kept"] = beside
+    return ""
+
+
+def test_a_process_ends_with_batches_in_flight() -> None:
+    with within(60):
+        survivors(2, set(), ends_without_closing)
