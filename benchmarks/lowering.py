@@ -13,6 +13,7 @@ import math
 import sys
 import tracemalloc
 from collections.abc import Callable, Sequence
+from functools import partial
 from statistics import median
 from time import process_time
 from types import SimpleNamespace
@@ -176,12 +177,35 @@ def growth(rounds: int) -> list[Figure]:
     ]
 
 
+def at_scale() -> list[Figure]:
+    """All that a rank does on paper for 64 stages, and how much of it is its own."""
+    figures = []
+    for name in ("1f1b", "zb-h1"):
+        what = f"{name}, 64 devices × 1 stage × 256 micro-batches"
+        schedule, made = timed(partial(find_recipe(name), 64, 256))
+        program, lowered = timed(partial(lower, schedule, chain(schedule.stages)))
+        checks = (schedule.verify, program.verify, partial(program.verify, channel=1))
+        verified = sum(timed(check)[1] for check in checks)
+        _, simulated = timed(program.simulate)
+        _, printed = timed(program.__str__)
+        figures += [
+            Figure(f"{what}: made and lowered", made + lowered, "s"),
+            Figure(f"{what}: verified, also with one value on its way at a time", verified, "s"),
+            Figure(f"{what}: simulated", simulated, "s"),
+            Figure(f"{what}: printed, for ranks to compare", printed, "s"),
+            Figure(f"{what}: all of it", made + lowered + verified + simulated + printed, "s"),
+            Figure(f"{what}: instructions of all ranks", sum(map(len, program.lists))),
+            Figure(f"{what}: instructions of a rank, at most", max(map(len, program.lists))),
+        ]
+    return figures
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Time lowering and verifying of schedules.")
     parser.add_argument("--rounds", type=int, default=3)
     rounds = parser.parse_args().rounds
     machine = describe()
-    figures = [*beside(rounds), *growth(rounds)]
+    figures = [*beside(rounds), *growth(rounds), *at_scale()]
     settings = {
         "plan": "stages without work, each hands one value to the next",
         "time": "of the processor; all of it runs on one thread",

@@ -21,7 +21,7 @@ from torch.nn.functional import mse_loss
 import fxpipe
 from benchmarks.machine import describe
 from benchmarks.peers.case import CASES
-from benchmarks.peers.contenders import PIPELINING, RANKS
+from benchmarks.peers.contenders import PIPELINING, RANKS, THREADS
 from benchmarks.peers.group import Group
 from benchmarks.peers.pipe import RankPipe
 from benchmarks.report import Figure, Report, timed
@@ -34,6 +34,8 @@ LAYERS = 4
 WIDTH = 8
 MICROBATCHES = 64
 WARM_UP = 5
+COMPILED = 3
+"""How often each is compiled."""
 
 
 def tiny() -> nn.Module:
@@ -108,6 +110,13 @@ def _profile(rank: int, folder: str, steps: int) -> None:
             torch.save((median(hidden), median(waited)), Path(folder, "found"))
 
 
+def first_step(contender: str) -> float:
+    """Seconds from the small U-Net to the end of its first step, imports left out."""
+    with closing(Group(contender, "unet")) as group:
+        group.imported()
+        return timed(group.set_up)[1] + group.step().seconds
+
+
 def compiling() -> float:
     """Seconds from a U-Net to the end of its first step, over two devices."""
     batch = torch.rand(32, 3, 64, 64)
@@ -131,6 +140,7 @@ def main() -> int:
     each, all_ = (pipelined(2, dispatch, x, y, rounds) for dispatch in get_args(Dispatch))
     ours, theirs = processes(rounds)
     hidden, waited = messages(rounds)
+    first = {who: median(first_step(who) for _ in range(COMPILED)) for who in (THREADS, RANKS)}
     tasks = 2 * MICROBATCHES  # a forward and a backward each, on every device
     figures = [
         Figure("plain loop, one thread, a forward or backward", 1e3 * single / tasks, "ms"),
@@ -143,6 +153,9 @@ def main() -> int:
         Figure("two ranks, a message that has arrived before it is read", 1e3 * hidden, "ms"),
         Figure("two ranks, a message that is waited for", 1e3 * waited, "ms"),
         Figure("to hand the interpreter lock over", 1e6 * hand_over(), "µs"),
+        Figure("first step of the small U-Net, two threads", first[THREADS], "s"),
+        Figure("first step of the small U-Net, two ranks", first[RANKS], "s"),
+        Figure("the second over the first", first[RANKS] / first[THREADS]),
         Figure("compile time of the U-Net, with the first step", compiling(), "s"),
     ]
     settings = {
@@ -152,6 +165,8 @@ def main() -> int:
         "message": f"{WIDTH * WIDTH} numbers between two processes, from the profile of a rank: "
         "the sender's and the receiver's time together, or from the send to the end of the wait",
         "rounds": rounds,
+        "small U-Net": f"{CASES['unet'].title}, in {CASES['unet'].microbatches}, compile time "
+        "with it",
         "U-Net": "examples.unet.UNet(channels=3, base=16, depth=4), batch 32×3×64×64 in 8",
     }
     Report("overhead", "Overhead a task", settings, figures, machine).publish()
