@@ -235,8 +235,8 @@ def test_an_exchange_that_was_complete_where_a_rank_failed_later_is_complete_her
     end = Exchange(4, 2, "end")
     hearing.say(1, end, "one")
     hearing.fail(1, 4, 3, FAILED)  # after this exchange
-    hearing.say(2, end, "two")
-    assert heard(hearing, end) == {1: "one", 2: "two"}
+    threading.Timer(0.1, hearing.say, (2, end, "two")).start()
+    assert heard(hearing, end, 10) == {1: "one", 2: "two"}
     with pytest.raises(RankError, match=r"rank 1 .* failed: ValueError: no") as raised:
         heard(hearing, Exchange(4, 3, "more"))
     assert raised.value.rank == 1 and "the traceback" in raised.value.__notes__[0]
@@ -277,6 +277,7 @@ def test_values_and_failures_of_calls_that_are_over_do_not_matter() -> None:
     hearing.fail(1, 4, 1, FAILED)
     hearing.forget(4)
     hearing.fail(2, 4, 0, FAILED)
+    assert hearing.failure(4, 9) is None
     hearing.say(1, Exchange(4, 2, "end"), "old")
     for rank in (1, 2):
         hearing.say(rank, Exchange(5, 0, "the begin of a call"), rank)
