@@ -94,9 +94,9 @@ def over_ranks(
     """The same for ranks: 1 where they and the devices of one process differ."""
     settings = [ranks.Setting(*each) for each in product([case.name for case in cases], schedules)]
     found = {
-        (*setting, size): faults
+        (*setting, size): compared
         for size in sizes
-        for setting, faults in zip(
+        for setting, compared in zip(
             settings,
             track(ranks.compare(settings, size), f"{size} ranks", len(settings)),
             strict=True,
@@ -104,14 +104,16 @@ def over_ranks(
     }
     columns = list(product(schedules, sizes))
     heading = ("schedule, ranks", *(f"{schedule}, {size}" for schedule, size in columns))
-    rows = [(c.name, *(_told(found[c.name, *column]) for column in columns)) for c in cases]
-    faults = {key: each for key, each in found.items() if each}
+    rows = [(c.name, *(_beside(found[c.name, *column]) for column in columns)) for c in cases]
+    faults = {key: each.differing for key, each in found.items() if each.differing}
+    refused = {key: each.refused for key, each in found.items() if each.refused}
     figures = [
         Figure("models", len(cases)),
         Figure(
             "losses, gradients, buffers and weights", "differ" if faults else "equal bit for bit"
         ),
         *(Figure(" ".join(map(str, key)), "; ".join(each[:3])) for key, each in faults.items()),
+        *(Figure(" ".join(map(str, key)), f"refused: {why}") for key, why in refused.items()),
     ]
     told = {
         "batch": f"{ROWS} in {MICROBATCHES} micro-batches, {ranks.STEPS} steps with AdamW",
@@ -147,6 +149,10 @@ def _tensors(output: object) -> object:
 
 def _shown(run: Run) -> str:
     return _told(run.differing)
+
+
+def _beside(compared: ranks.Compared) -> str:
+    return "refused" if compared.refused else _told(compared.differing)
 
 
 def _told(differing: Sequence[str]) -> str:

@@ -37,8 +37,15 @@ Found = Mapping[str, Tensor]
 """Losses, and weights, buffers and gradients by name."""
 
 
-def compare(settings: Sequence[Setting], size: int) -> Iterator[list[str]]:
-    """What differs with so many ranks, setting by setting."""
+class Compared(NamedTuple):
+    """What differs, and why one process and the ranks refuse it, if they do."""
+
+    differing: list[str]
+    refused: str = ""
+
+
+def compare(settings: Sequence[Setting], size: int) -> Iterator[Compared]:
+    """What so many ranks come to, setting by setting."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         ranks = [
@@ -53,7 +60,10 @@ def compare(settings: Sequence[Setting], size: int) -> Iterator[list[str]]:
                 found = [
                     _read(Path(folder, f"{number}-{rank}"), ranks[rank]) for rank in range(size)
                 ]
-                yield differing(alone, found)
+                if isinstance(alone, str) and all(isinstance(each, str) for each in found):
+                    yield Compared([], alone)
+                else:
+                    yield Compared(differing(alone, found))
         finally:
             for each in ranks:
                 each.kill()
