@@ -17,9 +17,9 @@ from fxpipe.compiler.compiled import Compiled
 from fxpipe.errors import InputError
 from fxpipe.ir.traced import Value
 from fxpipe.ir.value import HOST
-from fxpipe.runtime.flushed import FlushedRun
 from fxpipe.runtime.host import BatchHost, draw_seed
 from fxpipe.runtime.ranks.group import RankGroup
+from fxpipe.runtime.run import FlushedRun
 from fxpipe.turn import Turn, in_turn
 
 

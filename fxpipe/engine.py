@@ -22,13 +22,12 @@ from fxpipe.runtime.batch import MicroBatches
 from fxpipe.runtime.choice import Choice
 from fxpipe.runtime.devices.backend import Backend, Worker
 from fxpipe.runtime.devices.cuda import CudaBackend
-from fxpipe.runtime.flushed import FlushedRun
 from fxpipe.runtime.host import BatchHost, PendingLoss, draw_seed, next_seed
 from fxpipe.runtime.interpreter import Job
 from fxpipe.runtime.overlapping import OverlappingRun
 from fxpipe.runtime.ranks.channels import RankBackend
 from fxpipe.runtime.ranks.clocks import ahead
-from fxpipe.runtime.run import Run
+from fxpipe.runtime.run import FlushedRun, Run
 from fxpipe.runtime.weights.clipping import Clipping
 from fxpipe.runtime.weights.live import LiveWeights, Weights
 from fxpipe.runtime.weights.optimizer import make_optimizer

@@ -14,8 +14,9 @@ from typing import Any
 from torch import Tensor
 
 from fxpipe.errors import InputError
+from fxpipe.runtime.devices.backend import Driver
 from fxpipe.runtime.interpreter import Job
-from fxpipe.runtime.run import Driver, Finished, Run
+from fxpipe.runtime.run import Finished, Run
 from fxpipe.runtime.weights.versions import VersionedWeights
 
 

@@ -1,7 +1,7 @@
 """A run executes a program on the worker threads, which report to the caller.
 
-``flushed`` has the run of one batch, and ``overlapping`` that of batches without a flush between
-them.
+``FlushedRun`` runs one batch, completely or not at all. ``overlapping`` has the run for batches
+without a flush between them.
 """
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from queue import Empty, SimpleQueue
-from time import thread_time
 from typing import Any, Generic, NamedTuple, TypeVar
+
+from torch import Tensor
 
 from fxpipe.errors import DeviceError, ExecutionError, InputError, told
 from fxpipe.ir.plan import Plan
-from fxpipe.ir.program import Program, Turn
-from fxpipe.runtime.devices.backend import Backend, Worker
+from fxpipe.ir.program import Program
+from fxpipe.runtime.devices.backend import Backend, Driver, Worker
 from fxpipe.runtime.failure import Expected, explained, explained_late, given, whereabouts
 from fxpipe.runtime.interpreter import Job, Machine, Stopped
-from fxpipe.runtime.weights.live import Weights
+from fxpipe.runtime.weights.live import LiveWeights, Weights
 from fxpipe.signals import HeldSignals
 
 GRACE = 0.5
@@ -34,42 +35,6 @@ POLL = 0.1
 
 R = TypeVar("R")
 W = TypeVar("W", bound=Weights)
-
-
-class Driver:
-    """One worker's part of a run.
-
-    Attributes:
-        machines: the machines that it runs.
-        at: the machine whose instruction is running, or has failed.
-        busy: processor seconds of the thread in the last step.
-    """
-
-    def __init__(self, machines: Sequence[Machine], turns: Sequence[Turn]) -> None:
-        """Nothing has run yet.
-
-        Args:
-            machines: the machines that it runs.
-            turns: which machine runs next, and up to where; see ``Program.turns``.
-        """
-        self.machines = tuple(machines)
-        self.at = self.machines[0]
-        self.busy = 0.0
-        self._turns = turns
-        self._next = 0
-
-    def run(self) -> None:
-        """Run all lists to their end or their next pause. Raises like Machine.run."""
-        if self._next == len(self._turns):  # another step
-            self._next = 0
-        start = thread_time()
-        paused = 0
-        while self._next < len(self._turns) and paused < len(self.machines):
-            index, end = self._turns[self._next]
-            self.at = self.machines[index]
-            paused += not self.at.run(end)
-            self._next += self.at.position == end
-        self.busy = thread_time() - start
 
 
 class Finished(NamedTuple):
@@ -313,3 +278,113 @@ class Run(Generic[W]):
 
     def _note(self, report: Finished) -> None:
         """Handle a report."""
+
+
+class FlushedRun(Run[LiveWeights]):
+    """A run of one batch, which is finished before another one begins.
+
+    ``advance`` runs it to its end or its next pause and commits the results to the model. Before
+    the commit nothing outside this object changes, and after a failure there is no commit.
+
+    Attributes:
+        committed: whether the last ``advance`` committed its results.
+    """
+
+    committed = False
+
+    @property
+    def alive(self) -> int:
+        """How many buffers are alive on all devices together."""
+        return sum(len(machine.store.values) for machine in self.machines)
+
+    @property
+    def parameters(self) -> dict[str, Tensor]:
+        """Name in the model → each parameter that the program reads."""
+        return self._weights.by_name
+
+    @property
+    def constants(self) -> list[Tensor]:
+        """The buffers that the program reads and does not write."""
+        return self._weights.constants
+
+    def feed(self, job: Job) -> None:
+        """Set the batch to run."""
+        self._jobs[0] = job
+        self._channels.fed(0)
+
+    def advance(self, result: Callable[[], R]) -> R:
+        """Run every device to the end of its list or its next pause, and commit.
+
+        Args:
+            result: makes the value to return; called before the commit, so that nothing has changed
+                if it raises.
+
+        Raises:
+            ExecutionError: an instruction raised; all devices have been stopped, and the weights
+                are as before.
+            KeyboardInterrupt: or another exception of a signal handler; its note says where the
+                devices were, and whether the weights are as before or as after.
+        """
+        self.committed = False
+        with self._held() as signals:
+            try:
+                self._backend.begin()
+                self._start(0, Driver.run)
+                self._wait(signals, lambda: self.running == 0)
+                self._backend.end()
+                self._settle()
+                made = result()
+                self._weights.commit(self._written(), self._gradients())
+            except BaseException as error:
+                late = explained_late(error, "a step began or ended", self._backend)
+                self._put_back(late or error)
+                if late is not None:
+                    raise late from error
+                raise
+            self.committed = True
+            self._backend.kept()
+            self._channels.pause()
+            if signals.held is not None:
+                signals.held.add_note("interrupted after the step, whose results are kept")
+            self._clear(values=all(map(_at_end, self.machines)))
+        return made
+
+    def take_gradients(self) -> dict[str, Tensor]:
+        """Return the summed gradients by name in the model, so that ``.grad`` does not get them."""
+        found = self._weights.named(self._gradients())
+        for machine in self.machines:
+            machine.store.gradients.clear()
+        return found
+
+    def _give_up(self) -> str:
+        if self.stop():
+            self._clear(values=True)
+        return "the weights are as before the step"
+
+    def _put_back(self, error: BaseException) -> None:
+        """Roll the weights back. It may fail silently where a device is lost."""
+        if self.running and not self.failed:
+            self._give_up()
+        try:
+            self._backend.end()  # updates that were launched may still run
+            self._weights.roll_back()
+        except Exception:
+            if not isinstance(error, DeviceError):
+                raise
+
+    def _clear(self, values: bool) -> None:
+        for machine in self.machines:
+            machine.store.state.clear()
+            machine.store.gradients.clear()
+            if values:
+                machine.store.values.clear()
+
+    def _written(self) -> dict[str, Tensor]:
+        return {name: value for m in self.machines for name, value in m.store.state.items()}
+
+    def _gradients(self) -> dict[int, list[Tensor | None]]:
+        return {s: g for m in self.machines for (s, _), g in m.store.gradients.items()}
+
+
+def _at_end(machine: Machine) -> bool:
+    return machine.position == len(machine.program.lists[machine.device])

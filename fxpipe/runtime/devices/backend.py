@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from queue import SimpleQueue
+from time import thread_time
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ import torch
 from fxpipe.errors import InputError, RankError
 from fxpipe.ir.instruction import Instruction
 from fxpipe.ir.plan import Stage
-from fxpipe.ir.program import Program
+from fxpipe.ir.program import Program, Turn
 from fxpipe.ir.value import Buffer
 from fxpipe.runtime.interpreter import Job, Machine, Stopped
 from fxpipe.runtime.weights.live import Weights
@@ -142,6 +143,42 @@ def _end_all() -> None:
         jobs.put(None)
     for thread, _ in running:
         thread.join()
+
+
+class Driver:
+    """One worker's part of a run.
+
+    Attributes:
+        machines: the machines that it runs.
+        at: the machine whose instruction is running, or has failed.
+        busy: processor seconds of the thread in the last step.
+    """
+
+    def __init__(self, machines: Sequence[Machine], turns: Sequence[Turn]) -> None:
+        """Nothing has run yet.
+
+        Args:
+            machines: the machines that it runs.
+            turns: which machine runs next, and up to where; see ``Program.turns``.
+        """
+        self.machines = tuple(machines)
+        self.at = self.machines[0]
+        self.busy = 0.0
+        self._turns = turns
+        self._next = 0
+
+    def run(self) -> None:
+        """Run all lists to their end or their next pause. Raises like Machine.run."""
+        if self._next == len(self._turns):  # another step
+            self._next = 0
+        start = thread_time()
+        paused = 0
+        while self._next < len(self._turns) and paused < len(self.machines):
+            index, end = self._turns[self._next]
+            self.at = self.machines[index]
+            paused += not self.at.run(end)
+            self._next += self.at.position == end
+        self.busy = thread_time() - start
 
 
 class Channels:

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -96,7 +96,7 @@ def meet(mesh: DeviceMesh) -> Met:
             _network(),
             *_named(listener),
             secrets.token_bytes(_PROOF),
-            (version("fxpipe"), torch.__version__),
+            (_version(), torch.__version__),
             ranks,
         )
         cards: list[Any] = [None] * size
@@ -257,6 +257,13 @@ def _named(listener: socket.socket) -> tuple[str, int]:
     """The address and the port that the others connect to."""
     address, port, *_ = listener.getsockname()
     return address, port
+
+
+def _version() -> str:
+    """That of fxpipe; empty where it is used without being installed."""
+    with suppress(PackageNotFoundError):
+        return version("fxpipe")
+    return ""
 
 
 def _network() -> str:
