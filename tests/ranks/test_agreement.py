@@ -31,3 +31,25 @@ def test_other_inputs_on_one_rank_are_an_error_on_all() -> None:
         assert "the call differs between ranks" in told
         assert "'x: (4, 4)" in told or "'input: (4, 4)" in told
     assert first[1] == second[1]
+
+
+def in_order(mesh: DeviceMesh, order: list[int]) -> tuple[int, list[str]]:
+    """The stage that this rank runs, and what it trains, in a mesh of another order."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2))
+    x = torch.ones(4, 4)
+    other = DeviceMesh("cpu", order, mesh_dim_names=("pp",))
+    with fxpipe.compile(
+        model, other, microbatches=2, loss=F.mse_loss, partition=["1", "2"]
+    ) as pipe:
+        pipe.step(x, target=x[:, :2])
+        return mesh.get_local_rank(), sorted(pipe.state_dict())
+
+
+def test_stages_are_on_the_ranks_in_the_order_of_the_mesh() -> None:
+    found = dict(on_ranks(3, in_order, [2, 0, 1]))
+    assert found == {
+        2: ["0.bias", "0.weight"],
+        0: ["1.bias", "1.weight"],
+        1: ["2.bias", "2.weight"],
+    }

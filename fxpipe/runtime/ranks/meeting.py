@@ -83,7 +83,7 @@ def meet(mesh: DeviceMesh) -> Met:
             f"rank {dist.get_rank()} is not in the mesh, which has the ranks "
             f"{', '.join(map(str, ranks))}; call fxpipe.compile on these alone"
         )
-    group, rank, size = mesh.get_group(), mesh.get_local_rank(), mesh.size()
+    group, rank, size = mesh.get_group(), ranks.index(dist.get_rank()), mesh.size()
     timeout = _timeout(group)
     address = _address()
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -101,9 +101,7 @@ def meet(mesh: DeviceMesh) -> Met:
         )
         cards: list[Any] = [None] * size
         _interruptibly(lambda: dist.all_gather_object(cards, card, group=group))
-        names = tuple(
-            f"rank {each.global_rank} ({each.host}, process {each.process})" for each in cards
-        )
+        names = tuple(map(_named_rank, cards))
         for name, each in zip(names, cards, strict=True):
             if each.versions != cards[0].versions:
                 raise InputError(
@@ -116,6 +114,8 @@ def meet(mesh: DeviceMesh) -> Met:
                     f"{name} has a mesh of the ranks {each.ranks} and {names[0]} one of "
                     f"{cards[0].ranks}; make the same mesh on all"
                 )
+        cards.sort(key=lambda each: ranks.index(each.global_rank))  # the group is in its own order
+        names = tuple(map(_named_rank, cards))
         sockets = _connected(rank, cards, names, listener, time.monotonic() + CONNECTS)
     finally:
         listener.close()
@@ -123,6 +123,11 @@ def meet(mesh: DeviceMesh) -> Met:
     share = 1 if "OMP_NUM_THREADS" in os.environ else beside
     places = tuple(f"rank {each.global_rank}, {each.host}" for each in cards)
     return Met(rank, names, places, sockets, max(1, torch.get_num_threads() // share), timeout)
+
+
+def _named_rank(card: _Card) -> str:
+    """What messages call a rank."""
+    return f"rank {card.global_rank} ({card.host}, process {card.process})"
 
 
 def _connected(
