@@ -231,11 +231,12 @@ class Progress:
         buffers = dict(self._model.named_buffers())
         _check("parameter", parameters, saved.parameters)
         _check("buffer", buffers, saved.buffers)
-        values = {**saved.parameters, **saved.buffers}
-        values = {name: value for name, value in values.items() if not value.is_meta}
-        saved = saved.part(values)
         _check("gradient", _part(parameters, saved.gradients), saved.gradients)
         self._check_history(saved.history, parameters)
+        values = {**saved.parameters, **saved.buffers}
+        if any(value.is_meta for value in values.values()):
+            values = {name: value for name, value in values.items() if not value.is_meta}
+            saved = saved.part(values)
         if self._clipping is not None and saved.clipping is not None:
             self._clipping.check(saved.clipping)
         generators = {
