@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 import fxpipe
+from fxpipe.compiler import placement
 from tests.helpers.ranks import DeviceMesh, on_ranks
 
 
@@ -31,6 +35,62 @@ def test_other_inputs_on_one_rank_are_an_error_on_all() -> None:
         assert "the call differs between ranks" in told
         assert "'x: (4, 4)" in told or "'input: (4, 4)" in told
     assert first[1] == second[1]
+
+
+def meshes(mesh: DeviceMesh) -> dict[str, str]:
+    """What a rank is told of meshes of other shapes."""
+    rank = mesh.get_local_rank()
+    made = {
+        "one replica": DeviceMesh("cpu", [[0, 1]], mesh_dim_names=("dp", "pp")),
+        "replicas": DeviceMesh("cpu", [[0], [1]], mesh_dim_names=("dp", "pp")),
+        "no names": DeviceMesh("cpu", [[0, 1]]),
+        "alone": DeviceMesh("cpu", [[0], [1]], mesh_dim_names=("x", "pp"))["pp"],
+    }
+    x = torch.ones(4, 4)
+    told = {}
+    for name, each in made.items():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+        try:
+            with fxpipe.compile(model, each, microbatches=2, loss=F.mse_loss) as pipe:
+                pipe.step(x, target=x[:, :2])
+                told[name] = f"{len(pipe.devices)} devices"
+        except fxpipe.InputError as error:
+            told[name] = str(error)
+    return told | {"rank": str(rank)}
+
+
+def test_a_mesh_has_all_its_ranks_in_the_pipe() -> None:
+    for told in on_ranks(2, meshes):
+        assert told["one replica"] == "2 devices"
+        assert told["alone"] == "1 devices"
+        assert "'dp' of the mesh has 2 ranks, and a pipe has no replicas yet" in told["replicas"]
+        assert 'name that of the pipe "pp"' in told["no names"]
+
+
+def measured(mesh: DeviceMesh) -> tuple[list[float], int]:
+    """The costs of the stages, and how many times this rank has measured a graph."""
+    count = 0
+
+    def measure(facts: Mapping[str, Any]) -> Any:
+        nonlocal count
+        count += 1
+        return original(facts)
+
+    original, placement._measured = placement._measured, measure
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    x = torch.ones(4, 4)
+    with fxpipe.compile(model, mesh, microbatches=2, loss=F.mse_loss) as pipe:
+        pipe.step(x, target=x[:, :2])
+        costs = [stage.costs for stage in pipe.plan.stages]
+    return [cost.forward for cost in costs if cost is not None], count
+
+
+def test_one_rank_measures_for_all() -> None:
+    (costs, count), *others = on_ranks(2, measured)
+    assert count == 1
+    assert len(costs) == 2
+    assert others == [(costs, 0)]
 
 
 def in_order(mesh: DeviceMesh, order: list[int]) -> tuple[int, list[str]]:

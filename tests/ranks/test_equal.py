@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -156,6 +156,30 @@ def half(devices: Devices) -> Results:
     return found | {"scale": scaler.get_scale()}
 
 
+def own_task(devices: Devices) -> Results:
+    """A schedule that was written by hand, with a task that halves the gradients."""
+
+    def run(context: fxpipe.TaskContext) -> None:
+        for gradient in context.gradients.values():
+            gradient.mul_(0.5)
+
+    halve = fxpipe.define_task(
+        "H", "halve", run=run, cost=0.1, reads=("gradients",), writes=("gradients",)
+    )
+
+    def naive(device: int, devices: int, microbatches: int) -> Iterator[fxpipe.Task]:
+        for i in range(microbatches):
+            yield fxpipe.F(i)
+            yield fxpipe.B(i)
+        yield halve()
+        yield fxpipe.U()
+
+    found = train(devices, skips(), schedule=naive)
+    plain = train(devices, skips(), schedule="naive")
+    assert any(not torch.equal(found[n], plain[n]) for n in found if n.startswith("state"))
+    return found
+
+
 CASES: Mapping[str, Callable[[Devices], Results]] = {
     "1f1b": recipes(skips),
     "gpipe": recipes(skips, schedule="gpipe"),
@@ -174,6 +198,7 @@ CASES: Mapping[str, Callable[[Devices], Results]] = {
     "gradients": recipes(skips, optimizer=None),
     "leaf": recipes(skips, leaf_modules=["second"]),
     "symbolic": recipes(skips, tracer="symbolic"),
+    "own task": own_task,
     "changing": changing,
     "differentiated": differentiated,
     "profiled": profiled,
