@@ -44,7 +44,8 @@ class RankChannels(Channels):
         """
         super().__init__(program, 1)
         self.failure: RankError | None = None
-        self._group, self._jobs = group, jobs
+        assert group.links is not None
+        self._group, self._links, self._jobs = group, group.links, jobs
         self._overlaps = program.depth > 0
         self._unsent: list[tuple[Any, Any]] = []
         self._outputs: dict[int, list[tuple[Buffer, Any]]] = {}
@@ -64,8 +65,8 @@ class RankChannels(Channels):
         """See Channels.put."""
         if device == self._group.rank:
             super().put(device, buffer, value)
-        elif self._group.links is not None:
-            self._group.links.send(device, Message("value", (self._run, tuple(buffer)), value))
+        else:
+            self._links.send(device, Message("value", (self._run, tuple(buffer)), value))
 
     def start(self) -> None:
         """See Channels.start."""
@@ -87,9 +88,9 @@ class RankChannels(Channels):
 
     def flush(self) -> None:
         """See Channels.flush."""
-        if self._unsent and self._group.links is not None:
+        if self._unsent:
             unsent, self._unsent = self._unsent, []
-            self._group.links.send_all(Message("outputs", (self._run,), unsent))
+            self._links.send_all(Message("outputs", (self._run,), unsent))
 
     def fed(self, batch: int) -> None:
         """See Channels.fed."""
@@ -99,8 +100,7 @@ class RankChannels(Channels):
 
     def updated(self, stage: int, version: int) -> None:
         """See Channels.updated."""
-        if self._group.links is not None:
-            self._group.links.send_all(Message("updated", (self._run, stage, version)))
+        self._links.send_all(Message("updated", (self._run, stage, version)))
 
     def when_updated(self, updated: Callable[[int, int], None]) -> None:
         """See Channels.when_updated."""
@@ -117,9 +117,8 @@ class RankChannels(Channels):
 
     def _next(self, queue: SimpleQueue[T | None]) -> T:
         """The next item of a queue that messages fill. Raises Stopped when the run is stopped."""
-        assert self._group.links is not None
         while queue.empty():
-            self._group.links.pump(lambda: not queue.empty(), POLL)
+            self._links.pump(lambda: not queue.empty(), POLL)
         item = queue.get()
         if item is None:
             raise Stopped
@@ -127,8 +126,7 @@ class RankChannels(Channels):
 
     def meet(self) -> None:
         """See Channels.meet; the other ranks' threads are waited for."""
-        if self._group.links is not None:
-            self._group.links.send_all(Message("meet", (self._run,)))
+        self._links.send_all(Message("meet", (self._run,)))
         self._times_met[self._group.rank] += 1
         count = self._times_met[self._group.rank]
         while any(self._times_met[rank] < count for rank in self._group.others):
@@ -138,8 +136,7 @@ class RankChannels(Channels):
         """See Channels.stop."""
         super().stop()
         self._met.put(None)
-        if self._group.links is not None:
-            self._group.links.stir()
+        self._links.stir()
 
     def deliver(self, rank: int, message: Message) -> None:
         """Take a message of another rank; called by the thread that reads them."""
