@@ -183,12 +183,12 @@ def _functions(module: str) -> dict[str, Function]:
 
 
 @functools.cache
-def _names() -> dict[int, str]:
-    """Identity of a function → its first name; the modules keep all of them alive."""
-    names: dict[int, str] = {id(function): name for name, function in BARE.items()}
-    for module in _MODULES:
-        for name, function in _functions(module).items():
-            names.setdefault(id(function), f"{module}.{name}")
+def _names(module: str) -> dict[int, str]:
+    """Identity of a function of one of the modules, or of BARE for "", → the first of its names
+    there; the modules keep all of them alive."""
+    names: dict[int, str] = {}
+    for name, function in (_functions(module) if module else BARE).items():
+        names.setdefault(id(function), f"{module}.{name}" if module else name)
     return names
 
 
@@ -204,8 +204,9 @@ def print_function(function: Function) -> str:
             return print_path(f"torch.ops.{namespace}", name)
         case HigherOrderOperator():
             return print_path("torch.ops.higher_order", str(function))
-    if id(function) in _names():
-        return _names()[id(function)]
+    for module in ("", *_MODULES):  # it takes time to find all of torch's, which come last
+        if id(function) in _names(module):
+            return _names(module)[id(function)]
     module = getattr(function, "__module__", None) or "?"
     name = getattr(function, "__qualname__", None) or repr(function)
     return f"{CALL_FORM}({f'{module}.{name}'!r})"
