@@ -372,7 +372,7 @@ class Engine:
             times=self._times,
             expected=lambda: predicted_peaks(
                 compiled.plan,
-                compiled.program,
+                compiled.whole(),
                 plan_sizes(
                     compiled.plan, state, optimizers, compiled.schedule, early=self._options.ranks
                 ),

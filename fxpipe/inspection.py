@@ -90,8 +90,9 @@ class Inspected(nn.Module):
 
     @property
     def program(self) -> Program:
-        """The program of the last training step."""
-        return self._compiled().program
+        """The program of the last training step, of all devices. Over several ranks each keeps
+        the list of its own device, and lowers the others' again for whoever looks."""
+        return self._compiled().whole()
 
     @property
     def sizes(self) -> Sizes:
@@ -189,7 +190,7 @@ class Inspected(nn.Module):
             InputError: nothing is compiled or measured yet, or an argument does not fit.
         """
         compiled = self._compiled()
-        plan, program, held = compiled.plan, compiled.program, self._engine.held(compiled)
+        plan, program, held = compiled.plan, compiled.whole(), self._engine.held(compiled)
         return predict(plan, program, held, costs, links=links, overlap=overlap, steps=steps)
 
     def _compiled(self) -> Compiled:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from fxpipe.compiler.timetable import Purpose
@@ -25,7 +25,8 @@ class Compiled:
         plan: the plan for the first micro-batch's size.
         kernels: micro-batch → stage → kernel.
         schedule: the schedule.
-        program: the program.
+        program: the program; on a rank with the list of its own device alone.
+        whole: makes the program with the lists of all devices.
         purpose: what the call is for.
         samples: how many samples the first micro-batch has.
         threads: how many threads run the devices' instruction lists: 1, or one for each device.
@@ -38,6 +39,7 @@ class Compiled:
     kernels: Sequence[Sequence[Kernel]]
     schedule: Schedule
     program: Program
+    whole: Callable[[], Program]
     purpose: Purpose
     samples: int
     threads: int

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import operator
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -186,9 +187,9 @@ class Compiler:
             )
         if kind.outputs:
             traced = self.plans.output_dims(calls[sizes[0]], traced)
-        program = self._program(plan, schedule, purpose, kind.updates)
-        if self.options.group.size > 1:  # the texts take time, and not every value has one
-            self.options.group.agree("the compiled program", f"{plan}\n{program}")
+        if self.options.group.size > 1:  # the text takes time, and not every value has one
+            self.options.group.agree("the compiled plan", str(plan))
+        program, whole = self._program(plan, schedule, purpose, kind.updates)
         by_size = {
             size: self.capturing.captured(plan, schedule, program)
             if self.capturing
@@ -202,7 +203,7 @@ class Compiler:
             terms = [of_size[size] for size in sizes]
         kernels = [by_size[size] for size in sizes]
         threads = self.choice.threads(plan)
-        made = (traced, plan, kernels, schedule, program, purpose, sizes[0], threads)
+        made = (traced, plan, kernels, schedule, program, whole, purpose, sizes[0], threads)
         compiled = Compiled(*made, terms)
         self._known[self._key(micro, kind)] = compiled, [*plans.values()]
         return compiled
@@ -292,8 +293,8 @@ class Compiler:
         traced, plan = compiled.traced, compiled.plan
         if samples != compiled.samples:
             traced, plan = self.plans.any_size(graph, samples)
-        program = self._lowered(plan, compiled.schedule, compiled.purpose, updates)
-        return replace(compiled, traced=traced, plan=plan, program=program, samples=samples)
+        whole = partial(self._lowered, plan, compiled.schedule, compiled.purpose, updates)
+        return replace(compiled, traced=traced, plan=plan, whole=whole, samples=samples)
 
     def _peaks(self, compiled: Compiled, updates: bool) -> list[float]:
         """Device → the most bytes that it is predicted to hold in a step. Without ``optimizer=``
@@ -305,7 +306,7 @@ class Compiler:
         if updates and self.options.optimizer is not None:
             optimizers = [make_optimizer(self.options.optimizer, p) if p else None for p in own]  # type: ignore[arg-type]
         sizes = plan_sizes(plan, state, optimizers, schedule, early=self.options.ranks)
-        peaks = [float(peak) for peak in predicted_peaks(plan, compiled.program, sizes)]
+        peaks = [float(peak) for peak in predicted_peaks(plan, compiled.whole(), sizes)]
         if not updates:
             for stage, device in enumerate(schedule.placement):
                 peaks[device] += state_size(None) * sizes.gradients[stage]
@@ -324,11 +325,22 @@ class Compiler:
 
         return remedies(self.timetable, own, samples, fits)
 
-    def _program(self, plan: Plan, schedule: Schedule, purpose: Purpose, updates: bool) -> Program:
+    def _program(
+        self, plan: Plan, schedule: Schedule, purpose: Purpose, updates: bool
+    ) -> tuple[Program, Callable[[], Program]]:
+        """The program to run, and what makes that of all devices: a rank keeps its own list."""
+        group = self.options.group
         key = (plan.edges, schedule.microbatches, purpose, updates)
         if key not in self._programs:
-            self._programs[key] = self._lowered(plan, schedule, purpose, updates)
-        return self._programs[key]
+            program = self._lowered(plan, schedule, purpose, updates)
+            if group.size > 1:
+                group.agree("the compiled program", str(program))
+                program = program.only(group.rank)
+            self._programs[key] = program
+        program = self._programs[key]
+        if group.size > 1:
+            return program, partial(self._lowered, plan, schedule, purpose, updates)
+        return program, lambda: program
 
     def _lowered(self, plan: Plan, schedule: Schedule, purpose: Purpose, updates: bool) -> Program:
         facts = {

@@ -5,7 +5,7 @@ Every backend, the verifier, the printer and the drawings consume this one repre
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -135,6 +135,17 @@ class Program:
         from fxpipe.ir.walk import turns_of
 
         return turns_of(self)
+
+    def only(self, device: int) -> Program:
+        """The same with the instructions of one device alone, and the depth of all: what a process
+        needs that runs this device."""
+        made = replace(
+            self,
+            lists=tuple(own if d == device else () for d, own in enumerate(self.lists)),
+            launches=tuple(own if d == device else () for d, own in enumerate(self.launches)),
+        )
+        vars(made)["depth"] = self.depth
+        return made
 
     def _grouped(self, ends: list[int]) -> tuple[tuple[Edge, ...], ...]:
         groups: list[list[Edge]] = [[] for _ in range(self.stages)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import socket
 import time
 from dataclasses import replace
@@ -14,6 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import fxpipe
+from fxpipe.ir import instruction as ins
 from fxpipe.simulator import simulate
 from tests.helpers.ranks import DeviceMesh, on_ranks
 
@@ -85,6 +87,16 @@ def shown_late(mesh: DeviceMesh) -> dict[str, Any]:
         return shown(mesh)
 
 
+def instructions(devices: DeviceMesh | int, schedule: str) -> tuple[int, str]:
+    """How many instructions this process holds after a step, and the text of the program."""
+    with pipe_of(devices, schedule=schedule, microbatches=8) as pipe:
+        pipe.step(batch(), target=batch())
+        pipe.flush()
+        gc.collect()
+        held = sum(isinstance(each, ins.Instruction) for each in gc.get_objects())
+        return held, str(pipe.program)
+
+
 def alone_on_one(mesh: DeviceMesh, schedule: str) -> list[str]:
     """What rank 0 looks at while the other does nothing; then both go on."""
     limited = fxpipe.Partition(memory_limits=10**9)
@@ -122,6 +134,13 @@ def test_every_rank_predicts_what_one_process_predicts(found: Found, kind: str) 
     for rank in ranks:
         for key in ("before", "held", "stashed"):
             assert rank[kind][key] == alone[kind][key], key
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+def test_a_rank_keeps_its_own_list_and_shows_those_of_all(schedule: str) -> None:
+    _, text = instructions(2, schedule)
+    lists = fxpipe.Program.parse(text).lists
+    assert on_ranks(2, instructions, schedule) == [(len(own), text) for own in lists]
 
 
 @KINDS
