@@ -5,6 +5,11 @@
 before:  1: F0 F1 B0 F2 B1 B2 U
 after:   1: F0 F1 R0 B0 F2 R1 B1 B2 U          except_last: the last micro-batch is kept
 
+``add_reduce`` sums a stage's gradients over the replicas, beside whatever follows.
+
+before:  0: F0 F1 I0 W0 I1 W1 U            1: F0 I0 F1 I1 W0 W1 U
+after:   0: F0 F1 I0 W0 I1 W1 A U          1: F0 I0 F1 I1 W0 W1 A U
+
 ``add_clip`` lets every stage wait for the norms of all before it updates.
 
 before:  0: F0 B2' F1 B3' U' F2 B0 F3 B1         2: F0 B0 F1 B1 F2 B2 F3 B3 U
@@ -96,6 +101,27 @@ def _row(row: tuple[Task, ...], microbatches: int, modes: Sequence[Recompute]) -
         yield task
 
 
+def add_reduce(schedule: Schedule) -> Schedule:
+    """Schedule → Schedule: a reduce right after each stage's last backward.
+
+    Args:
+        schedule: one that reduces nowhere; others are left alone.
+    """
+    if "A" in schedule.kinds:
+        return schedule
+    last = schedule.microbatches - 1
+    rows = (
+        tuple(
+            each
+            for task in row
+            for each in (task, replace(task, kind="A", microbatch=None))
+            if each.kind == task.kind or (task.kind in "BW" and task.microbatch == last)
+        )
+        for row in schedule.rows
+    )
+    return replace(schedule, rows=tuple(rows))
+
+
 def add_clip(schedule: Schedule) -> Schedule:
     """Schedule → Schedule: a clip before every update.
 
@@ -120,7 +146,7 @@ def add_clip(schedule: Schedule) -> Schedule:
 
 def _clipped(row: tuple[Task, ...]) -> tuple[Task, ...]:
     """A device's tasks with a flush: its updates come after all of its gradients."""
-    complete = 1 + max((at for at, task in enumerate(row) if task.kind in "BW"), default=-1)
+    complete = 1 + max((at for at, task in enumerate(row) if task.kind in "BWA"), default=-1)
     before = [task for task in row[:complete] if task.kind != "U"]
     early = [task for task in row[:complete] if task.kind == "U"]
     clips = [replace(task, kind="C") for task in row if task.kind == "U"]

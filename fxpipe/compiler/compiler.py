@@ -348,6 +348,7 @@ class Compiler:
             "plan": plan,
             "updates": updates,
             "pause": purpose == "call",
+            "replicas": self.options.replicas,
             "streams": bool(self.options.places),
         }
         program: Program = run_all(passes.PROGRAM, facts)["program"]

@@ -60,6 +60,7 @@ class Options:
         group: the ranks that run the devices' lists, one each; a group of one runs all.
         hollow: the bytes of the parameters and buffers that had no data, being on the meta device,
             when the model was given.
+        replicas: how many pipelines train the model side by side.
     """
 
     model: nn.Module
@@ -86,6 +87,7 @@ class Options:
     verbose: bool = False
     group: RankGroup = field(default_factory=RankGroup)
     hollow: int = 0
+    replicas: int = 1
 
     @property
     def loss(self) -> Callable[..., Any] | None:

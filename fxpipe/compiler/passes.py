@@ -29,7 +29,7 @@ from fxpipe.passes.partition.balance import balance, cut_at, judge
 from fxpipe.passes.partition.cut import cut
 from fxpipe.passes.partition.measure import measure, measure_leaves
 from fxpipe.passes.runner import Pass
-from fxpipe.passes.schedule import add_clip, add_recompute, write_schedule
+from fxpipe.passes.schedule import add_clip, add_recompute, add_reduce, write_schedule
 from fxpipe.passes.tracing.attach_loss import attach_leaf_loss, attach_loss, declare_own_loss
 from fxpipe.passes.tracing.explain import refuse_control_flow, refuse_entries, refuse_values
 from fxpipe.passes.tracing.leaf_calls import call_leaves, record_leaves
@@ -41,7 +41,8 @@ RECOMPUTE = Pass(add_recompute, "schedule, recompute", "recomputing schedule", w
 SCHEDULE = (
     Pass(write_schedule, "recipe, devices, microbatches, short", "schedule"),
     RECOMPUTE,
-    Pass(add_clip, "recomputing schedule", "schedule", when="clips"),
+    Pass(add_reduce, "recomputing schedule", "reducing schedule", when="replicated"),
+    Pass(add_clip, "reducing schedule", "schedule", when="clips"),
 )
 """A recipe and a number of micro-batches → the schedule of a step or a call."""
 
@@ -147,7 +148,7 @@ DEVICES = (Pass(PlaceDevices, "plan, device, stage_devices", "plan"),)
 """A plan whose stages make their tensors where they run; for devices with streams."""
 
 PROGRAM = (
-    Pass(Lower, "schedule, plan, updates, pause", "program"),
+    Pass(Lower, "schedule, plan, updates, pause, replicas", "program"),
     Pass(communicate, "program", "communicated program"),
     Pass(free, "communicated program", "freed program"),
     Pass(Streams, "freed program", "program", when="streams"),

@@ -17,7 +17,7 @@ Purpose = Literal["step", "call", "infer"]
 
 
 class Timetable:
-    """Makes and verifies each schedule once, with the recomputes and clips of the options."""
+    """Makes and verifies each schedule once, with what the options add to it."""
 
     def __init__(self, options: Options, whole: int = 0) -> None:
         """No schedule is made yet.
@@ -87,6 +87,7 @@ class Timetable:
             "short": microbatches < self._whole,
             "recompute": recompute,
             "recomputes": recompute != "never" and purpose != "infer",
+            "replicated": self._options.replicas > 1 and purpose != "infer",
             "clips": self._options.clips and purpose == "step",
         }
         try:

@@ -187,6 +187,7 @@ _MARKS: dict[type[ins.Instruction], Glyph] = {
     ins.Receive: Glyph("R", Look(PAPER, INK)),
     ins.Stash: Glyph("s", Look(PAPER, SKIP, 0.8)),
     ins.Pop: Glyph("p", Look(PAPER, SKIP, 0.8)),
+    ins.AllGather: Glyph("g", _GRADIENT),
     ins.Norm: Glyph("n", _GRADIENT),
     ins.Free: Glyph("x", Look(OTHER, PAPER), height=0.4),
     ins.Barrier: Glyph("|", Look(FAINT, PAPER), height=1.0),

@@ -30,6 +30,7 @@ PARAMETER = "#CC79A7"  # reddish purple
 SKIP = "#0072B2"  # blue: a value that skips stages
 GRADIENT = "#D55E00"  # vermilion: a gradient on its way back
 FAULT = "#CC0000"  # a pure red, outside the palette; always with a thick border
+SUM = "#999999"  # grey: gradients of replicas are summed
 OTHER = "#CFCFCF"  # a user-defined kind of task
 IDLE, INK, FAINT, PAPER = "#F0F0F0", "#222222", "#8A8A8A", "#FFFFFF"
 
@@ -41,6 +42,7 @@ TASKS: dict[str, str] = {
     "I": PARAMETER,
     "W": INPUT,
     "R": GRADIENT,
+    "A": SUM,
     "C": SKIP,
     "U": UPDATE,
 }

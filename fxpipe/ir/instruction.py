@@ -135,6 +135,28 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
+class ReduceScatter:
+    """Begin to sum a stage's gradients over the replicas. It waits for nobody.
+
+    Each replica sums one part of them. Roughly: peers[r].put(part) for r, part in parts(gradients).
+    """
+
+    stage: int
+    batch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class AllGather:
+    """Wait for the sums of all replicas. Roughly: gradients[stage] = [peer.sum() for each peer].
+
+    They are a stage's gradients from then on.
+    """
+
+    stage: int
+    batch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Norm:
     """Tell all stages the norms of a stage's gradients. Roughly: norms = [g.norm() for g in …]."""
 
@@ -185,7 +207,10 @@ Arrival = Load | Receive | Pop
 
 Moving = Load | Output | Send | Receive | Stash | Pop | Free
 Computing = Forward | Recompute | Backward | InputGrad | WeightGrad
-Instruction = Moving | Computing | Run | Norm | Clip | Update | Barrier | Pause
+Summing = ReduceScatter | AllGather
+"""What sums gradients over the replicas."""
+
+Instruction = Moving | Computing | Run | Summing | Norm | Clip | Update | Barrier | Pause
 """Any of them, named one by one so that mypy finds what does not handle them all."""
 
 LETTERS: dict[type[Instruction], str] = {
@@ -194,6 +219,7 @@ LETTERS: dict[type[Instruction], str] = {
     Backward: "B",
     InputGrad: "I",
     WeightGrad: "W",
+    ReduceScatter: "A",
     Clip: "C",
     Update: "U",
 }
@@ -227,6 +253,8 @@ OPCODES: dict[str, type[Instruction]] = {
     "input_grad": InputGrad,
     "weight_grad": WeightGrad,
     "run": Run,
+    "reduce_scatter": ReduceScatter,
+    "all_gather": AllGather,
     "norm": Norm,
     "clip": Clip,
     "free": Free,

@@ -91,6 +91,8 @@ class Program:
         passes: the lowering passes that are done; the verifier holds the rules of each.
         launches: device → how each of its instructions is launched; empty for devices that do one
             instruction after another.
+        replicas: how many pipelines run it side by side, each on a part of the batch; they sum
+            their gradients.
     """
 
     name: str
@@ -100,6 +102,7 @@ class Program:
     lists: tuple[tuple[ins.Instruction, ...], ...]
     passes: tuple[str, ...] = ()
     launches: tuple[tuple[Launch, ...], ...] = ()
+    replicas: int = 1
 
     @cached_property
     def stages(self) -> int:

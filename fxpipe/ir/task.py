@@ -86,8 +86,9 @@ KINDS: dict[str, TaskKind] = {
         TaskKind("I", "input gradient", follows="FR", next="BI", cost=1.0),
         TaskKind("W", "weight gradient", follows="I", cost=1.0),
         TaskKind("R", "recompute", follows="F", cost=1.0),
-        TaskKind("C", "clip", per_microbatch=False, gathers="BW", cost=0.1),
-        TaskKind("U", "update", per_microbatch=False, follows="FBIWRC", cost=0.5),
+        TaskKind("A", "reduce", per_microbatch=False, follows="BW", cost=0.1),
+        TaskKind("C", "clip", per_microbatch=False, gathers="BWA", cost=0.1),
+        TaskKind("U", "update", per_microbatch=False, follows="FBIWRAC", cost=0.5),
     )
 }
 """Letter → kind, in the order of tables and legends."""
@@ -152,6 +153,11 @@ def W(microbatch: int, stage: int | None = None, *, batch: int = 0) -> Task:
 def R(microbatch: int, stage: int | None = None, *, batch: int = 0) -> Task:
     """Recompute: run the forward again, of which only the inputs were kept, before a backward."""
     return Task("R", microbatch, stage, batch)
+
+
+def A(stage: int | None = None, *, batch: int = 0) -> Task:
+    """Begin to sum a stage's gradients over the replicas; what needs the sums waits for them."""
+    return Task("A", None, stage, batch)
 
 
 def C(stage: int | None = None, *, batch: int = 0) -> Task:

@@ -113,8 +113,8 @@ def shifted(instruction: ins.Instruction, steps: int) -> ins.Instruction:
     match x:
         case ins.Update(stage, reads, writes):
             return ins.Update(stage, steps + reads, steps + writes, batch)
-        case ins.Norm(stage) | ins.Clip(stage):
-            return type(x)(stage, batch)
+        case ins.ReduceScatter() | ins.AllGather() | ins.Norm() | ins.Clip():
+            return type(x)(x.stage, batch)
         case ins.Run(kind, stage, i, version):
             return ins.Run(kind, stage, i, steps + version, batch)
         case ins.Forward(stage, i, version, _, keeps, again):

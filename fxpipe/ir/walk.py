@@ -222,7 +222,11 @@ def needs_of(schedule: Schedule) -> Callable[[Key], list[Key]]:
             for j in (every if each else (None,))
         ]
         # gradients are added in order: the last micro-batch's come last
-        found += [(before, last, s) for before in gathers[letter] for s in stages]
+        found += [
+            (before, last if KINDS[before].per_microbatch else None, s)
+            for before in gathers[letter]
+            for s in stages
+        ]
         return found
 
     return needs

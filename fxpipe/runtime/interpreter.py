@@ -339,6 +339,19 @@ def _pause(machine: Machine, instruction: ins.Pause) -> None:
     """Nothing to do: the loop returns to the caller."""
 
 
+def _reduce_scatter(machine: Machine, instruction: ins.ReduceScatter) -> None:
+    """Between this and the all-gather, the channels have the gradients."""
+    stage, batch = instruction.stage, instruction.batch
+    gradients = machine.store.gradients.pop((stage, batch), [])
+    machine.channels.reduce_scatter(machine.device, stage, machine.step + batch, gradients)
+
+
+def _all_gather(machine: Machine, instruction: ins.AllGather) -> None:
+    stage, batch = instruction.stage, instruction.batch
+    sums = machine.channels.all_gather(machine.device, stage, machine.step + batch)
+    machine.store.gradients[stage, batch] = sums
+
+
 def _norm(machine: Machine, instruction: ins.Norm) -> None:
     stage, batch = instruction.stage, instruction.batch
     norms = norms_of(machine.store.gradients.get((stage, batch), []))
@@ -375,6 +388,8 @@ HANDLERS: Mapping[type[ins.Instruction], Callable[[Machine, Any], None]] = {
     ins.InputGrad: _input_grad,
     ins.WeightGrad: _weight_grad,
     ins.Run: _run,
+    ins.ReduceScatter: _reduce_scatter,
+    ins.AllGather: _all_gather,
     ins.Norm: _norm,
     ins.Clip: _clip,
     ins.Free: _free,

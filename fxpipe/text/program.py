@@ -31,6 +31,7 @@ def print_program(program: Program) -> str:
       forward   s0[0] v0 keep
       send      act:relu:0->1[0]
 
+    With several replicas the header ends with their number, such as ``replicas=2``.
     On devices with streams a line goes on with how its instruction is launched, such as
     ``stream=in0 wait=e3,e7 record=e8``. What stands on no other stream is on ``compute``.
     """
@@ -38,7 +39,8 @@ def print_program(program: Program) -> str:
 
 
 def _lines(program: Program) -> Iterator[str]:
-    yield f"program {print_title(program.name)} microbatches={program.microbatches}"
+    replicas = f" replicas={program.replicas}" if program.replicas != 1 else ""
+    yield f"program {print_title(program.name)} microbatches={program.microbatches}{replicas}"
     yield print_place(program.placement, program.devices)
     yield " ".join(["passes", *map(print_title, program.passes)])
     for edge in program.edges:
@@ -73,7 +75,7 @@ def parse_program(text: str) -> Program:
     lines = lines_of(text)
     end = end_of(lines)
     rest = iter([line for line in lines if not line.ended()])
-    name, microbatches = _header(next(rest, end))
+    name, microbatches, replicas = _header(next(rest, end))
     held = parse_place(next(rest, end))
     passes = tuple(_passes(next(rest, end)))
     edges: list[Edge] = []
@@ -100,18 +102,25 @@ def parse_program(text: str) -> Program:
         tuple(map(tuple, lists)),
         passes,
         tuple(map(tuple, launches)) if launched else (),
+        replicas,
     )
 
 
-def _header(line: Line) -> tuple[str, int]:
+def _header(line: Line) -> tuple[str, int, int]:
     line.literal("program", _HEADER)
     line.gap("a name")
     name = line.title("the schedule's name")
     line.gap("'microbatches=' and a count")
     line.literal("microbatches=", "'microbatches=' and a count")
     microbatches = line.integer("a count after 'microbatches='")
+    replicas = 1
+    if not line.ended():
+        if not line.text[line.at - 1].isspace():
+            raise line.error("expected a blank or the end of the line")
+        line.literal("replicas=", "'replicas=' and a count, or the end of the line")
+        replicas = line.integer("a count after 'replicas='")
     line.end()
-    return name, microbatches
+    return name, microbatches, replicas
 
 
 def _passes(line: Line) -> Iterator[str]:
@@ -305,7 +314,7 @@ _CHANGE = _Form(("reads", "writes"), lambda x: f"v{x.reads} -> v{x.writes}", _ch
 _FORMS: dict[str, tuple[_Form, ...]] = {
     **dict.fromkeys(("load", "output", "send", "recv", "stash", "pop", "free"), (_BUFFER,)),
     **dict.fromkeys(("recompute", "backward", "input_grad", "weight_grad"), (_TASK, _VERSION)),
-    **dict.fromkeys(("norm", "clip"), (_ONCE,)),
+    **dict.fromkeys(("reduce_scatter", "all_gather", "norm", "clip"), (_ONCE,)),
     **dict.fromkeys(("barrier", "pause"), ()),
     "forward": (_TASK, _VERSION, _KEEP, _AGAIN),
     "run": (_OWN, _VERSION),
@@ -314,7 +323,8 @@ _FORMS: dict[str, tuple[_Form, ...]] = {
 """Opcode → what stands behind it on its line."""
 
 _WORDS = {made: word for word, made in ins.OPCODES.items()}
-_WIDTH = max(map(len, ins.OPCODES)) + 2
+_WIDTH = 12
+"""Of the column of words; what stands behind a longer one begins further to the right."""
 
 
 def print_instruction(instruction: ins.Instruction) -> str:
@@ -326,7 +336,7 @@ def print_instruction(instruction: ins.Instruction) -> str:
 def _column(instruction: ins.Instruction) -> str:
     """The same for lists, with the operands in a column of their own."""
     word, _, operands = print_instruction(instruction).partition(" ")
-    return f"{word:<{_WIDTH}}{operands}".rstrip()
+    return f"{word:<{_WIDTH}} {operands}".rstrip()
 
 
 def _instruction(line: Line) -> ins.Instruction:

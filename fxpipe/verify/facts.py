@@ -18,7 +18,13 @@ from fxpipe.ir.walk import Place
 from fxpipe.text.program import print_instruction
 from fxpipe.verify.tasks import Spot, Window, Wrong, wrong_batch
 
-_KINDS = {"norm": TaskKind("norm", "norm", per_microbatch=False)}
+_KINDS = {
+    kind.letter: kind
+    for kind in (
+        TaskKind("gather", "all_gather", per_microbatch=False, follows="A"),
+        TaskKind("norm", "norm", per_microbatch=False),
+    )
+}
 """What a program computes that is no task of a schedule."""
 
 
@@ -33,7 +39,16 @@ class Move(NamedTuple):
 Moves = dict[tuple[int, int], list[Move]]
 """(from, to) → what moves, in the order of the list of the device that sends, or receives."""
 
-Step = ins.Computing | ins.Run | ins.Norm | ins.Clip | ins.Update | ins.Barrier | ins.Pause
+Step = (
+    ins.Computing
+    | ins.Run
+    | ins.Summing
+    | ins.Norm
+    | ins.Clip
+    | ins.Update
+    | ins.Barrier
+    | ins.Pause
+)
 """All that does not move or free a value."""
 
 
@@ -148,10 +163,13 @@ def _window(program: Program) -> Window:
     )
 
 
+_OWN: dict[type[ins.Instruction], str] = {ins.AllGather: "gather", ins.Norm: "norm"}
+
+
 def _task(x: ins.Instruction) -> Task | None:
     if isinstance(x, ins.Move | ins.Barrier | ins.Pause):
         return None
-    kind = "norm" if isinstance(x, ins.Norm) else ins.letter_of(x)
+    kind = _OWN.get(type(x)) or ins.letter_of(x)
     assert kind is not None
     return Task(kind, getattr(x, "microbatch", None), x.stage, x.batch)
 
@@ -174,6 +192,8 @@ def _wrong(program: Program) -> Iterator[tuple[Place, Wrong]]:
                 )
             elif isinstance(x, ins.Run) and (x.kind not in KINDS or KINDS[x.kind].run is None):
                 wrong = f"there is no task of your own {x.kind!r}", "define it with define_task"
+            elif isinstance(x, ins.Summing) and program.replicas == 1:
+                wrong = "the program has one replica", "remove it, or give the number of replicas"
             if wrong is not None:
                 yield Place(device, position), wrong
 

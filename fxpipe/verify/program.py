@@ -100,6 +100,8 @@ def _frame(program: Program) -> Iterator[Fault]:
         )
     elif "streams" in program.passes and not program.launches and any(program.lists):
         yield Fault("its instructions have streams and no launches", "run the pass streams again")
+    if program.replicas < 1:
+        yield Fault(f"it has {program.replicas} replicas", "give it at least 1")
     yield from edge_faults(program.edges, program.stages)
 
 
@@ -109,7 +111,7 @@ def _counts(lists: Sequence[Sequence[object]]) -> str:
 
 def _tasks(facts: Facts) -> Iterator[Fault]:
     """The rules of a schedule's tasks: each once, in order, with all gradients of its batch."""
-    yield from complete(facts.window, updates=bool(facts.updates))
+    yield from complete(facts.window, bool(facts.updates), facts.program.replicas)
     yield from ascending(facts.window)
     yield from dependencies(facts.window, _needs_of(facts.window))
     yield from gradients_used_up(facts.window)
@@ -121,13 +123,18 @@ def _needs_of(window: Window) -> Callable[[Key], list[Key]]:
 
     def unseen(key: Key) -> list[Key]:
         kind, _, stage = key
-        if kind == "norm":
-            return [(k, i, stage) for k in "BW" for i in range(window.schedule.microbatches)]
-        if kind == "C":
-            return [("norm", None, stage)]
-        if kind == "U":
-            return [*needs(key), ("norm", None, stage)]
-        return [] if kind in BUILT_IN else needs(key)
+        gather, norm = ("gather", None, stage), ("norm", None, stage)
+        match kind:
+            case "gather":
+                return [("A", None, stage)]
+            case "norm":
+                every = range(window.schedule.microbatches)
+                return [*((k, i, stage) for k in "BW" for i in every), gather]
+            case "C":
+                return [norm]
+            case "U":
+                return [*needs(key), gather, norm]
+        return [] if kind in BUILT_IN - {"A"} else needs(key)
 
     return unseen
 
@@ -173,7 +180,7 @@ def _versions(facts: Facts) -> Iterator[Fault]:
     for device, compute in enumerate(facts.compute):
         done: set[int] = set()
         for position, x in compute:
-            if isinstance(x, ins.Norm | ins.Clip | ins.Barrier | ins.Pause):
+            if isinstance(x, ins.Summing | ins.Norm | ins.Clip | ins.Barrier | ins.Pause):
                 continue
             here = -facts.moment(device, position)[0]
             wrong: Wrong | None = None
@@ -246,7 +253,7 @@ def _barriers(facts: Facts) -> Iterator[Fault]:
                     passed = True
                 case ins.Update() if not passed and not overlaps:
                     wrong = "no barrier comes before it", "put one on every device"
-                case ins.Compute() if passed:
+                case ins.Compute() | ins.ReduceScatter() | ins.AllGather() if passed:
                     wrong = "it comes after a barrier", "move the barrier behind it"
             if wrong is not None:
                 yield facts.fault(device, position, *wrong)

@@ -226,7 +226,7 @@ def _lasting(x: ins.Instruction) -> tuple[tuple[Hashable, ...], tuple[Hashable, 
             return (weights, sums), ((sums,) if changes else ())
         case ins.Norm():
             return (sums,), ()
-        case ins.Clip():
+        case ins.ReduceScatter() | ins.AllGather() | ins.Clip():
             return (), (sums,)
     return (weights,), ()
 

@@ -193,16 +193,19 @@ def counts_faults(
         )
 
 
-def complete(window: Window, updates: bool) -> Iterator[Fault]:
+def complete(window: Window, updates: bool, replicas: int = 1) -> Iterator[Fault]:
     """Every forward once; a backward for all of them or none, whole or in halves; the rest.
 
     Args:
         window: the tasks.
         updates: whether every stage is to have an update.
+        replicas: how many there are; with several every stage is to sum its gradients.
     """
     spots = window.spots
-    clips = any(kind == "C" for kind, _, _ in spots)
-    once = {"U": updates, "C": clips, "norm": clips and "norm" in window.kinds}
+    there = {kind for kind, _, _ in spots}
+    clips, reduces = "C" in there, "A" in there or (replicas > 1 and window.trains)
+    once = {"U": updates, "A": reduces, "gather": reduces, "C": clips, "norm": clips}
+    once = {kind: needed for kind, needed in once.items() if kind in window.kinds}
     for stage, device in enumerate(window.schedule.placement):
         lacks: dict[str, list[int]] = defaultdict(list)
         for i in range(window.schedule.microbatches):
@@ -226,8 +229,16 @@ def complete(window: Window, updates: bool) -> Iterator[Fault]:
             )
         for kind, needed in once.items():
             if needed and (kind, None, stage) not in spots:
-                cure = "add it" if kind == "U" else "clip every stage or none"
+                cure = _EACH.get(kind, "add it")
                 yield Fault(f"stage {stage} has no {window.kinds[kind].name}", cure, device)
+
+
+_EACH = {
+    "A": "let every stage sum its gradients over the replicas, or none",
+    "C": "clip every stage or none",
+    "norm": "clip every stage or none",
+}
+"""What to do about a stage that lacks what others have."""
 
 
 def ascending(window: Window) -> Iterator[Fault]:
@@ -298,12 +309,25 @@ def _too_early(window: Window, at: Spot, on: Spot) -> Fault:
 
 
 def gradients_used_up(window: Window) -> Iterator[Fault]:
-    """A user's task looks at gradients before the update of their batch, which uses them up."""
+    """A user's task looks at gradients before the update of their batch, which uses them up, and
+    not while they are on their way between the replicas."""
     for own in window.by_stage:
         update: Spot | None = None
+        leaves: Spot | None = None
         for _, kind, _, spot in own:
+            if kind == "A" and "gather" in window.kinds:
+                leaves = spot
+            elif kind == "gather":
+                leaves = None
             if kind == "U":
                 update = spot
+            elif leaves and "gradients" in (*window.kinds[kind].reads, *window.kinds[kind].writes):
+                yield window.fault(
+                    spot,
+                    f"it needs gradients that {window.text(*leaves[:2])}, position "
+                    f"{leaves.position}, has sent to be summed",
+                    "move it before that, or behind the stage's all_gather",
+                )
             elif update and "gradients" in (*window.kinds[kind].reads, *window.kinds[kind].writes):
                 yield window.fault(
                     spot,

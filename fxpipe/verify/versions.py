@@ -169,7 +169,7 @@ def _batches(spot: Spot, now: Spot) -> int:
 
 def _reads(kind: str) -> bool:
     """Whether a kind of task reads weights."""
-    return kind in BUILT_IN or "parameters" in KINDS[kind].reads
+    return kind in "FBIWR" or "parameters" in KINDS[kind].reads
 
 
 def _microbatches(schedule: Schedule, stages: list[_Stage]) -> int | None:

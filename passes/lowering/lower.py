@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -11,7 +12,7 @@ from fxpipe.ir import instruction as ins
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
-from fxpipe.ir.task import BUILT_IN, Task
+from fxpipe.ir.task import BUILT_IN, KINDS, Task
 from fxpipe.torchtools.state import without_collection
 
 _COMPUTE: dict[str, type[ins.Recompute | ins.Backward | ins.InputGrad | ins.WeightGrad]] = {
@@ -50,16 +51,23 @@ class Lower:
     its inputs instead of what its backward needs. Where stages clip, each tells the norm of its
     gradients to all as soon as they are complete.
 
+    With several replicas an A begins to sum a stage's gradients. It waits for the sums as late as
+    it can: before the first task that needs them, which of a clip is the first on the device, as
+    all stages wait for all norms. Where there is none, and before updates with a flush, it is at
+    the end. With one replica an A becomes nothing.
+
     Attributes:
         plan: the stages and edges.
         updates: whether U tasks become updates; without an optimizer they become nothing.
         pause: whether each device pauses before its first backward, so that the caller can take
             the outputs and come back later with their gradients.
+        replicas: how many pipelines run the program side by side.
     """
 
     plan: Plan
     updates: bool = True
     pause: bool = False
+    replicas: int = 1
     name: ClassVar[str] = "lower"
 
     @without_collection()
@@ -67,11 +75,12 @@ class Lower:
         """Lower a verified schedule.
 
         Raises:
-            InputError: the counts of stages differ, or the schedule cannot be paused.
+            InputError: the counts of stages differ, the schedule cannot be paused, or it does not
+                sum the gradients of several replicas.
         """
         self._check(schedule)
         edges = self.plan.edges
-        one = _Instructions(schedule, self.updates)
+        one = _Instructions(schedule, self.updates, self.replicas)
         flush = not schedule.overlaps
         return Program(
             name=schedule.name,
@@ -79,21 +88,25 @@ class Lower:
             placement=schedule.placement,
             edges=edges if one.trains else tuple(replace(edge, gradient=False) for edge in edges),
             lists=tuple(
-                tuple(self._device(one, row) if flush else self._window(one, row))
-                for row in schedule.rows
+                tuple((self._device if flush else self._window)(one, device, row))
+                for device, row in enumerate(schedule.rows)
             ),
             passes=(self.name,),
+            replicas=self.replicas,
         )
 
-    def _device(self, one: _Instructions, row: tuple[Task, ...]) -> Iterator[ins.Instruction]:
+    def _device(
+        self, one: _Instructions, device: int, row: tuple[Task, ...]
+    ) -> Iterator[ins.Instruction]:
         paused = not self.pause
         behind: list[ins.Instruction] = []
         for position, task in enumerate(row):
             if task.kind in "BI" and not paused:
                 yield ins.Pause()
                 paused = True
-            if task.kind == "U" and not self.updates:
+            if self._is_nothing(task):
                 continue
+            yield from one.before(device, position)
             instruction = one.of(task, position)
             if isinstance(instruction, ins.Update) or (behind and isinstance(instruction, ins.Run)):
                 behind.append(instruction)
@@ -102,16 +115,25 @@ class Lower:
                 yield from one.after(task)
         if not paused:
             yield ins.Pause()  # a device without a backward: all of them are resumed together
+        yield from one.before(device, len(row))
         if one.trains and self.updates:
             yield ins.Barrier()
             yield from behind
 
-    def _window(self, one: _Instructions, row: tuple[Task, ...]) -> Iterator[ins.Instruction]:
+    def _window(
+        self, one: _Instructions, device: int, row: tuple[Task, ...]
+    ) -> Iterator[ins.Instruction]:
         """A device's tasks where batches overlap: each update stands where it is written."""
         for position, task in enumerate(row):
-            if task.kind != "U" or self.updates:
+            if not self._is_nothing(task):
+                yield from one.before(device, position)
                 yield one.of(task, position)
                 yield from one.after(task)
+        yield from one.before(device, len(row))
+
+    def _is_nothing(self, task: Task) -> bool:
+        """Whether no instruction is made of a task."""
+        return (task.kind == "U" and not self.updates) or (task.kind == "A" and self.replicas == 1)
 
     def _check(self, schedule: Schedule) -> None:
         if schedule.stages != len(self.plan.stages):
@@ -120,6 +142,11 @@ class Lower:
                 f"{len(self.plan.stages)}; cut the model into {schedule.stages} stages or make "
                 f"the schedule for {len(self.plan.stages)}"
             )
+        if self.replicas > 1 and schedule.trains and "A" not in schedule.kinds:
+            raise InputError(
+                f"schedule {schedule.name!r} has no A, and the gradients of {self.replicas} "
+                "replicas would never be summed; add them with add_reduce, or write A yourself"
+            )
         if self.pause:
             _check_pause(schedule)
 
@@ -127,10 +154,12 @@ class Lower:
 class _Instructions:
     """The instruction of each task of a schedule."""
 
-    def __init__(self, schedule: Schedule, updates: bool) -> None:
+    def __init__(self, schedule: Schedule, updates: bool, replicas: int) -> None:
         self.trains = schedule.trains
         self._delays = schedule.delays
         self._clips = "C" in schedule.kinds
+        self._sums = replicas > 1
+        self._gathers = _gathers(schedule, updates) if self._sums else {}
         self._last = schedule.microbatches - 1
         self._recomputed = {
             (task.stage, task.microbatch)
@@ -155,6 +184,8 @@ class _Instructions:
             if update is not None and update < (-batch, position):
                 version = batch + 1
             return ins.Run(kind, stage, i, version, batch)
+        if kind == "A":
+            return ins.ReduceScatter(stage, batch)
         if kind == "C":
             return ins.Clip(stage, batch)
         if i is None:
@@ -164,11 +195,42 @@ class _Instructions:
             return ins.Forward(stage, i, version, batch, self.trains and not again, again)
         return _COMPUTE[kind](stage, i, version, batch)
 
+    def before(self, device: int, position: int) -> Iterator[ins.Instruction]:
+        """What stands before a task: the sums over the replicas that are needed from then on, and
+        their norms, if any stage clips."""
+        for stage, batch in self._gathers.get((device, position), ()):
+            yield ins.AllGather(stage, batch)
+            if self._clips:
+                yield ins.Norm(stage, batch)
+
     def after(self, task: Task) -> Iterator[ins.Instruction]:
         """What follows a task: the norm of gradients that are complete, if any stage clips."""
-        if self._clips and task.kind in "BW" and task.microbatch == self._last:
+        if self._clips and not self._sums and task.kind in "BW" and task.microbatch == self._last:
             assert task.stage is not None
             yield ins.Norm(task.stage, task.batch)
+
+
+def _gathers(schedule: Schedule, updates: bool) -> Mapping[tuple[int, int], list[tuple[int, int]]]:
+    """Device and position in its row → the stages whose sums over the replicas are needed there
+    first, each with its batch; the end of a row is the position behind its last task."""
+    found: defaultdict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+    for device, row in enumerate(schedule.rows):
+        life = sorted(enumerate(row), key=lambda entry: -entry[1].batch)
+        for at, (_, task) in enumerate(life):
+            if task.kind != "A":
+                continue
+            assert task.stage is not None
+            position, batch = len(row), task.batch
+            for there, other in life[at + 1 :]:
+                kind = KINDS[other.kind]
+                own = other.stage == task.stage
+                waits = own and other.kind == "U" and updates and schedule.overlaps
+                reads = own and "gradients" in (*kind.reads, *kind.writes)
+                if waits or reads or other.kind == "C":
+                    position, batch = there, other.batch
+                    break
+            found[device, position].append((task.stage, batch))
+    return found
 
 
 def _check_pause(schedule: Schedule) -> None:

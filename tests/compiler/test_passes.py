@@ -32,7 +32,8 @@ def test_each_list_is_in_order(name: str) -> None:
         ("plan", "fuse_accumulation", "part_backward"),
         ("program", "free", "communicate"),
         ("program", "streams", "free"),
-        ("schedule", "add_clip", "add_recompute"),
+        ("schedule", "add_reduce", "add_recompute"),
+        ("schedule", "add_clip", "add_reduce"),
     ],
 )
 def test_a_pass_before_the_one_that_it_needs_is_refused(name: str, first: str, then: str) -> None:

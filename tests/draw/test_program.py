@@ -43,6 +43,8 @@ EVERY: dict[str, ins.Instruction] = {
     "input_grad": ins.InputGrad(0, 0),
     "weight_grad": ins.WeightGrad(0, 0),
     "run": ins.Run("N", 0, 0),
+    "reduce_scatter": ins.ReduceScatter(0),
+    "all_gather": ins.AllGather(0),
     "norm": ins.Norm(0),
     "clip": ins.Clip(0),
     "free": ins.Free(X),

@@ -94,7 +94,7 @@ def _other_tasks(schedule: Schedule, task: Task) -> Iterator[tuple[str, Task]]:
     for batch in range(task.batch - 1, 2):
         if batch != task.batch:
             yield "change batch", replace(task, batch=batch)
-    for kind in "FBIWRUX":
+    for kind in "FBIWRAUX":
         if kind != task.kind:
             yield "change kind", replace(task, kind=kind)
 
@@ -117,7 +117,7 @@ def _other_instructions(
     match instruction:
         case ins.Barrier() | ins.Pause():
             return
-        case ins.Norm() | ins.Clip():
+        case ins.ReduceScatter() | ins.AllGather() | ins.Norm() | ins.Clip():
             pass
         case ins.Update():
             yield "change version", replace(instruction, reads=instruction.reads + 1)

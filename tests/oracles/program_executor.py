@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.program import Program
+from fxpipe.ir.task import KINDS
 from fxpipe.ir.value import HOST, Buffer, BufferKind, Edge, norm_buffer
 from tests.oracles.symbolic_loop import Model, tensor
 
@@ -45,6 +46,7 @@ class _Run:
         self.memory: list[dict[Buffer, int]] = [{} for _ in program.lists]
         self.wires: defaultdict[tuple[int, int], deque[tuple[Buffer, int]]] = defaultdict(deque)
         self.loaded: set[Buffer] = set()
+        self.summed: set[tuple[int, int]] = set()
         instructions = [x for own in program.lists for x in own]
         self.updates = any(isinstance(x, ins.Update) for x in instructions)
         self.flush = any(isinstance(x, ins.Barrier) for x in instructions)
@@ -66,7 +68,7 @@ class _Run:
             if not self.updates and steps > 1 and self.step < steps:
                 for stage in range(program.stages):
                     self.model.update(stage, self.step, self.step, self.step + 1)
-        if any(self.memory) or any(self.wires.values()):
+        if any(self.memory) or any(self.wires.values()) or self.summed:
             raise WrongError("something is left")
 
     def gives(self, expected: Model) -> bool:
@@ -101,22 +103,40 @@ class _Run:
             case ins.Update(stage, reads, writes, batch):
                 reads, writes = self.step + reads, self.step + writes
                 self._check(device, stage, reads)
+                self._there(stage, self.step + batch)
                 if (self.flush and self.backwards) or (stage, writes) in self.model.weights:
                     raise WrongError("weights change too early, or twice")
                 self.model.update(stage, self.step + batch, reads, writes)
             case ins.Run(kind, stage, i, version, batch):
                 version = max(self.step + version, 0)
                 self._check(device, stage, version)
+                if "gradients" in KINDS[kind].reads:
+                    self._there(stage, self.step + batch)
                 if (kind, stage, i, self.step + batch) in self.model.seen:
                     raise WrongError("runs twice")
                 self.model.look(kind, stage, i, self.step + batch, version)
+            case ins.ReduceScatter(stage, batch):
+                batch += self.step
+                self._at_home(device, stage)
+                if (stage, batch) in self.summed:
+                    raise WrongError("summed twice at once")
+                self.summed.add((stage, batch))
+            case ins.AllGather(stage, batch):
+                batch += self.step
+                self._at_home(device, stage)
+                if (stage, batch) not in self.summed:
+                    raise WrongError("nothing is being summed")
+                self.summed.remove((stage, batch))
+                self.model.reduce(stage, batch)
             case ins.Norm(stage, batch):
+                self._there(stage, self.step + batch)
                 batch += self.step
                 self._at_home(device, stage)
                 for other in range(self.program.stages):
                     buffer = norm_buffer(stage, other, batch)
                     self._write(device, buffer, self.model.norm(stage, batch))
             case ins.Clip(stage, batch):
+                self._there(stage, self.step + batch)
                 batch += self.step
                 self._at_home(device, stage)
                 buffers = [norm_buffer(s, stage, batch) for s in range(self.program.stages)]
@@ -215,7 +235,13 @@ class _Run:
             case ins.WeightGrad():
                 self._add(stage, batch, take("deferred"), version)
 
+    def _there(self, stage: int, batch: int) -> None:
+        """A stage's gradients are not on their way between the replicas."""
+        if (stage, batch) in self.summed:
+            raise WrongError("its gradients are being summed")
+
     def _add(self, stage: int, batch: int, found: int, version: int) -> None:
+        self._there(stage, batch)
         self.backwards -= 1
         self.model.add(stage, batch, found, version)
 

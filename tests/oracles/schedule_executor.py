@@ -89,8 +89,9 @@ class _Run:
             ready = has("F", s)
             if has("BI", s):
                 raise _Wrong
-        elif kind == "U":
-            ready = self.added[s, batch] == self.every
+        elif kind in "AU":
+            summed = "A" not in self.schedule.kinds or self.done["A", s, batch] == [None]
+            ready = self.added[s, batch] == self.every and (summed or kind == "A")
         else:
             ready = self._own(kind, s, i, batch)
         if ready:
@@ -98,10 +99,10 @@ class _Run:
         return ready
 
     def _reads(self, kind: str, s: int, batch: int) -> int:
-        """The version that a task reads; an update reads the newest."""
+        """The version that a task reads; an update reads the newest, a reduce none."""
         if not self.schedule.trains:
             return 0 if not any(self.schedule.delays) else self.steps
-        return max(batch - self.schedule.delays[s], 0) if kind != "U" else 0
+        return max(batch - self.schedule.delays[s], 0) if kind not in "AU" else 0
 
     def _own(self, kind: str, s: int, i: int | None, batch: int) -> bool:
         """A user's task: gradients must be there still, and all that it follows be done."""

@@ -57,6 +57,11 @@ class Model:
         added = tensor("weights", self.weights[stage, version], gradient)
         self.gradients.setdefault((stage, batch), []).append(added)
 
+    def reduce(self, stage: int, batch: int) -> None:
+        """Sum a stage's gradients over the replicas."""
+        added = self.gradients.get((stage, batch), [])
+        self.gradients[stage, batch] = [tensor("sum over replicas", *added)]
+
     def norm(self, stage: int, batch: int) -> int:
         """The norm of a stage's gradients."""
         return tensor("norm", *self.gradients.get((stage, batch), []))
@@ -90,6 +95,7 @@ def plain_loop(
     delays: tuple[int, ...] | None = None,
     before: str = "",
     after: str = "",
+    reduces: bool = False,
     clips: bool = False,
 ) -> Model:
     """Steps on one device: micro-batch after micro-batch, stage after stage, and back.
@@ -104,6 +110,7 @@ def plain_loop(
         delays: stage → by how many updates its weights are old.
         before: letters of a user's tasks before the update, once a step and stage.
         after: the same behind it.
+        reduces: whether gradients are summed over several replicas.
         clips: whether gradients are clipped by the norms of all stages.
     """
     model = Model.fresh(stages)
@@ -111,6 +118,8 @@ def plain_loop(
         old = [max(batch - delay, 0) for delay in delays or (0,) * stages]
         for i in range(microbatches):
             _plain_microbatch(model, stages, edges, i, batch, old, trains)
+        for stage in range(stages if reduces else 0):
+            model.reduce(stage, batch)
         norms = [model.norm(stage, batch) for stage in range(stages)] if clips else []
         for stage in range(stages):
             if clips:

@@ -37,6 +37,8 @@ LINES: dict[str, tuple[ins.Instruction, str]] = {
     "input_grad": (ins.InputGrad(1, 2, -1), "input_grad s1[2] v-1"),
     "weight_grad": (ins.WeightGrad(1, 2, -2, -2), "weight_grad s1[2''] v-2"),
     "run": (ins.Run("N", 1, batch=-1), "run N s1' v0"),
+    "reduce_scatter": (ins.ReduceScatter(2), "reduce_scatter s2"),
+    "all_gather": (ins.AllGather(2, -1), "all_gather s2'"),
     "norm": (ins.Norm(2), "norm s2"),
     "clip": (ins.Clip(2, -1), "clip s2'"),
     "free": (ins.Free(saved(1, 2)), "free saved:1[2]"),
@@ -148,8 +150,10 @@ INSTRUCTIONS = st.one_of(
         for made in (ins.Recompute, ins.Backward, ins.InputGrad, ins.WeightGrad)
     ),
     st.builds(ins.Run, st.sampled_from("NC"), SMALL, st.none() | SMALL, VERSIONS, BATCHES),
-    st.builds(ins.Norm, SMALL, BATCHES),
-    st.builds(ins.Clip, SMALL, BATCHES),
+    *(
+        st.builds(made, SMALL, BATCHES)
+        for made in (ins.ReduceScatter, ins.AllGather, ins.Norm, ins.Clip)
+    ),
     st.builds(ins.Update, SMALL, VERSIONS, VERSIONS, BATCHES),
     st.sampled_from([ins.Barrier(), ins.Pause()]),
 )
@@ -177,6 +181,7 @@ def programs(draw: st.DrawFn) -> Program:
         lists,
         tuple(draw(st.lists(st.text(max_size=6), max_size=3))),
         launches if launched else (),
+        draw(st.integers(1, 3)),
     )
 
 

@@ -19,7 +19,7 @@ from fxpipe.ir.task import KINDS, define_task
 from fxpipe.passes.lowering.communicate import communicate
 from fxpipe.passes.lowering.free import free
 from fxpipe.passes.lowering.lower import Lower
-from fxpipe.passes.schedule import add_clip
+from fxpipe.passes.schedule import add_clip, add_reduce
 from fxpipe.schedules import gpipe, one_f_one_b, two_bw, zb_h1
 from fxpipe.verify.program import verify_program
 from tests.helpers.lines import lines
@@ -41,7 +41,10 @@ V = Schedule.parse(
 def lowered(
     schedule: Schedule, plan: Plan, *, updates: bool = True, pause: bool = False
 ) -> Program:
-    return free(communicate(Lower(plan, updates=updates, pause=pause)(schedule)))
+    """Lowered to a program, of two replicas where the schedule sums their gradients."""
+    replicas = 2 if "A" in schedule.kinds else 1
+    lower = Lower(plan, updates=updates, pause=pause, replicas=replicas)
+    return free(communicate(lower(schedule)))
 
 
 def accepts(program: Program) -> bool:
@@ -106,6 +109,12 @@ CASES = LIBRARY | {
     "clip": (add_clip(one_f_one_b(2, 2)), True, False),
     "clip, several stages": (add_clip(V), True, False),
     "clip, overlap": (add_clip(two_bw(2, 2)), True, False),
+    "reduce": (add_reduce(one_f_one_b(3, 2)), True, False),
+    "reduce, several stages, clip": (add_clip(add_reduce(V)), True, False),
+    "reduce, halves": (add_reduce(zb_h1(2, 2)), True, False),
+    "reduce, overlap": (add_reduce(two_bw(2, 2)), True, False),
+    "reduce, overlap, clip": (add_clip(add_reduce(two_bw(2, 2))), True, False),
+    "reduce, pause": (add_reduce(gpipe(2, 2)), False, True),
     "stale, with a flush": (replace(gpipe(2, 2), delay=1), True, False),
     "no two delays alike": (replace(gpipe(3, 1), delay=(2, 1, 0)), True, False),
 }
@@ -130,6 +139,7 @@ def expected_of(case: str, program: Program, steps: int) -> Model:
         delays=schedule.delays,
         before="N" if own else "",
         after="L" if own else "",
+        reduces="A" in schedule.kinds,
         clips="C" in schedule.kinds,
     )
 
@@ -211,6 +221,7 @@ def test_no_class_of_edits_is_left_out() -> None:
     kinds = {made.__name__ for made in OPCODES.values()}
     halves = {"Recompute", "Backward", "InputGrad", "WeightGrad"}
     compute = halves | {"Forward", "Run"}
+    once = {"ReduceScatter", "AllGather", "Norm", "Clip", "Update"}
     moved = {"Load", "Output", "Send", "Receive", "Stash", "Pop", "Free"}
     wanted = {
         (edit, kind)
@@ -218,8 +229,8 @@ def test_no_class_of_edits_is_left_out() -> None:
         for kind in kinds
     }
     wanted |= {("change micro-batch", kind) for kind in moved | halves | {"Forward"}}
-    wanted |= {("change batch", kind) for kind in moved | compute | {"Update", "Norm", "Clip"}}
-    wanted |= {("change stage", kind) for kind in ("Norm", "Clip")}
+    wanted |= {("change batch", kind) for kind in moved | compute | once}
+    wanted |= {("change stage", kind) for kind in once}
     wanted |= {(edit, kind) for edit in ("change value", "change opcode") for kind in moved}
     wanted |= {
         (edit, kind) for edit in ("change stage", "change version") for kind in compute | {"Update"}

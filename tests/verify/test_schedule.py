@@ -15,6 +15,7 @@ from fxpipe.errors import Fault, VerificationError
 from fxpipe.ir.recipe import RECIPES, Recipe
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import KINDS, B, F, Task, U, define_task
+from fxpipe.passes.schedule import add_reduce
 from fxpipe.schedules import one_f_one_b
 from fxpipe.verify.schedule import verify_schedule
 from tests.helpers.faults import faults_of
@@ -50,7 +51,7 @@ def test_a_valid_schedule_is_returned_as_it_is(recipe: Recipe) -> None:
 
 
 RIGHT_FAULTS = {
-    "drop": "has no (forward|backward|input gradient|weight gradient|update)|it comes before",
+    "drop": "has no (forward|backward|input gradient|weight gradient|update|reduce)|it comes before",
     "duplicate": "it is there already",
     "give away": "stage .* is on device",
     "change placement": "is on device|is placed on device|later step|next step|deadlock",
@@ -59,7 +60,8 @@ RIGHT_FAULTS = {
 """Edit → what one of the faults is about, where it is refused."""
 
 
-EDITED = (*RECIPES, "recomputing", "own tasks")
+REDUCING = "reducing zb-h1", "reducing dualpipe-v", "reducing pipedream"
+EDITED = (*RECIPES, "recomputing", "own tasks", *REDUCING)
 
 
 def edits_of(name: str) -> Iterator[tuple[str, str, Schedule]]:
@@ -91,7 +93,7 @@ def test_no_class_of_edits_is_left_out() -> None:
     tried = Counter((edit, kind) for name in EDITED for edit, kind, _ in edits_of(name))
     edits = "drop", "duplicate", "swap", "move", "give away"
     changes = "change stage", "change micro-batch", "change kind", "change batch"
-    wanted = {(edit, kind) for edit in (*edits, *changes) for kind in "FBIWRUNL"}
+    wanted = {(edit, kind) for edit in (*edits, *changes) for kind in "FBIWRUANL"}
     wanted |= {("change placement", "-"), ("change delay", "-")}
     assert not {each for each in wanted if tried[each] < 3}
     assert sum(tried.values()) > 10_000
@@ -112,6 +114,8 @@ def made(name: str, devices: int, microbatches: int) -> Schedule:
     """A schedule of the library, or one with kinds of tasks that the library does not use."""
     if name in RECIPES:
         return RECIPES[name](devices, microbatches)
+    if name.startswith("reducing "):
+        return add_reduce(RECIPES[name.partition(" ")[2]](devices, microbatches))
     schedule = RECIPES["1f1b" if name == "recomputing" else "1f1b-async"](devices, microbatches)
     rows: list[list[Task]] = [[] for _ in schedule.rows]
     for device, row in enumerate(schedule.rows):

@@ -217,6 +217,16 @@ class Channels:
             del message
         return arrived.pop(buffer)
 
+    def reduce_scatter(
+        self, device: int, stage: int, batch: int, gradients: list[torch.Tensor | None]
+    ) -> None:
+        """Take a stage's gradients and begin to sum them over the replicas; never waits."""
+        raise NotImplementedError("one process runs one replica")
+
+    def all_gather(self, device: int, stage: int, batch: int) -> list[torch.Tensor | None]:
+        """Wait for a stage's sums over the replicas. Raises Stopped when the run is stopped."""
+        raise NotImplementedError("one process runs one replica")
+
     def meet(self) -> None:
         """Wait until every thread has called this. Raises Stopped when the run is stopped."""
         try:
