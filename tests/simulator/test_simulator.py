@@ -19,6 +19,7 @@ from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.unroll import unroll
 from fxpipe.passes.lowering.communicate import communicate
 from fxpipe.passes.lowering.lower import Lower
+from fxpipe.passes.schedule import add_reduce
 from fxpipe.schedules import one_f_one_b
 from fxpipe.simulator import Link, Sizes, simulate
 from fxpipe.simulator.simulation import Transfer
@@ -245,7 +246,8 @@ def every_opcode() -> list[Program]:
         "schedule again stages=3 microbatches=1 delay=0\nplace 0 | 1 | 2\n"
         "0: F0 R0 B0 U\n1: F0 I0 W0 U\n2: F0 B0 U\n"
     )
-    return [communicate(paused), whole(again, skipping(3)), whole(CLIPPING, chain(2))]
+    summing = Lower(chain(2), replicas=2)(add_reduce(CLIPPING))
+    return [communicate(paused), whole(again, skipping(3)), communicate(summing)]
 
 
 def test_it_takes_every_instruction() -> None:

@@ -14,13 +14,15 @@ from fxpipe.ir import instruction as ins
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
-from fxpipe.ir.task import B, F, I, R, Task, U, W
+from fxpipe.ir.task import KINDS, B, F, I, R, Task, U, W, define_task
 from fxpipe.ir.value import HOST, Buffer, Edge
 from fxpipe.passes.lowering.communicate import communicate
 from fxpipe.passes.lowering.free import free
 from fxpipe.passes.lowering.lower import Lower
 from fxpipe.passes.runner import run
+from fxpipe.passes.schedule import add_reduce
 from fxpipe.schedules import gpipe, inference, one_f_one_b
+from fxpipe.text.program import print_instruction
 from tests.helpers.lines import lines
 from tests.helpers.plans import chain, plan_of, skipping
 from tests.oracles.program_executor import program_is_right
@@ -127,6 +129,69 @@ def test_lower_makes_an_instruction_of_each_task_and_a_barrier_before_the_update
         ),
         ("lower",),
     )
+
+
+def summed(text: str, *, updates: bool = True) -> Program:
+    """A schedule of one stage a device, lowered for three replicas."""
+    schedule = Schedule.parse(f"schedule mine stages=2 microbatches=1 {text}").verify()
+    return Lower(chain(2), updates=updates, replicas=3)(schedule)
+
+
+def summing(program: Program) -> list[list[str]]:
+    """What each device does that concerns sums over replicas."""
+    kinds = ins.Summing | ins.Norm | ins.Clip | ins.Run | ins.Barrier | ins.Update
+    return [[print_instruction(x) for x in own if isinstance(x, kinds)] for own in program.lists]
+
+
+def test_sums_over_replicas_begin_at_their_task_and_are_waited_for_before_the_barrier() -> None:
+    text = "delay=0\nplace 0 | 1\n0: F0 B0 A U\n1: F0 B0 A U\n"
+    for updates, behind in (True, ["barrier", "update s1 v0 -> v1"]), (False, []):
+        program = summed(text, updates=updates)
+        assert program.replicas == 3
+        assert summing(program)[1] == ["reduce_scatter s1", "all_gather s1", *behind]
+
+
+def test_sums_over_replicas_are_waited_for_where_they_are_needed_first() -> None:
+    clips = "delay=0\nplace 0 1\n0: F0@0 F0@1 B0@1 A@1 B0@0 A@0 C@0 C@1 U@0 U@1\n"
+    assert summing(summed(clips))[0][:8] == [
+        "reduce_scatter s1",
+        "reduce_scatter s0",
+        "all_gather s1",
+        "norm s1",
+        "all_gather s0",
+        "norm s0",
+        "clip s0",
+        "clip s1",
+    ]
+    late = "delay=1\nplace 0 | 1\n0: F0 U' B0 A\n1: F0 B0 A' U'\n"
+    assert summing(summed(late)) == [
+        ["all_gather s0'", "update s0' v-1 -> v0", "reduce_scatter s0"],
+        ["reduce_scatter s1'", "all_gather s1'", "update s1' v-1 -> v0"],
+    ]
+
+
+def test_a_task_of_ones_own_that_reads_gradients_waits_for_their_sums() -> None:
+    define_task("N", "look", run=lambda context: None, reads=("gradients",), cost=1)
+    define_task("L", "look", run=lambda context: None, reads=("parameters",), cost=1)
+    try:
+        text = "delay=0\nplace 0 | 1\n0: F0 B0 N A L U\n1: F0 B0 A L N U\n"
+        assert [own[:4] for own in summing(summed(text))] == [
+            ["run N s0 v0", "reduce_scatter s0", "run L s0 v0", "all_gather s0"],
+            ["reduce_scatter s1", "run L s1 v0", "all_gather s1", "run N s1 v0"],
+        ]
+    finally:
+        del KINDS["N"], KINDS["L"]
+
+
+def test_with_one_replica_a_reduce_becomes_nothing() -> None:
+    schedule = one_f_one_b(3, 4)
+    assert Lower(chain(3))(add_reduce(schedule)) == Lower(chain(3))(schedule)
+
+
+def test_several_replicas_need_a_schedule_that_sums_their_gradients() -> None:
+    with pytest.raises(InputError, match=r"has no A, .* 2 replicas would never be summed"):
+        Lower(chain(2), replicas=2)(gpipe(2, 2))
+    assert Lower(chain(2), replicas=2)(inference(2, 2)).replicas == 2
 
 
 def test_updates_move_behind_every_backward_of_their_device() -> None:
