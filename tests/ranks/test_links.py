@@ -327,7 +327,7 @@ def test_strangers_are_not_let_in_and_keep_nobody_waiting() -> None:
 
         thread = threading.Thread(target=proves)
         thread.start()
-        with within(2), meeting._Door(listener, secret) as door:
+        with within(2), meeting._Door([listener], secret) as door:
             while not found:
                 found += door.admitted()
         thread.join()

@@ -290,7 +290,7 @@ def _links(group: RankGroup, met: Met) -> Links:
         if (here := reference()) is not None:
             here._lost(rank, why)
 
-    links = Links(met.sockets, deliver, lost)
+    links = Links(met.sockets, deliver, lost, met.shared)
     weakref.finalize(group, links.end).atexit = False
     if not _groups:
         atexit.register(_close_all)

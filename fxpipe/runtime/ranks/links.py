@@ -16,10 +16,12 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from types import MappingProxyType
 
 from fxpipe.errors import told
 from fxpipe.runtime.ranks.message import Message, Packed, pack
 from fxpipe.runtime.ranks.peer import Peer
+from fxpipe.runtime.ranks.shared import Shared
 
 BEAT = 1.0
 """Seconds after which a rank that has sent nothing else says that it is alive."""
@@ -52,15 +54,18 @@ class Links:
         sockets: Mapping[int, socket.socket],
         deliver: Callable[[int, Message], None],
         lost: Callable[[int, str], None],
+        shared: Mapping[int, Shared] = MappingProxyType({}),
     ) -> None:
         """Start the thread.
 
         Args:
             sockets: rank → a connected socket to it.
+            shared: rank → the memory that it shares with this one, where it does.
             deliver: called by the thread that reads with a rank and a message from it.
             lost: called by that thread, once for a rank, with what has happened to it.
         """
-        self._peers = {rank: Peer(rank, each) for rank, each in sockets.items()}
+        nothing: Shared = (None, None)
+        self._peers = {r: Peer(r, each, shared.get(r, nothing)) for r, each in sockets.items()}
         self._deliver, self._lost = deliver, lost
         self._selector = selectors.DefaultSelector()
         self._reading = threading.Lock()
@@ -92,7 +97,8 @@ class Links:
         Raises:
             InputError: the message has something in it that cannot be sent.
         """
-        self._send(self._peers[rank], pack(message))
+        peer = self._peers[rank]
+        self._send(peer, pack(message, peer.lent))
 
     def send_all(self, message: Message) -> None:
         """Send a message to every other rank."""
@@ -147,7 +153,9 @@ class Links:
     def _drop(self) -> None:
         """Close what a forked process has inherited: a connection lasts until all have closed it,
         and the others have to notice when the process ends that it was forked from."""
-        for each in (*(peer.socket for peer in self._peers.values()), *self._wakers):
+        for peer in self._peers.values():
+            peer.close()
+        for each in self._wakers:
             each.close()
         self._selector.close()
 
@@ -282,7 +290,7 @@ class Links:
                 self._selector.unregister(peer.socket)
             with suppress(KeyError, ValueError):
                 self._waiting.unregister(peer.socket)
-            peer.socket.close()
+            peer.close()
 
 
 def _drain(pipe: socket.socket) -> None:

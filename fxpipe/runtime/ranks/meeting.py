@@ -7,11 +7,13 @@ import os
 import secrets
 import selectors
 import socket
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from importlib.metadata import PackageNotFoundError, version
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -19,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fxpipe.errors import InputError, RankError, told
+from fxpipe.runtime.ranks.shared import LOCAL, Shared, share
 from fxpipe.signals import raise_held
 
 T = TypeVar("T")
@@ -42,6 +45,7 @@ class Met(NamedTuple):
         threads: intra-op threads of this rank's device: its share of the host's, or what
             OMP_NUM_THREADS says.
         timeout: seconds that a rank may be late.
+        shared: other rank → the memory that it shares with this one, where it does.
     """
 
     rank: int
@@ -50,6 +54,7 @@ class Met(NamedTuple):
     sockets: dict[int, socket.socket]
     threads: int
     timeout: float
+    shared: Mapping[int, Shared] = MappingProxyType({})
 
 
 class _Card(NamedTuple):
@@ -61,6 +66,7 @@ class _Card(NamedTuple):
     network: str
     address: str
     port: int
+    local: str
     secret: bytes
     versions: tuple[str, str]
     ranks: tuple[int, ...]
@@ -87,14 +93,20 @@ def meet(mesh: DeviceMesh) -> Met:
     timeout = _timeout(group)
     address = _address()
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    listener = socket.create_server((address, 0), family=family, backlog=size)
-    try:
+    with ExitStack() as closing:
+        listener = socket.create_server((address, 0), family=family, backlog=size)
+        listeners = [closing.enter_context(listener)]
+        local = _local()
+        if local is not None:
+            listeners.append(closing.enter_context(local))
+            local.listen(size)
         card = _Card(
             dist.get_rank(),
             socket.gethostname(),
             os.getpid(),
             _network(),
             *_named(listener),
+            "" if local is None else local.getsockname()[1:].decode(),
             secrets.token_bytes(_PROOF),
             (_version(), torch.__version__),
             ranks,
@@ -116,13 +128,13 @@ def meet(mesh: DeviceMesh) -> Met:
                 )
         cards.sort(key=lambda each: ranks.index(each.global_rank))  # the group is in its own order
         names = tuple(map(_named_rank, cards))
-        sockets = _connected(rank, cards, names, listener, time.monotonic() + CONNECTS)
-    finally:
-        listener.close()
+        sockets = _connected(rank, cards, names, listeners, time.monotonic() + CONNECTS)
+    shared = dict(zip(sockets, share([*sockets.values()]), strict=True))
     beside = sum(each.host == card.host and each.network == card.network for each in cards)
-    share = 1 if "OMP_NUM_THREADS" in os.environ else beside
+    threads = torch.get_num_threads()
+    threads = threads if "OMP_NUM_THREADS" in os.environ else max(1, threads // beside)
     places = tuple(f"rank {each.global_rank}, {each.host}" for each in cards)
-    return Met(rank, names, places, sockets, max(1, torch.get_num_threads() // share), timeout)
+    return Met(rank, names, places, sockets, threads, timeout, shared)
 
 
 def _named_rank(card: _Card) -> str:
@@ -134,7 +146,7 @@ def _connected(
     rank: int,
     cards: Sequence[_Card],
     names: Sequence[str],
-    listener: socket.socket,
+    listeners: Sequence[socket.socket],
     deadline: float,
 ) -> dict[int, socket.socket]:
     """Connections to all others: to the lower ranks from here, from the higher ones to here."""
@@ -142,22 +154,21 @@ def _connected(
     secret = cards[0].secret
     try:
         for other in range(rank):
-            address = cards[other].address, cards[other].port
+            card = cards[other]
             try:
-                made = socket.create_connection(address, max(deadline - time.monotonic(), 1))
-                made.settimeout(max(deadline - time.monotonic(), 1))
+                made = _connection(card, max(deadline - time.monotonic(), 1))
                 made.sendall(
                     bytes([rank >> 8, rank & 255]) + _proof(secret, _exactly(made, _NONCE))
                 )
             except OSError as error:
                 raise RankError(
-                    f"{names[other]} cannot be reached at {address[0]} port {address[1]} "
+                    f"{names[other]} cannot be reached at {card.address} port {card.port} "
                     f"({told(error)}); open the network between the hosts, or set MASTER_ADDR to "
                     "an address by which they reach each other",
                     rank=other,
                 ) from error
             found[other] = made
-        with _Door(listener, secret) as door:
+        with _Door(listeners, secret) as door:
             while len(found) < len(cards) - 1:
                 raise_held()
                 if time.monotonic() > deadline:
@@ -173,20 +184,47 @@ def _connected(
             each.close()
         raise
     for each in found.values():
-        each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        each.settimeout(max(deadline - time.monotonic(), 1))
+        if each.family != LOCAL:
+            each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return found
+
+
+def _local() -> socket.socket | None:
+    """A socket for connections inside of this host, under a name that nobody else has."""
+    if sys.platform != "linux":  # the only one on which a name needs no file
+        return None
+    made = socket.socket(socket.AF_UNIX)
+    made.bind(f"\0fxpipe-{secrets.token_hex(16)}")
+    return made
+
+
+def _connection(card: _Card, timeout: float) -> socket.socket:
+    """A connection to another rank, if it can be one inside of this host."""
+    if card.local and sys.platform == "linux":
+        made = socket.socket(socket.AF_UNIX)
+        made.settimeout(timeout)
+        try:
+            made.connect(f"\0{card.local}")
+            return made
+        except OSError:  # it is on another host
+            made.close()
+    made = socket.create_connection((card.address, card.port), timeout)
+    made.settimeout(timeout)
+    return made
 
 
 class _Door:
     """Lets in who proves to be a rank. Strangers, even silent ones, keep nobody waiting."""
 
-    def __init__(self, listener: socket.socket, secret: bytes) -> None:
+    def __init__(self, listeners: Sequence[socket.socket], secret: bytes) -> None:
         self._secret = secret
         self._said: dict[socket.socket, bytes] = {}
         self._asked: dict[socket.socket, bytes] = {}
-        self._listener = listener
+        self._listeners = listeners
         self._selector = selectors.DefaultSelector()
-        self._selector.register(listener, selectors.EVENT_READ)
+        for each in listeners:
+            self._selector.register(each, selectors.EVENT_READ)
 
     def __enter__(self) -> _Door:
         return self
@@ -200,8 +238,8 @@ class _Door:
         """The ranks that have proven who they are since the last call, after a short wait."""
         for key, _ in self._selector.select(_POLL):
             assert isinstance(key.fileobj, socket.socket)
-            if key.fileobj is self._listener:
-                self._ask(self._listener.accept()[0])
+            if key.fileobj in self._listeners:
+                self._ask(key.fileobj.accept()[0])
             elif (other := self._heard(key.fileobj)) is not None:
                 yield other, key.fileobj
 

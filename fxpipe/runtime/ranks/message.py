@@ -10,7 +10,7 @@ import ctypes
 import hashlib
 import json
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from fxpipe.errors import InputError
+from fxpipe.runtime.ranks.shared import LEAST, Borrowed, Lent, Slot
 
 PREFIX = struct.Struct("!IQ")
 """Before each message: the bytes of its head, and the bytes of all its tensors."""
@@ -27,6 +28,7 @@ MOST = 1 << 26
 """A head of more bytes than this is none."""
 
 _ALIGNED = 64
+_SENT = 6  # words that tell the layout of a tensor which is sent; one in shared memory has fewer
 _NAMES = {d: str(d).removeprefix("torch.") for d in vars(torch).values() if type(d) is torch.dtype}
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
@@ -48,7 +50,8 @@ class Message:
 
 @dataclass
 class Packed:
-    """A message as bytes. The tensors are not copied where they lie dense in memory.
+    """A message as bytes. The tensors are not copied where they lie dense in memory; large ones are
+    not in it where the other process reads them in memory that both share.
 
     Attributes:
         parts: the bytes in order.
@@ -59,21 +62,29 @@ class Packed:
     kept: list[Tensor] = field(default_factory=list)
 
 
-def pack(message: Message) -> Packed:
+def pack(message: Message, lent: Lent | None = None) -> Packed:
     """The bytes of a message.
+
+    Args:
+        message: what is sent.
+        lent: memory for its large tensors, of the process that it is sent to.
 
     Raises:
         InputError: its value has something in it that cannot be sent.
     """
-    tensors: list[Tensor] = []
-    layouts: list[Any] = []
-    tree = _flattened(message.value, tensors, layouts)
-    head = json.dumps([message.kind, message.key, tree, layouts], separators=(",", ":")).encode()
-    if len(head) > MOST:
-        raise InputError(f"a message to another rank has {len(head)} bytes besides its tensors")
-    views = [view for tensor in tensors if len(view := _bytes(tensor))]
+    flat = _Flat(lent)
+    try:
+        tree = flat.of(message.value)
+        words = [message.kind, message.key, tree, flat.layouts]
+        head = json.dumps(words, separators=(",", ":")).encode()
+        if len(head) > MOST:
+            raise InputError(f"a message to another rank has {len(head)} bytes besides its tensors")
+    except BaseException:
+        flat.give_back()
+        raise
+    views = [view for tensor in flat.tensors if len(view := _bytes(tensor))]
     made = Packed([memoryview(PREFIX.pack(len(head), sum(map(len, views))) + head), *views])
-    made.kept = tensors
+    made.kept = flat.tensors
     return made
 
 
@@ -86,8 +97,12 @@ def digest(tensor: Tensor) -> str:
     return made.hexdigest()[:16]
 
 
-def unpacking() -> Iterator[memoryview | Message]:
-    """Read messages one after another: yields memory to fill, or a message that is complete."""
+def unpacking(borrowed: Borrowed | None = None) -> Iterator[memoryview | Message]:
+    """Read messages one after another: yields memory to fill, or a message that is complete.
+
+    Args:
+        borrowed: the memory in which the process that sends them writes large tensors.
+    """
     while True:
         prefix = bytearray(PREFIX.size)
         yield memoryview(prefix)
@@ -97,98 +112,172 @@ def unpacking() -> Iterator[memoryview | Message]:
         head = bytearray(size)
         yield memoryview(head)
         kind, key, tree, layouts = json.loads(head)
-        expected = sum(_DTYPES[name].itemsize * prod(sent) for name, _, _, sent, *_ in layouts)
+        sent = [layout for layout in layouts if len(layout) == _SENT]
+        expected = sum(_DTYPES[name].itemsize * prod(shape) for name, _, _, _, shape, _ in sent)
         if expected != rest:
             raise ValueError(f"{rest} bytes for tensors of {expected} bytes")
-        made = [_room(*layout) for layout in layouts]
-        yield from (view for _, room in made if len(view := _bytes(room)))
+        made = [
+            _room(*layout) if len(layout) == _SENT else _shared(borrowed, *layout)
+            for layout in layouts
+        ]
+        yield from (view for _, room in made if room is not None and len(view := _bytes(room)))
         tensors = [_laid_out(tensor, room) for tensor, room in made]
         yield Message(kind, _tuples(key), _nested(tree, tensors))
 
 
-def _flattened(value: Any, tensors: list[Tensor], layouts: list[Any]) -> Any:
-    """The value as JSON; its tensors are added to ``tensors``, dense and on the CPU."""
-    if isinstance(value, Tensor):
-        if value.layout is not torch.strided:
-            return _sparse(value, tensors, layouts)
-        if not value.dim() and value.device.type == "cpu" and not value.is_complex():
-            return {"scalar": value.item(), "dtype": _NAMES[value.dtype]}
-        dense, layout = _dense(value.detach())
-        tensors.append(dense)
-        layouts.append(layout)
-        return {"tensor": len(tensors) - 1}
-    if value is None or isinstance(value, bool | str | int | float):
-        return value
-    if isinstance(value, list):
-        return [_flattened(item, tensors, layouts) for item in value]
-    if type(value) is tuple:
-        return {"tuple": [_flattened(item, tensors, layouts) for item in value]}
-    if isinstance(value, dict):
-        pairs = [[*pair] for pair in value.items()]
-        return {"dict": _flattened(pairs, tensors, layouts)}
-    raise InputError(
-        f"a {type(value).__name__} would have to go from one rank to another, and only tensors, "
-        "numbers, strings, lists, tuples and dicts can; let a submodule that makes and uses it be "
-        "one leaf module, or keep both on one stage with partition="
-    )
+class _Flat:
+    """Values as JSON, beside their tensors.
 
+    Attributes:
+        tensors: those that are sent, dense and on the CPU.
+        layouts: how to restore all tensors. Of one that is sent: dtype, shape, strides, where it
+            starts, the shape and strides that are sent. Of one in shared memory: dtype, shape,
+            strides, where it starts, its slot.
+    """
 
-def _sparse(value: Tensor, tensors: list[Tensor], layouts: list[Any]) -> Any:
-    if value.layout is torch.sparse_coo:
-        parts = [value._indices(), value._values()]
-        word: Any = {"coo": list(value.shape), "coalesced": value.is_coalesced()}
-    elif value.layout is torch.sparse_csr:
-        parts = [value.crow_indices(), value.col_indices(), value.values()]
-        word = {"csr": list(value.shape)}
-    else:
+    def __init__(self, lent: Lent | None) -> None:
+        self.tensors: list[Tensor] = []
+        self.layouts: list[tuple[Any, ...]] = []
+        self._lent = lent
+
+    def give_back(self) -> None:
+        """The message is not sent."""
+        for layout in self.layouts:
+            if self._lent is not None and len(layout) != _SENT:
+                self._lent.give_back(layout[-1])
+
+    def of(self, value: Any) -> Any:
+        """A value as JSON."""
+        if isinstance(value, Tensor):
+            if value.layout is not torch.strided:
+                return self._sparse(value)
+            if not value.dim() and value.device.type == "cpu" and not value.is_complex():
+                return {"scalar": value.item(), "dtype": _NAMES[value.dtype]}
+            self._add(value.detach())
+            return {"tensor": len(self.layouts) - 1}
+        if value is None or isinstance(value, bool | str | int | float):
+            return value
+        if isinstance(value, list):
+            return [self.of(item) for item in value]
+        if type(value) is tuple:
+            return {"tuple": [self.of(item) for item in value]}
+        if isinstance(value, dict):
+            return {"dict": self.of([[*pair] for pair in value.items()])}
         raise InputError(
-            f"a tensor of layout {value.layout} would have to go from one rank to another; make it "
-            "dense, or torch.sparse_coo"
+            f"a {type(value).__name__} would have to go from one rank to another, and only "
+            "tensors, numbers, strings, lists, tuples and dicts can; let a submodule that makes "
+            "and uses it be one leaf module, or keep both on one stage with partition="
         )
-    return word | {"parts": [_flattened(part, tensors, layouts) for part in parts]}
+
+    def _sparse(self, value: Tensor) -> Any:
+        if value.layout is torch.sparse_coo:
+            parts = [value._indices(), value._values()]
+            word: Any = {"coo": list(value.shape), "coalesced": value.is_coalesced()}
+        elif value.layout is torch.sparse_csr:
+            parts = [value.crow_indices(), value.col_indices(), value.values()]
+            word = {"csr": list(value.shape)}
+        else:
+            raise InputError(
+                f"a tensor of layout {value.layout} would have to go from one rank to another; "
+                "make it dense, or torch.sparse_coo"
+            )
+        return word | {"parts": [self.of(part) for part in parts]}
+
+    def _add(self, value: Tensor) -> None:
+        start = value.data_ptr() % _ALIGNED // value.element_size()
+        shape, strides = tuple(value.shape), value.stride()
+        layout = _NAMES[value.dtype], shape, strides, start
+        once = _once(value).resolve_conj().resolve_neg()
+        if once.nbytes >= LEAST and self._share(once, layout):
+            return
+        sent = _dense(once)
+        self.tensors.append(sent)
+        self.layouts.append((*layout, tuple(sent.shape), sent.stride()))
+
+    def _share(self, value: Tensor, layout: tuple[Any, ...]) -> bool:
+        """Write a tensor into shared memory, laid out as it is, if there is some left."""
+        _, shape, strides, start = layout
+        span = _span(shape, strides)
+        if self._lent is None or span > 4 * value.numel() or _overlaps(value):
+            return False
+        slot = self._lent.take((start + span) * value.element_size())
+        if slot is None:
+            return False
+        memory = torch.frombuffer(self._lent.view(slot), dtype=value.dtype)
+        memory.as_strided(value.shape, strides, start).copy_(value)
+        self.layouts.append((*layout, slot))
+        return True
 
 
-def _dense(value: Tensor) -> tuple[Tensor, Any]:
-    """A tensor whose elements fill the memory from its first to its last, and the layout to
-    restore: dtype, shape, strides, the shape and strides that are sent, and where it starts."""
-    start = value.data_ptr() % _ALIGNED // value.element_size()
-    shape, strides = tuple(value.shape), value.stride()
-    name = _NAMES[value.dtype]
-    value = value.resolve_conj().resolve_neg()
-    if value.is_cpu and value.is_contiguous() and 0 not in strides:
-        return value, [name, shape, strides, shape, strides, start]
-    collapsed = [1 if stride == 0 else size for size, stride in zip(shape, strides, strict=True)]
-    sent = value.as_strided(collapsed, strides)
-    if value.device.type != "cpu":
-        sent = sent.cpu()
-    span = 1 + sum((n - 1) * s for n, s in zip(collapsed, sent.stride(), strict=True))
-    if span != sent.numel() and sent.numel():
+def _once(value: Tensor) -> Tensor:
+    """A tensor with each element that it repeats along a dimension once."""
+    strides = value.stride()
+    if 0 not in strides:
+        return value
+    shape = [1 if stride == 0 else n for n, stride in zip(value.shape, strides, strict=True)]
+    return value.as_strided(shape, strides)
+
+
+def _span(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """How many elements there are from a tensor's first to its last."""
+    if 0 in shape:
+        return 0
+    return 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+
+
+def _overlaps(value: Tensor) -> bool:
+    """Whether some of its elements may be in the same place."""
+    span = 1
+    for stride, n in sorted(zip(value.stride(), value.shape, strict=True)):
+        if n > 1 and stride < span:
+            return True
+        span += (n - 1) * stride
+    return False
+
+
+def _dense(value: Tensor) -> Tensor:
+    """The same on the CPU, with elements that fill the memory from the first to the last."""
+    sent = value if value.is_cpu else value.cpu()
+    if not sent.is_contiguous() and _span(sent.shape, sent.stride()) != sent.numel():
         sent = sent.clone(memory_format=torch.contiguous_format)  # it has gaps, or overlaps itself
-    return sent, [name, shape, strides, tuple(sent.shape), sent.stride(), start]
+    return sent
 
 
 def _room(
-    name: str, shape: list[int], strides: list[int], sent: list[int], order: list[int], start: int
+    name: str, shape: list[int], strides: list[int], start: int, sent: list[int], order: list[int]
 ) -> tuple[Tensor, Tensor]:
     """Memory for a tensor, as it will be used and as its bytes arrive; often the same memory."""
     dtype = _DTYPES[name]
-    span = (
-        1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) if 0 not in shape else 0
-    )
-    memory = torch.empty(start + span, dtype=dtype)
+    memory = torch.empty(start + _span(shape, strides), dtype=dtype)
     made = memory.as_strided(shape, strides, start)
     if sent == shape and order == strides:
         return made, made
     same = all(n == 1 or s == o for n, s, o in zip(sent, strides, order, strict=True))
-    return made, memory.as_strided(sent, order, start) if same else _strided(sent, order, dtype)
+    arrives = memory.as_strided(sent, order, start) if same else None
+    return made, torch.empty_strided(sent, order, dtype=dtype) if arrives is None else arrives
 
 
-def _strided(shape: list[int], strides: list[int], dtype: torch.dtype) -> Tensor:
-    return torch.empty_strided(shape, strides, dtype=dtype)
+def _shared(
+    borrowed: Borrowed | None,
+    name: str,
+    shape: list[int],
+    strides: list[int],
+    start: int,
+    slot: list[int],
+) -> tuple[Tensor, None]:
+    """A tensor that is in shared memory."""
+    if borrowed is None:
+        raise ValueError("a tensor in shared memory, and none is shared")
+    memory = torch.frombuffer(borrowed.view(Slot(*slot)), dtype=_DTYPES[name])
+    if min(start, *strides, 0) < 0 or start + _span(shape, strides) > len(memory):
+        raise ValueError(f"a tensor beyond the end of its {Slot(*slot)}")
+    return memory.as_strided(shape, strides, start), None
 
 
-def _laid_out(made: Tensor, arrived: Tensor) -> Tensor:
+def _laid_out(made: Tensor, arrived: Tensor | None) -> Tensor:
     """The tensor as it was; where the bytes were sent in another order, they are copied."""
+    if arrived is None:
+        return made
     if made.untyped_storage().data_ptr() != arrived.untyped_storage().data_ptr():
         made.as_strided(arrived.shape, made.stride()).copy_(arrived)
     return made

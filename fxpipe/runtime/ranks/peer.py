@@ -9,6 +9,7 @@ from collections import deque
 
 from fxpipe.errors import told
 from fxpipe.runtime.ranks.message import Packed, unpacking
+from fxpipe.runtime.ranks.shared import Shared
 
 _AT_ONCE = 64
 """Pieces of memory handed to the system in one call."""
@@ -22,6 +23,8 @@ class Peer:
         socket: the connection.
         lock: held to write.
         unsent: messages that are not sent completely: what is left of each, and the whole.
+        lent: memory of this process that the other one reads; None where none is shared.
+        borrowed: memory of the other process that this one reads; likewise.
         spoke: when something was last sent to it.
         heard: when something last came from it.
         gone: why there is no connection any more; empty while there is one.
@@ -31,14 +34,15 @@ class Peer:
         filled: how many of its bytes are filled.
     """
 
-    def __init__(self, rank: int, connection: socket.socket) -> None:
+    def __init__(self, rank: int, connection: socket.socket, shared: Shared = (None, None)) -> None:
         self.rank = rank
         self.socket = connection
         self.lock = threading.Lock()
         self.unsent: deque[tuple[deque[memoryview], Packed]] = deque()
         self.spoke = self.heard = time.monotonic()
         self.gone = self.broken = ""
-        self.arriving = unpacking()
+        self.lent, self.borrowed = shared
+        self.arriving = unpacking(self.borrowed)
         first = next(self.arriving)
         assert isinstance(first, memoryview)
         self.space, self.filled = first, 0
@@ -66,3 +70,10 @@ class Peer:
             self.unsent.clear()
             return False
         return True
+
+    def close(self) -> None:
+        """Close the connection."""
+        self.socket.close()
+        for memory in (self.lent, self.borrowed):
+            if memory is not None:
+                memory.close()
