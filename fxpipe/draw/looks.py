@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Literal
 
 from fxpipe.draw.canvas import Look, Stroke
 from fxpipe.draw.chart import Entry
@@ -22,6 +23,7 @@ from fxpipe.draw.picture import (
     PAPER,
     PARAMETER,
     SKIP,
+    SUM,
     TASKS,
     tint,
 )
@@ -160,6 +162,10 @@ def boxes_of(schedule: Schedule, steps: int) -> Boxes:
 ACT_ARROW = Stroke(INK)
 SKIP_ARROW = Stroke(SKIP, "dashed")
 GRADIENT_ARROW = Stroke(GRADIENT)
+SUM_ARROW = Stroke(SUM, "dashed")
+
+Moved = BufferKind | Literal["sum"]
+"""What goes from device to device, or from replica to replica."""
 
 MARK_HEIGHT = 0.55
 """Height of a mark's box as a fraction of the row's height."""
@@ -209,19 +215,22 @@ def glyph(instruction: ins.Instruction, program: Program) -> Glyph:
     return drawn
 
 
-def arrow(kind: BufferKind) -> Stroke:
+def arrow(kind: Moved) -> Stroke:
     """The stroke of an arrow for the transfer of such a buffer."""
+    if kind == "sum":
+        return SUM_ARROW
     if kind == "grad":
         return GRADIENT_ARROW
     return SKIP_ARROW if kind == "skip" else ACT_ARROW
 
 
-def arrow_entries(kinds: Collection[BufferKind]) -> list[Entry]:
+def arrow_entries(kinds: Collection[Moved]) -> list[Entry]:
     """The legend entries for the arrows of such buffers."""
     strokes = {arrow(kind) for kind in kinds}
     meanings = {
         ACT_ARROW: "value to the next stage",
         SKIP_ARROW: "value that skips stages",
         GRADIENT_ARROW: "gradient",
+        SUM_ARROW: "gradients are summed over the replicas",
     }
     return [Entry(text, stroke) for stroke, text in meanings.items() if stroke in strokes]

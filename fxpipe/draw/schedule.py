@@ -28,7 +28,7 @@ from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import KINDS, Task
 from fxpipe.ir.walk import Place
 from fxpipe.simulator.costs import Costs
-from fxpipe.simulator.simulation import Simulation, Transfer, task_of
+from fxpipe.simulator.simulation import Simulation, Sum, Transfer, task_of
 from fxpipe.words import plural, time_text
 
 WITH_ARROWS = 1000
@@ -274,17 +274,29 @@ def _simulation_title(simulation: Simulation, seconds: bool) -> str:
     return " · ".join(parts)
 
 
+_ABOVE = 2.0
+"""How far above its row a sum over the replicas is drawn."""
+
+
 def _visible(simulation: Simulation) -> list[Transfer]:
     """The transfers that are drawn."""
-    taking = [t for t in simulation.transfers if t.end > t.start and t.source != t.target]
+    taking = [
+        t
+        for t in simulation.transfers
+        if t.end > t.start and (t.source != t.target or isinstance(t.buffer, Sum))
+    ]
     return taking if len(taking) <= WITH_ARROWS else []
 
 
 def _draw_transfers(chart: Chart, simulation: Simulation, unit: float) -> None:
-    """Draw a line from where each value is sent to where it arrives."""
+    """Draw a line from where each value is sent to where it arrives, or over the row of a device
+    while gradients are summed over its replicas."""
     for transfer in _visible(simulation):
         xs = chart.x(transfer.start * unit), chart.x(transfer.end * unit)
         ends = chart.ends(transfer.source, xs[0], transfer.target, xs[1])
+        if isinstance(transfer.buffer, Sum):
+            above = chart.y(transfer.source) - _ABOVE
+            ends = (xs[0], above), (xs[1], above)
         tail, head = (chart.canvas.box(at, 0, 0, Look()) for at in ends)
         (x1, y1), (x2, y2) = ends
         path = [(x1 + (x2 - x1) * part, y1 + (y2 - y1) * part) for part in (0, 1 / 3, 2 / 3, 1)]

@@ -150,6 +150,7 @@ class Schedule:
         overlap: bool = True,
         sizes: Sizes | None = None,
         steps: int | None = None,
+        replicas: int = 1,
     ) -> Simulation:
         """Run it on paper, of stages that each hand one value to the next.
 
@@ -158,7 +159,13 @@ class Schedule:
         from fxpipe.simulator import simulate_schedule
 
         return simulate_schedule(
-            self, costs, links=links, overlap=overlap, sizes=sizes, steps=steps
+            self,
+            costs,
+            links=links,
+            overlap=overlap,
+            sizes=sizes,
+            steps=steps,
+            replicas=replicas,
         )
 
     def formulas(self, *, given: Sequence[Relational] = ()) -> Formulas:

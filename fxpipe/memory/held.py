@@ -91,6 +91,7 @@ def plan_sizes(
         saved_state={index: each.saved_state for index, each in kept.items()},
         parameters={s.index: _bytes(state[a.target] for a in s.parameters) for s in plan.stages},
         gradients={index: _bytes(own) for index, own in trained.items()},
+        elements={i: [(x.numel(), x.element_size()) for x in own] for i, own in trained.items()},
         started={} if any(optimizers) else gradients,
         optimizer={
             # a step reads copies of the buffers that it writes

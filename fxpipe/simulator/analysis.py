@@ -10,7 +10,7 @@ from fxpipe.errors import InputError
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.value import Buffer
 from fxpipe.ir.walk import Place
-from fxpipe.simulator.simulation import Simulation, Span, Transfer
+from fxpipe.simulator.simulation import Simulation, Span, Sum, Transfer
 
 _FIRST, _LAST = 16, 256
 """Steps that are tried, doubled until the times repeat."""
@@ -30,6 +30,7 @@ class Idle:
         copying: another device → waiting in between for transfers from it, or to it where they
             do not overlap.
         meeting: waiting in between until all devices have come to a barrier or a pause.
+        summing: waiting in between until gradients are summed over the replicas.
         other: what is left: instructions that compute nothing, and, where it was measured, all
             that lies between two instructions.
     """
@@ -39,12 +40,13 @@ class Idle:
     waiting: Mapping[int, float]
     copying: Mapping[int, float]
     meeting: float
+    summing: float
     other: float
 
     @property
     def total(self) -> float:
         waits = sum(self.waiting.values()) + sum(self.copying.values())
-        return self.warm_up + self.drain + waits + self.meeting + self.other
+        return self.warm_up + self.drain + waits + self.meeting + self.summing + self.other
 
 
 def idle_time(simulation: Simulation, device: int) -> Idle:
@@ -56,7 +58,7 @@ def idle_time(simulation: Simulation, device: int) -> Idle:
     tasks = [position for position in range(len(ends)) if ins.letter_of(own[position])]
     total = through - sum(ends[at] - starts[at] for at in tasks)
     if not tasks:
-        return Idle(total, 0, {}, {}, 0, 0)
+        return Idle(total, 0, {}, {}, 0, 0, 0)
     of_microbatch = [at for at in tasks if getattr(own[at], "microbatch", None) is not None]
     first, last = tasks[0], (of_microbatch or tasks)[-1]
     after = sum(ends[at] - starts[at] for at in tasks if at > last)
@@ -65,6 +67,7 @@ def idle_time(simulation: Simulation, device: int) -> Idle:
     waiting: dict[int, float] = {}
     copying: dict[int, float] = {}
     meeting: float = 0
+    summing: float = 0
     for position in range(first + 1, last):
         start, end = starts[position], ends[position]
         if end == start:
@@ -82,8 +85,10 @@ def idle_time(simulation: Simulation, device: int) -> Idle:
                 _add(copying, transfer.target, max(min(transfer.end, end) - start, 0))
             case ins.Barrier() | ins.Pause():
                 meeting += end - start
-    known = warm_up + drain + sum(waiting.values()) + sum(copying.values()) + meeting
-    return Idle(warm_up, drain, waiting, copying, meeting, max(total - known, 0))
+            case ins.AllGather():
+                summing += end - start
+    known = warm_up + drain + sum(waiting.values()) + sum(copying.values()) + meeting + summing
+    return Idle(warm_up, drain, waiting, copying, meeting, summing, max(total - known, 0))
 
 
 def _add(times: dict[int, float], device: int, time: float) -> None:
@@ -108,8 +113,10 @@ def _backwards(simulation: Simulation) -> Iterator[Span | Transfer]:
         start, end = events.starts[device][position], events.ends[device][position]
         here = Span(device, start, end, instruction, position)
         match instruction:
-            case ins.Receive(buffer) | ins.Pop(buffer) if events.transfers[buffer].end > start:
-                transfer = events.transfers[buffer]
+            case ins.Receive() | ins.Pop() | ins.AllGather() if (
+                _awaited(simulation, instruction).end > start
+            ):
+                transfer = _awaited(simulation, instruction)
                 yield here._replace(start=transfer.end)
                 yield transfer
                 while transfer.start > transfer.ready:  # the link was taken
@@ -131,10 +138,19 @@ def _backwards(simulation: Simulation) -> Iterator[Span | Transfer]:
         position -= 1
 
 
-def _before_on_link(simulation: Simulation) -> dict[Buffer, Buffer]:
+def _awaited(
+    simulation: Simulation, instruction: ins.Receive | ins.Pop | ins.AllGather
+) -> Transfer:
+    """What an instruction waits for."""
+    if isinstance(instruction, ins.AllGather):
+        return simulation.events.transfers[Sum(instruction.stage, instruction.batch)]
+    return simulation.events.transfers[instruction.buffer]
+
+
+def _before_on_link(simulation: Simulation) -> dict[Buffer | Sum, Buffer | Sum]:
     """Value → the one that took its link before it."""
-    latest: dict[tuple[int, int], Buffer] = {}
-    before: dict[Buffer, Buffer] = {}
+    latest: dict[tuple[int, int], Buffer | Sum] = {}
+    before: dict[Buffer | Sum, Buffer | Sum] = {}
     for buffer, transfer in simulation.events.transfers.items():
         pair = transfer.source, transfer.target
         if pair in latest:

@@ -49,7 +49,8 @@ _LONGEST = 1e100
 """The longest time of a task: sums of as many as there can be are numbers still."""
 
 Links = Link | Mapping[tuple[int, int], Link]
-"""One link for every pair of devices, or (from, to) → link."""
+"""One link for every pair of devices, or (from, to) → link. That from a device to itself leads to
+the same device of the other replicas."""
 
 
 def task_times(program: Program, costs: Costs | None = None) -> dict[tuple[str, int], float]:

@@ -92,7 +92,15 @@ class Holding:
                 self._take(piece)
         if isinstance(instruction, ins.Backward | ins.WeightGrad):
             before += self._accumulate(instruction.stage, instruction.batch)
-        more = self._update(instruction, position) if isinstance(instruction, ins.Update) else 0
+        more = 0
+        match instruction:
+            case ins.Update():
+                more = self._update(instruction, position)
+            case ins.ReduceScatter(stage, batch):
+                self._take(self._parts(stage, batch))
+            case ins.AllGather(stage, batch):
+                # by now the parts have gone, and the sums come in their place, twice while joined
+                more = self.sizes.gradients.get(stage, 0) - self._parts(stage, batch).bytes
         if workspace is None:
             return self.bytes + more
         return before + self._peak(instruction, workspace)
@@ -116,6 +124,8 @@ class Holding:
             piece = self._sums(instruction.stage, instruction.batch)
             if piece.key in self._count:
                 self._release(piece)
+        elif isinstance(instruction, ins.AllGather):
+            self._release(self._parts(instruction.stage, instruction.batch))
 
     def _begin(self, forward: ins.Forward) -> None:
         """A forward reads the newest values of the buffers that its stage writes, and makes new
@@ -159,6 +169,12 @@ class Holding:
         """A stage's sums of gradients; those that no update uses are the caller's, for good."""
         of = batch if (stage, batch) in self._updated else None
         return Piece("gradients", ("gradients", stage, of), self.sizes.gradients.get(stage, 0))
+
+    def _parts(self, stage: int, batch: int) -> Piece:
+        """What the other replicas have of the part of a stage's gradients that is summed here."""
+        replicas = self.program.replicas
+        part = self.sizes.part(stage, replicas - 1, replicas)
+        return Piece("gradients", ("parts", stage, batch), (replicas - 1) * part)
 
     def _workspace(self, instruction: ins.Instruction) -> Workspace | None:
         letter = ins.letter_of(instruction)

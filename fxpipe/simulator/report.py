@@ -20,7 +20,7 @@ from fxpipe.errors import InputError
 from fxpipe.ir.task import KINDS
 from fxpipe.ir.value import Buffer
 from fxpipe.simulator.memory import PARTS
-from fxpipe.simulator.simulation import Simulation, Span, Transfer, task_of
+from fxpipe.simulator.simulation import Simulation, Span, Sum, Transfer, task_of
 from fxpipe.text.program import print_instruction
 from fxpipe.words import bytes_text, plural, table_text
 
@@ -38,7 +38,12 @@ def simulation_table(simulation: Simulation) -> str:
     table = Table(title=_title(simulation), title_justify="left")
     for heading in ("device", "stages"):
         table.add_column(heading)
-    for heading in ("busy", "warm-up", "waits for", "copies", "together", "other", "drain"):
+    several = program.replicas > 1
+    for heading in (
+        *("busy", "warm-up", "waits for", "copies", "together"),
+        *(("sums",) if several else ()),
+        *("other", "drain"),
+    ):
         table.add_column(heading, justify="right")
     for heading in ("stash", "versions"):
         table.add_column(heading, justify="right")
@@ -56,6 +61,7 @@ def simulation_table(simulation: Simulation) -> str:
             _by_device(idle.waiting, end),
             _by_device(idle.copying, end),
             _share(idle.meeting, end),
+            *([_share(idle.summing, end)] if several else ()),
             _share(idle.other, end),
             _share(idle.drain, end),
             ", ".join(str(simulation.stash[stage]) for stage in held),
@@ -74,6 +80,8 @@ def simulation_table(simulation: Simulation) -> str:
     if simulation.through < simulation.makespan:
         when = _time(simulation, simulation.through)
         lines.append(f"shares are of the {when} until the last micro-batch is through")
+    if several:
+        lines.append(_sums(simulation))
     return "\n".join(lines)
 
 
@@ -112,6 +120,15 @@ def _title(simulation: Simulation) -> str:
     what = "measured" if simulation.measured else "simulated"
     counts = f"{simulation.devices} devices, {program.microbatches} micro-batches"
     return f"{program.name}, {what}: {counts}, {plural(simulation.steps, 'step')}"
+
+
+def _sums(simulation: Simulation) -> str:
+    """What it takes to sum the gradients over the replicas."""
+    replicas = simulation.program.replicas
+    told = f"{simulation.hidden:.1%} of the time in which {replicas} replicas sum gradients hides"
+    if simulation.sizes is None:
+        return told
+    return f"{told}; a device sends at most {bytes_text(max(simulation.summed(replicas - 1)))}"
 
 
 def _long_run(simulation: Simulation) -> str:
@@ -185,7 +202,8 @@ class _Process:
         for device in range(simulation.devices):
             yield self._name("thread_name", device, f"device {device}")
         for (source, target), thread in self._ways.items():
-            yield self._name("thread_name", thread, f"device {source} to {target}")
+            to = "other replicas" if source == target else str(target)
+            yield self._name("thread_name", thread, f"device {source} to {to}")
         for thread in range(simulation.devices + len(self._ways)):
             yield self._event("M", thread, name="thread_sort_index", args={"sort_index": thread})
 
@@ -222,6 +240,8 @@ class _Process:
             for buffer in program.reads(span.instruction):
                 users.setdefault(buffer, span)
         for number, transfer in enumerate(self._simulation.transfers):
+            if isinstance(transfer.buffer, Sum):
+                continue
             buffer = transfer.buffer
             maker, user = makers.get(buffer), users.get(buffer)
             if maker is None or user is None or transfer.source == transfer.target:

@@ -20,7 +20,7 @@ from fxpipe.ir.unroll import FURTHEST, blocking, unroll
 from fxpipe.ir.value import HOST, Buffer, Edge
 from fxpipe.ir.walk import waits_of, walk
 from fxpipe.simulator.costs import Costs, Link, Links, Times, task_times
-from fxpipe.simulator.simulation import Events, Simulation, Span, Transfer
+from fxpipe.simulator.simulation import Events, Simulation, Span, Sum, Transfer
 from fxpipe.simulator.sizes import Sizes
 from fxpipe.text.program import print_instruction
 
@@ -50,7 +50,8 @@ def simulate(
         costs: letter of a kind of task, or (letter, stage) → time; by default the kind's own, in
             which a forward takes 1. Integers stay exact.
         links: the latency and bandwidth of the way from one device to another, one for all or
-            (from, to) → Link, in the unit of the costs; None for transfers that take no time.
+            (from, to) → Link, in the unit of the costs; None for transfers that take no time. The
+            way of gradients to the other replicas is that from a device to itself.
         overlap: whether a device computes while it sends. Without, it waits until the value has
             arrived.
         overhead: the time of an instruction that computes nothing, after it has waited.
@@ -108,17 +109,23 @@ def simulate_schedule(
     overlap: bool = True,
     sizes: Sizes | None = None,
     steps: int | None = None,
+    replicas: int = 1,
 ) -> Simulation:
     """Run a schedule on paper, of stages that each hand one value to the next.
 
     The value that stage s makes is ``y<s>``, for ``sizes``; the arguments are those of
-    ``simulate``.
+    ``simulate``. Where there are ``replicas`` and the schedule has no A, each stage gets one.
 
     Raises:
         VerificationError: the schedule is not valid.
         InputError: as ``simulate``.
     """
-    program = chain_program(schedule.verify())
+    from fxpipe.passes.schedule import add_reduce
+
+    schedule = schedule.verify()
+    if replicas > 1 and schedule.trains:
+        schedule = add_reduce(schedule)
+    program = chain_program(schedule, replicas=replicas)
     return simulate(program, costs, links=links, overlap=overlap, sizes=sizes, steps=steps)
 
 
@@ -147,13 +154,19 @@ def chain(stages: int) -> Plan:
     return Plan(tuple(map(_empty, range(stages))), edges)
 
 
-def chain_program(schedule: Schedule, *, frees: bool = True) -> Program:
-    """Lower a verified schedule over a chain, with or without the frees."""
+def chain_program(
+    schedule: Schedule, *, frees: bool = True, replicas: int | None = None
+) -> Program:
+    """Lower a verified schedule over a chain, with or without the frees; where it sums gradients
+    for two replicas, unless their number is given."""
     from fxpipe.passes.lowering.communicate import communicate
     from fxpipe.passes.lowering.free import free
     from fxpipe.passes.lowering.lower import Lower
 
-    lower = Lower(chain(schedule.stages), updates="U" in schedule.kinds)
+    if replicas is None:
+        replicas = 2 if "A" in schedule.kinds else 1
+    plan = chain(schedule.stages)
+    lower = Lower(plan, updates="U" in schedule.kinds, replicas=replicas)
     program = communicate(lower(schedule))
     return free(program) if frees else program
 
@@ -190,8 +203,16 @@ def run(
             letter = ins.letter_of(instruction)
             if letter is not None:
                 now += times[letter, instruction.stage]  # type: ignore[union-attr]
-            else:
+            if letter is None or letter == "A":
                 match instruction:
+                    case ins.ReduceScatter(stage, batch):
+                        sums = Sum(stage, batch)
+                        start, end = ways.carry(sums, device, device, now)
+                        transfers[sums] = Transfer(sums, device, device, position, now, start, end)
+                        if not overlap:
+                            now = end
+                    case ins.AllGather(stage, batch):
+                        now = max(now, transfers[Sum(stage, batch)].end) + overhead
                     case ins.Send(buffer) | ins.Stash(buffer):
                         now += overhead
                         target = program.destination(instruction)
@@ -223,6 +244,7 @@ class _Ways:
     def __init__(self, program: Program, links: Links | None, sizes: Sizes | None) -> None:
         self._links = links
         self._sizes = sizes
+        self._replicas = program.replicas
         self._taken: dict[tuple[int, int], float] = {}
         if links is not None and not isinstance(links, Link | Mapping):
             raise InputError(
@@ -239,7 +261,9 @@ class _Ways:
                         f"{program.devices - 1} to Link(latency, bandwidth)"
                     )
 
-    def carry(self, buffer: Buffer, source: int, target: int, now: float) -> tuple[float, float]:
+    def carry(
+        self, buffer: Buffer | Sum, source: int, target: int, now: float
+    ) -> tuple[float, float]:
         """When a value that is ready now has the link for itself, and when it has arrived."""
         if self._links is None:
             return now, now
@@ -249,16 +273,22 @@ class _Ways:
         elif pair in self._links:
             link = self._links[pair]
         else:
+            to = "its like in other replicas" if source == target else f"device {target}"
             raise InputError(
-                f"device {source} sends to device {target} and links has no such pair; add "
+                f"device {source} sends to {to} and links has no such pair; add "
                 f"links[{source}, {target}] = Link(latency, bandwidth)"
             )
         start = max(now, self._taken.get(pair, now))
         self._taken[pair] = start + self._occupied(buffer, link)
-        return start, self._taken[pair] + link.latency
+        ways = 2 if isinstance(buffer, Sum) else 1  # there as parts, and back as their sums
+        return start, self._taken[pair] + ways * link.latency
 
-    def _occupied(self, buffer: Buffer, link: Link) -> float:
-        if link.bandwidth == inf or buffer.kind == "norm":
+    def _occupied(self, buffer: Buffer | Sum, link: Link) -> float:
+        if link.bandwidth == inf:
+            return 0
+        if isinstance(buffer, Sum):
+            return self._summing(buffer.stage) / link.bandwidth
+        if buffer.kind == "norm":
             return 0  # a few numbers
         if self._sizes is None or buffer.value not in self._sizes.values:
             raise InputError(
@@ -267,13 +297,24 @@ class _Ways:
             )
         return self._sizes.values[buffer.value] / link.bandwidth
 
+    def _summing(self, stage: int) -> int:
+        """Bytes that the last replica sends, whose part is the largest."""
+        known = self._sizes and {**self._sizes.gradients, **self._sizes.elements}
+        if self._sizes is None or not known or stage not in known:
+            raise InputError(
+                f"a link of limited bandwidth carries the gradients of stage {stage}, whose size "
+                f"is not known; give sizes=Sizes(gradients={{{stage}: bytes}})"
+            )
+        return self._sizes.summing(stage, self._replicas - 1, self._replicas)
+
 
 def measured_run(
     program: Program, steps: int, times: Sequence[Sequence[int]], sizes: Sizes | None = None
 ) -> Simulation:
     """What a run was, from the times of its instructions.
 
-    A value leaves when its send is done; that it arrives is part of its receive. Where devices
+    A value leaves when its send is done; that it arrives is part of its receive. Sums over the
+    replicas are on their way until they are waited for. Where devices
     have streams, a copy goes on beside computations: then a receive stands where its value is
     first used, as in a simulation, and takes what is left of its copy.
 
@@ -302,6 +343,7 @@ def measured_run(
         tuple([(t - begin) / _SECOND for t in own[::2]] for own in times),
         tuple([(t - begin) / _SECOND for t in own[1::2]] for own in times),
     )
+    left: dict[tuple[int, int], int] = {}
     for device, list_ in enumerate(flat.lists):
         for position, instruction in enumerate(list_):
             if isinstance(instruction, ins.Send | ins.Stash):
@@ -309,6 +351,13 @@ def measured_run(
                 events.transfers[instruction.buffer] = Transfer(
                     instruction.buffer, device, target, position, sent, sent, sent
                 )
+            elif isinstance(instruction, ins.ReduceScatter):
+                left[instruction.stage, instruction.batch] = position
+            elif isinstance(instruction, ins.AllGather):
+                sums = Sum(instruction.stage, instruction.batch)
+                at, here = left[sums], events.ends[device][position]
+                sent = events.ends[device][at]
+                events.transfers[sums] = Transfer(sums, device, device, at, sent, sent, here)
     return Simulation(flat, program, steps, events, sizes, measured=True, seconds=True)
 
 

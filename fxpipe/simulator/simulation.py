@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from fxpipe.errors import InputError
 from fxpipe.ir import instruction as ins
@@ -27,20 +27,35 @@ if TYPE_CHECKING:
 _READERS = (ins.Forward, ins.Recompute, ins.Backward, ins.InputGrad, ins.WeightGrad, ins.Run)
 
 
+class Sum(NamedTuple):
+    """The gradients of a stage on their way between the replicas, until all have their sums."""
+
+    stage: int
+    batch: int
+
+    @property
+    def kind(self) -> Literal["sum"]:
+        """What a picture tells it by, as it does buffers."""
+        return "sum"
+
+    def __str__(self) -> str:
+        return f"sum:{self.stage}[{self.batch}]"
+
+
 class Transfer(NamedTuple):
-    """A value on its way from one device to another.
+    """A value on its way from one device to another, or to the same one of the other replicas.
 
     Attributes:
-        buffer: the value.
+        buffer: the value, or the gradients that are summed over the replicas.
         source: the device that sends it.
         target: the device that receives it.
-        position: of the send or stash in its device's list.
+        position: of the send, the stash or the reduce-scatter in its device's list.
         ready: when it could leave.
         start: when it has the link for itself.
         end: when it has arrived.
     """
 
-    buffer: Buffer
+    buffer: Buffer | Sum
     source: int
     target: int
     position: int
@@ -64,7 +79,7 @@ class Events:
 
     starts: tuple[list[float], ...]
     ends: tuple[list[float], ...]
-    transfers: dict[Buffer, Transfer] = field(default_factory=dict)
+    transfers: dict[Buffer | Sum, Transfer] = field(default_factory=dict)
 
     def free(self, device: int) -> float:
         """When a device has run all that it ran."""
@@ -196,6 +211,32 @@ class Simulation:
         from fxpipe.simulator.analysis import idle_time
 
         return tuple(idle_time(self, device) for device in range(self.devices))
+
+    @cached_property
+    def hidden(self) -> float:
+        """Share of the time in which gradients are summed over the replicas that hides: their
+        device does something else, and does not wait for the sums. 1 where it takes no time."""
+        time = sum(t.end - t.start for t in self.transfers if isinstance(t.buffer, Sum))
+        waited = sum(
+            span.time for span in self.instructions() if isinstance(span.instruction, ins.AllGather)
+        )
+        return 1 - waited / time if time else 1.0
+
+    def summed(self, replica: int = 0) -> tuple[int, ...]:
+        """Device → the bytes that it sends in one replica so that gradients are summed over all.
+
+        Raises:
+            InputError: no sizes were given.
+        """
+        if self.sizes is None:
+            raise InputError("bytes of gradients need their sizes; simulate with sizes=")
+        sent, replicas = [0] * self.devices, self.program.replicas
+        for transfer in self.transfers:
+            if isinstance(transfer.buffer, Sum):
+                sent[transfer.source] += self.sizes.summing(
+                    transfer.buffer.stage, replica, replicas
+                )
+        return tuple(sent)
 
     @cached_property
     def critical_path(self) -> tuple[Span | Transfer, ...]:

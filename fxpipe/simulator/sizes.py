@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -108,6 +108,8 @@ class Sizes:
         parameters: stage → bytes of one version of its parameters.
         gradients: stage → bytes of its sums of gradients, and of a further version of what is
             trained.
+        elements: stage → for each of its gradients the number of elements, and the bytes of one;
+            where it is missing, they are taken for one gradient of single bytes.
         started: stage → bytes of gradients that its first ones of a step are added to.
         optimizer: stage → bytes of its optimizer's state, and of all else that is always there.
         updating: stage → bytes that its update needs for itself while it runs.
@@ -136,6 +138,7 @@ class Sizes:
     saved_state: Mapping[int, int] = field(default_factory=dict)
     parameters: Mapping[int, int] = field(default_factory=dict)
     gradients: Mapping[int, int] = field(default_factory=dict)
+    elements: Mapping[int, Sequence[tuple[int, int]]] = field(default_factory=dict)
     started: Mapping[int, int] = field(default_factory=dict)
     optimizer: Mapping[int, int] = field(default_factory=dict)
     updating: Mapping[int, int] = field(default_factory=dict)
@@ -149,3 +152,20 @@ class Sizes:
     adding: Mapping[tuple[str, int], Workspace] = field(default_factory=dict)
     early: bool = False
     unknown: frozenset[int] = frozenset()
+
+    def part(self, stage: int, replica: int, replicas: int) -> int:
+        """Bytes of the part of a stage's gradients that a replica sums for all."""
+        whole = self.elements.get(stage, [(self.gradients.get(stage, 0), 1)])
+        return sum(size * len(part_of(count, replica, replicas)) for count, size in whole)
+
+    def summing(self, stage: int, replica: int, replicas: int) -> int:
+        """Bytes that a replica sends so that a stage's gradients are summed over all of them: to
+        each other one its part, and then the sums of its own part to all."""
+        own = self.part(stage, replica, replicas)
+        parts = sum(self.part(stage, other, replicas) for other in range(replicas))
+        return parts - own + (replicas - 1) * own
+
+
+def part_of(count: int, replica: int, replicas: int) -> range:
+    """Which of so many elements of a gradient a replica sums for all."""
+    return range(count * replica // replicas, count * (replica + 1) // replicas)

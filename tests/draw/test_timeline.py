@@ -13,7 +13,7 @@ from fxpipe.errors import FxpipeError, InputError
 from fxpipe.ir.recipe import RECIPES, Recipe
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import BUILT_IN, B, F, Task, U
-from fxpipe.passes.schedule import Recompute, add_clip, add_recompute
+from fxpipe.passes.schedule import Recompute, add_clip, add_recompute, add_reduce
 from fxpipe.schedules import gpipe, inference, one_f_one_b
 from fxpipe.simulator.costs import Costs
 from fxpipe.simulator.simulation import task_of
@@ -187,15 +187,24 @@ def test_a_valid_schedule_runs_as_a_simulator_of_a_few_lines_runs_it(
     st.lists(st.integers(0, 5), min_size=8, max_size=8),
     st.sampled_from(["never", "always", "except_last"]),
     st.booleans(),
+    st.booleans(),
     st.integers(1, 4),
 )
-@example("1f1b-async", 5, 3, [1, 1, 2, 1, 1, 1, 1, 1], "never", True, 2)
+@example("1f1b-async", 5, 3, [1, 1, 2, 1, 1, 1, 1, 1], "never", False, True, 2)
 def test_a_valid_schedule_has_the_times_of_its_simulation(
-    name: str, p: int, m: int, times: list[int], mode: Recompute, clips: bool, steps: int
+    name: str,
+    p: int,
+    m: int,
+    times: list[int],
+    mode: Recompute,
+    reduces: bool,
+    clips: bool,
+    steps: int,
 ) -> None:
     try:
         schedule = RECIPES[name](p, m)
         schedule = add_recompute(schedule, [mode] * schedule.stages)
+        schedule = add_reduce(schedule) if reduces else schedule
         schedule = (add_clip(schedule) if clips else schedule).verify()
     except FxpipeError:
         assume(False)
@@ -206,7 +215,7 @@ def test_a_valid_schedule_has_the_times_of_its_simulation(
         for s in range(schedule.stages)
     }
     timeline = walk(schedule, costs, steps=steps)
-    simulation = schedule.simulate(costs, steps=steps)
+    simulation = schedule.simulate(costs, steps=steps, replicas=1 + reduces)
     assert timeline.bubble == pytest.approx(simulation.bubble)
     assert [(s.device, s.task, s.start, s.end) for s in timeline.spans] == [
         (s.device, task_of(s.instruction), s.start, s.end) for s in simulation.spans

@@ -17,6 +17,7 @@ from fxpipe.ir.program import Program
 from fxpipe.ir.recipe import find_recipe
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.unroll import unroll
+from fxpipe.ir.value import Buffer
 from fxpipe.passes.lowering.communicate import communicate
 from fxpipe.passes.lowering.lower import Lower
 from fxpipe.passes.schedule import add_reduce
@@ -117,6 +118,7 @@ def test_links_carry_one_value_after_another(
     for way in by_link.values():
         free: float = 0
         for transfer in way:
+            assert isinstance(transfer.buffer, Buffer)
             carried = sizes.values[transfer.buffer.value] / bandwidth
             assert transfer.start == max(transfer.ready, free)
             free = transfer.start + carried

@@ -1,0 +1,171 @@
+"""Sums of gradients over replicas on paper: their times beside tasks, their bytes, their memory."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sympy import Symbol
+
+from fxpipe.errors import InputError
+from fxpipe.ir import instruction as ins
+from fxpipe.ir.recipe import RECIPES, find_recipe
+from fxpipe.ir.schedule import Schedule
+from fxpipe.passes.schedule import add_reduce
+from fxpipe.simulator import Link, Simulation, Sizes
+from fxpipe.simulator.report import chrome_trace
+from fxpipe.simulator.simulation import Sum, Transfer
+
+SMALL = st.integers(0, 6)
+TWO = Schedule.parse(
+    "schedule two stages=2 microbatches=1 delay=0\nplace 0 1\n"
+    "0: F0@0 F0@1 B0@1 A@1 B0@0 A@0 U@0 U@1\n"
+)
+"""Two stages on one device: the sum of the second goes on beside the backward of the first."""
+FREE = {"F": 1, "B": 4, "A": 0, "U": 0}
+
+
+def sizes(stages: int, gradients: int) -> Sizes:
+    values = {f"y{stage}": 0 for stage in range(stages)}
+    return Sizes(values, gradients=dict.fromkeys(range(stages), gradients))
+
+
+def waits(simulation: Simulation) -> list[tuple[int, float, float]]:
+    """The stage that is waited for, and from when until when."""
+    return [
+        (span.instruction.stage, span.start, span.end)
+        for span in simulation.instructions()
+        if isinstance(span.instruction, ins.AllGather)
+    ]
+
+
+def test_a_sum_goes_on_beside_the_tasks_behind_it_and_is_waited_for_at_the_end() -> None:
+    link = {(0, 0): Link(latency=1, bandwidth=5)}
+    found = TWO.simulate(FREE, replicas=2, links=link, sizes=sizes(2, 10))
+    # each replica sends 5 bytes of parts and 5 of sums, in a time of 2, and 2 go by on the way
+    sums = [(str(t.buffer), t.ready, t.start, t.end) for t in found.transfers]
+    assert sums == [("sum:1[0]", 6, 6, 10), ("sum:0[0]", 10, 10, 14)]
+    assert waits(found) == [(1, 10, 10), (0, 10, 14)]
+    assert found.hidden == 1 / 2
+    assert found.makespan == 14
+    assert isinstance(found.critical_path[-1], Transfer)
+    assert found.critical_path[-1].buffer == Sum(0, 0)
+    apart = TWO.simulate(FREE, replicas=2, links=link, sizes=sizes(2, 10), overlap=False)
+    assert (apart.makespan, apart.hidden) == (18, 1)  # nobody waits at the end, but before
+
+
+def test_sums_share_the_way_to_the_other_replicas() -> None:
+    link = Link(bandwidth=1)
+    found = TWO.simulate({**FREE, "B": 1}, replicas=2, links=link, sizes=sizes(2, 6))
+    assert [(t.ready, t.start, t.end) for t in found.transfers] == [(3, 3, 9), (4, 9, 15)]
+    path = [part for part in found.critical_path if isinstance(part, Transfer)]
+    assert [part.buffer for part in path] == [Sum(1, 0), Sum(0, 0)]
+
+
+@given(st.integers(1, 5), st.integers(1, 8), SMALL, SMALL, SMALL, SMALL, st.integers(2, 5))
+def test_with_a_flush_only_what_the_drain_does_not_cover_makes_a_step_longer(
+    p: int, m: int, forward: int, backward: int, reduce: int, update: int, replicas: int
+) -> None:
+    """Of 1f1b: stage s is done s backwards before the first one, and then sums its gradients."""
+    own = [7 * (s % 3) for s in range(p)]
+    times = {"F": forward, "B": backward, "A": reduce, "U": update}
+    found = find_recipe("1f1b")(p, m).simulate(
+        times,
+        replicas=replicas,
+        links={(s, s): Link(bandwidth=1) for s in range(p)}
+        | {pair: Link() for k in range(p - 1) for pair in ((k, k + 1), (k + 1, k))},
+        sizes=Sizes(gradients={s: replicas * own[s] for s in range(p)}),
+    )
+    covered = [2 * (replicas - 1) * own[s] - s * backward for s in range(p)]
+    assert found.makespan == (m + p - 1) * (forward + backward) + reduce + max(covered) + update
+
+
+def test_the_forms_of_a_schedule_have_the_time_of_its_reduces() -> None:
+    f, b, a, u = (Symbol(f"T_{letter}", nonnegative=True) for letter in "FBAU")
+    found = add_reduce(find_recipe("1f1b")(3, 4)).formulas().makespan
+    known = {str(symbol): symbol for symbol in found.free_symbols}
+    assert known.keys() == {"T_F", "T_B", "T_A", "T_U"}
+    values = {"T_F": 3, "T_B": 5, "T_A": 2, "T_U": 7}
+    expected = (6 * (f + b) + a + u).subs({x: values[str(x)] for x in (f, b, a, u)})
+    assert found.subs({known[name]: value for name, value in values.items()}) == expected
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 20), st.sampled_from([2, 4, 8])), max_size=4),
+    st.integers(2, 6),
+)
+def test_each_element_goes_to_its_replica_and_its_sum_to_all(
+    gradients: list[tuple[int, int]], replicas: int
+) -> None:
+    whole = Sizes(elements={0: gradients})
+    sent = [0] * replicas
+    for count, size in gradients:
+        cuts = [count * replica // replicas for replica in range(replicas + 1)]
+        for owner, (first, end) in enumerate(pairwise(cuts)):
+            for _ in range(first, end):
+                for replica in range(replicas):
+                    sent[replica] += size * (replicas - 1 if replica == owner else 1)
+    assert [whole.summing(0, replica, replicas) for replica in range(replicas)] == sent
+    total = sum(count * size for count, size in gradients)
+    assert sum(sent) == 2 * (replicas - 1) * total
+    last = TWO.simulate(replicas=replicas, sizes=Sizes(elements={0: gradients, 1: gradients}))
+    assert [last.summed(replica) for replica in range(replicas)] == [(2 * each,) for each in sent]
+
+
+def test_the_parts_of_others_are_held_until_they_are_summed() -> None:
+    free = dict.fromkeys("FBAU", 0)
+    found = TWO.simulate(free, replicas=3, sizes=Sizes(gradients={0: 300, 1: 30}))
+    levels = dict(zip(map(str, found.program.lists[0]), found.memory[0].levels, strict=True))
+
+    def level(kind: type[ins.ReduceScatter | ins.AllGather], stage: int) -> int:
+        return levels[str(kind(stage))]
+
+    assert level(ins.ReduceScatter, 1) == 30 + 20
+    assert level(ins.ReduceScatter, 0) == 330 + 20 + 200
+    assert level(ins.AllGather, 1) == 330 + 30 + 200  # the sums, and once more as they are joined
+    assert level(ins.AllGather, 0) == 330 + 300
+    assert found.memory[0].peak == 630
+
+
+def test_a_link_to_the_other_replicas_must_be_known_and_the_bytes_that_it_carries() -> None:
+    with pytest.raises(InputError, match=r"its like in other replicas .* add links\[0, 0\] ="):
+        TWO.simulate(replicas=2, links={})
+    with pytest.raises(InputError, match="gradients of stage 1, whose size is not known"):
+        TWO.simulate(replicas=2, links=Link(bandwidth=1))
+    with pytest.raises(InputError, match="bytes of gradients need their sizes"):
+        TWO.simulate(replicas=2).summed()
+
+
+def test_one_replica_sums_nothing() -> None:
+    one = TWO.simulate(FREE, links=Link(bandwidth=1), sizes=sizes(2, 10))
+    assert one.makespan == 10
+    assert (one.hidden, one.summed(), one.transfers) == (1, (0,), ())
+
+
+@pytest.mark.parametrize("name", sorted(RECIPES))
+def test_every_schedule_of_the_library_runs_in_replicas(name: str) -> None:
+    recipe = RECIPES[name]
+    found = recipe(3, 6).simulate(replicas=2, steps=3)
+    assert found.unrun == 0
+    sums = [t.buffer for t in found.transfers if isinstance(t.buffer, Sum)]
+    stages = found.program.stages if name != "inference" else 0
+    assert sorted(sums) == [Sum(stage, batch) for stage in range(stages) for batch in range(3)]
+
+
+def test_the_table_and_the_trace_tell_of_sums() -> None:
+    found = TWO.simulate(FREE, replicas=2, links=Link(2, 5), sizes=sizes(2, 10))
+    text = str(found)
+    # the sums take 6 each, of which 4 and 2 are over when they are needed
+    assert "50.0% of the time in which 2 replicas sum gradients hides" in text
+    assert "a device sends at most 20 B" in text
+    assert " sums " in text and " sums " not in str(TWO.simulate(FREE))
+    drawn = json.loads(found.draw().pipe("json"))
+    assert {"sum:0[0]", "sum:1[0]"} <= {edge.get("tooltip") for edge in drawn["edges"]}
+    assert "gradients are summed over the replicas" in str(drawn)
+    told = [event for event in chrome_trace(found)["traceEvents"] if event["ph"] in "XM"]
+    slices = {event["name"].partition("@")[0] for event in told if event["ph"] == "X"}
+    assert {"sum:0[0]", "sum:1[0]", "A"} <= slices
+    assert "device 0 to other replicas" in [event["args"].get("name") for event in told]
