@@ -298,6 +298,36 @@ def test_a_text_is_read_once_and_may_be_piped_in(
     assert (done.returncode, done.stdout, done.stderr) == (0, "/dev/stdin: a valid schedule\n", "")
 
 
+def test_a_csv_is_written_shown_and_judged_by_the_rules_of_its_own_runtime(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "own.csv"
+    line = ["schedule", "zb-h1", "-p", "2", "-m", "2", "--text"]
+    status, text, err = run(capsys, *line, "--csv", path)
+    assert (status, err) == (0, f"wrote {path}\n")
+    assert run(capsys, "schedule", path, "--text") == (0, text.replace("zb-h1", "own"), "")
+    what = "a valid CSV of torch.distributed.pipelining in the format compute_only"
+    valid = f"{what}, 2 ranks, 2 stages, 2 micro-batches\n"
+    assert run(capsys, "verify", path) == (0, f"{path}: {valid}", "")
+    for text, status, told in (
+        (path.read_text(), 0, f"-: {valid}"),
+        ("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n", 1, "row 1, column 2, 0B0: deadlock"),
+        ("0F0,0B0\n1F0,1B0,1B0\n", 1, "row 2, column 3, 1B0: it is there already"),
+    ):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+        found, out, err = run(capsys, "verify", "-")
+        assert (found, err) == (status, "")
+        assert told in out
+    path.write_text("hello\n")
+    status, _, err = run(capsys, "verify", path)
+    assert (status, "own.csv: line 1, column 1: expected an action" in err) == (2, True)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("[[{'type': 'F', 'stage': 0, 'minibatch': 0}]]"))
+    assert run(capsys, "verify", "-") == (0, "-: a valid schedule\n", "")
+    status, _, err = run(capsys, "schedule", "2bw", "--csv", path)
+    assert (status, "cannot be written as the CSV" in err) == (2, True)
+    assert path.read_text() == "hello\n"
+
+
 @pytest.mark.parametrize("line", ["verify a\0b", "schedule a\0b", "schedule gpipe --draw a\0.svg"])
 def test_no_name_of_a_file_holds_a_nul(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     status, out, err = run(capsys, *line.split(" "))

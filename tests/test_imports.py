@@ -77,9 +77,12 @@ REACH_UP = {
     "fxpipe.ir.recipe": {"formulas"},
     "fxpipe.ir.schedule": {
         "__str__",
+        "csv",
         "draw",
         "formulas",
+        "from_csv",
         "from_file",
+        "from_nodes",
         "grid",
         "parse",
         "simulate",

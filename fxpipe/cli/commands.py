@@ -10,6 +10,7 @@ import shutil
 import sys
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from rich import box
@@ -24,6 +25,7 @@ from fxpipe.ir.recipe import RECIPES, Recipe
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import KINDS
 from fxpipe.simulator import simulate_schedule
+from fxpipe.verify.peers import Actions
 from fxpipe.words import table_text
 
 DONE, FAULTY, WRONG = 0, 1, 2
@@ -58,7 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 _WHAT = (
-    "a name that 'fxpipe list' shows, a file with a schedule's text (- for what is piped in), or "
+    "a name that 'fxpipe list' shows, a file with a schedule's text or a CSV of "
+    "torch.distributed.pipelining (- for what is piped in), or "
     "path/to/file.py:name for a schedule of your own: what @fxpipe.schedule made, a function or a "
     "Schedule"
 )
@@ -88,6 +91,9 @@ def make_parser() -> argparse.ArgumentParser:
     shown.add_argument("schedule", metavar="SCHEDULE", help=_WHAT)
     _add_counts(shown)
     shown.add_argument("--text", action="store_true", help="print its text and nothing else")
+    shown.add_argument(
+        "--csv", metavar="FILE", help="write it as the CSV of torch.distributed.pipelining"
+    )
     shown.add_argument("--draw", metavar="FILE", help="draw it: .svg, .png, .pdf")
     shown.add_argument(
         "--trace", metavar="FILE", help="write a trace that https://ui.perfetto.dev opens"
@@ -115,13 +121,15 @@ def make_parser() -> argparse.ArgumentParser:
     checked = commands.add_parser(
         "verify",
         help="check a schedule, a plan or a program",
-        description="Check a text of any kind, or a schedule. Exits with 1 if it has faults.",
+        description="Check a text of any kind, or a schedule. Exits with 1 if it has faults. Of a "
+        "CSV of torch.distributed.pipelining they are what would hang or give wrong gradients "
+        "there.",
     )
     checked.add_argument(
         "file",
         metavar="FILE",
-        help="the text of a schedule, plan or program (- for what is piped in), or path/to/file.py:"
-        "name",
+        help="the text of a schedule, plan or program, or a CSV (- for what is piped in), or "
+        "path/to/file.py:name",
     )
     _add_counts(checked)
     checked.set_defaults(run=verify_file)
@@ -170,6 +178,14 @@ def show_schedule(given: Namespace) -> bool:
     sound = fault is None
     tasks = sum(map(len, schedule.rows)) * (given.steps or 1)
     shown = given.all or tasks <= _SHOWN
+    if given.csv is not None:
+        if not sound:
+            raise InputError(
+                f"schedule {schedule.name!r} has faults, and is not written; leave --csv out to "
+                "see them"
+            )
+        Path(given.csv).write_text(schedule.csv(), encoding="utf-8")
+        _wrote(given.csv)
     if given.draw is not None:
         _wrote(schedule.draw(costs=costs, steps=given.steps).render(given.draw))
     simulation = None
@@ -206,14 +222,15 @@ def show_schedule(given: Namespace) -> bool:
 
 
 def verify_file(given: Namespace) -> bool:
-    """``fxpipe verify``: all faults of a text or of a schedule."""
+    """``fxpipe verify``: all faults of a text or of a schedule; of a CSV, those it has there."""
     value = read_file(given.file, given.devices, given.microbatches)
     try:
         value.verify()
     except VerificationError as error:
         print(error)
         return False
-    print(f"{given.file}: a valid {type(value).__name__.lower()}")
+    what = value if isinstance(value, Actions) else type(value).__name__.lower()
+    print(f"{given.file}: a valid {what}")
     return True
 
 

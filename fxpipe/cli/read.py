@@ -6,6 +6,8 @@ import hashlib
 import importlib.util
 import re
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import TypeVar
@@ -16,12 +18,14 @@ from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import Program
 from fxpipe.ir.recipe import RECIPES, Recipe, find_recipe
 from fxpipe.ir.schedule import Schedule
+from fxpipe.text.peers import looks_like_actions, looks_like_nodes
 from fxpipe.torchtools.source import of_exception
+from fxpipe.verify.peers import Actions
 
 DEVICES, MICROBATCHES = 4, 8
 """The numbers of devices and micro-batches for a schedule that works with any."""
 
-T = TypeVar("T", Schedule, Plan, Program)
+T = TypeVar("T")
 
 _PYTHON = re.compile(r"(?P<path>.*\.py)(?::(?P<name>[^:/]+))?")
 
@@ -58,8 +62,10 @@ def _asked(
 
 def read_file(
     named: str, devices: int | None, microbatches: int | None
-) -> Schedule | Plan | Program:
+) -> Schedule | Plan | Program | Actions:
     """Read a text, whose first word says what it is, or the schedule in a Python file.
+
+    A CSV of another library's actions is read as it is, for the faults that it would have there.
 
     Raises:
         InputError, ParseError: as for ``read_schedule``.
@@ -68,15 +74,16 @@ def read_file(
     if (named in RECIPES and not path.exists()) or _PYTHON.fullmatch(named):
         return read_schedule(named, devices, microbatches)[0]
     text = _text(path)
+    if _is_csv(path, text):
+        return _parsed(named, partial(Actions.parse, name=path.stem), text)
     lines = (line.split("#")[0].split() for line in text.splitlines())
     first = next((words[0] for words in lines if words), "nothing")
-    match first:
-        case "schedule":
-            return _asked(named, _parsed(named, Schedule, text), devices, microbatches)[0]
-        case "plan":
-            return _parsed(named, Plan, text)
-        case "program":
-            return _parsed(named, Program, text)
+    if first == "schedule" or looks_like_nodes(text):
+        return _asked(named, _of_text(named, text), devices, microbatches)[0]
+    if first == "plan":
+        return _parsed(named, Plan.parse, text)
+    if first == "program":
+        return _parsed(named, Program.parse, text)
     raise InputError(
         f"{named} begins with {first!r}; the text of a schedule, a plan or a program begins with "
         "that word"
@@ -91,8 +98,22 @@ def _find(named: str) -> Schedule | Recipe:
         return _of_module(Path(match["path"]), match["name"])
     path = Path(named)
     if path.exists() or path.suffix or path.name != named or named == "-":
-        return _parsed(named, Schedule, _text(path))
+        return _of_text(named, _text(path))
     return find_recipe(named)
+
+
+def _of_text(named: str, text: str) -> Schedule:
+    """A schedule in any of its forms, also those of other libraries."""
+    path = Path(named)
+    if _is_csv(path, text):
+        return _parsed(named, partial(Schedule.from_csv, name=path.stem, check=False), text)
+    if looks_like_nodes(text):
+        return _parsed(named, partial(Schedule.from_nodes, name=path.stem), text)
+    return _parsed(named, Schedule.parse, text)
+
+
+def _is_csv(path: Path, text: str) -> bool:
+    return path.suffix == ".csv" or looks_like_actions(text)
 
 
 def _text(path: Path) -> str:
@@ -102,12 +123,11 @@ def _text(path: Path) -> str:
         raise InputError(f"{path} cannot be read: {error}; name a text file") from error
 
 
-def _parsed(named: str, kind: type[T], text: str) -> T:
+def _parsed(named: str, parse: Callable[[str], T], text: str) -> T:
     try:
-        parsed: T = kind.parse(text)
+        return parse(text)
     except FxpipeError as error:
         raise InputError(f"{named}: {error}") from error
-    return parsed
 
 
 def _of_module(path: Path, name: str | None) -> Schedule | Recipe:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fxpipe.ir.task import Task
 
@@ -118,6 +118,55 @@ class Schedule:
         from fxpipe.text.schedule import read_schedule
 
         return read_schedule(path)
+
+    @staticmethod
+    def from_csv(text: str, *, name: str = "csv", check: bool = True) -> Schedule:
+        """Read the CSV of torch.distributed.pipelining: a row a rank, cells such as ``2F0``.
+
+        Args:
+            text: what its ``_dump_csv`` writes, as "compute_only" or with sends and receives.
+            name: the schedule's name.
+            check: whether to refuse what would hang or give wrong gradients in its runtime.
+
+        Raises:
+            ParseError: a cell is no action; with line and column.
+            VerificationError: with everything that would go wrong there, by row and column.
+            InputError: a stage is missing, or in two rows.
+        """
+        from fxpipe.verify.peers import Actions
+
+        actions = Actions.parse(text, name)
+        return (actions.verify() if check else actions).schedule()
+
+    @staticmethod
+    def from_nodes(nodes: Sequence[Sequence[Any]] | str, *, name: str = "nodes") -> Schedule:
+        """Read zero-bubble's lists of scheduled nodes, one list a device, or their text.
+
+        Args:
+            nodes: objects or mappings with ``type``, ``stage``, ``microbatch`` or ``minibatch``,
+                and ``layer_group_idx``, or ``chunk`` of a V, where a device has several stages.
+            name: the schedule's name.
+
+        Raises:
+            ParseError: the text is no list of lists; with line and column.
+            InputError: a node cannot be read; with row and number.
+        """
+        from fxpipe.text.peers import parse_nodes
+
+        return parse_nodes(nodes, name)
+
+    def csv(self) -> str:
+        """The CSV that torch.distributed.pipelining reads as "compute_only", bubbles included.
+
+        Updates are left out: they are in the loop around torch's ``step``.
+
+        Raises:
+            VerificationError: something is wrong with the schedule.
+            InputError: torch's runtime has no action for something in it; with what to do.
+        """
+        from fxpipe.text.peers import print_actions
+
+        return print_actions(self.verify())
 
     def verify(self, *, stash_limit: int | Sequence[int] | None = None) -> Schedule:
         """Return self, or raise VerificationError with every fault.
