@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ from typing import Any
 from fxpipe.errors import InputError, ParseError
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import KINDS, Task
-from fxpipe.ir.walk import Wait, needs_of, walk
+from fxpipe.ir.walk import Place, Wait, needs_of, walk
 from fxpipe.text.scan import Line, lines_of
 
 COMPUTE = ("F", "B", "I", "W")
@@ -209,19 +210,22 @@ def print_actions(schedule: Schedule) -> str:
         )
     rows = [[t for t in row if t.kind not in _BY_ITSELF] for row in schedule.rows]
     places = {
-        (t.kind, t.microbatch, t.stage or 0): (device, at)
+        (t.kind, t.microbatch, t.stage or 0): Place(device, at)
         for device, row in enumerate(rows)
         for at, t in enumerate(row)
     }
     needs = needs_of(schedule)
     waits: list[list[Wait]] = [[] for _ in rows]
-    for key, (device, at) in places.items():
-        on = [places[need] for need in needs(key) if need in places]
-        waits[device] += [(at, *place) for place in on if place[0] != device]
+    others: defaultdict[Place, list[Place]] = defaultdict(list)
+    for key, here in places.items():
+        for on in [places[need] for need in needs(key) if need in places]:
+            if on.device != here.device:
+                waits[here.device].append((here.position, *on))
+                others[here].append(on)
     columns: list[list[int]] = [[] for _ in rows]
     for device, end in walk([len(row) for row in rows], waits).turns:
         while (at := len(columns[device])) < end:
-            late = [columns[other][on] for position, other, on in waits[device] if position == at]
+            late = [columns[on.device][on.position] for on in others[Place(device, at)]]
             columns[device].append(1 + max((*columns[device][-1:], *late), default=-1))
     lines: list[str] = []
     for row, own in zip(rows, columns, strict=True):
@@ -370,9 +374,10 @@ def _literal(text: str) -> list[list[Any]]:
         table = value(ast.parse(code, mode="eval").body)
     except SyntaxError as error:
         line, column = error.lineno or 1, error.offset or 1
-        raise ParseError(f"cannot be read: {error.msg}", line + above, column) from None
+        message = error.msg or "it nests too deep"
+        raise ParseError(f"cannot be read: {message}", line + above, column) from None
     except (ValueError, RecursionError, MemoryError) as error:
-        message = f"cannot be read: {error or 'it nests too deep'}"
+        message = f"cannot be read: {str(error) or 'it nests too deep'}"
         raise ParseError(message, 1 + above, 1) from None
     if not isinstance(table, list) or not all(isinstance(own, list) for own in table):
         raise ParseError(f"expected lists, one a stage, of {_SUCH}", 1 + above, 1)

@@ -64,7 +64,7 @@ class Line:
             column = min(max(error.offset or 1, 1), len(code) + 1)
             raise self.error(f"cannot be read: {error.msg}", indent + column - 1) from None
         except (ValueError, RecursionError, MemoryError) as error:
-            message = f"cannot be read: {error or 'it nests too deep'}"
+            message = f"cannot be read: {str(error) or 'it nests too deep'}"
             raise self.error(message, indent) from None
         if len(body) != 1:
             raise self.error("write one statement a line", body[1] if body else indent)

@@ -463,3 +463,8 @@ def test_a_text_that_is_no_list_of_nodes_is_refused_and_never_runs(
     with pytest.raises(ParseError) as caught:
         Schedule.from_nodes(text)
     assert (caught.value.line, caught.value.column) == (line, column)
+
+
+def test_a_text_that_nests_too_deep_is_refused_with_a_reason() -> None:
+    with pytest.raises(ParseError, match=r"cannot be read: \w"):
+        Schedule.from_nodes("[[" + "-" * 100_000 + "1]]")
