@@ -141,7 +141,7 @@ PLAN = (
 )
 """A graph → the plan with its kernels."""
 
-CHECK = (Pass(check, "traced, plan, values, state, call, differentiated", "", when="whole"),)
+CHECK = (Pass(check, "traced, plan, values, state, call, differentiated, own", "", when="whole"),)
 """The plan computes what the model computes, or it is refused."""
 
 DEVICES = (Pass(PlaceDevices, "plan, device, stage_devices", "plan"),)

@@ -248,6 +248,7 @@ class Plans:
             "state": traced.state_of(model),
             "call": run,
             "differentiated": gradients,
+            "own": [s.index for s in plan.stages if self.options.owns(s.index)],
             "whole": self.options.whole,
         }
         if not self.options.whole:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
@@ -37,6 +37,7 @@ def run_serially(
     output_gradients: Mapping[str, Tensor],
     *,
     halves: bool = False,
+    own: Collection[int] | None = None,
 ) -> Ran:
     """Run one micro-batch through a differentiated plan, forward and, if asked, backward.
 
@@ -46,6 +47,7 @@ def run_serially(
         state: name in the model → parameter, buffer or constant.
         output_gradients: value → its gradient, for each output that carries one back.
         halves: whether to run every backward as its two halves.
+        own: the stages whose parameters' gradients are wanted; by default all.
     """
     found = dict(values)
     written: dict[str, Tensor] = {}
@@ -65,7 +67,9 @@ def run_serially(
     crossing: dict[tuple[str, int], Tensor] = {
         (name, HOST): gradient for name, gradient in output_gradients.items()
     }
-    for stage in reversed(plan.stages) if output_gradients else ():
+    wanted = range(len(plan.stages)) if own is None else own
+    last = plan.stages[min(wanted) :] if wanted and output_gradients else ()
+    for stage in reversed(last):
         assert stage.kernel is not None
         totals = [
             reduce(add, [crossing[edge.value, edge.target] for edge in group])
@@ -81,6 +85,7 @@ def run_serially(
         for edge, gradient in zip(carried, back.inputs, strict=True):
             crossing[edge.value, stage.index] = gradient
         for argument, parameter in zip(stage.parameters, back.parameters, strict=True):
-            if parameter is not None:
+            if parameter is not None and stage.index in wanted:
                 gradients[argument.target] = parameter
+        del back
     return Ran(found, written, gradients)

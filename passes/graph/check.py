@@ -39,6 +39,7 @@ def check(
     state: Mapping[str, Tensor],
     call: Callable[[], tuple[Any, Tensor | None]],
     differentiated: bool,
+    own: Collection[int],
 ) -> None:
     """Compare a differentiated plan with the model; backwards in two halves are run both ways.
 
@@ -47,6 +48,8 @@ def check(
         call: runs the model, and the loss if there is one; returns the output, and the loss or
             None. The caller restores the model's state.
         differentiated: whether gradients are compared as well.
+        own: the stages whose parameters' gradients are; over several ranks, each compares those of
+            its own, and has no memory for others.
 
     Raises:
         TraceError: the plan and the model differ; names the output or parameter.
@@ -84,7 +87,7 @@ def check(
         for name, tensor in before.items():
             state[name].copy_(tensor)
         with draws():
-            return _gradients(plan, state, traced.loss, *run())[1]
+            return _gradients(plan, state, own, traced.loss, *run())[1]
 
     with draws():
         names, expected, loss = run()
@@ -95,11 +98,11 @@ def check(
         seeds: dict[str, Tensor] = {}
         theirs: dict[str, Tensor] = {}
         if differentiated:
-            seeds, theirs = _gradients(plan, state, traced.loss, names, expected, loss)
+            seeds, theirs = _gradients(plan, state, own, traced.loss, names, expected, loss)
         parted = any(stage.input_grad is not None for stage in plan.stages)
         with torch.no_grad():
             ran, *others = (
-                run_serially(plan, values, {**state, **before}, seeds, halves=halves)
+                run_serially(plan, values, {**state, **before}, seeds, halves=halves, own=own)
                 for halves in ([False, True] if parted else [False])
             )
     made = {**values, **{a.name: state[a.target] for a in traced.parameters}, **ran.values}
@@ -160,12 +163,14 @@ def _kept(state: Mapping[str, Tensor], written: Collection[int]) -> dict[str, Te
 def _gradients(
     plan: Plan,
     state: Mapping[str, Tensor],
+    own: Collection[int],
     loss_name: str | None,
     names: Sequence[str],
     outputs: Sequence[Tensor],
     loss: Tensor | None,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The gradients at which the backward starts, and the model's own for every parameter."""
+    """The gradients at which the backward starts, and the model's own for the parameters of some
+    stages."""
     roots = {loss_name: loss} if loss is not None else dict(zip(names, outputs, strict=False))
     back = {edge.value for edge in plan.edges if edge.gradient and edge.target == HOST}
     started = {name: value for name, value in roots.items() if name in back and value is not None}
@@ -174,7 +179,7 @@ def _gradients(
         argument.target: state[argument.target]
         for stage in plan.stages
         for argument in stage.parameters
-        if state[argument.target].requires_grad
+        if stage.index in own and state[argument.target].requires_grad
     }
     if not started or not trained:
         return seeds, {}

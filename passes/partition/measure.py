@@ -100,8 +100,9 @@ def measure(
     )
     kept = kernel.outputs + kernel.writes
     trained = zip(stage.parameters, kernel.parameter_gradients, strict=True)
-    started = torch.zeros_like if scratch is None else scratch.like
-    totals = [started(state[argument.target]) for argument, has in trained if has]
+    summed = [state[argument.target] for argument, has in trained if has]
+    like = (scratch or Scratch()).like  # sums of gradients may share memory in any case
+    totals = [like(each) if each.is_cpu else torch.zeros_like(each) for each in summed]
     with torch.no_grad():
         for _ in range(_ROUNDS):
             flat = forward.run(*arguments)
@@ -197,6 +198,12 @@ class _Timer(fx.Interpreter):
         self._times = times
         self._scratch = scratch
         self._operations: dict[fx.Node, Operation] = {}
+        self._standing: dict[fx.Node, Any] = {}
+        if scratch is not None:
+            # now: small memory that is taken beside a large value, and that stays, keeps the
+            # allocator from using the place of that value again
+            values = {n: n.meta.get("val") for n in module.graph.nodes if n.op == "call_function"}
+            self._standing.update((n, scratch.like(x)) for n, x in values.items() if _is_plain(x))
         self._spans: list[tuple[Operation, tuple[Any, Any]]] = []
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
@@ -216,20 +223,22 @@ class _Timer(fx.Interpreter):
         if operation is None:
             operation = self._operations[n] = n.target, _look(args), _look(kwargs)
             self._times.met[operation] += 1
-            return self._kept(n.target(*args, **kwargs))  # type: ignore[operator]
+            return self._kept(n, n.target(*args, **kwargs))  # type: ignore[operator]
         self._times.taken[operation] += 1
         start = self._watch.mark()
         value = n.target(*args, **kwargs)  # type: ignore[operator]
         # all are timed equally often, because the least of more times is smaller
         if self._times.taken[operation] <= _SAMPLES:
             self._spans.append((operation, (start, self._watch.mark())))
-        return self._kept(value)
+        return self._kept(n, value)
 
-    def _kept(self, value: Any) -> Any:
+    def _kept(self, n: fx.Node, value: Any) -> Any:
         """What later operations read instead of a value."""
         if self._scratch is None:
             return value
-        return pytree.tree_map_only(Tensor, self._scratch.like, value)
+        if n not in self._standing or _look(self._standing[n]) != _look(value):
+            self._standing[n] = pytree.tree_map_only(Tensor, self._scratch.like, value)
+        return self._standing[n]
 
     def by_origin(self) -> dict[str, float]:
         """Node of the traced graph → seconds of all operations that were made from it."""
@@ -238,6 +247,13 @@ class _Timer(fx.Interpreter):
             origin = node.meta.get("custom", {}).get(ORIGIN, "")
             total[origin] = total.get(origin, 0.0) + self._times.best[operation]
         return total
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value of a graph, without data, is a strided tensor of known sizes."""
+    if not isinstance(value, Tensor) or value.layout is not torch.strided:
+        return False
+    return all(type(each) is int for each in (*value.shape, *value.stride()))
 
 
 def _look(value: Any) -> Hashable:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
@@ -15,6 +15,7 @@ from torch.nn import functional
 from fxpipe.errors import TraceError
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.traced import Traced
+from fxpipe.kernels.kernel import Backwarded
 from fxpipe.passes.differentiate.part_backward import part_backward
 from fxpipe.passes.graph.check import check
 from tests.helpers.exported import Recurrent
@@ -49,8 +50,10 @@ def checked(
     edit: Callable[[fx.Graph], None] | None = None,
     stages: int = 2,
     finish: Callable[[Plan], Plan] = lambda plan: plan,
+    own: Collection[int] | None = None,
 ) -> None:
-    """Compile a model whose graph was edited, and check it as the compiler does."""
+    """Compile a model whose graph was edited, and check it as the compiler does; by default with
+    the gradients of all stages."""
     traced: Traced = front_end(model, x)
     if edit is not None:
         edit(traced.graph)
@@ -66,6 +69,7 @@ def checked(
             traced.state_of(model),
             lambda: (model(x), None),
             True,
+            range(stages) if own is None else own,
         )
     finally:
         for buffer, before in buffers:
@@ -120,6 +124,27 @@ def test_a_wrong_graph_is_refused_by_what_differs(
         checked(Model(), torch.randn(3, 4), edit)
     assert what in str(caught.value)
     assert 'tracer="symbolic"' in str(caught.value)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("own", [0, 1])
+def test_a_rank_compares_the_gradients_of_its_own_stages(stage: int, own: int) -> None:
+    def spoil(plan: Plan) -> Plan:
+        """Add to the gradients of a stage's parameters."""
+
+        def backward(*args: Any) -> Backwarded:
+            made = original(*args)
+            return Backwarded(made.inputs, [g if g is None else g + 1 for g in made.parameters])
+
+        kernel: Any = plan.stages[stage].kernel
+        original, kernel.backward = kernel.backward, backward
+        return plan
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    refused = pytest.raises(TraceError, match=f"the gradient of '{2 * stage}")
+    with refused if own == stage else nullcontext():
+        checked(model, torch.randn(3, 4), finish=spoil, own=[own])
 
 
 def test_the_same_graph_unedited_passes() -> None:

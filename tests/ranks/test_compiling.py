@@ -1,0 +1,66 @@
+"""What a rank needs of memory while it compiles: enough for its own stages."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile
+
+import fxpipe
+from examples import larger
+from tests.helpers.ranks import DeviceMesh, on_ranks
+
+RANKS = 4
+
+
+def layers(width: int, count: int) -> nn.Sequential:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(count)))
+
+
+def weights_of(model: nn.Module) -> int:
+    return sum(parameter.nbytes for parameter in model.parameters())
+
+
+def compiled(mesh: DeviceMesh, model: nn.Module, width: int) -> fxpipe.Pipeline:
+    x = torch.ones(8, width)
+    example = (x,), {"target": x}
+    return fxpipe.compile(model, mesh, microbatches=4, loss=F.mse_loss, example=example)
+
+
+def most_while_compiling(mesh: DeviceMesh) -> tuple[int, int]:
+    """The bytes of the tensors that were alive at once, besides the model, and its weights."""
+    model = layers(width=128, count=64)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        compiled(mesh, model, width=128).close()
+    results = profiler.profiler.kineto_results
+    found = (each for each in results.events() if each.name() == "[memory]")
+    alive = most = 0
+    for _, size in sorted((each.start_ns(), each.nbytes()) for each in found):
+        alive += size
+        most = max(most, alive)
+    return most, weights_of(model)
+
+
+def test_compiling_a_model_with_data_takes_memory_for_the_own_stages() -> None:
+    """Twice the gradients of its own stages, the model's and the compiled ones, and in passing
+    those of another stage, and copies of a tensor or two: no more than training them."""
+    for most, weights in on_ranks(RANKS, most_while_compiling):
+        assert most <= 3.5 * weights / RANKS
+
+
+def compile_within(mesh: DeviceMesh, share: float) -> float:
+    """Compile where a part of the weights of the model, which has no data, would find room."""
+    compiled(mesh, layers(width=8, count=4), width=8).close()  # imports are no part of the limit
+    with torch.device("meta"):
+        model = layers(width=2048, count=24)
+    larger.limit_memory(int(share * weights_of(model)))
+    with pytest.raises(RuntimeError, match="can't allocate memory"):
+        torch.empty(int(1.1 * share * weights_of(model)), dtype=torch.uint8)
+    with compiled(mesh, model, width=2048) as pipe:
+        return sum(1.0 for _ in pipe.plan.stages)
+
+
+def test_a_model_without_data_is_compiled_in_less_memory_than_a_rank_trains_it_in() -> None:
+    assert on_ranks(2, compile_within, 0.6) == [2.0, 2.0]
