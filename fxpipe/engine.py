@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 from fxpipe.call import differentiable_call
@@ -185,13 +184,17 @@ class Engine:
 
     @in_turn
     def held(self, compiled: Compiled) -> Sizes:
-        """The bytes of what the stages and their optimizers hold, on all ranks.
+        """The bytes of what the stages and their optimizers hold, on all ranks."""
+        return self._sizes(compiled, self.progress.optimizers_of(compiled.plan), stepping=True)
 
-        The optimizers of other ranks' stages are made once more for that, and never step.
-        """
-        plan, factory = compiled.plan, self._options.optimizer
+    def _sizes(
+        self, compiled: Compiled, given: Sequence[Optimizer | None], *, stepping: bool
+    ) -> Sizes:
+        """The same for a run with these optimizers. Those of other ranks' stages are made once more
+        for that, where optimizers step, and never do."""
+        plan, factory = compiled.plan, self._options.optimizer if stepping else None
         state = self.progress.state_of(compiled.traced)
-        optimizers = [*self.progress.optimizers_of(plan)]
+        optimizers = [*given]
         elsewhere = {s.index for s in plan.stages if not self._options.owns(s.index)}
         for stage in elsewhere:
             parameters: list[Any] = [state[a.target] for a in plan.stages[stage].parameters]
@@ -225,15 +228,15 @@ class Engine:
     def flush(self) -> None:
         """Run the batches in flight to their end. See ``Pipeline.flush``."""
         run = self._overlapping
-        if run is None:
+        if run is None or run.failed:
+            self._overlapping = None
             return
         with self._options.group.calling("flush"):
             self._overlapping = None
-            if not run.failed:
-                run.drain()
-                self.stashed = run.peak_kept
-                if self._clipping is not None:
-                    self._clipping.settle(run.count)
+            run.drain()
+            self.stashed = run.peak_kept
+            if self._clipping is not None:
+                self._clipping.settle(run.count)
 
     @in_turn
     def abandon(self) -> None:
@@ -324,7 +327,7 @@ class Engine:
             onto_grad=onto_grad,
             deferred=compiled.traced.deferred,
         )
-        run = self._run(FlushedRun, compiled, weights, state, optimizers)
+        run = self._run(FlushedRun, compiled, weights, optimizers)
         run.feed(Job(self._kernels(compiled), host, self._clipping))
         return run
 
@@ -348,7 +351,7 @@ class Engine:
             versions = self.progress.versions_of(compiled.plan, compiled.schedule, changed=changed)
             versions.open(compiled.plan.stages, state, compiled.traced.deferred, changed=changed)
             self._overlapping = self._run(
-                OverlappingRun, compiled, versions, state, optimizers, versions.slowest
+                OverlappingRun, compiled, versions, optimizers, versions.slowest
             )
         return self._overlapping
 
@@ -357,7 +360,6 @@ class Engine:
         kind: type[R],
         compiled: Compiled,
         weights: Weights,
-        state: Mapping[str, Tensor],
         optimizers: Sequence[Optimizer | None],
         first: int = 0,
     ) -> R:
@@ -373,9 +375,7 @@ class Engine:
             expected=lambda: predicted_peaks(
                 compiled.plan,
                 compiled.whole(),
-                plan_sizes(
-                    compiled.plan, state, optimizers, compiled.schedule, early=self._options.ranks
-                ),
+                self._sizes(compiled, optimizers, stepping=compiled.purpose == "step"),
             ),
         )
 

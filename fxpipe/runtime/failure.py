@@ -39,7 +39,7 @@ def explained(
     Args:
         machine: the machine.
         cause: the exception.
-        consequence: what it means for the weights, one clause.
+        consequence: what it means for the weights, one clause; empty where that is not known yet.
         backend: runs the devices' lists.
         expected: predicts what the devices hold.
     """
@@ -59,16 +59,19 @@ def explained(
         "microbatch": microbatch,
         "source": line,
     }
+    meaning = f"; {consequence}" if consequence else ""
+    error = ExecutionError(f"{where} ({told(cause)}){meaning}", **place)
     if lacks_memory(cause):
         memories = [backend.memory(device) for device in range(machine.program.devices)]
         peaks = _peaks(expected)
-        return DeviceMemoryError(
-            f"{where}: {_lack(machine.device, memories, peaks)}; {consequence} ({told(cause)})",
+        error = DeviceMemoryError(
+            f"{where}: {_lack(machine.device, memories, peaks)}{meaning} ({told(cause)})",
             predicted=None if peaks is None else peaks[machine.device],
             capacity=memories[machine.device].total,
             **place,
         )
-    return ExecutionError(f"{where} ({told(cause)}); {consequence}", **place)
+    error.__cause__ = cause
+    return error
 
 
 def explained_late(

@@ -13,11 +13,12 @@ from typing import Any
 
 from torch import Tensor
 
-from fxpipe.errors import InputError
+from fxpipe.errors import InputError, RankError
 from fxpipe.runtime.devices.backend import Driver
-from fxpipe.runtime.interpreter import Job
+from fxpipe.runtime.interpreter import Job, Machine
 from fxpipe.runtime.run import Finished, Run
 from fxpipe.runtime.weights.versions import VersionedWeights
+from fxpipe.signals import HeldSignals
 
 
 class OverlappingRun(Run[VersionedWeights]):
@@ -75,9 +76,14 @@ class OverlappingRun(Run[VersionedWeights]):
             self.count += 1
             self._ask(self._backend.begin)
             self._submit(batch)
-            self._wait(signals, lambda: all(each >= batch + whole for each in self._pending))
+            self._wait(
+                signals,
+                lambda: (
+                    self._reports.empty() and all(each >= batch + whole for each in self._pending)
+                ),
+            )
             self._ask(self._backend.end)
-            self._backend.settle(None)
+            self._together(signals, lambda: self._backend.settle(None))
             if signals.held is not None:
                 signals.held.add_note("interrupted after the step, whose batch counts")
         return batch
@@ -104,7 +110,7 @@ class OverlappingRun(Run[VersionedWeights]):
                 self._submit(step)
             self._wait(signals, lambda: self.running == 0)
             self._ask(self._backend.end)
-            self._settle()
+            self._together(signals, self._settle)
             self._commit(self.count - 1)
             self._backend.kept()
             self._weights.trim()
@@ -140,11 +146,14 @@ class OverlappingRun(Run[VersionedWeights]):
             machine.begin(step, batches)
         driver.run()
         for machine in driver.machines:
-            # here all forwards of the step's own batch are done
-            if self._weights.defers:
-                with self._backend.computing(machine.device):
-                    machine.store.state = self._weights.gathered(machine.store.state)
-            self._states[machine.device][step] = dict(machine.store.state)
+            self._keep_state(machine)
+
+    def _keep_state(self, machine: Machine) -> None:
+        """Keep the buffers of a device, where all forwards of the step's own batch are done."""
+        if self._weights.defers:
+            with self._backend.computing(machine.device):
+                machine.store.state = self._weights.gathered(machine.store.state)
+        self._states[machine.device][machine.step] = dict(machine.store.state)
 
     def _note(self, report: Finished) -> None:
         if report.device is None:
@@ -156,9 +165,10 @@ class OverlappingRun(Run[VersionedWeights]):
             for batch in [batch for batch in self._jobs if batch <= over]:
                 if batch not in self._pending:  # outputs of other processes may come later
                     del self._jobs[batch]
+            kept = min(over, self._weights.slowest) - 1  # a stage of another process may be slower
             for states in self._states.values():
                 for step in list(states):  # a copy: the device's thread may add another meanwhile
-                    if step < over - 1:
+                    if step < kept:
                         del states[step]
 
     def _ask(self, devices: Callable[[], None]) -> None:
@@ -172,6 +182,16 @@ class OverlappingRun(Run[VersionedWeights]):
                 raise late from error
             raise
 
+    def _together(self, signals: HeldSignals, settle: Callable[[], object]) -> None:
+        """Wait for the other processes at the end of a call; where one has failed, roll back."""
+        try:
+            settle()
+        except RankError as error:
+            self._wait(signals, self._reports.empty)  # raises what a device here has reported
+            self._backend.announce(error)
+            error.add_note(self._give_up())
+            raise
+
     def _give_up(self) -> str:
         """Stop all devices and roll the weights back. Returns which batches count, in words."""
         self.stop()
@@ -181,6 +201,9 @@ class OverlappingRun(Run[VersionedWeights]):
         self._ask(self._backend.end)  # updates that were launched may still run
         done = self._backend.recovered(self._weights.own_slowest)
         self._weights.recover(done)
+        for machine in self.machines:
+            if machine.step == done - 1 and machine.step not in self._states[machine.device]:
+                self._keep_state(machine)  # it has not come to its list's end after its update
         self._commit(done - 1)
         for machine in self.machines:
             machine.store.clear()

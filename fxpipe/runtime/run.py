@@ -196,6 +196,8 @@ class Run(Generic[W]):
                 self._reports.put(
                     Finished(step, machine.device, error if machine is driver.at else Stopped())
                 )
+            if not isinstance(error, Stopped):
+                self._channels.left(explained(driver.at, error, "", self._backend))
 
     def _hear(self, timeout: float | None) -> Finished | None:
         """The next report; None for a signal. Raises Empty if none comes before the timeout."""

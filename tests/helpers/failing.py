@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -23,8 +24,13 @@ from fxpipe.text.program import print_instruction
 from tests.helpers.ranks import DeviceMesh
 from tests.helpers.tiny import CUTS, Snapshot, Tiny, adam, batch
 from tests.oracles import loop
+from tests.oracles.delayed_loop import DelayedLoop
 
 HANDLERS = interpreter.HANDLERS
+
+KINDS = {kind.__name__ for kind in HANDLERS} - {"Pause", "ReduceScatter", "AllGather"}
+"""All kinds of instructions of a step. A pause is in a differentiable call alone, and the other two
+are in programs over replicas."""
 
 
 class Injected(Exception):
@@ -50,7 +56,28 @@ OPTIONS: Mapping[str, Callable[[], dict[str, Any]]] = {
     "zb-h1": lambda: {"schedule": "zb-h1"},
     "own": lambda: {"schedule": with_own_task()},
 }
-"""Options that have all kinds of instructions together."""
+"""Options that together have all kinds of instructions of a step, with three ranks."""
+
+INTERLEAVED: Mapping[str, Any] = {
+    "schedule": "interleaved-1f1b",
+    "partition": ["middle", "middle.2", "last"],
+}
+"""Two stages on each of two ranks, so that a value skips some of them there, too."""
+
+
+def options_of(size: int) -> dict[str, dict[str, Any]]:
+    """Options that together have all kinds of instructions of a step."""
+    made = {name: options() for name, options in OPTIONS.items()}
+    return {**made, "interleaved-1f1b": dict(INTERLEAVED)} if size == 2 else made
+
+
+class Skipping(Tiny):
+    """What the first layer makes skips all others."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        y: Tensor = self.last(self.middle(h)) + h[:, :3]
+        return y
 
 
 def pipe_of(mesh: DeviceMesh, **options: Any) -> fxpipe.Pipeline:
@@ -61,7 +88,7 @@ def pipe_of(mesh: DeviceMesh, **options: Any) -> fxpipe.Pipeline:
         "optimizer": adam,
         "partition": CUTS[mesh.size()],
     }
-    return fxpipe.compile(Tiny(), mesh, **{**defaults, **options})
+    return fxpipe.compile(Skipping(), mesh, **{**defaults, **options})
 
 
 class Beside:
@@ -70,7 +97,7 @@ class Beside:
     def __init__(self, mesh: DeviceMesh, **options: Any) -> None:
         self.pipe = pipe_of(mesh, **options)
         torch.manual_seed(0)
-        self.model = Tiny()
+        self.model = Skipping()
         self.optimizer = adam(self.model.parameters())
         self._clip: float | None = options.get("clip_norm")
         self._steps = 0
@@ -144,7 +171,7 @@ def first_of_each_kind(pipe: fxpipe.Pipeline) -> list[tuple[int, int, ins.Instru
     return found
 
 
-def fails(beside: Beside, rank: int, error: BaseException, instruction: Any, own: bool) -> None:
+def fails(rank: int, error: BaseException, instruction: Any, own: bool) -> None:
     """Check the error that an instruction's failure on ``rank`` is, here or on another rank."""
     assert getattr(error, "device", None) == rank, repr(error)
     assert getattr(error, "instruction", None) == print_instruction(instruction), repr(error)
@@ -153,7 +180,71 @@ def fails(beside: Beside, rank: int, error: BaseException, instruction: Any, own
         return
     assert isinstance(error, RankError) and error.rank == rank, repr(error)
     assert f"rank {rank} " in str(error) and "told to fail" in str(error)
-    assert any("raise Injected" in note for note in error.__notes__), error.__notes__
+    assert any(
+        "Traceback (most recent call last)" in note and "in fail\n" in note
+        for note in error.__notes__
+    ), error.__notes__
+
+
+class InFlight:
+    """A pipe whose batches overlap, and the plain loop that reads its weights as late.
+
+    The loop trains on a batch only when the pipe's results are compared. After a failure it goes
+    back to the batch that the pipe names, and reads no older weights, as if it had begun there.
+    """
+
+    def __init__(self, mesh: DeviceMesh, schedule: str) -> None:
+        last = mesh.size() - 1
+        if schedule == "pipedream":  # a stage is as many batches late as there are stages after it
+            microbatches, late = 1, {"first": last, "middle": last - 1, "last": 0}
+        else:
+            microbatches, late = 2, dict.fromkeys(("first", "middle", "last"), 1)
+        self.pipe = pipe_of(mesh, schedule=schedule, microbatches=microbatches)
+        torch.manual_seed(0)
+        model = Skipping()
+        self._loop = DelayedLoop(
+            model,
+            adam(model.parameters()),
+            functional.cross_entropy,
+            microbatches,
+            lambda name: late[name.split(".")[0]],
+        )
+        self._after: list[Any] = []  # number of batches → state of the model and its optimizer
+        self._keep()
+
+    def step(self) -> Tensor:
+        """The pipe's next batch; its loss may come later."""
+        x, y = batch(seed=self.pipe.batches)
+        loss: Tensor = self.pipe.step(x, target=y)
+        return loss
+
+    def compare(self) -> None:
+        """Finish the batches in flight; what this rank owns must be equal to the bit."""
+        self.pipe.flush()
+        self._train(self.pipe.batches)
+        state = self._loop.model.state_dict()
+        for name, value in self.pipe.state_dict().items():
+            assert torch.equal(value, state[name]), f"{name} is not that of the loop"
+
+    def go_back(self) -> int:
+        """The pipe has dropped batches. Returns how many count; what it has now must be theirs."""
+        count = self.pipe.batches
+        self._train(count)
+        model, optimizer = self._after[count]
+        self._loop.model.load_state_dict(model)
+        self._loop.optimizer.load_state_dict(copy.deepcopy(optimizer))
+        self._loop.restart()
+        del self._after[count + 1 :]
+        return count
+
+    def _train(self, count: int) -> None:
+        while len(self._after) <= count:
+            self._loop.step(*batch(seed=len(self._after) - 1))
+            self._keep()
+
+    def _keep(self) -> None:
+        state = self._loop.model.state_dict(), self._loop.optimizer.state_dict()
+        self._after.append(copy.deepcopy(state))
 
 
 def unchanged(before: Snapshot, pipe: fxpipe.Pipeline, where: str) -> None:

@@ -12,13 +12,13 @@ import fxpipe
 from fxpipe import ExecutionError, InputError, RankError
 from fxpipe.ir import instruction as ins
 from tests.helpers.failing import (
-    HANDLERS,
-    OPTIONS,
+    KINDS,
     Beside,
     at,
     fail,
     fails,
     first_of_each_kind,
+    options_of,
     pipe_of,
     unchanged,
 )
@@ -32,8 +32,8 @@ def failing_everywhere(mesh: DeviceMesh) -> set[str]:
     """Let the first instruction of each kind fail on each rank in turn."""
     here = mesh.get_local_rank()
     kinds: set[str] = set()
-    for name, options in OPTIONS.items():
-        beside = Beside(mesh, **options())
+    for name, options in options_of(mesh.size()).items():
+        beside = Beside(mesh, **options)
         beside.step()
         for rank, position, instruction in first_of_each_kind(beside.pipe):
             before = Snapshot.of(beside.pipe)
@@ -46,7 +46,7 @@ def failing_everywhere(mesh: DeviceMesh) -> set[str]:
                 except ExecutionError as error:
                     caught = error
             assert caught is not None, where
-            fails(beside, rank, caught, instruction, rank == here)
+            fails(rank, caught, instruction, rank == here)
             unchanged(before, beside.pipe, where)
             beside.step()
             kinds.add(type(instruction).__name__)
@@ -56,15 +56,14 @@ def failing_everywhere(mesh: DeviceMesh) -> set[str]:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_an_instruction_of_any_kind_that_fails_on_a_rank_fails_on_all(size: int) -> None:
-    kinds = {kind.__name__ for kind in HANDLERS}
-    alone = {"Stash", "Pop", "Pause"}  # within a device; of differentiable calls, see below
     for found in on_ranks(size, failing_everywhere):
-        assert found >= kinds - alone
+        assert found == KINDS
 
 
-def failing_calls(mesh: DeviceMesh) -> None:
+def failing_calls(mesh: DeviceMesh) -> set[str]:
     """The same in a differentiable call and in its backward."""
     here = mesh.get_local_rank()
+    kinds: set[str] = set()
     with pipe_of(mesh, optimizer=None) as pipe:
         x, _ = batch()
         pipe(x).sum().backward()
@@ -84,10 +83,17 @@ def failing_calls(mesh: DeviceMesh) -> None:
             assert isinstance(raised.value, RankError) == (rank != here)
             unchanged(before, pipe, str(instruction))
             pipe(x).sum().backward()
+            kinds.add(type(instruction).__name__)
+    return kinds
 
 
-def test_an_instruction_of_a_call_or_its_backward_that_fails_on_a_rank_fails_on_all() -> None:
-    on_ranks(2, failing_calls)
+@pytest.mark.parametrize("size", [2, 3])
+def test_an_instruction_of_a_call_or_its_backward_that_fails_on_a_rank_fails_on_all(
+    size: int,
+) -> None:
+    kinds = {"Load", "Output", "Send", "Receive", "Free", "Forward", "Backward", "Pause"}
+    for found in on_ranks(size, failing_calls):
+        assert found == kinds | ({"Stash", "Pop"} if size == 3 else set())
 
 
 # what differs between ranks

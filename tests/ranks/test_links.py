@@ -156,10 +156,10 @@ def test_a_forked_process_does_not_keep_connections_open() -> None:
 def group_of_two() -> tuple[RankGroup, RankGroup]:
     one, two = socket.socketpair()
     names = "rank 0 (here, process 1)", "rank 1 (there, process 2)"
-    places = "rank 0, here", "rank 1, there"
+    places, hosts = ("rank 0, here", "rank 1, there"), ("here", "there")
     return (
-        RankGroup(Met(0, names, places, {1: one}, 1, 5.0)),
-        RankGroup(Met(1, names, places, {0: two}, 1, 5.0)),
+        RankGroup(Met(0, names, places, hosts, {1: one}, 1, 5.0)),
+        RankGroup(Met(1, names, places, hosts, {0: two}, 1, 5.0)),
     )
 
 

@@ -12,10 +12,10 @@ from torch import Tensor
 from fxpipe.errors import RankError
 from fxpipe.ir.program import Program
 from fxpipe.ir.value import Buffer
-from fxpipe.runtime.devices.backend import Backend, Channels
+from fxpipe.runtime.devices.backend import Backend, Channels, DeviceMemory
 from fxpipe.runtime.interpreter import Job, Stopped
 from fxpipe.runtime.ranks.group import RankGroup
-from fxpipe.runtime.ranks.hearing import POLL
+from fxpipe.runtime.ranks.hearing import POLL, failure_of
 from fxpipe.runtime.ranks.message import Message
 
 T = TypeVar("T")
@@ -71,8 +71,8 @@ class RankChannels(Channels):
     def start(self) -> None:
         """See Channels.start."""
         self.running = True
-        if self._group.failure is not None:
-            self.fail(self._group.failure)
+        if (failure := self.failure or self._group.failure) is not None:
+            self.fail(failure)
 
     def pause(self) -> None:
         """See Channels.pause."""
@@ -132,6 +132,11 @@ class RankChannels(Channels):
         while any(self._times_met[rank] < count for rank in self._group.others):
             self._times_met[self._next(self._met)] += 1
 
+    def left(self, error: BaseException) -> None:
+        """See Channels.left. Where batches overlap, no call may be running that would tell it."""
+        if self._overlaps:
+            self._links.send_all(Message("left", (self._run,), failure_of(error)))
+
     def stop(self) -> None:
         """See Channels.stop."""
         super().stop()
@@ -145,6 +150,13 @@ class RankChannels(Channels):
             return
         if message.kind == "updated":
             self._updated(*message.key[1:])
+            return
+        if message.kind == "left":
+            error = self._group.hearing.error_of(rank, message.value)
+            if self.running:
+                self.fail(error)
+            else:
+                self.failure = error  # it will not start
             return
         if message.kind == "value":
             super().put(self._group.rank, Buffer(*message.key[1]), message.value)
@@ -178,6 +190,13 @@ class RankBackend(Backend):
     def channels(self, program: Program, threads: int, jobs: Mapping[int, Job]) -> Channels:
         """See Backend.channels."""
         return RankChannels(program, self._group, jobs)
+
+    def memory(self, device: int) -> DeviceMemory:
+        """See Backend.memory; the ranks of a host share its memory."""
+        hosts = self._group.hosts
+        here = hosts[device] == hosts[self._group.rank]
+        known = super().memory(device).total if here else None
+        return DeviceMemory(f"host {hosts[device]}", None, known)
 
     @property
     def rolls_back(self) -> bool:

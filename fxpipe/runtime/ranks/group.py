@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import atexit
 import hashlib
-import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from fxpipe.errors import InputError, RankError, told
+from fxpipe.errors import InputError, RankError
 from fxpipe.runtime.ranks.delivery import Delivery
 from fxpipe.runtime.ranks.hearing import RECOVERY, Exchange, Hearing, difference, failure_of
 from fxpipe.runtime.ranks.links import CLOSED, Links
@@ -32,6 +31,7 @@ class RankGroup:
         size: how many there are.
         names: rank → what messages call it.
         places: rank → its number and host, for a table; empty for a group of one.
+        hosts: rank → the name of its host; empty for a group of one.
         threads: intra-op threads of this one's device; 0 for a group of one.
         call: how many calls were begun; all ranks count alike, so that the number tells which of
             their calls belong together.
@@ -47,6 +47,7 @@ class RankGroup:
         self.rank = 0 if met is None else met.rank
         self.names = ("this process",) if met is None else met.names
         self.places = () if met is None else met.places
+        self.hosts = () if met is None else met.hosts
         self.size = len(self.names)
         self.call = self.kept = 0
         self.threads = 0 if met is None else met.threads
@@ -58,6 +59,7 @@ class RankGroup:
         self._exchanges = 0  # of this call that are complete
         self._settled = False  # whether the call is done on all ranks, and only returns
         self._told = False  # whether this rank has told that the call failed
+        self._recovered = False  # whether it has told, in this call, what it can roll back to
         self._roll_back: Callable[[], None] = lambda: None
         self.links = None if met is None else _links(self, met)
 
@@ -93,7 +95,7 @@ class RankGroup:
         self.check()
         with signals_at_operations():
             self.call, self._exchanges = self.call + 1, 0
-            self._what, self._told, self._settled = what, False, False
+            self._what, self._told, self._settled, self._recovered = what, False, False, False
             self.delivery.begin(self.call)
             try:
                 self._begin(what)
@@ -176,11 +178,15 @@ class RankGroup:
         """
         if not self._what:
             return version  # the pipe will be closed
+        self._recovered = True
         try:
-            found: int = min(self.exchange(RECOVERY, version, held=True))
-            return found
+            known = self.exchange(RECOVERY, version, held=True)
         except RankError:
-            return version  # a rank is gone, and nothing can go on
+            if not self.hearing.gone:
+                self.close()  # the ranks may have gone back to different versions
+            return version
+        found: int = min(each for each in known if each is not None)
+        return found
 
     def agree(self, about: str, text: str) -> None:
         """Check that all ranks have the same text.
@@ -207,9 +213,7 @@ class RankGroup:
             return
         self._told = True
         assert self.links is not None
-        text = "".join(traceback.format_exception(error))
-        value = failure_of(error, told(error), text)
-        self.links.send_all(Message("failed", (self.call, self._exchanges), value))
+        self.links.send_all(Message("failed", (self.call, self._exchanges), failure_of(error)))
 
     # what the others do
 
@@ -251,6 +255,8 @@ class RankGroup:
         if not self._settled:
             self.announce(error)
             self._roll_back()
+            if not self._recovered and self.links is not None:  # others may wait for it
+                self.links.send_all(Message("said", (self.call, -1, RECOVERY)))
         if self.call == 1:  # there will be no pipe
             self.close()
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from fxpipe.errors import RankError
+from fxpipe.errors import RankError, told
 from fxpipe.signals import raise_held
 
 POLL = 0.1
@@ -79,11 +80,21 @@ class Hearing:
 
     def fail(self, rank: int, call: int, index: int, value: Mapping[str, Any]) -> RankError:
         """A call has failed on a rank. Returns the error that it is here."""
-        error = _error(rank, self._names[rank], value)
+        error = self.error_of(rank, value)
         with self.changed:
             if call > self._over:
                 self._failures.append(_Failure(call, index, error))
                 self.news += 1
+        return error
+
+    def error_of(self, rank: int, value: Mapping[str, Any]) -> RankError:
+        """The error for what a rank has told of its own, see ``failure_of``."""
+        name, place = self._names[rank], {key: value[key] for key in _PLACE if key in value}
+        if "rank" in value:  # it has found out what holds for all ranks
+            error = RankError(value["error"], rank=value["rank"], **place)
+        else:
+            error = RankError(f"{name} failed: {value['error']}", rank=rank, **place)
+        error.add_note(f"On {name}:\n{value['traceback']}")
         return error
 
     def lose(self, rank: int, why: str) -> RankError:
@@ -195,24 +206,14 @@ class Hearing:
                 )
 
 
-def failure_of(error: BaseException, text: str, traceback: str) -> dict[str, Any]:
-    """What a rank tells the others of its error: ``text`` says what it is."""
-    told: dict[str, Any] = {"error": text, "traceback": traceback}
-    told |= {name: getattr(error, name) for name in _PLACE if hasattr(error, name)}
+def failure_of(error: BaseException) -> dict[str, Any]:
+    """What a rank tells the others of its error."""
+    text = "".join(traceback.format_exception(error))
+    value: dict[str, Any] = {"error": told(error), "traceback": text}
+    value |= {name: getattr(error, name) for name in _PLACE if hasattr(error, name)}
     if isinstance(error, RankError):
-        told |= {"error": str(error), "rank": error.rank}
-    return told
-
-
-def _error(rank: int, name: str, told: Mapping[str, Any]) -> RankError:
-    """The error for what a rank has told of its own."""
-    place = {key: told[key] for key in _PLACE if key in told}
-    if "rank" in told:  # it has found out what holds for all ranks
-        error = RankError(told["error"], rank=told["rank"], **place)
-    else:
-        error = RankError(f"{name} failed: {told['error']}", rank=rank, **place)
-    error.add_note(f"On {name}:\n{told['traceback']}")
-    return error
+        value |= {"error": str(error), "rank": error.rank}
+    return value
 
 
 def difference(names: Sequence[str], rank: int, texts: Sequence[str]) -> str:

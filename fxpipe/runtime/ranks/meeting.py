@@ -41,6 +41,7 @@ class Met(NamedTuple):
         rank: this one's number in the pipe.
         names: rank → what messages call it, ``rank 1 (host, process 4711)``.
         places: rank → the same for a table, ``rank 1, host``.
+        hosts: rank → the name of its host.
         sockets: other rank → a connection to it.
         threads: intra-op threads of this rank's device: its share of the host's, or what
             OMP_NUM_THREADS says.
@@ -51,6 +52,7 @@ class Met(NamedTuple):
     rank: int
     names: tuple[str, ...]
     places: tuple[str, ...]
+    hosts: tuple[str, ...]
     sockets: dict[int, socket.socket]
     threads: int
     timeout: float
@@ -134,7 +136,8 @@ def meet(mesh: DeviceMesh) -> Met:
     threads = torch.get_num_threads()
     threads = threads if "OMP_NUM_THREADS" in os.environ else max(1, threads // beside)
     places = tuple(f"rank {each.global_rank}, {each.host}" for each in cards)
-    return Met(rank, names, places, sockets, threads, timeout, shared)
+    hosts = tuple(each.host for each in cards)
+    return Met(rank, names, places, hosts, sockets, threads, timeout, shared)
 
 
 def _named_rank(card: _Card) -> str:
