@@ -25,7 +25,7 @@ from typing import Literal
 
 from fxpipe.ir.recipe import Recipe
 from fxpipe.ir.schedule import Schedule
-from fxpipe.ir.task import Task
+from fxpipe.ir.task import BUILT_IN, Task
 
 
 def write_schedule(recipe: Recipe, devices: int, microbatches: int, short: bool) -> Schedule:
@@ -104,6 +104,22 @@ def _row(row: tuple[Task, ...], microbatches: int, modes: Sequence[Recompute]) -
 def add_reduce(schedule: Schedule) -> Schedule:
     """Schedule → Schedule: a reduce right after each stage's last backward.
 
+    Where batches overlap, an update that stands right behind would wait for all of the sum. It
+    then comes as late as the delay allows, right before the first forward that reads its version,
+    so that the sum hides behind the tasks between, in 1F1B without flush behind m − p + 1 micro-
+    batches of m. Until then a stage keeps the gradients of two batches. With tasks of one's own,
+    and clips, updates stay where they are.
+
+    Before, with a delay of 1 on two devices::
+
+        0: F0 B1' U' F1 B0
+        1: F0 B0 F1 B1 U
+
+    after::
+
+        0: U'' F0 B1' A' F1 B0
+        1: U'' F0 B0 F1 B1 A
+
     Args:
         schedule: one that reduces nowhere; others are left alone.
     """
@@ -119,7 +135,37 @@ def add_reduce(schedule: Schedule) -> Schedule:
         )
         for row in schedule.rows
     )
+    reducing = replace(schedule, rows=tuple(rows))
+    if not schedule.depth or "C" in schedule.kinds or schedule.kinds - BUILT_IN:
+        return reducing
+    rows = (tuple(_late(schedule, row)) for row in reducing.rows)
     return replace(schedule, rows=tuple(rows))
+
+
+def _late(schedule: Schedule, row: tuple[Task, ...]) -> list[Task]:
+    """A device's tasks with each update right before the first forward that reads its version,
+    where it then has more tasks between itself and its reduce."""
+    tasks = list(row)
+    for update in [task for task in row if task.kind == "U"]:
+        stage = update.stage
+        assert stage is not None
+        rest = [task for task in tasks if task != update]
+        steps, at = min(
+            (schedule.delays[stage] - task.batch, at)
+            for at, task in enumerate(rest)
+            if (task.kind, task.stage) == ("F", stage)
+        )
+        moved = [*rest[:at], replace(update, batch=-1 - steps), *rest[at:]]
+        if _between(moved, stage) > _between(tasks, stage):
+            tasks = moved
+    return tasks
+
+
+def _between(tasks: Sequence[Task], stage: int) -> int:
+    """How many tasks a device runs between the reduce of a stage's gradients and its update."""
+    at = {task.kind: (-task.batch, k) for k, task in enumerate(tasks) if task.stage == stage}
+    (step, reduce), (later, update) = at["A"], at["U"]
+    return (later - step) * len(tasks) + update - reduce - 1
 
 
 def add_clip(schedule: Schedule) -> Schedule:
@@ -134,7 +180,7 @@ def add_clip(schedule: Schedule) -> Schedule:
         return schedule
     if not schedule.overlaps:
         return replace(schedule, rows=tuple(map(_clipped, schedule.rows)))
-    batch = min(task.batch for row in schedule.rows for task in row)
+    batch = min(task.batch for row in schedule.rows for task in row if task.kind != "U")
     late: list[tuple[Task, ...]] = []
     for device, row in enumerate(schedule.rows):
         own = [task for task in row if task.kind != "U"]
