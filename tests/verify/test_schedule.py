@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from fxpipe.errors import Fault, VerificationError
 from fxpipe.ir.recipe import RECIPES, Recipe
 from fxpipe.ir.schedule import Schedule
-from fxpipe.ir.task import KINDS, B, F, Task, U, define_task
+from fxpipe.ir.task import KINDS, A, B, F, Task, U, define_task
 from fxpipe.passes.schedule import add_reduce
 from fxpipe.schedules import one_f_one_b
+from fxpipe.simulator.simulation import task_of
 from fxpipe.verify.schedule import verify_schedule
 from tests.helpers.faults import faults_of
 from tests.helpers.lines import lines
@@ -138,6 +139,7 @@ def shuffled(draw: st.DrawFn) -> Schedule:
     homes = st.integers(0, devices - 1)
     placement = tuple(draw(st.lists(homes, min_size=stages, max_size=stages)))
     batches = st.integers(draw(st.sampled_from([0, -1, -2])), 0)
+    reduces = draw(st.booleans())
     rows = []
     for device in range(devices):
         tasks = []
@@ -145,9 +147,10 @@ def shuffled(draw: st.DrawFn) -> Schedule:
             for i in range(microbatches):
                 kinds = draw(st.sampled_from(["FB", "FB", "FRB", "FIW"]))
                 tasks += [Task(kind, i, stage, draw(batches)) for kind in kinds]
+            tasks += [A(stage, batch=draw(batches))] * reduces
             tasks.append(U(stage, batch=draw(batches)))
         if draw(st.booleans()):
-            tasks.sort(key=lambda task: (-task.batch, "FRBIWU".index(task.kind), task.microbatch))
+            tasks.sort(key=lambda task: (-task.batch, "FRBIWAU".index(task.kind), task.microbatch))
         else:
             tasks = draw(st.permutations(tasks))
         rows.append(tuple(tasks))
@@ -158,6 +161,54 @@ def shuffled(draw: st.DrawFn) -> Schedule:
 @given(st.composite(shuffled)())
 def test_any_order_is_refused_exactly_when_it_does_not_run(schedule: Schedule) -> None:
     assert accepts(schedule) == schedule_is_right(schedule)
+
+
+@given(
+    st.sampled_from(["gpipe", "zb-h1", "interleaved-1f1b", "dualpipe-v", "2bw", "pipedream"]),
+    st.tuples(st.integers(1, 3), st.integers(1, 4)),
+    st.lists(
+        st.tuples(
+            st.sampled_from(["drop", "duplicate", "swap", "move", "give away", "change batch"]),
+            st.booleans(),
+            st.integers(0, 100),
+            st.integers(0, 100),
+        ),
+        max_size=4,
+    ),
+)
+def test_edited_sums_over_replicas_are_refused_or_run(
+    name: str, counts: tuple[int, int], edits: list[tuple[str, bool, int, int]]
+) -> None:
+    schedule = add_reduce(RECIPES[name](*counts))
+    rows = [list(row) for row in schedule.rows]
+    for edit, sums, pick, to in edits:
+        every = [(row, task) for row in rows for task in row if task.kind == "A" or not sums]
+        if not every:
+            continue
+        row, task = every[pick % len(every)]
+        other = rows[to % len(rows)] if edit == "give away" else row
+        at = row.index(task)
+        if edit != "duplicate":
+            row.remove(task)
+        if edit == "change batch":
+            row.insert(at, replace(task, batch=task.batch - 1 + 2 * (to % 2)))
+        elif edit != "drop":
+            other.insert(at - 1 if edit == "swap" and at else to % (len(other) + 1), task)
+    edited = replace(schedule, rows=tuple(map(tuple, rows)))
+    assert accepts(edited) == schedule_is_right(edited)
+    if accepts(edited):
+        found = edited.simulate(replicas=3, steps=edited.depth + 2)
+        assert not found.unrun
+        order = {task_of(span.instruction): (span.start, span.end) for span in found.spans}
+        for task, (start, end) in order.items():
+            if task.kind == "A":
+                own = {
+                    t: at
+                    for t, at in order.items()
+                    if (t.stage, t.batch) == (task.stage, task.batch)
+                }
+                assert all(at[1] <= start for t, at in own.items() if t.kind in "BW")
+                assert all(at[0] >= end for t, at in own.items() if t.kind == "U")
 
 
 def test_a_missing_task_is_named_with_its_micro_batches() -> None:
