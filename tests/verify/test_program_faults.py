@@ -15,6 +15,7 @@ from fxpipe.ir.task import KINDS, define_task
 from fxpipe.ir.value import HOST, Buffer, Edge
 from fxpipe.passes.lowering.communicate import communicate
 from fxpipe.passes.lowering.lower import Lower
+from fxpipe.passes.schedule import add_reduce
 from fxpipe.schedules import gpipe, inference, one_f_one_b
 from fxpipe.verify.program import verify_program
 from tests.helpers.faults import faults_of
@@ -245,9 +246,42 @@ def test_every_fault_is_reported_at_once() -> None:
     ]
 
 
+def test_gradients_on_their_way_between_replicas_are_not_to_be_read() -> None:
+    define_task("N", "look", run=lambda context: None, reads=("gradients",), cost=1)
+    try:
+        program = lowered(add_reduce(one_f_one_b(2, 1)), chain(2))
+        own = list(program.lists[0])
+        at = own.index(ins.AllGather(0))
+        early = [*own[:at], ins.Run("N", 0), *own[at:]]
+        (fault,) = faults_of(replace(program, lists=(tuple(early), program.lists[1])))
+        assert str(fault) == (
+            f"device 0, position {at}, run N s0 v0: it needs gradients that reduce_scatter s0, "
+            f"position {at - 1}, has sent to be summed; move it before that, or behind the stage's "
+            "all_gather"
+        )
+        for place in at - 1, at + 1:
+            right = [*own[:place], ins.Run("N", 0), *own[place:]]
+            replace(program, lists=(tuple(right), program.lists[1])).verify()
+    finally:
+        del KINDS["N"]
+
+
+def test_sums_over_replicas_are_there_exactly_where_there_are_several() -> None:
+    program = lowered(add_reduce(one_f_one_b(2, 1)), chain(2))
+    found = [fault.what for fault in faults_of(replace(program, replicas=1))]
+    assert found == ["the program has one replica"] * 4
+    found = [str(fault) for fault in faults_of(replace(PROGRAM, replicas=2))]
+    assert found[:2] == [
+        "device 0: stage 0 has no reduce; let every stage sum its gradients over the replicas, or "
+        "none",
+        "device 0: stage 0 has no all_gather; add it",
+    ]
+
+
 @pytest.mark.parametrize(
     ("change", "what"),
     [
+        ({"replicas": 0}, "it has 0 replicas"),
         ({"microbatches": 0}, "it has 0 micro-batches"),
         ({"placement": ()}, "it has no stages"),
         ({"placement": (0, 2)}, "stage 1 is placed on device 2"),

@@ -253,6 +253,13 @@ def test_an_update_before_the_last_backward_is_named_once() -> None:
     assert fault.what == "it comes before B2@0, position 6, which it needs"
 
 
+def test_a_clip_before_a_sum_over_replicas_of_any_stage_is_refused() -> None:
+    text = "schedule mine stages=2 microbatches=1 delay=0\nplace 0 1\n0: F0@0 F0@1 B0@1 B0@0 "
+    assert accepts(Schedule.parse(f"{text} A@1 A@0 C@0 C@1 U@0 U@1"))
+    fault = fault_of(f"{text} A@1 C@1 A@0 C@0 U@0 U@1")
+    assert fault.what == "it comes before A@0, position 6, which it needs"
+
+
 def test_descending_micro_batches_are_refused() -> None:
     fault = fault_of("schedule mine stages=1 microbatches=2 delay=0\nplace 0\n0: F0 F1 B1 B0 U")
     assert (fault.position, fault.subject) == (3, "B0@0")
