@@ -26,6 +26,7 @@ from fxpipe.runtime.interpreter import Job
 from fxpipe.runtime.overlapping import OverlappingRun
 from fxpipe.runtime.ranks.channels import RankBackend
 from fxpipe.runtime.ranks.clocks import ahead
+from fxpipe.runtime.ranks.devices import CudaRanks
 from fxpipe.runtime.run import FlushedRun, Run
 from fxpipe.runtime.weights.clipping import Clipping
 from fxpipe.runtime.weights.live import LiveWeights, Weights
@@ -38,9 +39,10 @@ R = TypeVar("R", bound=Run[Any])
 
 
 def _backend(options: Options) -> Backend:
-    if options.group.size > 1:
-        return RankBackend(options.group)
-    return Backend() if options.torch_devices[0].type == "cpu" else CudaBackend(options.devices)
+    cuda, group = options.here.type == "cuda", options.group
+    if group.size > 1:
+        return CudaRanks(group, options.here) if cuda else RankBackend(group)
+    return CudaBackend(options.devices) if cuda else Backend()
 
 
 class Engine:
@@ -256,6 +258,7 @@ class Engine:
             for worker in self._workers:
                 worker.close()
             self._options.group.close()
+            self._backend.close()
 
     def _roll_back(self) -> None:
         """After a call that failed, possibly on another rank: drop the batches in flight."""
@@ -281,7 +284,7 @@ class Engine:
         draw_seed(compiled.traced)
         turn = self._turn
         loss = PendingLoss(dtype, lambda: turn.take(run.wait_for, number))
-        job = Job(self._kernels(compiled), host, self._clipping)
+        job = Job(self._kernels(compiled), host, self._clipping, compiled.specs)
         run.step(job, lambda: loss.come(host.loss()), whole=with_output)
         self.stashed = run.peak_kept
         return (loss.read(), host.output()) if with_output else loss
@@ -328,7 +331,7 @@ class Engine:
             deferred=compiled.traced.deferred,
         )
         run = self._run(FlushedRun, compiled, weights, optimizers)
-        run.feed(Job(self._kernels(compiled), host, self._clipping))
+        run.feed(Job(self._kernels(compiled), host, self._clipping, compiled.specs))
         return run
 
     def _overlapped(

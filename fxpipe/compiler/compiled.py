@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fxpipe.compiler.timetable import Purpose
 from fxpipe.ir.instruction import Recompute
-from fxpipe.ir.plan import Plan
+from fxpipe.ir.plan import Plan, ValueSpec
 from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.traced import Traced, Value
@@ -32,6 +32,7 @@ class Compiled:
         threads: how many threads run the devices' instruction lists: 1, or one for each device.
         terms: micro-batch → what each term of its loss is divided by, see ``loss_terms``; empty
             where the caller says how losses are weighted.
+        specs: micro-batch → what is known of its values.
     """
 
     traced: Traced
@@ -44,6 +45,7 @@ class Compiled:
     samples: int
     threads: int
     terms: Sequence[tuple[Divisor | None, ...]] = ()
+    specs: Sequence[Mapping[str, ValueSpec]] = ()
 
     @property
     def results(self) -> frozenset[str]:

@@ -204,7 +204,7 @@ class Compiler:
         kernels = [by_size[size] for size in sizes]
         threads = self.choice.threads(plan)
         made = (traced, plan, kernels, schedule, program, whole, purpose, sizes[0], threads)
-        compiled = Compiled(*made, terms)
+        compiled = Compiled(*made, terms, [plans[size][1].specs for size in sizes])
         self._known[self._key(micro, kind)] = compiled, [*plans.values()]
         return compiled
 

@@ -105,6 +105,11 @@ class Options:
         return self.recipe.place(len(self.devices))
 
     @property
+    def here(self) -> torch.device:
+        """This process's own device; the first one where it runs them all."""
+        return self.torch_devices[self.group.rank]
+
+    @property
     def whole(self) -> bool:
         """Whether this process may hold the whole model while it is compiled."""
         return self.hollow <= WHOLE

@@ -71,12 +71,16 @@ class ValueSpec:
         dtype: the element type.
         layout: how it is stored.
         stored: the bytes of a sparse value's indices and values.
+        strides: those that it was traced with; None where that is not known.
+        device: the type of the device that it is on.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     layout: torch.layout = torch.strided
     stored: int = 0
+    strides: tuple[int, ...] | None = None
+    device: str = "cpu"
 
     @property
     def bytes(self) -> int:

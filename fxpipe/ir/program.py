@@ -139,15 +139,26 @@ class Program:
 
         return turns_of(self)
 
+    @cached_property
+    def window(self) -> int:
+        """How many receives from each other device are posted ahead on ranks with streams, beyond
+        the one that is waited for: at least one, and as many as the program needs to come to its
+        end where a send waits until its receive is posted."""
+        from fxpipe.verify.program import smallest_channel
+
+        return max(1, smallest_channel(self))
+
     def only(self, device: int) -> Program:
-        """The same with the instructions of one device alone, and the depth of all: what a process
-        needs that runs this device."""
+        """The same with the instructions of one device alone, and the depth and the window of all:
+        what a process needs that runs this device."""
         made = replace(
             self,
             lists=tuple(own if d == device else () for d, own in enumerate(self.lists)),
             launches=tuple(own if d == device else () for d, own in enumerate(self.launches)),
         )
         vars(made)["depth"] = self.depth
+        if self.launches:
+            vars(made)["window"] = self.window
         return made
 
     def _grouped(self, ends: list[int]) -> tuple[tuple[Edge, ...], ...]:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fxpipe.ir import instruction as ins
-from fxpipe.ir.plan import Stage
+from fxpipe.ir.plan import Stage, ValueSpec
 from fxpipe.ir.program import Program
 from fxpipe.ir.task import KINDS
 from fxpipe.ir.value import (
@@ -99,11 +99,13 @@ class Job:
         kernels: micro-batch → stage → the kernel that runs it.
         host: the caller's side.
         clipping: how the batch's gradients are clipped, if the program clips.
+        specs: micro-batch → what is known of its values.
     """
 
     kernels: Sequence[Sequence[Kernel]]
     host: BatchHost
     clipping: Clipping | None = None
+    specs: Sequence[Mapping[str, ValueSpec]] = ()
 
 
 @dataclass

@@ -73,7 +73,14 @@ class Differentiate:
 def _specs(values: Mapping[str, Any]) -> dict[str, ValueSpec]:
     """What is known of the tensors among some values."""
     return {
-        name: ValueSpec(tuple(x.shape), x.dtype, x.layout, size_in_bytes(x))
+        name: ValueSpec(
+            tuple(x.shape),
+            x.dtype,
+            x.layout,
+            size_in_bytes(x),
+            x.stride() if x.layout is torch.strided else None,
+            x.device.type,
+        )
         for name, x in values.items()
         if isinstance(x, Tensor)
     }

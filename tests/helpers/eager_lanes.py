@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 import fxpipe
+from fxpipe.ir.plan import ValueSpec
 from fxpipe.ir.program import Program
 from fxpipe.runtime.choice import Dispatch
 from fxpipe.runtime.devices.backend import DeviceMemory, Unfinished
-from fxpipe.runtime.devices.launching import Launcher, LaunchingChannels
+from fxpipe.runtime.devices.launching import Launcher, LaunchingChannels, room
 from fxpipe.runtime.interpreter import Job
 
 
@@ -76,6 +77,9 @@ class Lanes:
     def bring(self, stream: str, value: Any) -> Any:
         assert stream.startswith("in")
         return value.clone() if isinstance(value, Tensor) else value
+
+    def room(self, spec: ValueSpec) -> Tensor:
+        return room(spec, torch.device("cpu"))
 
 
 class Backend(Launcher):

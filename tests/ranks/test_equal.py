@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from typing import Any
 
 import pytest
@@ -12,9 +13,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxpipe
+from tests.helpers.group_ranks import use
 from tests.helpers.ranks import DeviceMesh, on_ranks
 
 Devices = DeviceMesh | int
+
+with_streams = False
+"""Whether ranks have devices with streams, whose tensors go over process groups."""
+
 Results = dict[str, Any]
 
 
@@ -72,9 +78,10 @@ def pipe_of(devices: Devices, model: nn.Module, **options: Any) -> fxpipe.Pipeli
         "microbatches": 4,
         "loss": F.mse_loss if isinstance(model, Skips) else token_loss,
         "optimizer": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
-        "partition": {1: [], 2: ["third"], 4: parts[1:]}[stages],
+        "partition": {1: [], 2: ["third"], 3: parts[1:3], 4: parts[1:]}[stages],
     }
-    return fxpipe.compile(model, devices, **{**defaults, **options})
+    pipe = fxpipe.compile(model, devices, **{**defaults, **options})
+    return use(pipe) if with_streams and isinstance(devices, DeviceMesh) else pipe
 
 
 def state(pipe: fxpipe.Pipeline) -> Results:
@@ -210,7 +217,18 @@ ONLY_TWO: Mapping[str, Callable[[Devices], Results]] = {
 }
 
 
-def run_cases(devices: Devices, names: list[str]) -> dict[str, Results]:
+STREAMS: Mapping[int, list[str]] = {
+    2: ["gpipe", "zb-h1", "2bw", "tied, 2bw", "clipped", "scaled", "recomputed", "deferred, 2bw"]
+    + ["leaf", "changing", "differentiated", "profiled", *ONLY_TWO],
+    3: ["1f1b", "zb-h1", "2bw", "tied"],
+    4: ["1f1b", "gpipe", "zb-h1", "pipedream", "tied"],
+}
+"""Ranks → the cases that are run with streams, too."""
+
+
+def run_cases(devices: Devices, names: list[str], streams: bool = False) -> dict[str, Results]:
+    global with_streams
+    with_streams = streams
     cases = {**CASES, **ONLY_TWO}
     found: dict[str, Results] = {}
     for name in names:
@@ -235,6 +253,22 @@ def test_ranks_give_the_bits_of_one_process(
     ranks, size = both
     if name not in ranks[0]:
         pytest.skip("four parts are too few for two stages on each of four ranks")
+    equal(ranks, size, name)
+
+
+@pytest.fixture(scope="module")
+def streaming() -> Callable[[int], list[dict[str, Results]]]:
+    return cache(lambda size: on_ranks(size, run_cases, STREAMS[size], True))
+
+
+@pytest.mark.parametrize(("size", "name"), [(size, n) for size in STREAMS for n in STREAMS[size]])
+def test_ranks_with_streams_give_the_bits_of_one_process(
+    streaming: Callable[[int], list[dict[str, Results]]], size: int, name: str
+) -> None:
+    equal(streaming(size), size, name)
+
+
+def equal(ranks: list[dict[str, Results]], size: int, name: str) -> None:
     alone = run_cases(size, [name])[name]
     assert "error" not in alone, alone["error"]
     seen: set[str] = set()

@@ -350,6 +350,9 @@ class Backend:
     def end(self) -> None:
         """End the launching of a run: order the caller after what the devices compute."""
 
+    def close(self) -> None:
+        """Let go of what was opened to other processes, if anything."""
+
     def settle(self, value: Any) -> list[Any]:
         """Wait until every process has come to the end of a call, and exchange a value: this one's
         first, then the others'. Raises RankError where one of them has failed."""

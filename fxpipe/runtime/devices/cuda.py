@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from fxpipe.ir.plan import ValueSpec
 from fxpipe.ir.program import COMPUTE
 from fxpipe.runtime.devices.backend import DeviceMemory, Unfinished
 from fxpipe.runtime.devices.cuda_graphs import ALONE, Streams
-from fxpipe.runtime.devices.launching import Launcher
+from fxpipe.runtime.devices.launching import Launcher, room
 
 CudaPlace = torch.device | torch.cuda.Stream
 """What a device of a program runs on: a CUDA device with its index, or a stream."""
@@ -81,6 +82,11 @@ class CudaLanes:
     def bring(self, stream: str, value: Any) -> Any:
         """See Lanes.bring: copies the tensors in any container, except integer scalars."""
         return pytree.tree_map_only(Tensor, lambda tensor: self._copied(stream, tensor), value)
+
+    def room(self, spec: ValueSpec) -> Tensor:
+        """See Lanes.room."""
+        with torch.cuda.stream(self.stream(COMPUTE)):
+            return room(spec, self.device)
 
     def begin(self) -> None:
         """Order all streams after what the calling thread has launched so far."""
@@ -201,14 +207,15 @@ def is_late(error: BaseException) -> bool:
 class CudaBackend(Launcher):
     """CUDA devices. See Backend."""
 
-    def __init__(self, places: Sequence[CudaPlace]) -> None:
+    def __init__(self, places: Sequence[CudaPlace], first: int = 0) -> None:
         """Make the streams.
 
         Args:
-            places: device of the program → its CUDA device or stream; devices may be repeated.
+            places: each device's CUDA device or stream; devices may be repeated.
+            first: the number of the first of them in the program.
         """
         self.lanes = [CudaLanes(place) for place in places]
-        super().__init__(self.lanes, [str(lanes.device) for lanes in self.lanes])
+        super().__init__(self.lanes, [str(lanes.device) for lanes in self.lanes], first)
 
     def begin(self) -> None:
         """See Backend.begin."""

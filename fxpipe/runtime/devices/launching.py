@@ -13,9 +13,13 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
+from torch import Tensor
+
 from fxpipe.ir import instruction as ins
-from fxpipe.ir.plan import Stage
+from fxpipe.ir.plan import Stage, ValueSpec
 from fxpipe.ir.program import COMPUTE, Event, Launch, Program
+from fxpipe.ir.value import Buffer
 from fxpipe.runtime.devices.backend import Backend, Channels, Given, Unfinished
 from fxpipe.runtime.interpreter import HANDLERS, Job, Machine, Stopped
 from fxpipe.runtime.weights.live import Weights
@@ -39,6 +43,10 @@ class Lanes(Protocol):
 
     def bring(self, stream: str, value: Any) -> Any:
         """A copy of a value in the device's own memory, made by a stream."""
+        ...
+
+    def room(self, spec: ValueSpec) -> Tensor:
+        """Memory of the device for a value, laid out as ``bring`` does."""
         ...
 
     def reached(self, mark: Any) -> bool:
@@ -135,15 +143,17 @@ class Trail:
 class Events:
     """The events of one run: a wait is launched only after the event's record was launched."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, devices: Sequence[int] | None = None) -> None:
         """No event is recorded yet.
 
         Args:
             program: the program that runs; it tells how often each event is waited for.
+            devices: those that this process runs; by default all.
         """
-        self._waits = Counter(
-            event.number for own in program.launches for launch in own for event in launch.waits
-        )
+        own = range(program.devices) if devices is None else devices
+        launches = [launch for device in own for launch in program.launches[device]]
+        self._known = {launch.record.number for launch in launches if launch.record is not None}
+        self._waits = Counter(event.number for launch in launches for event in launch.waits)
         self._marks: dict[Event, tuple[Any, int]] = {}
         self._changed = threading.Condition()
         self._stopped = False
@@ -156,7 +166,10 @@ class Events:
                 self._changed.notify_all()
 
     def find(self, event: Event) -> Any:
-        """The mark of an event, once it is recorded. Raises Stopped when the run is stopped."""
+        """The mark of an event, once it is recorded; None for one of another process. Raises
+        Stopped when the run is stopped."""
+        if event.number not in self._known:
+            return None
         with self._changed:
             self._changed.wait_for(lambda: self._stopped or event in self._marks)
             if self._stopped:
@@ -185,6 +198,20 @@ class LaunchingChannels(Channels):
         super().__init__(program, threads)
         self.events = Events(program)
 
+    def prepare(self, machine: LaunchingMachine) -> None:
+        """A device is about to run its list, or to go on after a pause."""
+
+    def arrive(self, machine: LaunchingMachine, stream: str, buffer: Buffer) -> Any:
+        """The value that a device receives, in its own memory, brought by a stream."""
+        return machine.lanes.bring(stream, self.get(machine.device, buffer))
+
+    def leave(self, buffer: Buffer) -> None:
+        """A value is about to be freed by the current stream. If it was sent, the stream has waited
+        for the event at the end of the copy."""
+
+    def finish(self, lanes: Lanes, marks: Sequence[Any]) -> None:
+        """A device has been given its list, or all up to a pause, which ends at these marks."""
+
     def stop(self) -> None:
         """See Channels.stop."""
         self.events.stop()
@@ -203,12 +230,14 @@ class LaunchingMachine(Machine):
     """
 
     lanes: Lanes
+    channels: LaunchingChannels
     events: Events
     trail: Trail
     first: int = 0
 
     def run(self, end: int | None = None) -> bool:
         """See Machine.run. It returns when everything is launched, not when it is done."""
+        self.channels.prepare(self)
         end = len(self.program.lists[self.device]) if end is None else end
         while self.position < end:
             if type(self._launch_next()) is ins.Pause:
@@ -223,8 +252,8 @@ class LaunchingMachine(Machine):
             raise Stopped
         for event in launch.waits:
             at = event._replace(batch=self.step + event.batch)
-            if at.batch >= self.first:
-                self.lanes.wait(launch.stream, self.events.find(at))
+            if at.batch >= self.first and (mark := self.events.find(at)) is not None:
+                self.lanes.wait(launch.stream, mark)
         if not self.program.depth or self.step + ins.batch_of(instruction) in self.batches:
             self.trail.give(launch.stream, Given(self.position, instruction, self.step))
             if self.times is not None:
@@ -237,8 +266,8 @@ class LaunchingMachine(Machine):
             self.events.record(event, self._mark(launch.stream))
         last = self.position + 1 == len(self.program.lists[self.device])
         if last or type(instruction) is ins.Pause:
-            for stream in sorted({launch.stream for launch in self.program.launches[self.device]}):
-                self._mark(stream)
+            streams = sorted({launch.stream for launch in self.program.launches[self.device]})
+            self.channels.finish(self.lanes, [self._mark(stream) for stream in streams])
         self.position += 1
         return instruction
 
@@ -251,28 +280,31 @@ class LaunchingMachine(Machine):
     def _launch(self, instruction: ins.Instruction, launch: Launch) -> None:
         with self.lanes.on(launch.stream, print_instruction(instruction)):
             if not isinstance(instruction, ins.Arrival):
+                if isinstance(instruction, ins.Free):
+                    self.channels.leave(self.named(instruction.buffer))
                 HANDLERS[type(instruction)](self, instruction)
                 return
-            buffer = instruction.buffer
+            buffer, stream = instruction.buffer, launch.stream
             if isinstance(instruction, ins.Load):
                 value = self.jobs[self.step + buffer.batch].host.give(buffer)
+                self.store.values[buffer] = self.lanes.bring(stream, value)
             else:
-                value = self.channels.get(self.device, self.named(buffer))
-            self.store.values[buffer] = self.lanes.bring(launch.stream, value)
+                self.store.values[buffer] = self.channels.arrive(self, stream, self.named(buffer))
 
 
 class Launcher(Backend):
     """A Backend that launches on streams, which are kept from run to run."""
 
-    def __init__(self, lanes: Sequence[Lanes], places: Sequence[str]) -> None:
+    def __init__(self, lanes: Sequence[Lanes], places: Sequence[str], first: int = 0) -> None:
         """Nothing is launched yet.
 
         Args:
-            lanes: device of the program → its streams.
-            places: device → its name in messages.
+            lanes: the streams of each device that this process runs.
+            places: their names in messages.
+            first: the number in the program of the first of them.
         """
-        self._lanes = tuple(lanes)
-        self._trails = [Trail(device, place) for device, place in enumerate(places)]
+        self._lanes = dict(enumerate(lanes, first))
+        self._trails = {device: Trail(device, place) for device, place in enumerate(places, first)}
 
     def channels(
         self, program: Program, threads: int, jobs: Mapping[int, Job]
@@ -296,8 +328,8 @@ class Launcher(Backend):
             device,
             stages,
             jobs,
-            channels,
-            weights,
+            channels=channels,
+            weights=weights,
             step=first,
             lanes=self._lanes[device],
             events=channels.events,
@@ -313,6 +345,13 @@ class Launcher(Backend):
         """What the devices may not have finished, as far as they still report it."""
         return [
             each
-            for lanes, trail in zip(self._lanes, self._trails, strict=True)
-            for each in trail.unfinished(lanes.reached)
+            for device, lanes in self._lanes.items()
+            for each in self._trails[device].unfinished(lanes.reached)
         ]
+
+
+def room(spec: ValueSpec, device: torch.device) -> Tensor:
+    """Memory for a value, laid out as ``torch.empty_like`` does it: dense, in the same order."""
+    assert spec.strides is not None
+    like = torch.empty_strided(spec.shape, spec.strides, dtype=spec.dtype, device="meta")
+    return torch.empty_like(like, device=device)

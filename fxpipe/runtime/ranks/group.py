@@ -38,6 +38,8 @@ class RankGroup:
         kept: how many runs have changed the model since the last checkpoint that was loaded; all
             ranks count alike, unless one failed when the others had begun to keep the results.
         closed: whether ``close`` was called.
+        store: of torch.distributed, for this pipe alone; None for a group of one.
+        timeout: seconds that another rank may be late.
         hearing: what the other ranks have told.
         delivery: the channels of runs, to which their messages go.
     """
@@ -54,7 +56,9 @@ class RankGroup:
         self.closed = False
         self.hearing = Hearing(self.names, self.rank)
         self.delivery = Delivery(self.hearing.changed)
-        self._timeout = 0.0 if met is None else met.timeout
+        self.store = None if met is None else met.store
+        self.timeout = 0.0 if met is None else met.timeout
+        self._given_up = ""  # why no rank can make a call any more
         self._what = ""  # the call that runs; empty between calls
         self._exchanges = 0  # of this call that are complete
         self._settled = False  # whether the call is done on all ranks, and only returns
@@ -116,6 +120,14 @@ class RankGroup:
         """Whether a call runs."""
         return bool(self._what)
 
+    def give_up(self, why: str) -> None:
+        """Let all later calls fail, on every rank.
+
+        Args:
+            why: the reason, after this one's name.
+        """
+        self._given_up = why
+
     def check(self) -> None:
         """Check that calls can be made.
 
@@ -154,7 +166,7 @@ class RankGroup:
         exchange = Exchange(self.call, index, about)
         self._settled = False
         self.links.send_all(Message("said", tuple(exchange), value))
-        found = self.hearing.values(exchange, self._timeout, self.links.pump, held=held)
+        found = self.hearing.values(exchange, self.timeout, self.links.pump, held=held)
         self._exchanges += 1
         return [value if rank == self.rank else found[rank] for rank in range(self.size)]
 
@@ -234,8 +246,10 @@ class RankGroup:
 
     def _begin(self, what: str) -> None:
         """Check that all ranks make the same call, with the results of the same calls before."""
-        calls = self.exchange("the begin of a call", [what, self.kept])
-        for rank, (other, kept) in enumerate(calls):
+        calls = self.exchange("the begin of a call", [what, self.kept, self._given_up])
+        for rank, (other, kept, given_up) in enumerate(calls):
+            if given_up:
+                raise RankError(f"{self.names[rank]} {given_up}", rank=rank)
             if other != calls[0][0]:
                 raise RankError(
                     f"{self.names[rank]} calls {other} while {self.names[0]} calls {calls[0][0]}; "

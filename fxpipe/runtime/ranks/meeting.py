@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import os
 import secrets
@@ -11,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from importlib.metadata import PackageNotFoundError, version
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
@@ -47,6 +48,8 @@ class Met(NamedTuple):
             OMP_NUM_THREADS says.
         timeout: seconds that a rank may be late.
         shared: other rank → the memory that it shares with this one, where it does.
+        store: of torch.distributed, for this pipe alone.
+        devices: rank → the index of its CUDA device on its host, if the mesh is of these.
     """
 
     rank: int
@@ -57,6 +60,8 @@ class Met(NamedTuple):
     threads: int
     timeout: float
     shared: Mapping[int, Shared] = MappingProxyType({})
+    store: dist.Store | None = None
+    devices: tuple[int, ...] = ()
 
 
 class _Card(NamedTuple):
@@ -72,6 +77,7 @@ class _Card(NamedTuple):
     secret: bytes
     versions: tuple[str, str]
     ranks: tuple[int, ...]
+    device: int
 
 
 def meet(mesh: DeviceMesh) -> Met:
@@ -92,7 +98,9 @@ def meet(mesh: DeviceMesh) -> Met:
             f"{', '.join(map(str, ranks))}; call fxpipe.compile on these alone"
         )
     group, rank, size = mesh.get_group(), ranks.index(dist.get_rank()), mesh.size()
-    timeout = _timeout(group)
+    timeout = _timeout(group, mesh.device_type)
+    # a thread has a current device of its own
+    device = torch.cuda.current_device() if mesh.device_type == "cuda" else -1
     address = _address()
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with ExitStack() as closing:
@@ -112,9 +120,22 @@ def meet(mesh: DeviceMesh) -> Met:
             secrets.token_bytes(_PROOF),
             (_version(), torch.__version__),
             ranks,
+            device,
         )
         cards: list[Any] = [None] * size
-        _interruptibly(lambda: dist.all_gather_object(cards, card, group=group))
+
+        def gather() -> None:
+            try:
+                with torch.cuda.device(device) if device >= 0 else nullcontext():
+                    dist.all_gather_object(cards, card, group=group)
+            except BaseException as error:
+                raise RankError(
+                    f"the ranks of the mesh did not meet ({told(error)}); every rank has to call "
+                    "fxpipe.compile with the same mesh",
+                    rank=-1,
+                ) from error
+
+        interruptibly(gather, raise_held)
         names = tuple(map(_named_rank, cards))
         for name, each in zip(names, cards, strict=True):
             if each.versions != cards[0].versions:
@@ -137,7 +158,10 @@ def meet(mesh: DeviceMesh) -> Met:
     threads = threads if "OMP_NUM_THREADS" in os.environ else max(1, threads // beside)
     places = tuple(f"rank {each.global_rank}, {each.host}" for each in cards)
     hosts = tuple(each.host for each in cards)
-    return Met(rank, names, places, hosts, sockets, threads, timeout, shared)
+    name = hashlib.sha256(cards[0].secret).hexdigest()
+    store = dist.PrefixStore(f"fxpipe/{name}", group.get_group_store())
+    devices = tuple(each.device for each in cards)
+    return Met(rank, names, places, hosts, sockets, threads, timeout, shared, store, devices)
 
 
 def _named_rank(card: _Card) -> str:
@@ -319,15 +343,20 @@ def _network() -> str:
     return ""
 
 
-def _timeout(group: dist.ProcessGroup) -> float:
+def _timeout(group: dist.ProcessGroup, device: str) -> float:
     """Seconds that a rank may be late: as ``init_process_group(timeout=...)`` says."""
     with suppress(Exception):
-        return float(group._get_backend(torch.device("cpu")).options._timeout.total_seconds())
+        return float(group._get_backend(torch.device(device)).options._timeout.total_seconds())
     return 1800.0
 
 
-def _interruptibly(work: Callable[[], T]) -> T:
-    """The result of a call that would not let Python handle signals; another thread makes it."""
+def interruptibly(work: Callable[[], T], look: Callable[[], None]) -> T:
+    """The result of a call that would not let Python handle signals; another thread makes it.
+
+    Args:
+        work: the call.
+        look: called again and again meanwhile; what it raises ends the wait.
+    """
     made: list[T] = []
     failed: list[BaseException] = []
 
@@ -341,11 +370,7 @@ def _interruptibly(work: Callable[[], T]) -> T:
     thread.start()
     while thread.is_alive():
         thread.join(_POLL)
-        raise_held()
+        look()
     if failed:
-        raise RankError(
-            f"the ranks of the mesh did not meet ({told(failed[0])}); every rank has to call "
-            "fxpipe.compile with the same mesh",
-            rank=-1,
-        ) from failed[0]
+        raise failed[0]
     return made[0]
