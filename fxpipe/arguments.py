@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
@@ -29,22 +30,24 @@ Devices = int | Sequence[str | torch.device | torch.cuda.Stream] | DeviceMesh
 ScheduleLike = str | PathLike[str] | Schedule | Recipe | Callable[..., Any]
 
 
-def read_group(devices: Devices) -> tuple[RankGroup, Devices]:
+def read_group(devices: Devices) -> tuple[RankGroup, list[Place]]:
     """The ranks that run the devices' lists, and the devices: those of a mesh, one on each rank.
 
     Raises:
-        InputError: the mesh has other dimensions than those of a pipe.
+        InputError: a device does not exist, or the mesh has other dimensions than those of a pipe,
+            or its devices cannot exchange tensors.
         RankError: a rank does not come, or cannot be reached.
     """
     if not isinstance(devices, DeviceMesh):
-        return RankGroup(), devices
+        return RankGroup(), read_devices(devices)
     names = devices.mesh_dim_names or ()
-    if devices.device_type != "cpu":
+    if devices.device_type not in ("cpu", "cuda"):
         raise InputError(
-            f"the mesh is of {devices.device_type} devices, and ranks run on CPUs so far; give "
-            'init_device_mesh("cpu", ...), or let one process run the devices: '
-            "fxpipe.compile(model, number)"
+            f"the mesh is of {devices.device_type} devices, and stages run on CPU or CUDA devices; "
+            'give init_device_mesh("cpu", ...) or init_device_mesh("cuda", ...)'
         )
+    if devices.device_type == "cuda" and devices.size() > 1:
+        check_cuda_ranks()
     if devices.ndim > 1:
         if "pp" not in names:
             raise InputError(
@@ -58,11 +61,30 @@ def read_group(devices: Devices) -> tuple[RankGroup, Devices]:
                 'pipe has no replicas yet; give a mesh in which "pp" has all ranks'
             )
         devices = devices["pp"]
-    size = devices.size()
-    return RankGroup(meet(devices) if size > 1 else None), ["cpu"] * size
+    if devices.size() == 1:
+        return RankGroup(), read_devices([devices.device_type])
+    met = meet(devices)
+    return RankGroup(met), [
+        torch.device("cpu") if index is None else torch.device("cuda", index)
+        for index in met.devices
+    ]
 
 
-def read_devices(devices: Devices) -> list[Place]:
+def check_cuda_ranks() -> None:
+    """Raises InputError where ranks with CUDA devices cannot exchange tensors."""
+    if not torch.distributed.is_nccl_available():
+        raise InputError(
+            "ranks with CUDA devices need NCCL, and this torch has none; install one that has, or "
+            "let one process run the devices: fxpipe.compile(model, number)"
+        )
+    if os.environ.get("CUDA_LAUNCH_BLOCKING") == "1":
+        raise InputError(
+            "with CUDA_LAUNCH_BLOCKING=1 a rank would wait at each receive that it posts ahead; "
+            "unset it, or let one process run the devices: fxpipe.compile(model, number)"
+        )
+
+
+def read_devices(devices: int | Sequence[str | Place]) -> list[Place]:
     """The device or CUDA stream of each position in the pipeline; CUDA devices have their index.
 
     Raises:

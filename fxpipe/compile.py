@@ -21,7 +21,6 @@ from fxpipe.arguments import (
     check_overlap,
     check_tracer,
     read_batch_dims,
-    read_devices,
     read_dispatch,
     read_example,
     read_group,
@@ -42,6 +41,7 @@ from fxpipe.pipeline import Pipeline
 from fxpipe.runtime.batch import BatchDims
 from fxpipe.runtime.choice import Choice, Dispatch
 from fxpipe.runtime.devices.cuda import home
+from fxpipe.runtime.ranks.group import refuse_on_ranks
 from fxpipe.runtime.weights.optimizer import OptimizerFactory
 from fxpipe.torchtools.meta import bytes_without_data
 
@@ -198,9 +198,8 @@ def compile(
     """
     if isinstance(model, Pipeline):
         raise InputError("the model is a pipe already; compile the module that it was made of")
-    group, devices = read_group(devices)
+    group, places = read_group(devices)
     with ExitStack() as failed, group.calling("compile"):
-        places = tuple(read_devices(devices))
         torch_devices = tuple(home(place) for place in places)
         check_model(model, torch_devices[0])
         with _compiling:
@@ -213,6 +212,11 @@ def compile(
         check_flag("recompute_check", recompute_check)
         check_flag("cuda_graphs", cuda_graphs)
         if cuda_graphs:
+            refuse_on_ranks(
+                group,
+                "cuda_graphs",
+                "a capture waits for the device, which may wait for another rank; leave it out",
+            )
             check_cuda_graphs(
                 torch_devices[0],
                 recompute_check=recompute_check,
@@ -228,7 +232,7 @@ def compile(
         check_clipping(clip_norm, scaler, optimizer)
         options = Options(
             model=model,
-            devices=places,
+            devices=tuple(places),
             torch_devices=torch_devices,
             recipe=recipe,
             microbatches=microbatches,

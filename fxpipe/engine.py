@@ -72,6 +72,7 @@ class Engine:
         self.closed = False
         self.updates = options.optimizer is not None
         self._options = options
+        self._place = options.here if options.ranks and options.places else None
         self._clipping = clipping
         self._backend = backend
         self._choice = choice
@@ -119,7 +120,7 @@ class Engine:
         overlaps = compiled.schedule.overlaps
         if overlaps:  # the caller may fill it anew before all of it is read
             micro = micro.copied()
-        host = BatchHost(traced, micro, keep, self._seed(traced))
+        host = BatchHost(traced, micro, keep, self._seed(traced), self._place)
         optimizers = self.progress.optimizers_of(compiled.plan)
         if overlaps:
             return self._overlap(compiled, host, optimizers, with_output)
@@ -207,7 +208,7 @@ class Engine:
             state,
             optimizers,
             compiled.schedule,
-            early=self._options.ranks,
+            early=self._options.early(compiled.program),
             elsewhere=elsewhere,
         )
 
@@ -310,7 +311,7 @@ class Engine:
 
     def _called(self, compiled: Compiled, micro: MicroBatches) -> tuple[BatchHost, FlushedRun]:
         traced = compiled.traced
-        host = BatchHost(traced, micro, compiled.results, self._seed(traced))
+        host = BatchHost(traced, micro, compiled.results, self._seed(traced), self._place)
         none = [None] * len(compiled.plan.stages)
         return host, self._flushed(compiled, host, none, onto_grad=False)
 

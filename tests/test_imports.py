@@ -73,7 +73,7 @@ MAY_IMPORT = {
 REACH_UP = {
     "fxpipe.errors": {"draw"},
     "fxpipe.ir.plan": {"__str__", "draw", "parse", "text", "verify"},
-    "fxpipe.ir.program": {"__str__", "draw", "parse", "simulate", "verify"},
+    "fxpipe.ir.program": {"__str__", "draw", "parse", "simulate", "verify", "window"},
     "fxpipe.ir.recipe": {"formulas"},
     "fxpipe.ir.schedule": {
         "__str__",

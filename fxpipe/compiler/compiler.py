@@ -305,8 +305,10 @@ class Compiler:
         optimizers: list[Optimizer | None] = [None] * len(own)
         if updates and self.options.optimizer is not None:
             optimizers = [make_optimizer(self.options.optimizer, p) if p else None for p in own]  # type: ignore[arg-type]
-        sizes = plan_sizes(plan, state, optimizers, schedule, early=self.options.ranks)
-        peaks = [float(peak) for peak in predicted_peaks(plan, compiled.whole(), sizes)]
+        program = compiled.whole()
+        early = self.options.early(program)
+        sizes = plan_sizes(plan, state, optimizers, schedule, early=early)
+        peaks = [float(peak) for peak in predicted_peaks(plan, program, sizes)]
         if not updates:
             for stage, device in enumerate(schedule.placement):
                 peaks[device] += state_size(None) * sizes.gradients[stage]

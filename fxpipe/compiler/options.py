@@ -6,12 +6,14 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
+from math import inf
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from fxpipe.compiler.objective import Objective
+from fxpipe.ir.program import Program
 from fxpipe.ir.recipe import Recipe
 from fxpipe.passes.partition.options import Partition
 from fxpipe.passes.schedule import RecomputeLike
@@ -122,6 +124,11 @@ class Options:
     def ranks(self) -> bool:
         """Whether the devices are those of several ranks."""
         return self.group.size > 1
+
+    def early(self, program: Program) -> float:
+        """How many values from each other device may be in a device's memory before it receives
+        them, see Sizes."""
+        return 0 if not self.ranks else program.window if self.places else inf
 
     @property
     def names(self) -> tuple[str, ...]:

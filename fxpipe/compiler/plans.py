@@ -105,7 +105,8 @@ class Plans:
     def plan(self, call: Call) -> tuple[Traced, Plan]:
         """The whole model's graph and its plan, whose stages are on their devices.
 
-        It is traced, measured and checked with the whole model on the first device.
+        It is traced, measured and checked with the whole model on the first device; on ranks, on
+        this one's.
 
         Raises:
             TraceError: the model cannot be traced, or its trace computes something else.
@@ -124,20 +125,22 @@ class Plans:
                 traced, plan = self._plan(here)
                 self._check(here, traced, plan)
             stage_devices = tuple(places[device] for device in placement)
-            facts = {"plan": plan, "device": places[0], "stage_devices": stage_devices}
+            facts = {"plan": plan, "device": self.options.here, "stage_devices": stage_devices}
             self._placed_plans[key] = traced, run_all(passes.DEVICES, facts)["plan"]
         traced, plan = self._placed_plans[key]
         self.settle(traced, plan, call.schedule)
         return traced, plan
 
     def settle(self, traced: Traced, plan: Plan, schedule: Schedule) -> None:
-        """Before a call of any kind, move each stage's tensors to the device where it runs.
+        """Before a call of any kind, move each own stage's tensors to the device where it runs.
 
         They stay the same objects. No two stages have the same parameter or buffer.
         """
         if self.options.places:
             state = traced.state_of(self.options.model)
             for stage in plan.stages:
+                if not self.options.owns(stage.index):
+                    continue
                 device = self.options.places[schedule.placement[stage.index]]
                 for argument in (*stage.parameters, *stage.buffers):
                     move(state[argument.target], device)
@@ -182,13 +185,13 @@ class Plans:
 
     @contextmanager
     def _gathered(self, call: Call) -> Iterator[Call]:
-        """Inside, the model and the call's tensors are on the first of several devices, and all
-        have data."""
+        """Inside, the model and the call's tensors are on the first of several devices, or on a
+        rank's own, and all have data."""
         if not self.options.places:
             with self.filled():
                 yield call
             return
-        first = self.options.places[0]
+        first = self.options.here
         constants = [c for g in self.graphs.values() for c in g.traced.constants.values()]
         with on_device(self.options.model, constants, first):
             yield replace(call, leaves=to_device(call.leaves, first))

@@ -47,7 +47,7 @@ def plan_sizes(
     optimizers: Sequence[Optimizer | None],
     schedule: Schedule,
     *,
-    early: bool = False,
+    early: float = 0,
     elsewhere: Collection[int] = (),
 ) -> Sizes:
     """The bytes of everything that the stages of a differentiated plan hold, with the state of
@@ -62,7 +62,7 @@ def plan_sizes(
         optimizers: stage → its optimizer.
         schedule: the schedule; where its batches overlap, updates keep more so that they can be
             undone.
-        early: whether devices read values as soon as these arrive, as ranks do.
+        early: how many values from each other device may be in memory before their receives.
         elsewhere: stages of other processes: they have gradients if those of this one have.
     """
     kept = {

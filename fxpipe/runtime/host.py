@@ -32,6 +32,7 @@ class BatchHost:
         micro: MicroBatches,
         keep: frozenset[str],
         seed: int,
+        place: torch.device | None = None,
     ) -> None:
         """Find the inputs of each micro-batch by name.
 
@@ -40,6 +41,8 @@ class BatchHost:
             micro: the inputs.
             keep: the outputs that the caller wants; others are dropped at once.
             seed: the seed of this step, where the graph draws random numbers.
+            place: the device on which the caller gets what comes from other ranks, through host
+                memory; by default it stays there.
         """
         microbatches = len(micro)
         self.traced = traced
@@ -54,6 +57,7 @@ class BatchHost:
         if traced.seeded:
             self.inputs[SEED] = [torch.tensor(mix(seed, i)) for i in range(microbatches)]
         self.keep = keep
+        self._place = place
         self.outputs: dict[str, list[Any]] = {name: [None] * microbatches for name in keep}
         self.input_gradients: dict[str, dict[int, dict[int, Tensor]]] = {}
         self.gradients: dict[str, Sequence[Tensor]] = {}
@@ -102,7 +106,7 @@ class BatchHost:
     def loss(self) -> Tensor:
         """The loss of the batch, summed in micro-batch order."""
         assert self.traced.loss is not None
-        return weighted_sum(self.outputs[self.traced.loss], self.micro.weights)
+        return weighted_sum(self._parts(self.traced.loss), self.micro.weights)
 
     def output(self) -> Any:
         """The model's output for the whole batch."""
@@ -120,7 +124,15 @@ class BatchHost:
             return leaf.detach() if isinstance(leaf, Tensor) else leaf
         if out.name == self.traced.loss:
             return self.loss()
-        return join(self.outputs[out.name], self.micro.sizes, out.dims, f"output {index}")
+        return join(self._parts(out.name), self.micro.sizes, out.dims, f"output {index}")
+
+    def _parts(self, name: str) -> list[Any]:
+        """An output of each micro-batch."""
+        return [self._here(part) for part in self.outputs[name]]
+
+    def _here(self, value: Any) -> Any:
+        moves = self._place is not None and isinstance(value, Tensor)
+        return value.to(self._place) if moves else value
 
     def set_output_gradients(
         self, names: Sequence[str], gradients: Sequence[Tensor | None]
@@ -139,7 +151,7 @@ class BatchHost:
         for name, by_microbatch in self.input_gradients.items():
             # the last stage's first, as backwards run
             parts = [
-                reduce(add, [of_stage[stage] for stage in sorted(of_stage, reverse=True)])
+                reduce(add, [self._here(of_stage[s]) for s in sorted(of_stage, reverse=True)])
                 for _, of_stage in sorted(by_microbatch.items())
             ]
             dim = dims[name]

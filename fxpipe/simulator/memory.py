@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any, NamedTuple
 
 from fxpipe.ir import instruction as ins
@@ -333,8 +334,9 @@ def memory_over_time(simulation: Simulation, sizes: Sizes) -> tuple[Memory, ...]
 
     While a graph runs whose workspace is known, memory is what its nodes hold at their worst. What
     another instruction makes counts from its start, and what it uses up until its end; a value
-    that arrives counts from its receive, or, with ``sizes.early``, from its arrival. One piece of
-    memory that several buffers hold counts once, until the last of them is gone.
+    that arrives counts from its receive, or, with ``sizes.early``, from its arrival or from where
+    its receive is posted. One piece of memory that several buffers hold counts once, until the last
+    of them is gone.
     """
     everywhere, program = _updated(simulation), simulation.program
     computed = (x for own in program.lists for x in own if isinstance(x, ins.Compute))
@@ -356,12 +358,23 @@ def _updated(simulation: Simulation) -> dict[int, float]:
 
 
 def _early(simulation: Simulation, holding: Holding) -> list[tuple[float, int, int]]:
-    """For each value that is read as it arrives: when that is, at which position the device
-    receives it, and its bytes."""
-    if not holding.sizes.early:
+    """For each value that is in memory before its receive: from when on, at which position the
+    device receives it, and its bytes."""
+    most = holding.sizes.early
+    if not most:
         return []
     own, sizes = simulation.program.lists[holding.device], holding.sizes.values
     received = {x.buffer: at for at, x in enumerate(own) if isinstance(x, ins.Receive | ins.Pop)}
+    if most < inf:  # its memory is taken when its receive is posted, at an earlier receive
+        starts, ahead = simulation.events.starts[holding.device], int(most)
+        places: defaultdict[int, list[int]] = defaultdict(list)
+        posted = []
+        for buffer, at in received.items():
+            before = places[simulation.program.placement[buffer.source]]
+            since = starts[before[-ahead]] if len(before) >= ahead else 0.0
+            posted.append((since, at, sizes.get(buffer.value, 0)))
+            before.append(at)
+        return sorted(posted)
     return sorted(
         (transfer.end, received[buffer], sizes.get(buffer.value, 0))
         for buffer, transfer in simulation.events.transfers.items()

@@ -126,8 +126,9 @@ class Sizes:
         runs: letter of a task and stage → what its graph adds while it runs; where it is missing,
             all that it makes counts from its start, and what it uses up until its end.
         adding: the same for a task that adds to sums of gradients that are there already.
-        early: whether a value is read as soon as it arrives, and so is in memory before its
-            receive, as on ranks.
+        early: how many values from each other device may be in memory before their receives.
+            Infinite on ranks, which read a value as soon as it arrives; on ranks with streams as
+            many receives as they post ahead.
         unknown: stages of which it is not known what they save.
     """
 
@@ -150,7 +151,7 @@ class Sizes:
     laid_out: Mapping[tuple[int, str, bool], int] = field(default_factory=dict)
     runs: Mapping[tuple[str, int], Workspace] = field(default_factory=dict)
     adding: Mapping[tuple[str, int], Workspace] = field(default_factory=dict)
-    early: bool = False
+    early: float = 0
     unknown: frozenset[int] = frozenset()
 
     def part(self, stage: int, replica: int, replicas: int) -> int:

@@ -1,30 +1,38 @@
-"""Ranks whose devices have streams: gloo groups stand for NCCL's, and all else is the same code."""
+"""Ranks with CUDA devices: gloo's groups stand for NCCL's, and all else is the same code."""
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import pytest
+import torch
 
-from fxpipe import ExecutionError, RankError
+import fxpipe
+from fxpipe import ExecutionError, InputError, RankError, VerificationError
+from fxpipe.arguments import check_cuda_ranks
 from fxpipe.ir import instruction as ins
+from fxpipe.ir.task import B, F, Task, U
+from fxpipe.runtime.ranks.devices import CudaRanks, DeviceChannels
+from fxpipe.runtime.ranks.group import RankGroup
 from fxpipe.text.program import print_instruction
 from tests.helpers.failing import Beside, die, first_of_each_kind, unchanged
-from tests.helpers.group_ranks import Backend, use
+from tests.helpers.group_ranks import Gloo, use
 from tests.helpers.ranks import DeviceMesh, Failed, on_ranks, result_of, start
-from tests.helpers.tiny import Snapshot, within
+from tests.helpers.tiny import Snapshot, batch, within
 
 pytestmark = pytest.mark.timeout(600, method="thread")
 
 KINDS = (ins.Receive, ins.Send, ins.Forward, ins.Backward, ins.Clip, ins.Update)
 
 
-def streaming(mesh: DeviceMesh, **options: Any) -> tuple[Beside, Backend]:
-    """A pipe on such ranks beside the plain loop."""
+def streaming(mesh: DeviceMesh, **options: Any) -> tuple[Beside, CudaRanks]:
+    """A pipe on such ranks beside the plain loop, and what runs its device."""
     beside = Beside(mesh, **options)
-    use(beside.pipe)
-    backend: Any = beside.pipe._engine._backend
-    return beside, backend
+    return beside, use(beside.pipe)
 
 
 def sent_values(mesh: DeviceMesh) -> tuple[int, int]:
@@ -38,7 +46,7 @@ def sent_values(mesh: DeviceMesh) -> tuple[int, int]:
         count += 1
         return send(target, value)
 
-    pairs.send = counted  # type: ignore[method-assign]
+    vars(pairs)["send"] = counted
     beside.step()
     own = beside.pipe.program.lists[mesh.get_local_rank()]
     sends = [x for x in own if isinstance(x, ins.Send | ins.Stash) and x.buffer.kind != "norm"]
@@ -49,6 +57,13 @@ def sent_values(mesh: DeviceMesh) -> tuple[int, int]:
 def test_every_tensor_between_stages_goes_over_a_process_group() -> None:
     found = on_ranks(3, sent_values)
     assert all(count == sends > 0 for count, sends in found)
+
+
+def lacking(on: Any, text: str, stream: str, name: str) -> Any:
+    """Streams on which one instruction finds no memory."""
+    if name == text:
+        raise torch.OutOfMemoryError("no memory")
+    return on(stream, name)
 
 
 def failing(mesh: DeviceMesh) -> list[str]:
@@ -63,7 +78,8 @@ def failing(mesh: DeviceMesh) -> list[str]:
         beside.step()
         before = Snapshot.of(beside.pipe)
         if rank == here:
-            backend.lanes.lacks = print_instruction(instruction)
+            lanes = backend.lanes[0]
+            vars(lanes)["on"] = partial(lacking, lanes.on, print_instruction(instruction))
         x, y = beside.batch()
         where = f"rank {rank}: {instruction}"
         with within(10), pytest.raises(ExecutionError) as raised:
@@ -105,8 +121,7 @@ def bereft(mesh: DeviceMesh) -> str:
     beside.step()
     x, y = beside.batch()
     if mesh.get_local_rank() == 1:
-        arrive = backend.lanes.room
-        backend.lanes.room = lambda spec: die() or arrive(spec)  # type: ignore[method-assign]
+        vars(backend.lanes[0])["room"] = lambda spec: die()
     with within(10), pytest.raises(RankError) as raised:
         beside.pipe.step(x, target=y)
     return str(raised.value)
@@ -119,3 +134,124 @@ def test_the_death_of_a_rank_is_told_by_its_name(tmp_path: Any) -> None:
     assert "rank 1" in result_of(str(tmp_path), 0)
     with pytest.raises(Failed):
         result_of(str(tmp_path), 1)
+
+
+class Blocking(Gloo):
+    """Sends that wait until their receives are posted, as NCCL's may."""
+
+    def __init__(self, group: RankGroup, device: torch.device) -> None:
+        super().__init__(group, device)
+        self.tokens: list[Any] = []
+
+    def send(self, target: int, value: torch.Tensor) -> Any:
+        made = self._groups[self._rank.rank, target]
+        made.recv([torch.empty(1)], 1, 1).wait()
+        return super().send(target, value)
+
+    def receive(self, source: int, room: torch.Tensor) -> Any:
+        made, token = self._groups[source, self._rank.rank], torch.zeros(1)
+        self.tokens.append((token, made.send([token], 0, 1)))
+        return super().receive(source, room)
+
+
+def ahead(device: int, devices: int, microbatches: int) -> Iterator[Task]:
+    """Written by hand: the first device does all its forwards before any backward."""
+    if device == 0:
+        yield from (*map(F, range(microbatches)), *map(B, range(microbatches)))
+    else:
+        yield from (task for i in range(microbatches) for task in (F(i), B(i)))
+    yield U()
+
+
+def blocking(mesh: DeviceMesh, schedule: Any, window: int | None) -> bool:
+    """Whether two steps over such channels come to their end, with fewer receives posted ahead than
+    are needed if ``window`` says so."""
+    beside = Beside(mesh, schedule=schedule, microbatches=4)
+    backend = use(beside.pipe)
+    backend._pairs = pairs = Blocking(beside.pipe._group, torch.device("cpu"))
+    x, y = batch(8)
+    beside.pipe.prepare(x, target=y)
+    compiled = beside.pipe._compiled()
+    compiled.whole().verify(channel=compiled.program.window)
+    if window is not None:
+        assert window < compiled.program.window
+        with pytest.raises(VerificationError, match="deadlock: it waits until device"):
+            compiled.whole().verify(channel=window)
+        vars(compiled.program)["window"] = window
+    done: list[bool] = []
+
+    def steps() -> None:
+        with suppress(ExecutionError):
+            for _ in range(2):
+                beside.pipe.step(x, target=y)
+            beside.pipe.flush()
+            done.append(True)
+
+    thread = threading.Thread(target=steps, daemon=True)
+    thread.start()
+    thread.join(200 if window is None else 8)
+    came = bool(done)
+    pairs.close()  # ends the waits
+    thread.join()
+    return came
+
+
+@pytest.mark.parametrize(
+    ("size", "schedule"),
+    [(2, ahead), (2, "2bw"), (3, "1f1b"), (3, "zb-h1"), (3, "2bw"), (3, "gpipe")],
+)
+def test_a_proven_program_ends_over_channels_that_block(size: int, schedule: Any) -> None:
+    assert on_ranks(size, blocking, schedule, None) == [True] * size
+
+
+def test_a_program_that_is_refused_gets_stuck_over_channels_that_block() -> None:
+    assert on_ranks(2, blocking, ahead, 0) == [False, False]
+
+
+def test_devices_that_cannot_exchange_tensors_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+    with pytest.raises(
+        InputError, match="ranks with CUDA devices need NCCL, and this torch has no"
+    ):
+        check_cuda_ranks()
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    check_cuda_ranks()
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+    with pytest.raises(
+        InputError, match="CUDA_LAUNCH_BLOCKING=1 a rank would wait at each receive"
+    ):
+        check_cuda_ranks()
+
+
+def captured(mesh: DeviceMesh) -> None:
+    with pytest.raises(InputError, match="cuda_graphs is not possible over several ranks; a capt"):
+        fxpipe.compile(torch.nn.Linear(2, 2), mesh, cuda_graphs=True)
+
+
+def test_captured_graphs_are_refused_on_ranks() -> None:
+    on_ranks(2, captured)
+
+
+def other_size(mesh: DeviceMesh) -> list[str]:
+    """A value that is sent in another shape than that which it was traced with."""
+    beside, backend = streaming(mesh)
+    beside.step()
+    channels = backend.channels
+
+    def lying(*args: Any) -> Any:
+        made = channels(*args)
+        vars(made)["put"] = lambda device, buffer, value: DeviceChannels.put(
+            made, device, buffer, value[:1]
+        )
+        return made
+
+    vars(backend)["channels"] = lying
+    x, y = beside.batch()
+    with within(10), pytest.raises(ExecutionError) as raised:
+        beside.pipe.step(x, target=y)
+    return [str(raised.value), *getattr(raised.value, "__notes__", [])]
+
+
+def test_a_value_of_another_size_than_was_traced_is_refused_by_its_name() -> None:
+    for told in on_ranks(2, other_size):
+        assert "keep what makes a value of changing size and what uses it on one" in "".join(told)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -81,7 +81,9 @@ def pipe_of(devices: Devices, model: nn.Module, **options: Any) -> fxpipe.Pipeli
         "partition": {1: [], 2: ["third"], 3: parts[1:3], 4: parts[1:]}[stages],
     }
     pipe = fxpipe.compile(model, devices, **{**defaults, **options})
-    return use(pipe) if with_streams and isinstance(devices, DeviceMesh) else pipe
+    if with_streams and isinstance(devices, DeviceMesh):
+        use(pipe)
+    return pipe
 
 
 def state(pipe: fxpipe.Pipeline) -> Results:
@@ -217,16 +219,18 @@ ONLY_TWO: Mapping[str, Callable[[Devices], Results]] = {
 }
 
 
-STREAMS: Mapping[int, list[str]] = {
-    2: ["gpipe", "zb-h1", "2bw", "tied, 2bw", "clipped", "scaled", "recomputed", "deferred, 2bw"]
-    + ["leaf", "changing", "differentiated", "profiled", *ONLY_TWO],
+STREAMS: Mapping[int, Sequence[str]] = {
+    2: [
+        *("gpipe", "2bw", "tied, 2bw", "clipped", "scaled", "deferred, 2bw", "leaf"),
+        *("changing", "differentiated", "profiled", "interleaved-1f1b", "zb-v"),
+    ],
     3: ["1f1b", "zb-h1", "2bw", "tied"],
     4: ["1f1b", "gpipe", "zb-h1", "pipedream", "tied"],
 }
 """Ranks → the cases that are run with streams, too."""
 
 
-def run_cases(devices: Devices, names: list[str], streams: bool = False) -> dict[str, Results]:
+def run_cases(devices: Devices, names: Sequence[str], streams: bool = False) -> dict[str, Results]:
     global with_streams
     with_streams = streams
     cases = {**CASES, **ONLY_TWO}

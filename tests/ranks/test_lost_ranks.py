@@ -250,14 +250,14 @@ def never_comes(mesh: DeviceMesh, folder: str) -> str:
     beside = Beside(mesh)
     beside.step()
     x, y = beside.batch()
-    beside.pipe._group._timeout = 1.0
+    beside.pipe._group.timeout = 1.0
     done = Path(folder, "done")
     if mesh.get_local_rank() == 1:
         await_file(done)
     with within(5), pytest.raises(RankError) as raised:
         beside.pipe.step(x, target=y)
     done.touch()
-    beside.pipe._group._timeout = 60.0
+    beside.pipe._group.timeout = 60.0
     beside.step()
     beside.pipe.close()
     return str(raised.value)

@@ -153,6 +153,7 @@ class Events:
         own = range(program.devices) if devices is None else devices
         launches = [launch for device in own for launch in program.launches[device]]
         self._known = {launch.record.number for launch in launches if launch.record is not None}
+        self._all = devices is None
         self._waits = Counter(event.number for launch in launches for event in launch.waits)
         self._marks: dict[Event, tuple[Any, int]] = {}
         self._changed = threading.Condition()
@@ -168,7 +169,7 @@ class Events:
     def find(self, event: Event) -> Any:
         """The mark of an event, once it is recorded; None for one of another process. Raises
         Stopped when the run is stopped."""
-        if event.number not in self._known:
+        if not self._all and event.number not in self._known:
             return None
         with self._changed:
             self._changed.wait_for(lambda: self._stopped or event in self._marks)

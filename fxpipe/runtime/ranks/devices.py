@@ -172,14 +172,14 @@ class DeviceChannels(RankChannels, LaunchingChannels):
 
     def _spec(self, buffer: Buffer) -> ValueSpec | None:
         """What a value looks like that goes from device to device; None for any other."""
-        job = self._jobs[buffer.batch]
-        spec = None if buffer.kind == "norm" else job.specs[buffer.microbatch].get(buffer.value)
-        there = spec is not None and spec.strides is not None
-        return spec if there and spec.device == self._pairs.device.type and spec.bytes else None
+        if buffer.kind == "norm":
+            return None
+        spec = self._jobs[buffer.batch].specs[buffer.microbatch].get(buffer.value)
+        if spec is None or spec.strides is None or spec.device != self._pairs.device.type:
+            return None
+        return spec if spec.bytes else None
 
-    def _post(
-        self, machine: LaunchingMachine, source: int, awaited: _Awaited, most: int
-    ) -> None:
+    def _post(self, machine: LaunchingMachine, source: int, awaited: _Awaited, most: int) -> None:
         """Post receives on the current stream until there are so many, or no more are known."""
         while len(awaited.posted) < most:
             buffer = self._upcoming(machine, awaited)

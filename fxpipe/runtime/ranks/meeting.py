@@ -49,7 +49,7 @@ class Met(NamedTuple):
         timeout: seconds that a rank may be late.
         shared: other rank → the memory that it shares with this one, where it does.
         store: of torch.distributed, for this pipe alone.
-        devices: rank → the index of its CUDA device on its host, if the mesh is of these.
+        devices: rank → the index of its CUDA device on its host; None where the mesh is of CPUs.
     """
 
     rank: int
@@ -60,8 +60,8 @@ class Met(NamedTuple):
     threads: int
     timeout: float
     shared: Mapping[int, Shared] = MappingProxyType({})
-    store: dist.Store | None = None
-    devices: tuple[int, ...] = ()
+    store: Any = None
+    devices: tuple[int | None, ...] = ()
 
 
 class _Card(NamedTuple):
@@ -77,7 +77,7 @@ class _Card(NamedTuple):
     secret: bytes
     versions: tuple[str, str]
     ranks: tuple[int, ...]
-    device: int
+    device: int | None
 
 
 def meet(mesh: DeviceMesh) -> Met:
@@ -100,7 +100,7 @@ def meet(mesh: DeviceMesh) -> Met:
     group, rank, size = mesh.get_group(), ranks.index(dist.get_rank()), mesh.size()
     timeout = _timeout(group, mesh.device_type)
     # a thread has a current device of its own
-    device = torch.cuda.current_device() if mesh.device_type == "cuda" else -1
+    device = torch.cuda.current_device() if mesh.device_type == "cuda" else None
     address = _address()
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with ExitStack() as closing:
@@ -126,7 +126,7 @@ def meet(mesh: DeviceMesh) -> Met:
 
         def gather() -> None:
             try:
-                with torch.cuda.device(device) if device >= 0 else nullcontext():
+                with nullcontext() if device is None else torch.cuda.device(device):
                     dist.all_gather_object(cards, card, group=group)
             except BaseException as error:
                 raise RankError(
@@ -159,7 +159,7 @@ def meet(mesh: DeviceMesh) -> Met:
     places = tuple(f"rank {each.global_rank}, {each.host}" for each in cards)
     hosts = tuple(each.host for each in cards)
     name = hashlib.sha256(cards[0].secret).hexdigest()
-    store = dist.PrefixStore(f"fxpipe/{name}", group.get_group_store())
+    store = within(group.get_group_store(), f"fxpipe/{name}")
     devices = tuple(each.device for each in cards)
     return Met(rank, names, places, hosts, sockets, threads, timeout, shared, store, devices)
 
@@ -348,6 +348,11 @@ def _timeout(group: dist.ProcessGroup, device: str) -> float:
     with suppress(Exception):
         return float(group._get_backend(torch.device(device)).options._timeout.total_seconds())
     return 1800.0
+
+
+def within(store: Any, name: str) -> Any:
+    """The part of a store of torch.distributed whose keys begin with a name."""
+    return dist.PrefixStore(name, store)  # type: ignore[attr-defined,unused-ignore]
 
 
 def interruptibly(work: Callable[[], T], look: Callable[[], None]) -> T:

@@ -6,6 +6,7 @@ its own, whose order on both sides is that of the program's lists.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -20,7 +21,7 @@ from fxpipe.errors import RankError, told
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.program import Program
 from fxpipe.runtime.ranks.group import RankGroup
-from fxpipe.runtime.ranks.meeting import interruptibly
+from fxpipe.runtime.ranks.meeting import interruptibly, within
 from fxpipe.signals import raise_held
 
 ABORTING = 30.0
@@ -110,10 +111,18 @@ class PairGroups:
                 rank=self._rank.rank,
             )
 
-    def make(self, store: dist.Store, member: int) -> Any:
+    def make(self, store: Any, member: int) -> Any:
         """A process group of two, of which this process is that member."""
         nccl: Any = dist.ProcessGroupNCCL  # type: ignore[attr-defined,unused-ignore]
-        return nccl(store, member, 2, timedelta(seconds=self._rank.timeout))
+        name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+        before = os.environ.get(name)
+        os.environ[name] = "0"  # else torch ends this process when another rank has died
+        try:
+            return nccl(store, member, 2, timedelta(seconds=self._rank.timeout))
+        finally:
+            del os.environ[name]
+            if before is not None:
+                os.environ[name] = before
 
     def abort(self, made: Any) -> None:
         """Let what is pending in a process group end."""
@@ -123,8 +132,7 @@ class PairGroups:
         """A pair and its group, over which a byte has gone: nothing is left to be set up later,
         where a rank would wait for the other."""
         member = pair.index(self._rank.rank)
-        assert self._rank.store is not None
-        store = dist.PrefixStore(f"{pair[0]}>{pair[1]}", self._rank.store)
+        store = within(self._rank.store, f"{pair[0]}>{pair[1]}")
         # a thread has a current device of its own
         with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
             try:
@@ -157,5 +165,3 @@ class PairGroups:
 def _bytes(dense: Tensor) -> Tensor:
     """The memory of a dense tensor: every dtype and every order of dimensions is sent alike."""
     return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
-
-
