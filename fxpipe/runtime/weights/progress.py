@@ -63,6 +63,7 @@ class Progress:
         self._history: History | None = None
         self._restored: Mapping[str, tuple[int, int]] = {}
         self._others: set[str] = set()
+        self._followed: Schedule | None = None
 
     @property
     def trained(self) -> int:
@@ -178,6 +179,9 @@ class Progress:
             targets = {names[own[a.target]]: a.target for s in plan.stages for a in s.parameters}
             versions.resume(self._current(changed).renamed(targets))
             self.versions, self._history = versions, None
+        elif schedule is not self._followed:
+            self.versions.follow(schedule.delays, awaits=schedule.versions().awaited)
+        self._followed = schedule
         return self.versions
 
     def count(self) -> None:

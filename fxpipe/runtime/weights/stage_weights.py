@@ -70,6 +70,7 @@ class StageWeights:
         predicted: version → the predicted weights that its batches read, if they are predicted.
         undo: version → the optimizer as it was before it made that version.
         most: the most versions that were alive at once.
+        oldest: the version that batches read which ask for an earlier one.
     """
 
     def __init__(
@@ -88,11 +89,12 @@ class StageWeights:
         self.predicted: dict[int, Buffers] = {}
         self.undo: dict[int, OptimizerSnapshot] = {}
         self.most = 0
+        self.oldest = 0
         self._changes: dict[str, int] = {}
 
     def restart(self, version: int) -> None:
         """Take the current parameters as this version, and drop all others."""
-        self.newest = version
+        self.newest = self.oldest = version
         tensors = {name: _alias(parameter) for name, parameter in self.parameters.items()}
         self.live = {version: tensors}
         self.predicted = {}
@@ -116,6 +118,18 @@ class StageWeights:
                     if tensor.requires_grad and value is not None:
                         tensor.copy_(value)
             (self.predicted if self.predicts else self.live)[version] = tensors
+        self.oldest = max(base, newest - self.delay)
+
+    def follow(self, delay: int) -> None:
+        """Have batches read so many versions behind the newest; none may be in flight."""
+        if delay == self.delay:
+            return
+        self.delay = delay
+        if self.predicts and self.optimizer is not None:
+            self.predicted.clear()
+            self._predict([settings(group) for group in self.optimizer.param_groups])
+        self.trim()
+        self.oldest = min(self.predicted or self.live, default=self.newest)
 
     def kept(self) -> dict[int, Buffers]:
         """The versions that later batches may read, besides the model's parameters."""
@@ -129,7 +143,8 @@ class StageWeights:
         }
 
     def read(self, version: int) -> Buffers:
-        """The weights that the batches of a version read."""
+        """The weights of a version, or the oldest that are there, if those are newer."""
+        version = max(version, self.oldest)
         return self.predicted[version] if self.predicts else self.live[version]
 
     def changed(self) -> str | None:

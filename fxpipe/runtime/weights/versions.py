@@ -2,7 +2,8 @@
 
 PipeDream-2BW's double buffering (arXiv 2006.09503), for any delay d: batch t reads version
 max(t − d, 0), and the update from batch t writes version t + 1. A stage has d + 1 copies of its
-weights, and an update overwrites the one whose version no batch will read again.
+weights, and an update overwrites the one whose version no batch will read again. Where the
+micro-batches of a stage have different delays, d is the greatest of them.
 
 After a failure all stages roll back to the same version, the newest that every stage has. An update
 that would overwrite that version therefore waits until the slowest stage has the next one, so that
@@ -39,7 +40,7 @@ class VersionedWeights(Weights):
     keeps more versions than its batches read.
 
     Attributes:
-        base: the oldest version that can be read; batches that ask for earlier ones read this one.
+        base: the oldest version that any stage can read.
     """
 
     def __init__(
@@ -161,6 +162,20 @@ class VersionedWeights(Weights):
                 stage.restart(self.base)
         self.bind(stages, state, deferred)
 
+    def follow(self, delays: Sequence[int], *, awaits: bool) -> None:
+        """Read as late as another schedule says; no batch may be in flight.
+
+        Where that is later than before, the oldest version that a stage has stands for those that
+        it has no more.
+
+        Args:
+            delays: stage → by how many versions its batches read behind the newest.
+            awaits: whether an update may wait for another stage's.
+        """
+        self._awaits = awaits
+        for stage, delay in zip(self._stages, delays, strict=True):
+            stage.follow(delay)
+
     @property
     def changed(self) -> bool:
         """Whether a parameter of this process was changed since the last batch."""
@@ -203,7 +218,7 @@ class VersionedWeights(Weights):
 
     def parameters(self, stage: int, version: int) -> Sequence[Tensor]:
         """See Weights.parameters."""
-        tensors = self._stages[stage].read(max(version, self.base))
+        tensors = self._stages[stage].read(version)
         return [
             tensors[name] if name in tensors else self._state[name] for name in self._names[stage]
         ]
