@@ -221,13 +221,14 @@ def _check_known(what: str, value: Any, known: Sequence[str], *more: str) -> Non
 
 def check_overlap(recipe: Recipe, optimizer: Any) -> None:
     """Raises InputError without an optimizer for overlapping updates, or nothing to predict."""
-    delays = recipe.delay if isinstance(recipe.delay, tuple) else (recipe.delay,)
-    if recipe.predict and not any(delays):
+    rules = recipe.delay if isinstance(recipe.delay, tuple) else (recipe.delay,)
+    late = any(any(rule) if isinstance(rule, tuple) else rule for rule in rules)
+    if recipe.predict and not late:
         raise InputError(
             f"predict=True, and with schedule {recipe.name!r} batches read the newest weights, "
             'so that there are none to predict; leave predict out, or take a schedule such as "2bw"'
         )
-    if any(delays) and optimizer is None:
+    if late and optimizer is None:
         raise InputError(
             f"schedule {recipe.name!r} updates the weights while batches are in flight, and there "
             "is no optimizer; give optimizer=, such as lambda parameters: "

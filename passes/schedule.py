@@ -18,7 +18,6 @@ after:   0: F0 B2' F1 B3' F2 B0 F3 B1 C' U'      2: F0 B0 F1 B1 F2 B2 F3 B3 C' U
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
@@ -37,10 +36,8 @@ def write_schedule(recipe: Recipe, devices: int, microbatches: int, short: bool)
         VerificationError: it is wrong.
     """
     schedule = recipe(devices, microbatches)
-    if short and schedule.overlaps:
-        needed = schedule.versions().smallest
-        if any(map(operator.lt, schedule.delays, needed)):
-            schedule = end_with_flush(schedule)
+    if short and schedule.overlaps and not schedule.versions().enough:
+        schedule = end_with_flush(schedule)
     return schedule.verify()
 
 
@@ -151,7 +148,7 @@ def _late(schedule: Schedule, row: tuple[Task, ...]) -> list[Task]:
         assert stage is not None
         rest = [task for task in tasks if task != update]
         steps, at = min(
-            (schedule.delays[stage] - task.batch, at)
+            (schedule.delay_of(stage, task.microbatch) - task.batch, at)
             for at, task in enumerate(rest)
             if (task.kind, task.stage) == ("F", stage)
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 if __name__ != "fxpipe.schedules":
     raise ImportError(f"import this package as fxpipe.schedules, not as {__name__}")
 
+from fxpipe.schedules.cyclic import cdp_v1, cdp_v2
 from fxpipe.schedules.dualpipe_v import dualpipe_v
 from fxpipe.schedules.gpipe import gpipe
 from fxpipe.schedules.inference import inference
@@ -23,6 +24,8 @@ from fxpipe.schedules.zb_h2 import zb_h2
 from fxpipe.schedules.zb_v import zb_v
 
 __all__ = [
+    "cdp_v1",
+    "cdp_v2",
     "dualpipe_v",
     "gpipe",
     "inference",

@@ -145,18 +145,16 @@ class Boxes:
 
 def boxes_of(schedule: Schedule, steps: int) -> Boxes:
     """The boxes for ``steps`` steps of a schedule, or for one window if that is 0."""
-    delays = schedule.delays
 
     def version(task: Task) -> int | None:
         if task.kind == "U":
             return task.batch + 1
         if task.stage is None or not 0 <= task.stage < schedule.stages:
             return None
-        return max(task.batch - delays[task.stage], 0)
+        return max(task.batch - schedule.delay_of(task.stage, task.microbatch), 0)
 
-    return Boxes(
-        schedule.placement, schedule.devices, steps, version if steps and any(delays) else None
-    )
+    shown = version if steps and any(schedule.delays) else None
+    return Boxes(schedule.placement, schedule.devices, steps, shown)
 
 
 ACT_ARROW = Stroke(INK)

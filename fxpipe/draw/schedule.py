@@ -166,7 +166,7 @@ def row_label(placement: Sequence[int], device: int) -> str:
 def _title(schedule: Schedule, timeline: Timeline[Task], steps: int, marks: Marks) -> str:
     parts = [schedule.name, f"p = {schedule.devices}", f"m = {schedule.microbatches}"]
     if any(schedule.delays):
-        delays = sorted(set(schedule.delays))
+        delays = sorted({d for r in schedule.rules for d in (r if isinstance(r, tuple) else [r])})
         parts.append(f"delay = {delays[0]}" + (f" to {delays[-1]}" if len(delays) > 1 else ""))
     if steps:
         parts.append(f"{plural(steps, 'step')} and flush")

@@ -9,7 +9,7 @@ from operator import index
 from typing import TYPE_CHECKING, Any
 
 from fxpipe.errors import InputError, near, told
-from fxpipe.ir.schedule import Schedule
+from fxpipe.ir.schedule import Delay, Schedule
 from fxpipe.ir.task import Task, is_whole
 from fxpipe.torchtools.state import without_collection
 
@@ -29,7 +29,13 @@ One that has a parameter ``stages`` gets there the stages that the device holds,
 Placement = Callable[[int], tuple[int, ...]]
 """Number of devices → the device of each stage."""
 
-Delay = int | tuple[int, ...]
+DelayRule = Delay | Callable[..., Delay]
+"""A delay, or a function that gives it.
+
+A function of ``microbatch`` and ``stage``, or of one of them, gives the delay of a micro-batch on a
+stage; it may ask for ``devices`` and ``microbatches``, too. Any other is called with the numbers of
+devices and micro-batches, and gives the delay of all.
+"""
 
 _TASKS_PER_STAGE_AND_MICROBATCH = 16
 _MOST = 10_000_000
@@ -59,8 +65,7 @@ class Recipe:
     Attributes:
         name: the name that ``fxpipe.compile(schedule=...)`` takes.
         tasks: the author's generator.
-        delay: the version rule of the schedules that it makes: a delay, one for each stage, or a
-            function of the numbers of devices and micro-batches that gives it.
+        delay: the version rule of the schedules that it makes, see DelayRule and Schedule.
         placement: where the stages are.
         microbatches: the only number of micro-batches that it knows, or None for any.
         predict: whether batches read predicted weights, see Schedule.
@@ -68,7 +73,7 @@ class Recipe:
 
     name: str
     tasks: Rows
-    delay: Delay | Callable[[int, int], Delay] = 0
+    delay: DelayRule = 0
     placement: Placement = one_each
     microbatches: int | None = None
     predict: bool = False
@@ -90,7 +95,7 @@ class Recipe:
                 f"at most {_MOST} forwards"
             )
         placement = self.place(devices)
-        delay = self._delay(devices, microbatches)
+        delay = self._delay(devices, microbatches, len(placement))
         rows = tuple(
             tuple(self._row(device, devices, microbatches, placement)) for device in range(devices)
         )
@@ -100,7 +105,7 @@ class Recipe:
         """The same over another placement, such as ``round_robin(4)``."""
         return replace(self, placement=placement)
 
-    def delayed(self, delay: Delay) -> Recipe:
+    def delayed(self, delay: DelayRule) -> Recipe:
         """The same with batches that read a version so many behind the newest."""
         return replace(self, delay=delay)
 
@@ -122,15 +127,25 @@ class Recipe:
                 "their number, such as lambda devices: tuple(range(devices))"
             ) from error
 
-    def _delay(self, devices: int, microbatches: int) -> Delay:
+    def _delay(self, devices: int, microbatches: int, stages: int) -> Delay:
         try:
-            delay = self.delay(devices, microbatches) if callable(self.delay) else self.delay
-            return tuple(map(index, delay)) if isinstance(delay, Sequence) else index(delay)
+            if not callable(self.delay):
+                return _whole(self.delay, microbatches)
+            asked = _asked(self.delay)
+            if "microbatch" not in asked and "stage" not in asked:
+                return _whole(self.delay(devices, microbatches), microbatches)
+            known = {"devices": devices, "microbatches": microbatches}
+            rules: list[tuple[int, ...]] = []
+            for stage in range(stages):
+                at = [{**known, "stage": stage, "microbatch": i} for i in range(microbatches)]
+                each: Any = [self.delay(**{n: one[n] for n in asked if n in one}) for one in at]
+                rules.append(tuple(map(index, each)))
+            return tuple(rules)
         except Exception as error:
             raise InputError(
                 f"schedule {self.name!r}: its delay is {self.delay!r}, which gives no whole number "
-                f"({told(error)}); give one, a tuple of one for each stage, or a function of the "
-                "numbers of devices and micro-batches"
+                f"({told(error)}); give one, a tuple of one for each stage, a function of the "
+                "numbers of devices and micro-batches, or one such as lambda microbatch, stage: 1"
             ) from error
 
     def formulas(
@@ -189,7 +204,7 @@ class Recipe:
     ) -> Iterator[Task]:
         """What the author's function gives; what it raises is told as its own."""
         try:
-            wanted = {name: known[name] for name in _asked(self.tasks) & known.keys()}
+            wanted = {name: known[name] for name in _asked(self.tasks)[3:] if name in known}
             yield from self.tasks(device, devices, microbatches, **wanted)
         except Exception as error:
             raise InputError(
@@ -218,12 +233,22 @@ def _cure(task: Task, held: list[int]) -> str:
     return f"name one, such as {task.kind}({index}{held[0]})"
 
 
-def _asked(function: Rows) -> set[str]:
-    """The names of a function's parameters after the first three."""
+def _asked(function: Callable[..., object]) -> list[str]:
+    """The names of a function's parameters."""
     try:
-        return set(list(inspect.signature(function).parameters)[3:])
+        return list(inspect.signature(function).parameters)
     except (TypeError, ValueError):
-        return set()
+        return []
+
+
+def _whole(delay: Delay, microbatches: int) -> Delay:
+    """The same of whole numbers, for as many micro-batches."""
+    if not isinstance(delay, Sequence):
+        return index(delay)
+    return tuple(
+        tuple(map(index, rule[:microbatches])) if isinstance(rule, Sequence) else index(rule)
+        for rule in delay
+    )
 
 
 RECIPES: dict[str, Recipe] = {}
@@ -233,7 +258,7 @@ RECIPES: dict[str, Recipe] = {}
 def schedule(
     name: str,
     *,
-    delay: Delay | Callable[[int, int], Delay] = 0,
+    delay: DelayRule = 0,
     placement: Placement = one_each,
 ) -> Callable[[Rows], Recipe]:
     """Decorator: register a generator of tasks as the recipe ``name``.

@@ -25,6 +25,13 @@ if TYPE_CHECKING:
     from fxpipe.verify.versions import Versions
 
 
+Rule = int | tuple[int, ...]
+"""A stage's delay: one number, or one for each micro-batch, the last for all from there on."""
+
+Delay = int | tuple[Rule, ...]
+"""One number for all stages, or the rule of each."""
+
+
 @dataclass(frozen=True)
 class Schedule:
     """What every device computes in one step, in order.
@@ -38,7 +45,8 @@ class Schedule:
         microbatches: micro-batches a step, m.
         placement: stage → device; its length is the number of stages.
         rows: device → its tasks in order, each with its stage.
-        delay: batch t reads weight version max(t − delay, 0); one number, or one for each stage.
+        delay: batch t reads weight version max(t − delay, 0); one number, or one for each stage,
+            or, for a stage, one for each micro-batch, the last of them for all from there on.
         predict: whether it reads, instead of that version, what the optimizer's momentum says the
             weights will be ``delay`` updates later (SpecTrain, XPipe).
     """
@@ -47,13 +55,15 @@ class Schedule:
     microbatches: int
     placement: tuple[int, ...]
     rows: tuple[tuple[Task, ...], ...]
-    delay: int | tuple[int, ...] = 0
+    delay: Delay = 0
     predict: bool = False
 
     def __post_init__(self) -> None:
-        # One stage's delay has one form, so that equal schedules are equal.
-        if isinstance(self.delay, tuple) and len(self.delay) == self.stages == 1:
-            object.__setattr__(self, "delay", self.delay[0])
+        # A delay has one form, so that equal schedules are equal.
+        if isinstance(self.delay, tuple):
+            rules = tuple(map(_shortest, self.delay))
+            alone = len(rules) == self.stages == 1 and not isinstance(rules[0], tuple)
+            object.__setattr__(self, "delay", rules[0] if alone else rules)
 
     @property
     def stages(self) -> int:
@@ -74,11 +84,26 @@ class Schedule:
         return bool(self.kinds - {"F"})
 
     @property
-    def delays(self) -> tuple[int, ...]:
-        """Stage → its delay."""
+    def rules(self) -> tuple[Rule, ...]:
+        """Stage → its delay, or those of its micro-batches where they differ."""
         if isinstance(self.delay, tuple):
             return self.delay
         return (self.delay,) * self.stages
+
+    @cached_property
+    def delays(self) -> tuple[int, ...]:
+        """Stage → its delay, the greatest of its micro-batches."""
+        return tuple(max(each) if isinstance(each, tuple) else each for each in self.rules)
+
+    def delay_of(self, stage: int, microbatch: int | None) -> int:
+        """The delay of all tasks of a micro-batch on a stage.
+
+        What a stage does once a step reads the oldest version that a micro-batch of it reads.
+        """
+        rule = self.rules[stage]
+        if isinstance(rule, tuple):
+            return max(rule) if microbatch is None else rule[min(microbatch, len(rule) - 1)]
+        return rule
 
     @cached_property
     def depth(self) -> int:
@@ -261,3 +286,23 @@ class Schedule:
         from fxpipe.draw.grid import schedule_grid
 
         return schedule_grid(self, costs=costs, steps=steps, width=width)
+
+
+def delay_text(delay: Delay) -> str:
+    """``1``; ``2,1,0`` for each stage; ``1/1/0,0`` where the micro-batches of one differ."""
+    if not isinstance(delay, tuple):
+        return str(delay)
+    return ",".join(
+        "/".join(map(str, rule)) if isinstance(rule, tuple) else str(rule)
+        for rule in map(_shortest, delay)
+    )
+
+
+def _shortest(rule: Rule) -> Rule:
+    """The same without numbers at its end that the one before them says already."""
+    if not isinstance(rule, tuple) or not rule:
+        return rule
+    end = len(rule)
+    while end > 1 and rule[end - 2] == rule[-1]:
+        end -= 1
+    return rule[:end] if end > 1 else rule[0]

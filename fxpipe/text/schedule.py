@@ -8,7 +8,7 @@ from os import PathLike
 from pathlib import Path
 
 from fxpipe.errors import InputError, near
-from fxpipe.ir.schedule import Schedule
+from fxpipe.ir.schedule import Delay, Rule, Schedule, delay_text
 from fxpipe.ir.task import KINDS, Task, TaskKind
 from fxpipe.text.scan import Line, end_of, lines_of, print_title
 
@@ -17,6 +17,7 @@ _DIGITS = re.compile(r"[0-9]+")
 _EARLIER = re.compile(r"'+")
 _AT = re.compile(r"@")
 _COMMA = re.compile(r",")
+_SLASH = re.compile(r"/")
 _REST = re.compile(r"[^ \t\r#]+")
 
 
@@ -29,10 +30,12 @@ def print_schedule(schedule: Schedule) -> str:
         place 0 | 1
         0: F0 F1 B0 B1 U
         1: F0 B0 F1 B1 U
+
+    See ``delay_text`` for delays that differ.
     """
     lines = [
         f"schedule {print_title(schedule.name)} stages={schedule.stages} "
-        f"microbatches={schedule.microbatches} delay={_delay_text(schedule.delay)}"
+        f"microbatches={schedule.microbatches} delay={delay_text(schedule.delay)}"
         + (" predict" if schedule.predict else ""),
         print_place(schedule.placement, schedule.devices),
     ]
@@ -89,33 +92,44 @@ def read_schedule(path: str | PathLike[str]) -> Schedule:
     return parse_schedule(text)
 
 
-def _header(line: Line) -> tuple[str, int, int, int | tuple[int, ...], bool]:
+def _header(line: Line) -> tuple[str, int, int, Delay, bool]:
     line.literal("schedule", _HEADER)
     line.gap("a name")
     name = line.title("the schedule's name")
     stages = _count(line, "stages=")
     microbatches = _count(line, "microbatches=")
     start = line.at
-    delays = [_count(line, "delay=")]
+    delays = [_rule(line, _count(line, "delay="), microbatches)]
     while line.take(_COMMA):
-        delays.append(line.integer("the delay of the next stage"))
-    if 1 < len(delays) != stages:
+        first = line.integer("the delay of the next stage")
+        delays.append(_rule(line, first, microbatches))
+    delay: Delay = tuple(delays)
+    if isinstance(delays[0], int) and len(delays) == 1:
+        delay = delays[0]
+    elif len(delays) != stages:
         raise line.error(f"there are {len(delays)} delays for {stages} stages", start + 1)
     predict = not line.ended() and line.starts("predict")
     if predict:
         line.literal("predict")
     line.end()
-    return name, stages, microbatches, tuple(delays) if len(delays) > 1 else delays[0], predict
+    return name, stages, microbatches, delay, predict
+
+
+def _rule(line: Line, first: int, microbatches: int) -> Rule:
+    """The delays of a stage, of which the first is read already."""
+    start = line.at
+    rule = [first]
+    while line.take(_SLASH):
+        rule.append(line.integer("the delay of the next micro-batch"))
+    if len(rule) > max(microbatches, 1):
+        raise line.error(f"there are {len(rule)} delays for {microbatches} micro-batches", start)
+    return tuple(rule) if len(rule) > 1 else first
 
 
 def _count(line: Line, word: str) -> int:
     line.gap(f"{word!r} and a count")
     line.literal(word, f"{word!r} and a count")
     return line.integer(f"a count after {word!r}")
-
-
-def _delay_text(delay: int | tuple[int, ...]) -> str:
-    return ",".join(map(str, delay)) if isinstance(delay, tuple) else str(delay)
 
 
 def _tasks(line: Line, held: Sequence[int], stages: int, microbatches: int) -> Iterator[Task]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bisect import bisect
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 from fxpipe.errors import Fault, InputError, VerificationError
@@ -162,21 +161,19 @@ def _kept(facts: Facts) -> Iterator[Fault]:
 
 
 def _versions(facts: Facts) -> Iterator[Fault]:
-    """A stage reads one version for all of a batch, which exists by then; its update makes one.
+    """A micro-batch reads one version of a stage, which exists by then; the update makes one.
 
-    Batch t reads version t − d of a stage, the same d for all its instructions and all batches;
-    versions before the first are the first. The update of batch t makes version t + 1 of version t.
+    It reads version t − d in batch t, the same d for all its instructions on the stage and for all
+    batches; versions before the first are the first. What runs once a step reads the oldest version
+    that a micro-batch reads. The update of batch t makes version t + 1 of version t.
     """
-    forwards: dict[tuple[int, int], int] = {}
-    read: Counter[tuple[int, int]] = Counter()
+    forwards: dict[tuple[int, int | None], int] = {}
     for compute in facts.compute:
         for _, x in compute:
             if isinstance(x, ins.Forward):
                 forwards.setdefault((x.stage, x.microbatch), x.version)
-                read[x.stage, x.version] += 1
-    usual: dict[int, int] = {}
-    for (stage, version), _ in read.most_common():
-        usual.setdefault(stage, version)
+                oldest = forwards.get((x.stage, None), x.version)
+                forwards[x.stage, None] = min(oldest, x.version)
     for device, compute in enumerate(facts.compute):
         done: set[int] = set()
         for position, x in compute:
@@ -193,12 +190,12 @@ def _versions(facts: Facts) -> Iterator[Fault]:
                         "newest",
                     )
             else:
-                right, why = usual.get(x.stage, x.version), "most forwards of its stage read"
+                right = forwards.get((x.stage, x.microbatch), x.version)
+                why = "its forward read"
+                if not facts.window.trains:
+                    right, why = 0, "without a backward there is only"
                 if isinstance(x, ins.Run):
                     right, why = 1 if x.stage in done else right, "its batch reads here"
-                elif not isinstance(x, ins.Forward):
-                    right = forwards.get((x.stage, x.microbatch), x.version)
-                    why = "its forward read"
                 wrong = _unmade(facts, device, position, x)
                 if x.version != right:
                     wrong = (
@@ -225,7 +222,7 @@ def _unmade(facts: Facts, device: int, position: int, x: ins.Computing | ins.Run
         return None
     return (
         f"version {x.version - steps} does not exist here",
-        f"read version {newest - steps}, or an older one, all over its batch",
+        f"read version {newest - steps}, or an older one, for all of its micro-batch",
     )
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from numbers import Integral
 
 from fxpipe.errors import Fault, InputError, VerificationError
-from fxpipe.ir.schedule import Schedule
+from fxpipe.ir.schedule import Schedule, delay_text
 from fxpipe.ir.task import Task, is_whole
 from fxpipe.ir.walk import needs_of
 from fxpipe.torchtools.state import without_collection
@@ -117,10 +118,18 @@ def _frame(schedule: Schedule) -> Iterator[Fault]:
                 cure = "write tasks of whole numbers, such as F(0)"
                 yield Fault("it is no task of whole numbers", cure, device, position, repr(task))
                 return
-    for number in (schedule.microbatches, *schedule.placement, *schedule.delays):
+    rules = [rule if isinstance(rule, tuple) else (rule,) for rule in schedule.rules]
+    for number in (schedule.microbatches, *schedule.placement, *chain(*rules)):
         if not isinstance(number, Integral):
             what = f"a count, a device or a delay is {number!r}"
             yield Fault(what, "give whole numbers")
+            return
+    for stage, rule in enumerate(rules):
+        if not 1 <= len(rule) <= max(schedule.microbatches, 1):
+            yield Fault(
+                f"stage {stage} has {len(rule)} delays for {schedule.microbatches} micro-batches",
+                "give one for all of them, or one for each",
+            )
             return
     held = sum(map(len, schedule.rows))
     reach = max(schedule.depth, *schedule.delays, 0)
@@ -132,8 +141,13 @@ def _frame(schedule: Schedule) -> Iterator[Fault]:
             f"it has {len(schedule.delays)} delays for {schedule.stages} stages",
             "give one for all stages, or one for each",
         )
-    if min(schedule.delays, default=0) < 0:
-        yield Fault(f"its delay is {schedule.delay}", "give at least 0")
+    if min(chain(*rules), default=0) < 0:
+        yield Fault(f"its delay is {delay_text(schedule.delay)}", "give at least 0")
+    if schedule.predict and any(isinstance(rule, tuple) for rule in schedule.rules):
+        yield Fault(
+            "it predicts weights, and the micro-batches of a stage have different delays",
+            "give each stage one delay, or leave predict out",
+        )
 
 
 def stash_of(window: Window) -> Stash:

@@ -1,8 +1,8 @@
 """Weight versions of a schedule: how many live, how stale they are, and the smallest delay.
 
-Batch t reads version max(t − delay, 0) of a stage, and its update makes version t + 1. All is
-worked out where all batches exist: the first steps and the flush leave tasks out, and need and
-keep no more.
+A micro-batch of batch t reads version max(t − delay, 0) of a stage in all its tasks there, and the
+update of batch t makes version t + 1. All is worked out where all batches exist: the first steps
+and the flush leave tasks out, and need and keep no more.
 
 While batches are in flight, a failure takes all stages back to the newest version that every one
 has. So that no more buffers are needed for that, the update of batch n on a stage can wait for the
@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fxpipe.errors import Fault
-from fxpipe.ir.schedule import Schedule
+from fxpipe.ir.schedule import Delay, Rule, Schedule, delay_text
 from fxpipe.ir.task import BUILT_IN, KINDS
 from fxpipe.verify.tasks import Spot, Window
 
@@ -29,16 +29,21 @@ class Versions:
     """What a schedule's delay and order mean for the weights.
 
     Attributes:
-        delays: stage → its delay, as the schedule says.
-        smallest: stage → the smallest delay with which every version that it reads is there.
+        delays: stage → its delay, as the schedule says; or those of its micro-batches.
+        needed: stage → micro-batch → the smallest delay with which the version that it reads is
+            there.
+        smallest: stage → the smallest delay that one number can be, for all its micro-batches.
+        enough: whether the delays are so great that every version is there that is read.
         live: stage → the most versions that are needed at once, the newest included.
         microbatches: the smallest number of micro-batches with which the delays are enough, if
             forwards run ahead of backwards by as many as here; None where more would not help.
         awaited: whether an update may wait for those of ``delay`` batches before on all stages.
     """
 
-    delays: tuple[int, ...]
+    delays: tuple[Rule, ...]
+    needed: tuple[tuple[int, ...], ...]
     smallest: tuple[int, ...]
+    enough: bool
     live: tuple[int, ...]
     microbatches: int | None
     awaited: bool
@@ -49,9 +54,10 @@ class Versions:
         return max(self.smallest, default=0)
 
     @property
-    def staleness(self) -> tuple[int, ...]:
+    def staleness(self) -> tuple[Rule, ...]:
         """Stage → by how many updates the weights that a gradient was computed with are older
-        than those that it is applied to, once as many batches have run."""
+        than those that it is applied to, once as many batches have run; or micro-batch after
+        micro-batch, where theirs differ."""
         return self.delays
 
     @property
@@ -62,103 +68,151 @@ class Versions:
 
 def versions_of(window: Window) -> Versions:
     """The versions of a schedule whose tasks are all there and in order."""
-    delays = window.schedule.delays
-    stages = [_Stage(window, stage) for stage in range(len(delays))]
+    return _versions(window.schedule, _stages(window))
+
+
+def _stages(window: Window) -> list[_Stage]:
+    return [_Stage(window, stage) for stage in range(window.schedule.stages)]
+
+
+def _versions(schedule: Schedule, stages: list[_Stage]) -> Versions:
+    every = range(schedule.microbatches)
     return Versions(
-        delays,
+        schedule.rules,
+        tuple(tuple(stage.needed.get(i, 0) for i in every) for stage in stages),
         tuple(stage.smallest for stage in stages),
-        tuple(stage.live(delay) for stage, delay in zip(stages, delays, strict=True)),
-        _microbatches(window.schedule, stages),
-        _awaited(window.schedule),
+        all(
+            schedule.delay_of(number, i) >= needed
+            for number, stage in enumerate(stages)
+            for i, needed in stage.needed.items()
+        ),
+        tuple(stage.live for stage in stages),
+        _microbatches(schedule, stages),
+        _awaited(schedule),
     )
 
 
 def too_small(window: Window) -> Iterator[Fault]:
-    """Stages whose delay asks for a version that is not made yet, or never."""
-    if not window.schedule.trains:
-        if any(window.schedule.delays):
+    """Stages whose delay asks for a version that is not made yet, or never.
+
+    Where the micro-batches of a stage have different delays, each of those that is too small.
+    """
+    schedule = window.schedule
+    if not schedule.trains:
+        if any(schedule.delays):
             yield Fault("it has a delay, and nothing updates the weights", "use delay=0")
         return
-    found = versions_of(window)
-    enough = f"delay={found.delay}"
-    if not found.consistent:
-        enough = "delay=" + ",".join(map(str, map(max, found.delays, found.smallest)))
-    cure = f"use {enough}, the smallest that works"
-    if found.microbatches is not None:
-        cure += f", or at least {found.microbatches} micro-batches"
-    for number, (delay, smallest) in enumerate(zip(found.delays, found.smallest, strict=True)):
-        if delay < smallest:
-            stage = _Stage(window, number)
-            assert stage.first is not None and stage.update is not None
+    stages = _stages(window)
+    found = _versions(schedule, stages)
+    for number, stage in enumerate(stages):
+        apart = isinstance(found.delays[number], tuple)
+        for i, first in stage.first.items():
+            delay, needed = schedule.delay_of(number, i), stage.needed[i]
+            if delay >= needed:
+                continue
+            assert stage.update is not None
+            of = f"micro-batch {i} on " if apart and i is not None else ""
             version = f"t - {delay}" if delay else "t"
+            cure = f"use delay={delay_text(_enough(schedule, found))}, the smallest that works"
+            if found.microbatches is not None:
+                cure += f", or at least {found.microbatches} micro-batches"
             yield window.fault(
-                stage.first,
-                f"delay={delay} is too small for stage {number}, which needs {smallest}: batch t "
+                first,
+                f"delay={delay} is too small for {of}stage {number}, which needs {needed}: batch t "
                 f"reads version {version} here, and {window.text(*stage.update[:2])}, position "
                 f"{stage.update.position}, makes that only later",
                 cure,
             )
+            if not apart:
+                break  # those that read later need no more
+
+
+def _enough(schedule: Schedule, found: Versions) -> Delay:
+    """The smallest delay that is enough and no less than the schedule's, in the same form."""
+    if found.consistent and not isinstance(found.delays[0], tuple):
+        return found.delay
+    return tuple(
+        tuple(max(schedule.delay_of(stage, i), needed) for i, needed in enumerate(each))
+        if isinstance(rule, tuple)
+        else max(rule, smallest)
+        for stage, (rule, each, smallest) in enumerate(
+            zip(found.delays, found.needed, found.smallest, strict=True)
+        )
+    )
 
 
 class _Stage:
     """One stage's readers of weights and its update.
 
     Attributes:
-        first: the reader for which a version must be there the earliest.
-        last: the reader behind which a batch needs its version no more.
+        update: where it is, if it is there.
+        first: micro-batch, or None for what reads once a step → the reader for which its version
+            must be there the earliest; in the order of a batch.
+        last: the same → the reader behind which a batch needs that version no more.
+        needed: the same → the smallest delay with which that version is there.
+        live: the most versions that are needed at once.
         ahead: micro-batches that have begun and not ended where a batch begins.
     """
 
     def __init__(self, window: Window, stage: int) -> None:
         self.update: Spot | None = None
-        self.first: Spot | None = None
-        self.last: Spot | None = None
+        self.first: dict[int | None, Spot] = {}
+        self.last: dict[int | None, Spot] = {}
         begun: dict[int | None, Spot] = {}
         ended: dict[int | None, Spot] = {}
         for _, kind, i, spot in window.by_stage[stage]:
             if kind == "U":
                 self.update = spot
             elif _reads(kind) and (self.update is None or kind in BUILT_IN):
-                self.first = self.first or spot
-                self.last = spot
+                self.first.setdefault(i, spot)
+                self.last[i] = spot
             if kind == "F":
                 begun[i] = spot
             elif kind in "BW":
                 ended[i] = spot
-        self.smallest = self._smallest()
+        self.needed = {i: self._needed(spot) for i, spot in self.first.items()}
+        delay_of = window.schedule.delay_of
+        older = [self._older(spot, delay_of(stage, i)) for i, spot in self.last.items()]
+        self.live = 1 + max(older, default=0)
         self.ahead = 0
-        if self.first is not None:
+        if self.first:
             # Ended by then is what ends at an earlier moment: each pair counts its batches between.
+            now = next(iter(self.first.values()))
             self.ahead = sum(
-                _batches(begun[i], self.first) - _batches(ended[i], self.first)
+                _batches(begun[i], now) - _batches(ended[i], now)
                 for i in begun.keys() & ended.keys()
             )
 
-    def _smallest(self) -> int:
+    @property
+    def smallest(self) -> int:
+        """The delay that all need who read: the first to read needs the greatest."""
+        return max(self.needed.values(), default=0)
+
+    def _needed(self, reader: Spot) -> int:
         """Batch t reads version t − d, made by the update of batch t − d − 1.
 
-        That stands before the first reader if (t − d − 1 − its batch, its position) is less than
+        That stands before the reader if (t − d − 1 − its batch, its position) is less than
         (t − the reader's batch, the reader's position).
         """
-        if self.first is None or self.update is None:
+        if self.update is None:
             return 0
-        steps = self.first.batch - self.update.batch
-        return max(steps - (self.update.position < self.first.position), 0)
+        steps = reader.batch - self.update.batch
+        return max(steps - (self.update.position < reader.position), 0)
 
-    def live(self, delay: int) -> int:
-        """Right after the update that makes version n + 1, older versions whose last reader is
-        still to come, and the new one. Version n − k has its last reader in batch n − k + delay.
+    def _older(self, reader: Spot, delay: int) -> int:
+        """How many versions older than version n + 1 a reader keeps alive right after the update
+        that makes that one: it reads version n − k in batch n − k + delay.
         """
-        if self.last is None or self.update is None:
-            return 1
-        steps = delay - self.last.batch + self.update.batch
-        return 1 + max(steps + (self.last.position > self.update.position), 0)
+        if self.update is None:
+            return 0
+        steps = delay - reader.batch + self.update.batch
+        return max(steps + (reader.position > self.update.position), 0)
 
 
 def _awaited(schedule: Schedule) -> bool:
     """With one delay, one stage a device, and nothing of its batch behind an update."""
     one_each = len(set(schedule.placement)) == schedule.stages
-    same = len(set(schedule.delays)) == 1 and min(schedule.delays) > 0
+    same = len({*schedule.rules, *schedule.delays}) == 1 and min(schedule.delays) > 0
     return one_each and same and schedule.kinds <= BUILT_IN
 
 
@@ -175,7 +229,9 @@ def _reads(kind: str) -> bool:
 def _microbatches(schedule: Schedule, stages: list[_Stage]) -> int | None:
     """With delay d the last d batches may be on their way where a batch begins: d · m ≥ ahead."""
     least = 0
-    for delay, stage in zip(schedule.delays, stages, strict=True):
+    for delay, stage in zip(schedule.rules, stages, strict=True):
+        if isinstance(delay, tuple):
+            return None  # it is for as many micro-batches as there are
         if delay < stage.smallest:
             if delay == 0:
                 return None

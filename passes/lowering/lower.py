@@ -46,10 +46,10 @@ class Lower:
     step takes, so it costs nothing. Where batches overlap there is no barrier, and every update
     stands where the schedule has it.
 
-    A task of batch b, 0 for this step's, reads version b − delay of its stage; the update from
-    batch b makes version b + 1, which a user's own task behind it reads. What is recomputed keeps
-    its inputs instead of what its backward needs. Where stages clip, each tells the norm of its
-    gradients to all as soon as they are complete.
+    All tasks of a micro-batch on a stage, in batch b (0 for this step's), read version b − its
+    delay there; the update from batch b makes version b + 1, which a user's own task behind it
+    reads. What is recomputed keeps its inputs instead of what its backward needs. Where stages
+    clip, each tells the norm of its gradients to all as soon as they are complete.
 
     With several replicas an A begins to sum a stage's gradients. It waits for the sums as late as
     it can: before the first task that needs them, which of a clip is the first on the device, as
@@ -156,7 +156,7 @@ class _Instructions:
 
     def __init__(self, schedule: Schedule, updates: bool, replicas: int) -> None:
         self.trains = schedule.trains
-        self._delays = schedule.delays
+        self._delay_of = schedule.delay_of
         self._clips = "C" in schedule.kinds
         self._sums = replicas > 1
         self._gathers = _gathers(schedule, updates) if self._sums else {}
@@ -178,7 +178,7 @@ class _Instructions:
         """The instruction of a task at a position of its row."""
         kind, stage, i, batch = task.kind, task.stage, task.microbatch, task.batch
         assert stage is not None
-        version = batch - self._delays[stage]
+        version = batch - self._delay_of(stage, i)
         if kind not in BUILT_IN:
             update = self._updates.get(stage)
             if update is not None and update < (-batch, position):

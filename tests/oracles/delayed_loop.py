@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
@@ -105,6 +106,49 @@ class DelayedLoop:
     def _values(self) -> dict[str, Tensor]:
         with torch.no_grad():
             return {name: p.detach().clone() for name, p in self.model.named_parameters()}
+
+
+class RuledLoop(DelayedLoop):
+    """The same with a delay for each micro-batch of each parameter.
+
+    Attributes:
+        rule: name of a parameter and micro-batch → how many versions behind the newest it is read.
+        oldest: name of a parameter → the version that stands for all before it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        loss: Loss,
+        microbatches: int,
+        rule: Callable[[str, int], int],
+    ) -> None:
+        """Nothing is trained yet; see DelayedLoop."""
+        super().__init__(model, optimizer, loss, microbatches, lambda name: 0)
+        self.rule = rule
+        self.oldest: dict[str, int] = {}
+
+    def step(self, x: Tensor, y: Tensor) -> Tensor:
+        """One batch, its micro-batches one after another, each at weights of its own."""
+        newest = len(self.history) - 1
+        self.optimizer.zero_grad()
+        losses: list[Tensor] = []
+        parts = zip(
+            x.tensor_split(self.microbatches), y.tensor_split(self.microbatches), strict=True
+        )
+        for i, (inputs, targets) in enumerate(parts):
+            for name, parameter in self.model.named_parameters():
+                version = max(newest - self.rule(name, i), self.oldest.get(name, 0))
+                parameter.data.copy_(self.read(name, version))
+            loss = self.loss(self.model(inputs), targets) * (len(inputs) / len(x))
+            loss.backward()
+            losses.append(loss.detach())
+        for name, parameter in self.model.named_parameters():
+            parameter.data.copy_(self.history[newest][name])
+        self.optimizer.step()
+        self.history.append(self._values())
+        return functools.reduce(torch.add, losses)
 
 
 class PredictedLoop(DelayedLoop):

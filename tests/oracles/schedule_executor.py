@@ -14,10 +14,9 @@ from fxpipe.ir.task import KINDS, Task
 
 def schedule_is_right(schedule: Schedule) -> bool:
     """Whether the rows, run against each other, do what a plain loop does, and no more."""
-    delays = schedule.delays
     if any(task.batch > 0 or task.kind not in KINDS for row in schedule.rows for task in row):
         return False
-    overlap = schedule.depth + max(delays)
+    overlap = schedule.depth + max(schedule.delays)
     run = _Run(schedule, steps=overlap + 2 if overlap else 1)
     return run.is_right()
 
@@ -73,7 +72,7 @@ class _Run:
             raise _Wrong
         if i not in (self.every if KINDS[kind].per_microbatch else [None]):
             raise _Wrong
-        if self._reads(kind, s, batch) > self.newest[s]:
+        if self._reads(kind, s, i, batch) > self.newest[s]:
             raise _Wrong  # that version is not made yet
 
         def has(letters: str, stage: int) -> bool:
@@ -98,11 +97,12 @@ class _Run:
             self._note(kind, s, i, batch)
         return ready
 
-    def _reads(self, kind: str, s: int, batch: int) -> int:
+    def _reads(self, kind: str, s: int, i: int | None, batch: int) -> int:
         """The version that a task reads; an update reads the newest, a reduce none."""
         if not self.schedule.trains:
-            return 0 if not any(self.schedule.delays) else self.steps
-        return max(batch - self.schedule.delays[s], 0) if kind not in "AU" else 0
+            late = any(self.schedule.delay_of(s, j) for j in self.every)
+            return self.steps if late else 0
+        return max(batch - self.schedule.delay_of(s, i), 0) if kind not in "AU" else 0
 
     def _own(self, kind: str, s: int, i: int | None, batch: int) -> bool:
         """A user's task: gradients must be there still, and all that it follows be done."""

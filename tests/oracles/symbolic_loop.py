@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from fxpipe.ir.task import KINDS
@@ -92,7 +93,7 @@ def plain_loop(
     trains: bool,
     updates: bool,
     steps: int = 1,
-    delays: tuple[int, ...] | None = None,
+    delays: Callable[[int, int | None], int] = lambda stage, microbatch: 0,
     before: str = "",
     after: str = "",
     reduces: bool = False,
@@ -107,7 +108,8 @@ def plain_loop(
         trains: whether there is a backward.
         updates: whether the weights are updated.
         steps: how many.
-        delays: stage → by how many updates its weights are old.
+        delays: stage and micro-batch, or None for what runs once a step → by how many updates
+            its weights are old.
         before: letters of a user's tasks before the update, once a step and stage.
         after: the same behind it.
         reduces: whether gradients are summed over several replicas.
@@ -115,8 +117,8 @@ def plain_loop(
     """
     model = Model.fresh(stages)
     for batch in range(steps):
-        old = [max(batch - delay, 0) for delay in delays or (0,) * stages]
         for i in range(microbatches):
+            old = [max(batch - delays(stage, i), 0) for stage in range(stages)]
             _plain_microbatch(model, stages, edges, i, batch, old, trains)
         for stage in range(stages if reduces else 0):
             model.reduce(stage, batch)
@@ -125,7 +127,7 @@ def plain_loop(
             if clips:
                 model.clip(stage, batch, norms)
             for kind in before:
-                model.look(kind, stage, None, batch, old[stage])
+                model.look(kind, stage, None, batch, max(batch - delays(stage, None), 0))
             if updates or steps > 1:  # or else the caller does it, between steps
                 model.update(stage, batch, batch, batch + 1)
             for kind in after:

@@ -195,6 +195,8 @@ CASES: Mapping[str, Callable[[Devices], Results]] = {
     "zb-h1": recipes(skips, schedule="zb-h1"),
     "2bw": recipes(skips, schedule="2bw"),
     "pipedream": recipes(skips, schedule="pipedream"),
+    "cdp-v2": recipes(skips, schedule="cdp-v2"),
+    "tied, cdp-v2": recipes(tied, schedule="cdp-v2"),
     "predicted": recipes(skips, schedule="2bw", predict=True),
     "tied": recipes(tied),
     "tied, 2bw": recipes(tied, schedule="2bw"),

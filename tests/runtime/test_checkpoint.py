@@ -69,6 +69,7 @@ CASES = [
     ("mlp", (3, 2), 4, {**PLAIN, "optimizer": ADAMW, "predict": True}),
     ("mlp", (3, 3), 5, {"microbatches": 1, "schedule": "1f1b-async"}),
     ("mlp", (3, 3), 5, {"microbatches": 1, "schedule": "pipedream", "partition": ["1", "3"]}),
+    ("mlp", (3, 3), 5, {"microbatches": 3, "schedule": "cdp-v2", "partition": ["1", "3"]}),
     ("mlp", (2, 3), 3, {"microbatches": 4, "schedule": "1f1b"}),
     ("unet", (2, 1), 3, {"microbatches": 4, "schedule": "gpipe"}),
 ]

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from fractions import Fraction
 from math import ceil
 
 import pytest
 
 from fxpipe.errors import VerificationError
+from fxpipe.ir.instruction import Backward, Forward
 from fxpipe.ir.recipe import Recipe
 from fxpipe.ir.schedule import Schedule
-from fxpipe.ir.task import Task
+from fxpipe.ir.task import B, F, Task, U
 from fxpipe.schedules import (
+    cdp_v1,
+    cdp_v2,
     one_f_one_b,
     one_f_one_b_async,
     pipedream,
     pipedream_vertical,
     two_bw,
 )
+from fxpipe.simulator import Sizes
 from tests.oracles.small_simulator import (
     AS_LONG,
     busy,
@@ -33,7 +38,9 @@ STEPS = 4
 BOX = [(p, m) for p in range(1, 7) for m in range(1, 14)]
 
 overlapping = pytest.mark.parametrize(
-    "recipe", [two_bw, pipedream, pipedream_vertical, one_f_one_b_async], ids=lambda r: r.name
+    "recipe",
+    [two_bw, pipedream, pipedream_vertical, one_f_one_b_async, cdp_v1, cdp_v2],
+    ids=lambda r: r.name,
 )
 
 
@@ -41,23 +48,30 @@ def computed(row: tuple[Task, ...]) -> list[Task]:
     return [task for task in row if task.kind != "U"]
 
 
-def smallest_delay(schedule: Schedule, stage: int) -> int:
-    """By how many updates a batch's forwards on the stage run ahead of the ones before them."""
-    updates, behind = 0, 0
+def smallest_delays(schedule: Schedule, stage: int) -> list[int]:
+    """Micro-batch → by how many updates its forward on the stage is ahead of those before it."""
+    updates, behind = 0, [0] * schedule.microbatches
     for task in run_of(schedule, 3 * STEPS).rows[schedule.placement[stage]]:
         if task.kind == "U":
             updates += 1
         elif task.kind == "F":
             assert task.microbatch is not None
-            behind = max(behind, task.microbatch // schedule.microbatches - updates)
+            batch, i = divmod(task.microbatch, schedule.microbatches)
+            behind[i] = max(behind[i], batch - updates)
     return behind
+
+
+def smallest_delay(schedule: Schedule, stage: int) -> int:
+    """The same for all micro-batches."""
+    return max(smallest_delays(schedule, stage))
 
 
 def live_versions(schedule: Schedule, stage: int) -> int:
     """The newest version and those that a task to come still reads, at most."""
-    m, delay = schedule.microbatches, schedule.delays[stage]
+    m = schedule.microbatches
     row = run_of(schedule, 3 * STEPS).rows[schedule.placement[stage]]
-    reads = [max(t.microbatch // m - delay, 0) for t in row if t.microbatch is not None]
+    numbers = [t.microbatch for t in row if t.microbatch is not None]
+    reads = [max(i // m - schedule.delay_of(stage, i % m), 0) for i in numbers]
     newest = most = 0
     for task in row:
         most = max(most, len({newest} | {version for version in reads if version <= newest}))
@@ -120,7 +134,9 @@ def test_the_verifier_finds_the_same_versions(recipe: Recipe) -> None:
     for p, m in BOX:
         schedule = recipe(p, m)
         versions = schedule.versions()
-        assert versions.smallest == tuple(smallest_delay(schedule, stage) for stage in range(p))
+        each = tuple(tuple(smallest_delays(schedule, stage)) for stage in range(p))
+        assert versions.needed == each
+        assert versions.smallest == tuple(map(max, each))
         assert versions.live == tuple(live_versions(schedule, stage) for stage in range(p))
 
 
@@ -161,3 +177,46 @@ def test_pipedream_keeps_a_version_for_each_micro_batch_under_way() -> None:
     for p in range(1, 7):
         schedule = pipedream(p, 1)
         assert [live_versions(schedule, stage) for stage in range(p)] == list(range(p, 0, -1))
+
+
+def test_cyclic_data_parallelism_reads_the_weights_of_the_papers_rule() -> None:
+    """θ(t) for micro-batch i on stage j where i + j > N, both from 1, and else θ(t − 1)."""
+    for n in range(1, 8):
+        one, two = cdp_v1(n, n).verify(), cdp_v2(n, n).verify()
+        for i, j in itertools.product(range(1, n + 1), repeat=2):
+            assert one.delay_of(j - 1, i - 1) == 1
+            assert two.delay_of(j - 1, i - 1) == (0 if i + j > n else 1)
+        assert one.rows == two.rows
+
+
+def test_cyclic_data_parallelism_asks_nothing_of_the_number_of_micro_batches() -> None:
+    for p, m in BOX:
+        schedule = cdp_v2(p, m).verify()
+        for stage in range(p):
+            own = [schedule.delay_of(stage, i) for i in range(m)]
+            assert own == smallest_delays(schedule, stage)
+            assert own == [max(ceil((p - 1 - stage - i) / m), 0) for i in range(m)]
+
+
+@pytest.mark.parametrize("recipe", [cdp_v1, cdp_v2], ids=lambda r: r.name)
+def test_activations_of_cyclic_data_parallelism_are_constant(recipe: Recipe) -> None:
+    """(N + 1)/2 models' worth over all devices at any time; N replicas come to N models' worth."""
+    for n in range(1, 7):
+        held = n * (n + 1) // 2  # of one stage and micro-batch, of which n are a model's worth
+        sizes = Sizes(saved=dict.fromkeys(range(n), 100))
+        ran = recipe(n, n).simulate({"F": 1, "B": 1, "U": 0}, steps=6, sizes=sizes)
+        begun = [s.start for s in ran.spans if isinstance(s.instruction, Forward)]
+        ended = [s.end for s in ran.spans if isinstance(s.instruction, Backward)]
+        for now in range(2 * n, 2 * n * 5):  # from the first backwards to the last step's flush
+            assert sum(t <= now for t in begun) - sum(t <= now for t in ended) == held
+        assert sum(ran.stash) == sum(recipe(n, n).stash().stages) == held
+        assert sum(memory.parts["stash"] for memory in ran.memory) == 100 * held
+        replica = Schedule("replica", 1, (0,) * n, (tuple(_all_stages(n)),)).verify()
+        assert n * replica.simulate(sizes=sizes).memory[0].parts["stash"] == 100 * n * n
+
+
+def _all_stages(n: int) -> Iterator[Task]:
+    """A micro-batch on one device that holds all stages."""
+    yield from (F(0, stage) for stage in range(n))
+    yield from (B(0, stage) for stage in reversed(range(n)))
+    yield from (U(stage) for stage in range(n))

@@ -16,6 +16,8 @@ from fxpipe.ir.recipe import RECIPES, Recipe, find_recipe, round_robin
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import B, F, Task, U
 from fxpipe.schedules import (
+    cdp_v1,
+    cdp_v2,
     dualpipe_v,
     gpipe,
     inference,
@@ -61,6 +63,8 @@ LIBRARY = {
     "pipedream": pipedream,
     "pipedream-vertical": pipedream_vertical,
     "1f1b-async": one_f_one_b_async,
+    "cdp-v1": cdp_v1,
+    "cdp-v2": cdp_v2,
     "inference": inference,
 }
 BOX = [(p, m) for p in range(1, 7) for m in range(1, 14)]
@@ -82,6 +86,8 @@ DRAWN = [
     (two_bw, 3, 3, AS_LONG, 2),
     (pipedream, 3, 1, AS_LONG, 6),
     (pipedream_vertical, 3, 1, AS_LONG, 6),
+    (cdp_v1, 3, 3, AS_LONG, 2),
+    (cdp_v2, 3, 3, AS_LONG, 2),
 ]
 """What each docstring draws: recipe, p, m, how long its tasks are, steps."""
 
@@ -89,8 +95,9 @@ by_name = pytest.mark.parametrize("recipe", LIBRARY.values(), ids=list(LIBRARY))
 
 
 def made(recipe: Recipe, devices: int, microbatches: int) -> Schedule:
-    """The schedule; 2BW's delay of one step asks for p − 1 micro-batches."""
-    return recipe(devices, max(microbatches, devices - 1) if recipe is two_bw else microbatches)
+    """The schedule; a delay of one step, as 2BW's, asks for p − 1 micro-batches."""
+    late = recipe in (two_bw, cdp_v1)
+    return recipe(devices, max(microbatches, devices - 1) if late else microbatches)
 
 
 def test_the_library_is_there_by_name() -> None:

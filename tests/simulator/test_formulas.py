@@ -50,8 +50,11 @@ FORMS: dict[str, dict[str, Any]] = {
     "2bw": {"where": m >= p, "devices": (1, 2, 3, 4)},
     "pipedream": {"devices": (1, 2, 3, 4)},
     "1f1b-async": {"devices": (1, 2, 3, 4)},
+    "cdp-v2": {"devices": (1, 2, 3, 4)},
 }
 """Schedule → the assumptions that its published formulas need."""
+
+OVERLAPPING = ("2bw", "pipedream", "1f1b-async", "cdp-v2")
 
 PUBLISHED: dict[str, dict[str, Expr]] = {
     "naive": {
@@ -100,6 +103,7 @@ PUBLISHED: dict[str, dict[str, Expr]] = {
     },
     "pipedream": {"bubble": (p - 1) / (m * T + p - 1)},
     "1f1b-async": {"bubble": (p - 1) / (m * T + p - 1), "stash": p - s},
+    "cdp-v2": {"bubble": (p - 1) / (m * T + p - 1), "stash": p - s},
 }
 """Schedule → its rows in the papers, a stash in micro-batches of one stage."""
 
@@ -144,7 +148,7 @@ def test_the_forms_are_what_is_simulated(name: str) -> None:
         if not holds(FORMS[name].get("where", true), at):
             continue
         schedule = placed(devices, microbatches)
-        steps = 4 if name in ("2bw", "pipedream", "1f1b-async") else 1
+        steps = 4 if name in OVERLAPPING else 1
         for forward, inputs, weights, update in ((3, 3, 3, 0), (5, 5, 2, 0), (4, 4, 1, 2)):
             if EQUAL[0] in FORMS[name].get("given", ()) and forward != weights:
                 continue
@@ -197,7 +201,7 @@ def test_halves_of_the_bubble_and_thirds_of_the_memory() -> None:
 
 
 def test_without_a_flush_the_bubble_vanishes() -> None:
-    for name in ("2bw", "pipedream", "1f1b-async"):
+    for name in OVERLAPPING:
         assert limit(formulas(name).bubble, T, oo) == 0
         steady = find_recipe(name)(4, 5).simulate({"U": 0}).steady
         assert steady.bubble == pytest.approx(0)

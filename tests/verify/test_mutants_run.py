@@ -18,7 +18,7 @@ from tests.helpers.mutants import sampled, schedule_mutants
 from tests.helpers.profiles import DEEP
 from tests.helpers.tiny import within
 from tests.oracles import loop
-from tests.oracles.delayed_loop import DelayedLoop
+from tests.oracles.delayed_loop import RuledLoop
 
 pytestmark = pytest.mark.models
 
@@ -54,12 +54,12 @@ def assert_trains(schedule: Schedule) -> None:
     ) as pipe:
         for x, y in batches(schedule.microbatches):
             pipe.step(x, target=y)
-    expected = DelayedLoop(
+    expected = RuledLoop(
         alone,
         torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9),
         nn.functional.mse_loss,
         schedule.microbatches,
-        lambda name: schedule.delays[int(name.partition(".")[0])],
+        lambda name, i: schedule.delay_of(int(name.partition(".")[0]), i),
     )
     expected.run(batches(schedule.microbatches))
     loop.assert_same(model.state_dict(), alone.state_dict(), 1e-12)
@@ -86,4 +86,5 @@ def test_an_accepted_edit_trains_as_the_plain_loop(name: str) -> None:
                 else:
                     ran[edit] += 1
     assert ran["change delay"]
+    assert ran["change a micro-batch's delay"]
     assert ran["swap"] + ran["move"]

@@ -20,7 +20,7 @@ from fxpipe.passes.lowering.communicate import communicate
 from fxpipe.passes.lowering.free import free
 from fxpipe.passes.lowering.lower import Lower
 from fxpipe.passes.schedule import add_clip, add_reduce
-from fxpipe.schedules import gpipe, one_f_one_b, two_bw, zb_h1
+from fxpipe.schedules import cdp_v2, gpipe, one_f_one_b, two_bw, zb_h1
 from fxpipe.verify.program import verify_program
 from tests.helpers.lines import lines
 from tests.helpers.mutants import program_mutants, sampled
@@ -117,6 +117,8 @@ CASES = LIBRARY | {
     "reduce, pause": (add_reduce(gpipe(2, 2)), False, True),
     "stale, with a flush": (replace(gpipe(2, 2), delay=1), True, False),
     "no two delays alike": (replace(gpipe(3, 1), delay=(2, 1, 0)), True, False),
+    "delays of micro-batches": (replace(gpipe(2, 3), delay=((0, 2, 1), (1, 0))), True, False),
+    "own tasks, cyclic": (with_own_tasks(recomputing(cdp_v2(3, 3))), True, False),
 }
 """Name → schedule, whether it is lowered with updates, and with a pause."""
 
@@ -136,7 +138,7 @@ def expected_of(case: str, program: Program, steps: int) -> Model:
         trains=schedule.trains,
         updates=updates and schedule.trains,
         steps=steps,
-        delays=schedule.delays,
+        delays=schedule.delay_of,
         before="N" if own else "",
         after="L" if own else "",
         reduces="A" in schedule.kinds,

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fxpipe.errors import VerificationError
-from fxpipe.ir.recipe import RECIPES
+from fxpipe.ir.recipe import RECIPES, Recipe
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import B, F, Task, U
 from fxpipe.ir.unroll import unroll_schedule
 from fxpipe.schedules import (
+    cdp_v2,
     gpipe,
     inference,
     one_f_one_b,
@@ -20,17 +26,21 @@ from fxpipe.schedules import (
     pipedream,
     pipedream_vertical,
     two_bw,
+    zb_h1,
 )
 
 GRID = [(p, m) for p in range(1, 9) for m in range(1, 2 * p + 1)]
 
 
-def counted(schedule: Schedule, stage: int, delay: int) -> tuple[bool, int]:
-    """Whether each version that a stage reads is there, and how many live at once, by running it.
+def counted(
+    schedule: Schedule, stage: int, delay: Callable[[int | None], int]
+) -> tuple[set[int | None], int]:
+    """Micro-batches whose version is not there, and how many live at once, by running a stage.
 
     A version lives until nobody will read it again, the newest always.
     """
-    steps = 2 * (schedule.depth + delay) + 4
+    every = range(schedule.microbatches)
+    steps = 2 * (schedule.depth + max(map(delay, every))) + 4
     events: list[Task] = [
         replace(task, batch=step + task.batch)
         for step in range(steps + schedule.depth)
@@ -40,21 +50,36 @@ def counted(schedule: Schedule, stage: int, delay: int) -> tuple[bool, int]:
     last_read = {}
     for at, task in enumerate(events):
         if task.kind != "U":
-            last_read[max(task.batch - delay, 0)] = at
+            last_read[max(task.batch - delay(task.microbatch), 0)] = at
     newest = most = 0
-    there = True
+    missing = set()
     for at, task in enumerate(events):
         if task.kind == "U":
             newest += 1
             live = [v for v in range(newest) if last_read.get(v, -1) > at]
             most = max(most, len(live) + 1)
-        elif max(task.batch - delay, 0) > newest:
-            there = False
-    return there, max(most, 1)
+        elif max(task.batch - delay(task.microbatch), 0) > newest:
+            missing.add(task.microbatch)
+    return missing, max(most, 1)
 
 
-def smallest(schedule: Schedule, stage: int) -> int:
-    return next(d for d in range(100) if counted(schedule, stage, d)[0])
+def smallest(schedule: Schedule, stage: int, microbatch: int) -> int:
+    def enough(delay: int) -> bool:
+        return microbatch not in counted(schedule, stage, lambda i: delay)[0]
+
+    return next(filter(enough, range(100)))
+
+
+def assert_as_counted(schedule: Schedule) -> None:
+    """The analysis finds what runs of its stages count."""
+    versions = schedule.versions()
+    for stage in range(schedule.stages):
+        each = [smallest(schedule, stage, i) for i in range(schedule.microbatches)]
+        assert list(versions.needed[stage]) == each
+        assert versions.smallest[stage] == max(each)
+        missing, live = counted(schedule, stage, partial(schedule.delay_of, stage))
+        assert versions.live[stage] == live
+        assert missing == {i for i, d in enumerate(each) if d > schedule.delay_of(stage, i)}
 
 
 def test_one_f_one_b_without_flush_needs_the_delay_of_the_formula() -> None:
@@ -87,10 +112,60 @@ def test_pipedream_has_the_versions_of_its_paper_on_each_stage() -> None:
 def test_the_analysis_of_a_library_schedule_is_what_a_run_counts(name: str) -> None:
     for p, m in [(1, 1), (2, 1), (2, 3), (3, 2), (4, 4), (5, 2)]:
         schedule = RECIPES[name](p, m)
-        versions = schedule.versions()
-        for stage in range(schedule.stages):
-            assert versions.smallest[stage] == smallest(schedule, stage)
-            assert versions.live[stage] == counted(schedule, stage, schedule.delays[stage])[1]
+        assert_as_counted(schedule)
+
+
+@given(st.data())
+def test_the_analysis_of_any_delays_is_what_a_run_counts(data: st.DataObject) -> None:
+    p, m = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 4))
+    base = data.draw(st.sampled_from([one_f_one_b_async, gpipe, zb_h1, add_late(2)]))(p, m)
+    delays = st.tuples(*[st.tuples(*[st.integers(0, 4)] * m)] * p)
+    assert_as_counted(replace(base, delay=data.draw(delays)))
+
+
+def add_late(batches: int) -> Recipe:
+    """1F1B without a flush whose updates, and last backwards, come some steps later yet."""
+    return replace(
+        one_f_one_b_async,
+        tasks=lambda device, devices, microbatches: (
+            task if task.kind == "F" else replace(task, batch=task.batch - batches)
+            for task in one_f_one_b_async.tasks(device, devices, microbatches)
+        ),
+    )
+
+
+def test_a_version_that_a_schedule_derives_for_each_micro_batch_is_enough() -> None:
+    for p, m in GRID:
+        schedule = one_f_one_b_async(p, m)
+        least = replace(schedule, delay=schedule.versions().needed).verify()
+        assert least.delay == cdp_v2(p, m).delay
+        assert least.versions().needed == schedule.versions().needed
+
+
+def test_a_delay_that_is_too_small_for_a_micro_batch_names_it_and_what_is_enough() -> None:
+    schedule = replace(cdp_v2(3, 3), delay=((1, 0, 2), (1, 0), 0))
+    with pytest.raises(VerificationError) as caught:
+        schedule.verify()
+    assert [str(fault) for fault in caught.value.faults] == [
+        "device 0, position 2, F1@0: delay=0 is too small for micro-batch 1 on stage 0, which "
+        "needs 1: batch t reads version t here, and U'@0, position 4, makes that only later; use "
+        "delay=1/1/2,1/0,0, the smallest that works"
+    ]
+    replace(schedule, delay=((1, 1, 2), (1, 0), 0)).verify()
+
+
+def test_staleness_is_told_for_each_micro_batch() -> None:
+    versions = cdp_v2(3, 3).verify().versions()
+    assert versions.staleness == ((1, 1, 0), (1, 0), 0)
+    assert versions.live == (2, 2, 1)
+    assert not versions.consistent
+    assert not versions.awaited
+
+
+def test_weights_are_not_predicted_where_micro_batches_read_differently_late() -> None:
+    with pytest.raises(VerificationError, match="give each stage one delay, or leave predict out"):
+        replace(cdp_v2(3, 3), predict=True).verify()
+    replace(pipedream(3, 1), predict=True).verify()
 
 
 def test_an_update_can_wait_for_those_of_a_delay_before_on_all_stages() -> None:
@@ -203,8 +278,10 @@ def test_a_delay_where_nothing_is_updated_is_refused() -> None:
         replace(inference(2, 2), delay=1).verify()
 
 
-@pytest.mark.parametrize("delay", [-1, (1, -1), (1,), (1, 1, 1)])
-def test_a_delay_that_is_none_is_refused(delay: int | tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    "delay", [-1, (1, -1), (1,), (1, 1, 1), ((1, -1), 0), ((), 1), ((1, 2, 3), 1), ((1, 0.5), 1)]
+)
+def test_a_delay_that_is_none_is_refused(delay: Any) -> None:
     with pytest.raises(VerificationError, match="delay"):
         replace(one_f_one_b(2, 2), delay=delay).verify()
 

@@ -98,5 +98,5 @@ def test_no_more_versions_are_needed_where_updates_come_late(name: str) -> None:
     for devices, microbatches in COUNTS:
         schedule = RECIPES[name](devices, max(devices, microbatches))
         late, soon = add_reduce(schedule).versions(), schedule.versions()
-        assert max(late.live) <= max(soon.delays) + 1
+        assert max(late.live) <= max(schedule.delays) + 1
         assert late.delays == soon.delays

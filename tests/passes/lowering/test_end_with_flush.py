@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from fxpipe.errors import VerificationError
 from fxpipe.ir.recipe import Recipe
 from fxpipe.ir.schedule import Schedule
-from fxpipe.passes.schedule import end_with_flush
+from fxpipe.passes.schedule import end_with_flush, write_schedule
 from fxpipe.schedules import one_f_one_b, one_f_one_b_async, pipedream, two_bw
 
 GRID = [(p, m) for p in range(1, 7) for m in range(1, 9)]
@@ -32,3 +33,13 @@ def test_the_example_of_its_docstring() -> None:
     made = end_with_flush(two_bw(4, 2))
     assert str(two_bw(4, 2)).splitlines()[2] == "0: F0 B1'' U'' F1 B0'"
     assert made.rows[0] == Schedule.parse(f"{text}0: F0 F1 B0 B1 U\n1:\n2:\n3:").rows[0]
+
+
+def test_a_short_batch_whose_micro_batches_would_read_too_early_ends_with_a_flush() -> None:
+    recipe = one_f_one_b_async.delayed(((0, 2), 0))
+    assert recipe(2, 2).delays > recipe(2, 2).versions().smallest  # of the other micro-batch alone
+    assert write_schedule(recipe, 2, 2, short=True) == end_with_flush(recipe(2, 2))
+    with pytest.raises(VerificationError, match="delay=0 is too small for micro-batch 0 on stage"):
+        write_schedule(recipe, 2, 2, short=False)
+    enough = one_f_one_b_async.delayed(((1, 0), 0))
+    assert write_schedule(enough, 2, 2, short=True) == enough(2, 2)
