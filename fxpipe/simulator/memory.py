@@ -59,6 +59,10 @@ class Holding:
         ]
         self._versions = {at: live for at, _, live in live_versions(self._list)}
         self._older: dict[int, int] = {}
+        self._delays: Counter[int] = Counter()
+        for x in self._list:
+            if isinstance(x, ins.Compute):
+                self._delays[x.stage] = max(self._delays[x.stage], x.batch - x.version)
         self._made: list[Piece] = []
         self._inside = False
         self._updated = {(x.stage, x.batch) for x in self._list if isinstance(x, ins.Update)}
@@ -155,7 +159,8 @@ class Holding:
         """Hold a new version, and what undoes it. Returns what the update needs besides."""
         stage = update.stage
         self._add("versions", -self._older.pop(stage, 0))
-        older = self._versions[position] - 1
+        # there are as many as the delay asks for, though an update that comes late needs fewer
+        older = max(self._versions[position] - 1, min(self._delays[stage], update.writes))
         if self._apart:
             older = max(older, update.writes - self._slowest)
         more = older * self.sizes.gradients.get(stage, 0)

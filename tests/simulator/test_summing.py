@@ -130,6 +130,14 @@ def test_the_parts_of_others_are_held_until_they_are_summed() -> None:
     assert found.memory[0].peak == 630
 
 
+def test_updates_that_come_late_for_the_sums_need_no_fewer_copies_of_the_weights() -> None:
+    schedule = find_recipe("2bw")(3, 4)
+    late = add_reduce(schedule)
+    assert late.versions().live == (2, 2, 1) != schedule.versions().live
+    for found in (schedule.simulate(sizes=sizes(3, 100)), late.simulate(sizes=sizes(3, 100))):
+        assert [memory.parts["versions"] for memory in found.memory] == [100] * 3
+
+
 def test_a_link_to_the_other_replicas_must_be_known_and_the_bytes_that_it_carries() -> None:
     with pytest.raises(InputError, match=r"its like in other replicas .* add links\[0, 0\] ="):
         TWO.simulate(replicas=2, links={})
