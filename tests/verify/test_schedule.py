@@ -17,7 +17,6 @@ from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import KINDS, A, B, F, Task, U, define_task
 from fxpipe.passes.schedule import add_reduce
 from fxpipe.schedules import one_f_one_b
-from fxpipe.simulator.simulation import task_of
 from fxpipe.verify.schedule import verify_schedule
 from tests.helpers.faults import faults_of
 from tests.helpers.lines import lines
@@ -168,54 +167,6 @@ def test_any_order_is_refused_exactly_when_it_does_not_run(schedule: Schedule) -
     assert accepts(schedule) == schedule_is_right(schedule)
 
 
-@given(
-    st.sampled_from(["gpipe", "zb-h1", "interleaved-1f1b", "dualpipe-v", "2bw", "pipedream"]),
-    st.tuples(st.integers(1, 3), st.integers(1, 4)),
-    st.lists(
-        st.tuples(
-            st.sampled_from(["drop", "duplicate", "swap", "move", "give away", "change batch"]),
-            st.booleans(),
-            st.integers(0, 100),
-            st.integers(0, 100),
-        ),
-        max_size=4,
-    ),
-)
-def test_edited_sums_over_replicas_are_refused_or_run(
-    name: str, counts: tuple[int, int], edits: list[tuple[str, bool, int, int]]
-) -> None:
-    schedule = add_reduce(RECIPES[name](*counts))
-    rows = [list(row) for row in schedule.rows]
-    for edit, sums, pick, to in edits:
-        every = [(row, task) for row in rows for task in row if task.kind == "A" or not sums]
-        if not every:
-            continue
-        row, task = every[pick % len(every)]
-        other = rows[to % len(rows)] if edit == "give away" else row
-        at = row.index(task)
-        if edit != "duplicate":
-            row.remove(task)
-        if edit == "change batch":
-            row.insert(at, replace(task, batch=task.batch - 1 + 2 * (to % 2)))
-        elif edit != "drop":
-            other.insert(at - 1 if edit == "swap" and at else to % (len(other) + 1), task)
-    edited = replace(schedule, rows=tuple(map(tuple, rows)))
-    assert accepts(edited) == schedule_is_right(edited)
-    if accepts(edited):
-        found = edited.simulate(replicas=3, steps=edited.depth + 2)
-        assert not found.unrun
-        order = {task_of(span.instruction): (span.start, span.end) for span in found.spans}
-        for task, (start, end) in order.items():
-            if task.kind == "A":
-                own = {
-                    t: at
-                    for t, at in order.items()
-                    if (t.stage, t.batch) == (task.stage, task.batch)
-                }
-                assert all(at[1] <= start for t, at in own.items() if t.kind in "BW")
-                assert all(at[0] >= end for t, at in own.items() if t.kind == "U")
-
-
 def test_a_missing_task_is_named_with_its_micro_batches() -> None:
     schedule = one_f_one_b(2, 6)
     row = tuple(task for task in schedule.rows[1] if task not in (B(1, 1), B(3, 1), B(4, 1)))
@@ -256,13 +207,6 @@ def test_an_update_before_the_last_backward_is_named_once() -> None:
     )
     assert (fault.position, fault.subject) == (3, "U@0")
     assert fault.what == "it comes before B2@0, position 6, which it needs"
-
-
-def test_a_clip_before_a_sum_over_replicas_of_any_stage_is_refused() -> None:
-    text = "schedule mine stages=2 microbatches=1 delay=0\nplace 0 1\n0: F0@0 F0@1 B0@1 B0@0 "
-    assert accepts(Schedule.parse(f"{text} A@1 A@0 C@0 C@1 U@0 U@1"))
-    fault = fault_of(f"{text} A@1 C@1 A@0 C@0 U@0 U@1")
-    assert fault.what == "it comes before A@0, position 6, which it needs"
 
 
 def test_descending_micro_batches_are_refused() -> None:

@@ -1,0 +1,75 @@
+"""Schedules that sum gradients over replicas are refused, or do it at the right time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fxpipe.ir.recipe import RECIPES
+from fxpipe.ir.schedule import Schedule
+from fxpipe.passes.schedule import add_reduce
+from fxpipe.simulator.simulation import task_of
+from tests.oracles.schedule_executor import schedule_is_right
+from tests.verify.test_schedule import accepts, fault_of
+
+
+@given(
+    st.sampled_from(["gpipe", "zb-h1", "interleaved-1f1b", "dualpipe-v", "2bw", "cdp-v2"]),
+    st.tuples(st.integers(1, 3), st.integers(1, 4)),
+    st.lists(
+        st.tuples(
+            st.sampled_from(
+                ["drop", "duplicate", "swap", "move", "give away", "change batch", "change delay"]
+            ),
+            st.booleans(),
+            st.integers(0, 100),
+            st.integers(0, 100),
+        ),
+        max_size=4,
+    ),
+)
+def test_edited_sums_over_replicas_are_refused_or_run(
+    name: str, counts: tuple[int, int], edits: list[tuple[str, bool, int, int]]
+) -> None:
+    schedule = add_reduce(RECIPES[name](*counts))
+    rows, rules = [list(row) for row in schedule.rows], list(schedule.rules)
+    for edit, sums, pick, to in edits:
+        if edit == "change delay":
+            rules[pick % len(rules)] = (to % 3, to // 3 % 3)[: counts[1]]
+            continue
+        every = [(row, task) for row in rows for task in row if task.kind == "A" or not sums]
+        if not every:
+            continue
+        row, task = every[pick % len(every)]
+        other = rows[to % len(rows)] if edit == "give away" else row
+        at = row.index(task)
+        if edit != "duplicate":
+            row.remove(task)
+        if edit == "change batch":
+            row.insert(at, replace(task, batch=task.batch - 1 + 2 * (to % 2)))
+        elif edit != "drop":
+            other.insert(at - 1 if edit == "swap" and at else to % (len(other) + 1), task)
+    edited = replace(schedule, rows=tuple(map(tuple, rows)), delay=tuple(rules))
+    assert accepts(edited) == schedule_is_right(edited)
+    if accepts(edited):
+        found = edited.simulate(replicas=3, steps=edited.depth + 2)
+        assert not found.unrun
+        order = {task_of(span.instruction): (span.start, span.end) for span in found.spans}
+        for task, (start, end) in order.items():
+            if task.kind == "A":
+                own = {
+                    t: at
+                    for t, at in order.items()
+                    if (t.stage, t.batch) == (task.stage, task.batch)
+                }
+                assert all(at[1] <= start for t, at in own.items() if t.kind in "BW")
+                assert all(at[0] >= end for t, at in own.items() if t.kind == "U")
+
+
+def test_a_clip_before_a_sum_over_replicas_of_any_stage_is_refused() -> None:
+    text = "schedule mine stages=2 microbatches=1 delay=0\nplace 0 1\n0: F0@0 F0@1 B0@1 B0@0 "
+    assert accepts(Schedule.parse(f"{text} A@1 A@0 C@0 C@1 U@0 U@1"))
+    fault = fault_of(f"{text} A@1 C@1 A@0 C@0 U@0 U@1")
+    assert fault.what == "it comes before A@0, position 6, which it needs"
