@@ -134,6 +134,47 @@ def test_any_number_of_ranks_goes_on_from_any_other(
             assert same(rest["losses"], whole["losses"][STOP:]), (save, load)
 
 
+def restored(
+    mesh: DeviceMesh, options: dict[str, Any], file: Path, prepared: bool
+) -> dict[str, Any]:
+    """The same from a file that one process wrote; before that one rank finds none."""
+    with pipe_of(mesh, **options) as pipe:
+        x, y = batch(0)
+        if prepared:
+            pipe.prepare(x, target=y)
+        missing = file if mesh.get_local_rank() else file.with_name("none")
+        with pytest.raises((fxpipe.CheckpointError, fxpipe.RankError), match="none"):
+            pipe.restore(missing)
+        assert pipe.batches == 0
+        assert pipe.restore(file) == {"epoch": 3}
+        assert pipe.batches == STOP
+        losses = []
+        for step in range(STOP, STEPS):
+            x, y = batch(step)
+            losses.append(pipe.step(x, target=y).clone())
+        return {"losses": losses, "state": pipe.state_dict(full=True)}
+
+
+@pytest.mark.parametrize("options", [{"schedule": "1f1b"}, {"schedule": "2bw"}])
+def test_ranks_go_on_from_a_file_that_one_process_wrote(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    with pipe_of(1, **options) as pipe:
+        torch.manual_seed(1)
+        for step in range(STOP):
+            x, y = batch(step)
+            pipe.step(x, target=y)
+        pipe.checkpoint(tmp_path / "file", extra={"epoch": 3})
+        losses = []
+        for step in range(STOP, STEPS):
+            x, y = batch(step)
+            losses.append(pipe.step(x, target=y).clone())
+        whole = {"losses": losses, "state": pipe.state_dict()}
+    for found in on_ranks(2, restored, options, tmp_path / "file", options["schedule"] == "1f1b"):
+        assert same(found["state"], whole["state"])
+        assert same(found["losses"], whole["losses"])
+
+
 def hollow(mesh: DeviceMesh, folder: Path) -> dict[str, Any]:
     """The same on a model without data; which of its parameters get memory."""
     x, y = batch(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import socket
 from typing import Any
 
 import pytest
@@ -94,6 +95,37 @@ def test_an_instruction_of_a_call_or_its_backward_that_fails_on_a_rank_fails_on_
     kinds = {"Load", "Output", "Send", "Receive", "Free", "Forward", "Backward", "Pause"}
     for found in on_ranks(size, failing_calls):
         assert found == kinds | ({"Stash", "Pop"} if size == 3 else set())
+
+
+def out_of_memory(mesh: DeviceMesh) -> tuple[str, str, int, str]:
+    """The second rank finds no memory. Returns the error's type, its text, the prediction for its
+    device, and the host's name."""
+
+    def lack() -> None:
+        raise MemoryError("no more")
+
+    beside, here = Beside(mesh), mesh.get_local_rank()
+    beside.step()
+    predicted = beside.pipe.simulate().memory[1].peak
+    rank, position, _ = next(x for x in first_of_each_kind(beside.pipe) if x[0] == 1)
+    x, y = beside.batch()
+    with at(position if here == rank else -1, lack), pytest.raises(ExecutionError) as raised:
+        beside.pipe.step(x, target=y)
+    beside.step()
+    beside.pipe.close()
+    error = raised.value
+    if isinstance(error, fxpipe.DeviceMemoryError):
+        assert error.predicted == predicted
+    return type(error).__name__, str(error), predicted, socket.gethostname()
+
+
+def test_a_rank_without_memory_names_its_host_and_what_was_predicted_there() -> None:
+    (other, told, _, _), (own, text, predicted, host) = on_ranks(2, out_of_memory)
+    assert (other, own) == ("RankError", "DeviceMemoryError")
+    for each in (told, text):
+        assert f"host {host} has no memory left of its " in each and "Take more micro-b" in each
+    assert f"({predicted} bytes) were predicted at the device's peak, and " in text
+    assert "for the 2 devices that share it" in text
 
 
 # what differs between ranks

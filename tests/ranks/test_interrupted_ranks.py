@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+from typing import Any
 
 import pytest
 
 from fxpipe import RankError
+from fxpipe.compiler.compiler import Compiler
 from tests.helpers.failing import (
     KINDS,
     Beside,
+    Skipping,
     at,
     first_of_each_kind,
     options_of,
@@ -70,3 +73,60 @@ def test_an_interrupted_step_counts_on_all_ranks_or_on_none(everywhere: bool, si
         assert "interrupted" in seen
         assert everywhere or "told" in seen
         assert kinds == KINDS
+
+
+PARTS: list[tuple[Any, str]] = [
+    (Skipping, "forward"),  # while the model is traced
+    (Compiler, "_lowered"),  # while its program is made
+]
+
+
+def interrupted_compilation(mesh: DeviceMesh, everywhere: bool) -> list[str]:
+    """A signal comes in parts of the first step's compilation, on one rank or on all at once; the
+    same pipe then compiles and trains."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    here, told = mesh.get_local_rank(), []
+    for rank in (0, 2) if not everywhere else (0,):
+        for owner, name in PARTS:
+            beside = Beside(mesh)
+            x, y = beside.batch()
+            before = getattr(owner, name)
+            mine = everywhere or rank == here
+            sent: list[bool] = []
+
+            def interrupting(*args: Any, **kwargs: Any) -> Any:
+                if mine and not sent:  # noqa: B023
+                    sent.append(True)  # noqa: B023
+                    interrupt()
+                return before(*args, **kwargs)  # noqa: B023
+
+            with within(20), pytest.MonkeyPatch.context() as patch:
+                patch.setattr(owner, name, interrupting)
+                try:
+                    beside.pipe.step(x, target=y)
+                    told.append(f"{name}: done")
+                except KeyboardInterrupt:
+                    told.append(f"{name}: interrupted")
+                    assert sent
+                except RankError as error:
+                    told.append(f"{name}: told")
+                    assert "KeyboardInterrupt" in str(error)
+            if beside.pipe.batches:
+                beside.count_step()
+            beside.step()
+            beside.pipe.close()
+    return told
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_ctrl_c_while_compiling_ends_it_on_all_ranks_and_the_pipe_compiles_later(
+    everywhere: bool,
+) -> None:
+    ranks = on_ranks(3, interrupted_compilation, everywhere)
+    for step in zip(*ranks, strict=True):
+        assert len({each.endswith(": done") for each in step}) == 1, step
+    if everywhere:
+        assert all(told == ["forward: interrupted", "_lowered: interrupted"] for told in ranks)
+    else:
+        first, second, third = ({"interrupted" in each for each in told} for told in ranks)
+        assert first == third == {True, False} and second == {False}

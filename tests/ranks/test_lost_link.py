@@ -1,13 +1,16 @@
-"""A network link between two ranks that goes down: both raise, and name the other one."""
+"""Two ranks on hosts of their own: they train like one process, and name each other where the link
+between them goes down."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -48,6 +51,37 @@ def train(rank: int) -> None:
     os._exit(0)  # torch's own connections wait for the link
 
 
+def trained(devices: Any) -> None:
+    """Print some losses, and the sum of each parameter that is kept here, to the last bit."""
+    import fxpipe
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    with fxpipe.compile(
+        model,
+        devices,
+        microbatches=2,
+        loss=nn.functional.mse_loss,
+        partition=["2"],
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.1),
+    ) as pipe:
+        for _ in range(3):
+            x = torch.randn(4, 4)
+            print(float(pipe.step(x, target=x[:, :2])).hex())
+        for name, value in pipe.state_dict(full=True).items():
+            print(name, [float(each).hex() for each in value.flatten()], flush=True)
+
+
+def train_to_the_end(rank: int) -> None:
+    """Some steps; run in a network namespace."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    trained(init_device_mesh("cpu", (2,)))
+    dist.destroy_process_group()
+
+
 def ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True)
 
@@ -74,7 +108,9 @@ def spaces() -> Iterator[list[str]]:
         yield own
 
 
-def test_a_link_that_goes_down_is_an_error_on_both_sides(spaces: list[str]) -> None:
+@contextmanager
+def ranks_in(spaces: list[str], function: str, **variables: str) -> Iterator[list[Any]]:
+    """A process in each namespace that calls a function of this file with its rank."""
     environment = {
         **os.environ,
         "PYTHONPATH": str(ROOT),
@@ -82,12 +118,13 @@ def test_a_link_that_goes_down_is_an_error_on_both_sides(spaces: list[str]) -> N
         "MASTER_PORT": "29517",
         "GLOO_SOCKET_IFNAME": "joined",
         "OMP_NUM_THREADS": "1",
+        **variables,
     }
     ranks = [
         subprocess.Popen(
             [
                 *("ip", "netns", "exec", name, sys.executable, "-c"),
-                f"from tests.ranks.test_lost_link import train; train({rank})",
+                f"from tests.ranks.test_lost_link import {function}; {function}({rank})",
             ],
             env=environment,
             cwd=ROOT,
@@ -97,14 +134,50 @@ def test_a_link_that_goes_down_is_an_error_on_both_sides(spaces: list[str]) -> N
         for rank, name in enumerate(spaces)
     ]
     try:
-        for process in ranks:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "ready\n"
-        ip("-n", spaces[0], "link", "set", "joined", "down")
-        told = [process.communicate(timeout=120)[0] for process in ranks]
+        yield ranks
     finally:
         for process in ranks:
             process.kill()
+            process.wait()
+
+
+def test_a_link_that_goes_down_is_an_error_on_both_sides(spaces: list[str]) -> None:
+    with ranks_in(spaces, "train") as ranks:
+        for process in ranks:
+            assert process.stdout.readline() == "ready\n"
+        ip("-n", spaces[0], "link", "set", "joined", "down")
+        told = [process.communicate(timeout=120)[0] for process in ranks]
     for rank, text in enumerate(told):
         assert f"rank {1 - rank} (" in text, text
         assert "start all ranks again, from the last checkpoint" in text
+
+
+@pytest.fixture
+def own_hosts(spaces: list[str]) -> Iterator[str]:
+    """A name for the first host, which leads to an address inside of it there."""
+    folders = [Path("/etc/netns", name) for name in spaces]
+    try:
+        for folder, address in zip(folders, ("127.0.1.1", ADDRESSES[0]), strict=True):
+            folder.mkdir(parents=True)
+            (folder / "hosts").write_text(f"127.0.0.1 localhost\n{address} first-of-two\n")
+    except OSError as error:
+        pytest.skip(f"namespaces cannot have names of their own here: {error}")
+    yield "first-of-two"
+    for folder in folders:
+        shutil.rmtree(folder)
+
+
+def test_two_hosts_train_like_one_process(
+    spaces: list[str], own_hosts: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with ranks_in(spaces, "train_to_the_end", MASTER_ADDR=own_hosts) as ranks:
+        told = [process.communicate(timeout=120)[0] for process in ranks]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)  # one for each device
+    try:
+        trained(2)
+    finally:
+        torch.set_num_threads(threads)
+    alone = capfd.readouterr().out
+    assert alone.count("0x") > 3
+    assert told == [alone, alone]

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from importlib.metadata import PackageNotFoundError, version
+from ipaddress import ip_address
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
@@ -101,7 +102,7 @@ def meet(mesh: DeviceMesh) -> Met:
     timeout = _timeout(group, mesh.device_type)
     # a thread has a current device of its own
     device = torch.cuda.current_device() if mesh.device_type == "cuda" else None
-    address = _address()
+    address, known_as = _address()
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with ExitStack() as closing:
         listener = socket.create_server((address, 0), family=family, backlog=size)
@@ -115,7 +116,8 @@ def meet(mesh: DeviceMesh) -> Met:
             socket.gethostname(),
             os.getpid(),
             _network(),
-            *_named(listener),
+            known_as,
+            listener.getsockname()[1],
             "" if local is None else local.getsockname()[1:].decode(),
             secrets.token_bytes(_PROOF),
             (_version(), torch.__version__),
@@ -310,23 +312,34 @@ def _exactly(connection: socket.socket, count: int) -> bytes:
     return found
 
 
-def _address() -> str:
-    """The address by which other hosts reach this one: the one that leads to MASTER_ADDR."""
+def _address() -> tuple[str, str]:
+    """The address to listen at, and what the others call it: the one that leads to MASTER_ADDR.
+
+    On the host that is MASTER_ADDR this may be an address inside of it, such as the 127.0.1.1 that
+    many hosts have for their own name. Then the others use MASTER_ADDR as they know it.
+    """
     master = os.environ.get("MASTER_ADDR", "127.0.0.1")
     port = int(os.environ.get("MASTER_PORT", "9"))
     try:
         family, *_, target = socket.getaddrinfo(master, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(target)  # sends nothing
-            return str(probe.getsockname()[0])
+            own = str(probe.getsockname()[0])
     except OSError:
-        return "127.0.0.1"
+        return "127.0.0.1", "127.0.0.1"
+    if _within_host(own) and not _within_host(master):
+        return "::" if family == socket.AF_INET6 else "0.0.0.0", master
+    return own, own
 
 
-def _named(listener: socket.socket) -> tuple[str, int]:
-    """The address and the port that the others connect to."""
-    address, port, *_ = listener.getsockname()
-    return address, port
+def _within_host(address: str) -> bool:
+    """Whether an address, as it is written, leads to no other host."""
+    if address == "localhost":
+        return True
+    try:
+        return ip_address(address.partition("%")[0]).is_loopback
+    except ValueError:
+        return False  # a name
 
 
 def _version() -> str:
