@@ -265,6 +265,7 @@ def _simulation_title(simulation: Simulation, seconds: bool) -> str:
         program.name,
         f"p = {program.devices}",
         f"m = {program.microbatches}",
+        *([f"{program.replicas} replicas"] if program.replicas > 1 else []),
         *([f"{simulation.steps} steps and flush"] if simulation.steps > 1 else []),
         f"makespan {time}",
         f"bubble {simulation.bubble:.1%}",

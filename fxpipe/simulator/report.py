@@ -119,6 +119,8 @@ def _title(simulation: Simulation) -> str:
     program = simulation.program
     what = "measured" if simulation.measured else "simulated"
     counts = f"{simulation.devices} devices, {program.microbatches} micro-batches"
+    if program.replicas > 1:
+        counts += f", {program.replicas} replicas"
     return f"{program.name}, {what}: {counts}, {plural(simulation.steps, 'step')}"
 
 

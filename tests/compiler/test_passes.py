@@ -10,7 +10,9 @@ import pytest
 
 from fxpipe.compiler.passes import LISTS
 from fxpipe.errors import PassError
-from fxpipe.passes.runner import Pass, check_order
+from fxpipe.ir.recipe import find_recipe
+from fxpipe.ir.schedule import Schedule
+from fxpipe.passes.runner import Pass, check_order, run_all
 
 ROOT = Path(__file__).parents[2]
 EVERY = [each for passes in LISTS.values() for each in passes]
@@ -54,6 +56,26 @@ def test_a_pass_requires_what_it_takes(each: Pass) -> None:
     given = {name for name, _ in each.needs}
     assert given <= taken.keys()
     assert {name for name, p in taken.items() if p.default is p.empty} <= given
+
+
+@pytest.mark.parametrize("name", ["zb-h1", "2bw"])
+def test_replicas_that_clip_sum_first_and_then_clip(name: str) -> None:
+    facts = {
+        "recipe": find_recipe(name),
+        "devices": 2,
+        "microbatches": 3,
+        "short": False,
+        "recompute": "never",
+        "recomputes": False,
+        "replicated": True,
+        "clips": True,
+    }
+    schedule: Schedule = run_all(LISTS["schedule"], facts)["schedule"]
+    for device, row in enumerate(schedule.rows):
+        once = [task.kind for task in row if task.microbatch is None]
+        assert once == ["A", "C", "U"], device
+    alone = run_all(LISTS["schedule"], facts | {"replicated": False})["schedule"]
+    assert "A" not in alone.kinds and "C" in alone.kinds
 
 
 def test_nothing_else_of_the_library_calls_these_passes() -> None:
