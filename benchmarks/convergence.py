@@ -1,4 +1,4 @@
-"""What delayed gradients cost in loss: five ways to train a U-Net and a transformer on real data.
+"""What delayed gradients cost in loss: ways to train a U-Net and a transformer on real data.
 
 Run it with ``python -m benchmarks.convergence``; it measures losses, no times. It writes the curves
 as a picture and as a table.
@@ -38,6 +38,8 @@ WAYS: Mapping[str, Mapping[str, Any] | None] = {
     "2BW": {"schedule": "2bw"},
     "PipeDream": {"schedule": "pipedream"},
     "2BW, predicted": {"schedule": "2bw", "predict": True},
+    "CDP-v1": {"schedule": "cdp-v1", "devices": ["cpu"] * MICROBATCHES},
+    "CDP-v2": {"schedule": "cdp-v2", "devices": ["cpu"] * MICROBATCHES},
 }
 """Way to train → what ``fxpipe.compile`` is given; None for a loop on one device."""
 
@@ -121,14 +123,8 @@ def trained(task: str, way: str, seed: int, steps: int) -> list[float]:
             made = [plain.step(model, loss, optimizer, x, y, MICROBATCHES) for x, y in batches]
         return [float(each) for each in made]
     count = 1 if way == "PipeDream" else MICROBATCHES  # which updates after every micro-batch
-    with fxpipe.compile(
-        model,
-        ["cpu"] * DEVICES,
-        microbatches=count,
-        loss=loss,
-        optimizer=adam,
-        **options,
-    ) as pipe:
+    given = {"devices": ["cpu"] * DEVICES, "microbatches": count, **options}
+    with fxpipe.compile(model, loss=loss, optimizer=adam, **given) as pipe:
         losses = [pipe.step(x, target=y) for x, y in batches]  # read when all are on their way
         return [float(loss) for loss in losses]
 
@@ -182,7 +178,7 @@ def main() -> int:
         "U-Net": "examples.unet.UNet(base=8, depth=2), noise of 8 crops of 32×32 a step",
         "transformer": "3 blocks of width 48, 8 pieces of 48 characters of pydoc_data.topics",
         "optimizer": "Adam, lr=2e-3",
-        "devices": DEVICES,
+        "devices": f"{DEVICES}; for CDP {MICROBATCHES}, as many as micro-batches",
         "micro-batches": f"{MICROBATCHES}; for PipeDream 1, so its updates are as many",
         "steps": steps,
         "seeds": ", ".join(map(str, SEEDS)),

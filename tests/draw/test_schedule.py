@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -213,6 +214,23 @@ def test_steps_in_a_row_tell_batches_and_weight_versions() -> None:
     assert r"window · p = 1 · m = 2 · delay = 1 · 3 steps and flush · bubble 0.0%\l" in texts(
         picture
     )
+
+
+def test_each_micro_batch_tells_the_version_that_it_reads() -> None:
+    late = replace(window(), delay=((1, 0),))
+    picture = draw_schedule(late, steps=3, costs={"U": 2}, faults=())
+    (row,) = boxes(picture).values()
+    assert [box.label.replace(r"\n", ":") for box in row] == [
+        item
+        for line in (
+            "F0:b0 v0, F1:b0 v0, B0:b0 v0",
+            "F0:b1 v0, B1:b0 v0, U:b0 →v1, F1:b1 v1, B0:b1 v0",
+            "F0:b2 v1, B1:b1 v1, U:b1 →v2, F1:b2 v2, B0:b2 v1",
+            "B1:b2 v2, U:b2 →v3",
+        )
+        for item in line.split(", ")
+    ]
+    assert any("delay = 0 to 1" in text for text in texts(picture))
 
 
 def test_the_default_shows_a_step_between_others() -> None:
