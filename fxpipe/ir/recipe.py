@@ -30,12 +30,7 @@ Placement = Callable[[int], tuple[int, ...]]
 """Number of devices → the device of each stage."""
 
 DelayRule = Delay | Callable[..., Delay]
-"""A delay, or a function that gives it.
-
-A function of ``microbatch`` and ``stage``, or of one of them, gives the delay of a micro-batch on a
-stage; it may ask for ``devices`` and ``microbatches``, too. Any other is called with the numbers of
-devices and micro-batches, and gives the delay of all.
-"""
+"""A delay, or a function that gives it, see Recipe."""
 
 _TASKS_PER_STAGE_AND_MICROBATCH = 16
 _MOST = 10_000_000
@@ -65,7 +60,11 @@ class Recipe:
     Attributes:
         name: the name that ``fxpipe.compile(schedule=...)`` takes.
         tasks: the author's generator.
-        delay: the version rule of the schedules that it makes, see DelayRule and Schedule.
+        delay: by how many versions the weights that batches read are behind the newest: a number,
+            one for each stage, or a function. With parameters named ``microbatch`` and ``stage``,
+            or one of them, it gives the delay of each micro-batch on each stage, and may ask for
+            ``devices`` and ``microbatches``, too. Any other function is called with the numbers of
+            devices and micro-batches, and gives the delay of all.
         placement: where the stages are.
         microbatches: the only number of micro-batches that it knows, or None for any.
         predict: whether batches read predicted weights, see Schedule.
@@ -264,6 +263,12 @@ def schedule(
     """Decorator: register a generator of tasks as the recipe ``name``.
 
     Registering a name again replaces it, so that a notebook cell can be run twice.
+
+    Args:
+        name: the name that ``fxpipe.compile(schedule=...)`` takes.
+        delay: how old the weights are that batches read, such as 1, or
+            ``lambda microbatch, stage: 0 if microbatch else 1``; see Recipe.
+        placement: where the stages are.
     """
 
     def register(tasks: Rows) -> Recipe:
