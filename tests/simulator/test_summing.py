@@ -17,6 +17,7 @@ from fxpipe.ir.schedule import Schedule
 from fxpipe.passes.schedule import add_reduce
 from fxpipe.simulator import Link, Simulation, Sizes
 from fxpipe.simulator.report import chrome_trace
+from fxpipe.simulator.simulate import measured_run
 from fxpipe.simulator.simulation import Sum, Transfer
 
 SMALL = st.integers(0, 6)
@@ -55,6 +56,18 @@ def test_a_sum_goes_on_beside_the_tasks_behind_it_and_is_waited_for_at_the_end()
     assert found.critical_path[-1].buffer == Sum(0, 0)
     apart = TWO.simulate(FREE, replicas=2, links=link, sizes=sizes(2, 10), overlap=False)
     assert (apart.makespan, apart.hidden) == (18, 1)  # nobody waits at the end, but before
+
+
+def test_what_was_measured_hides_as_much() -> None:
+    link = {(0, 0): Link(latency=1, bandwidth=5)}
+    paper = TWO.simulate(FREE, replicas=2, links=link, sizes=sizes(2, 10))
+    (starts,), (ends,) = paper.events.starts, paper.events.ends
+    times = [int(1e9 * time) for pair in zip(starts, ends, strict=True) for time in pair]
+    found = measured_run(paper.window, 1, [times], paper.sizes)
+    assert found.hidden == paper.hidden == 1 / 2
+    assert [(t.buffer, t.end) for t in found.transfers] == [(Sum(1, 0), 10), (Sum(0, 0), 14)]
+    assert found.summed(1) == paper.summed(1) == (20,)
+    assert "measured" in str(found) and "50.0% of the time" in str(found)
 
 
 def test_sums_share_the_way_to_the_other_replicas() -> None:
