@@ -136,6 +136,31 @@ def test_the_death_of_a_rank_is_told_by_its_name(tmp_path: Any) -> None:
         result_of(str(tmp_path), 1)
 
 
+def left(mesh: DeviceMesh) -> None:
+    """A call that nobody goes back from, and others after it."""
+    beside, _ = streaming(mesh, optimizer=None)
+    x, _ = batch()
+    outputs = []
+    for differentiated in (False, True, False, True):
+        out = beside.pipe(x)
+        outputs.append(out.detach().clone())
+        if differentiated:
+            out.square().sum().backward()
+    assert all(torch.equal(each, outputs[0]) for each in outputs)
+    own = beside.pipe.state_dict()
+    grads = {n: p.grad for n, p in beside.pipe.named_parameters() if n in own}
+    for part in [*x.chunk(2)] * 2:
+        beside.model(part).square().sum().backward()
+    for name, parameter in beside.model.named_parameters():
+        if name in own:
+            assert torch.allclose(grads[name], parameter.grad, rtol=1e-4, atol=1e-5), name
+    beside.pipe.close()
+
+
+def test_a_call_that_nobody_goes_back_from_leaves_nothing_posted() -> None:
+    on_ranks(2, left)
+
+
 class Blocking(Gloo):
     """Sends that wait until their receives are posted, as NCCL's may."""
 
