@@ -7,6 +7,9 @@ Each process runs one stage of the model. When one dies, torchrun starts all of 
 go on from the last checkpoint to the same weights as if nothing had happened. Without the variable,
 processes of PyTorch's gloo that were started again may look for those that have died. ``python
 examples/train_ranks.py`` does the same in one process.
+
+With ``--nproc-per-node=4``, and ``--replicas=2`` at the end, there are two pipelines of two
+processes, and each trains on its half of every batch.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import os
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.functional import mse_loss
 
 import fxpipe
@@ -37,10 +40,15 @@ def batch(number: int) -> tuple[Tensor, Tensor]:
     return x, x.roll(1, dims=1).tanh()
 
 
-def train(folder: str, steps: int, every: int) -> None:
+def train(folder: str, steps: int, every: int, replicas: int = 1) -> None:
     """Train up to a number of steps, and write a checkpoint after every so many."""
     processes = int(os.environ.get("WORLD_SIZE", "1"))
-    devices = init_device_mesh("cpu", (processes,), mesh_dim_names=("pp",)) if processes > 1 else 1
+    devices: DeviceMesh | int = 1
+    own = slice(None)  # which samples of a batch this process trains on
+    if processes > 1:
+        shape = replicas, processes // replicas
+        devices = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "pp"))
+        own = slice(devices.get_local_rank("dp"), None, replicas)
     with fxpipe.compile(
         make_model(),
         devices,
@@ -48,12 +56,12 @@ def train(folder: str, steps: int, every: int) -> None:
         microbatches=4,
         loss=mse_loss,
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
-        example=batch(0)[:1],
+        example=(batch(0)[0][own],),
     ) as pipe:
         pipe.load(folder, must_exist=False)
         while pipe.batches < steps:
             x, y = batch(pipe.batches)
-            loss = pipe.step(x, target=y)
+            loss = pipe.step(x[own], target=y[own])
             if pipe.batches % every == 0 or pipe.batches == steps:
                 pipe.save(folder)
                 if os.environ.get("RANK", "0") == "0":
@@ -65,5 +73,6 @@ if __name__ == "__main__":
     parser.add_argument("--folder", default="train-ranks", help="where the checkpoint is")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--every", type=int, default=10, help="steps from checkpoint to checkpoint")
+    parser.add_argument("--replicas", type=int, default=1, help="how many pipelines train together")
     options = parser.parse_args()
-    train(options.folder, options.steps, options.every)
+    train(options.folder, options.steps, options.every, options.replicas)

@@ -40,33 +40,36 @@ def read_group(devices: Devices) -> tuple[RankGroup, list[Place]]:
     """
     if not isinstance(devices, DeviceMesh):
         return RankGroup(), read_devices(devices)
-    names = devices.mesh_dim_names or ()
+    names, ndim = devices.mesh_dim_names or (), devices.ndim
     if devices.device_type not in ("cpu", "cuda"):
         raise InputError(
             f"the mesh is of {devices.device_type} devices, and stages run on CPU or CUDA devices; "
             'give init_device_mesh("cpu", ...) or init_device_mesh("cuda", ...)'
         )
-    if devices.device_type == "cuda" and devices.size() > 1:
-        check_cuda_ranks()
-    if devices.ndim > 1:
-        if "pp" not in names:
-            raise InputError(
-                f"the mesh has the dimensions {', '.join(names) or devices.ndim}; name that of the "
-                'pipe "pp": init_device_mesh("cpu", (4,), mesh_dim_names=("pp",))'
-            )
-        wide = [n for n, size in zip(names, devices.shape, strict=True) if n != "pp" and size > 1]
-        if wide:
-            raise InputError(
-                f"dimension {wide[0]!r} of the mesh has {devices[wide[0]].size()} ranks, and a "
-                'pipe has no replicas yet; give a mesh in which "pp" has all ranks'
-            )
-        devices = devices["pp"]
+    dims = {"pp": 0, "dp": None}  # of a mesh of one dimension, whatever its name
+    if ndim > 1 or names == ("dp",):
+        dims = {name: names.index(name) if name in names else None for name in dims}
+        for dim, size in enumerate(devices.shape):
+            if size > 1 and dim not in dims.values():
+                raise InputError(
+                    f"the mesh has the dimensions {', '.join(names) or ndim}, and a pipe uses "
+                    '"pp", the devices of a pipeline, and "dp", the replicas of it; name them: '
+                    'init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "pp"))'
+                )
     if devices.size() == 1:
         return RankGroup(), read_devices([devices.device_type])
-    met = meet(devices)
-    return RankGroup(met), [
+    if devices.device_type == "cuda":
+        check_cuda_ranks()
+        if dims["dp"] is not None and devices.shape[dims["dp"]] > 1:
+            raise InputError(
+                f"'dp' of the mesh of CUDA devices has {devices.shape[dims['dp']]} ranks, and "
+                'replicas run on CPUs so far; give a mesh in which "pp" has all ranks'
+            )
+    met = meet(devices, dims["pp"], dims["dp"])
+    group = RankGroup(met)
+    return group, [
         torch.device("cpu") if index is None else torch.device("cuda", index)
-        for index in met.devices
+        for index in met.devices[: len(group.pipeline)]
     ]
 
 

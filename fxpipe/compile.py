@@ -91,7 +91,8 @@ def compile(
             computes on a stream of its own. Or torch.cuda.Streams to compute on, also several of
             one GPU, such as those of green contexts. Or a number of CUDA devices, or of CPU devices
             where there is no CUDA. Each holds one stage, or as many as the schedule places there.
-            Or a DeviceMesh: each process of it runs one device, and all of them call this.
+            Or a DeviceMesh: each process of it runs one device, and all of them call this. Its
+            dimension "pp" has the devices of a pipeline, and "dp" replicas of the pipeline.
         schedule: a name ("1f1b", "gpipe"), a Schedule, its text, a path to its text, or a
             function that writes one.
         microbatches: into how many parts a batch is split; by default four per device. A batch of
@@ -254,6 +255,7 @@ def compile(
             places=torch_devices if torch_devices[0].type == "cuda" else (),
             verbose=verbose,
             group=group,
+            replicas=group.replicas,
             hollow=bytes_without_data(model, torch_devices[0]),
         )
         given = None if example is None else read_example(example)

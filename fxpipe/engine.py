@@ -66,7 +66,12 @@ class Engine:
         backend = _backend(options)
         clipping = Clipping(options.clip_norm, options.scaler) if options.clips else None
         self.progress = Progress(
-            options.model, options.optimizer, clipping, backend.generators, options.owns
+            options.model,
+            options.optimizer,
+            clipping,
+            backend.generators,
+            options.owns,
+            [each for each in range(options.replicas) if each != backend.replica],
         )
         self.stashed: Mapping[int, int] = {}
         self.closed = False
@@ -183,6 +188,7 @@ class Engine:
         own = [self._backend.nanoseconds(device, each) for device, each in enumerate(taken)]
         clocks = ahead(self._options.group)
         ranks = [*zip(clocks, self._options.group.exchange("times", own), strict=True)]
+        ranks = [ranks[rank] for rank in self._options.group.pipeline]
         times += ([t - more for more, its in ranks for t in its[d]] for d in range(devices))
 
     @in_turn
@@ -211,6 +217,11 @@ class Engine:
             early=self._options.early(compiled.program),
             elsewhere=elsewhere,
         )
+
+    def joins(self, compiled: Compiled) -> bool:
+        """Whether a batch can join those in flight, which are of the same program."""
+        run = self._overlapping
+        return run is None or (run.program is compiled.program and run.threads == compiled.threads)
 
     def check(self) -> None:
         """Raises InputError where the pipe can run nothing any more."""
@@ -328,7 +339,7 @@ class Engine:
             compiled.plan.stages,
             state,
             optimizers,
-            onto_grad=onto_grad,
+            onto_grad=onto_grad and self._backend.replica == 0,
             deferred=compiled.traced.deferred,
         )
         run = self._run(FlushedRun, compiled, weights, optimizers)
@@ -344,10 +355,7 @@ class Engine:
                 f"schedule {compiled.schedule.name!r} updates the weights while batches are in "
                 "flight, and there is no optimizer; give compile(..., optimizer=...)"
             )
-        run = self._overlapping
-        if run is not None and (
-            run.program is not compiled.program or run.threads != compiled.threads
-        ):
+        if not self.joins(compiled):
             self.flush()
         if self._overlapping is None or self._overlapping.failed:
             state = self.progress.state_of(compiled.traced)

@@ -156,7 +156,8 @@ class Inspected(nn.Module):
         shown, verdict = self._shown, self._compiler.verdict
         memory = () if shown is None else peak_texts(self.simulate())
         places = self._group.places or [*map(str, self.devices)]
-        table = _stage_table(self._model, shown, places, verdict, memory)
+        replicas = self._options.replicas
+        table = _stage_table(self._model, shown, places, verdict, memory, replicas)
         alone = self._group.size > 1 and not self._engine.flushed  # sizes would wait for all ranks
         if shown is None or shown.traced.leaves or alone:
             return table
@@ -207,10 +208,12 @@ def _stage_table(
     places: Sequence[str],
     verdict: Verdict | None,
     memory: Sequence[str],
+    replicas: int,
 ) -> str:
     """The stages, and how well they are balanced, as text; ``places`` says where the devices are,
     and ``memory`` has their peaks."""
     title = f"fxpipe.Pipeline of {type(model).__name__} over {len(places)} devices"
+    title += f" in {replicas} replicas" * (replicas > 1)
     if compiled is None:
         return f"{title}: not compiled yet; the first call traces it"
     plan, schedule = compiled.plan, compiled.schedule

@@ -49,6 +49,7 @@ class Pipeline(Saved):
             fixed=options.recipe.microbatches is not None,
             has_loss=options.loss is not None,
             batch_dims=options.batch_dims,
+            group=self._group,
         )
 
     # training and calling
@@ -79,8 +80,9 @@ class Pipeline(Saved):
             **kwargs: the model's keyword inputs.
 
         Returns:
-            The loss of the batch, a detached scalar: the mean over micro-batches, each weighted by
-            its samples or its targets that count; see ``compile``. Where batches overlap it may not
+            The loss of the batch, or of the batches of all replicas, a detached scalar: the mean
+            over micro-batches, each weighted by its samples or its targets that count; see
+            ``compile``. Where batches overlap it may not
             be computed yet, like a tensor on a CUDA device: whatever reads it waits for it. With
             ``return_output`` the pair (loss, detached output). Output tensors are joined as the
             inputs were split, floating-point scalars are averaged by samples, and everything else
@@ -185,9 +187,9 @@ class Pipeline(Saved):
             **kwargs: the model's keyword inputs.
 
         Returns:
-            The times of all instructions in seconds. Its ``costs`` are the times of the stages
-            while all of them ran at once, and can be given to ``simulate``. Its ``memory`` is
-            predicted as in ``simulate``, from the measured times.
+            The times of all instructions in seconds, over replicas those of this one's. Its
+            ``costs`` are the times of the stages while all of them ran at once, and can be given to
+            ``simulate``. Its ``memory`` is predicted as in ``simulate``, from the measured times.
 
         Raises:
             InputError: as in ``step``, or ``steps`` is below 1.
@@ -237,13 +239,16 @@ class Pipeline(Saved):
         return self._intake.take(args, kwargs, target, step=step)
 
     def _check_data(self, compiled: Compiled) -> None:
-        """Raises InputError where a stage of this process reads or writes what has no data."""
+        """Raises InputError where a stage of this process reads or writes what has no data, and
+        RankError at the first call where the stage has other values in another replica."""
         self._shown = self._shown or compiled
-        if not self._options.hollow or compiled is self._filled:
+        compares = self._options.replicas > 1 and self._filled is None
+        if not (self._options.hollow or compares) or compiled is self._filled:
             return
         own = filter(self._options.owns, range(len(compiled.plan.stages)))
         names = frozenset[str]().union(*map(compiled.names, own))
-        for name, tensor in compiled.traced.state_of(self._model).items():
+        state = compiled.traced.state_of(self._model)
+        for name, tensor in state.items():
             if name in names and tensor.is_meta:
                 kind = "parameter" if isinstance(tensor, torch.nn.Parameter) else "buffer"
                 raise InputError(
@@ -252,22 +257,32 @@ class Pipeline(Saved):
                     "pipe.reset_parameters(); what is in no state dict, or what no step reads, can "
                     'be made with data (device="cpu") where the model is built'
                 )
+        if compares:
+            texts = [f"{name}: {digest(state[name])}" for name in sorted(names)]
+            self._group.agree("the model's values", "", twins="\n".join(texts))
         self._filled = compiled
 
     def _ready(self, micro: MicroBatches, purpose: Purpose, **wanted: bool) -> Compiled:
         """The compiled program for a call; while it is compiled, nothing else runs."""
         known = self._compiler.known(micro, purpose, **wanted)
+        compiles = known is None
         if self._group.size > 1:
-            self._group.agree("the call", self._described(micro, purpose, wanted, known is None))
-        if known is not None:
+            flushes = known is not None and not self._engine.joins(known)
+            common, own = self._described(micro, purpose, wanted, compiles=compiles)
+            ranks = self._group.agree("the call", common, own=own, value=(compiles, flushes))
+            compiles = any(each for each, _ in ranks)  # another replica may have to
+            if self._group.replicas > 1 and any(each for _, each in ranks):
+                self.flush()
+        if known is not None and not compiles:
             return known
         with self._engine.quiet():
             return self._compiler.compile(micro, purpose, **wanted)
 
     def _described(
-        self, micro: MicroBatches, purpose: Purpose, wanted: Mapping[str, bool], compiles: bool
-    ) -> str:
-        """What must be the same on all ranks for this call; at the first, also the values."""
+        self, micro: MicroBatches, purpose: Purpose, wanted: Mapping[str, bool], *, compiles: bool
+    ) -> tuple[str, str]:
+        """What must be the same for this call on all ranks, and on those of a replica: for a call
+        that is compiled also the values. The first one has the same shapes in all replicas."""
         batch = micro.batch
         shown = [
             f"{tuple(leaf.shape)} {leaf.dtype}" + ", requires grad" * leaf.requires_grad
@@ -275,12 +290,17 @@ class Pipeline(Saved):
             else repr(leaf)
             for leaf in batch.leaves
         ]
-        lines = [
-            f"{purpose} of {batch.size} samples in {len(micro)} micro-batches",
+        common = [
+            f"{purpose} in {len(micro)} micro-batches",
             f"batch number {self._engine.batches}",
             f"the pipe is in {'training' if self.training else 'evaluation'} mode",
-            *(f"{name}: {leaf}" for name, leaf in zip(batch.names, shown, strict=True)),
             *(f"{name}: {value}" for name, value in wanted.items()),
+        ]
+        shapes = [
+            f"a batch of {batch.size} samples",
+            *(f"{name}: {leaf}" for name, leaf in zip(batch.names, shown, strict=True)),
+        ]
+        values = [
             "it is compiled anew" if compiles else "it is compiled already",
             *(
                 f"{name}: {tuple(leaf.shape)} {leaf.dtype}, {digest(leaf)}"
@@ -288,4 +308,6 @@ class Pipeline(Saved):
                 if compiles and isinstance(leaf, torch.Tensor)
             ),
         ]
-        return "\n".join(lines)
+        if self._shown is None:
+            common += shapes
+        return "\n".join(common), "\n".join([*shapes, *values])

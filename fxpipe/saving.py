@@ -41,7 +41,7 @@ class Saved(Inspected):
         if not full:
             return own
         with self._group.calling("state_dict"):
-            parts = self._group.exchange("state", own)
+            parts = self._group.exchange("state", {} if self._group.replica else own)
         found = {name: value for part in parts for name, value in part.items()}
         return {name: found[name] for name in state}
 
@@ -159,7 +159,7 @@ class Saved(Inspected):
             model.load_state_dict(torch.load("run.pt")["model"])
 
         An older folder is replaced once the new one is complete and on disk. Over several ranks
-        each writes what its own stages have, and all have to call this.
+        each of the first replica writes what its own stages have, and all have to call this.
 
         Args:
             folder: the path of the folder, which may hold an older checkpoint, and nothing else.

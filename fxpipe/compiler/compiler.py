@@ -19,7 +19,7 @@ from fxpipe.compiler import passes
 from fxpipe.compiler.capturing import Capturing
 from fxpipe.compiler.compiled import Compiled
 from fxpipe.compiler.front_end import Call
-from fxpipe.compiler.objective import weighed
+from fxpipe.compiler.objective import Divided, divided, together, weighed
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.placement import Placement
 from fxpipe.compiler.plans import Graph, Plans
@@ -188,7 +188,9 @@ class Compiler:
         if kind.outputs:
             traced = self.plans.output_dims(calls[sizes[0]], traced)
         if self.options.group.size > 1:  # the text takes time, and not every value has one
-            self.options.group.agree("the compiled plan", str(plan))
+            trained = [[each.target for each in stage.parameters] for stage in plan.stages]
+            common = f"{schedule}\n{trained}"
+            self.options.group.agree("the compiled plan", common, own=str(plan))
         program, whole = self._program(plan, schedule, purpose, kind.updates)
         by_size = {
             size: self.capturing.captured(plan, schedule, program)
@@ -223,12 +225,32 @@ class Compiler:
         Warns once where the loss is not that of the whole batch.
 
         Raises:
-            InputError: as ``Objective.weights``.
+            InputError: as ``Objective.counts`` and ``Objective.weights``.
         """
-        if not self.options.objective.averages:
-            micro = replace(micro, weights=self.options.objective.weights(micro))
-        if len(micro) == 1 or not any(map(any, compiled.terms)):
-            return micro
+        objective, group, terms = self.options.objective, self.options.group, compiled.terms
+        values: list[Divided] = []
+        if len(micro) * group.replicas > 1 and any(map(any, terms)):
+            values = divided(terms, micro, self._buffers(compiled), alone=group.replicas == 1)
+        parts = [(objective.counts(micro), values)]
+        if group.replicas > 1:
+            told = group.exchange("the weights", parts[0])
+            parts = [told[rank] for rank in group.twins]
+        counts = [count for own, _ in parts for count in own]
+        weights, every = objective.weights(counts), [own for _, own in parts]
+        wrong = None
+        if values and len({*map(len, every)}) == 1:
+            weights, wrong = weighed(terms[0], together(every), weights)
+        if wrong is not None and not self._warned:
+            self._warned = True
+            advice = objective.advice(wrong, micro.batch)
+            warnings.warn(advice, stacklevel=users_level())
+        if group.replicas == 1:
+            return replace(micro, weights=weights)
+        cut = [weights[first : first + len(micro)] for first in range(0, len(weights), len(micro))]
+        return replace(micro, weights=cut[micro.replica], all_weights=cut)
+
+    def _buffers(self, compiled: Compiled) -> Callable[[str], Tensor]:
+        """Name → buffer that says how losses are weighted."""
         constants = compiled.traced.constants
 
         def buffer(name: str) -> Tensor:
@@ -241,12 +263,7 @@ class Compiler:
                 )
             return found
 
-        weights, wrong = weighed(compiled.terms, micro, buffer)
-        if wrong is not None and not self._warned:
-            self._warned = True
-            advice = self.options.objective.advice(wrong, micro.batch)
-            warnings.warn(advice, stacklevel=users_level())
-        return replace(micro, weights=weights)
+        return buffer
 
     def _terms_of(self, traced: Traced, split: Sequence[int]) -> tuple[Divisor | None, ...]:
         if traced.module not in self._terms:
@@ -333,12 +350,13 @@ class Compiler:
         """The program to run, and what makes that of all devices: a rank keeps its own list."""
         group = self.options.group
         key = (plan.edges, schedule.microbatches, purpose, updates)
+        text = ""  # of what a rank knows already, which another replica may not
         if key not in self._programs:
             program = self._lowered(plan, schedule, purpose, updates)
             if group.size > 1:
-                group.agree("the compiled program", str(program))
-                program = program.only(group.rank)
+                text, program = str(program), program.only(group.device)
             self._programs[key] = program
+        group.agree("the compiled program", "", own=text)
         program = self._programs[key]
         if group.size > 1:
             return program, partial(self._lowered, plan, schedule, purpose, updates)

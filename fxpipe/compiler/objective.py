@@ -54,24 +54,31 @@ class Objective:
             return value.sum() / self.weight(*targets)
         return value.mean() if self.reduction == "mean" else value.sum()
 
-    def weights(self, micro: MicroBatches) -> Sequence[float]:
-        """What each micro-batch's loss is multiplied by.
+    def counts(self, micro: MicroBatches) -> Sequence[float]:
+        """How much each micro-batch's loss counts.
 
         Raises:
-            InputError: a weight is not a number of at least 0, or all weights are 0.
+            InputError: a weight is not a number of at least 0.
         """
         if self.weight is None:
-            if self.reduction == "sum":
-                return [1.0] * len(micro)
-            return micro.weights
-        found = [self._weight(self.weight, micro.batch, leaves) for leaves in micro.leaves]
-        total = sum(found)
+            return micro.sizes
+        return [self._weight(self.weight, micro.batch, leaves) for leaves in micro.leaves]
+
+    def weights(self, counts: Sequence[float]) -> Sequence[float]:
+        """What each micro-batch's loss is multiplied by, where these are the ``counts`` of all.
+
+        Raises:
+            InputError: all weights are 0.
+        """
+        if self.reduction == "sum":
+            return [1.0] * len(counts)
+        total = sum(counts)
         if not total:
             raise InputError(
                 "loss_weight is 0 for every micro-batch, so that the batch has no loss; leave "
                 "out batches of which nothing counts"
             )
-        return [weight / total for weight in found]
+        return [count / total for count in counts]
 
     @cached_property
     def averages(self) -> bool:
@@ -123,53 +130,84 @@ class Objective:
         return number
 
 
+Divided = Sequence[float] | None
+"""Micro-batch → what a term of its loss is divided by; empty where that is not known. None where
+the term's divisors have the shares of the samples."""
+
+
 def weighed(
-    terms: Sequence[Sequence[Divisor | None]],
-    micro: MicroBatches,
-    buffer: Callable[[str], Tensor],
+    terms: Sequence[Divisor | None], divided: Sequence[Divided], shares: Sequence[float]
 ) -> tuple[Sequence[float], Divisor | None]:
     """What each micro-batch's loss is multiplied by, so that the sum is the loss of the batch.
 
     Args:
-        terms: micro-batch → what each term of its loss is divided by.
-        micro: the batch; its weights are the micro-batches' shares of the samples.
-        buffer: name → buffer.
+        terms: what each term of a micro-batch's loss is divided by.
+        divided: term → the values of that.
+        shares: micro-batch → its share of the samples.
 
     Returns:
         The weights, and a divisor to warn of, or None. Where the divisors of all terms have the
         same shares, such as of the targets that are not ignored, the weights are these shares.
         Else they are the shares of the samples, and a divisor with other shares is returned.
     """
-    shares, parts = micro.weights, micro.leaves
     wanted: list[Sequence[float]] = []
     wrong: list[Divisor] = []
-    for divisors in zip(*terms, strict=True):
-        divisor = divisors[0]
-        ratios = shares
-        if divisor is not None and not _counts_all(divisor, micro.batch):
-            ratios = _ratios(divisors, parts, shares, buffer)
+    for divisor, values in zip(terms, divided, strict=True):
+        ratios = _ratios(values, shares)
         wanted.append(ratios)
         if divisor is not None and not _near(ratios, shares):
             # a divisor that is the same in every micro-batch leaves a mean over samples one
-            if divisor.told or not _near(ratios, [1 / len(parts)] * len(parts)):
+            if divisor.told or not _near(ratios, [1 / len(shares)] * len(shares)):
                 wrong.append(divisor)
-    means = all(divisor is not None and divisor.told for divisor in terms[0])
+    means = all(divisor is not None and divisor.told for divisor in terms)
     if means and wanted[0] and all(ratios == wanted[0] for ratios in wanted):
         return wanted[0], None
     return shares, wrong[0] if wrong else None
 
 
-def _ratios(
+def divided(
+    terms: Sequence[Sequence[Divisor | None]],
+    micro: MicroBatches,
+    buffer: Callable[[str], Tensor],
+    *,
+    alone: bool,
+) -> list[Divided]:
+    """The values of what the terms of micro-batches' losses are divided by.
+
+    Args:
+        terms: micro-batch → what each term of its loss is divided by.
+        micro: the batch.
+        buffer: name → buffer.
+        alone: whether these are all micro-batches, so that nothing need be counted where no target
+            is ignored.
+    """
+    return [
+        None
+        if own[0] is None or (alone and _counts_all(own[0], micro.batch))
+        else _values(own, micro.leaves, buffer)
+        for own in zip(*terms, strict=True)
+    ]
+
+
+def together(parts: Sequence[Sequence[Divided]]) -> list[Divided]:
+    """The values of all replicas' micro-batches, from those of each replica."""
+    found: list[Divided] = []
+    for term in zip(*parts, strict=True):
+        values = [own for own in term if own is not None]
+        if len(values) < len(term):
+            found.append(None)
+        else:
+            found.append([each for own in values for each in own] if all(values) else [])
+    return found
+
+
+def _values(
     divisors: Sequence[Divisor | None],
     parts: Sequence[Sequence[Any]],
-    shares: Sequence[float],
     buffer: Callable[[str], Tensor],
-) -> Sequence[float]:
-    """Each micro-batch's share of a term's divisors; empty where they are not known.
-
-    The shares of the samples where all divisors are 0, as in a batch of ignored targets, or where
-    computing them fails, because the run will then fail with its own error.
-    """
+) -> Divided:
+    """What a term is divided by in each micro-batch. None where computing it fails, because the run
+    will then fail with its own error."""
     found: list[float] = []
     try:
         for divisor, leaves in zip(divisors, parts, strict=True):
@@ -177,13 +215,21 @@ def _ratios(
             if divisor.made is None:
                 return []
             given = [*(leaves[i] for i in divisor.leaves), *map(buffer, divisor.buffers)]
-            found.append(divisor.made(*given))
-        total = sum(found)
+            found.append(float(divisor.made(*given)))
     except Exception:
+        return None
+    return found
+
+
+def _ratios(values: Divided, shares: Sequence[float]) -> Sequence[float]:
+    """Each micro-batch's share of a term's divisors; empty where they are not known. The shares of
+    the samples where all divisors are 0, as in a batch of ignored targets."""
+    if values is None:
         return shares
-    if not math.isfinite(total):
+    total = sum(values)
+    if not values or not math.isfinite(total):
         return []
-    return [value / total for value in found] if total else shares
+    return [value / total for value in values] if total else shares
 
 
 def _counts_all(divisor: Divisor, batch: Batch) -> bool:

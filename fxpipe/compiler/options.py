@@ -109,7 +109,7 @@ class Options:
     @property
     def here(self) -> torch.device:
         """This process's own device; the first one where it runs them all."""
-        return self.torch_devices[self.group.rank]
+        return self.torch_devices[self.group.device]
 
     @property
     def whole(self) -> bool:
@@ -118,7 +118,7 @@ class Options:
 
     def owns(self, stage: int) -> bool:
         """Whether this process runs a stage, updates its weights and keeps its state."""
-        return self.group.size == 1 or self.placement[stage] == self.group.rank
+        return self.group.size == 1 or self.placement[stage] == self.group.device
 
     @property
     def ranks(self) -> bool:

@@ -101,6 +101,11 @@ class Buffer(NamedTuple):
         )
 
 
+def part_of(count: int, replica: int, replicas: int) -> range:
+    """Which of so many elements of a gradient a replica sums for all."""
+    return range(count * replica // replicas, count * (replica + 1) // replicas)
+
+
 def batch_mark(batch: int) -> str:
     """How text tells a batch: ``'`` for the one before this step's, ``+`` for the one after."""
     return "'" * -batch + "+" * batch

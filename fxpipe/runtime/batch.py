@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from fxpipe.errors import InputError, near
 from fxpipe.kernels.graph import layout
+from fxpipe.runtime.ranks.group import RankGroup
 from fxpipe.torchtools.pytrees import flatten
 
 BatchDims = Mapping[str, int | None]
@@ -138,10 +139,10 @@ class Batch:
         leaves, nested = pytree.tree_map_only(Tensor, change, (self.leaves, self.call.nested))
         return replace(self, leaves=leaves, call=replace(self.call, nested=nested))
 
-    def in_parts(self, microbatches: int) -> MicroBatches:
+    def in_parts(self, microbatches: int, replica: int = 0) -> MicroBatches:
         """The batch and its micro-batches, each weighted by its samples. Raises like ``split``."""
-        leaves = self.split(microbatches)
-        return MicroBatches(self, leaves, [n / self.size for n in self.sizes(microbatches)])
+        leaves, sizes = self.split(microbatches), self.sizes(microbatches)
+        return MicroBatches(self, leaves, [size / self.size for size in sizes], replica)
 
     def unflatten(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
         """``(args, kwargs, targets)`` of a micro-batch's leaves."""
@@ -157,12 +158,17 @@ class MicroBatches:
         batch: the whole batch.
         leaves: micro-batch → its leaves.
         weights: micro-batch → the weight of its loss in that of the batch: its share of the
-            samples, or with ``loss_weight`` or ignored targets another one.
+            samples, or with ``loss_weight`` or ignored targets another one. Over several replicas
+            they are weights in the loss of the batches of all replicas.
+        replica: the replica whose batch this is.
+        all_weights: replica → the weights of its micro-batches, of a step over several replicas.
     """
 
     batch: Batch
     leaves: list[list[Any]]
     weights: Sequence[float]
+    replica: int = 0
+    all_weights: Sequence[Sequence[float]] = ()
 
     def __len__(self) -> int:
         return len(self.leaves)
@@ -188,6 +194,8 @@ class Intake:
         microbatches: into how many micro-batches a batch is split.
         fixed: whether a step's schedule is for exactly that number. Otherwise, and in calls, a
             batch with fewer samples has fewer micro-batches.
+        group: the ranks of the pipe: all replicas have as many micro-batches as the one with the
+            smallest batch.
         has_loss: whether a loss compares the model's output with targets.
         batch_dims: input → the dimension that is split.
     """
@@ -198,6 +206,7 @@ class Intake:
     fixed: bool
     has_loss: bool
     batch_dims: BatchDims | None
+    group: RankGroup
 
     def take(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any = None, *, step: bool
@@ -215,8 +224,11 @@ class Intake:
             )
         batch = Batch.of(self.model, args, kwargs, targets, self.batch_dims)
         batch.check_devices("cpu", self.device_type)
-        count = self.microbatches
-        return batch.in_parts(count if step and self.fixed else min(count, batch.size))
+        count, size = self.microbatches, batch.size
+        if self.group.replicas > 1:
+            size = min(self.group.exchange("the samples of a batch", size))
+        count = count if step and self.fixed else min(count, size)
+        return batch.in_parts(count, self.group.replica)
 
 
 def _split(leaf: Tensor, microbatches: int, dim: int) -> Sequence[Tensor]:

@@ -55,14 +55,20 @@ class BatchHost:
             if name is not None:
                 self.inputs[name] = column
         if traced.seeded:
-            self.inputs[SEED] = [torch.tensor(mix(seed, i)) for i in range(microbatches)]
+            before = micro.replica * microbatches  # of the replicas before this one
+            self.inputs[SEED] = [torch.tensor(mix(seed, before + i)) for i in range(microbatches)]
         self.keep = keep
         self._place = place
         self.outputs: dict[str, list[Any]] = {name: [None] * microbatches for name in keep}
+        self._elsewhere: dict[int | None, list[Any]] = {  # other replica → its losses
+            replica: [None] * microbatches
+            for replica in range(len(micro.all_weights))
+            if replica != micro.replica
+        }
         self.input_gradients: dict[str, dict[int, dict[int, Tensor]]] = {}
         self.gradients: dict[str, Sequence[Tensor]] = {}
         self._complete: Callable[[], None] | None = None
-        self._missing = microbatches * len(keep)
+        self._missing = microbatches * (len(keep) + len(self._elsewhere))
         self._lock = threading.Lock()
 
     def when_complete(self, complete: Callable[[], None]) -> None:
@@ -78,13 +84,19 @@ class BatchHost:
         """Whether ``take`` keeps what an Output hands over."""
         return buffer.kind == "grad" or buffer.value in self.keep
 
-    def take(self, buffer: Buffer, value: Any) -> None:
-        """Keep what an Output hands over."""
+    @property
+    def shared(self) -> str | None:
+        """The output that all replicas hand to each other: the loss of a step."""
+        return self.traced.loss if self._elsewhere else None
+
+    def take(self, buffer: Buffer, value: Any, replica: int | None = None) -> None:
+        """Keep what an Output hands over, in this replica or in another one."""
         if buffer.kind == "grad":
             by_microbatch = self.input_gradients.setdefault(buffer.value, {})
             by_microbatch.setdefault(buffer.microbatch, {})[buffer.source] = value
-        elif buffer.value in self.keep:
-            self.outputs[buffer.value][buffer.microbatch] = _alone(value)
+        elif replica in self._elsewhere or buffer.value in self.keep:
+            parts = self._elsewhere.get(replica) or self.outputs[buffer.value]
+            parts[buffer.microbatch] = _alone(value)
             if self._complete is not None:
                 with self._lock:
                     self._missing -= 1
@@ -104,9 +116,20 @@ class BatchHost:
         self.gradients[self.traced.loss] = torch.tensor(scaled, dtype=dtype).unbind()
 
     def loss(self) -> Tensor:
-        """The loss of the batch, summed in micro-batch order."""
+        """The loss of the batch, summed in micro-batch order; then over the replicas in theirs."""
         assert self.traced.loss is not None
-        return weighted_sum(self._parts(self.traced.loss), self.micro.weights)
+        own = self._parts(self.traced.loss)
+        if not self._elsewhere:
+            return weighted_sum(own, self.micro.weights)
+        weights = self.micro.all_weights
+        return reduce(
+            add,
+            [
+                weighted_sum(self._elsewhere.get(replica, own), each)
+                for replica, each in enumerate(weights)
+                if any(each)
+            ],
+        )
 
     def output(self) -> Any:
         """The model's output for the whole batch."""

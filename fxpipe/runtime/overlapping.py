@@ -145,7 +145,9 @@ class OverlappingRun(Run[VersionedWeights]):
         for machine in driver.machines:
             machine.begin(step, batches)
         driver.run()
+        self._channels.flush()
         for machine in driver.machines:
+            self._pool(machine, step)
             self._keep_state(machine)
 
     def _keep_state(self, machine: Machine) -> None:
@@ -199,11 +201,24 @@ class OverlappingRun(Run[VersionedWeights]):
             if job.clipping is not None:
                 job.clipping.forget()
         self._ask(self._backend.end)  # updates that were launched may still run
-        done = self._backend.recovered(self._weights.own_slowest)
+        written = [(self._states[m.device], m.store.state) for m in self.machines]
+        alone = self._backend.replicas == 1
+        done, twins = self._backend.recovered(
+            self._weights.own_slowest, None if alone else written[0]
+        )
         self._weights.recover(done)
         for machine in self.machines:
-            if machine.step == done - 1 and machine.step not in self._states[machine.device]:
-                self._keep_state(machine)  # it has not come to its list's end after its update
+            states = self._states[machine.device]
+            if machine.step != done - 1 or machine.step in states:
+                continue
+            # it has not come to its list's end after its update
+            kept = [] if alone else [own[machine.step] for own, _ in twins if machine.step in own]
+            if kept:
+                states[machine.step] = kept[0]
+                continue
+            if not alone:
+                machine.store.state = self._weights.pooled([own for _, own in twins])
+            self._keep_state(machine)
         self._commit(done - 1)
         for machine in self.machines:
             machine.store.clear()

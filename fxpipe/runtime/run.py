@@ -199,6 +199,15 @@ class Run(Generic[W]):
             if not isinstance(error, Stopped):
                 self._channels.left(explained(driver.at, error, "", self._backend))
 
+    def _pool(self, machine: Machine, step: int) -> None:
+        """At the end of a step, take the buffers that its forwards have written in all replicas."""
+        written = machine.store.state
+        if self._backend.replicas > 1 and written:
+            defers = self._weights.defers
+            with self._backend.computing(machine.device):
+                found = self._channels.pool(machine.device, step, written, whole=defers)
+                machine.store.state = self._weights.pooled(found)
+
     def _hear(self, timeout: float | None) -> Finished | None:
         """The next report; None for a signal. Raises Empty if none comes before the timeout."""
         report = self._reports.get(timeout=timeout)
@@ -293,6 +302,7 @@ class FlushedRun(Run[LiveWeights]):
     """
 
     committed = False
+    _advances = 0
 
     @property
     def alive(self) -> int:
@@ -328,10 +338,11 @@ class FlushedRun(Run[LiveWeights]):
                 devices were, and whether the weights are as before or as after.
         """
         self.committed = False
+        self._advances += 1
         with self._held() as signals:
             try:
                 self._backend.begin()
-                self._start(0, Driver.run)
+                self._start(0, self._run_lists)
                 self._wait(signals, lambda: self.running == 0)
                 self._backend.end()
                 self._settle()
@@ -357,6 +368,12 @@ class FlushedRun(Run[LiveWeights]):
         for machine in self.machines:
             machine.store.gradients.clear()
         return found
+
+    def _run_lists(self, driver: Driver) -> None:
+        """A worker's job: run its devices' lists to the end or the next pause."""
+        driver.run()
+        for machine in driver.machines:
+            self._pool(machine, self._advances)
 
     def _give_up(self) -> str:
         if self.stop():

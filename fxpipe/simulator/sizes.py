@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from fxpipe.ir.value import part_of
+
 Crossing = tuple[str, bool]
 """A value that crosses between stages, by name, and whether its gradient is meant."""
 
@@ -165,8 +167,3 @@ class Sizes:
         own = self.part(stage, replica, replicas)
         parts = sum(self.part(stage, other, replicas) for other in range(replicas))
         return parts - own + (replicas - 1) * own
-
-
-def part_of(count: int, replica: int, replicas: int) -> range:
-    """Which of so many elements of a gradient a replica sums for all."""
-    return range(count * replica // replicas, count * (replica + 1) // replicas)

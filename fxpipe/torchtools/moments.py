@@ -55,6 +55,23 @@ def gather(before: Tensor, x: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
     )
 
 
+def merged(parts: Sequence[Tensor]) -> Tensor:
+    """The moments of all that several tensors of moments were gathered from, in their order."""
+    found = parts[0]
+    for part in parts[1:]:
+        count, old, squares = found.unbind()
+        more, mean, more_squares = part.unbind()
+        total, difference = count + more, mean - old
+        found = torch.stack(
+            (
+                total,
+                old + difference * (more / total),
+                squares + more_squares + difference.square() * (count * more / total),
+            )
+        )
+    return found
+
+
 def measured(x: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and unbiased variance of each channel: dimension 1 of (samples, channels, …)."""
     dims = [dim for dim in range(x.dim()) if dim != 1]

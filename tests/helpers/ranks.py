@@ -27,14 +27,24 @@ class Failed(Exception):
     """A rank raised: its error, as text with the traceback."""
 
 
-def on_ranks(size: int, function: Callable[..., Any], *args: Any, timeout: float = 60) -> list[Any]:
-    """Call ``function(mesh, *args)`` on each rank, and return rank → result.
+def on_ranks(
+    size: int,
+    function: Callable[..., Any],
+    *args: Any,
+    timeout: float = 60,
+    replicas: int | None = None,
+) -> list[Any]:
+    """Call ``function(mesh, *args)`` on each rank, and return rank → result. The mesh has the
+    dimension "pp", or with a number of replicas "dp" and "pp".
 
     Raises:
         Failed: a rank raised, or was still running at the deadline.
     """
     folder = tempfile.mkdtemp()
-    ranks = [start(rank, size, folder, function, *args, timeout=timeout) for rank in range(size)]
+    ranks = [
+        start(rank, size, folder, function, *args, timeout=timeout, replicas=replicas)
+        for rank in range(size)
+    ]
     try:
         for process in ranks:
             process.join(DEADLINE)
@@ -52,9 +62,12 @@ def start(
     function: Callable[..., Any],
     *args: Any,
     timeout: float = 60,
+    replicas: int | None = None,
 ) -> Any:
     """Start a rank; ``result_of`` has its result when it has ended."""
-    process = CONTEXT.Process(target=_run, args=(rank, size, folder, function, args, timeout))
+    process = CONTEXT.Process(
+        target=_run, args=(rank, size, folder, function, args, timeout, replicas)
+    )
     process.start()
     return process
 
@@ -77,6 +90,7 @@ def _run(
     function: Callable[..., Any],
     args: tuple[Any, ...],
     timeout: float,
+    replicas: int | None,
 ) -> None:
     with open(Path(folder, f"error-{rank}"), "w") as errors:
         faulthandler.dump_traceback_later(DEADLINE - 20, file=errors)
@@ -89,7 +103,8 @@ def _run(
             dist.init_process_group(
                 "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout)
             )
-            mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("pp",))
+            shape = (size,) if replicas is None else (replicas, size // replicas)
+            mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "pp")[-len(shape) :])
             torch.save(function(mesh, *args), Path(folder, f"result-{rank}"))
         except BaseException:
             traceback.print_exc(file=errors)

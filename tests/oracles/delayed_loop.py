@@ -66,18 +66,22 @@ class DelayedLoop:
         alone = copy.deepcopy(model)
         return cls(alone, optimizer(alone.parameters()), loss, microbatches, lambda _: delay)
 
-    def step(self, x: Tensor, y: Tensor) -> Tensor:
+    def step(self, x: Any, y: Any) -> Tensor:
         """One batch; its loss is that of the old weights."""
         newest = len(self.history) - 1
         for name, parameter in self.model.named_parameters():
             parameter.data.copy_(self.read(name, max(newest - self.delays(name), 0)))
         self.optimizer.zero_grad()
-        made = loop.train(self.model, self.microbatches, x, loss=self.loss, target=y)
+        loss = self.backward(x, y)
         for name, parameter in self.model.named_parameters():
             parameter.data.copy_(self.history[newest][name])
         self.optimizer.step()
         self.history.append(self._values())
-        return made.loss
+        return loss
+
+    def backward(self, x: Any, y: Any) -> Tensor:
+        """Add the gradients of a batch to ``.grad``. Returns its loss."""
+        return loop.train(self.model, self.microbatches, x, loss=self.loss, target=y).loss
 
     def read(self, name: str, version: int) -> Tensor:
         """The value of a parameter that a batch of a version takes its gradient at."""

@@ -43,6 +43,9 @@ def meshes(mesh: DeviceMesh) -> dict[str, str]:
     made = {
         "one replica": DeviceMesh("cpu", [[0, 1]], mesh_dim_names=("dp", "pp")),
         "replicas": DeviceMesh("cpu", [[0], [1]], mesh_dim_names=("dp", "pp")),
+        "replicas alone": DeviceMesh("cpu", [0, 1], mesh_dim_names=("dp",)),
+        "another order": DeviceMesh("cpu", [[[0, 1]]], mesh_dim_names=("x", "pp", "dp")),
+        "another name": DeviceMesh("cpu", [[0, 1]], mesh_dim_names=("pp", "tp")),
         "no names": DeviceMesh("cpu", [[0, 1]]),
         "alone": DeviceMesh("cpu", [[0], [1]], mesh_dim_names=("x", "pp"))["pp"],
     }
@@ -54,7 +57,7 @@ def meshes(mesh: DeviceMesh) -> dict[str, str]:
         try:
             with fxpipe.compile(model, each, microbatches=2, loss=F.mse_loss) as pipe:
                 pipe.step(x, target=x[:, :2])
-                told[name] = f"{len(pipe.devices)} devices"
+                told[name] = str(pipe).partition(",")[0]
         except fxpipe.InputError as error:
             told[name] = str(error)
     return told | {"rank": str(rank)}
@@ -62,10 +65,12 @@ def meshes(mesh: DeviceMesh) -> dict[str, str]:
 
 def test_a_mesh_has_all_its_ranks_in_the_pipe() -> None:
     for told in on_ranks(2, meshes):
-        assert told["one replica"] == "2 devices"
-        assert told["alone"] == "1 devices"
-        assert "'dp' of the mesh has 2 ranks, and a pipe has no replicas yet" in told["replicas"]
-        assert 'name that of the pipe "pp"' in told["no names"]
+        assert told["one replica"].endswith("over 2 devices")
+        assert told["alone"].endswith("over 1 devices")
+        for name in ("replicas", "replicas alone", "another order"):
+            assert told[name].endswith("over 1 devices in 2 replicas")
+        assert "has the dimensions pp, tp, and a pipe uses" in told["another name"]
+        assert 'mesh_dim_names=("dp", "pp")' in told["no names"]
 
 
 def measured(mesh: DeviceMesh) -> tuple[list[float], int]:

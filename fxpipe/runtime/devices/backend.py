@@ -15,6 +15,7 @@ from time import thread_time
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from fxpipe.errors import InputError, RankError
 from fxpipe.ir.instruction import Instruction
@@ -252,8 +253,16 @@ class Channels:
     def updated(self, stage: int, version: int) -> None:
         """Tell other processes, if any, that a stage has a new version of its weights."""
 
-    def when_updated(self, updated: Callable[[int, int], None]) -> None:
-        """Call a function, in another thread, with a stage of another process and its version."""
+    def when_updated(self, updated: Callable[[int, int, int], None]) -> None:
+        """Call a function, in another thread, with a stage of another process, its version, and the
+        number of the replica."""
+
+    def pool(
+        self, device: int, step: int, values: dict[str, Tensor], *, whole: bool
+    ) -> list[dict[str, Tensor]]:
+        """Wait for the buffers that a device has written in a step in all replicas, or, unless
+        ``whole``, in the first one: replica → name → value."""
+        return [values]
 
     def when_failed(self, failed: Callable[[RankError], None]) -> None:
         """Call a function, in another thread, as soon as another process has stopped the run."""
@@ -322,6 +331,9 @@ class Backend:
     devices override what they do differently.
     """
 
+    replica, replicas = 0, 1
+    """Which replica of the pipeline this process belongs to, and how many there are."""
+
     def devices(self, program: Program) -> Sequence[int]:
         """The devices whose lists this process runs."""
         return range(program.devices)
@@ -355,7 +367,7 @@ class Backend:
 
     def settle(self, value: Any) -> list[Any]:
         """Wait until every process has come to the end of a call, and exchange a value: this one's
-        first, then the others'. Raises RankError where one of them has failed."""
+        first, then the others' of its replica. Raises RankError where one of them has failed."""
         return [value]
 
     def kept(self) -> None:
@@ -369,10 +381,11 @@ class Backend:
     def announce(self, error: BaseException) -> None:
         """Tell other processes, if any, that the call has failed here, before it is rolled back."""
 
-    def recovered(self, version: int) -> int:
+    def recovered(self, version: int, value: Any = None) -> tuple[int, list[Any]]:
         """After a failure, the newest version that all processes can roll back to, where this one
-        can roll back to ``version``."""
-        return version
+        can roll back to ``version``, and the values of the processes with the same device in all
+        replicas."""
+        return version, [value]
 
     def computing(self, device: int) -> AbstractContextManager[None]:
         """Inside the block, operations are ordered after the device's computations."""

@@ -17,6 +17,7 @@ from fxpipe.runtime.interpreter import Job, Stopped
 from fxpipe.runtime.ranks.group import RankGroup
 from fxpipe.runtime.ranks.hearing import POLL, failure_of
 from fxpipe.runtime.ranks.message import Message
+from fxpipe.runtime.ranks.summing import Part, add_up, cut, joined
 
 T = TypeVar("T")
 
@@ -48,11 +49,12 @@ class RankChannels(Channels):
         self._group, self._links, self._jobs = group, group.links, jobs
         self._overlaps = program.depth > 0
         self._unsent: list[tuple[Any, Any]] = []
-        self._outputs: dict[int, list[tuple[Buffer, Any]]] = {}
+        self._outputs: dict[int, list[tuple[Buffer, Any, int]]] = {}
+        self._parts: dict[tuple[int, int], list[Part | None]] = {}
         self._met: SimpleQueue[int | None] = SimpleQueue()
         self._times_met: Counter[int] = Counter()
         self._failed: Callable[[RankError], None] = lambda error: None
-        self._updated: Callable[[int, int], None] = lambda stage, version: None
+        self._updated: Callable[[int, int, int], None] = lambda stage, version, replica: None
         self._run = group.delivery.open(self)
 
     def when_failed(self, failed: Callable[[RankError], None]) -> None:
@@ -63,10 +65,11 @@ class RankChannels(Channels):
 
     def put(self, device: int, buffer: Buffer, value: Any) -> None:
         """See Channels.put."""
-        if device == self._group.rank:
+        if device == self._group.device:
             super().put(device, buffer, value)
         else:
-            self._links.send(device, Message("value", (self._run, tuple(buffer)), value))
+            message = Message("value", (self._run, tuple(buffer)), value)
+            self._links.send(self._group.pipeline[device], message)
 
     def start(self) -> None:
         """See Channels.start."""
@@ -80,7 +83,7 @@ class RankChannels(Channels):
 
     def publish(self, buffer: Buffer, value: Any) -> None:
         """See Channels.publish. Where nobody needs it before the end of the run, what is small, as
-        losses are, goes in one message."""
+        losses are, goes in one message. Losses of a step go to all replicas."""
         self._unsent.append((tuple(buffer), value))
         small = isinstance(value, Tensor) and value.nbytes < SMALL
         if not small or self._overlaps:
@@ -90,21 +93,43 @@ class RankChannels(Channels):
         """See Channels.flush."""
         if self._unsent:
             unsent, self._unsent = self._unsent, []
-            self._links.send_all(Message("outputs", (self._run,), unsent))
+            pipeline = self._group.pipeline
+            self._links.send_all(Message("outputs", (self._run,), unsent), pipeline)
+            losses = [(words, value) for words, value in unsent if self._is_loss(Buffer(*words))]
+            elsewhere = [rank for rank in self._group.others if rank not in pipeline]
+            if losses and elsewhere:
+                self._links.send_all(Message("outputs", (self._run,), losses), elsewhere)
+
+    def _is_loss(self, buffer: Buffer) -> bool:
+        return buffer.value == self._jobs[buffer.batch].host.shared
 
     def fed(self, batch: int) -> None:
         """See Channels.fed."""
         with self._group.hearing.changed:
-            for buffer, value in self._outputs.pop(batch, []):
-                self._jobs[batch].host.take(buffer, value)
+            for buffer, value, replica in self._outputs.pop(batch, []):
+                self._jobs[batch].host.take(buffer, value, replica)
 
     def updated(self, stage: int, version: int) -> None:
         """See Channels.updated."""
         self._links.send_all(Message("updated", (self._run, stage, version)))
 
-    def when_updated(self, updated: Callable[[int, int], None]) -> None:
+    def when_updated(self, updated: Callable[[int, int, int], None]) -> None:
         """See Channels.when_updated."""
         self._updated = updated
+
+    def pool(
+        self, device: int, step: int, values: dict[str, Tensor], *, whole: bool
+    ) -> list[dict[str, Tensor]]:
+        """See Channels.pool."""
+        twins, own = self._group.twins, self._group.replica
+        made: list[dict[str, Tensor]] = []
+        if whole or own == 0:
+            buffer = _of_replica("buffers", device, own, step)
+            self._links.send_all(Message("value", (self._run, tuple(buffer)), values), twins)
+        for replica in range(len(twins) if whole else 1):
+            buffer = _of_replica("buffers", device, replica, step)
+            made.append(values if replica == own else self.get(device, buffer))
+        return made
 
     def get(self, device: int, buffer: Buffer) -> Any:
         """See Channels.get."""
@@ -124,12 +149,48 @@ class RankChannels(Channels):
             raise Stopped
         return item
 
+    def reduce_scatter(
+        self, device: int, stage: int, batch: int, gradients: list[Tensor | None]
+    ) -> None:
+        """See Channels.reduce_scatter."""
+        key, own = (stage, batch), self._group.replica
+        parts = cut(gradients, self._group.replicas)
+        for rank, part in zip(self._group.twins, parts, strict=True):
+            if rank != self._group.rank:
+                self._links.send(rank, Message("part", (self._run, key), tuple(part)))
+        with self._group.hearing.changed:
+            self._group.summed += sum(part.nbytes for part in parts) - parts[own].nbytes
+            self._add(own, key, parts[own])
+
+    def all_gather(self, device: int, stage: int, batch: int) -> list[Tensor | None]:
+        """See Channels.all_gather."""
+        replicas = range(self._group.replicas)
+        found = [self.get(device, _of_replica("sums", stage, r, batch)) for r in replicas]
+        return joined([Part(*each) for each in found])
+
+    def _add(self, replica: int, key: tuple[int, int], part: Part) -> None:
+        """Take a replica's gradients of the part that this one adds up. The last one adds them."""
+        replicas, own = self._group.replicas, self._group.replica
+        parts = self._parts.setdefault(key, [None] * replicas)
+        parts[replica] = part
+        known = [each for each in parts if each is not None]
+        if len(known) < replicas:
+            return
+        del self._parts[key]
+        total, (stage, batch) = add_up(known), key
+        buffer = _of_replica("sums", stage, own, batch)
+        self._group.summed += total.nbytes * (replicas - 1)
+        message = Message("value", (self._run, tuple(buffer)), tuple(total))
+        self._links.send_all(message, self._group.twins)
+        super().put(self._group.device, buffer, total)
+
     def meet(self) -> None:
-        """See Channels.meet; the other ranks' threads are waited for."""
-        self._links.send_all(Message("meet", (self._run,)))
+        """See Channels.meet; the threads of the replica's other ranks are waited for."""
+        pipeline = self._group.pipeline
+        self._links.send_all(Message("meet", (self._run,)), pipeline)
         self._times_met[self._group.rank] += 1
         count = self._times_met[self._group.rank]
-        while any(self._times_met[rank] < count for rank in self._group.others):
+        while any(self._times_met[rank] < count for rank in pipeline):
             self._times_met[self._next(self._met)] += 1
 
     def left(self, error: BaseException) -> None:
@@ -149,7 +210,11 @@ class RankChannels(Channels):
             self._met.put(rank)
             return
         if message.kind == "updated":
-            self._updated(*message.key[1:])
+            _, stage, version = message.key
+            self._updated(stage, version, self._group.replica_of(rank))
+            return
+        if message.kind == "part":
+            self._add(self._group.replica_of(rank), message.key[1], Part(*message.value))
             return
         if message.kind == "left":
             error = self._group.hearing.error_of(rank, message.value)
@@ -159,14 +224,15 @@ class RankChannels(Channels):
                 self.failure = error  # it will not start
             return
         if message.kind == "value":
-            super().put(self._group.rank, Buffer(*message.key[1]), message.value)
+            super().put(self._group.device, Buffer(*message.key[1]), message.value)
             return
+        replica = self._group.replica_of(rank)
         for words, value in message.value:
             buffer = Buffer(*words)
             if buffer.batch in self._jobs:
-                self._jobs[buffer.batch].host.take(buffer, value)
+                self._jobs[buffer.batch].host.take(buffer, value, replica)
             else:
-                self._outputs.setdefault(buffer.batch, []).append((buffer, value))
+                self._outputs.setdefault(buffer.batch, []).append((buffer, value, replica))
 
     def fail(self, error: RankError) -> None:
         """Stop the run, which another rank has left; called by the thread that reads messages."""
@@ -176,16 +242,22 @@ class RankChannels(Channels):
             self._failed(error)
 
 
+def _of_replica(what: str, number: int, replica: int, batch: int) -> Buffer:
+    """What a replica tells the others of a stage or a device. No program has such a buffer."""
+    return Buffer("state", what, number, number, replica, batch)
+
+
 class RankBackend(Backend):
     """Runs the list of this rank's CPU device. See Backend."""
 
     def __init__(self, group: RankGroup) -> None:
         """Args: group: the ranks."""
         self._group = group
+        self.replica, self.replicas = group.replica, group.replicas
 
     def devices(self, program: Program) -> Sequence[int]:
         """See Backend.devices."""
-        return (self._group.rank,)
+        return (self._group.device,)
 
     def channels(self, program: Program, threads: int, jobs: Mapping[int, Job]) -> Channels:
         """See Backend.channels."""
@@ -194,9 +266,10 @@ class RankBackend(Backend):
     def memory(self, device: int) -> DeviceMemory:
         """See Backend.memory; the ranks of a host share its memory."""
         hosts = self._group.hosts
-        here = hosts[device] == hosts[self._group.rank]
+        host = hosts[self._group.pipeline[device]]
+        here = host == hosts[self._group.rank]
         known = super().memory(device).total if here else None
-        return DeviceMemory(f"host {hosts[device]}", None, known)
+        return DeviceMemory(f"host {host}", None, known)
 
     @property
     def rolls_back(self) -> bool:
@@ -207,9 +280,9 @@ class RankBackend(Backend):
         """See Backend.announce."""
         self._group.announce(error)
 
-    def recovered(self, version: int) -> int:
+    def recovered(self, version: int, value: Any = None) -> tuple[int, list[Any]]:
         """See Backend.recovered."""
-        return self._group.recovered(version)
+        return self._group.recovered(version, value)
 
     def kept(self) -> None:
         """See Backend.kept."""
@@ -217,5 +290,5 @@ class RankBackend(Backend):
 
     def settle(self, value: Any) -> list[Any]:
         """See Backend.settle."""
-        values = self._group.settle(value)
-        return [values.pop(self._group.rank), *values]
+        values = [*map(self._group.settle(value).__getitem__, self._group.pipeline)]
+        return [values.pop(self._group.device), *values]

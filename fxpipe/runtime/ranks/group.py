@@ -29,14 +29,20 @@ class RankGroup:
     Attributes:
         rank: the number of this one.
         size: how many there are.
+        replicas: how many replicas of the pipeline there are. All ranks of the first one come
+            before those of the second.
+        replica: the number of the one that this rank belongs to.
+        device: which of its devices this rank is.
         names: rank → what messages call it.
-        places: rank → its number and host, for a table; empty for a group of one.
+        places: device → its rank and host, for a table; empty for a group of one.
         hosts: rank → the name of its host; empty for a group of one.
         threads: intra-op threads of this one's device; 0 for a group of one.
         call: how many calls were begun; all ranks count alike, so that the number tells which of
             their calls belong together.
         kept: how many runs have changed the model since the last checkpoint that was loaded; all
             ranks count alike, unless one failed when the others had begun to keep the results.
+        summed: how many bytes of gradients this rank has sent to be summed over the replicas, and
+            of their sums.
         closed: whether ``close`` was called.
         store: of torch.distributed, for this pipe alone; None for a group of one.
         timeout: seconds that another rank may be late.
@@ -51,8 +57,12 @@ class RankGroup:
         self.places = () if met is None else met.places
         self.hosts = () if met is None else met.hosts
         self.size = len(self.names)
+        self.replicas = 1 if met is None else met.replicas
+        self._devices = self.size // self.replicas
+        self.replica, self.device = divmod(self.rank, self._devices)
         self.call = self.kept = 0
         self.threads = 0 if met is None else met.threads
+        self.summed = 0
         self.closed = False
         self.hearing = Hearing(self.names, self.rank)
         self.delivery = Delivery(self.hearing.changed)
@@ -71,6 +81,21 @@ class RankGroup:
     def others(self) -> list[int]:
         """The other ranks."""
         return [rank for rank in range(self.size) if rank != self.rank]
+
+    @property
+    def pipeline(self) -> range:
+        """Device → its rank in this rank's replica."""
+        first = self.replica * self._devices
+        return range(first, first + self._devices)
+
+    @property
+    def twins(self) -> range:
+        """Replica → its rank with the same device as this one."""
+        return range(self.device, self.size, self._devices)
+
+    def replica_of(self, rank: int) -> int:
+        """The replica that a rank belongs to."""
+        return rank // self._devices
 
     # calls
 
@@ -182,42 +207,63 @@ class RankGroup:
         self._settled = True
         return found
 
-    def recovered(self, version: int) -> int:
+    def recovered(self, version: int, value: Any = None) -> tuple[int, list[Any]]:
         """After a failure, the newest version that all ranks can roll back to.
 
         Args:
             version: the newest that this one can roll back to.
+            value: what to tell the ranks with the same device in the other replicas.
+
+        Returns:
+            The version, and what these ranks have told, in the order of replicas.
         """
         if not self._what:
-            return version  # the pipe will be closed
+            return version, [value]  # the pipe will be closed
         self._recovered = True
         try:
-            known = self.exchange(RECOVERY, version, held=True)
+            known = self.exchange(RECOVERY, (version, value), held=True)
         except RankError:
             if not self.hearing.gone:
                 self.close()  # the ranks may have gone back to different versions
-            return version
-        found: int = min(each for each in known if each is not None)
-        return found
+            return version, [value]
+        twins = [known[rank][1] for rank in self.twins if known[rank] is not None]
+        return min(each[0] for each in known if each is not None), twins
 
-    def agree(self, about: str, text: str) -> None:
+    def agree(
+        self, about: str, text: str, *, own: str = "", twins: str = "", value: Any = None
+    ) -> list[Any]:
         """Check that all ranks have the same text.
+
+        Args:
+            about: what the texts describe.
+            text: has to be the same on all ranks.
+            own: has to be the same on the ranks of a replica.
+            twins: has to be the same on the ranks with the same device in all replicas.
+            value: what to tell the other ranks, whatever it is.
+
+        Returns:
+            Rank → its value.
 
         Raises:
             RankError: they have not; it shows the first line that differs.
         """
         if self.size == 1:
-            return
-        digests = self.exchange(about, hashlib.sha256(text.encode()).hexdigest())
-        if len(set(digests)) == 1:
-            return
-        texts = self.exchange(f"{about} in full", text)
-        rank = next(rank for rank, other in enumerate(texts) if other != texts[0])
-        raise RankError(
-            f"{about} differs between ranks: {difference(self.names, rank, texts)}; give all "
-            "ranks the same model, options and inputs",
-            rank=rank,
-        )
+            return [value]
+        texts = [text, own, twins]
+        digests = [hashlib.sha256(each.encode()).hexdigest() for each in texts]
+        told = self.exchange(about, [*digests, value])
+        for rank in range(self.size):
+            device = rank % self._devices
+            for kind, first in enumerate((0, rank - device, device)):
+                if told[rank][kind] == told[first][kind]:
+                    continue
+                found = self.exchange(f"{about} in full", texts[kind])
+                raise RankError(
+                    f"{about} differs between ranks: {difference(self.names, first, rank, found)}; "
+                    "give all ranks the same model, options and inputs",
+                    rank=rank,
+                )
+        return [each[-1] for each in told]
 
     def announce(self, error: BaseException) -> None:
         """Tell all other ranks that this call has failed here, unless they know."""

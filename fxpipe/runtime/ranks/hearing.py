@@ -216,11 +216,11 @@ def failure_of(error: BaseException) -> dict[str, Any]:
     return value
 
 
-def difference(names: Sequence[str], rank: int, texts: Sequence[str]) -> str:
-    """The first line that differs between rank 0 and another rank."""
-    mine, theirs = texts[0].splitlines(), texts[rank].splitlines()
+def difference(names: Sequence[str], first: int, rank: int, texts: Sequence[str]) -> str:
+    """The first line that differs between two ranks."""
+    mine, theirs = texts[first].splitlines(), texts[rank].splitlines()
     for number, (line, other) in enumerate(zip(mine, theirs, strict=False), 1):
         if line != other:
-            shown = f"{line.strip()!r} on {names[0]} and {other.strip()!r} on {names[rank]}"
+            shown = f"{line.strip()!r} on {names[first]} and {other.strip()!r} on {names[rank]}"
             return f"line {number} is {shown}"
-    return f"{len(mine)} lines on {names[0]} and {len(theirs)} on {names[rank]}"
+    return f"{len(mine)} lines on {names[first]} and {len(theirs)} on {names[rank]}"

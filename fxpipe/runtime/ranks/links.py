@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from types import MappingProxyType
 
@@ -100,11 +100,12 @@ class Links:
         peer = self._peers[rank]
         self._send(peer, pack(message, peer.lent))
 
-    def send_all(self, message: Message) -> None:
-        """Send a message to every other rank."""
-        if self._peers:
+    def send_all(self, message: Message, ranks: Collection[int] | None = None) -> None:
+        """Send a message to every other rank, or to those of some ranks that are others."""
+        peers = [p for rank, p in self._peers.items() if ranks is None or rank in ranks]
+        if peers:
             packed = pack(message)
-            for peer in self._peers.values():
+            for peer in peers:
                 self._send(peer, packed)
 
     def pump(self, arrived: Callable[[], bool], timeout: float) -> None:

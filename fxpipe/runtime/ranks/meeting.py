@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fxpipe.errors import InputError, RankError, told
 from fxpipe.runtime.ranks.shared import LOCAL, Shared, share
 from fxpipe.signals import raise_held
+from fxpipe.words import numbers_text
 
 T = TypeVar("T")
 
@@ -40,9 +41,11 @@ class Met(NamedTuple):
     """What the ranks of a pipe know of each other.
 
     Attributes:
-        rank: this one's number in the pipe.
+        rank: this one's number in the pipe. Those of the first replica come first, each replica's
+            in the order of its devices.
         names: rank → what messages call it, ``rank 1 (host, process 4711)``.
-        places: rank → the same for a table, ``rank 1, host``.
+        places: device → the same for a table, ``rank 1, host``, or ``ranks 1 and 3, host`` where
+            it is in two replicas.
         hosts: rank → the name of its host.
         sockets: other rank → a connection to it.
         threads: intra-op threads of this rank's device: its share of the host's, or what
@@ -51,6 +54,7 @@ class Met(NamedTuple):
         shared: other rank → the memory that it shares with this one, where it does.
         store: of torch.distributed, for this pipe alone.
         devices: rank → the index of its CUDA device on its host; None where the mesh is of CPUs.
+        replicas: how many replicas of the pipeline there are.
     """
 
     rank: int
@@ -63,6 +67,7 @@ class Met(NamedTuple):
     shared: Mapping[int, Shared] = MappingProxyType({})
     store: Any = None
     devices: tuple[int | None, ...] = ()
+    replicas: int = 1
 
 
 class _Card(NamedTuple):
@@ -77,29 +82,34 @@ class _Card(NamedTuple):
     local: str
     secret: bytes
     versions: tuple[str, str]
-    ranks: tuple[int, ...]
+    ranks: tuple[tuple[int, ...], ...]
     device: int | None
 
 
-def meet(mesh: DeviceMesh) -> Met:
+def meet(mesh: DeviceMesh, pipeline: int | None, replicas: int | None) -> Met:
     """Connect to the other ranks of a pipe. Every rank of the mesh has to call this.
 
     Args:
-        mesh: of one dimension: the ranks of the pipe in order.
+        mesh: the ranks of the pipe.
+        pipeline: the dimension along which the devices of one pipeline are, in order.
+        replicas: the dimension along which the replicas are, in order.
 
     Raises:
         InputError: the ranks have different versions of fxpipe or torch, or different meshes, or
             this one is in none.
         RankError: a rank does not come, or cannot be reached.
     """
-    ranks = tuple(int(each) for each in mesh.mesh.flatten())
+    dims = [dim for dim in (replicas, pipeline) if dim is not None and mesh.shape[dim] > 1]
+    devices = 1 if pipeline is None else mesh.shape[pipeline]
+    size = mesh.size()
+    ranks = tuple(map(int, mesh.mesh.movedim(dims, [*range(len(dims))]).flatten()))
     if dist.get_rank() not in ranks:
         raise InputError(
             f"rank {dist.get_rank()} is not in the mesh, which has the ranks "
             f"{', '.join(map(str, ranks))}; call fxpipe.compile on these alone"
         )
-    group, rank, size = mesh.get_group(), ranks.index(dist.get_rank()), mesh.size()
-    timeout = _timeout(group, mesh.device_type)
+    groups, rank = [mesh.get_group(dim) for dim in reversed(dims)], ranks.index(dist.get_rank())
+    timeout = _timeout(groups[0], mesh.device_type)
     # a thread has a current device of its own
     device = torch.cuda.current_device() if mesh.device_type == "cuda" else None
     address, known_as = _address()
@@ -121,15 +131,18 @@ def meet(mesh: DeviceMesh) -> Met:
             "" if local is None else local.getsockname()[1:].decode(),
             secrets.token_bytes(_PROOF),
             (_version(), torch.__version__),
-            ranks,
+            tuple(ranks[first : first + devices] for first in range(0, size, devices)),
             device,
         )
-        cards: list[Any] = [None] * size
+        cards = [card]
 
         def gather() -> None:
             try:
                 with nullcontext() if device is None else torch.cuda.device(device):
-                    dist.all_gather_object(cards, card, group=group)
+                    for group in groups:  # along one dimension of the mesh, then along the other
+                        parts: list[list[_Card]] = [[]] * group.size()
+                        dist.all_gather_object(parts, cards, group=group)
+                        cards[:] = [each for part in parts for each in part]
             except BaseException as error:
                 raise RankError(
                     f"the ranks of the mesh did not meet ({told(error)}); every rank has to call "
@@ -138,7 +151,7 @@ def meet(mesh: DeviceMesh) -> Met:
                 ) from error
 
         interruptibly(gather, raise_held)
-        names = tuple(map(_named_rank, cards))
+        names = tuple(_named_rank(each) for each in cards)
         for name, each in zip(names, cards, strict=True):
             if each.versions != cards[0].versions:
                 raise InputError(
@@ -152,23 +165,46 @@ def meet(mesh: DeviceMesh) -> Met:
                     f"{cards[0].ranks}; make the same mesh on all"
                 )
         cards.sort(key=lambda each: ranks.index(each.global_rank))  # the group is in its own order
-        names = tuple(map(_named_rank, cards))
+        names = tuple(_named_rank(each) for each in cards)
         sockets = _connected(rank, cards, names, listeners, time.monotonic() + CONNECTS)
     shared = dict(zip(sockets, share([*sockets.values()]), strict=True))
     beside = sum(each.host == card.host and each.network == card.network for each in cards)
     threads = torch.get_num_threads()
     threads = threads if "OMP_NUM_THREADS" in os.environ else max(1, threads // beside)
-    places = tuple(f"rank {each.global_rank}, {each.host}" for each in cards)
+    places = tuple(_place(cards[device::devices]) for device in range(devices))
     hosts = tuple(each.host for each in cards)
     name = hashlib.sha256(cards[0].secret).hexdigest()
-    store = within(group.get_group_store(), f"fxpipe/{name}")
-    devices = tuple(each.device for each in cards)
-    return Met(rank, names, places, hosts, sockets, threads, timeout, shared, store, devices)
+    store = within(groups[0].get_group_store(), f"fxpipe/{name}")
+    return Met(
+        rank,
+        names,
+        places,
+        hosts,
+        sockets,
+        threads,
+        timeout,
+        shared,
+        store,
+        tuple(each.device for each in cards),
+        size // devices,
+    )
+
+
+def _place(cards: Sequence[_Card]) -> str:
+    """What a table says of a device, which is on one rank of each replica."""
+    hosts = {card.host for card in cards}
+    where = cards[0].host if len(hosts) == 1 else f"{len(hosts)} hosts"
+    ranks = numbers_text(sorted(card.global_rank for card in cards))
+    return f"rank{'s' * (len(cards) > 1)} {ranks}, {where}"
 
 
 def _named_rank(card: _Card) -> str:
     """What messages call a rank."""
-    return f"rank {card.global_rank} ({card.host}, process {card.process})"
+    place = ""
+    for replica, own in enumerate(card.ranks if len(card.ranks) > 1 else ()):
+        if card.global_rank in own:
+            place = f"device {own.index(card.global_rank)} of replica {replica}, "
+    return f"rank {card.global_rank} ({place}{card.host}, process {card.process})"
 
 
 def _connected(

@@ -56,7 +56,8 @@ def write(checkpoint: Checkpoint, state: Mapping[str, Any], path: Path, group: R
         checkpoint: what this process has of the checkpoint.
         state: the state dict of what it has of the model.
         path: the folder, which all processes can reach.
-        group: the processes that write; each of them calls this, inside of ``calling``.
+        group: the processes; each of them calls this, inside of ``calling``, and those of the first
+            replica write.
 
     Raises:
         CheckpointError: the folder cannot hold a value, or cannot be written. An older folder stays
@@ -72,9 +73,10 @@ def write(checkpoint: Checkpoint, state: Mapping[str, Any], path: Path, group: R
                 made = stack.enter_context(replacing(path, folder=True))
             unfinished = group.exchange("folder", made and str(made))[0]
             writer = Writer(unfinished)
-            parts = group.exchange("files", writer.write(tensors.nested, group.rank))
+            made_here = None if group.replica else writer.write(tensors.nested, group.rank)
+            parts = group.exchange("files", made_here)
             if group.rank == 0:
-                writer.complete(parts)
+                writer.complete([part for part in parts if part is not None])
         group.exchange("checkpoint", None)  # which is in its place now
     except (OSError, ValueError, RuntimeError) as error:
         why = getattr(error, "strerror", None) or error

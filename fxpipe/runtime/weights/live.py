@@ -132,6 +132,22 @@ class Weights:
         """A stage's parameters of a version."""
         raise NotImplementedError
 
+    @property
+    def defers(self) -> bool:
+        """Whether BatchNorm statistics are updated only at the end of a batch's forwards."""
+        return bool(self._deferred)
+
+    def pooled(self, written: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        """What all replicas together have written: name → value. The moments of BatchNorms are
+        those of all replicas, and every other buffer is that of the first one.
+
+        Args:
+            written: replica → name → the newest value.
+        """
+        names = [norm.moments for norm in self._deferred if norm.moments in written[0]]
+        merged = {name: moments.merged([own[name] for own in written]) for name in names}
+        return written[0] | merged
+
     def buffers(self, stage: int) -> Sequence[torch.Tensor]:
         """A stage's buffers as they were before the run."""
         return self._buffers[stage]

@@ -39,6 +39,7 @@ class Progress:
         clipping: Clipping | None,
         generators: Callable[[], Mapping[str, torch.Generator]] = dict,
         owns: Callable[[int], bool] = lambda stage: True,
+        others: Sequence[int] = (),
     ) -> None:
         """Nothing is trained yet.
 
@@ -48,6 +49,7 @@ class Progress:
             clipping: how gradients are clipped; None where they are not.
             generators: returns torch's generators for the devices, besides that for the CPU.
             owns: whether this process trains a stage.
+            others: the numbers of the other replicas.
         """
         self.batches = 0
         self.optimizers: tuple[Optimizer | None, ...] | None = None
@@ -57,6 +59,7 @@ class Progress:
         self._clipping = clipping
         self._generators = generators
         self._owns = owns
+        self._replicas = others
         # of a checkpoint, until a plan is known
         self._saved: OptimizerState | None = None
         self._offered: dict[int, nn.Parameter] = {}
@@ -174,6 +177,7 @@ class Progress:
                 predicts=schedule.predict,
                 awaits=schedule.versions().awaited,
                 owns=self._owns,
+                others=self._replicas,
             )
             names = self._names()
             targets = {names[own[a.target]]: a.target for s in plan.stages for a in s.parameters}

@@ -52,6 +52,7 @@ class VersionedWeights(Weights):
         predicts: bool = False,
         awaits: bool = False,
         owns: Callable[[int], bool] = lambda stage: True,
+        others: Sequence[int] = (),
     ) -> None:
         """Take the current parameters as version 0.
 
@@ -63,6 +64,7 @@ class VersionedWeights(Weights):
             awaits: whether an update may wait for another stage's, see ``Versions.awaited``.
             owns: whether this process updates a stage; of the others only the newest version's
                 number is known, see ``note``.
+            others: the numbers of the other replicas, whose versions are known likewise.
 
         Raises:
             InputError: weights are to be predicted, and an optimizer has no momentum.
@@ -79,6 +81,8 @@ class VersionedWeights(Weights):
         ]
         for stage in self._stages:
             stage.restart(0)
+        # other replica → stage → its newest version
+        self._elsewhere = {replica: [0] * len(self._stages) for replica in others}
         self._groups: dict[tuple[int, int], list[dict[str, Any]]] = {}
         self._awaits = awaits
         self._own = [own for stage, own in enumerate(self._stages) if owns(stage)]
@@ -86,8 +90,9 @@ class VersionedWeights(Weights):
 
     @property
     def slowest(self) -> int:
-        """The newest version that every stage has."""
-        return min(stage.newest for stage in self._stages)
+        """The newest version that every stage has, in all replicas."""
+        own = [stage.newest for stage in self._stages]
+        return min(map(min, [own, *self._elsewhere.values()]))
 
     @property
     def own_slowest(self) -> int:
@@ -98,11 +103,18 @@ class VersionedWeights(Weights):
         """Call a function with each stage that this process updates, and its new version."""
         self._updated = updated
 
-    def note(self, stage: int, version: int) -> None:
-        """Take note of a version that another process has made of a stage."""
+    def note(self, stage: int, version: int, replica: int) -> None:
+        """Take note of a version that another process, of a replica, has made of a stage."""
         with self._lock:
-            self._stages[stage].newest = version
+            if replica in self._elsewhere:
+                self._elsewhere[replica][stage] = version
+            else:
+                self._stages[stage].newest = version
             self._lock.notify_all()
+
+    def _at(self, version: int) -> None:
+        """Take note that all other replicas have the same version."""
+        self._elsewhere = {replica: [version] * len(self._stages) for replica in self._elsewhere}
 
     @property
     def versions(self) -> list[int]:
@@ -160,6 +172,7 @@ class VersionedWeights(Weights):
             self.base = self.slowest
             for stage in self._stages:
                 stage.restart(self.base)
+            self._at(self.base)
         self.bind(stages, state, deferred)
 
     def follow(self, delays: Sequence[int], *, awaits: bool) -> None:
@@ -205,6 +218,7 @@ class VersionedWeights(Weights):
         self.base = max(history.base, min(known, default=history.newest))
         for stage in self._stages:
             stage.resume(history.newest, self.base, known)
+        self._at(history.newest)
 
     def expect(self, batch: int) -> None:
         """Register a batch; its update will use the current settings of the optimizers."""
@@ -261,13 +275,9 @@ class VersionedWeights(Weights):
                     stage.return_to(version)
                 else:
                     stage.restart(version)
+        self._at(version)
         self._groups.clear()
         self._stopped = False
-
-    @property
-    def defers(self) -> bool:
-        """Whether BatchNorm statistics are updated only at the end of a batch's forwards."""
-        return bool(self._deferred)
 
     def gathered(self, written: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The values of the buffers that a device has written in a batch's forwards.

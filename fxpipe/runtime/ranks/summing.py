@@ -1,0 +1,96 @@
+"""Sums of gradients over the replicas, in the order of the replicas.
+
+A gradient of n elements is cut into as many pieces as there are replicas. Each replica gets one of
+them from all others, adds them in the order 0, 1, 2 …, and tells the sum to all. So a rank sends
+2(N − 1)/N of the bytes of its gradients, and whatever it computes meanwhile, it does not wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fxpipe.ir.value import part_of
+
+Pieces = list[Tensor | None]
+"""For each gradient of a stage one replica's piece of it; None where there is no gradient."""
+
+Layouts = list[tuple[tuple[int, ...], tuple[int, ...]] | None]
+"""For each gradient its shape and strides, or None."""
+
+
+class Part(NamedTuple):
+    """The pieces of a stage's gradients that one replica adds up, or their sums."""
+
+    pieces: Pieces
+    layouts: Layouts
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes the pieces have."""
+        return sum(piece.nbytes for piece in self.pieces if piece is not None)
+
+
+def cut(gradients: Sequence[Tensor | None], replicas: int) -> list[Part]:
+    """Replica → the part that it adds up. The pieces share the gradients' memory where they can."""
+    layouts = [_layout(gradient) for gradient in gradients]
+    columns = [_cut(gradient, index, replicas) for index, gradient in enumerate(gradients)]
+    return [Part([own[replica] for own in columns], layouts) for replica in range(replicas)]
+
+
+def add_up(parts: Sequence[Part]) -> Part:
+    """The sums of what all replicas have of a part, in their order."""
+    pieces: Pieces = []
+    layouts: Layouts = []
+    for own, told in zip(
+        zip(*(part.pieces for part in parts), strict=True),
+        zip(*(part.layouts for part in parts), strict=True),
+        strict=True,
+    ):
+        first, *others = [piece for piece in own if piece is not None] or [None]
+        total = first
+        for index, piece in enumerate(others):
+            total = torch.add(total, piece) if index == 0 else total.add_(piece)
+        pieces.append(total)
+        layouts.append(next((layout for layout in told if layout is not None), None))
+    return Part(pieces, layouts)
+
+
+def joined(parts: Sequence[Part]) -> list[Tensor | None]:
+    """The gradients from the sums of all parts, in memory of their own."""
+    return [
+        None if layout is None else _join([part.pieces[index] for part in parts], *layout)
+        for index, layout in enumerate(parts[0].layouts)
+    ]
+
+
+def _cut(gradient: Tensor | None, index: int, replicas: int) -> Pieces:
+    if gradient is None:
+        return [None] * replicas
+    if gradient.layout is not torch.strided:  # all of it is one piece
+        return [gradient if index % replicas == each else None for each in range(replicas)]
+    flat = gradient.detach().reshape(-1)
+    spans = [part_of(flat.numel(), replica, replicas) for replica in range(replicas)]
+    return [flat[span.start : span.stop] for span in spans]
+
+
+def _layout(gradient: Tensor | None) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """The layout of a copy; it has no gaps, and no elements twice."""
+    if gradient is None:
+        return None
+    if gradient.layout is not torch.strided:
+        return tuple(gradient.shape), ()
+    return tuple(gradient.shape), torch.empty_like(gradient, device="meta").stride()
+
+
+def _join(pieces: Pieces, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
+    found = [piece for piece in pieces if piece is not None]
+    if found[0].layout is not torch.strided:
+        return found[0].clone()
+    made = torch.empty_strided(shape, strides, dtype=found[0].dtype)
+    if made.is_contiguous():
+        return torch.cat(found, out=made.view(-1)).view(shape)
+    return made.copy_(torch.cat(found).view(shape))

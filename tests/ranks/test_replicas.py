@@ -1,0 +1,221 @@
+"""Replicas of a pipeline give the bits of plain loops over their batches, one after another."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fxpipe
+from tests.helpers.ranks import DeviceMesh, on_ranks
+from tests.oracles import replicated_loop
+from tests.oracles.replicated_loop import ReplicatedLoop
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+Results = dict[str, Tensor]
+STEPS = 10
+OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
+}
+
+
+class Model(nn.Module):
+    """Four parts with BatchNorm, a convolution and a skip."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv1d(2, 6, 3, padding=1)
+        self.second = nn.Sequential(nn.BatchNorm1d(6), nn.Tanh(), nn.Conv1d(6, 6, 1))
+        self.third = nn.Sequential(nn.Flatten(), nn.Linear(30, 7), nn.Tanh())
+        self.fourth = nn.Linear(12 + 1, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a = self.first(x)
+        b = self.second(a)
+        c = self.third(b)
+        out: Tensor = self.fourth(torch.cat([c, a.mean(2)], 1))
+        return out
+
+
+def made() -> Model:
+    torch.manual_seed(0)
+    return Model()
+
+
+def batch(step: int, replica: int, samples: int = 8) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + replica)
+    x = torch.randn(samples, 2, 5, generator=generator)
+    return x, torch.randn(samples, 3, generator=generator)
+
+
+def pipe_of(mesh: DeviceMesh, **options: Any) -> fxpipe.Pipeline:
+    devices = mesh["pp"].size()
+    stages = devices * (2 if options.get("schedule") == "interleaved-1f1b" else 1)
+    cuts = {1: [], 2: ["third"], 4: ["second", "third", "fourth"]}
+    defaults: dict[str, Any] = {
+        "microbatches": 4,
+        "loss": F.mse_loss,
+        "optimizer": OPTIMIZERS["adamw"],
+        "partition": cuts[stages],
+    }
+    return fxpipe.compile(made(), mesh, **{**defaults, **options})
+
+
+def trained(
+    mesh: DeviceMesh, optimizer: str = "adamw", steps: int = STEPS, scale: float = 1, **options: Any
+) -> Results:
+    """The losses of some steps, and the whole state after them."""
+    replica = mesh["dp"].get_local_rank()
+    if scale != 1:
+        options["scaler"] = torch.amp.GradScaler("cpu", init_scale=scale)
+    found: Results = {}
+    with pipe_of(mesh, optimizer=OPTIMIZERS[optimizer], **options) as pipe:
+        for step in range(steps):
+            x, y = batch(step, replica)
+            found[f"loss {step}"] = pipe.step(x, target=y).clone()
+        pipe.flush()
+        found |= pipe.state_dict(full=True)
+    return found
+
+
+def looped(
+    replicas: int,
+    optimizer: str = "adamw",
+    steps: int = STEPS,
+    scale: float = 1,
+    schedule: str = "1f1b",
+    clip_norm: float | None = None,
+) -> Results:
+    """The same in plain loops."""
+    model = made()
+    made_by = OPTIMIZERS[optimizer](model.parameters())
+    plain = ReplicatedLoop(model, made_by, F.mse_loss, 4, lambda name: int(schedule == "2bw"))
+    plain.clip, plain.scale = clip_norm, scale
+    found: Results = {}
+    for step in range(steps):
+        x, y = zip(*(batch(step, replica) for replica in range(replicas)), strict=True)
+        found[f"loss {step}"] = plain.step(x, y)
+    return found | copy.deepcopy(model.state_dict())
+
+
+CASES: Mapping[str, dict[str, Any]] = {
+    "gpipe": {"schedule": "gpipe", "optimizer": "sgd"},
+    "1f1b": {"schedule": "1f1b", "optimizer": "adamw"},
+    "zb-h1": {"schedule": "zb-h1", "optimizer": "adam"},
+    "interleaved-1f1b": {"schedule": "interleaved-1f1b", "optimizer": "sgd"},
+    "2bw": {"schedule": "2bw", "optimizer": "adamw"},
+    "clipped": {"clip_norm": 0.05, "optimizer": "sgd"},
+    "clipped, 2bw": {"clip_norm": 0.05, "schedule": "2bw", "optimizer": "adam"},
+    "scaled": {"scale": 256.0, "clip_norm": 0.05, "schedule": "zb-h1"},
+}
+SHAPES = {(2, 2): [*CASES], (3, 1): ["gpipe", "1f1b", "2bw", "clipped"], (4, 1): ["zb-h1", "2bw"]}
+
+
+def run_cases(mesh: DeviceMesh, names: list[str]) -> list[Results]:
+    return [trained(mesh, **CASES[name]) for name in names]
+
+
+@pytest.mark.parametrize("shape", [*SHAPES])
+def test_replicas_give_the_bits_of_plain_loops(shape: tuple[int, int]) -> None:
+    replicas, devices = shape
+    ranks = on_ranks(replicas * devices, run_cases, SHAPES[shape], replicas=replicas)
+    for index, name in enumerate(SHAPES[shape]):
+        expected = looped(replicas, **CASES[name])
+        for rank in ranks:
+            assert_equal(rank[index], expected, name)
+
+
+def assert_equal(found: Results, expected: Results, name: str) -> None:
+    assert found.keys() == expected.keys(), name
+    for key, value in expected.items():
+        assert torch.equal(found[key], value), f"{name}: {key}: {found[key]} is not {value}"
+
+
+# what replicas do with batches that differ
+
+SIZES = ((8, 8), (8, 5), (3, 8))
+"""Step → replica → how many samples its batch has."""
+
+
+def classes(step: int, replica: int, samples: int) -> tuple[Tensor, Tensor]:
+    """A batch with classes, many of which are ignored; in one replica's second batch all are."""
+    x, y = batch(step, replica, samples)
+    target = torch.where(y[:, 1] > 0.3, -100, y.argmax(1))
+    target[0] = 1
+    return x, torch.full_like(target, -100) if (step, replica) == (1, 1) else target
+
+
+def counted(target: Tensor) -> Tensor:
+    return (target != -100).sum()
+
+
+def squares(out: Tensor, target: Tensor) -> Tensor:
+    return (out - target).square().sum()
+
+
+def masked(out: Tensor, target: Tensor) -> Tensor:
+    return ((out - target).square() * (target > 0)).sum() / (target > 0).sum()
+
+
+OBJECTIVES: Mapping[str, dict[str, Any]] = {
+    "samples": {},
+    "ignored": {"loss": F.cross_entropy, "data": classes, "weight": counted},
+    "sum": {"loss": squares, "reduction": "sum", "weight": lambda y: 1.0},
+    "weighted": {"loss": masked, "loss_weight": lambda y: (y > 0).sum()},
+}
+
+
+def uneven(mesh: DeviceMesh) -> dict[str, Results]:
+    """The losses and gradients of batches of other sizes in each replica."""
+    replica, every = mesh["dp"].get_local_rank(), {}
+    for name, wanted in OBJECTIVES.items():
+        options = {key: value for key, value in wanted.items() if key not in ("data", "weight")}
+        found: Results = {}
+        with pipe_of(mesh, optimizer=None, **options) as pipe:
+            for step, sizes in enumerate(SIZES):
+                x, y = wanted.get("data", batch)(step, replica, sizes[replica])
+                found[f"loss {step}"] = pipe.step(x, target=y).clone()
+            own = pipe.state_dict()
+            for key, parameter in pipe.named_parameters():
+                if key in own:
+                    assert parameter.grad is not None
+                    found[key] = parameter.grad.clone()
+            found["sent"] = torch.tensor(pipe._group.summed)
+            assert pipe.program.replicas == 2
+            held = pipe._engine.held(pipe._compiled())
+            stage = pipe._group.device
+            found["predicted"] = torch.tensor(held.summing(stage, replica, 2) * len(SIZES))
+        every[name] = found
+    return every
+
+
+def test_losses_count_in_the_batches_of_all_replicas_and_bytes_are_as_predicted() -> None:
+    ranks = on_ranks(4, uneven, replicas=2)
+    for name, wanted in OBJECTIVES.items():
+        model = made()
+        weight = wanted.get("loss_weight", wanted.get("weight"))
+        total = wanted.get("reduction") == "sum"
+        expected: Results = {}
+        for step, sizes in enumerate(SIZES):
+            batches = [wanted.get("data", batch)(step, r, size) for r, size in enumerate(sizes)]
+            x, y = zip(*batches, strict=True)
+            loss = wanted.get("loss", F.mse_loss)
+            expected[f"loss {step}"] = replicated_loop.train(
+                model, min(4, *sizes), x, y, loss=loss, weight=weight, total=total
+            )
+        for key, parameter in model.named_parameters():
+            assert parameter.grad is not None
+            expected[key] = parameter.grad
+        for found in (rank[name] for rank in ranks):
+            sent, predicted = found.pop("sent"), found.pop("predicted")
+            assert sent == predicted > 0 or (name == "ignored" and sent < predicted)
+            assert_equal(found, {key: expected[key] for key in found}, name)
+        assert {key for rank in ranks for key in rank[name]} == expected.keys()

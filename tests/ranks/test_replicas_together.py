@@ -1,0 +1,168 @@
+"""What replicas share besides gradients: draws, statistics, checkpoints, and failures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fxpipe
+from tests.helpers.ranks import DeviceMesh, on_ranks
+from tests.ranks.test_replicas import OPTIMIZERS, Model, batch, looped, pipe_of
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+Devices = DeviceMesh | int
+
+
+class Noisy(nn.Module):
+    """A BatchNorm of the inputs, and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(2)
+        self.second = nn.Sequential(nn.Flatten(), nn.Linear(10, 16), nn.Tanh())
+        self.third = nn.Sequential(nn.Dropout(0.5), nn.Linear(16, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.third(self.second(self.norm(x)))
+        return out
+
+
+def noisy(devices: Devices, replicas: list[int], microbatches: int) -> dict[str, Any]:
+    """The losses and statistics of a few steps on the batches of some replicas, and an output."""
+    found: dict[str, Any] = {}
+    for schedule in ("1f1b", "2bw"):
+        torch.manual_seed(0)
+        with fxpipe.compile(
+            Noisy(),
+            devices,
+            schedule=schedule,
+            microbatches=microbatches,
+            loss=F.mse_loss,
+            optimizer=OPTIMIZERS["sgd"],
+            partition=["third"],
+            deferred_batchnorm=True,
+        ) as pipe:
+            torch.manual_seed(5 + replicas[0])  # the draws of the first rank count
+            for step in range(3):
+                parts = [batch(step, replica) for replica in replicas]
+                x, y = (torch.cat(each) for each in zip(*parts, strict=True))
+                found[f"{schedule} {step}"] = pipe.step(x, target=y).clone()
+            pipe.flush()
+            found |= {f"{schedule} {k}": v for k, v in pipe.state_dict(full=True).items()}
+            pipe.eval()
+            found[f"{schedule} out"] = pipe(batch(9, replicas[0])[0])
+    return found
+
+
+def noisy_on_ranks(mesh: DeviceMesh) -> dict[str, Any]:
+    return noisy(mesh, [mesh["dp"].get_local_rank()], 4)
+
+
+def test_draws_and_deferred_statistics_are_those_of_one_loop_over_all_batches() -> None:
+    expected = noisy(2, [0, 1], 8)
+    ranks = on_ranks(4, noisy_on_ranks, replicas=2)
+    for rank, found in enumerate(ranks):
+        for key, value in expected.items():
+            if not key.endswith("out"):
+                torch.testing.assert_close(found[key], value, rtol=1e-4, atol=1e-5, msg=key)
+                assert torch.equal(found[key], ranks[0][key])
+        if rank < 2:
+            torch.testing.assert_close(found["1f1b out"], expected["1f1b out"])
+    assert not torch.allclose(ranks[0]["1f1b out"], ranks[2]["1f1b out"])
+
+
+def continued(
+    mesh: DeviceMesh, load: str | None, save: str | None, steps: tuple[int, int], schedule: str
+) -> dict[str, Any]:
+    """The state after some steps, from one checkpoint and to another."""
+    replica, optimizer = mesh["dp"].get_local_rank(), OPTIMIZERS["adamw"]
+    with pipe_of(mesh, schedule=schedule, optimizer=optimizer) as pipe:
+        x, y = batch(0, replica)
+        pipe.prepare(x, target=y)
+        if load is not None:
+            pipe.load(load)
+        for step in range(*steps):
+            x, y = batch(step, replica)
+            pipe.step(x, target=y)
+        pipe.flush()
+        if save is not None:
+            pipe.save(save)
+        state: dict[str, Any] = pipe.state_dict(full=True)
+    return state
+
+
+def test_checkpoints_go_from_any_replicas_and_devices_to_any_others(tmp_path: Path) -> None:
+    first = on_ranks(4, continued, None, tmp_path / "a", (0, 3), "2bw", replicas=2)
+    assert len([*(tmp_path / "a").glob("*.distcp")]) == 2
+    again = on_ranks(2, continued, tmp_path / "a", tmp_path / "b", (3, 5), "2bw", replicas=2)
+    expected = looped(2, "adamw", 5, schedule="2bw")
+    with fxpipe.compile(Model(), 1, loss=F.mse_loss, optimizer=OPTIMIZERS["adamw"]) as pipe:
+        pipe.load(tmp_path / "b")
+        assert pipe.batches == 5
+        alone = pipe.state_dict()
+    for found in (*again, alone):
+        for key, value in found.items():
+            assert torch.equal(value, expected[key]), key
+    assert all(torch.equal(first[0][key], first[3][key]) for key in first[0])
+
+
+class Broken(Exception):
+    """Raised in one replica."""
+
+
+def failing(mesh: DeviceMesh) -> dict[str, Any]:
+    """What a rank is told of failures in the second replica, and what is left."""
+    replica, device = mesh.get_local_rank("dp"), mesh.get_local_rank("pp")
+    told: dict[str, Any] = {}
+    for schedule in ("1f1b", "2bw"):
+        step, breaks = 0, False
+
+        def optimizer(parameters: Any) -> torch.optim.Optimizer:
+            made = torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+            def before(*_: Any) -> None:
+                if breaks and (replica, device) == (1, 1):  # noqa: B023
+                    raise Broken("here")
+
+            made.register_step_pre_hook(before)
+            return made
+
+        with pipe_of(mesh, schedule=schedule, optimizer=optimizer) as pipe:
+            while pipe.batches < 6:
+                breaks, step = step == 3, step + 1
+                x, y = batch(pipe.batches, replica)
+                try:
+                    pipe.step(x, target=y)
+                    if step == 4:
+                        pipe.flush()
+                except fxpipe.ExecutionError as error:
+                    told[schedule] = str(error), pipe.batches
+            pipe.flush()
+            told[f"{schedule} state"] = pipe.state_dict(full=True)
+    torch.manual_seed(replica)
+    with pytest.raises(fxpipe.RankError, match="the model's values differs between ranks") as other:
+        pipe = fxpipe.compile(Model(), mesh, loss=F.mse_loss, microbatches=2)
+        pipe.step(*batch(0, replica)[:1], target=batch(0, replica)[1])
+    told["values"] = str(other.value)
+    return told
+
+
+def test_a_failure_in_one_replica_takes_all_back_to_the_same_batch() -> None:
+    ranks = on_ranks(4, failing, replicas=2)
+    for schedule in ("1f1b", "2bw"):
+        expected = looped(2, "sgd", 6, schedule=schedule)
+        for rank, told in enumerate(ranks):
+            message, batches = told[schedule]
+            assert ("device 1 of replica 1" in message) == (rank != 3), message
+            assert batches == ranks[0][schedule][1]
+            for key, value in told[f"{schedule} state"].items():
+                if schedule == "1f1b":
+                    assert torch.equal(value, expected[key]), key
+                assert torch.equal(value, ranks[0][f"{schedule} state"][key])
+    assert all("device 0 of replica 1" in told["values"] for told in ranks)
