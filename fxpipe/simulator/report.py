@@ -130,7 +130,8 @@ def _sums(simulation: Simulation) -> str:
     told = f"{simulation.hidden:.1%} of the time in which {replicas} replicas sum gradients hides"
     if simulation.sizes is None:
         return told
-    return f"{told}; a device sends at most {bytes_text(max(simulation.summed(replicas - 1)))}"
+    most = max(simulation.summed(replicas - 1)) // simulation.steps
+    return f"{told}; a device sends at most {bytes_text(most)} for them a step"
 
 
 def _long_run(simulation: Simulation) -> str:

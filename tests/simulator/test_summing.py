@@ -181,7 +181,11 @@ def test_the_table_and_the_trace_tell_of_sums() -> None:
     text = str(found)
     # the sums take 6 each, of which 4 and 2 are over when they are needed
     assert "50.0% of the time in which 2 replicas sum gradients hides" in text
-    assert "a device sends at most 20 B" in text
+    for steps in 1, 3:
+        text = str(
+            TWO.simulate(FREE, replicas=2, links=Link(2, 5), sizes=sizes(2, 10), steps=steps)
+        )
+        assert "a device sends at most 20 B for them a step" in text
     assert " sums " in text and " sums " not in str(TWO.simulate(FREE))
     drawn = json.loads(found.draw().pipe("json"))
     assert {"sum:0[0]", "sum:1[0]"} <= {edge.get("tooltip") for edge in drawn["edges"]}
