@@ -342,7 +342,6 @@ def _pause(machine: Machine, instruction: ins.Pause) -> None:
 
 
 def _reduce_scatter(machine: Machine, instruction: ins.ReduceScatter) -> None:
-    """Between this and the all-gather, the channels have the gradients."""
     stage, batch = instruction.stage, instruction.batch
     gradients = machine.store.gradients.pop((stage, batch), [])
     machine.channels.reduce_scatter(machine.device, stage, machine.step + batch, gradients)

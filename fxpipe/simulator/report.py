@@ -19,7 +19,7 @@ from rich.table import Table
 from fxpipe.errors import InputError
 from fxpipe.ir.task import KINDS
 from fxpipe.ir.value import Buffer
-from fxpipe.simulator.memory import PARTS
+from fxpipe.simulator.holding import PARTS
 from fxpipe.simulator.simulation import Simulation, Span, Sum, Transfer, task_of
 from fxpipe.text.program import print_instruction
 from fxpipe.words import bytes_text, plural, table_text
