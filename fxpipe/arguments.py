@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
@@ -25,6 +24,7 @@ from fxpipe.runtime.choice import Dispatch
 from fxpipe.runtime.devices.cuda import home
 from fxpipe.runtime.ranks.group import RankGroup
 from fxpipe.runtime.ranks.meeting import meet
+from fxpipe.runtime.ranks.mesh import read_mesh
 
 Devices = int | Sequence[str | torch.device | torch.cuda.Stream] | DeviceMesh
 ScheduleLike = str | PathLike[str] | Schedule | Recipe | Callable[..., Any]
@@ -40,51 +40,15 @@ def read_group(devices: Devices) -> tuple[RankGroup, list[Place]]:
     """
     if not isinstance(devices, DeviceMesh):
         return RankGroup(), read_devices(devices)
-    names, ndim = devices.mesh_dim_names or (), devices.ndim
-    if devices.device_type not in ("cpu", "cuda"):
-        raise InputError(
-            f"the mesh is of {devices.device_type} devices, and stages run on CPU or CUDA devices; "
-            'give init_device_mesh("cpu", ...) or init_device_mesh("cuda", ...)'
-        )
-    dims = {"pp": 0, "dp": None}  # of a mesh of one dimension, whatever its name
-    if ndim > 1 or names == ("dp",):
-        dims = {name: names.index(name) if name in names else None for name in dims}
-        for dim, size in enumerate(devices.shape):
-            if size > 1 and dim not in dims.values():
-                raise InputError(
-                    f"the mesh has the dimensions {', '.join(names) or ndim}, and a pipe uses "
-                    '"pp", the devices of a pipeline, and "dp", the replicas of it; name them: '
-                    'init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "pp"))'
-                )
+    pipeline, replicas = read_mesh(devices)
     if devices.size() == 1:
         return RankGroup(), read_devices([devices.device_type])
-    if devices.device_type == "cuda":
-        check_cuda_ranks()
-        if dims["dp"] is not None and devices.shape[dims["dp"]] > 1:
-            raise InputError(
-                f"'dp' of the mesh of CUDA devices has {devices.shape[dims['dp']]} ranks, and "
-                'replicas run on CPUs so far; give a mesh in which "pp" has all ranks'
-            )
-    met = meet(devices, dims["pp"], dims["dp"])
+    met = meet(devices, pipeline, replicas)
     group = RankGroup(met)
     return group, [
         torch.device("cpu") if index is None else torch.device("cuda", index)
         for index in met.devices[: len(group.pipeline)]
     ]
-
-
-def check_cuda_ranks() -> None:
-    """Raises InputError where ranks with CUDA devices cannot exchange tensors."""
-    if not torch.distributed.is_nccl_available():
-        raise InputError(
-            "ranks with CUDA devices need NCCL, and this torch has none; install one that has, or "
-            "let one process run the devices: fxpipe.compile(model, number)"
-        )
-    if os.environ.get("CUDA_LAUNCH_BLOCKING") == "1":
-        raise InputError(
-            "with CUDA_LAUNCH_BLOCKING=1 a rank would wait at each receive that it posts ahead; "
-            "unset it, or let one process run the devices: fxpipe.compile(model, number)"
-        )
 
 
 def read_devices(devices: int | Sequence[str | Place]) -> list[Place]:
