@@ -148,6 +148,23 @@ class Program:
 
         return max(1, smallest_channel(self))
 
+    @cached_property
+    def followed(self) -> frozenset[tuple[object, ...]]:
+        """The values, without their batches, right after which their device sends another one to
+        the same device, and computes nothing in between: both may travel together."""
+        found = set[tuple[object, ...]]()
+        for own in self.lists:
+            latest: dict[int, tuple[object, ...]] = {}
+            for x in own:
+                if isinstance(x, ins.Send | ins.Stash):
+                    target = self.destination(x)
+                    if target in latest:
+                        found.add(latest[target])
+                    latest[target] = x.buffer[:5]
+                elif not isinstance(x, ins.Free | ins.Output):
+                    latest.clear()
+        return frozenset(found)
+
     def only(self, device: int) -> Program:
         """The same with the instructions of one device alone, and the depth and the window of all:
         what a process needs that runs this device."""

@@ -153,7 +153,9 @@ def left(mesh: DeviceMesh) -> None:
         beside.model(part).square().sum().backward()
     for name, parameter in beside.model.named_parameters():
         if name in own:
-            assert torch.allclose(grads[name], parameter.grad, rtol=1e-4, atol=1e-5), name
+            given, expected = grads[name], parameter.grad
+            assert given is not None and expected is not None
+            assert torch.allclose(given, expected, rtol=1e-4, atol=1e-5), name
     beside.pipe.close()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import takewhile
 
 import pytest
 
@@ -12,6 +13,7 @@ from fxpipe.ir import instruction as ins
 from fxpipe.ir.program import Program
 from fxpipe.ir.recipe import RECIPES
 from fxpipe.ir.schedule import Schedule
+from fxpipe.ir.unroll import unroll
 from fxpipe.passes.lowering.communicate import communicate
 from fxpipe.passes.lowering.free import free
 from fxpipe.passes.lowering.lower import Lower
@@ -180,3 +182,25 @@ def test_a_send_that_waits_for_the_next_step_is_named() -> None:
 def test_a_channel_of_less_than_nothing_is_refused() -> None:
     with pytest.raises(InputError, match="channel is -1; give at least 0"):
         free(communicate(Lower(chain(2))(gpipe(2, 1)))).verify(channel=-1)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_values_travel_together_that_leave_for_one_device_before_anything_else_happens(
+    name: str,
+) -> None:
+    for p, m in [(2, 4), (4, 8)]:
+        schedule = RECIPES[name](p, m)
+        for plan in (chain, skipping) if schedule.stages > 2 else (chain,):
+            program = free(communicate(Lower(plan(schedule.stages))(schedule)))
+            for own in unroll(program, 2 + program.depth).lists:
+                for at, x in enumerate(own):
+                    if isinstance(x, ins.Send | ins.Stash):
+                        rest = takewhile(lambda y: isinstance(y, ins.Move) and leaves(y), own[at:])
+                        others = [y for y in rest if isinstance(y, ins.Send | ins.Stash)][1:]
+                        home = program.destination(x)
+                        follows = any(program.destination(y) == home for y in others)
+                        assert (x.buffer[:5] in program.followed) == follows
+
+
+def leaves(instruction: ins.Move) -> bool:
+    return not isinstance(instruction, ins.Arrival)

@@ -48,6 +48,8 @@ class RankChannels(Channels):
         assert group.links is not None
         self._group, self._links, self._jobs = group, group.links, jobs
         self._overlaps = program.depth > 0
+        self._followed = program.followed
+        self._together: dict[int, tuple[list[Buffer], list[Any]]] = {}
         self._unsent: list[tuple[Any, Any]] = []
         self._outputs: dict[int, list[tuple[Buffer, Any, int]]] = {}
         self._parts: dict[tuple[int, int], list[Part | None]] = {}
@@ -67,9 +69,13 @@ class RankChannels(Channels):
         """See Channels.put."""
         if device == self._group.device:
             super().put(device, buffer, value)
-        else:
-            message = Message("value", (self._run, tuple(buffer)), value)
-            self._links.send(self._group.pipeline[device], message)
+            return
+        buffers, values = self._together.setdefault(device, ([], []))
+        buffers.append(buffer)
+        values.append(value)
+        if buffer[:5] not in self._followed:
+            del self._together[device]
+            self._links.send(self._group.pipeline[device], _values(self._run, buffers, values))
 
     def start(self) -> None:
         """See Channels.start."""
@@ -125,7 +131,7 @@ class RankChannels(Channels):
         made: list[dict[str, Tensor]] = []
         if whole or own == 0:
             buffer = _of_replica("buffers", device, own, step)
-            self._links.send_all(Message("value", (self._run, tuple(buffer)), values), twins)
+            self._links.send_all(_values(self._run, [buffer], [values]), twins)
         for replica in range(len(twins) if whole else 1):
             buffer = _of_replica("buffers", device, replica, step)
             made.append(values if replica == own else self.get(device, buffer))
@@ -180,8 +186,9 @@ class RankChannels(Channels):
         total, (stage, batch) = add_up(known), key
         buffer = _of_replica("sums", stage, own, batch)
         self._group.summed += total.nbytes * (replicas - 1)
-        message = Message("value", (self._run, tuple(buffer)), tuple(total))
-        self._links.send_all(message, self._group.twins)
+        for twin in self._group.twins:  # one by one, as each may share memory with this one
+            if twin != self._group.rank:
+                self._links.send(twin, _values(self._run, [buffer], [tuple(total)]))
         super().put(self._group.device, buffer, total)
 
     def meet(self) -> None:
@@ -223,8 +230,9 @@ class RankChannels(Channels):
             else:
                 self.failure = error  # it will not start
             return
-        if message.kind == "value":
-            super().put(self._group.device, Buffer(*message.key[1]), message.value)
+        if message.kind == "values":
+            for own, value in zip(message.key[1], message.value, strict=True):
+                super().put(self._group.device, Buffer(*own), value)
             return
         replica = self._group.replica_of(rank)
         for words, value in message.value:
@@ -245,6 +253,11 @@ class RankChannels(Channels):
 def _of_replica(what: str, number: int, replica: int, batch: int) -> Buffer:
     """What a replica tells the others of a stage or a device. No program has such a buffer."""
     return Buffer("state", what, number, number, replica, batch)
+
+
+def _values(run: Any, buffers: Sequence[Buffer], values: Sequence[Any]) -> Message:
+    """What brings values to another rank."""
+    return Message("values", (run, [*map(tuple, buffers)]), [*values])
 
 
 class RankBackend(Backend):

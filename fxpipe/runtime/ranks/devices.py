@@ -99,6 +99,7 @@ class DeviceChannels(RankChannels, LaunchingChannels):
         self._pauses: list[int] = []
         self._until: int | None = None  # the pause that comes next
         super().__init__(program, group, jobs)
+        self._followed = frozenset()  # what follows may be a tensor, and travel otherwise
         self.events = Events(program, (group.rank,))
         pairs.connect(program)
 
