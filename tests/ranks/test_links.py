@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from fxpipe import RankError
+from fxpipe.runtime.ranks import connecting
 from fxpipe.runtime.ranks import links as links_module
-from fxpipe.runtime.ranks import meeting
 from fxpipe.runtime.ranks.group import RankGroup
 from fxpipe.runtime.ranks.hearing import RECOVERY, Exchange, Hearing
 from fxpipe.runtime.ranks.links import CLOSED, Links
@@ -319,15 +319,15 @@ def test_strangers_are_not_let_in_and_keep_nobody_waiting() -> None:
         strangers[2].sendall(struct.pack("!H", 1) + b"\0" * 32)
         strangers[3].close()
         rank = socket.create_connection(address)
-        nonce = meeting._exactly
+        nonce = connecting._exactly
         found: list[tuple[int, socket.socket]] = []
 
         def proves() -> None:
-            rank.sendall(struct.pack("!H", 1) + meeting._proof(secret, nonce(rank, 16)))
+            rank.sendall(struct.pack("!H", 1) + connecting._proof(secret, nonce(rank, 16)))
 
         thread = threading.Thread(target=proves)
         thread.start()
-        with within(2), meeting._Door([listener], secret) as door:
+        with within(2), connecting._Door([listener], secret) as door:
             while not found:
                 found += door.admitted()
         thread.join()

@@ -1,14 +1,12 @@
-"""Schedules of other libraries: torch.distributed.pipelining's CSV and zero-bubble's lists."""
+"""Schedules of torch.distributed.pipelining: its CSV, read, judged and written."""
 
 from __future__ import annotations
 
 import copy
 import csv
 import io
-import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from enum import Enum
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -361,110 +359,3 @@ def test_recompute_clipping_and_idle_devices_are_refused_together() -> None:
         schedule.csv()
     for told in ("no recompute: leave R out", "no clip: leave C out", "device 1 holds no stage"):
         assert told in str(caught.value)
-
-
-class FuncType(Enum):
-    F = "F"
-    B = "B"
-    W = "W"
-    BW = "BW"
-    SEND_FORWARD = "SEND_FORWARD"
-    POST_VALIDATION = "POST_VALIDATION"
-    S = "S"
-
-    def __repr__(self) -> str:
-        return self.value
-
-
-class Direction(Enum):
-    NEXT = 0
-
-
-@dataclass
-class Node:
-    type: FuncType
-    stage: int
-    microbatch: int
-    chunk: int = 0
-    seq_split_idx: int = 0
-    layer_group_idx: int | None = None
-    start_time: float | None = None
-    comm_direction: Direction | None = None
-
-
-def nodes_of(schedule: Schedule, grouped: bool) -> list[list[Node]]:
-    """A schedule as zero-bubble's lists, with a send and a validation in each."""
-    table: list[list[Node]] = []
-    for device, row in enumerate(schedule.rows):
-        send = Node(FuncType.SEND_FORWARD, device, 0, comm_direction=Direction.NEXT)
-        table.append([Node(FuncType.POST_VALIDATION, device, 0), send])
-        for t in row:
-            if t.kind == "U":
-                continue
-            assert t.stage is not None
-            assert t.microbatch is not None
-            kind = FuncType({"I": "B", "B": "BW"}.get(t.kind, t.kind))
-            chunk = t.stage // schedule.devices
-            group = t.stage if grouped else None
-            table[-1].append(Node(kind, device, t.microbatch, chunk, layer_group_idx=group))
-    return table
-
-
-@pytest.mark.parametrize(
-    ("name", "grouped"),
-    [
-        ("interleaved-1f1b", True),
-        *((name, grouped) for name in ("1f1b", "zb-h1", "zb-v") for grouped in (True, False)),
-    ],
-)
-def test_lists_of_nodes_are_read_as_objects_and_as_text(name: str, grouped: bool) -> None:
-    schedule = find_recipe(name)(3, 6)
-    table = nodes_of(schedule, grouped)
-    plain = [
-        [
-            {
-                "type": n.type.value,
-                "stage": n.stage,
-                "minibatch": n.microbatch,
-                "chunk": n.chunk,
-                "layer_group_idx": n.layer_group_idx,
-            }
-            for n in own
-        ]
-        for own in table
-    ]
-    for given in (table, repr(table), plain, json.dumps(plain, indent=1)):
-        assert Schedule.from_nodes(given, name=name) == schedule
-
-
-@pytest.mark.parametrize(
-    ("node", "told"),
-    [
-        (Node(FuncType.S, 0, 0), "row 1, node 1: type S has no task here"),
-        (Node(FuncType.F, 1, 0), "row 1, node 1: it is of stage 1; move it to row 2"),
-        (Node(FuncType.F, 0, -1), "row 1, node 1: its microbatch is -1"),
-        (Node(FuncType.F, 0, 0, seq_split_idx=1), "it is a part of a sequence"),
-        (Node(FuncType.F, 0, 0, layer_group_idx=3), "of the stages [3]; give all of them"),
-    ],
-)
-def test_a_node_that_has_no_task_is_refused_by_row(node: Node, told: str) -> None:
-    with pytest.raises(InputError) as caught:
-        Schedule.from_nodes([[node]])
-    assert told in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("text", "line", "column"),
-    [("[[\n F(]]", 2, 4), ("\n[[\n  open('x')]]", 3, 3), ("[1]", 1, 1), ("[[1 + 1]]", 1, 3)],
-)
-def test_a_text_that_is_no_list_of_nodes_is_refused_and_never_runs(
-    text: str, line: int, column: int
-) -> None:
-    with pytest.raises(ParseError) as caught:
-        Schedule.from_nodes(text)
-    assert (caught.value.line, caught.value.column) == (line, column)
-
-
-def test_a_text_that_nests_too_deep_is_refused_with_a_reason() -> None:
-    with pytest.raises(ParseError, match=r"cannot be read: \w"):
-        Schedule.from_nodes("[[" + "-" * 100_000 + "1]]")

@@ -1,20 +1,16 @@
-"""How the ranks of a pipe find and connect to each other, once, when it is compiled."""
+"""How the ranks of a pipe find each other, once, when it is compiled."""
 
 from __future__ import annotations
 
 import hashlib
-import hmac
 import os
 import secrets
-import selectors
 import socket
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from importlib.metadata import PackageNotFoundError, version
-from ipaddress import ip_address
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
@@ -23,18 +19,21 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fxpipe.errors import InputError, RankError, told
-from fxpipe.runtime.ranks.shared import LOCAL, Shared, share
+from fxpipe.runtime.ranks.connecting import (
+    CONNECTS,
+    PROOF,
+    Card,
+    address_here,
+    connected,
+    local_listener,
+)
+from fxpipe.runtime.ranks.shared import Shared, share
 from fxpipe.signals import raise_held
 from fxpipe.words import numbers_text
 
 T = TypeVar("T")
 
-CONNECTS = 30.0
-"""Seconds that ranks, once all have come, may take to connect to each other."""
-
 _POLL = 0.05
-_PROOF = 32  # bytes
-_NONCE = 16
 
 
 class Met(NamedTuple):
@@ -70,22 +69,6 @@ class Met(NamedTuple):
     replicas: int = 1
 
 
-class _Card(NamedTuple):
-    """What a rank tells the others of itself."""
-
-    global_rank: int
-    host: str
-    process: int
-    network: str
-    address: str
-    port: int
-    local: str
-    secret: bytes
-    versions: tuple[str, str]
-    ranks: tuple[tuple[int, ...], ...]
-    device: int | None
-
-
 def meet(mesh: DeviceMesh, pipeline: int | None, replicas: int | None) -> Met:
     """Connect to the other ranks of a pipe. Every rank of the mesh has to call this.
 
@@ -112,16 +95,16 @@ def meet(mesh: DeviceMesh, pipeline: int | None, replicas: int | None) -> Met:
     timeout = _timeout(groups[0], mesh.device_type)
     # a thread has a current device of its own
     device = torch.cuda.current_device() if mesh.device_type == "cuda" else None
-    address, known_as = _address()
+    address, known_as = address_here()
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with ExitStack() as closing:
         listener = socket.create_server((address, 0), family=family, backlog=size)
         listeners = [closing.enter_context(listener)]
-        local = _local()
+        local = local_listener()
         if local is not None:
             listeners.append(closing.enter_context(local))
             local.listen(size)
-        card = _Card(
+        card = Card(
             dist.get_rank(),
             socket.gethostname(),
             os.getpid(),
@@ -129,7 +112,7 @@ def meet(mesh: DeviceMesh, pipeline: int | None, replicas: int | None) -> Met:
             known_as,
             listener.getsockname()[1],
             "" if local is None else local.getsockname()[1:].decode(),
-            secrets.token_bytes(_PROOF),
+            secrets.token_bytes(PROOF),
             (_version(), torch.__version__),
             tuple(ranks[first : first + devices] for first in range(0, size, devices)),
             device,
@@ -140,7 +123,7 @@ def meet(mesh: DeviceMesh, pipeline: int | None, replicas: int | None) -> Met:
             try:
                 with nullcontext() if device is None else torch.cuda.device(device):
                     for group in groups:  # along one dimension of the mesh, then along the other
-                        parts: list[list[_Card]] = [[]] * group.size()
+                        parts: list[list[Card]] = [[]] * group.size()
                         dist.all_gather_object(parts, cards, group=group)
                         cards[:] = [each for part in parts for each in part]
             except BaseException as error:
@@ -166,7 +149,7 @@ def meet(mesh: DeviceMesh, pipeline: int | None, replicas: int | None) -> Met:
                 )
         cards.sort(key=lambda each: ranks.index(each.global_rank))  # the group is in its own order
         names = tuple(_named_rank(each) for each in cards)
-        sockets = _connected(rank, cards, names, listeners, time.monotonic() + CONNECTS)
+        sockets = connected(rank, cards, names, listeners, time.monotonic() + CONNECTS)
     shared = dict(zip(sockets, share([*sockets.values()]), strict=True))
     beside = sum(each.host == card.host and each.network == card.network for each in cards)
     threads = torch.get_num_threads()
@@ -190,7 +173,7 @@ def meet(mesh: DeviceMesh, pipeline: int | None, replicas: int | None) -> Met:
     )
 
 
-def _place(cards: Sequence[_Card]) -> str:
+def _place(cards: Sequence[Card]) -> str:
     """What a table says of a device, which is on one rank of each replica."""
     hosts = {card.host for card in cards}
     where = cards[0].host if len(hosts) == 1 else f"{len(hosts)} hosts"
@@ -198,184 +181,13 @@ def _place(cards: Sequence[_Card]) -> str:
     return f"rank{'s' * (len(cards) > 1)} {ranks}, {where}"
 
 
-def _named_rank(card: _Card) -> str:
+def _named_rank(card: Card) -> str:
     """What messages call a rank."""
     place = ""
     for replica, own in enumerate(card.ranks if len(card.ranks) > 1 else ()):
         if card.global_rank in own:
             place = f"device {own.index(card.global_rank)} of replica {replica}, "
     return f"rank {card.global_rank} ({place}{card.host}, process {card.process})"
-
-
-def _connected(
-    rank: int,
-    cards: Sequence[_Card],
-    names: Sequence[str],
-    listeners: Sequence[socket.socket],
-    deadline: float,
-) -> dict[int, socket.socket]:
-    """Connections to all others: to the lower ranks from here, from the higher ones to here."""
-    found: dict[int, socket.socket] = {}
-    secret = cards[0].secret
-    try:
-        for other in range(rank):
-            card = cards[other]
-            try:
-                made = _connection(card, max(deadline - time.monotonic(), 1))
-                made.sendall(
-                    bytes([rank >> 8, rank & 255]) + _proof(secret, _exactly(made, _NONCE))
-                )
-            except OSError as error:
-                raise RankError(
-                    f"{names[other]} cannot be reached at {card.address} port {card.port} "
-                    f"({told(error)}); open the network between the hosts, or set MASTER_ADDR to "
-                    "an address by which they reach each other",
-                    rank=other,
-                ) from error
-            found[other] = made
-        with _Door(listeners, secret) as door:
-            while len(found) < len(cards) - 1:
-                raise_held()
-                if time.monotonic() > deadline:
-                    late = next(r for r in range(len(cards)) if r != rank and r not in found)
-                    raise RankError(f"{names[late]} did not connect in time", rank=late)
-                for other, made in door.admitted():
-                    if rank < other < len(cards) and other not in found:
-                        found[other] = made
-                    else:
-                        made.close()
-    except BaseException:
-        for each in found.values():
-            each.close()
-        raise
-    for each in found.values():
-        each.settimeout(max(deadline - time.monotonic(), 1))
-        if each.family != LOCAL:
-            each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return found
-
-
-def _local() -> socket.socket | None:
-    """A socket for connections inside of this host, under a name that nobody else has."""
-    if sys.platform != "linux":  # the only one on which a name needs no file
-        return None
-    made = socket.socket(socket.AF_UNIX)
-    made.bind(f"\0fxpipe-{secrets.token_hex(16)}")
-    return made
-
-
-def _connection(card: _Card, timeout: float) -> socket.socket:
-    """A connection to another rank, if it can be one inside of this host."""
-    if card.local and sys.platform == "linux":
-        made = socket.socket(socket.AF_UNIX)
-        made.settimeout(timeout)
-        try:
-            made.connect(f"\0{card.local}")
-            return made
-        except OSError:  # it is on another host
-            made.close()
-    made = socket.create_connection((card.address, card.port), timeout)
-    made.settimeout(timeout)
-    return made
-
-
-class _Door:
-    """Lets in who proves to be a rank. Strangers, even silent ones, keep nobody waiting."""
-
-    def __init__(self, listeners: Sequence[socket.socket], secret: bytes) -> None:
-        self._secret = secret
-        self._said: dict[socket.socket, bytes] = {}
-        self._asked: dict[socket.socket, bytes] = {}
-        self._listeners = listeners
-        self._selector = selectors.DefaultSelector()
-        for each in listeners:
-            self._selector.register(each, selectors.EVENT_READ)
-
-    def __enter__(self) -> _Door:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._selector.close()
-        for stranger in self._asked:
-            stranger.close()
-
-    def admitted(self) -> Iterator[tuple[int, socket.socket]]:
-        """The ranks that have proven who they are since the last call, after a short wait."""
-        for key, _ in self._selector.select(_POLL):
-            assert isinstance(key.fileobj, socket.socket)
-            if key.fileobj in self._listeners:
-                self._ask(key.fileobj.accept()[0])
-            elif (other := self._heard(key.fileobj)) is not None:
-                yield other, key.fileobj
-
-    def _ask(self, made: socket.socket) -> None:
-        made.setblocking(False)
-        self._asked[made], self._said[made] = secrets.token_bytes(_NONCE), b""
-        self._selector.register(made, selectors.EVENT_READ)
-        with suppress(OSError):
-            made.send(self._asked[made])
-
-    def _heard(self, made: socket.socket) -> int | None:
-        """The number of the rank at the other end once it is known; closes that of a stranger."""
-        try:
-            part = made.recv(2 + _PROOF - len(self._said[made]))
-        except BlockingIOError:
-            return None
-        except OSError:
-            part = b""
-        said = self._said[made] = self._said[made] + part
-        if part and len(said) < 2 + _PROOF:
-            return None
-        self._selector.unregister(made)
-        nonce = self._asked.pop(made)
-        if hmac.compare_digest(said[2:], _proof(self._secret, nonce)):
-            return said[0] << 8 | said[1]
-        made.close()
-        return None
-
-
-def _proof(secret: bytes, nonce: bytes) -> bytes:
-    return hmac.digest(secret, nonce, "sha256")
-
-
-def _exactly(connection: socket.socket, count: int) -> bytes:
-    found = b""
-    while len(found) < count:
-        part = connection.recv(count - len(found))
-        if not part:
-            raise ConnectionError("the connection was closed")
-        found += part
-    return found
-
-
-def _address() -> tuple[str, str]:
-    """The address to listen at, and what the others call it: the one that leads to MASTER_ADDR.
-
-    On the host that is MASTER_ADDR this may be an address inside of it, such as the 127.0.1.1 that
-    many hosts have for their own name. Then the others use MASTER_ADDR as they know it.
-    """
-    master = os.environ.get("MASTER_ADDR", "127.0.0.1")
-    port = int(os.environ.get("MASTER_PORT", "9"))
-    try:
-        family, *_, target = socket.getaddrinfo(master, port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(target)  # sends nothing
-            own = str(probe.getsockname()[0])
-    except OSError:
-        return "127.0.0.1", "127.0.0.1"
-    if _within_host(own) and not _within_host(master):
-        return "::" if family == socket.AF_INET6 else "0.0.0.0", master
-    return own, own
-
-
-def _within_host(address: str) -> bool:
-    """Whether an address, as it is written, leads to no other host."""
-    if address == "localhost":
-        return True
-    try:
-        return ip_address(address.partition("%")[0]).is_loopback
-    except ValueError:
-        return False  # a name
 
 
 def _version() -> str:
