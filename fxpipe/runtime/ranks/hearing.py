@@ -195,9 +195,9 @@ class Hearing:
             if not self._said[rank]:
                 continue
             other = self._said[rank][0][0]
-            # a rank that is in a later call has left this one because of a failure, which has been
-            # told to all, and may come a little later from the rank that failed
-            if other.call == exchange.call or after:
+            # a rank that recovers or is in a later call has left this one because of a failure,
+            # which has been told to all, and may come a little later from the rank that failed
+            if after or (other.call == exchange.call and other.about != RECOVERY):
                 raise RankError(
                     f"{self._names[rank]} is at another place of the call ({other.about}) than "
                     f"this rank ({exchange.about}); let every rank make the same calls with the "
