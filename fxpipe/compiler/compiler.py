@@ -228,8 +228,11 @@ class Compiler:
             InputError: as ``Objective.counts`` and ``Objective.weights``.
         """
         objective, group, terms = self.options.objective, self.options.group, compiled.terms
+        counted = len(micro) * group.replicas > 1 and any(map(any, terms))
+        if objective.averages and group.replicas == 1 and not counted:
+            return micro  # by samples, as it is
         values: list[Divided] = []
-        if len(micro) * group.replicas > 1 and any(map(any, terms)):
+        if counted:
             values = divided(terms, micro, self._buffers(compiled), alone=group.replicas == 1)
         parts = [(objective.counts(micro), values)]
         if group.replicas > 1:
