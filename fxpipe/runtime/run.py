@@ -197,7 +197,11 @@ class Run(Generic[W]):
                     Finished(step, machine.device, error if machine is driver.at else Stopped())
                 )
             if not isinstance(error, Stopped):
-                self._channels.left(explained(driver.at, error, "", self._backend))
+                # explained only if someone is told: the caller may have raised its report by now,
+                # and as long as this thread is here the error keeps the tensors of the step alive
+                self._channels.left(
+                    functools.partial(explained, driver.at, error, "", self._backend)
+                )
 
     def _pool(self, machine: Machine, step: int) -> None:
         """At the end of a step, take the buffers that its forwards have written in all replicas."""

@@ -267,8 +267,12 @@ class Channels:
     def when_failed(self, failed: Callable[[RankError], None]) -> None:
         """Call a function, in another thread, as soon as another process has stopped the run."""
 
-    def left(self, error: BaseException) -> None:
-        """Tell other processes, if any, that a device here has failed and leaves the run."""
+    def left(self, explain: Callable[[], BaseException]) -> None:
+        """Tell other processes, if any, that a device here has failed and leaves the run.
+
+        Args:
+            explain: makes the error to tell; not called where there is nobody to tell it to.
+        """
 
     def stop(self) -> None:
         """Wake every device that waits; each leaves its list at its next instruction."""

@@ -200,10 +200,10 @@ class RankChannels(Channels):
         while any(self._times_met[rank] < count for rank in pipeline):
             self._times_met[self._next(self._met)] += 1
 
-    def left(self, error: BaseException) -> None:
+    def left(self, explain: Callable[[], BaseException]) -> None:
         """See Channels.left. Where batches overlap, no call may be running that would tell it."""
         if self._overlaps:
-            self._links.send_all(Message("left", (self._run,), failure_of(error)))
+            self._links.send_all(Message("left", (self._run,), failure_of(explain())))
 
     def stop(self) -> None:
         """See Channels.stop."""
