@@ -189,7 +189,11 @@ class OverlappingRun(Run[VersionedWeights]):
         try:
             settle()
         except RankError as error:
-            self._wait(signals, self._reports.empty)  # raises what a device here has reported
+            # raises what a device here has reported, or is about to report
+            self._wait(
+                signals,
+                lambda: self._reports.empty() and not (self._channels.stopping and self.running),
+            )
             self._backend.announce(error)
             error.add_note(self._give_up())
             raise

@@ -246,8 +246,8 @@ class RankChannels(Channels):
         """Stop the run, which another rank has left; called by the thread that reads messages."""
         if self.running and not self.stopping:
             self.failure = error
+            self._failed(error)  # before the devices report that they have been stopped
             self.stop()
-            self._failed(error)
 
 
 def _of_replica(what: str, number: int, replica: int, batch: int) -> Buffer:

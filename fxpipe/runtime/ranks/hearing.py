@@ -15,6 +15,9 @@ from fxpipe.signals import raise_held
 POLL = 0.1
 """Seconds after which a thread that waits for another rank looks at signals."""
 
+TOLD = 0.5
+"""Seconds after which a rank that waits no longer expects to be told why another one recovers."""
+
 RECOVERY = "recovery"
 """What ranks exchange after a failure, wherever each of them was then."""
 
@@ -151,6 +154,7 @@ class Hearing:
                 rank is gone without having said its value, or late, or exchanges something else.
         """
         deadline = time.monotonic() + seconds
+        untold = float("inf")  # when a rank was first seen to recover from what was not told
         found: dict[int, Any] = {}
         while True:
             seen = self.news
@@ -161,7 +165,8 @@ class Hearing:
                 missing = [rank for rank in self._others if rank not in found]
                 if not missing:
                     return found
-                self._refuse(exchange, missing)
+                if self._refuse(exchange, missing, untold < time.monotonic() - TOLD):
+                    untold = min(untold, time.monotonic())
             if time.monotonic() > deadline:
                 raise RankError(
                     f"{self._names[missing[0]]} has not come to where the other ranks are "
@@ -183,8 +188,18 @@ class Hearing:
             said.popleft()
         return bool(said)
 
-    def _refuse(self, exchange: Exchange, missing: Sequence[int]) -> None:
-        """Raise where the values of the missing ranks cannot come."""
+    def _refuse(self, exchange: Exchange, missing: Sequence[int], long: bool) -> bool:
+        """Raise where the values of the missing ranks cannot come.
+
+        Args:
+            exchange: which exchange.
+            missing: the ranks.
+            long: whether a rank has recovered for long.
+
+        Returns:
+            Whether a rank recovers from a failure that was not told yet.
+        """
+        recovers = False
         after = exchange.about == RECOVERY
         failure = self.failure(exchange.call, exchange.number)
         if failure is not None and not after:
@@ -196,14 +211,17 @@ class Hearing:
                 continue
             other = self._said[rank][0][0]
             # a rank that recovers or is in a later call has left this one because of a failure,
-            # which has been told to all, and may come a little later from the rank that failed
-            if after or (other.call == exchange.call and other.about != RECOVERY):
+            # which has been told to all, and may come a little later from the rank that failed;
+            # unless that is this one, which tells when it stops to wait
+            recovers |= (early := other.about == RECOVERY and not long)
+            if after or (other.call == exchange.call and not early):
                 raise RankError(
                     f"{self._names[rank]} is at another place of the call ({other.about}) than "
                     f"this rank ({exchange.about}); let every rank make the same calls with the "
                     "same model and options",
                     rank=rank,
                 )
+        return recovers
 
 
 def failure_of(error: BaseException) -> dict[str, Any]:
