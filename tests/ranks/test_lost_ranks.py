@@ -50,7 +50,9 @@ OVERLAPS, CALL = "2bw", "call"
 def survivors(size: int, lost: set[int], function: Callable[..., Any], *args: Any) -> list[Any]:
     """What the function returned on all ranks but those that were killed; all must end."""
     folder = tempfile.mkdtemp()
-    ranks = [start(rank, size, folder, function, folder, *args) for rank in range(size)]
+    # those that are killed last wait for their turn, on however slow a machine
+    own = function, folder, *args
+    ranks = [start(rank, size, folder, *own, timeout=190) for rank in range(size)]
     for process in ranks:
         process.join(200)
         assert process.exitcode is not None, "a rank hangs"
