@@ -20,7 +20,7 @@ from fxpipe.ir.value import HOST
 from fxpipe.runtime.host import BatchHost, draw_seed
 from fxpipe.runtime.ranks.group import RankGroup
 from fxpipe.runtime.run import FlushedRun
-from fxpipe.turn import Turn, in_turn
+from fxpipe.turn import Turn, in_turn_in_backward
 
 
 def differentiable_call(
@@ -29,7 +29,8 @@ def differentiable_call(
     """Run the forwards and return the flat outputs, joined over micro-batches, for autograd.
 
     An input that the model returns unchanged is returned as it is. Backward may be called from any
-    thread; it then waits until no other thread uses the pipe.
+    thread; it then waits until no other thread uses the pipe, and what reads ``.grad`` in other
+    threads waits until autograd has added to it.
     """
     inputs = {
         name: leaf
@@ -70,9 +71,10 @@ class _Call:
         names = (out.name for out in self.compiled.traced.outputs if isinstance(out, Value))
         return [name for name in dict.fromkeys(names) if name in back]
 
-    @in_turn
+    @in_turn_in_backward
     def backward(self, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         """Let the pipeline drain; see torch.autograd.Function."""
+        self._turn.until_pass_ends()
         with self._group.calling("backward"):
             return self._backward(gradients)
 

@@ -295,7 +295,7 @@ class Engine:
         dtype = self._weigh(compiled, host, number)
         draw_seed(compiled.traced)
         turn = self._turn
-        loss = PendingLoss(dtype, lambda: turn.take(run.wait_for, number))
+        loss = PendingLoss(dtype, lambda: turn.take(run.wait_for, [number]))
         job = Job(self._kernels(compiled), host, self._clipping, compiled.specs)
         run.step(job, lambda: loss.come(host.loss()), whole=with_output)
         self.stashed = run.peak_kept

@@ -21,7 +21,7 @@ from fxpipe.signals import SignalsAtOperations
 from fxpipe.simulator import Simulation
 from fxpipe.simulator.simulate import measured_run
 from fxpipe.torchtools.pytrees import together
-from fxpipe.turn import in_turn
+from fxpipe.turn import in_turn, in_turn_in_backward
 
 
 class Pipeline(Saved):
@@ -121,7 +121,7 @@ class Pipeline(Saved):
         """
         self._engine.flush()
 
-    @in_turn
+    @in_turn_in_backward
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for a batch.
 

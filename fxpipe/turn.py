@@ -6,6 +6,11 @@ and rounds differently. So a thread that traces waits until no pipe runs, and a 
 pipe waits for the trace to end. No thread holds one pipe while it waits for a trace. A pipe's own
 worker threads, in which a leaf module may call another pipe, never wait for a trace; the trace
 waits for them.
+
+Autograd adds the gradients that a pipe's backward returns to ``.grad`` when the backward has left
+the pipe. A step that ran at that time would lose them, as it replaces ``.grad`` by its own sum. So
+other threads are kept out until the whole backward pass has ended, but for other backward passes
+and what those run again.
 """
 
 from __future__ import annotations
@@ -15,9 +20,10 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, ParamSpec, TypeVar, cast
+from types import MappingProxyType
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 
@@ -27,7 +33,6 @@ from fxpipe.signals import SignalsAtOperations, raise_held
 POLL = 0.01
 """Seconds after which a thread that waits to trace checks again, also for signals."""
 
-P = ParamSpec("P")
 R = TypeVar("R")
 M = TypeVar("M", bound=Callable[..., Any])
 
@@ -50,23 +55,61 @@ class Turn:
         self._lock = threading.RLock()
         self._inside: int | None = None  # the thread that is inside
         self._waits = False  # whether that thread only waits to trace
+        self._passes: dict[threading.Event, int] = {}  # backward pass: when it ends → its thread
         Turn._every[id(self)] = self
 
-    def take(self, do: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call a function as the only thread inside, besides the pipe's own workers."""
+    def take(
+        self,
+        do: Callable[..., R],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] = MappingProxyType({}),
+        *,
+        in_backward: bool = False,
+    ) -> R:
+        """Call a function as the only thread inside, besides the pipe's own workers.
+
+        Args:
+            do: the function.
+            args: its arguments.
+            kwargs: its keyword arguments.
+            in_backward: whether backward passes call it; it does not wait for those of others,
+                which may wait for this one's in turn.
+        """
         me = threading.get_ident()
         if self._inside == me or threading.current_thread() in self._threads:
             return do(*args, **kwargs)
         while True:
             with self._lock:
-                if Turn._tracer in (None, me) or is_worker():
+                others = () if in_backward else self._others(me)
+                if not others and (Turn._tracer in (None, me) or is_worker()):
                     self._inside = me
                     try:
                         return do(*args, **kwargs)
                     finally:
                         self._inside = None
+            for ended in others:
+                ended.wait()
             with Turn._tracing:
                 pass  # the trace of another thread is over
+
+    def until_pass_ends(self) -> None:
+        """Keep other threads out until the backward pass of this one ends, be it by an error."""
+
+        def callback() -> None: ...
+
+        ended = threading.Event()
+        self._passes[ended] = threading.get_ident()
+        # dropped with the pass, also with one that fails, where autograd does not call it
+        weakref.finalize(callback, self._end, ended).atexit = False
+        torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+    def _end(self, ended: threading.Event) -> None:
+        del self._passes[ended]
+        ended.set()
+
+    def _others(self, me: int) -> Sequence[threading.Event]:
+        """The backward passes of other threads."""
+        return [ended for ended, thread in self._passes.copy().items() if thread != me]
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -106,6 +149,7 @@ class Turn:
         cls._tracing, cls._tracer = threading.RLock(), None
         for turn in cls._known():
             turn._lock, turn._inside, turn._waits = threading.RLock(), None, False
+            turn._passes = {}
 
     @classmethod
     def _known(cls) -> list[Turn]:
@@ -122,9 +166,17 @@ def in_turn(method: M) -> M:
 
     ``torch.compile`` leaves the method as it is: what a pipe runs is compiled already.
     """
+    return _taking(method, in_backward=False)
 
+
+def in_turn_in_backward(method: M) -> M:
+    """The same for a method that backward passes call, or what those run again."""
+    return _taking(method, in_backward=True)
+
+
+def _taking(method: M, *, in_backward: bool) -> M:
     @functools.wraps(method)
     def taking(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return self._turn.take(method, self, *args, **kwargs)
+        return self._turn.take(method, (self, *args), kwargs, in_backward=in_backward)
 
     return cast(M, torch.compiler.disable(taking))
