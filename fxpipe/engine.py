@@ -100,7 +100,10 @@ class Engine:
     @property
     def grad_norm(self) -> float | None:
         """The gradient norm of the latest batch whose update was decided; None without clipping."""
-        return None if self._clipping is None else self._clipping.norm
+        if self._clipping is None:
+            return None
+        self._backend.end()  # batches may be in flight
+        return self._clipping.norm
 
     def step(
         self,

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import fxpipe
 from fxpipe.ir.recipe import RECIPES, find_recipe
 from fxpipe.passes.schedule import add_clip
+from fxpipe.runtime.weights.clipping import Clipping, norms_of
 from tests.helpers.overlapping import LOSSES, SGD, compiled, make
 from tests.oracles import loop
 from tests.oracles.delayed_loop import DelayedLoop
@@ -40,6 +41,16 @@ class ClippedLoop(DelayedLoop):
             step()
 
         self.optimizer.step = clipped  # type: ignore[method-assign, assignment]
+
+
+def test_without_a_scaler_clipping_waits_for_no_device() -> None:
+    clipping = Clipping(LIMIT, None)
+    gradients = [torch.ones(3, device="meta"), None]  # to read what has no data is an error
+    clipping.begin(0)
+    clipping.clip(0, gradients, norms_of(gradients))
+    clipping.settle(1)
+    with pytest.raises(RuntimeError, match="meta"):
+        _ = clipping.norm
 
 
 @pytest.mark.parametrize(

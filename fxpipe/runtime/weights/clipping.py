@@ -18,28 +18,35 @@ class Clipping:
 
     Each stage computes the same norm from the norms of all gradients, so no stage has to send a
     result to the others. It equals ``torch.nn.utils.clip_grad_norm_`` over all parameters after
-    ``GradScaler.unscale_``. With a scaler, no stage updates where the norm is not finite.
+    ``GradScaler.unscale_``. With a scaler, no stage updates where the norm is not finite: that is
+    decided on the host, which waits for the norm once a stage. Without one it waits for nothing.
 
     Attributes:
         limit: the greatest norm that gradients may have, or None for any.
         scaler: scales the losses; its scale changes as in its own ``update``.
-        norm: the norm before clipping of the latest batch whose update was decided; None before.
-        skipped: how many batches had gradients that were not finite.
+        skipped: how many batches the scaler has skipped.
     """
 
     def __init__(self, limit: float | None, scaler: GradScaler | None) -> None:
         self.limit = limit
         self.scaler = scaler
-        self.norm: float | None = None
+        self._norm: Tensor | None = None
         self.skipped = 0
         self._scales: dict[int, float] = {}
         self._finite: dict[int, bool] = {}
         self._grown = 0
 
+    @property
+    def norm(self) -> float | None:
+        """The norm before clipping of the latest batch whose update was decided; None before. It
+        waits for the device, behind what the calling thread has launched there."""
+        return None if self._norm is None else float(self._norm)
+
     def begin(self, batch: int) -> float:
         """Begin a batch. Returns the factor for the gradient of its loss."""
-        scale = 1.0 if self.scaler is None else float(self.scaler.get_scale())
-        self._scales[batch] = scale
+        if self.scaler is None:
+            return 1.0
+        self._scales[batch] = scale = float(self.scaler.get_scale())
         return scale
 
     def clip(self, batch: int, gradients: list[Tensor | None], norms: Sequence[Tensor]) -> None:
@@ -53,13 +60,12 @@ class Clipping:
         own = [gradient for gradient in gradients if gradient is not None]
         unscale = 1 / self._scales.get(batch, 1.0)
         total = torch.linalg.vector_norm(torch.stack(list(norms))) if norms else torch.zeros(())
-        total = total * unscale
-        self.norm = float(total)
-        finite = bool(torch.isfinite(total))
-        self._finite[batch] = finite
-        if self.scaler is not None and not finite:
-            gradients[:] = [None] * len(gradients)
-            return
+        self._norm = total = total * unscale
+        if self.scaler is not None:
+            self._finite[batch] = finite = bool(torch.isfinite(total))
+            if not finite:
+                gradients[:] = [None] * len(gradients)
+                return
         if own and unscale != 1:
             torch._foreach_mul_(own, unscale)
         if own and self.limit is not None:
@@ -103,7 +109,8 @@ class Clipping:
     def load(self, state: Mapping[str, Any]) -> None:
         """Load a checkpoint's state; if it had no scaler, the scale stays as it is."""
         self.forget()
-        self._grown, self.norm, self.skipped = state["grown"], state["norm"], state["skipped"]
+        self._grown, self.skipped, norm = state["grown"], state["skipped"], state["norm"]
+        self._norm = None if norm is None else torch.tensor(norm, dtype=torch.float64)
         if state["scale"] is not None:
             self._set_scale(state["scale"])
 
