@@ -20,9 +20,11 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
+from torch.nn.functional import mse_loss
 
+import fxpipe
 from benchmarks.machine import describe
 from benchmarks.report import Figure, Report
 from fxpipe.ir.plan import Plan, Stage
@@ -45,6 +47,9 @@ SIZES = ((8, 2048), (64, 256))
 
 GROWTH = (64, 256, 1024, 4096, 6400)
 """Micro-batches of the runs that show how time grows, over 8 devices."""
+
+STAGES, MICROBATCHES = 64, 256
+"""Of the runs that show what a rank does and keeps where there are many."""
 
 
 Result = TypeVar("Result")
@@ -178,32 +183,77 @@ def growth(rounds: int) -> list[Figure]:
 
 
 def at_scale() -> list[Figure]:
-    """All that a rank does on paper for 64 stages, and how much of it is its own."""
+    """All that a rank does on paper for 64 stages, and how much of it a rank keeps."""
     figures = []
     for name in ("1f1b", "zb-h1"):
-        what = f"{name}, 64 devices × 1 stage × 256 micro-batches"
-        schedule, made = timed(partial(find_recipe(name), 64, 256))
-        program, lowered = timed(partial(lower, schedule, chain(schedule.stages)))
-        checks = (schedule.verify, program.verify, partial(program.verify, channel=1))
-        verified = sum(timed(check)[1] for check in checks)
-        _, simulated = timed(program.simulate)
+        what = f"{name}, {STAGES} devices × 1 stage × {MICROBATCHES} micro-batches"
+        pipe, made = timed(partial(compiled, name))
+        program = pipe.program
+        _, checked = timed(partial(program.verify, channel=1))
+        _, simulated = timed(partial(simulated_of, pipe))
         _, printed = timed(program.__str__)
+        pipe.close()
+        whole, own = kept(name)
         figures += [
-            Figure(f"{what}: made and lowered", made + lowered, "s"),
-            Figure(f"{what}: verified, also with one value on its way at a time", verified, "s"),
-            Figure(f"{what}: simulated", simulated, "s"),
+            Figure(f"{what}: compiled: traced, planned, lowered, each verified", made, "s"),
+            Figure(f"{what}: verified with one value on its way at a time", checked, "s"),
+            Figure(f"{what}: simulated, with the memory of every device", simulated, "s"),
             Figure(f"{what}: printed, for ranks to compare", printed, "s"),
-            Figure(f"{what}: all of it", made + lowered + verified + simulated + printed, "s"),
+            Figure(f"{what}: all of it", made + checked + simulated + printed, "s"),
             Figure(f"{what}: instructions of all ranks", sum(map(len, program.lists))),
-            Figure(f"{what}: instructions of a rank, at most", max(map(len, program.lists))),
+            Figure(
+                f"{what}: instructions that a rank keeps, at most", max(map(len, program.lists))
+            ),
+            Figure(f"{what}: memory of the instructions of all ranks", whole / 2**20, "MiB"),
+            Figure(f"{what}: memory of those that a rank keeps", own / 2**20, "MiB"),
         ]
     return figures
+
+
+def compiled(name: str) -> fxpipe.Pipeline:
+    """A pipe whose stages have next to no work."""
+    x = torch.ones(MICROBATCHES, 8)
+    return fxpipe.compile(
+        nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(STAGES))),
+        STAGES,
+        schedule=name,
+        microbatches=MICROBATCHES,
+        loss=mse_loss,
+        optimizer=torch.optim.Adam,
+        example=((x,), {"target": x}),
+    )
+
+
+def simulated_of(pipe: fxpipe.Pipeline) -> None:
+    """Simulate a step, with all that it tells."""
+    found = pipe.simulate()
+    _ = found.makespan, found.bubble, found.memory
+
+
+def kept(name: str) -> tuple[int, int]:
+    """The bytes of the instructions of all ranks, and of those that the rank in the middle keeps.
+
+    Ranks compile in processes of their own; here it is one of them.
+    """
+    schedule = find_recipe(name)(STAGES, MICROBATCHES)
+    plan = chain(STAGES)
+    gc.collect()
+    tracemalloc.start()
+    program = lower(schedule, plan)
+    gc.collect()
+    whole, _ = tracemalloc.get_traced_memory()
+    program = program.only(STAGES // 2)
+    gc.collect()
+    own, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return whole, own
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Time lowering and verifying of schedules.")
     parser.add_argument("--rounds", type=int, default=3)
     rounds = parser.parse_args().rounds
+    torch.set_num_threads(1)
     machine = describe()
     figures = [*beside(rounds), *growth(rounds), *at_scale()]
     settings = {
@@ -212,6 +262,8 @@ def main() -> int:
         "rounds": f"{rounds} of ours, of which the median is told; 1 of theirs",
         "growth": "interleaved-1f1b, 8 devices × 2 stages, micro-batches "
         + ", ".join(map(str, GROWTH)),
+        f"{STAGES} devices × 1 stage": f"a pipe of {STAGES} linear layers of width 8 and its Adam; "
+        "a rank does all of this in its own process, side by side with the others",
     }
     Report("lowering", "Lowering and verifying schedules", settings, figures, machine).publish()
     return 0
