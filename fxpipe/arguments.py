@@ -306,17 +306,6 @@ def read_leaf_modules(leaf_modules: Any, model: nn.Module) -> dict[str, nn.Modul
     return found
 
 
-def check_optimizer(optimizer: Any) -> None:
-    """Raises InputError where the optimizer is no function."""
-    if optimizer is not None and not callable(optimizer):
-        text, kind = repr(optimizer), type(optimizer).__name__
-        text = f"one {kind} object" if len(text) >= 60 or "\n" in text else text
-        raise InputError(
-            f"optimizer is {text}; give a function from parameters to a torch optimizer, such as "
-            "lambda parameters: torch.optim.AdamW(parameters)"
-        )
-
-
 def read_recompute(recompute: Any, stages: int) -> RecomputeLike:
     """Which stages recompute.
 

@@ -17,7 +17,6 @@ from fxpipe.arguments import (
     check_clipping,
     check_flag,
     check_model,
-    check_optimizer,
     check_overlap,
     check_tracer,
     read_batch_dims,
@@ -42,7 +41,7 @@ from fxpipe.runtime.batch import BatchDims
 from fxpipe.runtime.choice import Choice, Dispatch
 from fxpipe.runtime.devices.cuda import home
 from fxpipe.runtime.ranks.group import refuse_on_ranks
-from fxpipe.runtime.weights.optimizer import OptimizerFactory
+from fxpipe.runtime.weights.optimizer import GivenOptimizer, OptimizerLike
 from fxpipe.torchtools.meta import bytes_without_data
 
 _compiled: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Pipeline]] = weakref.WeakKeyDictionary()
@@ -65,7 +64,7 @@ def compile(
     loss: Loss | None = None,
     reduction: Reduction = "mean",
     loss_weight: Weight | None = None,
-    optimizer: OptimizerFactory | None = None,
+    optimizer: OptimizerLike | None = None,
     example: Any = None,
     batch_dims: BatchDims | None = None,
     deferred_batchnorm: bool = False,
@@ -128,8 +127,11 @@ def compile(
             the loss, the function is given the model's inputs. It takes precedence over what is
             found in the loss itself. Without it there is one warning if the loss is not that of
             the whole batch.
-        optimizer: a function from parameters to a torch optimizer, called once per stage; with it
-            ``step`` updates the weights. Without it ``step`` adds to ``.grad``.
+        optimizer: a torch optimizer over the model's parameters; or a function from parameters to
+            one, called once per stage; or one whose argument is called ``named_parameters``, which
+            is given pairs of name and parameter of the whole model, once. With it ``step`` updates
+            the weights, and ``pipe.optimizer`` is one optimizer over all stages. Without it
+            ``step`` adds to ``.grad``.
         example: a tuple of inputs of a batch, or ``(args, kwargs)`` with what ``step`` takes,
             ``target`` among them; the model is compiled for it at once. Without it the first call
             compiles.
@@ -206,7 +208,7 @@ def compile(
         with _compiling:
             _check_free(model)
         check_tracer(tracer)
-        check_optimizer(optimizer)
+        given_optimizer = None if optimizer is None else GivenOptimizer(optimizer, model)
         check_flag("deferred_batchnorm", deferred_batchnorm)
         check_flag("verbose", verbose)
         check_flag("fuse_accumulation", fuse_accumulation)
@@ -238,7 +240,7 @@ def compile(
             recipe=recipe,
             microbatches=microbatches,
             objective=read_objective(loss, reduction, loss_weight),
-            optimizer=optimizer,
+            optimizer=given_optimizer,
             clip_norm=clip_norm,
             scaler=scaler,
             recompute=read_recompute(recompute, recipe.stages(len(places))),

@@ -30,7 +30,6 @@ from fxpipe.runtime.ranks.devices import CudaRanks
 from fxpipe.runtime.run import FlushedRun, Run
 from fxpipe.runtime.weights.clipping import Clipping
 from fxpipe.runtime.weights.live import LiveWeights, Weights
-from fxpipe.runtime.weights.optimizer import make_optimizer
 from fxpipe.runtime.weights.progress import Progress
 from fxpipe.simulator.sizes import Sizes
 from fxpipe.turn import Turn, in_turn
@@ -72,6 +71,7 @@ class Engine:
             backend.generators,
             options.owns,
             [each for each in range(options.replicas) if each != backend.replica],
+            self.flush,
         )
         self.stashed: Mapping[int, int] = {}
         self.closed = False
@@ -129,7 +129,7 @@ class Engine:
         if overlaps:  # the caller may fill it anew before all of it is read
             micro = micro.copied()
         host = BatchHost(traced, micro, keep, self._seed(traced), self._place)
-        optimizers = self.progress.optimizers_of(compiled.plan)
+        optimizers = self.progress.optimizers_of(compiled.plan, submits=True)
         if overlaps:
             return self._overlap(compiled, host, optimizers, with_output)
 
@@ -200,18 +200,18 @@ class Engine:
         return self._sizes(compiled, self.progress.optimizers_of(compiled.plan), stepping=True)
 
     def _sizes(
-        self, compiled: Compiled, given: Sequence[Optimizer | None], *, stepping: bool
+        self, compiled: Compiled, own: Sequence[Optimizer | None], *, stepping: bool
     ) -> Sizes:
         """The same for a run with these optimizers. Those of other ranks' stages are made once more
         for that, where optimizers step, and never do."""
-        plan, factory = compiled.plan, self._options.optimizer if stepping else None
+        plan, given = compiled.plan, self._options.optimizer if stepping else None
         state = self.progress.state_of(compiled.traced)
-        optimizers = [*given]
+        optimizers = [*own]
         elsewhere = {s.index for s in plan.stages if not self._options.owns(s.index)}
         for stage in elsewhere:
-            parameters: list[Any] = [state[a.target] for a in plan.stages[stage].parameters]
-            if factory is not None and parameters:
-                optimizers[stage] = make_optimizer(factory, parameters)
+            parameters = {a.target: state[a.target] for a in plan.stages[stage].parameters}
+            if given is not None and parameters:
+                optimizers[stage] = given.of(parameters)
         return plan_sizes(
             plan,
             state,
@@ -270,6 +270,8 @@ class Engine:
                 self.flush()
         finally:
             self.closed = True
+            if self.progress.stages is not None:
+                self.progress.stages.close()
             for worker in self._workers:
                 worker.close()
             self._options.group.close()

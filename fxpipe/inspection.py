@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -21,6 +22,7 @@ from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.traced import Traced
 from fxpipe.passes.partition.assignment import Verdict
+from fxpipe.runtime.weights.optimizers import StageOptimizers
 from fxpipe.simulator import Simulation
 from fxpipe.simulator.costs import Costs, Links
 from fxpipe.simulator.report import peak_texts
@@ -68,8 +70,13 @@ class Inspected(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise InputError(
             "a pipe cannot be copied or pickled: it has threads and traced graphs; save its "
-            "state_dict() and compile a new one"
+            "state_dict() and compile a new one, or copy.deepcopy(pipe), which copies the model"
         )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        """A copy of the model, as for ``torch.optim.swa_utils.AveragedModel``. Flushes first."""
+        self._engine.flush()
+        return copy.deepcopy(self._model, memo)
 
     @property
     def traced(self) -> Traced:
@@ -140,16 +147,39 @@ class Inspected(nn.Module):
 
     @property
     @in_turn
+    def optimizer(self) -> Optimizer:
+        """One torch optimizer over the model's parameters, in the groups that you made, also before
+        the first step: for learning-rate schedulers, logging and ``state_dict``. It is the one that
+        ``compile`` was given, or what the function that it was given makes of all parameters.
+
+        ``step`` uses the settings that its groups have when the batch is submitted, where batches
+        overlap, too. Its ``state`` is what the stages keep when you look; ``state_dict`` finishes
+        the batches in flight, and ``load_state_dict`` gives the stages what it loads. Its own
+        ``step`` updates the weights from ``.grad``, as after ``pipe(x)`` and ``backward``. Over
+        several ranks it has the state of this one's stages, and every rank calls these methods.
+
+        Raises:
+            InputError: the pipe has no optimizer, or the function makes other groups for stages
+                than for all parameters; ``optimizers`` has each stage's own then.
+        """
+        return self._optimizers().one()
+
+    @property
+    @in_turn
     def optimizers(self) -> tuple[Optimizer | None, ...]:
-        """Stage → its optimizer, for learning-rate schedulers; None for a stage without
-        parameters, and for the stages of other ranks. The first step or ``example`` makes them.
+        """Stage → its optimizer; None for a stage without parameters, and for the stages of other
+        ranks. The first step or ``example`` makes them. See also ``optimizer``.
 
         Raises:
             InputError: the pipe has no optimizer, or nothing is compiled yet.
         """
-        if not self._engine.updates:
-            raise InputError("the pipe has no optimizer; give compile(..., optimizer=...)")
+        self._optimizers()
         return self._engine.progress.optimizers_of(self._compiled().plan)
+
+    def _optimizers(self) -> StageOptimizers:
+        if self._engine.progress.stages is None:
+            raise InputError("the pipe has no optimizer; give compile(..., optimizer=...)")
+        return self._engine.progress.stages
 
     def __repr__(self) -> str:
         """The table of stages."""

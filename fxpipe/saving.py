@@ -133,8 +133,7 @@ class Saved(Inspected):
         Everything is checked before anything changes; each optimizer first makes a step on a copy
         of its restored state. If the optimizer function makes different optimizers for different
         stages, call ``prepare`` first. A learning-rate scheduler changes its optimizer when it is
-        constructed: call ``prepare``, make the schedulers over ``optimizers``, restore, and load
-        their states from ``extra``.
+        constructed: make it over ``optimizer``, restore, and load its state from ``extra``.
 
         Returns:
             The ``extra`` that ``checkpoint`` was given.

@@ -40,7 +40,7 @@ from fxpipe.passes.tracing.loss_terms import Divisor, loss_terms
 from fxpipe.runtime.batch import Batch, MicroBatches
 from fxpipe.runtime.choice import Choice
 from fxpipe.runtime.devices.cuda_graphs import CudaGraphs
-from fxpipe.runtime.weights.optimizer import make_optimizer, state_size
+from fxpipe.runtime.weights.optimizer import state_size
 from fxpipe.signals import SignalsAtOperations
 from fxpipe.torchtools.source import users_level
 from fxpipe.torchtools.state import untouched, without_collection
@@ -321,10 +321,10 @@ class Compiler:
         the state of an Adam that the caller steps is included."""
         plan, schedule = compiled.plan, compiled.schedule
         state = compiled.traced.state_of(self.options.model)
-        own = [[state[a.target] for a in stage.parameters] for stage in plan.stages]
+        own = [{a.target: state[a.target] for a in stage.parameters} for stage in plan.stages]
         optimizers: list[Optimizer | None] = [None] * len(own)
         if updates and self.options.optimizer is not None:
-            optimizers = [make_optimizer(self.options.optimizer, p) if p else None for p in own]  # type: ignore[arg-type]
+            optimizers = [self.options.optimizer.of(named) if named else None for named in own]
         program = compiled.whole()
         early = self.options.early(program)
         sizes = plan_sizes(plan, state, optimizers, schedule, early=early)

@@ -20,7 +20,7 @@ from fxpipe.passes.schedule import RecomputeLike
 from fxpipe.runtime.batch import BatchDims
 from fxpipe.runtime.choice import Dispatch
 from fxpipe.runtime.ranks.group import RankGroup
-from fxpipe.runtime.weights.optimizer import OptimizerFactory
+from fxpipe.runtime.weights.optimizer import GivenOptimizer
 
 Place = torch.device | torch.cuda.Stream
 """Where a device of a pipe is: one of torch's, or a stream of one."""
@@ -42,7 +42,7 @@ class Options:
         recipe: the schedule of training steps with its delay, which also places the stages.
         microbatches: into how many micro-batches a batch is split; None if it was not given.
         objective: the loss, and how the losses of micro-batches make the loss of the batch.
-        optimizer: from a stage's parameters to its optimizer; without it a step adds to ``.grad``.
+        optimizer: makes the optimizers of stages; without it a step adds to ``.grad``.
         clip_norm: the greatest norm that gradients may have; None for any.
         scaler: scales losses, as in mixed precision; None for no scaling.
         recompute: which stages run their forwards again instead of saving what backwards need.
@@ -71,7 +71,7 @@ class Options:
     recipe: Recipe
     microbatches: int | None = None
     objective: Objective = field(default_factory=Objective)
-    optimizer: OptimizerFactory | None = None
+    optimizer: GivenOptimizer | None = None
     clip_norm: float | None = None
     scaler: torch.amp.GradScaler | None = None
     recompute: RecomputeLike = "never"

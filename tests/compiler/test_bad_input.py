@@ -84,7 +84,11 @@ def test_micro_batches_below_one_or_no_number_are_refused(count: Any) -> None:
         ({"loss": "mse"}, "loss is 'mse'; give a function loss(output, *targets)"),
         ({"loss": nn.Linear(3, 1)}, "the loss has parameters of its own"),
         ({"optimizer": "adam"}, "optimizer is 'adam'; give a function from parameters"),
-        ({"optimizer": SGD([X])}, "optimizer is one SGD object; give a function from parameters"),
+        (
+            {"optimizer": [SGD] * 30},
+            "optimizer is one list object; give a function from parameters",
+        ),
+        ({"optimizer": SGD([nn.Parameter(X)])}, "that is none of the Tiny's; make it of"),
         ({"example": X}, "example is no tuple; give a tuple of inputs such as (x,)"),
         ({"example": (X, X)}, "the inputs do not fit Tiny.forward: too many"),
     ],
@@ -276,11 +280,19 @@ def test_moving_or_casting_a_pipe_is_refused(
     pipe.step(X, target=Y)
 
 
-@pytest.mark.parametrize("take", [copy.copy, copy.deepcopy, pickle.dumps])
+@pytest.mark.parametrize("take", [copy.copy, pickle.dumps])
 def test_copying_or_pickling_a_pipe_is_refused(
     pipe: fxpipe.Pipeline, take: Callable[[Any], Any]
 ) -> None:
     refused(InputError, lambda: take(pipe), "cannot be copied or pickled", "state_dict()")
+
+
+def test_a_deep_copy_of_a_pipe_is_one_of_the_model(pipe: fxpipe.Pipeline) -> None:
+    pipe.step(X, target=Y)
+    other: nn.Module = copy.deepcopy(pipe)
+    assert isinstance(other, Tiny)
+    for mine, its in zip(pipe.parameters(), other.parameters(), strict=True):
+        assert mine is not its and torch.equal(mine, its)
 
 
 def test_a_closed_pipe_refuses_every_call() -> None:

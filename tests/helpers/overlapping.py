@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import fxpipe
 from examples.unet import UNet
+from fxpipe.runtime.weights.optimizer import OptimizerLike
 from tests.helpers.own_optimizers import Nesterov, Orthogonal, groups
 from tests.models.test_split_training import Transformer, scores
 from tests.oracles.delayed_loop import MSE, Batch, Factory
@@ -69,7 +70,7 @@ def compiled(
     model: nn.Module,
     devices: int,
     microbatches: int,
-    optimizer: Factory = SGD,
+    optimizer: OptimizerLike = SGD,
     *,
     schedule: str = "2bw",
     loss: Callable[..., Tensor] | None = MSE,

@@ -14,7 +14,7 @@ from fxpipe.ir.recipe import find_recipe
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import B, F, U
 from fxpipe.passes.partition.options import Partition, stash_peaks
-from fxpipe.runtime.weights.optimizer import state_size
+from fxpipe.runtime.weights.optimizer import GivenOptimizer, state_size
 
 
 class Blocks(nn.Module):
@@ -149,11 +149,15 @@ def test_stages_of_one_device_share_its_limit_and_send_for_nothing() -> None:
         (lambda p: torch.optim.SGD(p, momentum=0.9), 1.0),
         (lambda p: torch.optim.Adam(p, amsgrad=True), 3.0),
         (lambda p: 1 / 0, 2.0),
-        (None, 2.0),
     ],
 )
 def test_the_state_of_an_optimizer_is_known_from_a_step(factory: Any, copies: float) -> None:
-    assert state_size(factory) == copies
+    model = nn.Linear(2, 2)
+    assert state_size(GivenOptimizer(factory, model)) == copies
+    if copies != 2.0:
+        given = GivenOptimizer(factory(model.parameters()), model)
+        assert state_size(given) == copies
+    assert state_size(None) == 2.0
 
 
 class Tied(nn.Module):

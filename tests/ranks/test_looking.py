@@ -76,6 +76,9 @@ def shown(devices: DeviceMesh | int, **options: Any) -> dict[str, Any]:
         }
         if pipe._engine.updates:
             found["optimizers"] = [each is not None for each in pipe.optimizers]
+            one = pipe.optimizer.state_dict()
+            found["numbers"] = [group["params"] for group in one["param_groups"]]
+            found["state"] = {n: kept["exp_avg"].tolist() for n, kept in one["state"].items()}
     return found
 
 
@@ -162,6 +165,17 @@ def test_the_table_names_ranks_and_their_host_and_is_the_same_on_all(found: Foun
 
 def test_a_rank_has_the_optimizers_of_its_own_stages(found: Found) -> None:
     assert [rank["flushed"]["optimizers"] for rank in found[0]] == [[True, False], [False, True]]
+
+
+def test_the_one_optimizer_of_a_rank_has_all_groups_and_the_state_of_its_own_stages(
+    found: Found,
+) -> None:
+    for kind in ("flushed", "overlapping"):
+        alone = found[1][kind]
+        ranks = [rank[kind] for rank in found[0]]
+        assert [rank["numbers"] for rank in ranks] == [alone["numbers"]] * 2
+        assert all(rank["state"] for rank in ranks)
+        assert {**ranks[0]["state"], **ranks[1]["state"]} == alone["state"]
 
 
 def test_a_rank_counts_the_versions_that_it_has(found: Found) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -31,6 +32,10 @@ class _Before:
         self._optimizer.put_back()
 
 
+_PARAMETERS = ("params", "param_names")
+"""What a parameter group has besides settings."""
+
+
 class OptimizerSnapshot:
     """A copy of an optimizer's state, its groups' settings and its plain attributes.
 
@@ -42,18 +47,14 @@ class OptimizerSnapshot:
         self._optimizer = optimizer
         self._state = {key: copied(state) for key, state in optimizer.state.items()}
         self._groups = [(group, copied(settings(group))) for group in optimizer.param_groups]
-        self._attributes = {
-            name: value.detach().clone() if isinstance(value, torch.Tensor) else value
-            for name, value in vars(optimizer).items()
-            if value is None or isinstance(value, bool | int | float | complex | str | torch.Tensor)
-        }
+        self._attributes = attributes(optimizer)
 
     def put_back(self) -> None:
         """Make it so again."""
         self._optimizer.state.clear()
         self._optimizer.state.update(self._state)
         for group, values in self._groups:
-            for key in group.keys() - values.keys() - {"params"}:
+            for key in group.keys() - values.keys() - {*_PARAMETERS}:
                 del group[key]
             group.update(values)
         vars(self._optimizer).update(self._attributes)
@@ -71,9 +72,31 @@ def twin(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> Any:
     return made
 
 
-def settings(group: dict[str, Any]) -> dict[str, Any]:
+def alone(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> Any:
+    """The same with a state of its own, which is empty, with copies of what a step may change in
+    place, and without hooks."""
+    made = twin(optimizer, groups)
+    for key, value in [*vars(made).items()]:
+        if key.startswith("_optimizer_") and key.endswith("_hooks"):
+            vars(made)[key] = OrderedDict()
+        elif isinstance(value, torch.Tensor | list | dict) and key != "param_groups":
+            vars(made)[key] = value.clone() if isinstance(value, torch.Tensor) else value.copy()
+    made.state = defaultdict(dict)
+    return made
+
+
+def attributes(optimizer: Optimizer) -> dict[str, Any]:
+    """A copy of an optimizer's plain attributes, such as a counter of its own."""
+    return {
+        name: value.detach().clone() if isinstance(value, torch.Tensor) else value
+        for name, value in vars(optimizer).items()
+        if value is None or isinstance(value, bool | int | float | complex | str | torch.Tensor)
+    }
+
+
+def settings(group: Mapping[str, Any]) -> dict[str, Any]:
     """A parameter group without its parameters."""
-    return {key: value for key, value in group.items() if key != "params"}
+    return {key: value for key, value in group.items() if key not in _PARAMETERS}
 
 
 def frozen(group: dict[str, Any]) -> dict[str, Any]:

@@ -1,45 +1,173 @@
-"""Makes the optimizer of a stage with the user's function."""
+"""What a user gives as ``optimizer=``, and the optimizers that are made of it."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fxpipe.errors import InputError, told
+from fxpipe.runtime.weights.live import alone, settings
+from fxpipe.runtime.weights.optimizer_state import placed
 
-OptimizerFactory = Callable[[list[nn.Parameter]], Optimizer]
+OptimizerLike = (
+    Optimizer
+    | Callable[[list[nn.Parameter]], Optimizer]
+    | Callable[[list[tuple[str, nn.Parameter]]], Optimizer]
+)
+
+NAMED = "named_parameters"
+"""The argument of a function that is given names as well."""
+
+_CURE = "such as lambda parameters: torch.optim.AdamW(parameters)"
 
 
-def make_optimizer(factory: OptimizerFactory, parameters: Sequence[nn.Parameter]) -> Optimizer:
-    """The optimizer of a stage's parameters.
+class GivenOptimizer:
+    """Makes the optimizers of stages of what ``compile`` was given.
 
-    Raises:
-        InputError: the function raises, returns no optimizer, an optimizer over other parameters,
-            or one whose step needs a closure.
+    A function of parameters is called for each stage. An optimizer, or what a function of named
+    parameters returns, has the parameters of the whole model; a stage's is then a copy of it with
+    those that are the stage's own, in the same groups.
+
+    Attributes:
+        whole: the optimizer over the parameters of the whole model, where there is one yet.
     """
-    cure = "such as lambda parameters: torch.optim.AdamW(parameters)"
+
+    def __init__(self, given: OptimizerLike, model: nn.Module) -> None:
+        """Check what was given.
+
+        Raises:
+            InputError: it is neither an optimizer nor a function, or makes none that fits.
+        """
+        self.whole: Optimizer | None = None
+        self._given: Any = given
+        self._model = model
+        self._known = dict(model.named_parameters(remove_duplicate=False))
+        if isinstance(given, Optimizer):
+            self.whole = self._checked(_optimizer(given), "the optimizer")
+        elif not callable(given):
+            text, kind = repr(given), type(given).__name__
+            text = f"one {kind} object" if len(text) >= 60 or "\n" in text else text
+            raise InputError(
+                f"optimizer is {text}; give a function from parameters to a torch optimizer, "
+                f"{_CURE}, or such an optimizer over model.parameters()"
+            )
+        elif _first_argument(given) == NAMED:
+            made = _optimizer(_called(given, [*model.named_parameters()]))
+            self.whole = self._checked(made, "what optimizer returns")
+
+    def of_all(self) -> Optimizer:
+        """The optimizer over the parameters of the whole model; a function of parameters is called
+        once more for that."""
+        return self.whole or make_optimizer(self._given, [*self._model.parameters()])
+
+    def of(self, parameters: Mapping[str, Tensor]) -> Optimizer:
+        """The optimizer of a stage.
+
+        Args:
+            parameters: name in the model → parameter, or what stands for it.
+
+        Raises:
+            InputError: the function raises, returns no optimizer, one over other parameters, or one
+                whose step needs a closure.
+        """
+        if self.whole is None:
+            return make_optimizer(self._given, [*parameters.values()])  # type: ignore[list-item]
+        own = {id(self._known[name]): parameter for name, parameter in parameters.items()}
+        groups, state = [], {}
+        for group in self.whole.param_groups:
+            held = [parameter for parameter in group["params"] if id(parameter) in own]
+            groups.append({**settings(group), "params": [own[id(p)] for p in held]})
+            for parameter in held:
+                kept, other = self.whole.state.get(parameter), own[id(parameter)]
+                if kept and not other.is_meta:
+                    _refuse_without_data(self.whole, kept)
+                    state[other] = placed(kept, other, group)
+        made: Optimizer = alone(self.whole, groups)
+        made.state.update(state)
+        return made
+
+    def of_one(self, parameter: nn.Parameter) -> Any:
+        """An optimizer like a stage's over a parameter of no model, for a trial."""
+        if self.whole is None:
+            return make_optimizer(self._given, [parameter])
+        return alone(self.whole, [{**settings(self.whole.param_groups[0]), "params": [parameter]}])
+
+    def _checked(self, made: Optimizer, what: str) -> Optimizer:
+        """Raises InputError where it has hooks on its step, or other parameters than the model."""
+        if made._optimizer_step_pre_hooks or made._optimizer_step_post_hooks:
+            raise InputError(
+                f"{what} has a hook on its step, which no step of a pipe would call, as each stage "
+                "updates on its own; remove it (the handle that register_step_post_hook gave has "
+                ".remove()), and do after pipe.step() what it did"
+            )
+        known = {id(parameter) for parameter in self._known.values()}
+        for parameter in _parameters(made):
+            if id(parameter) not in known:
+                raise InputError(
+                    f"{what} has a parameter of shape {tuple(parameter.shape)} that is none of the "
+                    f"{type(self._model).__name__}'s; make it of the parameters of the model that "
+                    "is compiled"
+                )
+        return made
+
+
+def state_size(given: GivenOptimizer | None) -> float:
+    """The size of an optimizer's state, in multiples of the size of its parameters.
+
+    It is found by a step on a small parameter made for that. Where there is no optimizer, or it
+    does not take that parameter, it is Adam's.
+    """
+    if given is None:
+        return 2.0
+    parameter = nn.Parameter(torch.zeros(4096))
+    parameter.grad = torch.zeros(4096)
     try:
-        made: object = factory(list(parameters))
+        optimizer = given.of_one(parameter)
+        type(optimizer).step(optimizer)
+        held = [x for each in optimizer.state.values() for x in each.values()]
+    except Exception:
+        return 2.0
+    sizes = [x.numel() for x in held if isinstance(x, Tensor) and x.numel() > 1]
+    return sum(sizes) / parameter.numel()
+
+
+def make_optimizer(
+    factory: Callable[[list[nn.Parameter]], Optimizer], parameters: Sequence[nn.Parameter]
+) -> Optimizer:
+    """What a function makes of a stage's parameters. Raises InputError, see ``of``."""
+    made = _optimizer(_called(factory, list(parameters)))
+    own = {id(parameter) for parameter in parameters}
+    if any(id(parameter) not in own for parameter in _parameters(made)):
+        raise InputError(
+            "optimizer is built over other parameters than those of the stage that it was called "
+            f"with, once a stage; let it use its argument, {_CURE}, or give the optimizer itself: "
+            "optimizer=torch.optim.AdamW(model.parameters())"
+        )
+    return made
+
+
+def _called(factory: Callable[[Any], object], given: list[Any]) -> object:
+    try:
+        return factory(given)
     except Exception as error:
         raise InputError(
             f"optimizer fails ({told(error).splitlines()[0]}); give a "
-            f"function from a stage's parameters to a torch optimizer, {cure}"
+            f"function from a stage's parameters to a torch optimizer, {_CURE}"
         ) from error
+
+
+def _optimizer(made: object) -> Optimizer:
+    """Raises InputError where it is none, or its step needs a closure."""
     if not isinstance(made, Optimizer):
         what = "nothing" if made is None else f"a {type(made).__name__}"
         raise InputError(
             f"optimizer returns {what}; give a function from a stage's parameters to a torch "
-            f"optimizer, {cure}"
-        )
-    own = {id(parameter) for parameter in parameters}
-    if any(id(p) not in own for group in made.param_groups for p in group["params"]):
-        raise InputError(
-            "optimizer is built over other parameters than those of the stage that it was called "
-            f"with, once a stage; let it use its argument, {cure}"
+            f"optimizer, {_CURE}"
         )
     closure = inspect.signature(made.step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
@@ -50,21 +178,21 @@ def make_optimizer(factory: OptimizerFactory, parameters: Sequence[nn.Parameter]
     return made
 
 
-def state_size(factory: OptimizerFactory | None) -> float:
-    """The size of an optimizer's state, in multiples of the size of its parameters.
+def _parameters(optimizer: Optimizer) -> Iterable[Tensor]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
-    It is found by a step on a small parameter made for that. Where there is no optimizer, or it
-    does not take that parameter, it is Adam's.
-    """
-    if factory is None:
-        return 2.0
-    size = 4096
-    parameter = nn.Parameter(torch.zeros(size))
-    parameter.grad = torch.zeros(size)
+
+def _first_argument(function: Any) -> str | None:
     try:
-        optimizer = factory([parameter])
-        optimizer.step()
-        held = [x for each in optimizer.state.values() for x in each.values()]
-    except Exception:
-        return 2.0
-    return sum(x.numel() for x in held if isinstance(x, torch.Tensor) and x.numel() > 1) / size
+        return next(iter(inspect.signature(function).parameters), None)
+    except (TypeError, ValueError):  # as of a function written in C
+        return None
+
+
+def _refuse_without_data(optimizer: Optimizer, kept: Mapping[Any, Any]) -> None:
+    if any(isinstance(value, Tensor) and value.is_meta for value in kept.values()):
+        raise InputError(
+            f"{type(optimizer).__name__} makes its state when it is made, and did so while the "
+            "model had no data; give a function of parameters, and look at pipe.optimizer only "
+            "after the first step"
+        )

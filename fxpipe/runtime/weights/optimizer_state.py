@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import reprlib
-from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fxpipe.errors import CheckpointError, told
-from fxpipe.runtime.weights.live import copied, settings, twin
+from fxpipe.runtime.weights.live import alone, copied, settings
 from fxpipe.torchtools.pytrees import pieces
 
 
@@ -172,7 +171,7 @@ class _Trial:
                     f"checkpoint, and {_told(value)} here"
                 )
         if error is None and state:
-            error = self._step(saved, _placed(state, self._parameter, saved))[1]
+            error = self._step(saved, placed(state, self._parameter, saved))[1]
         if error is not None:
             raise CheckpointError(
                 f"{kind} cannot go on with what the checkpoint has for {self._name!r} "
@@ -187,13 +186,9 @@ class _Trial:
         parameter.grad = torch.zeros_like(parameter)
         groups = [{**group, "params": []} for group in self._optimizer.param_groups]
         groups[self._index] |= {**_own(values), "params": [parameter]}
-        stepped = twin(self._optimizer, groups)
-        for key, value in [*vars(stepped).items()]:  # copies, as a step may change these in place
-            if isinstance(value, Tensor | list | dict):
-                vars(stepped)[key] = value.clone() if isinstance(value, Tensor) else value.copy()
-        stepped.state = defaultdict(dict, {parameter: state} if state else {})
-        stepped._optimizer_step_pre_hooks = OrderedDict()
-        stepped._optimizer_step_post_hooks = OrderedDict()
+        stepped = alone(self._optimizer, groups)
+        if state:
+            stepped.state[parameter] = state
         try:
             type(self._optimizer).step(stepped)
         except Exception as error:
@@ -256,7 +251,7 @@ class Restoring:
             for optimizer, index, group in _groups(optimizers)
         ]
         self._states = [
-            (optimizer, p, _placed(saved.parameters[names[p]].state, p, settings))
+            (optimizer, p, placed(saved.parameters[names[p]].state, p, settings))
             for (optimizer, _, group), (_, settings) in zip(
                 _groups(optimizers), self._groups, strict=True
             )
@@ -294,7 +289,7 @@ def _settings(
     first = saved.groups[saved.parameters[held[0]].group]
     for name in held[1:]:
         other = saved.groups[saved.parameters[name].group]
-        key = _differing(first.settings, other.settings)
+        key = differing(first.settings, other.settings)
         if key is not None:
             raise CheckpointError(
                 f"{held[0]!r} and {name!r} are in one parameter group here, and had different "
@@ -313,10 +308,10 @@ def _own(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def _same(one: GroupState, other: GroupState) -> bool:
     alike = (one.kind, one.index) == (other.kind, other.index)
-    return alike and _differing(one.settings, other.settings) is None
+    return alike and differing(one.settings, other.settings) is None
 
 
-def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
+def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
     """The name of the first setting that differs, or None."""
     for key in (*one, *other):
         if key not in one or key not in other:
@@ -328,7 +323,7 @@ def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _placed(
+def placed(
     state: Mapping[str, Any], parameter: Tensor, settings: Mapping[str, Any]
 ) -> dict[str, Any]:
     """A parameter's state on the device and in the layout that its optimizer expects.

@@ -15,8 +15,9 @@ from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.traced import Traced
 from fxpipe.runtime.weights.checkpoint import Checkpoint
 from fxpipe.runtime.weights.clipping import Clipping
-from fxpipe.runtime.weights.optimizer import OptimizerFactory, make_optimizer
-from fxpipe.runtime.weights.optimizer_state import OptimizerState, Restoring, check, described, take
+from fxpipe.runtime.weights.optimizer import GivenOptimizer
+from fxpipe.runtime.weights.optimizer_state import OptimizerState, described
+from fxpipe.runtime.weights.optimizers import StageOptimizers
 from fxpipe.runtime.weights.stage_weights import History
 from fxpipe.runtime.weights.versions import VersionedWeights
 from fxpipe.signals import HeldSignals
@@ -28,45 +29,48 @@ class Progress:
 
     Attributes:
         batches: how many batches have updated the weights without overlap.
-        optimizers: stage → its optimizer; None before the first plan.
+        stages: the optimizers of the stages; None for a pipe without one.
         versions: the versions of the weights; None before batches have overlapped.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        factory: OptimizerFactory | None,
+        given: GivenOptimizer | None,
         clipping: Clipping | None,
         generators: Callable[[], Mapping[str, torch.Generator]] = dict,
         owns: Callable[[int], bool] = lambda stage: True,
         others: Sequence[int] = (),
+        flush: Callable[[], None] = lambda: None,
     ) -> None:
         """Nothing is trained yet.
 
         Args:
             model: the model.
-            factory: from a stage's parameters to its optimizer; None for a pipe without one.
+            given: makes the optimizers of stages; None for a pipe without one.
             clipping: how gradients are clipped; None where they are not.
             generators: returns torch's generators for the devices, besides that for the CPU.
             owns: whether this process trains a stage.
             others: the numbers of the other replicas.
+            flush: a method that finishes the batches in flight.
         """
         self.batches = 0
-        self.optimizers: tuple[Optimizer | None, ...] | None = None
         self.versions: VersionedWeights | None = None
         self._model = model
-        self._factory = factory
+        self.stages = None if given is None else StageOptimizers(model, given, owns, flush)
         self._clipping = clipping
         self._generators = generators
         self._owns = owns
         self._replicas = others
-        # of a checkpoint, until a plan is known
-        self._saved: OptimizerState | None = None
         self._offered: dict[int, nn.Parameter] = {}
-        self._history: History | None = None
+        self._history: History | None = None  # of a checkpoint, until a plan is known
         self._restored: Mapping[str, tuple[int, int]] = {}
-        self._others: set[str] = set()
         self._followed: Schedule | None = None
+
+    @property
+    def optimizers(self) -> tuple[Optimizer | None, ...] | None:
+        """Stage → its optimizer; None before the first plan."""
+        return None if self.stages is None else self.stages.made
 
     @property
     def trained(self) -> int:
@@ -89,40 +93,29 @@ class Progress:
         buffers = self._model.named_buffers(remove_duplicate=False)
         return {**dict(parameters), **dict(buffers), **traced.constants}
 
-    def optimizers_of(self, plan: Plan) -> tuple[Optimizer | None, ...]:
+    def optimizers_of(self, plan: Plan, *, submits: bool = False) -> tuple[Optimizer | None, ...]:
         """Stage → its optimizer. All plans have the stages of the first one.
+
+        Args:
+            plan: the plan.
+            submits: whether that is for a batch, whose update uses the settings that the one
+                optimizer has now.
 
         Raises:
             InputError: the user's function returns no optimizer, or a wrong one.
             CheckpointError: an optimizer cannot load the state that was restored.
         """
-        if self._factory is None:
-            return self._make(plan)
-        if self.optimizers is None:
-            made = self._make(plan)
-            if self._saved is not None and self._saved.parameters:
-                Restoring(self._without_others(self._saved), made, self._names()).put()
-                self._saved = None
-            self.optimizers, self._offered = made, {}
-        self._refuse_unknown(plan)
-        return self.optimizers
-
-    def _make(self, plan: Plan) -> tuple[Optimizer | None, ...]:
-        if self._factory is None:
+        if self.stages is None:
             return (None,) * len(plan.stages)
-        state = dict(self._model.named_parameters(remove_duplicate=False))
-        stages = [[state[argument.target] for argument in own.parameters] for own in plan.stages]
-        owned = [own if self._owns(index) else [] for index, own in enumerate(stages)]
-        names = self._names()
-        self._others = {names[p] for own in stages for p in own} - {
-            names[p] for own in owned for p in own
-        }
-        return tuple(make_optimizer(self._factory, own) if own else None for own in owned)
-
-    def _without_others(self, saved: OptimizerState) -> OptimizerState:
-        """A state without the parameters that other processes train."""
-        own = {name: s for name, s in saved.parameters.items() if name not in self._others}
-        return OptimizerState(saved.groups, own)
+        made = self.stages.made
+        if made is None:
+            made, self._offered = self.stages.make(plan), {}
+        self._refuse_unknown(plan)
+        if submits and self.stages.whole is not None:
+            self.stages.whole.push()
+            # learning-rate schedulers check this flag, and warn of a wrong order
+            self.stages.whole.optimizer._opt_called = True  # type: ignore[attr-defined]
+        return made
 
     def _refuse_unknown(self, plan: Plan) -> None:
         """Check that every parameter that a plan trains is one that the optimizers were made for.
@@ -164,7 +157,7 @@ class Progress:
         Raises:
             InputError: weights are to be predicted, and an optimizer has no momentum.
         """
-        self._refuse_unknown(plan)
+        optimizers = self.optimizers_of(plan)
         if self.versions is None:
             own = dict(self._model.named_parameters(remove_duplicate=False))
             versions = VersionedWeights(
@@ -172,7 +165,7 @@ class Progress:
                     {a.target: own[a.target] for a in stage.parameters if self._owns(index)}
                     for index, stage in enumerate(plan.stages)
                 ],
-                self.optimizers_of(plan),
+                optimizers,
                 schedule.delays,
                 predicts=schedule.predict,
                 awaits=schedule.versions().awaited,
@@ -202,15 +195,12 @@ class Progress:
         """
         names = self._names()
         gradients = {name: p.grad for p, name in names.items() if p.grad is not None}
-        optimizer = None
-        if self._factory is not None:
-            optimizer = self._saved or take(self.optimizers or (), names)
         return Checkpoint(
             parameters={name: parameter for parameter, name in names.items()},
             buffers=dict(self._model.named_buffers()),
-            gradients={} if self._factory is not None else gradients,
+            gradients=gradients if self.stages is None else {},
             history=self._current(changed),
-            optimizer=optimizer,
+            optimizer=None if self.stages is None else self.stages.state(),
             clipping=None if self._clipping is None else self._clipping.state(),
             random=torch.get_rng_state(),
             device_random={name: each.get_state() for name, each in self._generators().items()},
@@ -255,25 +245,18 @@ class Progress:
         _check_random(torch.default_generator, saved.random)
         for generator, state in generators.values():
             _check_random(generator, state)
-        optimizers = self.optimizers
-        if optimizers is None and plan is not None and self._factory is not None:
-            optimizers = self._make(plan)
-        restoring = self._restoring(saved.optimizer, optimizers, names)
+        restore_optimizers = self._restoring(saved.optimizer, plan)
         agreed()
         # a signal must not interrupt these changes halfway
         with HeldSignals(wake=lambda: None), torch.no_grad():
             for name, own in (*parameters.items(), *buffers.items()):
                 if name in values:
                     own.copy_(values[name])
-            if self._factory is None:
+            if self.stages is None:
                 for name, parameter in parameters.items():
                     found = saved.gradients.get(name)
                     parameter.grad = None if found is None else found.to(parameter.device)
-            if restoring is not None:
-                restoring.put()
-                self.optimizers, self._saved = optimizers, None
-            else:
-                self.optimizers, self._saved = None, saved.optimizer
+            restore_optimizers()
             self.batches, self.versions, self._history = saved.history.newest, None, saved.history
             if self._clipping is not None and saved.clipping is not None:
                 self._clipping.load(saved.clipping)
@@ -295,17 +278,11 @@ class Progress:
         for version, tensors in (*history.older.items(), *history.predicted.items()):
             _check(f"version {version} of parameter", _part(parameters, tensors), tensors)
 
-    def _restoring(
-        self,
-        saved: OptimizerState | None,
-        optimizers: Sequence[Optimizer | None] | None,
-        names: Mapping[nn.Parameter, str],
-    ) -> Restoring | None:
-        """The checked state for the optimizers; None where there is none, or it has to wait until
-        the optimizers are made."""
-        if self._factory is None:
+    def _restoring(self, saved: OptimizerState | None, plan: Plan | None) -> Callable[[], None]:
+        """A function that loads the state of the optimizers, which is checked."""
+        if self.stages is None:
             if saved is None:
-                return None
+                return lambda: None
             kind = next((group.kind for group in saved.groups), "an optimizer")
             raise CheckpointError(
                 f"the checkpoint holds the state of {kind}, and the pipe has no optimizer; give "
@@ -316,18 +293,7 @@ class Progress:
                 "the checkpoint was made by a pipe without an optimizer, and this one has one; "
                 "leave optimizer= out of compile()"
             )
-        if optimizers is not None and saved.parameters:
-            return Restoring(self._without_others(saved), optimizers, names)
-        trained = [parameter for parameter, name in names.items() if name in saved.parameters]
-        try:
-            sample = make_optimizer(self._factory, trained) if trained else None
-        except InputError as error:
-            raise CheckpointError(
-                f"before there are stages nothing tells whether the optimizer fits: {error}; call "
-                "prepare() before restore()"
-            ) from error
-        check(saved, [sample], names)
-        return None
+        return self.stages.restoring(saved, plan)
 
     def _current(self, changed: bool) -> History:
         """The versions, with each parameter under its first name in the model."""
