@@ -21,7 +21,7 @@ from benchmarks.gpu.rows import Rows
 from benchmarks.gpu.setting import Setting, arguments, read
 from benchmarks.report import Figure, Grid
 
-FILES = ("tests/gpu/test_cuda.py", "tests/gpu/test_cuda_graphs.py")
+FILES = tuple(f"tests/gpu/test_cuda{part}.py" for part in ("", "_graphs", "_ranks"))
 OF_A_DRY_RUN = 16
 """In a dry run, in which all are skipped, one test in so many is run."""
 
