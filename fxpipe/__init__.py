@@ -28,6 +28,7 @@ from fxpipe.ir.task import A, B, C, F, I, R, Task, TaskContext, U, W, define_tas
 from fxpipe.kernels.recompute import is_recomputing
 from fxpipe.passes.partition.options import Partition
 from fxpipe.pipeline import Pipeline
+from fxpipe.search.search import search_schedule
 
 __all__ = [
     "A",
@@ -67,5 +68,6 @@ __all__ = [
     "one_each",
     "round_robin",
     "schedule",
+    "search_schedule",
     "vee",
 ]

@@ -358,3 +358,54 @@ def test_help_tells_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--help"])
     assert caught.value.code == 0
     assert {"list", "schedule", "verify"} <= set(capsys.readouterr().out.split())
+
+
+SEARCH = ("search", "-p", "3", "-m", "4", "--costs", "F=1,I=2,W=1,F@2=2", "--work", "60")
+
+
+def test_a_schedule_is_searched_and_stands_beside_the_library(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    csv, picture = tmp_path / "found.csv", tmp_path / "found.svg"
+    status, out, err = run(capsys, *SEARCH, "--memory", "3", "--csv", csv, "--draw", picture)
+    assert status == 0
+    assert err == f"wrote {picture}\nwrote {csv}\n"
+    grid, words, table, _ = out.split("\n\n")
+    assert grid.count("\n") == 3
+    assert re.match(r"a step takes [0-9.]+; none takes less than [0-9.]+ \(", words)
+    times = {line.split()[0]: float(line.split()[1]) for line in table.splitlines()[2:]}
+    assert min(times.values()) == times["search"]
+    assert {"1f1b", "zb-h1"} < set(times)
+    assert run(capsys, "verify", csv)[0] == 0
+    assert "<svg" in picture.read_text()
+
+
+def test_the_text_of_a_searched_schedule_is_one(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    status, text, _ = run(
+        capsys, *SEARCH, "--placement", "v", "--memory", "9,9,9", "--keeps", "F=1,W=1", "--text"
+    )
+    assert status == 0
+    schedule = fxpipe.Schedule.parse(text).verify()
+    assert schedule.placement == fxpipe.vee(3)
+    status, text, _ = run(capsys, *SEARCH, "--no-flush", "--latency", "0.5", "--text")
+    assert fxpipe.Schedule.parse(text).delay == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--memory", "0.5"], "one micro-batch takes 1"),
+        (["--memory", "much"], "--memory is 'much'"),
+        (["--keeps", "F=1"], "give --memory, too"),
+        (["--memory", "4", "--keeps", "B=1"], "--keeps has 'B'"),
+        (["--placement", "w"], "write each, v, or loop=2"),
+    ],
+)
+def test_a_search_for_something_impossible_is_refused(
+    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, out, err = run(capsys, *SEARCH, *arguments)
+    assert (status, out) == (2, "")
+    assert says in err

@@ -33,6 +33,7 @@ LAYERS = {
     "schedules": ("fxpipe.schedules",),
     "passes": ("fxpipe.passes",),
     "memory": ("fxpipe.memory",),
+    "search": ("fxpipe.search",),
     "draw": ("fxpipe.draw",),
     "runtime": ("fxpipe.runtime",),
     "face": (
@@ -63,6 +64,7 @@ MAY_IMPORT = {
     "schedules": ("representations",),
     "passes": (*BASE, "text", "verify"),
     "memory": (*BASE, "simulator", "passes"),
+    "search": (*BASE, "simulator", "schedules"),
     "draw": (*BASE, "text", "verify", "simulator"),
     "runtime": (*BASE, "text", "verify"),
     "face": tuple(LAYERS),

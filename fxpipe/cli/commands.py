@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import inspect
 import os
-import re
 import shutil
 import sys
 from argparse import Namespace
@@ -18,7 +17,8 @@ from rich.table import Table
 from sympy import Eq, Rational
 from sympy.core.relational import Relational
 
-from fxpipe.cli.read import DEVICES, MICROBATCHES, read_file, read_schedule
+from fxpipe.cli.read import DEVICES, MICROBATCHES, read_costs, read_file, read_schedule
+from fxpipe.cli.search import add_search
 from fxpipe.errors import FxpipeError, InputError, VerificationError
 from fxpipe.formulas import Formulas, time
 from fxpipe.ir.recipe import RECIPES, Recipe
@@ -133,6 +133,15 @@ def make_parser() -> argparse.ArgumentParser:
     )
     _add_counts(checked)
     checked.set_defaults(run=verify_file)
+
+    add_search(
+        commands.add_parser(
+            "search",
+            help="the best schedule for given times, and how good it is",
+            description="Search for the schedule that takes the least time, within the memory that "
+            "there is, and show it beside the library's, with a time that none can be below.",
+        )
+    )
     return parser
 
 
@@ -155,7 +164,6 @@ def _add_counts(parser: argparse.ArgumentParser) -> None:
 
 _WIDTH = 100
 _SHOWN = 200_000
-_COST = re.compile(r"(?P<letter>\w)(?:@(?P<stage>[0-9]{1,9}))?=(?P<time>\S+)")
 
 
 def list_schedules(given: Namespace) -> bool:
@@ -232,30 +240,6 @@ def verify_file(given: Namespace) -> bool:
     what = value if isinstance(value, Actions) else type(value).__name__.lower()
     print(f"{given.file}: a valid {what}")
     return True
-
-
-def read_costs(text: str | None) -> dict[str | tuple[str, int], float] | None:
-    """``F=1,B@3=2.5`` → the time of each kind of task, for all stages or for one.
-
-    Raises:
-        InputError: the text is not written like that.
-    """
-    if text is None:
-        return None
-    costs: dict[str | tuple[str, int], float] = {}
-    for item in text.split(","):
-        match = _COST.fullmatch(item.strip())
-        try:
-            assert match is not None
-            time = float(match["time"])
-        except (AssertionError, ValueError):
-            raise InputError(
-                f"--costs has {item.strip()!r}; write a kind of task and its time, such as F=1, "
-                "or of one stage alone, F@3=1.5"
-            ) from None
-        letter, stage = match["letter"], match["stage"]
-        costs[letter if stage is None else (letter, int(stage))] = time
-    return costs
 
 
 def _wrote(path: str) -> None:

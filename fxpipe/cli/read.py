@@ -1,4 +1,5 @@
-"""Finds the schedule, plan or program that a name or path on the command line means."""
+"""Finds the schedule, plan or program that a name or path on the command line means, and reads
+times."""
 
 from __future__ import annotations
 
@@ -27,6 +28,7 @@ DEVICES, MICROBATCHES = 4, 8
 
 T = TypeVar("T")
 
+_COST = re.compile(r"(?P<letter>\w)(?:@(?P<stage>[0-9]{1,9}))?=(?P<time>\S+)")
 _PYTHON = re.compile(r"(?P<path>.*\.py)(?::(?P<name>[^:/]+))?")
 
 
@@ -40,6 +42,32 @@ def read_schedule(
         ParseError: a text is no schedule.
     """
     return _asked(named, _find(named), devices, microbatches)
+
+
+def read_costs(
+    text: str | None, option: str = "--costs"
+) -> dict[str | tuple[str, int], float] | None:
+    """``F=1,B@3=2.5`` → the time of each kind of task, for all stages or for one.
+
+    Raises:
+        InputError: the text is not written like that.
+    """
+    if text is None:
+        return None
+    costs: dict[str | tuple[str, int], float] = {}
+    for item in text.split(","):
+        match = _COST.fullmatch(item.strip())
+        try:
+            assert match is not None
+            time = float(match["time"])
+        except (AssertionError, ValueError):
+            raise InputError(
+                f"{option} has {item.strip()!r}; write a kind of task and its time, such as F=1, "
+                "or of one stage alone, F@3=1.5"
+            ) from None
+        letter, stage = match["letter"], match["stage"]
+        costs[letter if stage is None else (letter, int(stage))] = time
+    return costs
 
 
 def _asked(

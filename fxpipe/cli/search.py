@@ -1,0 +1,151 @@
+"""``fxpipe search``: the best schedule for given times, beside those of the library."""
+
+from __future__ import annotations
+
+import sys
+from argparse import ArgumentParser, BooleanOptionalAction, Namespace
+from pathlib import Path
+
+from rich import box
+from rich.table import Table
+
+from fxpipe.cli.read import DEVICES, MICROBATCHES, read_costs
+from fxpipe.errors import InputError
+from fxpipe.ir.recipe import Placement, one_each, round_robin, vee
+from fxpipe.search.search import Found, search_schedule
+from fxpipe.simulator.costs import Link
+from fxpipe.simulator.sizes import Sizes
+from fxpipe.words import table_text
+
+_WIDTH = 100
+
+
+def add_search(parser: ArgumentParser) -> None:
+    """Give the command's parser its arguments."""
+    add = parser.add_argument
+    add("-p", "--devices", type=int, metavar="N", help=f"devices; by default {DEVICES}")
+    add("-m", "--microbatches", type=int, metavar="N", default=MICROBATCHES, help="of a step")
+    add("--costs", metavar="F=1,I=1,W=1", help="how long tasks take: F=1,F@3=1.5; with B whole")
+    add(
+        "--placement",
+        metavar="each|v|loop=N",
+        help="one stage a device, the V, or N stages a device in turn; without it all ways are "
+        "searched in which the stages of --costs can be placed",
+    )
+    add("--memory", metavar="N[,N...]", help="micro-batches, or units of --keeps, a device holds")
+    add(
+        "--keeps",
+        metavar="F=1,W=1",
+        help="what a forward keeps, and what an input gradient leaves for the weight gradient",
+    )
+    add("--latency", type=float, default=0.0, metavar="T", help="of a transfer")
+    add(
+        "--flush",
+        action=BooleanOptionalAction,
+        default=True,
+        help="the least time for one step; with --no-flush, a step where many follow one another",
+    )
+    add("--seconds", type=float, default=10.0, metavar="T", help="the longest that it may take")
+    add("--work", type=int, metavar="N", help="list schedules to try, instead of --seconds")
+    add("--seed", type=int, default=0, metavar="N", help="of the random choices")
+    add("--text", action="store_true", help="print the schedule's text and nothing else")
+    add("--draw", metavar="FILE", help="draw it: .svg, .png, .pdf")
+    add("--csv", metavar="FILE", help="write it as the CSV of torch.distributed.pipelining")
+    parser.set_defaults(run=run_search)
+
+
+def run_search(given: Namespace) -> bool:
+    """Search, and show the schedule, its bound and the library's schedules."""
+    costs = read_costs(given.costs)
+    placement = _placement(given.placement)
+    devices = given.devices
+    named = [key for key in costs or () if not isinstance(key, str)]
+    if devices is None and (not named or placement is not None):
+        devices = DEVICES
+    memory, sizes = _memory(given, _stages(placement, devices, named))
+    found = search_schedule(
+        costs or {},
+        given.microbatches,
+        devices=devices,
+        placement=placement,
+        memory=memory,
+        sizes=sizes,
+        links=Link(given.latency) if given.latency else None,
+        flush=given.flush,
+        seconds=given.seconds,
+        work=given.work,
+        seed=given.seed,
+    )
+    schedule = found.schedule
+    if given.draw is not None:
+        schedule.draw(costs=costs).render(given.draw)
+        print(f"wrote {given.draw}", file=sys.stderr)
+    if given.csv is not None:
+        Path(given.csv).write_text(schedule.csv(), encoding="utf-8")
+        print(f"wrote {given.csv}", file=sys.stderr)
+    if given.text:
+        print(schedule, end="")
+    else:
+        print(f"{schedule.grid(costs=costs)}\n\n{found}\n\n{library_table(found)}")
+    return True
+
+
+def library_table(found: Found) -> str:
+    """The times of all library schedules, beside what was found."""
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    table.add_column("schedule", no_wrap=True)
+    table.add_column("time", justify="right")
+    table.add_column("above the bound", justify="right")
+    timed = [(found.schedule.name, found.value)]
+    timed += [(name, time) for name, time in found.library.items() if not isinstance(time, str)]
+    for name, time in sorted(timed, key=lambda one: one[1]):
+        above = f"{time / found.bound - 1:.1%}" if found.bound else ""
+        table.add_row(name, f"{time:.6g}", above)
+    without: dict[str, list[str]] = {}
+    for name, why in found.library.items():
+        if isinstance(why, str):
+            without.setdefault(why, []).append(name)
+    rest = (f"{why}: {', '.join(names)}" for why, names in without.items())
+    return "\n".join([table_text(table, _WIDTH), "", *rest])
+
+
+def _stages(placement: Placement | None, devices: int | None, named: list[tuple[str, int]]) -> int:
+    """How many stages there can be at most."""
+    most = 1 + max((stage for _, stage in named), default=0)
+    return max(most, devices or 1, len(placement(devices or 1)) if placement is not None else 0)
+
+
+def _placement(text: str | None) -> Placement | None:
+    if text is None:
+        return None
+    word, _, count = text.partition("=")
+    if text in ("each", "v"):
+        return {"each": one_each, "v": vee}[text]
+    if word == "loop" and count.isdecimal():
+        return round_robin(int(count))
+    raise InputError(f"--placement is {text!r}; write each, v, or loop=2 for two stages a device")
+
+
+def _memory(given: Namespace, stages: int) -> tuple[float | list[float] | None, Sizes | None]:
+    """The most that devices may hold, and what micro-batches take of it."""
+    keeps = read_costs(given.keeps, "--keeps")
+    if given.memory is None:
+        if keeps is not None:
+            raise InputError("--keeps tells what micro-batches take; give --memory, too")
+        return None, None
+    try:
+        most = [float(each) for each in given.memory.split(",")]
+    except ValueError:
+        raise InputError(
+            f"--memory is {given.memory!r}; write a number, or one for each device: 4,4,3"
+        ) from None
+    memory = most if len(most) > 1 else most[0]
+    if keeps is None:
+        return memory, None
+    if odd := {key if isinstance(key, str) else key[0] for key in keeps} - {"F", "W"}:
+        raise InputError(f"--keeps has {min(odd)!r}; write F for forwards, W for what they leave")
+    saved, deferred = (
+        {s: int(keeps.get((letter, s), keeps.get(letter, 1))) for s in range(stages)}
+        for letter in "FW"
+    )
+    return memory, Sizes(saved=saved, deferred=deferred)

@@ -1,0 +1,1 @@
+"""Search: the best schedule for given times and memory, a bound, and a certificate of both."""

@@ -1,0 +1,79 @@
+"""A certificate: a schedule, what it takes, what none can be below, and a check of all of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fxpipe.ir.schedule import Schedule
+from fxpipe.search.bounds import Bound
+from fxpipe.search.problem import Problem
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """What a search knows about its problem.
+
+    Attributes:
+        problem: the times, the placement and the memory.
+        schedule: the best schedule that was found.
+        value: its time: of one step, or, where steps follow one another, of each of them.
+        bound: the time that no schedule of the problem can be below, and why.
+    """
+
+    problem: Problem
+    schedule: Schedule
+    value: float
+    bound: Bound
+
+    @property
+    def gap(self) -> float:
+        """By which share of the bound the schedule is above it at most; 0 where it is optimal."""
+        above = self.value - self.bound.time
+        return above / self.bound.time if above > 1e-9 * self.value else 0.0
+
+    @property
+    def optimal(self) -> bool:
+        return self.gap == 0
+
+    @property
+    def reason(self) -> str:
+        """Why no schedule can be below the bound, with its numbers."""
+        bound, problem = self.bound, self.problem
+        own = {key: f"{number:.6g}" for key, number in bound.terms.items()}
+        match bound.why:
+            case "work":
+                device = problem.placement[bound.stage]
+                return (
+                    f"device {device} waits {own['before']} for its first micro-batch, idles "
+                    f"{own['idle']} until it can go backward, computes {own['work']} and updates "
+                    f"in {own['update']}"
+                )
+            case "chain":
+                end = int(bound.terms["end"])
+                return (
+                    f"it takes {own['down']} to stage {bound.stage}, {own['between']} there from "
+                    f"the first forward to the last input gradient, {own['up']} back to stage "
+                    f"{end}, and {own['after']} for what follows there"
+                )
+        return "CP-SAT found no schedule below it, and searched them all"
+
+    def __str__(self) -> str:
+        what = "a step" if self.problem.flush else "each of many steps"
+        gap = "optimal" if self.optimal else f"within {self.gap:.2%} of the best"
+        return (
+            f"{what} takes {self.value:.6g}; none takes less than {self.bound.time:.6g} ({gap}):\n"
+            f"{self.reason}"
+        )
+
+    def check(self) -> tuple[str, ...]:
+        """Check everything anew, from the problem and the schedule alone.
+
+        Returns:
+            What has to be believed, as no arithmetic of this kind shows it: the word of a solver.
+
+        Raises:
+            VerificationError: with everything that is not so.
+        """
+        from fxpipe.search.check import check_certificate
+
+        return check_certificate(self)

@@ -1,0 +1,176 @@
+"""The checker of certificates: it shares nothing with the search but the problem itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import inf
+
+from fxpipe.errors import Fault, VerificationError
+from fxpipe.ir.schedule import Schedule
+from fxpipe.ir.task import Task
+from fxpipe.search.certificate import Certificate
+from fxpipe.search.problem import Problem
+
+_CLOSE = 1e-9
+
+
+def check_certificate(certificate: Certificate) -> tuple[str, ...]:
+    """See ``Certificate.check``."""
+    problem, schedule, value = certificate.problem, certificate.schedule, certificate.value
+    schedule.verify()
+    faults = list(_shape(problem, schedule))
+    if not faults:
+        faults += _levels(problem, schedule)
+        if not _takes(problem, schedule, value):
+            faults.append(Fault(f"the schedule takes longer than {value:g}", "do not trust it"))
+    shown = {"work": _work, "chain": _chain}.get(certificate.bound.why)
+    if shown is not None:
+        least = shown(certificate)
+        if certificate.bound.time > least * (1 + _CLOSE):
+            what = f"the bound is {certificate.bound.time:g}, and only {least:g} follows"
+            faults.append(Fault(what, "do not trust it"))
+    if certificate.bound.time > value * (1 + _CLOSE):
+        faults.append(Fault("the bound is above the schedule's own time", "do not trust it"))
+    if faults:
+        raise VerificationError("the certificate", faults, schedule)
+    return () if shown else (certificate.reason,)
+
+
+def _shape(problem: Problem, schedule: Schedule) -> Iterator[Fault]:
+    kinds = {"F", "B", "U"} if problem.whole else {"F", "I", "W", "U"}
+    if schedule.placement != problem.placement or schedule.microbatches != problem.microbatches:
+        yield Fault("the schedule has other stages or micro-batches", "give the problem's own")
+    if schedule.delay != (not problem.flush) or schedule.depth or schedule.kinds != kinds:
+        yield Fault("the schedule has other tasks, or reads older weights", "search for it anew")
+
+
+def _levels(problem: Problem, schedule: Schedule) -> Iterator[Fault]:
+    """Count what each device keeps, task by task."""
+    for device, row in enumerate(schedule.rows):
+        kept: dict[tuple[int | None, int | None], float] = {}
+        for position, task in enumerate(row):
+            stage = task.stage or 0
+            if task.kind in "FI":
+                kept[task.microbatch, stage] = (
+                    problem.saved[stage] if task.kind == "F" else problem.deferred[stage]
+                )
+            elif task.kind in "BW":
+                del kept[task.microbatch, stage]
+            if sum(kept.values()) > problem.memory[device] * (1 + _CLOSE):
+                what = f"it keeps {sum(kept.values()):g} of {problem.memory[device]:g}"
+                yield Fault(what, "do not trust it", device, position, str(task))
+                break
+
+
+def _takes(problem: Problem, schedule: Schedule, value: float) -> bool:
+    """Whether the schedule gets by with this time: of a step; or of each, if a device may begin as
+    late as it wants to, but be busy for no longer from its first task to its last."""
+    begins = [0.0] * len(schedule.rows)
+    for _ in range(len(begins) + 1):
+        ends = _ends(problem, schedule, begins)
+        if problem.flush:
+            return max(ends) + _update(problem, 0) <= value * (1 + _CLOSE)
+        late = [max(b, end - value * (1 + _CLOSE)) for b, end in zip(begins, ends, strict=True)]
+        if late == begins:
+            return True
+        begins = late
+    return False
+
+
+def _ends(problem: Problem, schedule: Schedule, begins: list[float]) -> list[float]:
+    """Device → its end, each task as early as what it needs allows."""
+    took = {"F": problem.forward, "I": problem.backward, "B": problem.backward}
+    took |= {"W": problem.weight, "U": (0.0,) * problem.stages}
+    if not problem.flush:
+        took["U"] = problem.update
+    end: dict[Task, float] = {}
+    now, places = list(begins), [0] * len(begins)
+    moved = True
+    while moved:
+        moved = False
+        for device, row in enumerate(schedule.rows):
+            while places[device] < len(row):
+                task = row[places[device]]
+                stage, i = task.stage or 0, task.microbatch
+                need = -inf
+                if task.kind == "F" and stage:
+                    need = end.get(Task("F", i, stage - 1), inf) + problem.down[stage - 1]
+                if task.kind in "BI" and stage < problem.stages - 1:
+                    need = end.get(Task(task.kind, i, stage + 1), inf) + problem.up[stage]
+                if need == inf:
+                    break
+                now[device] = end[task] = max(now[device], need) + took[task.kind][stage]
+                places[device] += 1
+                moved = True
+    return now
+
+
+def _work(certificate: Certificate) -> float:
+    """A device's head start of others, its work, its updates, and the time in which it cannot but
+    idle: before its first input gradient, less all forwards that find room."""
+    problem, stage = certificate.problem, certificate.bound.stage
+    m, device = problem.microbatches, problem.placement[stage]
+    own = [s for s, home in enumerate(problem.placement) if home == device]
+    head = sum(problem.forward[s] + problem.down[s] for s in range(own[0]))
+    wait = sum(problem.forward[s] for s in range(own[0], problem.stages))
+    wait += sum(problem.down[own[0] :]) + sum(problem.up[own[-1] :])
+    wait += sum(problem.backward[s] for s in range(own[-1] + 1, problem.stages))
+    work = m * sum(problem.forward[s] + problem.backward[s] + problem.weight[s] for s in own)
+    room, filled = problem.memory[device], 0.0
+    for s in sorted(own, key=lambda s: problem.saved[s] / max(problem.forward[s], 1e-300)):
+        count = float(m) if m * problem.saved[s] <= room else room / problem.saved[s]
+        if len(own) == 1:
+            count = count // 1 if (count + 1e-9) // 1 == count // 1 else count // 1 + 1
+        filled += count * problem.forward[s]
+        room -= count * problem.saved[s]
+    head = head if problem.flush else 0.0
+    return head + work + max(0.0, wait - filled) + _update(problem, device)
+
+
+def _update(problem: Problem, device: int) -> float:
+    """The time of a device's updates, or with a flush, before which all meet, of the longest."""
+    own = [0.0] * len(problem.memory)
+    for stage, home in enumerate(problem.placement):
+        own[home] += problem.update[stage]
+    return max(own) if problem.flush else own[device]
+
+
+def _chain(certificate: Certificate) -> float:
+    """The way to a stage, the least time there, the way back, a weight gradient and an update."""
+    problem, stage, terms = (
+        certificate.problem,
+        certificate.bound.stage,
+        certificate.bound.terms,
+    )
+    m, end = problem.microbatches, int(terms["end"])
+    f, b, w = problem.forward[stage], problem.backward[stage], problem.weight[stage]
+    saved, deferred = problem.saved[stage], problem.deferred[stage]
+    most = problem.memory[problem.placement[stage]]
+    begin = 0 if problem.flush else end
+    way = sum(problem.forward[begin:stage]) + sum(problem.down[begin:stage])
+    way += sum(problem.backward[end:stage]) + sum(problem.up[end:stage])
+    way += problem.weight[end] + _update(problem, problem.placement[end])
+    trip = sum(problem.forward[stage:]) + sum(problem.backward[stage:])
+    trip += sum(problem.down[stage:]) + sum(problem.up[stage:])
+    flying = 1  # micro-batches that find room at once
+    while flying < m and (flying + 1) * saved <= most * (1 + _CLOSE):
+        flying += 1
+    # A micro-batch begins its trip only when the one so many before it has ended its own.
+    found = [trip + (m - 1) * max(f, b)]
+    for rounds in range(1, (m - 1) // flying + 1):
+        found.append((rounds + 1) * trip + (m - 1 - rounds * flying) * max(f, b))
+    idle = max(0.0, trip - b - flying * f)
+    if m <= flying:
+        found.append(m * (f + b) + idle)
+    else:
+        least = inf
+        for others in range(flying):
+            back = m - 1 - others
+            weights = 0
+            while weights < back and (
+                (others + 1) * saved + (back - weights) * deferred > most * (1 + _CLOSE)
+            ):
+                weights += 1
+            least = min(least, weights * w + max(0.0, trip - f - (others + 1) * b))
+        found.append(m * (f + b) + idle + least)
+    return way + max(found)

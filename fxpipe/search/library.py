@@ -1,0 +1,47 @@
+"""What the library's schedules take on a problem."""
+
+from __future__ import annotations
+
+from math import inf
+
+import fxpipe.schedules as library
+from fxpipe.errors import FxpipeError
+from fxpipe.ir.recipe import Recipe
+from fxpipe.search.problem import Order, Problem
+from fxpipe.search.timing import fits, value_of
+
+
+def library_orders(problem: Problem) -> dict[str, tuple[float, Order] | str]:
+    """Name → its time, as the problem counts it, and its order; or why it has none here.
+
+    Backwards are taken apart, or put together, as the problem asks.
+    """
+    recipes: list[Recipe] = [getattr(library, name) for name in library.__all__]
+    found: dict[str, tuple[float, Order] | str] = {}
+    for name, recipe in sorted({each.name: each for each in recipes}.items()):
+        order = _order(problem, recipe)
+        if isinstance(order, str):
+            found[name] = order
+        elif not fits(problem, order):
+            found[name] = "keeps more than fits"
+        elif (value := value_of(problem, order)) < inf:
+            found[name] = value, order
+        else:
+            found[name] = "gets stuck"
+    return found
+
+
+def _order(problem: Problem, recipe: Recipe) -> Order | str:
+    try:
+        if recipe.place(problem.devices) != problem.placement:
+            return "has its stages elsewhere"
+        schedule = recipe(problem.devices, problem.microbatches)
+        if max(schedule.delays) > (not problem.flush):
+            return "reads older weights"
+        if schedule.depth:
+            return "mixes batches on a device"
+        if not schedule.trains or "R" in schedule.kinds:
+            return "does not train, or recomputes"
+    except FxpipeError:
+        return "is not for so many devices and micro-batches"
+    return problem.order_of(schedule) or "leaves tasks out, or has others"

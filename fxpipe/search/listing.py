@@ -1,0 +1,194 @@
+"""List scheduling: devices take what is there, by priorities, from the first task to the last."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from math import inf
+from typing import NamedTuple
+
+from fxpipe.search.problem import Problem
+
+NEVER = 1e30
+
+
+class Habit(NamedTuple):
+    """How a device treats one of its stages.
+
+    Of the forwards and input gradients that have arrived, the one goes first whose micro-batch's
+    number is the least, after ``turn`` or ``back`` was added to it.
+
+    Attributes:
+        limit: the most micro-batches between forward and input gradient.
+        turn: by how many micro-batches forwards are put off.
+        back: by how many input gradients are.
+        gap: a weight gradient fills a time without work that is at least so many times as long as
+            the weight gradient itself.
+        room: the same where a forward waits for memory.
+        most: so many weight gradients wait at most, before one goes first.
+        hold: a forward waits for an input gradient that comes before this part of it were done.
+    """
+
+    limit: int
+    turn: float
+    back: float
+    gap: float
+    room: float
+    most: int
+    hold: float
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The habit for each stage, and whether a weight gradient also fills a shorter time where the
+    device would else have idled longer than any other."""
+
+    habits: tuple[Habit, ...]
+    even: bool = False
+
+
+def list_schedule(
+    problem: Problem, policy: Policy, release: Sequence[float], cutoff: float
+) -> tuple[float, list[list[int]], list[float]]:
+    """The time that is to be least, the order, and when each device is done.
+
+    Given up, with an infinite time, as soon as it must take longer than ``cutoff``. A forward
+    starts only where one micro-batch still has room on all the device's later stages, so that no
+    order gets stuck.
+    """
+    m, last, flush, even = problem.microbatches, problem.stages - 1, problem.flush, policy.even
+    placement, held = problem.placement, problem.held
+    deferred, keeps = problem.deferred, problem.keeps
+    splits = not problem.whole
+    took_f, took_i, took_w = problem.forward, problem.backward, problem.weight
+    down, up = problem.down, problem.up
+    habits = policy.habits
+    need = _needs(problem)
+    caps = [most * (1 + 1e-12) for most in problem.memory]
+    nf, ni, nw = [0] * (last + 1), [0] * (last + 1), [0] * (last + 1)
+    at_f = [[inf] * m for _ in range(last + 1)]
+    at_f[0] = [0.0] * m
+    at_i = [[inf] * m for _ in range(last + 1)]
+    level = [0.0] * problem.devices
+    left = [work + more for work, more in zip(problem.work, problem.last, strict=True)]
+    tasks = [(2 if problem.whole else 3) * m * len(own) for own in held]
+    begun = [0.0 if flush else inf] * problem.devices
+    idled = [0.0] * problem.devices
+    since = [-1.0] * problem.devices
+    done = list(release)
+    due = list(release)
+    order: list[list[int]] = [[] for _ in held]
+    heap = [(time, device) for device, time in enumerate(release)]
+    heapify(heap)
+    while heap:
+        now, d = heappop(heap)
+        if due[d] != now:
+            continue
+        best, code, soon, soon_i, blocked, waits = inf, -1, inf, inf, -1, -1
+        for s in held[d]:
+            habit = habits[s]
+            i, j = nf[s], ni[s]
+            if i < m and i - j < habit[0]:
+                when = at_f[s][i]
+                if when > now:
+                    if when < soon:
+                        soon = when
+                elif level[d] + need[s] > caps[d]:
+                    blocked = s
+                elif i + habit[1] < best:
+                    best, code = i + habit[1], 3 * s
+            if j < i:
+                when = at_i[s][j]
+                if when > now:
+                    if when < soon_i:
+                        soon_i = when
+                elif j + habit[2] <= best:
+                    best, code = j + habit[2], 3 * s + 1
+            if splits and nw[s] < j and (waits < 0 or nw[s] < nw[waits]):
+                waits = s
+        soon = min(soon, soon_i)
+        if code >= 0 and not code % 3 and soon_i < now + habits[code // 3][6] * took_f[code // 3]:
+            code = -1
+        if waits >= 0:
+            if ni[waits] - nw[waits] > habits[waits][5]:
+                code = 3 * waits + 2
+            elif code < 0:
+                gap = soon - now
+                least = habits[blocked][4] if blocked >= 0 else habits[waits][3]
+                patient = least == NEVER and blocked < 0 and nf[waits] < m
+                if (gap >= least * took_w[waits] and not patient) or (
+                    even and idled[d] + gap > max(idled)
+                ):
+                    code = 3 * waits + 2
+        if code < 0:
+            if since[d] < 0:
+                since[d] = now
+            due[d] = soon
+            if soon < inf:
+                heappush(heap, (soon, d))
+            continue
+        if since[d] >= 0:
+            if order[d]:
+                idled[d] += now - since[d]
+                if now + left[d] - begun[d] > cutoff:
+                    return inf, order, done
+            since[d] = -1.0
+        s, kind = divmod(code, 3)
+        order[d].append(code)
+        if begun[d] == inf and not flush:
+            begun[d] = now
+        if kind == 0:
+            took = took_f[s]
+            end = now + took
+            i = nf[s]
+            nf[s] = i + 1
+            level[d] += keeps[s]
+            if s == last:
+                at_i[s][i] = end
+                e, arrives = d, end
+            else:
+                e, arrives = placement[s + 1], end + down[s]
+                at_f[s + 1][i] = arrives
+        elif kind == 1:
+            took = took_i[s]
+            end = now + took
+            j = ni[s]
+            ni[s] = j + 1
+            level[d] -= keeps[s] - deferred[s]
+            e = d
+            if s:
+                e, arrives = placement[s - 1], end + up[s - 1]
+                at_i[s - 1][j] = arrives
+        else:
+            took = took_w[s]
+            end = now + took
+            nw[s] += 1
+            level[d] -= deferred[s]
+            e = d
+        left[d] -= took
+        tasks[d] -= 1
+        if e != d and since[e] >= 0 and arrives < due[e]:
+            due[e] = arrives
+            heappush(heap, (arrives, e))
+        if tasks[d]:
+            due[d] = end
+            heappush(heap, (end, d))
+        else:
+            due[d] = -1.0
+            done[d] = end + problem.last[d]
+    assert not any(tasks), "a list schedule got stuck"
+    value = max(done) if flush else max(e - b for e, b in zip(done, begun, strict=True))
+    return (inf if value > cutoff else value), order, done
+
+
+def _needs(problem: Problem) -> list[float]:
+    """Stage → the room that its forward must find: its own, and that of one micro-batch on each
+    later stage of its device."""
+    need = [0.0] * problem.stages
+    for own in problem.held:
+        more = 0.0
+        for stage in reversed(own):
+            more += problem.keeps[stage]
+            need[stage] = more
+    return need

@@ -1,0 +1,237 @@
+"""Local search: list schedules by many habits, and changes to the habits of the best of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from math import ceil, inf
+from random import Random
+
+from fxpipe.search.bounds import lag, room, way_down
+from fxpipe.search.listing import NEVER, Habit, Policy, list_schedule
+from fxpipe.search.problem import Order, Problem
+
+FIRST, LAST = -1e9, 1e9
+_ELITE = 8
+_GAPS = (0.0, 0.5, 1.0, NEVER)
+_SHARES = (0.5, 0.7, 0.85, 1.0, 1.1, 1.25)
+_REPEATS = 3
+_PATIENCE = 400
+
+
+@dataclass
+class Local:
+    """The search for the best order of a problem; ``best`` and ``value`` are its findings.
+
+    Attributes:
+        value: the least time so far.
+        best: its order.
+        passes: list schedules that were made.
+    """
+
+    problem: Problem
+    random: Random
+    value: float = inf
+    best: Order | None = None
+    passes: int = 0
+
+    def __post_init__(self) -> None:
+        self._elite: list[tuple[float, int, Policy]] = []
+        self._seen: set[Policy] = set()
+
+    def offer(self, value: float, order: Order) -> bool:
+        """Take an order from elsewhere, if it is better."""
+        if value < self.value:
+            self.value, self.best = value, tuple(map(tuple, order))
+            return True
+        return False
+
+    def run(self, enough: float, go_on: Callable[[], bool]) -> None:
+        """Search until a time is down to ``enough``, or for as long as ``go_on()``.
+
+        First the given habits beside random ones, then changes of the best.
+        """
+        problem = self.problem
+        seeds = given_policies(problem)
+        for policy in seeds:
+            if self.value <= enough or not go_on():
+                return
+            self._try(policy)
+        tries = 0
+        while self.value > enough and go_on():
+            tries += 1
+            if tries % 8 == 0 or not self._elite:
+                policy = random_policy(problem, self.random)
+            else:
+                # the better, the more often
+                at = min(int(self.random.expovariate(0.6)), len(self._elite) - 1)
+                policy = changed(problem, self._elite[at][2], self.random)
+            self._try(policy)
+
+    def _try(self, policy: Policy) -> None:
+        if policy in self._seen:
+            return
+        self._seen.add(policy)
+        problem = self.problem
+        cutoff = self._elite[-1][0] if len(self._elite) == _ELITE else inf
+        least = inf
+        release = [0.0] * problem.devices
+        for again in range(1 if problem.flush else _REPEATS):
+            # the first step is like no other: do not give up on it
+            value, order, done = list_schedule(
+                problem, policy, release, cutoff if problem.flush or again else inf
+            )
+            self.passes += 1
+            self.offer(value, order)  # type: ignore[arg-type]
+            least = min(least, value)
+            if value == inf:
+                break
+            release = [time - min(done) for time in done]
+        if least < inf:
+            self._elite.append((least, -self.passes, policy))
+            self._elite.sort(key=lambda one: one[:2])
+            del self._elite[_ELITE:]
+
+
+def given_policies(problem: Problem) -> Iterator[Policy]:
+    """Fixed habits, the likeliest first; among them those of zero-bubble's heuristic."""
+    single = all(len(own) <= 1 for own in problem.held)
+    yield from greedy_policies(problem)
+    styles = ("input", "turns", "forward") if single else ("ideal", "deep", "input", "forward")
+    for style in styles:
+        for share in (1.0, 1.1, 0.85, 1.25, 0.7, inf):
+            limits = limits_of(problem, share)
+            for gap in _GAPS:
+                for room_gap in (0.0, 1.0):
+                    yield Policy(
+                        tuple(
+                            Habit(
+                                limit, *turns(problem, style, s, limit), gap, room_gap, 10**6, 0.0
+                            )
+                            for s, limit in enumerate(limits)
+                        )
+                    )
+
+
+def greedy_policies(problem: Problem) -> Iterator[Policy]:
+    """Zero-bubble's heuristic (Qi et al., arXiv 2401.10241), of which the best of eight is taken.
+
+    A device warms up with as many forwards as memory takes; then a forward and an input gradient
+    take turns. A weight gradient comes where nothing else is there for as long as it takes; in
+    half of the runs also for shorter, where this device would idle more than any other; and where a
+    forward waits for memory. In half of the runs a forward that would delay an input gradient
+    waits; in half, a stage goes into its turns with one forward more than the next, and not with
+    all that memory takes.
+    """
+    for even in (True, False):
+        for hold in (0.0, 1.0):
+            for share in (inf, 0.0):
+                habits = []
+                for s in range(problem.stages):
+                    most = min(problem.microbatches, room(problem, s))
+                    limit = most if share else max(1, min(most, problem.stages - s))
+                    own = turns(problem, "turns", s, limit)
+                    habits.append(Habit(limit, *own, 1.0, 0.0, 10**6, hold))
+                yield Policy(tuple(habits), even)
+
+
+def limits_of(problem: Problem, share: float) -> list[int]:
+    """Stage → so much of the micro-batches in flight that keep it busy with forwards while one goes
+    to the last stage and back."""
+    found = []
+    for s in range(problem.stages):
+        most = room(problem, s)
+        if share < inf:
+            pace = max(problem.forward[s], 1e-9 * lag(problem, s), 1e-300)
+            wanted = share * (lag(problem, s) - problem.backward[s]) / pace
+            most = min(most, max(1, ceil(min(wanted, 1e9) - 1e-9)))
+        found.append(most)
+    return found
+
+
+def turns(problem: Problem, style: str, stage: int, limit: int) -> tuple[float, float]:
+    """By how many micro-batches a stage's forwards and its input gradients are put off."""
+    if style == "input":
+        return 0.0 if stage == 0 else -float(stage), FIRST
+    if style == "forward":
+        return float(stage), LAST
+    if style == "deep":
+        return FIRST / 2 * (1 + stage / problem.stages), FIRST
+    if style == "turns":
+        return 0.0, float(limit)
+    pace = max(problem.work) / problem.microbatches or 1.0
+    return way_down(problem, 0, stage) / pace, (
+        (lag(problem, 0) - sum(problem.backward[:stage]) - sum(problem.up[:stage])) / pace
+    )
+
+
+def random_policy(problem: Problem, random: Random) -> Policy:
+    """Habits of a random style, the same for all stages or each its own."""
+    single = all(len(own) <= 1 for own in problem.held)
+    share = random.choice((*_SHARES, inf))
+    if random.random() < 0.4:
+        more = random.choice((0, 1, 1, 2))
+        rise = random.uniform(0.5, 2.0)
+        limits = [
+            min(room(problem, s), max(1, ceil(rise * (problem.stages - s))) + more)
+            for s in range(problem.stages)
+        ]
+    else:
+        limits = limits_of(problem, share)
+    style = random.choice(
+        ("input", "turns", "forward") if single else ("ideal", "ideal", "deep", "input")
+    )
+    alike = random.random() < 0.5
+    shared = one_habit(random)
+    habits = []
+    for s, limit in enumerate(limits):
+        gap, room_gap, most, hold = shared if alike else one_habit(random)
+        habits.append(Habit(limit, *turns(problem, style, s, limit), gap, room_gap, most, hold))
+    return Policy(tuple(habits), random.random() < 0.15)
+
+
+def one_habit(random: Random) -> tuple[float, float, int, float]:
+    return (
+        random.choice(_GAPS),
+        random.choice(_GAPS[:3]),
+        random.choice((10**6, 10**6, 10**6, 8, 4, 2, 1)),
+        random.choice((0.0, 0.0, 0.5, 1.0)),
+    )
+
+
+def changed(problem: Problem, policy: Policy, random: Random) -> Policy:
+    """The same with other habits for one to three stages, or for all up to one, or from one on."""
+    stages = problem.stages
+    habits = list(policy.habits)
+    at = random.randrange(stages)
+    kind = random.random()
+    if kind < 0.6:
+        chosen = {random.randrange(stages) for _ in range(random.randint(1, 3))}
+    else:
+        chosen = set(range(at + 1)) if kind < 0.8 else set(range(at, stages))
+    field = random.randrange(6)
+    step = random.choice((-2, -1, -1, 1, 1, 2))
+    gap, room_gap, most, hold = one_habit(random)
+    put_off = random.choice((FIRST, LAST, None, random.uniform(-2, 2), random.uniform(-2, 2)))
+    for s in chosen:
+        old = habits[s]
+        limit = max(1, min(room(problem, s), old.limit + step))
+        if field <= 1:
+            follows = old.back == old.limit
+            habits[s] = old._replace(limit=limit, back=float(limit) if follows else old.back)
+        elif field == 2:
+            habits[s] = old._replace(gap=gap, room=room_gap)
+        elif field == 3:
+            habits[s] = old._replace(most=most)
+        elif field == 4:
+            habits[s] = old._replace(hold=hold)
+        elif put_off is None:
+            habits[s] = old._replace(back=float(old.limit))
+        elif abs(put_off) == LAST:
+            habits[s] = old._replace(back=put_off)
+        elif abs(old.back) < LAST and random.random() < 0.5:
+            habits[s] = old._replace(back=old.back + put_off)
+        else:
+            habits[s] = old._replace(turn=old.turn + put_off)
+    even = not policy.even if random.random() < 0.05 else policy.even
+    return replace(policy, habits=tuple(habits), even=even)

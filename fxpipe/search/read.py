@@ -1,0 +1,159 @@
+"""Reads what a search is given: times, links, bytes and placements, as problems to solve."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
+
+from fxpipe.errors import InputError
+from fxpipe.ir.recipe import Placement, one_each, vee
+from fxpipe.search.problem import Problem
+from fxpipe.simulator.costs import Costs, Link, Links, times_of
+from fxpipe.simulator.sizes import Sizes
+
+_LETTERS = "FBIWU"
+
+
+@dataclass(frozen=True)
+class Given:
+    """The arguments of ``search_schedule`` that make its problems; see there."""
+
+    costs: Costs
+    microbatches: int
+    devices: int | None
+    placement: Sequence[int] | Placement | None
+    whole: bool | None
+    memory: float | Sequence[float] | None
+    sizes: Sizes | None
+    links: Links | None
+    flush: bool
+
+    def limits(self, devices: int) -> tuple[float, ...]:
+        """Device → the most that it may hold."""
+        memory = inf if self.memory is None else self.memory
+        if not isinstance(memory, Sequence):
+            return (memory,) * devices
+        if len(memory) != devices:
+            raise InputError(
+                f"memory has {len(memory)} numbers for {devices} devices; give one for each, or "
+                "one for all"
+            )
+        return tuple(memory)
+
+
+def problems_of(given: Given) -> list[Problem]:
+    """A problem for each placement and kind of backward that is to be searched.
+
+    Raises:
+        InputError: an argument makes no sense.
+    """
+    if not isinstance(given.microbatches, int) or given.microbatches < 1:
+        raise InputError(f"microbatches is {given.microbatches!r}; give at least 1")
+    if not isinstance(given.costs, Mapping):
+        raise InputError(f"costs is {given.costs!r}; map letters of tasks to times")
+    letters = {key if isinstance(key, str) else key[0] for key in given.costs}
+    whole = given.whole
+    kinds = [whole] if whole is not None else [False] if "B" not in letters else [True]
+    if whole is None and "B" in letters and letters & set("IW"):
+        kinds = [False, True]
+    problems = []
+    for placement in _placements(given):
+        times = times_of(len(placement), _LETTERS, given.costs)
+        if "B" not in letters:
+            times |= {("B", s): times["I", s] + times["W", s] for s in range(len(placement))}
+        problems += [_problem(given, placement, times, whole) for whole in kinds]
+    return problems
+
+
+def _placements(given: Given) -> list[tuple[int, ...]]:
+    """The placements to search; without any, each way to put the stages on the devices."""
+    named = [key[1] for key in given.costs if not isinstance(key, str)]
+    devices, placement = given.devices, given.placement
+    if devices is not None and (not isinstance(devices, int) or devices < 1):
+        raise InputError(f"devices is {devices!r}; give at least 1")
+    if placement is not None and not callable(placement):
+        held = tuple(placement)
+        if not held or set(held) != set(range(max(held) + 1)):
+            raise InputError(f"placement is {held}; give each stage a device, from 0 on")
+        return [held]
+    if devices is None and not named:
+        raise InputError("nothing tells how many stages there are; give devices=, such as 4")
+    if placement is not None:
+        return [tuple(placement(devices or max(named) + 1))]
+    stages = max(named) + 1 if named else devices or 1
+    devices = devices or stages
+    if stages <= devices:
+        return [one_each(devices)]
+    found = [tuple(s * devices // stages for s in range(stages))]
+    if not stages % devices:
+        found.append(one_each(devices) * (stages // devices))
+    if stages == 2 * devices:
+        found.append(vee(devices))
+    return list(dict.fromkeys(found))
+
+
+def _problem(
+    given: Given, placement: tuple[int, ...], times: Mapping[tuple[str, int], float], whole: bool
+) -> Problem:
+    stages, devices = range(len(placement)), max(placement) + 1
+    sizes = given.sizes
+    if given.memory is None or sizes is None:
+        saved = deferred = tuple(1.0 for _ in stages)
+        fixed = [0.0] * devices
+    else:
+        saved = tuple(float(sizes.saved.get(s, 0)) for s in stages)
+        deferred = tuple(float(sizes.deferred.get(s, 0)) for s in stages)
+        fixed = [0.0] * devices
+        for s in stages:
+            fixed[placement[s]] += sizes.parameters.get(s, 0) + sizes.optimizer.get(s, 0)
+    limits = given.limits(devices)
+    for device, (most, always) in enumerate(zip(limits, fixed, strict=True)):
+        if not most > always:
+            raise InputError(
+                f"device {device} may hold {most:g}, and its parameters and optimizer state take "
+                f"{always:g}; allow more"
+            )
+    back = "B" if whole else "I"
+    return Problem(
+        given.microbatches,
+        placement,
+        tuple(times["F", s] for s in stages),
+        tuple(times[back, s] for s in stages),
+        tuple(0.0 if whole else times["W", s] for s in stages),
+        tuple(times["U", s] for s in stages),
+        tuple(_ways(given, [(placement[s], placement[s + 1], s) for s in stages[:-1]])),
+        tuple(_ways(given, [(placement[s + 1], placement[s], s) for s in stages[:-1]])),
+        saved,
+        tuple(0.0 for _ in stages) if whole else deferred,
+        tuple(most - always for most, always in zip(limits, fixed, strict=True)),
+        whole,
+        given.flush,
+    )
+
+
+def _ways(given: Given, pairs: list[tuple[int, int, int]]) -> Iterator[float]:
+    """How long the value that a stage makes is on its way from one device to another."""
+    for source, target, stage in pairs:
+        if given.links is None or source == target:
+            yield 0.0
+            continue
+        if isinstance(given.links, Link):
+            link = given.links
+        elif (source, target) in given.links:
+            link = given.links[source, target]
+        else:
+            raise InputError(
+                f"device {source} sends to device {target} and links has no such pair; add "
+                f"links[{source}, {target}] = Link(latency, bandwidth)"
+            )
+        size = 0.0
+        if link.bandwidth < inf:
+            known = given.sizes.values if given.sizes is not None else {}
+            if f"y{stage}" not in known:
+                raise InputError(
+                    f"a link of limited bandwidth carries what stage {stage} makes, whose size is "
+                    f"not known; give sizes=Sizes(values={{'y{stage}': bytes}})"
+                )
+            size = known[f"y{stage}"] / link.bandwidth
+        yield link.latency + size

@@ -1,0 +1,208 @@
+"""``search_schedule``: the best schedule for given times, in given memory, and how good it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+from random import Random
+from time import perf_counter
+
+from fxpipe.errors import InputError
+from fxpipe.ir.recipe import Placement
+from fxpipe.ir.schedule import Schedule
+from fxpipe.search import exact as solver
+from fxpipe.search.bounds import Bound, best_bound
+from fxpipe.search.certificate import Certificate
+from fxpipe.search.library import library_orders
+from fxpipe.search.local import Local
+from fxpipe.search.problem import Problem
+from fxpipe.search.read import Given, problems_of
+from fxpipe.search.timing import value_of
+from fxpipe.simulator.costs import Costs, Links
+from fxpipe.simulator.sizes import Sizes
+
+_SHARE = 0.2
+_WORTH = 100
+_TIGHTENED = 6
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search found.
+
+    Attributes:
+        schedule: the best schedule.
+        certificate: what it takes, and what no schedule of its placement can be below.
+        others: the certificates of the other placements, and of whole backwards beside halves,
+            where these were searched, too.
+        library: name of each library schedule → its time under the same costs, or why it is none to
+            compare with.
+    """
+
+    schedule: Schedule
+    certificate: Certificate
+    others: tuple[Certificate, ...]
+    library: Mapping[str, float | str]
+
+    @property
+    def value(self) -> float:
+        """The time that the schedule takes: of one step, or of each where many follow."""
+        return self.certificate.value
+
+    @property
+    def bound(self) -> float:
+        """The time that no schedule of all that were searched can be below."""
+        return min(each.bound.time for each in (self.certificate, *self.others))
+
+    @property
+    def gap(self) -> float:
+        """By which share of the bound the schedule is above it at most."""
+        above = self.value - self.bound
+        return above / self.bound if above > 1e-9 * self.value else 0.0
+
+    def __str__(self) -> str:
+        return str(self.certificate)
+
+
+def search_schedule(
+    costs: Costs,
+    microbatches: int,
+    *,
+    devices: int | None = None,
+    placement: Sequence[int] | Placement | None = None,
+    whole: bool | None = None,
+    memory: float | Sequence[float] | None = None,
+    sizes: Sizes | None = None,
+    links: Links | None = None,
+    flush: bool = True,
+    seconds: float = 10.0,
+    work: int | None = None,
+    seed: int = 0,
+    exact: bool | None = None,
+) -> Found:
+    """Search for the schedule that takes the least time, and a bound that tells how good it is.
+
+    Library schedules that fit are among the candidates, so that none of them is faster.
+
+    Args:
+        costs: letter of a kind of task, or (letter, stage) → time, as for ``simulate``. A "B" that
+            is left out takes as long as its halves.
+        microbatches: of a step.
+        devices: how many; by default one for each stage that ``costs`` names.
+        placement: the device of each stage, or a function such as ``fxpipe.vee``. By default one
+            stage a device; where there are more stages than devices, round robin, the V and
+            neighbours together are searched.
+        whole: True for backwards in one piece, False for their halves, None for whichever of the
+            two ``costs`` names, or for both.
+        memory: the most that each device may hold, one number or one for each device: in bytes of
+            ``sizes``, or, without ``sizes``, in micro-batches from their forward to their last
+            task, as ``Schedule.stash`` counts.
+        sizes: bytes of what devices hold. The schedule keeps to the limits in a simulation with
+            these sizes; the bound counts what forwards and input gradients leave behind.
+        links: the latency and bandwidth of the ways between devices, as for ``simulate``. Transfers
+            do not wait for one another.
+        flush: whether one step is to take the least time, from its first task to its last. If not,
+            batches overlap: each of many steps is to take the least time, a device begins the next
+            as soon as it is done with one, and reads weights that are one version old (delay 1).
+            Schedules that mix batches on a device, such as 2bw, are not among those.
+        seconds: how long it may take. It ends earlier where the schedule is proven optimal.
+        work: instead of ``seconds``, how many list schedules to try (and the solver's effort in
+            proportion), so that the result is the same on every machine.
+        seed: of the random choices.
+        exact: whether to use CP-SAT, which ``pip install fxpipe[search]`` installs; by default
+            where it is installed.
+
+    Raises:
+        InputError: an argument makes no sense, or a micro-batch does not fit into the memory.
+    """
+    if exact and not solver.available():
+        raise InputError("exact=True needs ortools; pip install fxpipe[search], or leave it out")
+    if not 0 < seconds < inf or (work is not None and work < 1):
+        raise InputError(f"seconds is {seconds} and work is {work}; give a number above 0")
+    given = Given(costs, microbatches, devices, placement, whole, memory, sizes, links, flush)
+    problems = problems_of(given)
+    budget = _Budget(
+        seconds / len(problems), work, seed, solver.available() if exact is None else exact
+    )
+    found = [_search(problem, given, budget) for problem in problems]
+    best = min(found, key=lambda one: one.value)
+    library = {
+        name: each if isinstance(each, str) else each[0]
+        for name, each in library_orders(best.problem).items()
+    }
+    others = tuple(one for one in found if one is not best)
+    return Found(best.schedule, best, others, library)
+
+
+@dataclass(frozen=True)
+class _Budget:
+    """What a search may take: seconds, or list schedules."""
+
+    seconds: float
+    work: int | None
+    seed: int
+    exact: bool
+
+
+def _search(problem: Problem, given: Given, budget: _Budget) -> Certificate:
+    """The best of one problem, with memory that is held back until a simulation fits."""
+    bound = best_bound(problem)
+    sizes = given.sizes if given.memory is not None else None
+    tight = problem
+    limits = given.limits(problem.devices)
+    rounds = 1 if sizes is None else _TIGHTENED
+    for left in range(rounds - 1, -1, -1):
+        share = replace(budget, seconds=budget.seconds / rounds)
+        certificate = _solve(tight, best_bound(tight) if tight is not problem else bound, share)
+        if sizes is None:
+            return certificate
+        ran = certificate.schedule.simulate(given.costs, links=given.links, sizes=sizes, steps=1)
+        over = [max(0.0, has.peak - most) for has, most in zip(ran.memory, limits, strict=True)]
+        if not any(over):
+            if tight is problem:
+                return certificate
+            return replace(certificate, problem=problem, bound=bound)
+        if not left:
+            break
+        tight = replace(
+            tight, memory=tuple(most - more for most, more in zip(tight.memory, over, strict=True))
+        )
+    device = max(range(problem.devices), key=over.__getitem__)
+    raise InputError(
+        f"device {device} holds {over[device]:g} bytes more than it may with every schedule that "
+        "was tried; allow more memory, recompute, or cut the model elsewhere"
+    )
+
+
+def _solve(problem: Problem, bound: Bound, budget: _Budget) -> Certificate:
+    """Local search, and then the solver where it is there and the problem is small."""
+    local = Local(problem, Random(budget.seed))
+    for each in library_orders(problem).values():
+        if not isinstance(each, str):
+            local.offer(*each)
+    small = budget.exact and solver.literals(problem) <= solver.LITERALS
+    started = perf_counter()
+
+    def lasting(share: float) -> Callable[[], bool]:
+        if budget.work is not None:
+            most = share * budget.work
+            return lambda: local.passes < most
+        return lambda: perf_counter() - started < share * budget.seconds
+
+    local.run(bound.time * (1 + 1e-12), lasting(_SHARE if small else 1.0))
+    assert local.best is not None
+    local.offer(value_of(problem, local.best), local.best)
+    if small and local.value > bound.time * (1 + 1e-9):
+        model = solver.Exact(problem, local.value, bound.time)
+        model.hint(local.best)
+        left, effort = max(0.1, budget.seconds - (perf_counter() - started)), inf
+        if budget.work is not None:
+            left, effort = inf, budget.work / _WORTH
+        order, least = model.solve(left, effort, budget.seed)
+        if order is not None:
+            local.offer(value_of(problem, order), order)
+        if least > bound.time * (1 + 1e-9):
+            bound = Bound(min(least, local.value), "solver")
+    schedule = problem.schedule_of(local.best)
+    return Certificate(problem, schedule, local.value, bound)

@@ -1,0 +1,327 @@
+"""The search against every order, its bounds against the optimum, and its certificates."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import inf
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fxpipe
+from fxpipe.errors import InputError, VerificationError
+from fxpipe.search import exact
+from fxpipe.search.bounds import Bound, best_bound, chain_bounds, work_bounds
+from fxpipe.search.certificate import Certificate
+from fxpipe.search.library import library_orders
+from fxpipe.search.listing import list_schedule
+from fxpipe.search.local import Local, given_policies, random_policy
+from fxpipe.search.problem import Problem
+from fxpipe.search.search import Found, search_schedule
+from fxpipe.search.timing import fits, value_of
+from fxpipe.simulator import Link, Sizes
+from fxpipe.simulator.costs import Key
+from tests.oracles.every_order import best_of_all
+
+needs_ortools = pytest.mark.skipif(
+    not exact.available(), reason="ortools is not installed: pip install fxpipe[search]"
+)
+
+UNEQUAL: dict[Key, float] = {
+    ("F", 0): 2,
+    ("F", 1): 1,
+    ("F", 2): 3,
+    "I": 2,
+    ("I", 1): 4,
+    "W": 1,
+    "U": 0,
+}
+
+
+def problem_of(
+    stages: int, microbatches: int, numbers: list[int], room: float, whole: bool, flush: bool
+) -> Problem:
+    """A stage a device, of times and bytes from a list that is gone through in turn."""
+    turn = iter(numbers * 20)
+
+    def some(count: int = stages) -> tuple[float, ...]:
+        return tuple(next(turn) for _ in range(count))
+
+    saved, deferred = some(), some()
+    least = [max(a, c) for a, c in zip(saved, deferred, strict=True)]
+    return Problem(
+        microbatches,
+        tuple(range(stages)),
+        some(),
+        some(),
+        (0.0,) * stages if whole else some(),
+        some(),
+        some(stages - 1),
+        some(stages - 1),
+        saved,
+        (0.0,) * stages if whole else deferred,
+        tuple(max(room * a, most) for a, most in zip(saved, least, strict=True)),
+        whole,
+        flush,
+    )
+
+
+def problems(stages: tuple[int, int], microbatches: tuple[int, int]) -> st.SearchStrategy[Problem]:
+    return st.builds(
+        problem_of,
+        st.integers(*stages),
+        st.integers(*microbatches),
+        st.lists(st.integers(1, 9), min_size=5, max_size=29),
+        st.sampled_from([1, 1.5, 2, 2.5, 3, inf]),
+        st.booleans(),
+        st.booleans(),
+    )
+
+
+def searched(problem: Problem, passes: int = 300) -> Certificate:
+    bound = best_bound(problem)
+    local = Local(problem, Random(0))
+    local.run(bound.time, lambda: local.passes < passes)
+    assert local.best is not None
+    return Certificate(problem, problem.schedule_of(local.best), local.value, bound)
+
+
+@given(problems((2, 2), (1, 3)))
+@settings(max_examples=60)
+def test_the_bound_is_not_above_the_best_order_nor_that_above_what_is_found(
+    problem: Problem,
+) -> None:
+    best, found = best_of_all(problem), searched(problem)
+    assert found.bound.time <= best * (1 + 1e-9)
+    assert best <= found.value * (1 + 1e-9)
+    assert found.check() == ()
+
+
+@given(problems((3, 3), (2, 2)))
+@settings(max_examples=15)
+def test_no_bound_of_any_kind_is_above_the_best_order_of_three_devices(problem: Problem) -> None:
+    best = best_of_all(problem)
+    for bound in (*work_bounds(problem), *chain_bounds(problem)):
+        assert bound.time <= best * (1 + 1e-9), bound
+
+
+def test_list_schedules_find_nearly_all_optima_of_small_problems() -> None:
+    random = Random(5)
+    above = []
+    for _ in range(40):
+        numbers = [random.randint(1, 9) for _ in range(23)]
+        room = random.choice([1, 1.5, 2, inf])
+        problem = problem_of(2, random.randint(2, 3), numbers, room, False, random.random() < 0.5)
+        above.append(searched(problem).value / best_of_all(problem) - 1)
+    assert min(above) >= -1e-9
+    assert sum(each < 1e-9 for each in above) >= 38
+
+
+@needs_ortools
+@given(problems((2, 3), (2, 3)).filter(lambda p: p.stages * p.microbatches < 9))
+@settings(max_examples=25)
+def test_the_solver_ends_at_the_best_of_all_orders(problem: Problem) -> None:
+    best, found = best_of_all(problem), searched(problem, 1)
+    assert found.value >= best * (1 - 1e-9)
+    model = exact.Exact(problem, found.value, found.bound.time)
+    order = problem.order_of(found.schedule)
+    assert order is not None
+    model.hint(order)
+    better, least = model.solve(60, inf, 0)
+    value = found.value if better is None else value_of(problem, better)
+    assert value == pytest.approx(best)
+    assert least == pytest.approx(best)
+
+
+@given(problems((1, 5), (1, 6)), st.integers(0, 10**6))
+def test_every_list_schedule_is_valid_and_keeps_to_the_memory(problem: Problem, seed: int) -> None:
+    random = Random(seed)
+    policies = [*list(given_policies(problem))[::17], *(random_policy(problem, random),) * 3]
+    for policy in policies:
+        value, rows, _ = list_schedule(problem, policy, [0.0] * problem.devices, inf)
+        order = tuple(map(tuple, rows))
+        assert fits(problem, order)
+        problem.schedule_of(order).verify()
+        assert value_of(problem, order) <= value * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("placement", [fxpipe.vee, fxpipe.round_robin(2), (0, 0, 1, 2, 1)])
+@pytest.mark.parametrize("memory", [5, 7, None])
+def test_stages_that_share_a_device_do_not_lock_it(placement: object, memory: int | None) -> None:
+    found = search_schedule(
+        {"F": 2, "I": 3, "W": 1, "U": 0},
+        5,
+        devices=3,
+        placement=placement,  # type: ignore[arg-type]
+        memory=memory,
+        work=150,
+        exact=False,
+    )
+    assert found.certificate.check() == ()
+    stash = found.schedule.stash()
+    assert max(stash.devices) <= (memory or inf)
+    assert found.schedule.simulate({"F": 2, "I": 3, "W": 1, "U": 0}).makespan == found.value
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_what_it_takes_is_what_a_simulation_says(whole: bool) -> None:
+    costs: dict[Key, float] = {**UNEQUAL, "B": 5, "U": 0.5, ("U", 1): 2}
+    links = {(0, 1): Link(0.5), (1, 0): Link(0.25), (1, 2): Link(1), (2, 1): Link(0)}
+    found = search_schedule(costs, 6, links=links, whole=whole, work=200, exact=False)
+    assert found.schedule.simulate(costs, links=links).makespan == pytest.approx(found.value)
+
+
+def test_steps_that_follow_one_another_take_what_it_says() -> None:
+    costs: dict[Key, float] = {**UNEQUAL, ("U", 0): 2}
+    found = search_schedule(costs, 6, flush=False, work=300, exact=False)
+    few, many = (found.schedule.simulate(costs, steps=n).makespan for n in (6, 12))
+    assert many - few <= 6 * found.value * (1 + 1e-9)
+    assert found.library["2bw"] == "mixes batches on a device"
+    assert found.value < search_schedule(costs, 6, work=300, exact=False).value
+
+
+def test_it_is_never_slower_than_a_library_schedule_that_fits() -> None:
+    for memory in (2, 3, 4, None):
+        found = search_schedule(UNEQUAL, 8, memory=memory, work=1, exact=False)
+        times = {name: time for name, time in found.library.items() if not isinstance(time, str)}
+        assert "1f1b" in times or memory == 2
+        assert found.value <= min(times.values())
+        for name, time in times.items():
+            schedule = fxpipe.ir.recipe.find_recipe(name)(3, 8)
+            simulated = schedule.simulate({**UNEQUAL, ("B", 1): 5, "B": 3}).makespan
+            assert time <= simulated
+
+
+def test_with_ample_memory_the_v_and_one_stage_each_reach_the_bound() -> None:
+    for placement, stages in ((fxpipe.vee, 8), (fxpipe.one_each, 4)):
+        costs = {("F", s): 3 + s % 3 for s in range(stages)} | {"I": 4, "W": 3, "U": 0}
+        found = search_schedule(costs, 12, devices=4, placement=placement, work=400, exact=False)
+        assert found.gap <= 0.01
+
+
+def test_without_a_placement_all_ways_to_place_the_stages_are_searched() -> None:
+    costs: dict[Key, float] = {("F", 3): 1, "I": 1, "W": 1, "U": 0}
+    found = search_schedule(costs, 4, devices=2, work=100, exact=False)
+    placements = {each.problem.placement for each in (found.certificate, *found.others)}
+    assert placements == {(0, 0, 1, 1), (0, 1, 0, 1), (0, 1, 1, 0)}
+    assert all(found.value <= each.value for each in found.others)
+    assert found.bound == min(e.bound.time for e in (found.certificate, *found.others))
+
+
+def test_whole_backwards_and_halves_are_both_searched_where_both_have_a_time() -> None:
+    found = search_schedule(
+        {"F": 2, "B": 3, "I": 2, "W": 2, "U": 0}, 4, devices=2, work=50, exact=False
+    )
+    assert found.certificate.problem.whole
+    assert [other.problem.whole for other in found.others] == [False]
+
+
+def test_the_schedule_stays_within_the_limits_in_a_simulation_with_sizes() -> None:
+    sizes = Sizes(
+        saved={0: 10, 1: 8, 2: 10},
+        deferred={0: 4, 1: 12, 2: 4},
+        parameters={0: 50, 1: 50, 2: 50},
+        gradients={0: 50, 1: 50, 2: 50},
+    )
+    memory = [140, 134, 126]
+    found = search_schedule(UNEQUAL, 6, memory=memory, sizes=sizes, work=200, exact=False)
+    ran = found.schedule.simulate(UNEQUAL, sizes=sizes)
+    assert all(has.peak <= most for has, most in zip(ran.memory, memory, strict=True))
+    with pytest.raises(InputError, match=r"device 2 .*more memory|device 2 may keep"):
+        memory = [140, 134, 108]
+        search_schedule(UNEQUAL, 6, memory=memory, sizes=sizes, work=200, exact=False)
+
+
+@pytest.mark.parametrize("with_solver", [False, pytest.param(True, marks=needs_ortools)])
+def test_the_same_seed_and_work_give_the_same(with_solver: bool) -> None:
+    def once(seed: int) -> Found:
+        return search_schedule(UNEQUAL, 5, memory=2.5, work=60, seed=seed, exact=with_solver)
+
+    assert once(3) == once(3)
+
+
+@pytest.fixture(scope="module")
+def proven() -> Certificate:
+    return search_schedule(UNEQUAL, 5, memory=4, work=300, exact=False).certificate
+
+
+def test_a_certificate_that_was_changed_is_refused(proven: Certificate) -> None:
+    assert proven.check() == ()
+    first, *rest = proven.schedule.rows
+    moved = replace(proven.schedule, rows=((first[0], first[2], first[1], *first[3:]), *rest))
+    late = tuple(task for kind in "FIWU" for task in first if task.kind == kind)
+    poor = replace(proven.schedule, rows=(late, *rest))
+    faster = replace(proven.problem, forward=(1, 1, 1))
+    for wrong in (
+        replace(proven, value=proven.value - 0.5),
+        replace(proven, bound=replace(proven.bound, time=proven.bound.time + 0.5)),
+        replace(proven, bound=Bound(proven.value + 1, "solver")),
+        replace(proven, schedule=moved),
+        replace(proven, schedule=poor),
+        replace(proven, schedule=fxpipe.schedules.zb_h2(3, 6)),
+        replace(proven, problem=replace(proven.problem, memory=(1.5, 1.5, 1.0))),
+        replace(proven, problem=faster),
+    ):
+        with pytest.raises(VerificationError):
+            wrong.check()
+
+
+@given(problems((1, 4), (1, 6)))
+def test_the_checker_follows_every_bound_and_refuses_more(problem: Problem) -> None:
+    """Of a schedule that is far above all of them."""
+    _, order, _ = list_schedule(
+        problem, next(given_policies(problem)), [0.0] * problem.devices, inf
+    )
+    schedule, value = problem.schedule_of(tuple(map(tuple, order))), 10_000
+    for bound in (*work_bounds(problem), *chain_bounds(problem)):
+        assert Certificate(problem, schedule, value, bound).check() == ()
+        more = replace(bound, time=bound.time * 1.001)
+        with pytest.raises(VerificationError, match="only"):
+            Certificate(problem, schedule, value, more).check()
+
+
+@needs_ortools
+def test_what_rests_on_the_solver_is_named() -> None:
+    found = search_schedule(UNEQUAL, 5, memory=2, work=60, exact=True)
+    assert found.certificate.bound.why == "solver"
+    assert "CP-SAT" in found.certificate.check()[0]
+    assert found.gap == 0
+
+
+def test_it_searches_without_the_solver_and_says_so_where_it_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(exact, "find_spec", lambda name: None)
+    assert search_schedule(UNEQUAL, 3, work=20).value > 0
+    with pytest.raises(InputError, match=r"fxpipe\[search\]"):
+        search_schedule(UNEQUAL, 3, exact=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"microbatches": 0}, "microbatches"),
+        ({"costs": {"F": 1}}, "devices="),
+        ({"costs": {"Q": 1}, "devices": 2}, "no kind of task 'Q'"),
+        ({"devices": 0}, "devices is 0"),
+        ({"memory": 0.5}, "one micro-batch takes 1"),
+        ({"memory": [3, 3]}, "2 numbers for 3 devices"),
+        ({"placement": (0, 2)}, "give each stage a device"),
+        ({"seconds": 0}, "seconds is 0"),
+        ({"links": {}}, r"links\[0, 1\]"),
+        ({"links": Link(0, 1.0)}, "sizes="),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused(arguments: dict[str, object], says: str) -> None:
+    with pytest.raises(InputError, match=says):
+        search_schedule(**{"costs": UNEQUAL, "microbatches": 4, "work": 5} | arguments)  # type: ignore[arg-type]
+
+
+def test_a_library_schedule_that_has_no_time_is_told_why() -> None:
+    problem = problem_of(3, 4, [2, 3, 4], 1, False, True)
+    told = library_orders(problem)
+    assert told["gpipe"] == "keeps more than fits"
+    assert told["2bw"] == "reads older weights"
+    assert told["zb-v"] == "has its stages elsewhere"
