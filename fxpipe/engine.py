@@ -17,6 +17,7 @@ from fxpipe.errors import InputError
 from fxpipe.ir.traced import Traced
 from fxpipe.kernels.kernel import Kernel
 from fxpipe.memory.held import plan_sizes
+from fxpipe.metrics import Meter, measured
 from fxpipe.runtime.batch import MicroBatches
 from fxpipe.runtime.choice import Choice
 from fxpipe.runtime.devices.backend import Backend, Worker
@@ -53,6 +54,7 @@ class Engine:
         stashed: stage → the most micro-batches that it kept for backward at once, as counted in
             the last training step.
         closed: whether the workers have ended.
+        meter: measures steps; None as long as nobody has asked for metrics.
     """
 
     def __init__(self, options: Options, choice: Choice) -> None:
@@ -75,6 +77,7 @@ class Engine:
         )
         self.stashed: Mapping[int, int] = {}
         self.closed = False
+        self.meter: Meter | None = None
         self.updates = options.optimizer is not None
         self._options = options
         self._place = options.here if options.ranks and options.places else None
@@ -388,13 +391,25 @@ class Engine:
             self._backend,
             weights,
             first=first,
-            times=self._times,
+            times=self._times or self._metered(compiled),
             expected=lambda: predicted_peaks(
                 compiled.plan,
                 compiled.whole(),
                 self._sizes(compiled, optimizers, stepping=compiled.purpose == "step"),
             ),
         )
+
+    def _metered(self, compiled: Compiled) -> Sequence[list[Any]]:
+        """The lists for the times of a step that is measured for a logger."""
+        steps = compiled.purpose == "step" and not compiled.schedule.overlaps
+        return self.meter.times if self.meter is not None and steps else ()
+
+    def measured(self, compiled: Compiled) -> dict[str, Any]:
+        """The bubble and the times of stages in the last step, see ``metrics.measured``; empty
+        where none was measured."""
+        lists = enumerate(() if self.meter is None else self.meter.times)
+        own = {device: self._backend.nanoseconds(device, each) for device, each in lists if each}
+        return measured(compiled.program, own) if own else {}
 
     def _kernels(self, compiled: Compiled) -> Sequence[Sequence[Kernel]]:
         return compiled.rechecked() if self._options.recompute_check else compiled.kernels

@@ -21,6 +21,7 @@ from fxpipe.ir.plan import Plan, Stage
 from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.traced import Traced
+from fxpipe.metrics import Meter
 from fxpipe.passes.partition.assignment import Verdict
 from fxpipe.runtime.weights.optimizers import StageOptimizers
 from fxpipe.simulator import Simulation
@@ -132,6 +133,41 @@ class Inspected(nn.Module):
     def batches(self) -> int:
         """How many batches ``step`` has trained on; a checkpoint keeps the number."""
         return self._engine.batches
+
+    @property
+    @in_turn
+    def metrics(self) -> dict[str, Any]:
+        """What the last step was, as plain values for a logger.
+
+        Steps are measured from the first time that you ask; before that nothing is, and what is not
+        known is None. ``loss``, ``seconds``, ``bubble`` and ``stage_seconds`` are of the last call
+        of ``step``; the latter two are None where batches overlap, as ``profile`` measures these
+        well. Over several ranks they are those of this rank's device.
+
+        Returns:
+            ``batches``; ``loss``; ``grad_norm``; ``seconds``, the time of the step; ``bubble``, the
+            share of it that the devices idle until the last micro-batch is through;
+            ``stage_seconds``, stage → the time that it computed; ``peak_memory``, device → the
+            bytes that it is predicted to hold at most; ``weight_versions``.
+        """
+        meter = self._engine.meter
+        if meter is None:
+            meter = self._engine.meter = Meter([[] for _ in self.devices])
+        shown = self._shown
+        if shown is not None and shown is not meter.compiled:
+            peaks = [each.peak for each in self.simulate().memory]
+            meter.compiled, meter.peaks = shown, peaks
+        measured = {} if shown is None else self._engine.measured(shown)
+        return {
+            "batches": self.batches,
+            "loss": None if meter.loss is None else float(meter.loss),
+            "grad_norm": self.grad_norm,
+            "seconds": meter.seconds,
+            "bubble": measured.get("bubble"),
+            "stage_seconds": measured.get("stage_seconds"),
+            "peak_memory": meter.peaks,
+            "weight_versions": self.weight_versions or None,
+        }
 
     @property
     def weight_versions(self) -> list[int]:

@@ -104,8 +104,13 @@ class Pipeline(Saved):
             micro = self._compiler.weighed(compiled, micro)
             if not all(micro.weights):
                 compiled = compiled.weighted(micro.weights)
+            meter = self._engine.meter
+            if meter is not None:
+                meter.begin()
             made = self._engine.step(compiled, micro, with_output=return_output)
             self._shown = compiled
+            if meter is not None:
+                meter.end(made[0] if return_output else made)
             if signals.held is not None:
                 signals.held.add_note("interrupted after the step, whose results are kept")
         return made

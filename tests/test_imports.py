@@ -46,6 +46,7 @@ LAYERS = {
         "fxpipe.compiler",
         "fxpipe.engine",
         "fxpipe.inspection",
+        "fxpipe.metrics",
         "fxpipe.pipeline",
         "fxpipe.saving",
         "fxpipe.turn",

@@ -1,0 +1,67 @@
+"""What a step was, as numbers for a logger. Nothing is measured before somebody asks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+from fxpipe.ir import instruction as ins
+from fxpipe.ir.program import Program
+from fxpipe.simulator.simulation import idle_share
+
+
+@dataclass
+class Meter:
+    """Measures the steps from now on; only the last one is kept.
+
+    Attributes:
+        times: device → start and end of its instructions, as its machine takes them.
+        seconds: how long the last call of ``step`` took; None before one.
+        loss: what it returned.
+        compiled: the compiled step whose peaks are known.
+        peaks: device → the bytes that it is predicted to hold at most.
+    """
+
+    times: list[list[Any]]
+    seconds: float | None = None
+    loss: Any = None
+    compiled: object = None
+    peaks: list[float] | None = None
+    _start: float = field(default=0.0, repr=False)
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._start = perf_counter()
+        for own in self.times:
+            own.clear()
+
+    def end(self, loss: Any) -> None:
+        """It has ended."""
+        self.seconds, self.loss = perf_counter() - self._start, loss
+
+
+def measured(program: Program, times: Mapping[int, Sequence[int]]) -> dict[str, Any]:
+    """The bubble of a step, and the seconds in which each stage computed.
+
+    Args:
+        program: the program that ran.
+        times: device → start and end of its instructions in nanoseconds, for those devices that
+            were measured.
+    """
+    spans: list[tuple[float, float]] = []
+    seconds: dict[int, float] = {}
+    first = min((own[0] for own in times.values() if own), default=0)
+    through = 0.0
+    for device, own in times.items():
+        for instruction, *span in zip(program.lists[device], own[::2], own[1::2], strict=True):
+            if ins.letter_of(instruction) is not None:
+                start, end = ((each - first) / 1e9 for each in span)
+                spans.append((start, end))
+                stage: int = instruction.stage  # type: ignore[union-attr]
+                seconds[stage] = seconds.get(stage, 0.0) + end - start
+                if getattr(instruction, "microbatch", None) is not None:
+                    through = max(through, end)
+    bubble = idle_share(len(times), spans, through)
+    return {"bubble": bubble, "stage_seconds": dict(sorted(seconds.items()))}

@@ -1,0 +1,86 @@
+"""What a logger is told of a step, and that nothing is measured before it asks."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from tests.helpers.overlapping import ADAMW, compiled, make
+from tests.oracles.delayed_loop import DelayedLoop
+
+
+def test_metrics_are_those_of_the_last_step_as_plain_values() -> None:
+    model, data = make("mlp", 3, 4)
+    expected = DelayedLoop.beside(model, ADAMW, 3, delay=0)
+    with compiled(model, 2, 3, ADAMW, schedule="1f1b", clip_norm=1e9) as pipe:
+        before = pipe.metrics
+        assert before.pop("batches") == 0
+        assert set(before.values()) == {None}
+        for number, (x, y) in enumerate(data):
+            _, output = pipe.step(x, target=y, return_output=True)
+            loss = expected.step(x, y)
+            found = pipe.metrics
+            assert output.shape == y.shape
+            assert found["batches"] == number + 1
+            assert found["loss"] == float(loss)
+            gradients = [p.grad for p in expected.model.parameters() if p.grad is not None]
+            norm = float(nn.utils.get_total_norm(gradients))
+            assert found["grad_norm"] == pytest.approx(norm, rel=1e-12)
+            assert found["peak_memory"] == [each.peak for each in pipe.simulate().memory]
+            stages = found["stage_seconds"]
+            assert list(stages) == [0, 1]
+            assert all(0 < each < found["seconds"] for each in stages.values())
+            assert 0 <= found["bubble"] < 1
+            json.dumps(found)
+        pipe.profile(*data[0][:1], target=data[0][1])
+        pipe.eval()
+        pipe(data[0][0])
+        assert pipe.metrics["loss"] is not None
+
+
+def test_the_bubble_is_what_the_times_of_the_instructions_leave_idle() -> None:
+    model, [(x, y)] = make("mlp", 1, 4)
+    with compiled(model, 2, 3, ADAMW, schedule="1f1b") as pipe:
+        assert pipe.metrics["bubble"] is None
+        pipe.step(x, target=y)
+        meter = pipe._engine.meter
+        assert meter is not None
+        for device, list_ in enumerate(pipe.program.lists):  # a second each, one after another
+            meter.times[device][:] = [
+                each * 10**9 for i in range(len(list_)) for each in (i, i + 1)
+            ]
+        found = pipe.metrics
+        kinds = ("Forward", "Backward", "Update")
+        ends = [
+            [i + 1 for i, each in enumerate(list_) if type(each).__name__ in kinds]
+            for list_ in pipe.program.lists
+        ]
+        assert found["stage_seconds"] == {s: float(len(own)) for s, own in enumerate(ends)}
+        last = max(own[-2] for own in ends)  # of the last micro-batch; the update comes after it
+        busy = sum(min(end, last) - min(end - 1, last) for own in ends for end in own)
+        assert found["bubble"] == pytest.approx(1 - busy / (2 * last))
+
+
+def test_batches_that_overlap_have_a_loss_and_versions() -> None:
+    model, data = make("mlp", 4, 4)
+    expected = DelayedLoop.beside(model, ADAMW, 3, delay=1)
+    with compiled(model, 2, 3, ADAMW, tracer="symbolic") as pipe:
+        assert pipe.metrics["weight_versions"] is None
+        for x, y in data:
+            pipe.step(x, target=y)
+            found = pipe.metrics
+            assert found["loss"] == float(expected.step(x, y))
+            assert (found["bubble"], found["stage_seconds"]) == (None, None)
+        pipe.flush()
+        assert pipe.metrics["weight_versions"] == [2, 2]
+
+
+def test_nothing_is_measured_before_metrics_are_asked_for() -> None:
+    model, [(x, y)] = make("mlp", 1, 4)
+    with compiled(model, 2, 3, ADAMW, schedule="1f1b", tracer="symbolic") as pipe:
+        pipe.step(x, target=y)
+        assert pipe._engine.meter is None
+        assert isinstance(pipe.step(x, target=y), torch.Tensor)
