@@ -30,6 +30,8 @@ from fxpipe.passes.partition.options import Partition
 from fxpipe.pipeline import Pipeline
 from fxpipe.search.search import search_schedule
 
+__version__ = "0.1.0"
+
 __all__ = [
     "A",
     "B",
@@ -62,6 +64,7 @@ __all__ = [
     "U",
     "VerificationError",
     "W",
+    "__version__",
     "compile",
     "define_task",
     "is_recomputing",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from os import PathLike
+from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -19,6 +19,7 @@ from fxpipe.errors import InputError, near
 from fxpipe.ir.recipe import RECIPES, Recipe, find_recipe, fixed
 from fxpipe.ir.schedule import Schedule
 from fxpipe.passes.schedule import Recompute, RecomputeLike
+from fxpipe.python_file import is_python, of_python
 from fxpipe.runtime.batch import BatchDims
 from fxpipe.runtime.choice import Dispatch
 from fxpipe.runtime.devices.cuda import home
@@ -150,6 +151,8 @@ def _recipe(schedule: ScheduleLike, devices: int) -> Recipe:
     assert _library  # importing it has registered the library's schedules
     if isinstance(schedule, str) and "\n" in schedule:
         schedule = Schedule.parse(schedule)
+    elif isinstance(schedule, str | PathLike) and is_python(fspath(schedule)):
+        schedule = of_python(fspath(schedule))
     elif isinstance(schedule, PathLike) or (
         isinstance(schedule, str) and schedule not in RECIPES and Path(schedule).is_file()
     ):
@@ -169,7 +172,7 @@ def _recipe(schedule: ScheduleLike, devices: int) -> Recipe:
         return Recipe(getattr(schedule, "__name__", "custom"), schedule)
     raise InputError(
         f'schedule is {schedule!r}; give a name such as "1f1b", a Schedule, its text or a path to '
-        "it, or a function (device, devices, microbatches) that yields tasks"
+        "it, path/to/file.py:name, or a function (device, devices, microbatches) that yields tasks"
     )
 
 

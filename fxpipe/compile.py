@@ -92,8 +92,9 @@ def compile(
             where there is no CUDA. Each holds one stage, or as many as the schedule places there.
             Or a DeviceMesh: each process of it runs one device, and all of them call this. Its
             dimension "pp" has the devices of a pipeline, and "dp" replicas of the pipeline.
-        schedule: a name ("1f1b", "gpipe"), a Schedule, its text, a path to its text, or a
-            function that writes one.
+        schedule: a name ("1f1b", "gpipe"), a Schedule, its text, a path to its text,
+            "path/to/file.py:name" for one of a Python file, which is run, or a function that writes
+            one.
         microbatches: into how many parts a batch is split; by default four per device. A batch of
             fewer samples, as the last of an epoch may be, is split into single samples.
         delay: by how many versions the weights that a batch reads may be behind the newest, for

@@ -225,9 +225,18 @@ def told(error: BaseException) -> str:
 
 
 def near(name: str, names: Iterable[str]) -> str:
-    """A hint for a misspelt name: the similar names, else all names (at most eight)."""
+    """A hint for a misspelt name: the similar names, else all names (at most eight).
+
+    A name with dots is also compared with the ends of others: ``h.2`` with ``transformer.h.2``.
+    """
     known = sorted(names)
-    close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    dots = name.count(".") + 1
+    ends = {item: ".".join(item.split(".")[-dots:]) for item in known}
+    close = [item for item in known if name and ends[item] == name][:3]
+    close = close or difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    if not close and dots > 1:
+        similar = difflib.get_close_matches(name, ends.values(), n=3, cutoff=0.5)
+        close = [item for item in known if ends[item] in similar][:3]
     if close:
         return "did you mean " + " or ".join(repr(item) for item in close) + "?"
     shown = ", ".join(repr(item) for item in known[:8]) + (", …" if len(known) > 8 else "")

@@ -312,6 +312,8 @@ def _stage_table(
         )
     return (
         f"{table_text(table, 130)}\nper micro-batch; {_balance(seconds, verdict)}\n"
+        "share: of the time of all stages; receives: bytes from others; "
+        "stash: bytes kept for later stages than the next\n"
         "memory: the most that the stage's device holds at once in a step, predicted"
     )
 

@@ -28,7 +28,7 @@ class Meter:
     seconds: float | None = None
     loss: Any = None
     compiled: object = None
-    peaks: list[float] | None = None
+    peaks: list[int] | None = None
     _start: float = field(default=0.0, repr=False)
 
     def begin(self) -> None:

@@ -409,3 +409,9 @@ def test_a_search_for_something_impossible_is_refused(
     status, out, err = run(capsys, *SEARCH, *arguments)
     assert (status, out) == (2, "")
     assert says in err
+
+
+def test_the_version_is_that_of_the_library(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert (caught.value.code, capsys.readouterr().out) == (0, f"fxpipe {fxpipe.__version__}\n")

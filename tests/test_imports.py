@@ -48,6 +48,7 @@ LAYERS = {
         "fxpipe.inspection",
         "fxpipe.metrics",
         "fxpipe.pipeline",
+        "fxpipe.python_file",
         "fxpipe.saving",
         "fxpipe.turn",
     ),

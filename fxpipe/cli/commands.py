@@ -17,6 +17,7 @@ from rich.table import Table
 from sympy import Eq, Rational
 from sympy.core.relational import Relational
 
+import fxpipe
 from fxpipe.cli.read import DEVICES, MICROBATCHES, read_costs, read_file, read_schedule
 from fxpipe.cli.search import add_search
 from fxpipe.errors import FxpipeError, InputError, VerificationError
@@ -78,6 +79,7 @@ def make_parser() -> argparse.ArgumentParser:
     """The parser; its result has the function of the command as ``run``, which returns True if
     the schedule, plan or program that it read has no faults."""
     parser = _Parser(prog="fxpipe", description="Look at pipeline schedules, and check them.")
+    parser.add_argument("--version", action="version", version=f"fxpipe {fxpipe.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
     named = commands.add_parser("list", help="the schedules that have a name")

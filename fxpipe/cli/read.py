@@ -3,24 +3,21 @@ times."""
 
 from __future__ import annotations
 
-import hashlib
-import importlib.util
 import re
 import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import TypeVar
 
 import fxpipe.schedules as _library
-from fxpipe.errors import FxpipeError, InputError, near, told
+from fxpipe.errors import FxpipeError, InputError
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import Program
 from fxpipe.ir.recipe import RECIPES, Recipe, find_recipe
 from fxpipe.ir.schedule import Schedule
+from fxpipe.python_file import is_python, of_python
 from fxpipe.text.peers import looks_like_actions, looks_like_nodes
-from fxpipe.torchtools.source import of_exception
 from fxpipe.verify.peers import Actions
 
 DEVICES, MICROBATCHES = 4, 8
@@ -29,7 +26,6 @@ DEVICES, MICROBATCHES = 4, 8
 T = TypeVar("T")
 
 _COST = re.compile(r"(?P<letter>\w)(?:@(?P<stage>[0-9]{1,9}))?=(?P<time>\S+)")
-_PYTHON = re.compile(r"(?P<path>.*\.py)(?::(?P<name>[^:/]+))?")
 
 
 def read_schedule(
@@ -99,7 +95,7 @@ def read_file(
         InputError, ParseError: as for ``read_schedule``.
     """
     path = Path(named)
-    if (named in RECIPES and not path.exists()) or _PYTHON.fullmatch(named):
+    if (named in RECIPES and not path.exists()) or is_python(named):
         return read_schedule(named, devices, microbatches)[0]
     text = _text(path)
     if _is_csv(path, text):
@@ -122,8 +118,8 @@ def _find(named: str) -> Schedule | Recipe:
     assert _library  # importing it has registered the library's schedules
     if named in RECIPES:
         return RECIPES[named]
-    if match := _PYTHON.fullmatch(named):
-        return _of_module(Path(match["path"]), match["name"])
+    if is_python(named):
+        return of_python(named)
     path = Path(named)
     if path.exists() or path.suffix or path.name != named or named == "-":
         return _of_text(named, _text(path))
@@ -156,50 +152,3 @@ def _parsed(named: str, parse: Callable[[str], T], text: str) -> T:
         return parse(text)
     except FxpipeError as error:
         raise InputError(f"{named}: {error}") from error
-
-
-def _of_module(path: Path, name: str | None) -> Schedule | Recipe:
-    """The schedule of a Python file that has this name, or its only one."""
-    before = dict(RECIPES)
-    module = _load(path)
-    made = {key: recipe for key, recipe in RECIPES.items() if before.get(key) is not recipe}
-    own = {
-        key: value
-        for key, value in vars(module).items()
-        if isinstance(value, Schedule | Recipe) and value not in before.values()
-    }
-    if name is None:
-        candidates = made or own
-        if len(candidates) != 1:
-            shown = ", ".join(sorted(candidates)) or "none"
-            raise InputError(f"{path} holds these schedules: {shown}; name one, as in {path}:name")
-        return next(iter(candidates.values()))
-    if name in made:
-        return made[name]
-    found = getattr(module, name, None)
-    if isinstance(found, Schedule | Recipe):
-        return found
-    if callable(found):
-        return Recipe(name, found)
-    raise InputError(f"{path} has no schedule {name!r}: {near(name, [*own, *made])}")
-
-
-def _load(path: Path) -> ModuleType:
-    """Run a Python file as a module of its own."""
-    if not path.is_file():
-        raise InputError(f"there is no file {path}")
-    name = f"fxpipe_file_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    sys.path.insert(0, str(path.resolve().parent))
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        where = "" if isinstance(error, SyntaxError) else f" ({of_exception(error)})"
-        raise InputError(f"{path} cannot be run: {told(error)}{where}") from error
-    finally:
-        sys.path.remove(str(path.resolve().parent))
-    return module

@@ -185,9 +185,11 @@ def run_loss(
             output = pytree.tree_unflatten([x * 1 if _requires_grad(x) else x for x in given], spec)
             value = loss(output, *targets)
     except Exception as error:
+        cure = "give it outputs and targets that it takes, or correct that line"
+        if not targets:
+            cure = "if it wants a target, give step(..., target=...); else correct that line"
         raise InputError(
-            f"the loss fails on the first micro-batch{_told(error)}; give it outputs and targets "
-            "that it takes, or correct that line"
+            f"the loss fails on the first micro-batch{_told(error)}; {cure}"
         ) from error
     if not isinstance(value, Tensor):
         raise InputError(

@@ -52,11 +52,13 @@ class Batch:
         kwargs: Mapping[str, Any],
         targets: Sequence[Any] = (),
         batch_dims: BatchDims | None = None,
+        hint: str = "",
     ) -> Batch:
         """Flatten a call.
 
         A tensor that ``batch_dims`` does not name is split along dimension 0; one without
         dimensions, or with size 1 where the batch is larger, goes whole to every micro-batch.
+        ``hint`` is what an error for arguments that do not fit says at its end.
 
         Raises:
             InputError: the arguments do not fit the model, no tensor has a batch dimension, or
@@ -67,7 +69,7 @@ class Batch:
             signature.bind(*args, **kwargs)
         except TypeError as error:
             raise InputError(
-                f"the inputs do not fit {type(model).__name__}.forward: {error}"
+                f"the inputs do not fit {type(model).__name__}.forward: {error}{hint}"
             ) from None
         ordered = {name: kwargs[name] for name in sorted(kwargs)}
         nested = (tuple(args), ordered, tuple(targets))
@@ -222,7 +224,9 @@ class Intake:
                 "there is a target but no loss to compare it with; give compile(..., "
                 "loss=function), or leave out target"
             )
-        batch = Batch.of(self.model, args, kwargs, targets, self.batch_dims)
+        asks = step and self.has_loss and not targets
+        hint = "; what the loss compares with is given as step(..., target=...)" if asks else ""
+        batch = Batch.of(self.model, args, kwargs, targets, self.batch_dims, hint)
         batch.check_devices("cpu", self.device_type)
         count, size = self.microbatches, batch.size
         if self.group.replicas > 1:

@@ -24,6 +24,13 @@ from fxpipe.simulator.simulation import Simulation, Span, Sum, Transfer, task_of
 from fxpipe.text.program import print_instruction
 from fxpipe.words import bytes_text, plural, table_text
 
+LEGEND = """\
+bubble: the share of the devices' time that is idle until the last micro-batch is through. By cause:
+before the first task (warm-up), for another device's task (waits for), for transfers (copies), for
+all devices (together), after the last task (drain). stash: micro-batches kept for backward at most;
+versions: of the weights"""
+"""What the columns of the table mean."""
+
 Event = dict[str, Any]
 
 _WIDTH = 140
@@ -80,6 +87,7 @@ def simulation_table(simulation: Simulation) -> str:
     if simulation.through < simulation.makespan:
         when = _time(simulation, simulation.through)
         lines.append(f"shares are of the {when} until the last micro-batch is through")
+    lines.append(LEGEND)
     if several:
         lines.append(_sums(simulation))
     return "\n".join(lines)

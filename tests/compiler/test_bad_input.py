@@ -18,6 +18,7 @@ from fxpipe import (
     InputError,
     PartitionError,
 )
+from fxpipe.errors import near
 from fxpipe.schedules import one_f_one_b
 from fxpipe.torchtools.meta import bytes_without_data
 from tests.helpers.refusals import SGD, X, Y, compiled, refused, stepped
@@ -193,6 +194,7 @@ def pipe() -> Iterator[fxpipe.Pipeline]:
         ((X[:0],), Y[:0], ["x has no samples (dimension 0 is 0); give a batch that has some"]),
         ((torch.tensor(1.0),), None, ["no input is a tensor with a batch dimension; give"]),
         ((X, X), Y, ["the inputs do not fit Tiny.forward: too many positional arguments"]),
+        ((X, Y), None, ["too many positional arguments; what the loss compares with is given as"]),
         ((), Y, ["the inputs do not fit Tiny.forward: missing a required argument: 'x'"]),
         ((X,), None, ["the loss does not fit the model's output and no target", "'target'"]),
         ((X,), (Y,) * 9, ["the model's output and 9 targets: too many positional arguments"]),
@@ -278,6 +280,16 @@ def test_moving_or_casting_a_pipe_is_refused(
 ) -> None:
     refused(InputError, lambda: move(pipe), "cannot be moved or cast", "compile it again")
     pipe.step(X, target=Y)
+
+
+def test_a_name_is_near_the_ends_of_longer_ones() -> None:
+    names = ["transformer", *(f"transformer.h.{i}" for i in range(12)), "transformer.h.2.mlp"]
+    assert near("h.2", names) == "did you mean 'transformer.h.2'?"
+    assert near("2.mlp", names) == "did you mean 'transformer.h.2.mlp'?"
+    assert "'transformer.h.11'" in near("h.12", names)
+    assert near("transformer.h.2x", names).startswith("did you mean 'transformer.h.2'")
+    assert near("", names).startswith("the known ones are 'transformer', 'transformer.h.0'")
+    assert near("x", []) == "there are none"
 
 
 @pytest.mark.parametrize("take", [copy.copy, pickle.dumps])
