@@ -12,11 +12,10 @@ from torch.optim import Optimizer
 from fxpipe.call import differentiable_call
 from fxpipe.compiler.compiled import Compiled
 from fxpipe.compiler.options import Options
-from fxpipe.compiler.predict import predicted_peaks
+from fxpipe.compiler.predict import held_sizes, predicted_peaks
 from fxpipe.errors import InputError
 from fxpipe.ir.traced import Traced
 from fxpipe.kernels.kernel import Kernel
-from fxpipe.memory.held import plan_sizes
 from fxpipe.metrics import Meter, measured
 from fxpipe.runtime.batch import MicroBatches
 from fxpipe.runtime.choice import Choice
@@ -205,24 +204,8 @@ class Engine:
     def _sizes(
         self, compiled: Compiled, own: Sequence[Optimizer | None], *, stepping: bool
     ) -> Sizes:
-        """The same for a run with these optimizers. Those of other ranks' stages are made once more
-        for that, where optimizers step, and never do."""
-        plan, given = compiled.plan, self._options.optimizer if stepping else None
         state = self.progress.state_of(compiled.traced)
-        optimizers = [*own]
-        elsewhere = {s.index for s in plan.stages if not self._options.owns(s.index)}
-        for stage in elsewhere:
-            parameters = {a.target: state[a.target] for a in plan.stages[stage].parameters}
-            if given is not None and parameters:
-                optimizers[stage] = given.of(parameters)
-        return plan_sizes(
-            plan,
-            state,
-            optimizers,
-            compiled.schedule,
-            early=self._options.early(compiled.program),
-            elsewhere=elsewhere,
-        )
+        return held_sizes(compiled, self._options, state, own, stepping=stepping)
 
     def joins(self, compiled: Compiled) -> bool:
         """Whether a batch can join those in flight, which are of the same program."""

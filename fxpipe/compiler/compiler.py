@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from fxpipe.compiler import passes
 from fxpipe.compiler.capturing import Capturing
@@ -23,7 +22,7 @@ from fxpipe.compiler.objective import Divided, divided, together, weighed
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.placement import Placement
 from fxpipe.compiler.plans import Graph, Plans
-from fxpipe.compiler.predict import Sizes, predicted_peaks, remedies
+from fxpipe.compiler.predict import Sizes, held_sizes, predicted_peaks, remedies
 from fxpipe.compiler.timetable import Purpose, Timetable
 from fxpipe.errors import FxpipeError, InputError, PartitionError
 from fxpipe.ir.plan import Plan
@@ -31,7 +30,6 @@ from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.traced import Traced, Value
 from fxpipe.log import told
-from fxpipe.memory.held import plan_sizes
 from fxpipe.passes.graph.extents import extents
 from fxpipe.passes.graph.lazy_module import sources_forgotten
 from fxpipe.passes.partition.assignment import Verdict
@@ -319,18 +317,12 @@ class Compiler:
     def _peaks(self, compiled: Compiled, updates: bool) -> list[float]:
         """Device → the most bytes that it is predicted to hold in a step. Without ``optimizer=``
         the state of an Adam that the caller steps is included."""
-        plan, schedule = compiled.plan, compiled.schedule
         state = compiled.traced.state_of(self.options.model)
-        own = [{a.target: state[a.target] for a in stage.parameters} for stage in plan.stages]
-        optimizers: list[Optimizer | None] = [None] * len(own)
-        if updates and self.options.optimizer is not None:
-            optimizers = [self.options.optimizer.of(named) if named else None for named in own]
-        program = compiled.whole()
-        early = self.options.early(program)
-        sizes = plan_sizes(plan, state, optimizers, schedule, early=early)
-        peaks = [float(peak) for peak in predicted_peaks(plan, program, sizes)]
+        sizes = held_sizes(compiled, self.options, state, None, stepping=updates)
+        found = predicted_peaks(compiled.plan, compiled.whole(), sizes)
+        peaks = [float(peak) for peak in found]
         if not updates:
-            for stage, device in enumerate(schedule.placement):
+            for stage, device in enumerate(compiled.schedule.placement):
                 peaks[device] += state_size(None) * sizes.gradients[stage]
         return peaks
 

@@ -13,14 +13,18 @@ from functools import cached_property
 from typing import Any
 
 from rich.table import Table
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from fxpipe.compiler.compiled import Compiled
+from fxpipe.compiler.options import Options
 from fxpipe.compiler.timetable import Timetable
 from fxpipe.errors import FxpipeError, InputError
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import Program
 from fxpipe.ir.recipe import find_recipe
 from fxpipe.ir.schedule import Schedule
+from fxpipe.memory.held import plan_sizes
 from fxpipe.passes.graph.extents import Extent
 from fxpipe.simulator import Simulation, simulate
 from fxpipe.simulator.costs import Costs, Key, Links, measured_costs
@@ -62,6 +66,42 @@ def predicted_peaks(plan: Plan, program: Program, sizes: StageSizes) -> list[int
     """Device → the most bytes that it is predicted to hold, as ``pipe.simulate()`` shows it."""
     found = predict(plan, program, sizes, None, links=None, overlap=True, steps=None)
     return [memory.peak for memory in found.memory]
+
+
+def held_sizes(
+    compiled: Compiled,
+    options: Options,
+    state: Mapping[str, Tensor],
+    own: Sequence[Optimizer | None] | None,
+    *,
+    stepping: bool,
+) -> StageSizes:
+    """The bytes of what the stages of all processes and their optimizers hold.
+
+    Where optimizers step, those that this process does not have are made for that, and never do.
+
+    Args:
+        compiled: what runs.
+        options: the arguments of ``compile``.
+        state: name in the model → parameter or buffer.
+        own: stage → the optimizer that this process has; None where it has none yet.
+        stepping: whether optimizers step.
+    """
+    plan, given = compiled.plan, options.optimizer if stepping else None
+    optimizers = [*(own or [None] * len(plan.stages))]
+    elsewhere = {s.index for s in plan.stages if own is not None and not options.owns(s.index)}
+    for stage in plan.stages:
+        parameters = {a.target: state[a.target] for a in stage.parameters}
+        if given is not None and parameters and (own is None or stage.index in elsewhere):
+            optimizers[stage.index] = given.of(parameters)
+    return plan_sizes(
+        plan,
+        state,
+        optimizers,
+        compiled.schedule,
+        early=options.early(compiled.program),
+        elsewhere=elsewhere,
+    )
 
 
 def split_target(
