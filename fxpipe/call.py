@@ -37,9 +37,9 @@ def differentiable_call(
         for name, leaf in zip(compiled.traced.inputs, host.micro.batch.leaves, strict=True)
         if name is not None and isinstance(leaf, Tensor) and leaf.requires_grad
     }
-    parameters = run.parameters
+    parameters = run.weights.by_name
     leaves = (leaf for leaf in host.micro.batch.leaves if isinstance(leaf, Tensor))
-    watched = [*leaves, *parameters.values(), *run.constants]
+    watched = [*leaves, *parameters.values(), *run.weights.constants]
     call = _Call(turn, group, compiled, host, run, list(inputs), list(parameters), watched)
     tensors = (*inputs.values(), *parameters.values())
     outputs = _Pipe.apply(call, *tensors)  # type: ignore[no-untyped-call]

@@ -1,19 +1,24 @@
-"""The errors of a run: they name the device and the instruction that it was running."""
+"""The errors of a run: they name the device and the instruction that it was running.
+
+With what devices tell of themselves for them: what was launched, what may be unfinished, memory.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from fxpipe.errors import DeviceError, DeviceMemoryError, ExecutionError, FxpipeError, told
 from fxpipe.ir import instruction as ins
-from fxpipe.runtime.devices.backend import Backend, DeviceMemory, Given, Unfinished
 from fxpipe.runtime.interpreter import Machine
 from fxpipe.text.program import print_instruction
 from fxpipe.torchtools import source
 from fxpipe.words import bytes_text
+
+if TYPE_CHECKING:
+    from fxpipe.runtime.devices.backend import Backend
 
 Expected = Callable[[], Sequence[int]]
 """Predicts, for each device, the most bytes that it holds."""
@@ -25,6 +30,52 @@ LOST = (
 
 SHOWN = 4
 """How many of a stream's suspected instructions a message names, at the start and at the end."""
+
+
+class Given(NamedTuple):
+    """An instruction that was launched on a device.
+
+    Attributes:
+        position: its index in the device's list.
+        instruction: the instruction.
+        step: the step in which it was launched.
+    """
+
+    position: int
+    instruction: ins.Instruction
+    step: int
+
+
+class Unfinished(NamedTuple):
+    """The instructions that one stream may not have finished.
+
+    Attributes:
+        device: index of the device in the program.
+        place: the device's name, such as ``cuda:1``.
+        stream: the stream's name in programs.
+        done: the last instruction that is known to be done, or None.
+        since: the instructions that were launched after that one, in order.
+    """
+
+    device: int
+    place: str
+    stream: str
+    done: Given | None
+    since: tuple[Given, ...]
+
+
+class DeviceMemory(NamedTuple):
+    """The memory of a device.
+
+    Attributes:
+        place: the device's name; devices with one name share the memory.
+        used: the most bytes that this process has allocated there, or None where not counted.
+        total: the bytes of the memory, or None where not known.
+    """
+
+    place: str
+    used: int | None
+    total: int | None
 
 
 def explained(

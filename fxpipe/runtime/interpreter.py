@@ -267,9 +267,8 @@ def _backward(machine: Machine, instruction: ins.Backward) -> None:
 def _input_grad(machine: Machine, instruction: ins.InputGrad) -> None:
     stage, i, batch = instruction.stage, instruction.microbatch, instruction.batch
     kept = machine.store.values.pop(saved(stage, i, batch))  # counted until the weight gradient
-    result = machine.kernel(stage, i, batch).input_grad(
-        kept, _output_gradients(machine, instruction)
-    )
+    kernel = machine.kernel(stage, i, batch)
+    result = kernel.input_grad(kept, _output_gradients(machine, instruction))
     _give_back(machine, instruction, result.inputs)
     machine.store.values[deferred(stage, i, batch)] = result.deferred
 
@@ -277,10 +276,8 @@ def _input_grad(machine: Machine, instruction: ins.InputGrad) -> None:
 def _weight_grad(machine: Machine, instruction: ins.WeightGrad) -> None:
     stage, i, batch = instruction.stage, instruction.microbatch, instruction.batch
     left = machine.store.take(deferred(stage, i, batch))
-    totals = _totals(machine, instruction)
-    machine.store.gradients[stage, batch] = machine.kernel(stage, i, batch).weight_grad(
-        left, totals
-    )
+    kernel, totals = machine.kernel(stage, i, batch), _totals(machine, instruction)
+    machine.store.gradients[stage, batch] = kernel.weight_grad(left, totals)
 
 
 def _totals(

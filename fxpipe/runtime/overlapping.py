@@ -38,8 +38,8 @@ class OverlappingRun(Run[VersionedWeights]):
         self._pending: dict[int, Callable[[], None]] = {}
         # device → step → the buffers that it has written up to that step's forwards
         self._states: dict[int, dict[int, dict[str, Tensor]]] = {d: {} for d in self._left}
-        self._weights.when_updated(self._channels.updated)
-        self._channels.when_updated(self._weights.note)
+        self.weights.when_updated(self._channels.updated)
+        self._channels.when_updated(self.weights.note)
 
     @property
     def busy_step(self) -> float | None:
@@ -68,7 +68,7 @@ class OverlappingRun(Run[VersionedWeights]):
         self.check()
         batch = self.count
         with self._held() as signals:
-            self._weights.expect(batch)
+            self.weights.expect(batch)
             job.host.when_complete(lambda: self._reports.put(Finished(batch)))
             self._pending[batch] = arrived
             self._jobs[batch] = job
@@ -113,7 +113,7 @@ class OverlappingRun(Run[VersionedWeights]):
             self._together(signals, self._settle)
             self._commit(self.count - 1)
             self._backend.kept()
-            self._weights.trim()
+            self.weights.trim()
             for machine in self.machines:
                 machine.store.state.clear()
             self._jobs.clear()
@@ -152,9 +152,9 @@ class OverlappingRun(Run[VersionedWeights]):
 
     def _keep_state(self, machine: Machine) -> None:
         """Keep the buffers of a device, where all forwards of the step's own batch are done."""
-        if self._weights.defers:
+        if self.weights.defers:
             with self._backend.computing(machine.device):
-                machine.store.state = self._weights.gathered(machine.store.state)
+                machine.store.state = self.weights.gathered(machine.store.state)
         self._states[machine.device][machine.step] = dict(machine.store.state)
 
     def _note(self, report: Finished) -> None:
@@ -167,7 +167,7 @@ class OverlappingRun(Run[VersionedWeights]):
             for batch in [batch for batch in self._jobs if batch <= over]:
                 if batch not in self._pending:  # outputs of other processes may come later
                     del self._jobs[batch]
-            kept = min(over, self._weights.slowest) - 1  # a stage of another process may be slower
+            kept = min(over, self.weights.slowest) - 1  # a stage of another process may be slower
             for states in self._states.values():
                 for step in list(states):  # a copy: the device's thread may add another meanwhile
                     if step < kept:
@@ -208,9 +208,9 @@ class OverlappingRun(Run[VersionedWeights]):
         written = [(self._states[m.device], m.store.state) for m in self.machines]
         alone = self._backend.replicas == 1
         done, twins = self._backend.recovered(
-            self._weights.own_slowest, None if alone else written[0]
+            self.weights.own_slowest, None if alone else written[0]
         )
-        self._weights.recover(done)
+        self.weights.recover(done)
         for machine in self.machines:
             states = self._states[machine.device]
             if machine.step != done - 1 or machine.step in states:
@@ -221,7 +221,7 @@ class OverlappingRun(Run[VersionedWeights]):
                 states[machine.step] = kept[0]
                 continue
             if not alone:
-                machine.store.state = self._weights.pooled([own for _, own in twins])
+                machine.store.state = self.weights.pooled([own for _, own in twins])
             self._keep_state(machine)
         self._commit(done - 1)
         for machine in self.machines:
@@ -238,4 +238,4 @@ class OverlappingRun(Run[VersionedWeights]):
         """Write the model's buffers as they were after a batch."""
         for states in self._states.values():
             if batch in states:
-                self._weights.commit(states[batch])
+                self.weights.commit(states[batch])

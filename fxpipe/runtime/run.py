@@ -59,6 +59,7 @@ class Run(Generic[W]):
     Attributes:
         program: the program that runs.
         machines: the machines of the devices that this process runs, in order.
+        weights: parameters and buffers.
         threads: how many workers there are: one for each of these devices, or one for all.
         running: how many submitted lists have not been left yet.
         failed: whether the run is over because of a failure or an interrupt.
@@ -95,7 +96,7 @@ class Run(Generic[W]):
         self.failed = False
         self._workers = workers
         self._backend = backend
-        self._weights = weights
+        self.weights = weights
         self._expected = expected
         self._jobs: dict[int, Job] = {}
         self._elsewhere = Counter[int]()
@@ -152,7 +153,7 @@ class Run(Generic[W]):
             Whether all devices have left their lists. One that has not drops its values later.
         """
         self.failed = True
-        updating = self._weights.stop()
+        updating = self.weights.stop()
         self._channels.stop()
         deadline = time.monotonic() + GRACE
         while self.running:
@@ -189,7 +190,7 @@ class Run(Generic[W]):
                 self._reports.put(Finished(step, machine.device))
         except BaseException as error:
             if not isinstance(error, Stopped):
-                self._weights.stop()
+                self.weights.stop()
                 self._channels.stop()
             for machine in driver.machines:
                 # not bound to a name: the exception and this frame would refer to each other
@@ -207,10 +208,10 @@ class Run(Generic[W]):
         """At the end of a step, take the buffers that its forwards have written in all replicas."""
         written = machine.store.state
         if self._backend.replicas > 1 and written:
-            defers = self._weights.defers
+            defers = self.weights.defers
             with self._backend.computing(machine.device):
                 found = self._channels.pool(machine.device, step, written, whole=defers)
-                machine.store.state = self._weights.pooled(found)
+                machine.store.state = self.weights.pooled(found)
 
     def _hear(self, timeout: float | None) -> Finished | None:
         """The next report; None for a signal. Raises Empty if none comes before the timeout."""
@@ -308,21 +309,6 @@ class FlushedRun(Run[LiveWeights]):
     committed = False
     _advances = 0
 
-    @property
-    def alive(self) -> int:
-        """How many buffers are alive on all devices together."""
-        return sum(len(machine.store.values) for machine in self.machines)
-
-    @property
-    def parameters(self) -> dict[str, Tensor]:
-        """Name in the model → each parameter that the program reads."""
-        return self._weights.by_name
-
-    @property
-    def constants(self) -> list[Tensor]:
-        """The buffers that the program reads and does not write."""
-        return self._weights.constants
-
     def feed(self, job: Job) -> None:
         """Set the batch to run."""
         self._jobs[0] = job
@@ -351,7 +337,7 @@ class FlushedRun(Run[LiveWeights]):
                 self._backend.end()
                 self._settle()
                 made = result()
-                self._weights.commit(self._written(), self._gradients())
+                self.weights.commit(self._written(), self._gradients())
             except BaseException as error:
                 late = explained_late(error, "a step began or ended", self._backend)
                 self._put_back(late or error)
@@ -368,7 +354,7 @@ class FlushedRun(Run[LiveWeights]):
 
     def take_gradients(self) -> dict[str, Tensor]:
         """Return the summed gradients by name in the model, so that ``.grad`` does not get them."""
-        found = self._weights.named(self._gradients())
+        found = self.weights.named(self._gradients())
         for machine in self.machines:
             machine.store.gradients.clear()
         return found
@@ -390,7 +376,7 @@ class FlushedRun(Run[LiveWeights]):
             self._give_up()
         try:
             self._backend.end()  # updates that were launched may still run
-            self._weights.roll_back()
+            self.weights.roll_back()
         except Exception:
             if not isinstance(error, DeviceError):
                 raise

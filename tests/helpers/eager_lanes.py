@@ -16,8 +16,8 @@ import fxpipe
 from fxpipe.ir.plan import ValueSpec
 from fxpipe.ir.program import Program
 from fxpipe.runtime.choice import Dispatch
-from fxpipe.runtime.devices.backend import DeviceMemory, Unfinished
 from fxpipe.runtime.devices.launching import Launcher, LaunchingChannels, room
+from fxpipe.runtime.failure import DeviceMemory, Unfinished
 from fxpipe.runtime.interpreter import Job
 
 

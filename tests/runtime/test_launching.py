@@ -15,7 +15,7 @@ from fxpipe.errors import DeviceError, DeviceMemoryError
 from fxpipe.ir.instruction import Backward
 from fxpipe.ir.program import Program
 from fxpipe.runtime.choice import Dispatch
-from fxpipe.runtime.devices.backend import DeviceMemory
+from fxpipe.runtime.failure import DeviceMemory
 from fxpipe.runtime.host import BatchHost
 from fxpipe.runtime.weights.live import LiveWeights
 from fxpipe.runtime.weights.versions import VersionedWeights

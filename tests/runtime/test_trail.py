@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from fxpipe.ir import instruction as ins
-from fxpipe.runtime.devices.backend import Given
 from fxpipe.runtime.devices.launching import Trail
+from fxpipe.runtime.failure import Given
 
 
 def given(trail: Trail, *instructions: ins.Instruction, stream: str = "compute") -> list[Given]:

@@ -12,16 +12,16 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from queue import SimpleQueue
 from time import thread_time
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fxpipe.errors import InputError, RankError
-from fxpipe.ir.instruction import Instruction
 from fxpipe.ir.plan import Stage
 from fxpipe.ir.program import Program, Turn
 from fxpipe.ir.value import Buffer
+from fxpipe.runtime.failure import DeviceMemory, Unfinished
 from fxpipe.runtime.interpreter import Job, Machine, Stopped
 from fxpipe.runtime.weights.live import Weights
 
@@ -280,52 +280,6 @@ class Channels:
         self._barrier.abort()
         for inbox in self._inboxes:
             inbox.put(None)
-
-
-class Given(NamedTuple):
-    """An instruction that was launched on a device.
-
-    Attributes:
-        position: its index in the device's list.
-        instruction: the instruction.
-        step: the step in which it was launched.
-    """
-
-    position: int
-    instruction: Instruction
-    step: int
-
-
-class Unfinished(NamedTuple):
-    """The instructions that one stream may not have finished.
-
-    Attributes:
-        device: index of the device in the program.
-        place: the device's name, such as ``cuda:1``.
-        stream: the stream's name in programs.
-        done: the last instruction that is known to be done, or None.
-        since: the instructions that were launched after that one, in order.
-    """
-
-    device: int
-    place: str
-    stream: str
-    done: Given | None
-    since: tuple[Given, ...]
-
-
-class DeviceMemory(NamedTuple):
-    """The memory of a device.
-
-    Attributes:
-        place: the device's name; devices with one name share the memory.
-        used: the most bytes that this process has allocated there, or None where not counted.
-        total: the bytes of the memory, or None where not known.
-    """
-
-    place: str
-    used: int | None
-    total: int | None
 
 
 class Backend:

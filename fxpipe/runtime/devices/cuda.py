@@ -20,9 +20,9 @@ from torch.utils import _pytree as pytree
 
 from fxpipe.ir.plan import ValueSpec
 from fxpipe.ir.program import COMPUTE
-from fxpipe.runtime.devices.backend import DeviceMemory, Unfinished
 from fxpipe.runtime.devices.cuda_graphs import ALONE, Streams
 from fxpipe.runtime.devices.launching import Launcher, room
+from fxpipe.runtime.failure import DeviceMemory, Unfinished
 
 CudaPlace = torch.device | torch.cuda.Stream
 """What a device of a program runs on: a CUDA device with its index, or a stream."""

@@ -20,7 +20,8 @@ from fxpipe.ir import instruction as ins
 from fxpipe.ir.plan import Stage, ValueSpec
 from fxpipe.ir.program import COMPUTE, Event, Launch, Program
 from fxpipe.ir.value import Buffer
-from fxpipe.runtime.devices.backend import Backend, Channels, Given, Unfinished
+from fxpipe.runtime.devices.backend import Backend, Channels
+from fxpipe.runtime.failure import Given, Unfinished
 from fxpipe.runtime.interpreter import HANDLERS, Job, Machine, Stopped
 from fxpipe.runtime.weights.live import Weights
 from fxpipe.text.program import print_instruction

@@ -12,7 +12,8 @@ from torch import Tensor
 from fxpipe.errors import RankError
 from fxpipe.ir.program import Program
 from fxpipe.ir.value import Buffer
-from fxpipe.runtime.devices.backend import Backend, Channels, DeviceMemory
+from fxpipe.runtime.devices.backend import Backend, Channels
+from fxpipe.runtime.failure import DeviceMemory
 from fxpipe.runtime.interpreter import Job, Stopped
 from fxpipe.runtime.ranks.group import RankGroup
 from fxpipe.runtime.ranks.hearing import POLL, failure_of

@@ -29,7 +29,6 @@ from fxpipe.ir import instruction as ins
 from fxpipe.ir.plan import ValueSpec
 from fxpipe.ir.program import Program, arrivals
 from fxpipe.ir.value import Buffer
-from fxpipe.runtime.devices.backend import DeviceMemory
 from fxpipe.runtime.devices.cuda import CudaBackend
 from fxpipe.runtime.devices.launching import (
     Events,
@@ -39,6 +38,7 @@ from fxpipe.runtime.devices.launching import (
     LaunchingMachine,
     room,
 )
+from fxpipe.runtime.failure import DeviceMemory
 from fxpipe.runtime.interpreter import Job, Stopped
 from fxpipe.runtime.ranks.channels import RankBackend, RankChannels
 from fxpipe.runtime.ranks.group import RankGroup
