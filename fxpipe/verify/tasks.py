@@ -321,19 +321,17 @@ def gradients_used_up(window: Window) -> Iterator[Fault]:
                 leaves = None
             if kind == "U":
                 update = spot
-            elif leaves and "gradients" in (*window.kinds[kind].reads, *window.kinds[kind].writes):
+                continue
+            task, gone = window.kinds[kind], leaves or update
+            if gone and "gradients" in (*task.reads, *task.writes):
+                did, where = ("used up", "that")
+                if leaves:
+                    did, where = ("sent to be summed", "that, or behind the stage's all_gather")
                 yield window.fault(
                     spot,
-                    f"it needs gradients that {window.text(*leaves[:2])}, position "
-                    f"{leaves.position}, has sent to be summed",
-                    "move it before that, or behind the stage's all_gather",
-                )
-            elif update and "gradients" in (*window.kinds[kind].reads, *window.kinds[kind].writes):
-                yield window.fault(
-                    spot,
-                    f"it needs gradients that {window.text(*update[:2])}, position "
-                    f"{update.position}, has used up",
-                    "move it before that",
+                    f"it needs gradients that {window.text(*gone[:2])}, position {gone.position}, "
+                    f"has {did}",
+                    f"move it before {where}",
                 )
 
 
