@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Self
 
 import torch
@@ -34,7 +34,7 @@ class DelayedLoop:
         optimizer: Optimizer,
         loss: Loss,
         microbatches: int,
-        delays: Callable[[str], int],
+        delays: Callable[..., int],
     ) -> None:
         """Nothing is trained yet.
 
@@ -103,6 +103,22 @@ class DelayedLoop:
         """The weights as they are now are the only version, as after a flush."""
         self.history = [self._values()]
 
+    def assert_trained(
+        self,
+        pipe: Any,
+        model: nn.Module,
+        batches: Sequence[Batch],
+        flush_at: Collection[int] = (),
+    ) -> None:
+        """A pipe trains ``model`` like this loop: its losses are the same to the bit, and so is the
+        state after the flushes behind some batches and after the last one."""
+        for number, (x, y) in enumerate(batches):
+            loss = pipe.step(x, target=y)
+            assert torch.equal(loss, self.step(x, y)), f"loss of batch {number}"
+            if number in flush_at or number == len(batches) - 1:
+                pipe.flush()
+                self.assert_same(model)
+
     def assert_same(self, model: nn.Module, bound: float = 0.0) -> None:
         """Another model has the same state; see ``loop.assert_same``."""
         loop.assert_same(model.state_dict(), self.model.state_dict(), bound)
@@ -113,25 +129,14 @@ class DelayedLoop:
 
 
 class RuledLoop(DelayedLoop):
-    """The same with a delay for each micro-batch of each parameter.
+    """The same with a delay for each micro-batch of each parameter: ``delays`` takes its name and
+    the micro-batch.
 
     Attributes:
-        rule: name of a parameter and micro-batch → how many versions behind the newest it is read.
         oldest: name of a parameter → the version that stands for all before it.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        loss: Loss,
-        microbatches: int,
-        rule: Callable[[str, int], int],
-    ) -> None:
-        """Nothing is trained yet; see DelayedLoop."""
-        super().__init__(model, optimizer, loss, microbatches, lambda name: 0)
-        self.rule = rule
-        self.oldest: dict[str, int] = {}
+    oldest: Mapping[str, int] = {}
 
     def step(self, x: Tensor, y: Tensor) -> Tensor:
         """One batch, its micro-batches one after another, each at weights of its own."""
@@ -143,7 +148,7 @@ class RuledLoop(DelayedLoop):
         )
         for i, (inputs, targets) in enumerate(parts):
             for name, parameter in self.model.named_parameters():
-                version = max(newest - self.rule(name, i), self.oldest.get(name, 0))
+                version = max(newest - self.delays(name, i), self.oldest.get(name, 0))
                 parameter.data.copy_(self.read(name, version))
             loss = self.loss(self.model(inputs), targets) * (len(inputs) / len(x))
             loss.backward()

@@ -79,12 +79,7 @@ def test_any_delays_train_as_the_loop_that_keeps_every_version(
         tracer="symbolic",
         recompute=recompute,
     ) as pipe:
-        for t, (x, y) in enumerate(data):
-            assert torch.equal(pipe.step(x, target=y), expected.step(x, y)), f"loss of batch {t}"
-            if t in flush_at:
-                pipe.flush()
-                expected.assert_same(model)
-        pipe.flush()
+        expected.assert_trained(pipe, model, data, flush_at)
         if schedule.overlaps:
             kept = [min(delay + 1, len(data) + 1) for delay in schedule.delays]
             assert pipe.weight_versions == kept
@@ -149,7 +144,7 @@ def test_a_short_batch_reads_the_oldest_version_kept_where_it_asks_for_an_earlie
                     kept[stage] = max(kept[stage], t - delay)
             before = schedule
             expected.microbatches = count
-            expected.rule = rule_of(schedule)
+            expected.delays = rule_of(schedule)
             expected.oldest = {n: kept[stage_of(n, 4)] for n, _ in model.named_parameters()}
             ours = pipe.step(x[:count], target=y[:count])
             assert torch.equal(ours, expected.step(x[:count], y[:count])), f"loss of batch {t}"

@@ -32,13 +32,7 @@ def compare(
     factory, loss = OPTIMIZERS[optimizer], LOSSES[case]
     expected = DelayedLoop.beside(model, factory, microbatches, loss=loss, delay=delay)
     with compiled(model, devices, microbatches, factory, schedule=schedule, loss=loss) as pipe:
-        for t, (x, y) in enumerate(data):
-            assert torch.equal(pipe.step(x, target=y), expected.step(x, y)), f"loss of batch {t}"
-            if t in flush_at:
-                pipe.flush()
-                expected.assert_same(model)
-        pipe.flush()
-        expected.assert_same(model)
+        expected.assert_trained(pipe, model, data, flush_at)
         ours = {p: state for o in pipe.optimizers if o is not None for p, state in o.state.items()}
         for here, there in zip(model.parameters(), expected.model.parameters(), strict=True):
             for key, value in expected.optimizer.state[there].items():
