@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch", "fxpipe", "torch.distributed.device_mesh"])
+CONTEXT.set_forkserver_preload(["tests.helpers.forked"])
 
 DEADLINE = 240.0
 """Seconds after which ranks that hang are ended, and their stacks are shown."""

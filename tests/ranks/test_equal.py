@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -14,6 +13,7 @@ from torch.nn import functional as F
 
 import fxpipe
 from tests.helpers.group_ranks import use
+from tests.helpers.profiles import DEEP
 from tests.helpers.ranks import DeviceMesh, on_ranks
 
 Devices = DeviceMesh | int
@@ -221,6 +221,15 @@ ONLY_TWO: Mapping[str, Callable[[Devices], Results]] = {
 }
 
 
+EVERY = [*CASES, *ONLY_TWO]
+
+LINKS: Mapping[int, Sequence[str]] = {
+    2: EVERY if DEEP else ["1f1b", "2bw", "tied", "changing", "differentiated", *ONLY_TWO],
+    3: [*CASES],  # a first rank, one between, and a last one
+    4: [*CASES] if DEEP else ["1f1b", "gpipe", "zb-h1", "pipedream", "tied"],
+}
+"""Ranks → the cases that are run over links; four parts are too few for two on each of more."""
+
 STREAMS: Mapping[int, Sequence[str]] = {
     2: [
         *("gpipe", "2bw", "tied, 2bw", "clipped", "scaled", "deferred, 2bw", "leaf"),
@@ -246,40 +255,46 @@ def run_cases(devices: Devices, names: Sequence[str], streams: bool = False) -> 
     return found
 
 
-@pytest.fixture(scope="module", params=[2, 4])
-def both(request: pytest.FixtureRequest) -> tuple[list[dict[str, Results]], int]:
-    names = [*CASES, *ONLY_TWO] if request.param == 2 else [*CASES]
-    return on_ranks(request.param, run_cases, names), request.param
-
-
-@pytest.mark.parametrize("name", [*CASES, *ONLY_TWO])
-def test_ranks_give_the_bits_of_one_process(
-    both: tuple[list[dict[str, Results]], int], name: str
-) -> None:
-    ranks, size = both
-    if name not in ranks[0]:
-        pytest.skip("four parts are too few for two stages on each of four ranks")
-    equal(ranks, size, name)
+@pytest.fixture(scope="module")
+def on_links() -> Callable[[int], list[dict[str, Results]]]:
+    return cache(lambda size: on_ranks(size, run_cases, LINKS[size]))
 
 
 @pytest.fixture(scope="module")
-def streaming() -> Callable[[int], list[dict[str, Results]]]:
+def on_streams() -> Callable[[int], list[dict[str, Results]]]:
     return cache(lambda size: on_ranks(size, run_cases, STREAMS[size], True))
+
+
+@pytest.fixture(scope="module")
+def alone() -> Callable[[int, str], Results]:
+    """What one process gives."""
+    return cache(lambda size, name: run_cases(size, [name])[name])
+
+
+@pytest.mark.parametrize(("size", "name"), [(size, n) for size in LINKS for n in LINKS[size]])
+def test_ranks_give_the_bits_of_one_process(
+    on_links: Callable[[int], list[dict[str, Results]]],
+    alone: Callable[[int, str], Results],
+    size: int,
+    name: str,
+) -> None:
+    equal([found[name] for found in on_links(size)], alone(size, name))
 
 
 @pytest.mark.parametrize(("size", "name"), [(size, n) for size in STREAMS for n in STREAMS[size]])
 def test_ranks_with_streams_give_the_bits_of_one_process(
-    streaming: Callable[[int], list[dict[str, Results]]], size: int, name: str
+    on_streams: Callable[[int], list[dict[str, Results]]],
+    alone: Callable[[int, str], Results],
+    size: int,
+    name: str,
 ) -> None:
-    equal(streaming(size), size, name)
+    equal([found[name] for found in on_streams(size)], alone(size, name))
 
 
-def equal(ranks: list[dict[str, Results]], size: int, name: str) -> None:
-    alone = run_cases(size, [name])[name]
+def equal(ranks: list[Results], alone: Results) -> None:
     assert "error" not in alone, alone["error"]
     seen: set[str] = set()
-    for found in ranks:
-        here = copy.copy(found[name])
+    for here in ranks:
         assert "error" not in here, here["error"]
         for key, value in here.items():
             expected = alone[key]

@@ -12,12 +12,14 @@ import pytest
 from fxpipe import ExecutionError, InputError
 from fxpipe.errors import RankError
 from tests.helpers.failing import InFlight, at, fail, fails, first_of_each_kind
+from tests.helpers.profiles import DEEP
 from tests.helpers.ranks import DeviceMesh, on_ranks
 from tests.helpers.tiny import within
 
-pytestmark = pytest.mark.timeout(600, method="thread")
-
 SCHEDULES = "2bw", "pipedream"
+
+SIZES = [2, 3] if DEEP else [3]
+"""How many ranks; the instructions of three are of all kinds that those of two are of."""
 
 OVERLAPPING = {"Load", "Output", "Send", "Receive", "Free", "Forward", "Backward", "Update"}
 
@@ -99,7 +101,7 @@ def test_a_failure_in_flight_takes_all_ranks_back_to_the_same_batch(size: int) -
         assert counts == ranks[0][1]
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", SIZES)
 def test_a_failure_in_a_flush_takes_ranks_back_that_had_finished_theirs(size: int) -> None:
     ranks = on_ranks(size, failing_while_flushed)
     assert ranks[0]
@@ -142,7 +144,7 @@ def interrupted(mesh: DeviceMesh) -> list[int]:
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals are sent as POSIX does")
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", SIZES)
 def test_ctrl_c_in_flight_takes_all_ranks_back_to_the_same_batch(size: int) -> None:
     ranks = on_ranks(size, interrupted)
     assert ranks[0]

@@ -32,13 +32,11 @@ from tests.helpers.failing import (
     options_of,
     pipe_of,
 )
+from tests.helpers.profiles import DEEP
 from tests.helpers.ranks import DeviceMesh, result_of, start
 from tests.helpers.tiny import CUTS, adam, batch, within
 
-pytestmark = [
-    pytest.mark.timeout(600, method="thread"),
-    pytest.mark.skipif(os.name != "posix", reason="processes are killed as POSIX does"),
-]
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="processes are killed as POSIX does")
 
 Case = tuple[str, int]
 """Options, and the position of the instruction at which the rank is killed."""
@@ -158,6 +156,8 @@ def test_a_rank_that_is_killed_at_any_kind_of_instruction_is_named(
     size: int, position: int
 ) -> None:
     cases = cases_of(size, position)
+    if size == 2 and not DEEP:  # half of them where the first is killed, the others at the last
+        cases = cases[position::2]
     alive = size - 1
     every = alive + len(cases)
     lost = range(alive, every) if position else range(len(cases))
