@@ -25,8 +25,6 @@ from fxpipe.ir.task import Task
 from tests.helpers.refusals import SGD, X, Y, compiled, refused, stepped
 from tests.helpers.tiny import Tiny
 
-pytestmark = pytest.mark.timeout(600)
-
 # losses
 
 

@@ -24,8 +24,6 @@ from fxpipe.torchtools.meta import bytes_without_data
 from tests.helpers.refusals import SGD, X, Y, compiled, refused, stepped
 from tests.helpers.tiny import Snapshot, Tiny
 
-pytestmark = pytest.mark.timeout(600)
-
 # arguments of compile
 
 

@@ -22,8 +22,6 @@ from fxpipe.runtime.weights import checkpoint_folder, dcp_folder
 from tests.helpers.checkpoints import same
 from tests.helpers.ranks import DEADLINE, DeviceMesh, on_ranks, result_of, start
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 Devices = DeviceMesh | int
 STEPS, STOP = 6, 3
 

@@ -24,8 +24,6 @@ from tests.helpers.group_ranks import Gloo, use
 from tests.helpers.ranks import DeviceMesh, Failed, on_ranks, result_of, start
 from tests.helpers.tiny import Snapshot, batch, within
 
-pytestmark = pytest.mark.timeout(600, method="thread")
-
 KINDS = (ins.Receive, ins.Send, ins.Forward, ins.Backward, ins.Clip, ins.Update)
 
 

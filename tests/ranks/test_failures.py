@@ -26,8 +26,6 @@ from tests.helpers.failing import (
 from tests.helpers.ranks import DeviceMesh, on_ranks
 from tests.helpers.tiny import Snapshot, Tiny, adam, batch, within
 
-pytestmark = pytest.mark.timeout(600, method="thread")
-
 
 def failing_everywhere(mesh: DeviceMesh) -> set[str]:
     """Let the first instruction of each kind fail on each rank in turn."""

@@ -16,8 +16,6 @@ from tests.helpers.ranks import DeviceMesh, on_ranks
 from tests.oracles import replicated_loop
 from tests.oracles.replicated_loop import ReplicatedLoop
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 Results = dict[str, Tensor]
 STEPS = 10
 OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {

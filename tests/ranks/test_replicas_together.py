@@ -14,8 +14,6 @@ import fxpipe
 from tests.helpers.ranks import DeviceMesh, on_ranks
 from tests.ranks.test_replicas import OPTIMIZERS, Model, batch, looped, pipe_of
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 Devices = DeviceMesh | int
 
 

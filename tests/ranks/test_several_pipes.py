@@ -13,8 +13,6 @@ from tests.helpers.failing import Beside, InFlight, fail, handlers
 from tests.helpers.ranks import DeviceMesh, on_ranks
 from tests.helpers.tiny import soon, within
 
-pytestmark = pytest.mark.timeout(600, method="thread")
-
 
 def by_turns(mesh: DeviceMesh) -> list[int]:
     """One pipe has batches in flight while the other one trains; each of them fails once."""

@@ -31,8 +31,6 @@ from tests.helpers.checkpoints import PLAIN, Left, everything, make, run, same
 from tests.helpers.overlapping import ADAMW, SGD
 from tests.oracles.delayed_loop import MSE
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def compiled(devices: int = 2, optimizer: Any = ADAMW, **options: Any) -> fxpipe.Pipeline:
     model = make("mlp", 0, 1)[0]

@@ -22,8 +22,6 @@ from fxpipe.runtime import interpreter
 from fxpipe.runtime.devices.backend import Worker
 from tests.helpers.tiny import CUTS, Tiny, batch, soon, within
 
-pytestmark = pytest.mark.timeout(600, method="thread")
-
 
 def pipe_of(devices: Any = ("cpu", "cpu"), **options: Any) -> fxpipe.Pipeline:
     return fxpipe.compile(Tiny(), devices, microbatches=2, **options)

@@ -16,9 +16,6 @@ import fxpipe
 from fxpipe import ExecutionError, InputError
 from tests.helpers.tiny import Snapshot, adam, batch, pipe_of, within
 
-pytestmark = pytest.mark.timeout(600, method="thread")
-
-
 # an operation that looks at data, and does what they say
 
 FAILS, FAILS_BACK, SLEEPS, FAILS_THEN, FAILS_MUTE = 1.0, 2.0, 3.0, 4.0, 5.0

@@ -17,8 +17,6 @@ from fxpipe.runtime.interpreter import Machine
 from fxpipe.text.program import print_instruction
 from tests.helpers.tiny import Snapshot, adam, batch, pipe_of, within
 
-pytestmark = pytest.mark.timeout(600, method="thread")
-
 Handlers = Mapping[type[Instruction], Callable[[Machine, Any], None]]
 HANDLERS: Handlers = interpreter.HANDLERS
 

@@ -35,10 +35,7 @@ from tests.helpers.tiny import (
     within,
 )
 
-pytestmark = [
-    pytest.mark.timeout(600, method="thread"),
-    pytest.mark.skipif(os.name != "posix", reason="signals are sent as POSIX does"),
-]
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals are sent as POSIX does")
 
 HANDLERS = interpreter.HANDLERS
 KEPT = "interrupted after the step, whose results are kept"

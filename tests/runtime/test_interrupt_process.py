@@ -17,10 +17,7 @@ import pytest
 
 from tests.helpers.tiny import Metronome
 
-pytestmark = [
-    pytest.mark.timeout(600, method="thread"),
-    pytest.mark.skipif(os.name != "posix", reason="signals are sent as POSIX does"),
-]
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals are sent as POSIX does")
 
 HANGS = 300
 """Seconds after which a process is ended; a busy machine may take long to start one."""

@@ -14,8 +14,6 @@ from fxpipe import DeviceMemoryError
 from tests.helpers.tiny import adam, batch, within
 from tests.runtime.test_failures import FAILS, FAILS_BACK
 
-pytestmark = pytest.mark.timeout(600, method="thread")
-
 
 @torch.library.custom_op("fxpipe_tests::take", mutates_args=())
 def take(x: Tensor, orders: Tensor) -> Tensor:
