@@ -19,14 +19,12 @@ from fxpipe.kernels.kernel import Kernel
 from fxpipe.metrics import Meter, measured
 from fxpipe.runtime.batch import MicroBatches
 from fxpipe.runtime.choice import Choice
-from fxpipe.runtime.devices.backend import Backend, Worker
-from fxpipe.runtime.devices.cuda import CudaBackend
+from fxpipe.runtime.devices.backend import Worker
 from fxpipe.runtime.host import BatchHost, PendingLoss, draw_seed, next_seed
 from fxpipe.runtime.interpreter import Job
 from fxpipe.runtime.overlapping import OverlappingRun
-from fxpipe.runtime.ranks.channels import RankBackend
 from fxpipe.runtime.ranks.clocks import ahead
-from fxpipe.runtime.ranks.devices import CudaRanks
+from fxpipe.runtime.ranks.devices import backend_of
 from fxpipe.runtime.run import FlushedRun, Run
 from fxpipe.runtime.weights.clipping import Clipping
 from fxpipe.runtime.weights.live import LiveWeights, Weights
@@ -35,13 +33,6 @@ from fxpipe.simulator.sizes import Sizes
 from fxpipe.turn import Turn, in_turn
 
 R = TypeVar("R", bound=Run[Any])
-
-
-def _backend(options: Options) -> Backend:
-    cuda, group = options.here.type == "cuda", options.group
-    if group.size > 1:
-        return CudaRanks(group, options.here) if cuda else RankBackend(group)
-    return CudaBackend(options.devices) if cuda else Backend()
 
 
 class Engine:
@@ -63,7 +54,7 @@ class Engine:
             options: the arguments of ``compile``.
             choice: how many threads run the devices' lists.
         """
-        backend = _backend(options)
+        backend = backend_of(options.group, options.here, options.devices)
         clipping = Clipping(options.clip_norm, options.scaler) if options.clips else None
         self.progress = Progress(
             options.model,

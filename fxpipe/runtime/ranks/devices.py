@@ -29,7 +29,8 @@ from fxpipe.ir import instruction as ins
 from fxpipe.ir.plan import ValueSpec
 from fxpipe.ir.program import Program, arrivals
 from fxpipe.ir.value import Buffer
-from fxpipe.runtime.devices.cuda import CudaBackend
+from fxpipe.runtime.devices.backend import Backend
+from fxpipe.runtime.devices.cuda import CudaBackend, CudaPlace
 from fxpipe.runtime.devices.launching import (
     Events,
     Lanes,
@@ -264,3 +265,17 @@ class CudaRanks(DeviceRanks, CudaBackend):
         if device == self._group.rank:
             return self.lanes[0].memory()
         return DeviceMemory(self._group.places[device], None, None)
+
+
+def backend_of(group: RankGroup, here: torch.device, devices: Sequence[CudaPlace]) -> Backend:
+    """What runs a pipe's devices, on one rank or on several.
+
+    Args:
+        group: the ranks.
+        here: the device of this one.
+        devices: those of the pipe, if there is one rank.
+    """
+    cuda = here.type == "cuda"
+    if group.size > 1:
+        return CudaRanks(group, here) if cuda else RankBackend(group)
+    return CudaBackend(devices) if cuda else Backend()
