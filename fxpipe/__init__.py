@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fxpipe.comparison import Comparison, compare
 from fxpipe.compile import compile
 from fxpipe.errors import (
     CaptureError,
@@ -38,6 +39,7 @@ __all__ = [
     "C",
     "CaptureError",
     "CheckpointError",
+    "Comparison",
     "DeviceError",
     "DeviceMemoryError",
     "ExecutionError",
@@ -65,6 +67,7 @@ __all__ = [
     "VerificationError",
     "W",
     "__version__",
+    "compare",
     "compile",
     "define_task",
     "is_recomputing",

@@ -357,7 +357,7 @@ def test_help_tells_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["--help"])
     assert caught.value.code == 0
-    assert {"list", "schedule", "verify"} <= set(capsys.readouterr().out.split())
+    assert {"compare", "list", "schedule", "verify"} <= set(capsys.readouterr().out.split())
 
 
 SEARCH = ("search", "-p", "3", "-m", "4", "--costs", "F=1,I=2,W=1,F@2=2", "--work", "60")
@@ -415,3 +415,16 @@ def test_the_version_is_that_of_the_library(capsys: pytest.CaptureFixture[str]) 
     with pytest.raises(SystemExit) as caught:
         main(["--version"])
     assert (caught.value.code, capsys.readouterr().out) == (0, f"fxpipe {fxpipe.__version__}\n")
+
+
+def test_schedules_are_compared(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    picture = tmp_path / "all.svg"
+    given = ("compare", "-p", "3", "-m", "6", "--costs", "F=1,B=2", "--memory", "3")
+    status, out, err = run(capsys, *given, "--draw", picture)
+    assert (status, err) == (0, f"wrote {picture}\n")
+    assert out.startswith("3 devices, 6 micro-batches, stages cut evenly\n")
+    (best,) = (line for line in out.splitlines() if "best with at most 3" in line)
+    assert best.split()[0] == "zb-v"
+    assert "<svg" in picture.read_text()
+    status, _, err = run(capsys, "compare", "--costs", "F@1=2")
+    assert (status, err.count("leave out the stage: F=2")) == (2, 1)

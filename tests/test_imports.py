@@ -42,6 +42,7 @@ LAYERS = {
         "fxpipe.arguments",
         "fxpipe.call",
         "fxpipe.cli",
+        "fxpipe.comparison",
         "fxpipe.compile",
         "fxpipe.compiler",
         "fxpipe.engine",

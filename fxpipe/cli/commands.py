@@ -18,6 +18,7 @@ from sympy import Eq, Rational
 from sympy.core.relational import Relational
 
 import fxpipe
+from fxpipe.cli.compare import add_compare
 from fxpipe.cli.read import DEVICES, MICROBATCHES, read_costs, read_file, read_schedule
 from fxpipe.cli.search import add_search
 from fxpipe.errors import FxpipeError, InputError, VerificationError
@@ -119,6 +120,14 @@ def make_parser() -> argparse.ArgumentParser:
         "--width", type=int, metavar="N", help="characters a line; by default the terminal's"
     )
     shown.set_defaults(run=show_schedule)
+
+    add_compare(
+        commands.add_parser(
+            "compare",
+            help="all library schedules in one table",
+            description="Compare the library's schedules, and mark the best for a memory limit.",
+        )
+    )
 
     checked = commands.add_parser(
         "verify",

@@ -199,9 +199,9 @@ def test_a_schedule_is_read_from_a_python_file(tmp_path: Path) -> None:
         with compiled(schedule=named, microbatches=2, loss=functional.cross_entropy) as pipe:
             pipe.prepare(X, target=Y)
             assert str(pipe.schedule).splitlines()[2] == "0: F0 F1 B0 B1 U"
-    with pytest.raises(InputError, match="no schedule 'all_frist': did you mean 'all_first'?"):
+    with pytest.raises(InputError, match=r"no schedule 'all_frist': did you mean 'all_first'"):
         compiled(schedule=f"{path}:all_frist")
-    with pytest.raises(InputError, match="there is no file no.py"):
+    with pytest.raises(InputError, match=r"there is no file no\.py"):
         compiled(schedule="no.py:x")
 
 

@@ -1,0 +1,255 @@
+"""All schedules of the library beside each other: time, bubble, memory and versions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from rich import box
+from rich.table import Table
+
+import fxpipe.schedules as library
+from fxpipe.draw.canvas import Canvas, Look
+from fxpipe.draw.chart import Chart, Entry
+from fxpipe.draw.picture import FORWARD, OTHER, UPDATE, Picture
+from fxpipe.errors import FxpipeError, InputError, near
+from fxpipe.ir.recipe import Recipe
+from fxpipe.ir.schedule import Schedule
+from fxpipe.ir.task import KINDS
+from fxpipe.pipeline import Pipeline
+from fxpipe.simulator import Simulation, simulate_schedule
+from fxpipe.simulator.costs import measured_costs
+from fxpipe.simulator.sizes import Sizes
+from fxpipe.words import bytes_text, preformatted, table_text, time_text
+
+_WIDTH, _BARS = 110, 480.0
+_LONGEST = 2.0
+"""Longer bars than so many of the fastest are cut off; their numbers tell."""
+
+_HALVES = ("I", "W")
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a schedule costs.
+
+    Attributes:
+        name: the schedule's.
+        time: of a step; where batches overlap, in the long run.
+        bubble: the share of the devices' time that is idle, in the same step.
+        memory: of the fullest device.
+        versions: of the weights, on the stage that has the most.
+    """
+
+    name: str
+    time: float
+    bubble: float
+    memory: float
+    versions: int
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The library's schedules for so many devices and micro-batches, the fastest first.
+
+    Attributes:
+        devices: how many devices.
+        microbatches: how many micro-batches.
+        rows: what each schedule costs.
+        left_out: name → why a schedule has no row.
+        limit: the most memory that a device may take; None for any.
+        measured: whether times are seconds and memory is bytes, those of a pipe.
+    """
+
+    devices: int
+    microbatches: int
+    rows: tuple[Row, ...]
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    limit: float | None = None
+    measured: bool = False
+
+    def fits(self, row: Row) -> bool:
+        """Whether it keeps the limit."""
+        return self.limit is None or row.memory <= self.limit
+
+    @property
+    def best(self) -> Row | None:
+        """The fastest that keeps the limit and has one version of the weights, so that it gives
+        what a plain loop gives; None if none does."""
+        return next((row for row in self.rows if self.fits(row) and row.versions == 1), None)
+
+    def __str__(self) -> str:
+        """A table, with the best one marked."""
+        title = f"{self.devices} devices, {self.microbatches} micro-batches, stages cut evenly"
+        table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False)
+        table.add_column("schedule", no_wrap=True)
+        for heading in ("time", "bubble", "memory", "versions"):
+            table.add_column(heading, justify="right")
+        table.add_column("")
+        for row in self.rows:
+            table.add_row(row.name, *self._texts(row), self._remark(row))
+        reasons: dict[str, list[str]] = {}
+        for name, why in self.left_out.items():
+            reasons.setdefault(why, []).append(name)
+        unit = "micro-batches kept for backward by" if not self.measured else "held at most by"
+        lines = [
+            table_text(table, _WIDTH),
+            "time: of a step, in the long run where batches overlap; bubble: the share of the "
+            "devices'",
+            f"time that is idle; memory: {unit} the fullest device; versions: of the weights",
+            *(f"left out: {', '.join(names)} ({why})" for why, names in reasons.items()),
+        ]
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        """The table, for notebooks."""
+        return preformatted(str(self))
+
+    def draw(self) -> Picture:
+        """A bar for each schedule: its time, of which the grey part is its bubble.
+
+        A bar ends where it is twice as long as the shortest one.
+        """
+        if not self.rows:
+            raise InputError("no schedule is for so many devices and micro-batches; try others")
+        unit = 1e3 if self.measured else 1.0
+        end = min(self.rows[-1].time, _LONGEST * self.rows[0].time) * unit
+        canvas = Canvas("comparison")
+        what = f"p = {self.devices} · m = {self.microbatches}"
+        title = f"schedules · {what}" + (f" · {self._limit()}" if self.limit is not None else "")
+        names = [row.name for row in self.rows]
+        over = {at for at, row in enumerate(self.rows) if not self.fits(row)}
+        chart = Chart(canvas, title, names, end, _BARS / end, wrong=over)
+        for at, row in enumerate(self.rows):
+            look = Look(UPDATE if row is self.best else FORWARD)
+            time, bubble, memory, versions = self._texts(row)
+            told = f"{row.name}: {time}, bubble {bubble}, memory {memory}, versions {versions}"
+            corner, scale = (chart.x(0), chart.y(at)), unit * _BARS / end
+            whole = min(row.time * scale, _BARS)
+            canvas.box(corner, whole, chart.row_height, Look(OTHER), tooltip=told)
+            busy = min(row.time * (1 - row.bubble) * scale, _BARS)
+            canvas.box(corner, busy, chart.row_height, look, tooltip=told)
+            remark = self._remark(row)
+            text = f"{time} · {bubble} · {memory} · {versions}" + (f" · {remark}" if remark else "")
+            canvas.text((corner[0] + 4, corner[1]), _BARS, chart.row_height, text, size=8)
+        below = chart.axis("milliseconds" if self.measured else "time")
+        entries = [
+            Entry("computing", Look(FORWARD)),
+            Entry("the best", Look(UPDATE)),
+            Entry("bubble", Look(OTHER)),
+            Entry("time · bubble · memory · versions"),
+        ]
+        chart.legend(below, entries)
+        return canvas.picture
+
+    def _texts(self, row: Row) -> tuple[str, str, str, str]:
+        time = time_text(row.time) if self.measured else f"{row.time:.6g}"
+        memory = bytes_text(round(row.memory)) if self.measured else f"{row.memory:.4g}"
+        return time, f"{row.bubble:.1%}", memory, str(row.versions)
+
+    def _limit(self) -> str:
+        assert self.limit is not None
+        return f"at most {bytes_text(round(self.limit)) if self.measured else f'{self.limit:.4g}'}"
+
+    def _remark(self, row: Row) -> str:
+        if row is self.best:
+            return "best" if self.limit is None else f"best with {self._limit()}"
+        if not self.fits(row):
+            return f"over {self._limit().removeprefix('at most ')}"
+        return "reads older weights" if row.versions > 1 else ""
+
+
+def compare(
+    pipe: Pipeline | None = None,
+    *,
+    devices: int | None = None,
+    microbatches: int | None = None,
+    costs: Mapping[str, float] | None = None,
+    memory: float | None = None,
+) -> Comparison:
+    """Simulate every schedule of the library, each with the model cut evenly into its stages.
+
+    Args:
+        pipe: a compiled pipe, whose measured times, predicted bytes and counts are taken. What
+            crosses between stages is not counted, as where a cut would be is not known.
+        devices: how many devices; by default 4, or the pipe's.
+        microbatches: how many micro-batches; by default 8, or the pipe's.
+        costs: letter of a task → its time for all that one device has of the model, instead of its
+            kind's own or what was measured. Without I and W each takes half of B.
+        memory: the most that a device may take: bytes with a pipe, else micro-batches kept for
+            backward, of all that a device has of the model.
+
+    Raises:
+        InputError: a cost is of no kind of task, or nothing is compiled or measured yet.
+    """
+    given = dict(costs or {})
+    for letter in given:
+        if letter not in KINDS:
+            raise InputError(f"costs has no kind of task {letter!r}: {near(letter, KINDS)}")
+    totals: dict[str, float] = {}
+    held: Sizes | None = None
+    if pipe is not None:
+        measured = measured_costs(pipe.plan)
+        if not measured and not {"F", "B"} <= given.keys():
+            raise InputError("nothing was measured on this pipe's plan; give costs=")
+        for (letter, _), seconds in measured.items():
+            totals[letter] = totals.get(letter, 0.0) + seconds
+        schedule, held = pipe.schedule, pipe.simulate().sizes
+        devices = devices or schedule.devices
+        microbatches = microbatches or schedule.microbatches
+        totals = {letter: seconds / devices for letter, seconds in totals.items()}
+    p, m = devices or 4, microbatches or 8
+    times = {letter: kind.cost for letter, kind in KINDS.items()} if pipe is None else {}
+    times |= totals | given
+    if "B" in times and not set(_HALVES) & (given if "B" in given else totals | given).keys():
+        times |= dict.fromkeys(_HALVES, times["B"] / 2)
+    recipes: list[Recipe] = [getattr(library, name) for name in library.__all__]
+    rows: list[Row] = []
+    left_out: dict[str, str] = {}
+    for recipe in sorted(recipes, key=lambda recipe: recipe.name):
+        try:
+            made = recipe(p, m).verify()
+        except FxpipeError:
+            left_out[recipe.name] = "is not for so many devices and micro-batches"
+            continue
+        if made.trains:
+            rows.append(_row(made, times, held))
+    rows.sort(key=lambda row: (row.time, row.memory, row.name))
+    return Comparison(p, m, tuple(rows), left_out, memory, pipe is not None)
+
+
+def _row(schedule: Schedule, times: Mapping[str, float], held: Sizes | None) -> Row:
+    """What a schedule costs whose devices each have stages of equal shares of these times."""
+    each = schedule.stages // schedule.devices
+    costs = {letter: time / each for letter, time in times.items() if letter in schedule.kinds}
+    sizes = None if held is None else _cut_evenly(held, schedule.stages)
+    found: Simulation = simulate_schedule(schedule, costs, sizes=sizes)
+    time, bubble = found.makespan, found.bubble
+    if found.window.depth and found.again is not None:
+        time, bubble = found.steady.period, abs(found.steady.bubble)
+    most: float = max(found.device_stash) / each
+    if sizes is not None:
+        most = max(memory.peak for memory in found.memory)
+    return Row(schedule.name, time, bubble, most, max(found.weight_versions))
+
+
+def _cut_evenly(held: Sizes, stages: int) -> Sizes:
+    """The same bytes in equal shares."""
+
+    def share(bytes_: Mapping[int, int]) -> dict[int, int]:
+        return dict.fromkeys(range(stages), -(-sum(bytes_.values()) // stages))
+
+    saved = dict(held.saved)
+    for stage, values in held.holds.items():
+        saved[stage] = saved.get(stage, 0) + sum(held.values.get(value, 0) for value in values)
+    return Sizes(
+        saved=share(saved),
+        deferred=share(held.deferred if any(held.deferred.values()) else saved),
+        state=share(held.state),
+        parameters=share(held.parameters),
+        gradients=share(held.gradients),
+        started=share(held.started),
+        optimizer=share(held.optimizer),
+        updating=share(held.updating),
+        undo=share(held.undo),
+    )
