@@ -309,6 +309,21 @@ def read_leaf_modules(leaf_modules: Any, model: nn.Module) -> dict[str, nn.Modul
     return found
 
 
+def check_sharding(shard_optimizer: Any, optimizer: Any, predict: bool) -> None:
+    """Raises InputError where there is no optimizer to shard, or its momentum is needed whole."""
+    check_flag("shard_optimizer", shard_optimizer)
+    if shard_optimizer and optimizer is None:
+        raise InputError(
+            "shard_optimizer=True, and there is no optimizer; give optimizer=, such as lambda "
+            "parameters: torch.optim.AdamW(parameters), or leave shard_optimizer out"
+        )
+    if shard_optimizer and predict:
+        raise InputError(
+            "predict=True needs the momentum of all weights, and with shard_optimizer=True a "
+            "replica has that of a part; leave one of them out"
+        )
+
+
 def read_recompute(recompute: Any, stages: int) -> RecomputeLike:
     """Which stages recompute.
 

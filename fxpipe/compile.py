@@ -18,6 +18,7 @@ from fxpipe.arguments import (
     check_flag,
     check_model,
     check_overlap,
+    check_sharding,
     check_tracer,
     read_batch_dims,
     read_dispatch,
@@ -65,6 +66,7 @@ def compile(
     reduction: Reduction = "mean",
     loss_weight: Weight | None = None,
     optimizer: OptimizerLike | None = None,
+    shard_optimizer: bool = False,
     example: Any = None,
     batch_dims: BatchDims | None = None,
     deferred_batchnorm: bool = False,
@@ -133,6 +135,12 @@ def compile(
             is given pairs of name and parameter of the whole model, once. With it ``step`` updates
             the weights, and ``pipe.optimizer`` is one optimizer over all stages. Without it
             ``step`` adds to ``.grad``.
+        shard_optimizer: let each of several replicas keep the optimizer's state for one part of
+            every parameter alone, and update that part; then they give each other the new weights.
+            It is the first stage of ZeRO. The weights are the same to the bit, and as many bytes
+            are sent. Each parameter is cut flat, so the optimizer has to treat each element by
+            itself, as SGD, Adam and AdamW do; any other is refused. ``pipe.optimizer`` then has the
+            settings of its groups alone. With one replica nothing changes.
         example: a tuple of inputs of a batch, or ``(args, kwargs)`` with what ``step`` takes,
             ``target`` among them; the model is compiled for it at once. Without it the first call
             compiles.
@@ -234,6 +242,7 @@ def compile(
         recipe = recipe.predicting() if predict else recipe
         check_overlap(recipe, optimizer)
         check_clipping(clip_norm, scaler, optimizer)
+        check_sharding(shard_optimizer, optimizer, predict)
         options = Options(
             model=model,
             devices=tuple(places),
@@ -242,6 +251,7 @@ def compile(
             microbatches=microbatches,
             objective=read_objective(loss, reduction, loss_weight),
             optimizer=given_optimizer,
+            shard_optimizer=shard_optimizer,
             clip_norm=clip_norm,
             scaler=scaler,
             recompute=read_recompute(recompute, recipe.stages(len(places))),

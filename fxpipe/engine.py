@@ -64,6 +64,7 @@ class Engine:
             options.owns,
             [each for each in range(options.replicas) if each != backend.replica],
             self.flush,
+            (backend.replica, options.replicas) if options.shards else None,
         )
         self.stashed: Mapping[int, int] = {}
         self.closed = False
@@ -323,6 +324,7 @@ class Engine:
             optimizers,
             onto_grad=onto_grad and self._backend.replica == 0,
             deferred=compiled.traced.deferred,
+            shards=self.progress.shards,
         )
         run = self._run(FlushedRun, compiled, weights, optimizers)
         run.feed(Job(self._kernels(compiled), host, self._clipping, compiled.specs))

@@ -98,14 +98,15 @@ def _row(row: tuple[Task, ...], microbatches: int, modes: Sequence[Recompute]) -
         yield task
 
 
-def add_reduce(schedule: Schedule) -> Schedule:
+def add_reduce(schedule: Schedule, shards: bool = False) -> Schedule:
     """Schedule → Schedule: a reduce right after each stage's last backward.
 
     Where batches overlap, an update that stands right behind would wait for all of the sum. It
     then comes as late as the delay allows, right before the first forward that reads its version,
     so that the sum hides behind the tasks between, in 1F1B without flush behind m − p + 1 micro-
     batches of m. Until then a stage keeps the gradients of two batches. With tasks of one's own,
-    and clips, updates stay where they are.
+    and clips, updates stay where they are. Where optimizers are sharded the new weights have to be
+    gathered before that forward, so that an update comes halfway.
 
     Before, with a delay of 1 on two devices::
 
@@ -119,6 +120,7 @@ def add_reduce(schedule: Schedule) -> Schedule:
 
     Args:
         schedule: one that reduces nowhere; others are left alone.
+        shards: whether each replica updates a part of the weights.
     """
     if "A" in schedule.kinds:
         return schedule
@@ -135,13 +137,13 @@ def add_reduce(schedule: Schedule) -> Schedule:
     reducing = replace(schedule, rows=tuple(rows))
     if not schedule.depth or "C" in schedule.kinds or schedule.kinds - BUILT_IN:
         return reducing
-    rows = (tuple(_late(schedule, row)) for row in reducing.rows)
+    rows = (tuple(_late(schedule, row, shards)) for row in reducing.rows)
     return replace(schedule, rows=tuple(rows))
 
 
-def _late(schedule: Schedule, row: tuple[Task, ...]) -> list[Task]:
-    """A device's tasks with each update right before the first forward that reads its version,
-    where it then has more tasks between itself and its reduce."""
+def _late(schedule: Schedule, row: tuple[Task, ...], shards: bool) -> list[Task]:
+    """A device's tasks with each update right before the first forward that reads its version, or
+    halfway there, where it then has more tasks between itself and its reduce."""
     tasks = list(row)
     for update in [task for task in row if task.kind == "U"]:
         stage = update.stage
@@ -153,6 +155,9 @@ def _late(schedule: Schedule, row: tuple[Task, ...]) -> list[Task]:
             if (task.kind, task.stage) == ("F", stage)
         )
         moved = [*rest[:at], replace(update, batch=-1 - steps), *rest[at:]]
+        if shards:
+            earlier, at = divmod(at - _between(moved, stage) // 2, len(rest))
+            moved = [*rest[:at], replace(update, batch=-1 - steps - earlier), *rest[at:]]
         if _between(moved, stage) > _between(tasks, stage):
             tasks = moved
     return tasks

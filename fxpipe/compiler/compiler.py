@@ -364,6 +364,7 @@ class Compiler:
             "updates": updates,
             "pause": purpose == "call",
             "replicas": self.options.replicas,
+            "shards": self.options.shards,
             "streams": bool(self.options.places),
         }
         program: Program = run_all(passes.PROGRAM, facts)["program"]

@@ -63,6 +63,7 @@ class Options:
         hollow: the bytes of the parameters and buffers that had no data, being on the meta device,
             when the model was given.
         replicas: how many pipelines train the model side by side.
+        shard_optimizer: whether each of them keeps optimizer state for a part of the weights.
     """
 
     model: nn.Module
@@ -90,6 +91,7 @@ class Options:
     group: RankGroup = field(default_factory=RankGroup)
     hollow: int = 0
     replicas: int = 1
+    shard_optimizer: bool = False
 
     @property
     def loss(self) -> Callable[..., Any] | None:
@@ -100,6 +102,11 @@ class Options:
     def clips(self) -> bool:
         """Whether every stage clips or unscales its gradients before it updates."""
         return self.clip_norm is not None or self.scaler is not None
+
+    @property
+    def shards(self) -> bool:
+        """Whether each replica updates a part of the weights."""
+        return self.shard_optimizer and self.replicas > 1
 
     @cached_property
     def placement(self) -> tuple[int, ...]:

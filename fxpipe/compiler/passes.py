@@ -41,7 +41,7 @@ RECOMPUTE = Pass(add_recompute, "schedule, recompute", "recomputing schedule", w
 SCHEDULE = (
     Pass(write_schedule, "recipe, devices, microbatches, short", "schedule"),
     RECOMPUTE,
-    Pass(add_reduce, "recomputing schedule", "reducing schedule", when="replicated"),
+    Pass(add_reduce, "recomputing schedule, shards", "reducing schedule", when="replicated"),
     Pass(add_clip, "reducing schedule", "schedule", when="clips"),
 )
 """A recipe and a number of micro-batches → the schedule of a step or a call."""
@@ -148,7 +148,7 @@ DEVICES = (Pass(PlaceDevices, "plan, device, stage_devices", "plan"),)
 """A plan whose stages make their tensors where they run; for devices with streams."""
 
 PROGRAM = (
-    Pass(Lower, "schedule, plan, updates, pause, replicas", "program"),
+    Pass(Lower, "schedule, plan, updates, pause, replicas, shards", "program"),
     Pass(communicate, "program", "communicated program"),
     Pass(free, "communicated program", "freed program"),
     Pass(Streams, "freed program", "program", when="streams"),

@@ -203,7 +203,8 @@ class Placement:
 
     @cached_property
     def _state(self) -> float:
-        return state_size(self._options.optimizer)
+        shared = self._options.replicas if self._options.shards else 1
+        return state_size(self._options.optimizer) / shared
 
 
 def _measured(facts: Mapping[str, Any]) -> dict[str, tuple[float, ...]]:

@@ -26,6 +26,7 @@ from fxpipe.ir.recipe import find_recipe
 from fxpipe.ir.schedule import Schedule
 from fxpipe.memory.held import plan_sizes
 from fxpipe.passes.graph.extents import Extent
+from fxpipe.runtime.weights.sharding import Shards
 from fxpipe.simulator import Simulation, simulate
 from fxpipe.simulator.costs import Costs, Key, Links, measured_costs
 from fxpipe.simulator.sizes import Sizes as StageSizes
@@ -79,6 +80,7 @@ def held_sizes(
     """The bytes of what the stages of all processes and their optimizers hold.
 
     Where optimizers step, those that this process does not have are made for that, and never do.
+    Where they are sharded all are, with the parts of the last replica, which are the largest.
 
     Args:
         compiled: what runs.
@@ -92,8 +94,11 @@ def held_sizes(
     elsewhere = {s.index for s in plan.stages if own is not None and not options.owns(s.index)}
     for stage in plan.stages:
         parameters = {a.target: state[a.target] for a in stage.parameters}
-        if given is not None and parameters and (own is None or stage.index in elsewhere):
-            optimizers[stage.index] = given.of(parameters)
+        made = own is None or stage.index in elsewhere or options.shards
+        if given is not None and parameters and made:
+            optimizers[stage.index] = like = given.of(parameters)
+            if options.shards:
+                Shards(like, [*parameters.values()], options.replicas - 1, options.replicas)
     return plan_sizes(
         plan,
         state,
@@ -101,6 +106,7 @@ def held_sizes(
         compiled.schedule,
         early=options.early(compiled.program),
         elsewhere=elsewhere,
+        shards=options.shards,
     )
 
 

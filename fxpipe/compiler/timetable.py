@@ -88,6 +88,7 @@ class Timetable:
             "recompute": recompute,
             "recomputes": recompute != "never" and purpose != "infer",
             "replicated": self._options.replicas > 1 and purpose != "infer",
+            "shards": self._options.shards,
             "clips": self._options.clips and purpose == "step",
         }
         try:

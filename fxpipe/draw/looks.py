@@ -192,6 +192,8 @@ _MARKS: dict[type[ins.Instruction], Glyph] = {
     ins.Stash: Glyph("s", Look(PAPER, SKIP, 0.8)),
     ins.Pop: Glyph("p", Look(PAPER, SKIP, 0.8)),
     ins.AllGather: Glyph("g", _GRADIENT),
+    ins.TakePart: Glyph("t", _GRADIENT),
+    ins.GatherWeights: Glyph("w", Look(PARAMETER, PAPER)),
     ins.Norm: Glyph("n", _GRADIENT),
     ins.Free: Glyph("x", Look(OTHER, PAPER), height=0.4),
     ins.Barrier: Glyph("|", Look(FAINT, PAPER), height=1.0),

@@ -157,6 +157,32 @@ class AllGather:
 
 
 @dataclass(frozen=True, slots=True)
+class TakePart:
+    """Wait for the sum of this replica's part of them. Roughly: gradients[stage] = self.sum().
+
+    It is a stage's gradients from then on: what the replica needs where optimizers are sharded.
+    """
+
+    stage: int
+    batch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class GatherWeights:
+    """Wait for the parts of new weights. Roughly: weights[batch + 1] = [part() for each peer].
+
+    The updates of all replicas have made and sent them.
+
+    Attributes:
+        stage: the stage.
+        batch: whose update has made them.
+    """
+
+    stage: int
+    batch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Norm:
     """Tell all stages the norms of a stage's gradients. Roughly: norms = [g.norm() for g in …]."""
 
@@ -189,6 +215,8 @@ class Pause:
 class Update:
     """Step a stage's optimizer. Roughly: weights[writes] = optimizer(weights[reads], gradients).
 
+    Where optimizers are sharded it is a replica's part of them, which the others are sent.
+
     Attributes:
         stage: the stage.
         reads: the newest version, as Forward counts them.
@@ -207,8 +235,11 @@ Arrival = Load | Receive | Pop
 
 Moving = Load | Output | Send | Receive | Stash | Pop | Free
 Computing = Forward | Recompute | Backward | InputGrad | WeightGrad
-Summing = ReduceScatter | AllGather
-"""What sums gradients over the replicas."""
+Gathering = AllGather | TakePart | GatherWeights
+"""What waits for the other replicas."""
+
+Summing = ReduceScatter | Gathering
+"""What sums gradients over the replicas, and gathers the weights that each has updated."""
 
 Instruction = Moving | Computing | Run | Summing | Norm | Clip | Update | Barrier | Pause
 """Any of them, named one by one so that mypy finds what does not handle them all."""
@@ -255,6 +286,8 @@ OPCODES: dict[str, type[Instruction]] = {
     "run": Run,
     "reduce_scatter": ReduceScatter,
     "all_gather": AllGather,
+    "take_part": TakePart,
+    "gather_weights": GatherWeights,
     "norm": Norm,
     "clip": Clip,
     "free": Free,

@@ -165,6 +165,12 @@ class Program:
                     latest.clear()
         return frozenset(found)
 
+    @cached_property
+    def sharded(self) -> frozenset[int]:
+        """The stages of whose weights each replica updates a part."""
+        parts = (x.stage for own in self.lists for x in own if isinstance(x, ins.TakePart))
+        return frozenset(parts)
+
     def only(self, device: int) -> Program:
         """The same with the instructions of one device alone, and the depth and the window of all:
         what a process needs that runs this device."""

@@ -225,6 +225,7 @@ class Schedule:
         sizes: Sizes | None = None,
         steps: int | None = None,
         replicas: int = 1,
+        shards: bool = False,
     ) -> Simulation:
         """Run it on paper, of stages that each hand one value to the next.
 
@@ -240,6 +241,7 @@ class Schedule:
             sizes=sizes,
             steps=steps,
             replicas=replicas,
+            shards=shards,
         )
 
     def formulas(self, *, given: Sequence[Relational] = ()) -> Formulas:

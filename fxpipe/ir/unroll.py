@@ -113,7 +113,9 @@ def shifted(instruction: ins.Instruction, steps: int) -> ins.Instruction:
     match x:
         case ins.Update(stage, reads, writes):
             return ins.Update(stage, steps + reads, steps + writes, batch)
-        case ins.ReduceScatter() | ins.AllGather() | ins.Norm() | ins.Clip():
+        case ins.ReduceScatter() | ins.AllGather() | ins.TakePart() | ins.GatherWeights():
+            return type(x)(x.stage, batch)
+        case ins.Norm() | ins.Clip():
             return type(x)(x.stage, batch)
         case ins.Run(kind, stage, i, version):
             return ins.Run(kind, stage, i, steps + version, batch)

@@ -28,14 +28,22 @@ def undo_bytes(schedule: Schedule, state: float, parameters: float, trained: flo
     return undo + trained if schedule.predict else undo
 
 
-def _optimizer(optimizer: Optimizer | None, schedule: Schedule) -> tuple[int, int, int]:
-    """The bytes that an optimizer keeps, needs besides while it steps, and keeps to undo a step."""
+def _optimizer(
+    optimizer: Optimizer | None, schedule: Schedule, whole: int | None
+) -> tuple[int, int, int]:
+    """The bytes that an optimizer keeps, needs besides while it steps, and keeps to undo a step.
+
+    Where it trains parts of parameters, ``whole`` is the bytes of all of these.
+    """
     if optimizer is None:
         return 0, 0, 0
     state, step = optimizer_memory(optimizer)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    own = sum(p.nbytes for p in parameters)
     trained = sum(p.nbytes for p in parameters if p.requires_grad)
-    undo = undo_bytes(schedule, state, sum(p.nbytes for p in parameters), trained)
+    undo = undo_bytes(schedule, state, own if whole is None else whole, trained)
+    if whole is not None and schedule.overlaps:  # its newest parts lie in memory of their own
+        state, step = state + own, step + own
     if schedule.predict:  # batches read copies, beside which the newest version is kept
         state += trained
     return state, step, int(undo)
@@ -49,6 +57,7 @@ def plan_sizes(
     *,
     early: float = 0,
     elsewhere: Collection[int] = (),
+    shards: bool = False,
 ) -> Sizes:
     """The bytes of everything that the stages of a differentiated plan hold, with the state of
     their optimizers after a step.
@@ -64,6 +73,7 @@ def plan_sizes(
             undone.
         early: how many values from each other device may be in memory before their receives.
         elsewhere: stages of other processes: they have gradients if those of this one have.
+        shards: whether the optimizers train parts of the parameters.
     """
     kept = {
         stage.index: GraphMemory(plan, stage, stage.kernel)
@@ -71,7 +81,11 @@ def plan_sizes(
         if isinstance(stage.kernel, GraphKernel)
     }
     own = dict(enumerate(optimizers))
-    optimizing = {s.index: _optimizer(own.get(s.index), schedule) for s in plan.stages}
+    parameters = {s.index: _bytes(state[a.target] for a in s.parameters) for s in plan.stages}
+    optimizing = {
+        index: _optimizer(own.get(index), schedule, whole if shards else None)
+        for index, whole in parameters.items()
+    }
     written = {s.index: _bytes(state[w.target] for w in s.writes) for s in plan.stages}
     trained = {
         s.index: [x for a in s.parameters if (x := state[a.target]).requires_grad]
@@ -89,7 +103,7 @@ def plan_sizes(
         deferred={index: each.deferred.bytes for index, each in kept.items()},
         state=written,
         saved_state={index: each.saved_state for index, each in kept.items()},
-        parameters={s.index: _bytes(state[a.target] for a in s.parameters) for s in plan.stages},
+        parameters=parameters,
         gradients={index: _bytes(own) for index, own in trained.items()},
         elements={i: [(x.numel(), x.element_size()) for x in own] for i, own in trained.items()},
         started={} if any(optimizers) else gradients,

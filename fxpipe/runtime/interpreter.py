@@ -350,9 +350,23 @@ def _all_gather(machine: Machine, instruction: ins.AllGather) -> None:
     machine.store.gradients[stage, batch] = sums
 
 
+def _take_part(machine: Machine, instruction: ins.TakePart) -> None:
+    stage, batch = instruction.stage, instruction.batch
+    part = machine.channels.take_part(machine.device, stage, machine.step + batch)
+    machine.store.gradients[stage, batch] = part
+
+
+def _gather_weights(machine: Machine, instruction: ins.GatherWeights) -> None:
+    stage, batch = instruction.stage, machine.step + instruction.batch
+    parts = machine.channels.gather_weights(machine.device, stage, batch)
+    machine.weights.gather(stage, batch + 1, parts)
+
+
 def _norm(machine: Machine, instruction: ins.Norm) -> None:
     stage, batch = instruction.stage, instruction.batch
     norms = norms_of(machine.store.gradients.get((stage, batch), []))
+    if stage in machine.program.sharded:
+        norms = machine.channels.all_norms(machine.device, stage, machine.step + batch, norms)
     for other in range(machine.program.stages):
         machine.store.values[norm_buffer(stage, other, batch)] = norms
 
@@ -370,7 +384,10 @@ def _clip(machine: Machine, instruction: ins.Clip) -> None:
 def _update(machine: Machine, instruction: ins.Update) -> None:
     stage, step = instruction.stage, machine.step
     gradients = machine.store.gradients.pop((stage, instruction.batch), [])
-    machine.weights.update(stage, step + instruction.reads, step + instruction.writes, gradients)
+    reads, writes = step + instruction.reads, step + instruction.writes
+    parts = machine.weights.update(stage, reads, writes, gradients)
+    if stage in machine.program.sharded:
+        machine.channels.give_weights(machine.device, stage, step + instruction.batch, parts)
 
 
 HANDLERS: Mapping[type[ins.Instruction], Callable[[Machine, Any], None]] = {
@@ -388,6 +405,8 @@ HANDLERS: Mapping[type[ins.Instruction], Callable[[Machine, Any], None]] = {
     ins.Run: _run,
     ins.ReduceScatter: _reduce_scatter,
     ins.AllGather: _all_gather,
+    ins.TakePart: _take_part,
+    ins.GatherWeights: _gather_weights,
     ins.Norm: _norm,
     ins.Clip: _clip,
     ins.Free: _free,

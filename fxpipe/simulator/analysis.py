@@ -10,7 +10,7 @@ from fxpipe.errors import InputError
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.value import Buffer
 from fxpipe.ir.walk import Place
-from fxpipe.simulator.simulation import Simulation, Span, Sum, Transfer
+from fxpipe.simulator.simulation import Simulation, Span, Sum, Transfer, awaited_by
 
 _FIRST, _LAST = 16, 256
 """Steps that are tried, doubled until the times repeat."""
@@ -30,7 +30,8 @@ class Idle:
         copying: another device → waiting in between for transfers from it, or to it where they
             do not overlap.
         meeting: waiting in between until all devices have come to a barrier or a pause.
-        summing: waiting in between until gradients are summed over the replicas.
+        summing: waiting in between until gradients are summed over the replicas, or weights
+            gathered.
         other: what is left: instructions that compute nothing, and, where it was measured, all
             that lies between two instructions.
     """
@@ -85,7 +86,7 @@ def idle_time(simulation: Simulation, device: int) -> Idle:
                 _add(copying, transfer.target, max(min(transfer.end, end) - start, 0))
             case ins.Barrier() | ins.Pause():
                 meeting += end - start
-            case ins.AllGather():
+            case ins.AllGather() | ins.TakePart() | ins.GatherWeights():
                 summing += end - start
     known = warm_up + drain + sum(waiting.values()) + sum(copying.values()) + meeting + summing
     return Idle(warm_up, drain, waiting, copying, meeting, summing, max(total - known, 0))
@@ -113,10 +114,11 @@ def _backwards(simulation: Simulation) -> Iterator[Span | Transfer]:
         start, end = events.starts[device][position], events.ends[device][position]
         here = Span(device, start, end, instruction, position)
         match instruction:
-            case ins.Receive() | ins.Pop() | ins.AllGather() if (
-                _awaited(simulation, instruction).end > start
+            case x if (
+                isinstance(x, ins.Receive | ins.Pop | ins.Gathering)
+                and _awaited(simulation, x).end > start
             ):
-                transfer = _awaited(simulation, instruction)
+                transfer = _awaited(simulation, x)
                 yield here._replace(start=transfer.end)
                 yield transfer
                 while transfer.start > transfer.ready:  # the link was taken
@@ -139,11 +141,11 @@ def _backwards(simulation: Simulation) -> Iterator[Span | Transfer]:
 
 
 def _awaited(
-    simulation: Simulation, instruction: ins.Receive | ins.Pop | ins.AllGather
+    simulation: Simulation, instruction: ins.Receive | ins.Pop | ins.Gathering
 ) -> Transfer:
     """What an instruction waits for."""
-    if isinstance(instruction, ins.AllGather):
-        return simulation.events.transfers[Sum(instruction.stage, instruction.batch)]
+    if isinstance(instruction, ins.Gathering):
+        return simulation.events.transfers[awaited_by(instruction)]
     return simulation.events.transfers[instruction.buffer]
 
 

@@ -104,6 +104,10 @@ class Holding:
             case ins.AllGather(stage, batch):
                 # by now the parts have gone, and the sums come in their place, twice while joined
                 more = self.sizes.gradients.get(stage, 0) - self._parts(stage, batch).bytes
+            case ins.TakePart(stage, batch):
+                self._take(self._part(stage, batch))
+            case ins.GatherWeights(stage):
+                more = self.sizes.gradients.get(stage, 0)  # what has come is joined in new memory
         if workspace is None:
             return self.bytes + more
         return before + self._peak(instruction, workspace)
@@ -124,11 +128,15 @@ class Holding:
         if isinstance(instruction, ins.Forward):
             self._end(instruction)
         elif isinstance(instruction, ins.Update):
-            piece = self._sums(instruction.stage, instruction.batch)
-            if piece.key in self._count:
-                self._release(piece)
-        elif isinstance(instruction, ins.AllGather):
-            self._release(self._parts(instruction.stage, instruction.batch))
+            stage, batch = instruction.stage, instruction.batch
+            for piece in (self._sums(stage, batch), self._part(stage, batch)):
+                if piece.key in self._count:
+                    self._release(piece)
+        elif isinstance(instruction, ins.AllGather | ins.TakePart):
+            stage, batch = instruction.stage, instruction.batch
+            self._release(self._parts(stage, batch))
+            if isinstance(instruction, ins.TakePart):
+                self._release(self._sums(stage, batch))
 
     def _begin(self, forward: ins.Forward) -> None:
         """A forward reads the newest values of the buffers that its stage writes, and makes new
@@ -176,9 +184,14 @@ class Holding:
 
     def _parts(self, stage: int, batch: int) -> Piece:
         """What the other replicas have of the part of a stage's gradients that is summed here."""
+        size = (self.program.replicas - 1) * self._part(stage, batch).bytes
+        return Piece("gradients", ("parts", stage, batch), size)
+
+    def _part(self, stage: int, batch: int) -> Piece:
+        """The sum of that part, where it is all that a replica keeps."""
         replicas = self.program.replicas
         part = self.sizes.part(stage, replicas - 1, replicas)
-        return Piece("gradients", ("parts", stage, batch), (replicas - 1) * part)
+        return Piece("gradients", ("part", stage, batch), part)
 
     def _workspace(self, instruction: ins.Instruction) -> Workspace | None:
         letter = ins.letter_of(instruction)

@@ -53,11 +53,11 @@ def memory_over_time(simulation: Simulation, sizes: Sizes) -> tuple[Memory, ...]
 
 
 def _updated(simulation: Simulation) -> dict[int, float]:
-    """Version → when all stages have made it."""
+    """Version → when all stages have made it, and gathered it where replicas have parts of it."""
     found: dict[int, float] = {}
     for span in simulation.instructions():
-        if isinstance(span.instruction, ins.Update):
-            version = span.instruction.writes
+        if isinstance(span.instruction, ins.Update | ins.GatherWeights):
+            version = span.instruction.batch + 1
             found[version] = max(found.get(version, 0), span.end)
     return found
 

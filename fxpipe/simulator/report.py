@@ -135,7 +135,8 @@ def _title(simulation: Simulation) -> str:
 def _sums(simulation: Simulation) -> str:
     """What it takes to sum the gradients over the replicas."""
     replicas = simulation.program.replicas
-    told = f"{simulation.hidden:.1%} of the time in which {replicas} replicas sum gradients hides"
+    what = "sum gradients" + " and gather weights" * bool(simulation.program.sharded)
+    told = f"{simulation.hidden:.1%} of the time in which {replicas} replicas {what} hides"
     if simulation.sizes is None:
         return told
     most = max(simulation.summed(replicas - 1)) // simulation.steps

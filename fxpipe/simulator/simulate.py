@@ -20,7 +20,15 @@ from fxpipe.ir.unroll import FURTHEST, blocking, unroll
 from fxpipe.ir.value import HOST, Buffer, Edge
 from fxpipe.ir.walk import waits_of, walk
 from fxpipe.simulator.costs import Costs, Link, Links, Times, task_times
-from fxpipe.simulator.simulation import Events, Simulation, Span, Sum, Transfer
+from fxpipe.simulator.simulation import (
+    Events,
+    Simulation,
+    Span,
+    Sum,
+    Transfer,
+    awaited_by,
+    begun_by,
+)
 from fxpipe.simulator.sizes import Sizes
 from fxpipe.text.program import print_instruction
 
@@ -110,11 +118,13 @@ def simulate_schedule(
     sizes: Sizes | None = None,
     steps: int | None = None,
     replicas: int = 1,
+    shards: bool = False,
 ) -> Simulation:
     """Run a schedule on paper, of stages that each hand one value to the next.
 
     The value that stage s makes is ``y<s>``, for ``sizes``; the arguments are those of
     ``simulate``. Where there are ``replicas`` and the schedule has no A, each stage gets one.
+    With ``shards`` each replica updates a part of the weights.
 
     Raises:
         VerificationError: the schedule is not valid.
@@ -124,8 +134,8 @@ def simulate_schedule(
 
     schedule = schedule.verify()
     if replicas > 1 and schedule.trains:
-        schedule = add_reduce(schedule)
-    program = chain_program(schedule, replicas=replicas)
+        schedule = add_reduce(schedule, shards)
+    program = chain_program(schedule, replicas=replicas, shards=shards)
     return simulate(program, costs, links=links, overlap=overlap, sizes=sizes, steps=steps)
 
 
@@ -155,10 +165,14 @@ def chain(stages: int) -> Plan:
 
 
 def chain_program(
-    schedule: Schedule, *, frees: bool = True, replicas: int | None = None
+    schedule: Schedule,
+    *,
+    frees: bool = True,
+    replicas: int | None = None,
+    shards: bool = False,
 ) -> Program:
     """Lower a verified schedule over a chain, with or without the frees; where it sums gradients
-    for two replicas, unless their number is given."""
+    for two replicas, unless their number is given. See ``Lower`` for ``shards``."""
     from fxpipe.passes.lowering.communicate import communicate
     from fxpipe.passes.lowering.free import free
     from fxpipe.passes.lowering.lower import Lower
@@ -166,7 +180,7 @@ def chain_program(
     if replicas is None:
         replicas = 2 if "A" in schedule.kinds else 1
     plan = chain(schedule.stages)
-    lower = Lower(plan, updates="U" in schedule.kinds, replicas=replicas)
+    lower = Lower(plan, updates="U" in schedule.kinds, replicas=replicas, shards=shards)
     program = communicate(lower(schedule))
     return free(program) if frees else program
 
@@ -203,16 +217,15 @@ def run(
             letter = ins.letter_of(instruction)
             if letter is not None:
                 now += times[letter, instruction.stage]  # type: ignore[union-attr]
-            if letter is None or letter == "A":
+                if letter in "AU" and (sums := begun_by(instruction, program)) is not None:
+                    start, end = ways.carry(sums, device, device, now)
+                    transfers[sums] = Transfer(sums, device, device, position, now, start, end)
+                    if not overlap:
+                        now = end
+            else:
                 match instruction:
-                    case ins.ReduceScatter(stage, batch):
-                        sums = Sum(stage, batch)
-                        start, end = ways.carry(sums, device, device, now)
-                        transfers[sums] = Transfer(sums, device, device, position, now, start, end)
-                        if not overlap:
-                            now = end
-                    case ins.AllGather(stage, batch):
-                        now = max(now, transfers[Sum(stage, batch)].end) + overhead
+                    case ins.AllGather() | ins.TakePart() | ins.GatherWeights():
+                        now = max(now, transfers[awaited_by(instruction)].end) + overhead
                     case ins.Send(buffer) | ins.Stash(buffer):
                         now += overhead
                         target = program.destination(instruction)
@@ -280,14 +293,15 @@ class _Ways:
             )
         start = max(now, self._taken.get(pair, now))
         self._taken[pair] = start + self._occupied(buffer, link)
-        ways = 2 if isinstance(buffer, Sum) else 1  # there as parts, and back as their sums
+        back = isinstance(buffer, Sum) and buffer.what == "sum"
+        ways = 2 if back else 1  # there as parts, and back as their sums
         return start, self._taken[pair] + ways * link.latency
 
     def _occupied(self, buffer: Buffer | Sum, link: Link) -> float:
         if link.bandwidth == inf:
             return 0
         if isinstance(buffer, Sum):
-            return self._summing(buffer.stage) / link.bandwidth
+            return self._summing(buffer) / link.bandwidth
         if buffer.kind == "norm":
             return 0  # a few numbers
         if self._sizes is None or buffer.value not in self._sizes.values:
@@ -297,15 +311,18 @@ class _Ways:
             )
         return self._sizes.values[buffer.value] / link.bandwidth
 
-    def _summing(self, stage: int) -> int:
-        """Bytes that the last replica sends, whose part is the largest."""
+    def _summing(self, buffer: Sum) -> int:
+        """Bytes that the replica sends which sends the most: of parts of gradients the first one,
+        whose own part is the smallest, else the last one."""
+        stage, _, what = buffer
         known = self._sizes and {**self._sizes.gradients, **self._sizes.elements}
         if self._sizes is None or not known or stage not in known:
             raise InputError(
                 f"a link of limited bandwidth carries the gradients of stage {stage}, whose size "
                 f"is not known; give sizes=Sizes(gradients={{{stage}: bytes}})"
             )
-        return self._sizes.summing(stage, self._replicas - 1, self._replicas)
+        replica = 0 if what == "part" else self._replicas - 1
+        return self._sizes.summing(stage, replica, self._replicas, what)
 
 
 def measured_run(
@@ -313,8 +330,8 @@ def measured_run(
 ) -> Simulation:
     """What a run was, from the times of its instructions.
 
-    A value leaves when its send is done; that it arrives is part of its receive. Sums over the
-    replicas are on their way until they are waited for. Where devices
+    A value leaves when its send is done; that it arrives is part of its receive. What replicas
+    exchange is on its way until it is waited for. Where devices
     have streams, a copy goes on beside computations: then a receive stands where its value is
     first used, as in a simulation, and takes what is left of its copy.
 
@@ -343,7 +360,7 @@ def measured_run(
         tuple([(t - begin) / _SECOND for t in own[::2]] for own in times),
         tuple([(t - begin) / _SECOND for t in own[1::2]] for own in times),
     )
-    left: dict[tuple[int, int], int] = {}
+    left: dict[Sum, int] = {}
     for device, list_ in enumerate(flat.lists):
         for position, instruction in enumerate(list_):
             if isinstance(instruction, ins.Send | ins.Stash):
@@ -351,10 +368,10 @@ def measured_run(
                 events.transfers[instruction.buffer] = Transfer(
                     instruction.buffer, device, target, position, sent, sent, sent
                 )
-            elif isinstance(instruction, ins.ReduceScatter):
-                left[instruction.stage, instruction.batch] = position
-            elif isinstance(instruction, ins.AllGather):
-                sums = Sum(instruction.stage, instruction.batch)
+            elif (begun := begun_by(instruction, program)) is not None:
+                left[begun] = position
+            elif isinstance(instruction, ins.Gathering):
+                sums = awaited_by(instruction)
                 at, here = left[sums], events.ends[device][position]
                 sent = events.ends[device][at]
                 events.transfers[sums] = Transfer(sums, device, device, at, sent, sent, here)

@@ -27,11 +27,17 @@ if TYPE_CHECKING:
 _READERS = (ins.Forward, ins.Recompute, ins.Backward, ins.InputGrad, ins.WeightGrad, ins.Run)
 
 
+Summed = Literal["sum", "part", "weights"]
+"""What replicas exchange: gradients until all have their sums, or, where optimizers are sharded,
+until each has the sum of its part; and then the parts of the new weights."""
+
+
 class Sum(NamedTuple):
-    """The gradients of a stage on their way between the replicas, until all have their sums."""
+    """The gradients of a stage, or its new weights, on their way between the replicas."""
 
     stage: int
     batch: int
+    what: Summed = "sum"
 
     @property
     def kind(self) -> Literal["sum"]:
@@ -39,7 +45,29 @@ class Sum(NamedTuple):
         return "sum"
 
     def __str__(self) -> str:
-        return f"sum:{self.stage}[{self.batch}]"
+        return f"{self.what}:{self.stage}[{self.batch}]"
+
+
+_AWAITED: dict[type[ins.Instruction], Summed] = {
+    ins.AllGather: "sum",
+    ins.TakePart: "part",
+    ins.GatherWeights: "weights",
+}
+
+
+def awaited_by(gathering: ins.Gathering) -> Sum:
+    """What an instruction that waits for the other replicas waits for."""
+    return Sum(gathering.stage, gathering.batch, _AWAITED[type(gathering)])
+
+
+def begun_by(instruction: ins.Instruction, program: Program) -> Sum | None:
+    """What an instruction begins to exchange with the other replicas."""
+    match instruction:
+        case ins.ReduceScatter(stage, batch):
+            return Sum(stage, batch, "part" if stage in program.sharded else "sum")
+        case ins.Update(stage, batch=batch) if stage in program.sharded:
+            return Sum(stage, batch, "weights")
+    return None
 
 
 class Transfer(NamedTuple):
@@ -214,16 +242,18 @@ class Simulation:
 
     @cached_property
     def hidden(self) -> float:
-        """Share of the time in which gradients are summed over the replicas that hides: their
-        device does something else, and does not wait for the sums. 1 where it takes no time."""
+        """Share of the time in which gradients are summed over the replicas, and new weights are
+        gathered, that hides: their device does something else, and does not wait. 1 where it takes
+        no time."""
         time = sum(t.end - t.start for t in self.transfers if isinstance(t.buffer, Sum))
         waited = sum(
-            span.time for span in self.instructions() if isinstance(span.instruction, ins.AllGather)
+            span.time for span in self.instructions() if isinstance(span.instruction, ins.Gathering)
         )
         return 1 - waited / time if time else 1.0
 
     def summed(self, replica: int = 0) -> tuple[int, ...]:
-        """Device → the bytes that it sends in one replica so that gradients are summed over all.
+        """Device → the bytes that it sends in one replica so that gradients are summed over all,
+        and, where optimizers are sharded, so that all have the new weights.
 
         Raises:
             InputError: no sizes were given.
@@ -233,9 +263,8 @@ class Simulation:
         sent, replicas = [0] * self.devices, self.program.replicas
         for transfer in self.transfers:
             if isinstance(transfer.buffer, Sum):
-                sent[transfer.source] += self.sizes.summing(
-                    transfer.buffer.stage, replica, replicas
-                )
+                stage, _, what = transfer.buffer
+                sent[transfer.source] += self.sizes.summing(stage, replica, replicas, what)
         return tuple(sent)
 
     @cached_property

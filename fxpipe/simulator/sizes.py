@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from fxpipe.ir.value import part_of
 
@@ -161,9 +161,24 @@ class Sizes:
         whole = self.elements.get(stage, [(self.gradients.get(stage, 0), 1)])
         return sum(size * len(part_of(count, replica, replicas)) for count, size in whole)
 
-    def summing(self, stage: int, replica: int, replicas: int) -> int:
+    def summing(
+        self,
+        stage: int,
+        replica: int,
+        replicas: int,
+        what: Literal["sum", "part", "weights"] = "sum",
+    ) -> int:
         """Bytes that a replica sends so that a stage's gradients are summed over all of them: to
-        each other one its part, and then the sums of its own part to all."""
+        each other one its part, and then the sums of its own part, or the new weights, to all.
+
+        Args:
+            stage: the stage.
+            replica: which one sends.
+            replicas: how many there are.
+            what: "sum" for both, "part" for the first, "weights" for the second alone.
+        """
         own = self.part(stage, replica, replicas)
-        parts = sum(self.part(stage, other, replicas) for other in range(replicas))
-        return parts - own + (replicas - 1) * own
+        if what == "weights":
+            return (replicas - 1) * own
+        parts = sum(self.part(stage, other, replicas) for other in range(replicas)) - own
+        return parts if what == "part" else parts + (replicas - 1) * own

@@ -314,7 +314,8 @@ _CHANGE = _Form(("reads", "writes"), lambda x: f"v{x.reads} -> v{x.writes}", _ch
 _FORMS: dict[str, tuple[_Form, ...]] = {
     **dict.fromkeys(("load", "output", "send", "recv", "stash", "pop", "free"), (_BUFFER,)),
     **dict.fromkeys(("recompute", "backward", "input_grad", "weight_grad"), (_TASK, _VERSION)),
-    **dict.fromkeys(("reduce_scatter", "all_gather", "norm", "clip"), (_ONCE,)),
+    **dict.fromkeys(("reduce_scatter", "all_gather", "take_part"), (_ONCE,)),
+    **dict.fromkeys(("gather_weights", "norm", "clip"), (_ONCE,)),
     **dict.fromkeys(("barrier", "pause"), ()),
     "forward": (_TASK, _VERSION, _KEEP, _AGAIN),
     "run": (_OWN, _VERSION),

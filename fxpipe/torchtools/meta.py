@@ -134,16 +134,16 @@ def allocated(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     """
     given = [tensor for tensor in tensors if tensor.is_meta]
     for tensor in given:
-        _become(tensor, torch.empty_like(tensor, device="cpu"))
+        become(tensor, torch.empty_like(tensor, device="cpu"))
     try:
         yield given
     except BaseException:
         for tensor in given:
-            _become(tensor, torch.empty_like(tensor, device="meta"))
+            become(tensor, torch.empty_like(tensor, device="meta"))
         raise
 
 
-def _become(tensor: Tensor, other: Tensor) -> None:
+def become(tensor: Tensor, other: Tensor) -> None:
     """Make a tensor hold what another one holds; its class and attributes stay."""
     with torch.no_grad():
         made = torch.Tensor._make_subclass(type(tensor), other.detach(), tensor.requires_grad)

@@ -22,6 +22,8 @@ _KINDS = {
     kind.letter: kind
     for kind in (
         TaskKind("gather", "all_gather", per_microbatch=False, follows="A"),
+        TaskKind("part", "take_part", per_microbatch=False, follows="A"),
+        TaskKind("weights", "gather_weights", per_microbatch=False, follows="U"),
         TaskKind("norm", "norm", per_microbatch=False),
     )
 }
@@ -108,6 +110,13 @@ class Facts:
         return {stage: spot for (kind, _, stage), spot in spots.items() if kind == "U"}
 
     @cached_property
+    def whole(self) -> dict[int, Spot]:
+        """Stage → where a new version is there whole: its update, or what gathers the parts."""
+        spots = self.window.spots
+        gathered = {stage: spot for (kind, _, stage), spot in spots.items() if kind == "weights"}
+        return {**self.updates, **gathered}
+
+    @cached_property
     def last_made(self) -> list[dict[Buffer, int]]:
         """Device → buffer → the last position at which it is made there."""
         return [
@@ -163,7 +172,12 @@ def _window(program: Program) -> Window:
     )
 
 
-_OWN: dict[type[ins.Instruction], str] = {ins.AllGather: "gather", ins.Norm: "norm"}
+_OWN: dict[type[ins.Instruction], str] = {
+    ins.AllGather: "gather",
+    ins.TakePart: "part",
+    ins.GatherWeights: "weights",
+    ins.Norm: "norm",
+}
 
 
 def _task(x: ins.Instruction) -> Task | None:

@@ -122,17 +122,20 @@ def _needs_of(window: Window) -> Callable[[Key], list[Key]]:
 
     def unseen(key: Key) -> list[Key]:
         kind, _, stage = key
-        gather, norm = ("gather", None, stage), ("norm", None, stage)
+        gathers = [("gather", None, stage), ("part", None, stage)]
+        norm = "norm", None, stage
         match kind:
-            case "gather":
+            case "gather" | "part":
                 return [("A", None, stage)]
+            case "weights":
+                return [("U", None, stage)]
             case "norm":
                 every = range(window.schedule.microbatches)
-                return [*((k, i, stage) for k in "BW" for i in every), gather]
+                return [*((k, i, stage) for k in "BW" for i in every), *gathers]
             case "C":
                 return [norm]
             case "U":
-                return [*needs(key), gather, norm]
+                return [*needs(key), *gathers, norm]
         return [] if kind in BUILT_IN - {"A"} else needs(key)
 
     return unseen
@@ -210,12 +213,13 @@ def _unmade(facts: Facts, device: int, position: int, x: ins.Computing | ins.Run
     """What is wrong where a version is not there yet.
 
     Version t + v is made by the update of batch t + v − 1, which stands in step t + v − 1 − its
-    batch. Without updates there is only the caller's, version 0.
+    batch; where each replica updates a part, it is there when all parts are gathered. Without
+    updates there is only the caller's, version 0.
     """
     steps, _ = facts.moment(device, position)
     newest = 0
-    if (update := facts.updates.get(x.stage)) is not None:
-        made, at = update.moment
+    if (whole := facts.whole.get(x.stage)) is not None:
+        made, at = whole.moment
         # the newest v with (v - 1 + made, at) before this moment
         newest = steps - made + (at < position)
     if x.version <= newest:
@@ -250,8 +254,9 @@ def _barriers(facts: Facts) -> Iterator[Fault]:
                     passed = True
                 case ins.Update() if not passed and not overlaps:
                     wrong = "no barrier comes before it", "put one on every device"
-                case ins.Compute() | ins.ReduceScatter() | ins.AllGather() if passed:
-                    wrong = "it comes after a barrier", "move the barrier behind it"
+                case ins.Compute() | ins.ReduceScatter() | ins.AllGather() | ins.TakePart():
+                    if passed:
+                        wrong = "it comes after a barrier", "move the barrier behind it"
             if wrong is not None:
                 yield facts.fault(device, position, *wrong)
 

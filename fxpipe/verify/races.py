@@ -226,7 +226,9 @@ def _lasting(x: ins.Instruction) -> tuple[tuple[Hashable, ...], tuple[Hashable, 
             return (weights, sums), ((sums,) if changes else ())
         case ins.Norm():
             return (sums,), ()
-        case ins.ReduceScatter() | ins.AllGather() | ins.Clip():
+        case ins.GatherWeights():
+            return (), (weights,)
+        case ins.ReduceScatter() | ins.AllGather() | ins.TakePart() | ins.Clip():
             return (), (sums,)
     return (weights,), ()
 

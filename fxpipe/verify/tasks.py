@@ -204,9 +204,13 @@ def complete(window: Window, updates: bool, replicas: int = 1) -> Iterator[Fault
     spots = window.spots
     there = {kind for kind, _, _ in spots}
     clips, reduces = "C" in there, "A" in there or (replicas > 1 and window.trains)
-    once = {"U": updates, "A": reduces, "gather": reduces, "C": clips, "norm": clips}
-    once = {kind: needed for kind, needed in once.items() if kind in window.kinds}
     for stage, device in enumerate(window.schedule.placement):
+        shards = ("part", None, stage) in spots
+        once = {"U": updates or shards, "A": reduces, "C": clips, "norm": clips}
+        once |= {"weights": True} if shards else {"gather": reduces}
+        for kind, what in _INSTEAD[shards].items():
+            if (kind, None, stage) in spots:
+                yield Fault(f"stage {stage} {what}", "remove it", device)
         lacks: dict[str, list[int]] = defaultdict(list)
         for i in range(window.schedule.microbatches):
             if ("F", i, stage) not in spots:
@@ -228,10 +232,16 @@ def complete(window: Window, updates: bool, replicas: int = 1) -> Iterator[Fault
                 f"stage {stage} has no {name} of {microbatches_text(indices)}", "add it", device
             )
         for kind, needed in once.items():
-            if needed and (kind, None, stage) not in spots:
+            if needed and kind in window.kinds and (kind, None, stage) not in spots:
                 cure = _EACH.get(kind, "add it")
                 yield Fault(f"stage {stage} has no {window.kinds[kind].name}", cure, device)
 
+
+_INSTEAD = {
+    True: {"gather": "has an all_gather of sums that it takes a part of"},
+    False: {"weights": "has a gather_weights, and each replica updates all of them"},
+}
+"""Whether a stage takes a part of its sums → what it must not have then."""
 
 _EACH = {
     "A": "let every stage sum its gradients over the replicas, or none",
@@ -310,23 +320,26 @@ def _too_early(window: Window, at: Spot, on: Spot) -> Fault:
 
 def gradients_used_up(window: Window) -> Iterator[Fault]:
     """A user's task looks at gradients before the update of their batch, which uses them up, and
-    not while they are on their way between the replicas."""
+    not while they are on their way between the replicas, or where it has a part of them."""
     for own in window.by_stage:
         update: Spot | None = None
         leaves: Spot | None = None
+        part: Spot | None = None
         for _, kind, _, spot in own:
             if kind == "A" and "gather" in window.kinds:
                 leaves = spot
-            elif kind == "gather":
-                leaves = None
+            elif kind in ("gather", "part"):
+                leaves, part = None, spot if kind == "part" else None
             if kind == "U":
                 update = spot
                 continue
-            task, gone = window.kinds[kind], leaves or update
+            task, gone = window.kinds[kind], leaves or part or update
             if gone and "gradients" in (*task.reads, *task.writes):
                 did, where = ("used up", "that")
                 if leaves:
                     did, where = ("sent to be summed", "that, or behind the stage's all_gather")
+                elif part:
+                    did, where = ("left to other replicas but for a part", "the reduce_scatter")
                 yield window.fault(
                     spot,
                     f"it needs gradients that {window.text(*gone[:2])}, position {gone.position}, "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -56,18 +56,25 @@ class Lower:
     all stages wait for all norms. Where there is none, and before updates with a flush, it is at
     the end. With one replica an A becomes nothing.
 
+    With ``shards`` a replica waits for the sum of its own part alone, and updates that part of the
+    weights. The others' parts are gathered as late as they can be: before the first task that reads
+    the version, or with a flush at the end of the step, whose caller may read the weights.
+
     Attributes:
         plan: the stages and edges.
         updates: whether U tasks become updates; without an optimizer they become nothing.
         pause: whether each device pauses before its first backward, so that the caller can take
             the outputs and come back later with their gradients.
         replicas: how many pipelines run the program side by side.
+        shards: whether each of them updates a part of the weights, and keeps optimizer state for
+            that part alone.
     """
 
     plan: Plan
     updates: bool = True
     pause: bool = False
     replicas: int = 1
+    shards: bool = False
     name: ClassVar[str] = "lower"
 
     @without_collection()
@@ -75,12 +82,12 @@ class Lower:
         """Lower a verified schedule.
 
         Raises:
-            InputError: the counts of stages differ, the schedule cannot be paused, or it does not
-                sum the gradients of several replicas.
+            InputError: the counts of stages differ, the schedule cannot be paused, it does not
+                sum the gradients of several replicas, or a task needs what no replica has whole.
         """
         self._check(schedule)
         edges = self.plan.edges
-        one = _Instructions(schedule, self.updates, self.replicas)
+        one = _Instructions(schedule, self.updates, self.replicas, self.shards)
         flush = not schedule.overlaps
         return Program(
             name=schedule.name,
@@ -118,7 +125,7 @@ class Lower:
         yield from one.before(device, len(row))
         if one.trains and self.updates:
             yield ins.Barrier()
-            yield from behind
+            yield from one.gathered(behind)
 
     def _window(
         self, one: _Instructions, device: int, row: tuple[Task, ...]
@@ -147,6 +154,8 @@ class Lower:
                 f"schedule {schedule.name!r} has no A, and the gradients of {self.replicas} "
                 "replicas would never be summed; add them with add_reduce, or write A yourself"
             )
+        if self.shards and self.updates and self.replicas > 1:
+            _check_own_tasks(schedule)
         if self.pause:
             _check_pause(schedule)
 
@@ -154,8 +163,9 @@ class Lower:
 class _Instructions:
     """The instruction of each task of a schedule."""
 
-    def __init__(self, schedule: Schedule, updates: bool, replicas: int) -> None:
+    def __init__(self, schedule: Schedule, updates: bool, replicas: int, shards: bool) -> None:
         self.trains = schedule.trains
+        self._shards = shards and updates and replicas > 1 and "U" in schedule.kinds
         self._delay_of = schedule.delay_of
         self._clips = "C" in schedule.kinds
         self._sums = replicas > 1
@@ -173,6 +183,34 @@ class _Instructions:
             for position, task in enumerate(row)
             if task.kind == "U" and updates
         }
+        self._first_reads = self._readers(schedule) if self._shards and schedule.overlaps else {}
+
+    def _readers(self, schedule: Schedule) -> Mapping[tuple[int, int], ins.GatherWeights]:
+        """Device and position in its row → what gathers the weights that are first read there."""
+        found: dict[int, tuple[tuple[int, int], int]] = {}
+        for device, row in enumerate(schedule.rows):
+            for position, task in enumerate(row):
+                reader = self.of(task, position)
+                if isinstance(reader, ins.Compute | ins.Run):
+                    moment = -reader.version, position  # the newer the version, the earlier
+                    first = found.get(reader.stage, (moment, device))
+                    found[reader.stage] = min(first, (moment, device))
+        return {
+            (device, position): ins.GatherWeights(stage, -older - 1)
+            for stage, ((older, position), device) in found.items()
+        }
+
+    def gathered(self, behind: Sequence[ins.Instruction]) -> Iterator[ins.Instruction]:
+        """What stands behind a barrier, with the new weights gathered before they are read, or at
+        the end."""
+        waiting: dict[int, ins.Instruction] = {}
+        for x in behind:
+            if isinstance(x, ins.Update) and self._shards:
+                waiting[x.stage] = ins.GatherWeights(x.stage)
+            elif isinstance(x, ins.Run) and x.stage in waiting:
+                yield waiting.pop(x.stage)
+            yield x
+        yield from waiting.values()
 
     def of(self, task: Task, position: int) -> ins.Instruction:
         """The instruction of a task at a position of its row."""
@@ -197,11 +235,13 @@ class _Instructions:
 
     def before(self, device: int, position: int) -> Iterator[ins.Instruction]:
         """What stands before a task: the sums over the replicas that are needed from then on, and
-        their norms, if any stage clips."""
+        their norms, if any stage clips; and the weights that it is the first to read."""
         for stage, batch in self._gathers.get((device, position), ()):
-            yield ins.AllGather(stage, batch)
+            yield (ins.TakePart if self._shards else ins.AllGather)(stage, batch)
             if self._clips:
                 yield ins.Norm(stage, batch)
+        if (weights := self._first_reads.get((device, position))) is not None:
+            yield weights
 
     def after(self, task: Task) -> Iterator[ins.Instruction]:
         """What follows a task: the norm of gradients that are complete, if any stage clips."""
@@ -231,6 +271,25 @@ def _gathers(schedule: Schedule, updates: bool) -> Mapping[tuple[int, int], list
                     break
             found[device, position].append((task.stage, batch))
     return found
+
+
+def _check_own_tasks(schedule: Schedule) -> None:
+    """Raises InputError where a user's task would need the sums of gradients, which no replica has
+    where each updates a part."""
+    for device, row in enumerate(schedule.rows):
+        summed: set[int | None] = set()
+        for _, position in sorted((-task.batch, at) for at, task in enumerate(row)):
+            task = row[position]
+            kind = KINDS[task.kind]
+            if task.kind == "A":
+                summed.add(task.stage)
+            elif task.stage in summed and "gradients" in (*kind.reads, *kind.writes):
+                raise InputError(
+                    f"task {task} of schedule {schedule.name!r}, device {device}, position "
+                    f"{position}, needs the gradients that A has summed, and with sharded "
+                    "optimizers each replica has a part of them; let it come before A, or leave "
+                    "shard_optimizer out"
+                )
 
 
 def _check_pause(schedule: Schedule) -> None:

@@ -45,6 +45,8 @@ EVERY: dict[str, ins.Instruction] = {
     "run": ins.Run("N", 0, 0),
     "reduce_scatter": ins.ReduceScatter(0),
     "all_gather": ins.AllGather(0),
+    "take_part": ins.TakePart(0),
+    "gather_weights": ins.GatherWeights(0),
     "norm": ins.Norm(0),
     "clip": ins.Clip(0),
     "free": ins.Free(X),

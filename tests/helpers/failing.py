@@ -28,9 +28,10 @@ from tests.oracles.delayed_loop import DelayedLoop
 
 HANDLERS = interpreter.HANDLERS
 
-KINDS = {kind.__name__ for kind in HANDLERS} - {"Pause", "ReduceScatter", "AllGather"}
-"""All kinds of instructions of a step. A pause is in a differentiable call alone, and the other two
-are in programs over replicas."""
+REPLICAS = {"ReduceScatter", "AllGather", "TakePart", "GatherWeights"}
+KINDS = {kind.__name__ for kind in HANDLERS} - {"Pause"} - REPLICAS
+"""All kinds of instructions of a step. A pause is in a differentiable call alone, and some are in
+programs over replicas."""
 
 
 class Injected(Exception):

@@ -124,7 +124,9 @@ def _other_instructions(
     match instruction:
         case ins.Barrier() | ins.Pause():
             return
-        case ins.ReduceScatter() | ins.AllGather() | ins.Norm() | ins.Clip():
+        case ins.ReduceScatter() | ins.AllGather() | ins.TakePart() | ins.GatherWeights():
+            pass
+        case ins.Norm() | ins.Clip():
             pass
         case ins.Update():
             yield "change version", replace(instruction, reads=instruction.reads + 1)

@@ -47,6 +47,8 @@ class _Run:
         self.wires: defaultdict[tuple[int, int], deque[tuple[Buffer, int]]] = defaultdict(deque)
         self.loaded: set[Buffer] = set()
         self.summed: set[tuple[int, int]] = set()
+        self.parts: set[tuple[int, int]] = set()  # stages' sums that a replica has a part of
+        self.apart: set[tuple[int, int]] = set()  # stages' versions whose parts are not gathered
         instructions = [x for own in program.lists for x in own]
         self.updates = any(isinstance(x, ins.Update) for x in instructions)
         self.flush = any(isinstance(x, ins.Barrier) for x in instructions)
@@ -68,7 +70,7 @@ class _Run:
             if not self.updates and steps > 1 and self.step < steps:
                 for stage in range(program.stages):
                     self.model.update(stage, self.step, self.step, self.step + 1)
-        if any(self.memory) or any(self.wires.values()) or self.summed:
+        if any(self.memory) or any(self.wires.values()) or self.summed or self.apart:
             raise WrongError("something is left")
 
     def gives(self, expected: Model) -> bool:
@@ -107,11 +109,16 @@ class _Run:
                 if (self.flush and self.backwards) or (stage, writes) in self.model.weights:
                     raise WrongError("weights change too early, or twice")
                 self.model.update(stage, self.step + batch, reads, writes)
+                if (stage, self.step + batch) in self.parts:
+                    self.apart.add((stage, writes))
             case ins.Run(kind, stage, i, version, batch):
                 version = max(self.step + version, 0)
                 self._check(device, stage, version)
+                self._whole(stage, version)
                 if "gradients" in KINDS[kind].reads:
                     self._there(stage, self.step + batch)
+                    if (stage, self.step + batch) in self.parts:
+                        raise WrongError("it has a part of the gradients")
                 if (kind, stage, i, self.step + batch) in self.model.seen:
                     raise WrongError("runs twice")
                 self.model.look(kind, stage, i, self.step + batch, version)
@@ -121,13 +128,20 @@ class _Run:
                 if (stage, batch) in self.summed:
                     raise WrongError("summed twice at once")
                 self.summed.add((stage, batch))
-            case ins.AllGather(stage, batch):
+            case ins.AllGather(stage, batch) | ins.TakePart(stage, batch):
                 batch += self.step
                 self._at_home(device, stage)
                 if (stage, batch) not in self.summed:
                     raise WrongError("nothing is being summed")
                 self.summed.remove((stage, batch))
                 self.model.reduce(stage, batch)
+                if isinstance(instruction, ins.TakePart):
+                    self.parts.add((stage, batch))
+            case ins.GatherWeights(stage, batch):
+                self._at_home(device, stage)
+                if (stage, self.step + batch + 1) not in self.apart:
+                    raise WrongError("there are no parts of new weights")
+                self.apart.remove((stage, self.step + batch + 1))
             case ins.Norm(stage, batch):
                 self._there(stage, self.step + batch)
                 batch += self.step
@@ -142,9 +156,10 @@ class _Run:
                 buffers = [norm_buffer(s, stage, batch) for s in range(self.program.stages)]
                 norms = [self._read(device, buffer) for buffer in buffers]
                 self.model.clip(stage, batch, norms)
-            case _:
+            case ins.Compute():
                 version = max(self.step + instruction.version, 0)
                 self._check(device, instruction.stage, version)
+                self._whole(instruction.stage, version)
                 self._compute(device, instruction, version, self.step + instruction.batch)
         return True
 
@@ -277,8 +292,13 @@ class _Run:
             raise WrongError("there is no such stage on this device")
 
     def _check(self, device: int, stage: int, version: int) -> None:
-        if (stage, version) not in self.model.weights or self.program.placement[stage] != device:
+        there = (stage, version) in self.model.weights
+        if not there or self.program.placement[stage] != device:
             raise WrongError("there are no such weights on this device")
+
+    def _whole(self, stage: int, version: int) -> None:
+        if (stage, version) in self.apart:
+            raise WrongError("there are only parts of these weights")
 
     def _read(self, device: int, buffer: Buffer) -> int:
         if buffer not in self.memory[device]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -92,12 +92,13 @@ def looped(
     scale: float = 1,
     schedule: str = "1f1b",
     clip_norm: float | None = None,
+    stages: Sequence[Sequence[str]] | None = None,
 ) -> Results:
-    """The same in plain loops."""
+    """The same in plain loops; clipped by the norm of parts where there are ``stages``."""
     model = made()
     made_by = OPTIMIZERS[optimizer](model.parameters())
     plain = ReplicatedLoop(model, made_by, F.mse_loss, 4, lambda name: int(schedule == "2bw"))
-    plain.clip, plain.scale = clip_norm, scale
+    plain.clip, plain.scale, plain.stages = clip_norm, scale, stages
     found: Results = {}
     for step in range(steps):
         x, y = zip(*(batch(step, replica) for replica in range(replicas)), strict=True)

@@ -204,9 +204,9 @@ def test_what_is_no_folder_of_a_pipe_is_refused(trained: Path, tmp_path: Path) -
 
 def test_one_of_a_newer_fxpipe_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with compiled() as pipe, monkeypatch.context() as patch:
-        patch.setattr(checkpoint_folder, "FORMAT", checkpoint_folder.FORMAT + 1)
+        patch.setattr(checkpoint_folder, "WHOLE", checkpoint_folder.FORMAT + 1)
         pipe.save(tmp_path / "run")
-    refuse(tmp_path / "run", "has format 2, and this fxpipe reads those up to 1")
+    refuse(tmp_path / "run", "has format 3, and this fxpipe reads those up to 2")
 
 
 def test_one_of_another_model_names_the_first_tensor_that_differs(trained: Path) -> None:

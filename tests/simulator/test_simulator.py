@@ -248,8 +248,9 @@ def every_opcode() -> list[Program]:
         "schedule again stages=3 microbatches=1 delay=0\nplace 0 | 1 | 2\n"
         "0: F0 R0 B0 U\n1: F0 I0 W0 U\n2: F0 B0 U\n"
     )
-    summing = Lower(chain(2), replicas=2)(add_reduce(CLIPPING))
-    return [communicate(paused), whole(again, skipping(3)), communicate(summing)]
+    programs = [paused, Lower(chain(2), replicas=2)(add_reduce(CLIPPING))]
+    programs.append(Lower(chain(2), replicas=2, shards=True)(add_reduce(CLIPPING)))
+    return [whole(again, skipping(3)), *map(communicate, programs)]
 
 
 def test_it_takes_every_instruction() -> None:

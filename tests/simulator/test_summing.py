@@ -195,3 +195,68 @@ def test_the_table_and_the_trace_tell_of_sums() -> None:
     slices = {event["name"].partition("@")[0] for event in told if event["ph"] == "X"}
     assert {"sum:0[0]", "sum:1[0]", "A"} <= slices
     assert "device 0 to other replicas" in [event["args"].get("name") for event in told]
+
+
+def gathers(simulation: Simulation) -> list[tuple[str, int, float, float]]:
+    """What is waited for, of which stage, and from when until when."""
+    return [
+        (type(span.instruction).__name__, span.instruction.stage, span.start, span.end)
+        for span in simulation.instructions()
+        if isinstance(span.instruction, ins.Gathering)
+    ]
+
+
+def test_with_shards_half_of_the_bytes_go_behind_the_update() -> None:
+    link = {(0, 0): Link(latency=1, bandwidth=5)}
+    found = TWO.simulate(FREE, replicas=2, links=link, sizes=sizes(2, 10), shards=True)
+    # each replica sends 5 bytes of parts, and 5 of new weights; each takes a time of 1 and 1
+    sent = [(str(t.buffer), t.ready, t.start, t.end) for t in found.transfers]
+    assert sent == [
+        ("part:1[0]", 6, 6, 8),
+        ("part:0[0]", 10, 10, 12),
+        ("weights:0[0]", 12, 12, 14),
+        ("weights:1[0]", 12, 13, 15),
+    ]
+    assert gathers(found) == [
+        ("TakePart", 1, 10, 10),
+        ("TakePart", 0, 10, 12),
+        ("GatherWeights", 0, 12, 14),
+        ("GatherWeights", 1, 14, 15),
+    ]
+    assert found.hidden == 1 - 5 / 8
+    assert "sum gradients and gather weights hides" in str(found)
+    (starts,), (ends,) = found.events.starts, found.events.ends
+    times = [int(1e9 * time) for pair in zip(starts, ends, strict=True) for time in pair]
+    measured = measured_run(found.window, 1, [times], found.sizes)
+    assert measured.summed(1) == found.summed(1) == (20,)
+    ends_of = {str(t.buffer): t.end for t in measured.transfers}
+    assert ends_of == {"part:1[0]": 10, "part:0[0]": 12, "weights:0[0]": 14, "weights:1[0]": 15}
+
+
+@given(st.integers(1, 5), st.lists(st.tuples(SMALL, st.sampled_from([2, 4])), max_size=4))
+def test_shards_send_as_many_bytes(replicas: int, elements: list[tuple[int, int]]) -> None:
+    sizes = Sizes(elements={0: elements, 1: elements})
+    whole = TWO.simulate(replicas=replicas, sizes=sizes)
+    shards = TWO.simulate(replicas=replicas, sizes=sizes, shards=True)
+    for replica in range(replicas):
+        assert whole.summed(replica) == shards.summed(replica)
+
+
+def test_what_is_gathered_hides_behind_the_tasks_of_the_next_batch() -> None:
+    links, room = Link(bandwidth=1000), sizes(2, 4000)
+    schedule = find_recipe("2bw")(2, 4)
+    found = schedule.simulate({"A": 0, "U": 0}, replicas=2, links=links, sizes=room, shards=True)
+    alone = schedule.simulate({"A": 0, "U": 0}, sizes=room)
+    assert found.steady.period == alone.steady.period
+
+
+def test_with_shards_a_replica_keeps_the_sum_of_its_part_alone() -> None:
+    free = dict.fromkeys("FBAU", 0)
+    room = Sizes(gradients={0: 300, 1: 30})
+    found = TWO.simulate(free, replicas=3, sizes=room, shards=True)
+    levels = dict(zip(map(str, found.program.lists[0]), found.memory[0].levels, strict=True))
+    assert levels[str(ins.ReduceScatter(0))] == 330 + 20 + 200
+    assert levels[str(ins.TakePart(1))] == 330 + 20 + 200 + 10
+    assert levels[str(ins.TakePart(0))] == 300 + 200 + 10 + 100
+    assert levels[str(ins.Update(0))] == 10 + 100
+    assert levels[str(ins.GatherWeights(0))] == 300

@@ -39,6 +39,8 @@ LINES: dict[str, tuple[ins.Instruction, str]] = {
     "run": (ins.Run("N", 1, batch=-1), "run N s1' v0"),
     "reduce_scatter": (ins.ReduceScatter(2), "reduce_scatter s2"),
     "all_gather": (ins.AllGather(2, -1), "all_gather s2'"),
+    "take_part": (ins.TakePart(1), "take_part s1"),
+    "gather_weights": (ins.GatherWeights(2, -2), "gather_weights s2''"),
     "norm": (ins.Norm(2), "norm s2"),
     "clip": (ins.Clip(2, -1), "clip s2'"),
     "free": (ins.Free(saved(1, 2)), "free saved:1[2]"),
@@ -152,8 +154,9 @@ INSTRUCTIONS = st.one_of(
     st.builds(ins.Run, st.sampled_from("NC"), SMALL, st.none() | SMALL, VERSIONS, BATCHES),
     *(
         st.builds(made, SMALL, BATCHES)
-        for made in (ins.ReduceScatter, ins.AllGather, ins.Norm, ins.Clip)
+        for made in (ins.ReduceScatter, ins.AllGather, ins.TakePart, ins.GatherWeights)
     ),
+    *(st.builds(made, SMALL, BATCHES) for made in (ins.Norm, ins.Clip)),
     st.builds(ins.Update, SMALL, VERSIONS, VERSIONS, BATCHES),
     st.sampled_from([ins.Barrier(), ins.Pause()]),
 )

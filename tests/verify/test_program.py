@@ -39,11 +39,16 @@ V = Schedule.parse(
 
 
 def lowered(
-    schedule: Schedule, plan: Plan, *, updates: bool = True, pause: bool = False
+    schedule: Schedule,
+    plan: Plan,
+    *,
+    updates: bool = True,
+    pause: bool = False,
+    shards: bool = False,
 ) -> Program:
     """Lowered to a program, of two replicas where the schedule sums their gradients."""
     replicas = 2 if "A" in schedule.kinds else 1
-    lower = Lower(plan, updates=updates, pause=pause, replicas=replicas)
+    lower = Lower(plan, updates=updates, pause=pause, replicas=replicas, shards=shards)
     return free(communicate(lower(schedule)))
 
 
@@ -55,11 +60,13 @@ def accepts(program: Program) -> bool:
     return True
 
 
-def stepped(schedule: Schedule, *, updates: bool = True, pause: bool = False) -> Program:
+def stepped(
+    schedule: Schedule, *, updates: bool = True, pause: bool = False, shards: bool = False
+) -> Program:
     """Lowered over stages with skips, where there are enough for them."""
     stages = schedule.stages
     plan = skipping(stages) if stages > 2 else chain(stages)
-    return lowered(schedule, plan, updates=updates, pause=pause)
+    return lowered(schedule, plan, updates=updates, pause=pause, shards=shards)
 
 
 def recomputing(schedule: Schedule) -> Schedule:
@@ -115,6 +122,11 @@ CASES = LIBRARY | {
     "reduce, overlap": (add_reduce(two_bw(2, 2)), True, False),
     "reduce, overlap, clip": (add_clip(add_reduce(two_bw(2, 2))), True, False),
     "reduce, pause": (add_reduce(gpipe(2, 2)), False, True),
+    "shard": (add_reduce(one_f_one_b(2, 2), shards=True), True, False),
+    "shard, several stages, clip": (add_clip(add_reduce(V, shards=True)), True, False),
+    "shard, overlap": (add_reduce(two_bw(2, 2), shards=True), True, False),
+    "shard, overlap, clip": (add_clip(add_reduce(two_bw(2, 2), shards=True)), True, False),
+    "shard, cyclic": (add_reduce(cdp_v2(2, 2), shards=True), True, False),
     "stale, with a flush": (replace(gpipe(2, 2), delay=1), True, False),
     "no two delays alike": (replace(gpipe(3, 1), delay=(2, 1, 0)), True, False),
     "delays of micro-batches": (replace(gpipe(2, 3), delay=((0, 2, 1), (1, 0))), True, False),
@@ -125,7 +137,7 @@ CASES = LIBRARY | {
 
 def program_of(case: str) -> Program:
     schedule, updates, pause = CASES[case]
-    return stepped(schedule, updates=updates, pause=pause)
+    return stepped(schedule, updates=updates, pause=pause, shards=case.startswith("shard"))
 
 
 def expected_of(case: str, program: Program, steps: int) -> Model:
@@ -184,6 +196,9 @@ RIGHT_FAULTS = {
     ("duplicate", "Backward"): "it is there already",
     ("duplicate", "Recompute"): "it is there already",
     ("duplicate", "Update"): "it is there already",
+    ("drop", "TakePart"): "has no all_gather|has a gather_weights",
+    ("drop", "GatherWeights"): "has no gather_weights",
+    ("duplicate", "GatherWeights"): "it is there already",
 }
 """Edit and instruction → what one of the faults is about, where it is refused."""
 
@@ -223,7 +238,7 @@ def test_no_class_of_edits_is_left_out() -> None:
     kinds = {made.__name__ for made in OPCODES.values()}
     halves = {"Recompute", "Backward", "InputGrad", "WeightGrad"}
     compute = halves | {"Forward", "Run"}
-    once = {"ReduceScatter", "AllGather", "Norm", "Clip", "Update"}
+    once = {"ReduceScatter", "AllGather", "TakePart", "GatherWeights", "Norm", "Clip", "Update"}
     moved = {"Load", "Output", "Send", "Receive", "Stash", "Pop", "Free"}
     wanted = {
         (edit, kind)

@@ -228,6 +228,26 @@ class Channels:
         """Wait for a stage's sums over the replicas. Raises Stopped when the run is stopped."""
         raise NotImplementedError("one process runs one replica")
 
+    def take_part(self, device: int, stage: int, batch: int) -> list[torch.Tensor | None]:
+        """Wait for the sums of this replica's part alone. Raises like ``all_gather``."""
+        raise NotImplementedError("one process runs one replica")
+
+    def all_norms(
+        self, device: int, stage: int, batch: int, own: list[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Wait for the norms of all parts of a stage's sums, replica after replica; ``own`` are
+        those of this one's. Raises like ``all_gather``."""
+        raise NotImplementedError("one process runs one replica")
+
+    def give_weights(self, device: int, stage: int, batch: int, parts: list[torch.Tensor]) -> None:
+        """Give the other replicas the parts of a stage's new weights, which the update of a batch
+        has made here; never waits."""
+        raise NotImplementedError("one process runs one replica")
+
+    def gather_weights(self, device: int, stage: int, batch: int) -> list[list[torch.Tensor]]:
+        """Wait for them: replica → its parts. Raises like ``all_gather``."""
+        raise NotImplementedError("one process runs one replica")
+
     def meet(self) -> None:
         """Wait until every thread has called this. Raises Stopped when the run is stopped."""
         try:

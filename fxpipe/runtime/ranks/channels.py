@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from fxpipe.errors import RankError
+from fxpipe.ir import instruction as ins
 from fxpipe.ir.program import Program
 from fxpipe.ir.value import Buffer
 from fxpipe.runtime.devices.backend import Backend, Channels
@@ -19,6 +20,7 @@ from fxpipe.runtime.ranks.group import RankGroup
 from fxpipe.runtime.ranks.hearing import POLL, failure_of
 from fxpipe.runtime.ranks.message import Message
 from fxpipe.runtime.ranks.summing import Part, add_up, cut, joined
+from fxpipe.runtime.weights.clipping import norms_of
 
 T = TypeVar("T")
 
@@ -49,6 +51,8 @@ class RankChannels(Channels):
         assert group.links is not None
         self._group, self._links, self._jobs = group, group.links, jobs
         self._overlaps = program.depth > 0
+        self._sharded = program.sharded
+        self._clips = any(isinstance(x, ins.Norm) for own in program.lists for x in own)
         self._followed = program.followed
         self._together: dict[int, tuple[list[Buffer], list[Any]]] = {}
         self._unsent: list[tuple[Any, Any]] = []
@@ -186,11 +190,46 @@ class RankChannels(Channels):
         del self._parts[key]
         total, (stage, batch) = add_up(known), key
         buffer = _of_replica("sums", stage, own, batch)
-        self._group.summed += total.nbytes * (replicas - 1)
+        if stage not in self._sharded:
+            self._group.summed += total.nbytes * (replicas - 1)
+            self._tell_twins(buffer, tuple(total))
+        elif self._clips:
+            norms = norms_of(total.pieces)
+            self._tell_twins(_of_replica("norms", stage, own, batch), norms)
+        super().put(self._group.device, buffer, total)
+
+    def _tell_twins(self, buffer: Buffer, value: Any) -> None:
+        """Send a value to the ranks with the same device in the other replicas."""
         for twin in self._group.twins:  # one by one, as each may share memory with this one
             if twin != self._group.rank:
-                self._links.send(twin, _values(self._run, [buffer], [tuple(total)]))
-        super().put(self._group.device, buffer, total)
+                self._links.send(twin, _values(self._run, [buffer], [value]))
+
+    def take_part(self, device: int, stage: int, batch: int) -> list[Tensor | None]:
+        """See Channels.take_part."""
+        own = self._group.replica
+        return Part(*self.get(device, _of_replica("sums", stage, own, batch))).pieces
+
+    def all_norms(self, device: int, stage: int, batch: int, own: list[Tensor]) -> list[Tensor]:
+        """See Channels.all_norms; the thread that added up the others' has sent them."""
+        found: list[Tensor] = []
+        for replica in range(self._group.replicas):
+            buffer = _of_replica("norms", stage, replica, batch)
+            found += own if replica == self._group.replica else self.get(device, buffer)
+        return found
+
+    def give_weights(self, device: int, stage: int, batch: int, parts: list[Tensor]) -> None:
+        """See Channels.give_weights."""
+        buffer = _of_replica("weights", stage, self._group.replica, batch)
+        with self._group.hearing.changed:
+            size = sum(part.nbytes for part in parts)
+            self._group.summed += size * (self._group.replicas - 1)
+        self._tell_twins(buffer, parts)
+        super().put(device, buffer, parts)
+
+    def gather_weights(self, device: int, stage: int, batch: int) -> list[list[Tensor]]:
+        """See Channels.gather_weights."""
+        replicas = range(self._group.replicas)
+        return [self.get(device, _of_replica("weights", stage, r, batch)) for r in replicas]
 
     def meet(self) -> None:
         """See Channels.meet; the threads of the replica's other ranks are waited for."""

@@ -14,12 +14,19 @@ import torch
 from torch import Tensor
 
 from fxpipe.errors import CheckpointError
-from fxpipe.runtime.weights.optimizer_state import GroupState, OptimizerState, ParameterState
+from fxpipe.runtime.weights.optimizer_state import (
+    GroupState,
+    OptimizerState,
+    ParameterState,
+    Parts,
+)
 from fxpipe.runtime.weights.stage_weights import History, Versions
 from fxpipe.torchtools.pytrees import SPARSE, pieces
 
 _DEEPEST = 100
-_CLASSES = {kind.__name__: kind for kind in (GroupState, History, OptimizerState, ParameterState)}
+_CLASSES = {
+    kind.__name__: kind for kind in (GroupState, History, OptimizerState, ParameterState, Parts)
+}
 
 
 @dataclass(frozen=True)
@@ -69,6 +76,17 @@ class Checkpoint:
             optimizer=optimizer,
         )
 
+    @property
+    def shards(self) -> OptimizerState | None:
+        """The parts of the optimizers' state that other processes have others of."""
+        if self.optimizer is None:
+            return None
+        found = {
+            name: replace(each, state={k: v for k, v in each.state.items() if _is_part(v)})
+            for name, each in self.optimizer.parameters.items()
+        }
+        return replace(self.optimizer, parameters={k: v for k, v in found.items() if v.state})
+
 
 EVERYTHING = tuple(part.name for part in fields(Checkpoint))
 """The attributes of a checkpoint."""
@@ -103,7 +121,22 @@ def decode(contents: Iterable[Mapping[str, Any]], tensors: Mapping[str, Tensor])
     """
     decoded = ({k: _decode(value, tensors) for k, value in each.items()} for each in contents)
     made: Checkpoint = _made(Checkpoint, functools.reduce(_joined, decoded))
-    return made
+    return made if made.optimizer is None else replace(made, optimizer=_whole(made.optimizer))
+
+
+def _whole(optimizer: OptimizerState) -> OptimizerState:
+    """The same with whole tensors for their parts."""
+    parameters = {
+        name: replace(
+            each, state={k: v.whole() if _is_part(v) else v for k, v in each.state.items()}
+        )
+        for name, each in optimizer.parameters.items()
+    }
+    return replace(optimizer, parameters=parameters)
+
+
+def _is_part(value: Any) -> bool:
+    return isinstance(value, Parts)
 
 
 def _joined(one: Any, other: Any) -> Any:
@@ -119,7 +152,15 @@ def _joined(one: Any, other: Any) -> Any:
             name: replace(each, group=each.group + len(one.groups))
             for name, each in other.parameters.items()
         }
-        return OptimizerState([*one.groups, *other.groups], {**shifted, **one.parameters})
+        both = {
+            name: replace(each, state=_joined(each.state, shifted[name].state))
+            for name, each in one.parameters.items()
+            if name in shifted
+        }
+        known = {**shifted, **one.parameters, **both}
+        return OptimizerState([*one.groups, *other.groups], known)
+    if isinstance(one, Parts) and isinstance(other, Parts):
+        return replace(one, tensors=_joined(one.tensors, other.tensors))
     return one
 
 

@@ -20,8 +20,9 @@ import json
 import os
 import pathlib
 import zlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -40,8 +41,11 @@ from fxpipe.runtime.weights.checkpoint import (
 from fxpipe.runtime.weights.dcp_folder import METADATA, Reader, Writer
 from fxpipe.runtime.weights.replacing import replacing, standing
 
-FORMAT = 1
-"""The format that this version writes."""
+FORMAT = 2
+"""The newest format, which has parts of sharded optimizers."""
+
+WHOLE = 1
+"""The format without any, which older versions can read, too."""
 
 _SHARED = ("parameters", "buffers", "gradients", "history", "optimizer")
 """What each process has a part of. Everything else is written by the first one."""
@@ -57,26 +61,32 @@ def write(checkpoint: Checkpoint, state: Mapping[str, Any], path: Path, group: R
         state: the state dict of what it has of the model.
         path: the folder, which all processes can reach.
         group: the processes; each of them calls this, inside of ``calling``, and those of the first
-            replica write.
+            replica write; those of the others only what they have of sharded optimizers.
 
     Raises:
         CheckpointError: the folder cannot hold a value, or cannot be written. An older folder stays
             as it is.
     """
     try:
-        tensors = _Tensors(state, group.rank)
-        tensors.seal(encode(checkpoint, tensors.add, _SHARED if group.rank else EVERYTHING))
+        shards = checkpoint.shards
+        sharded = shards is not None and bool(shards.parameters)
+        tensors = _Tensors({} if group.replica else state, group.rank)
+        parts: Iterable[str] = _SHARED if group.rank else EVERYTHING
+        if group.replica:
+            checkpoint, parts = replace(checkpoint, optimizer=shards), ("optimizer",)
+        tensors.seal(encode(checkpoint, tensors.add, parts), FORMAT if sharded else WHOLE)
         with ExitStack() as stack:
             made = None
             if group.rank == 0:
                 _refuse_others(path)
                 made = stack.enter_context(replacing(path, folder=True))
-            unfinished = group.exchange("folder", made and str(made))[0]
-            writer = Writer(unfinished)
-            made_here = None if group.replica else writer.write(tensors.nested, group.rank)
-            parts = group.exchange("files", made_here)
+            known = group.exchange("folder", (made and str(made), sharded))
+            writer = Writer(known[0][0])
+            writes = not group.replica or any(shards for _, shards in known)
+            made_here = writer.write(tensors.nested, group.rank) if writes else None
+            files = group.exchange("files", made_here)
             if group.rank == 0:
-                writer.complete([part for part in parts if part is not None])
+                writer.complete([part for part in files if part is not None])
         group.exchange("checkpoint", None)  # which is in its place now
     except (OSError, ValueError, RuntimeError) as error:
         why = getattr(error, "strerror", None) or error
@@ -126,13 +136,13 @@ class _Tensors:
             raise refused("/".join(path), tensor) from error
         return {"tensor": name}
 
-    def seal(self, content: Mapping[str, Any]) -> None:
+    def seal(self, content: Mapping[str, Any], format_: int) -> None:
         """Add the JSON, and parameters under their other names."""
         for name, value in self._state.items():
             plain = isinstance(value, Tensor) and value.layout is torch.strided
             if plain and f"model.{name}" not in self._sums:
                 self._put(("model", name), value)
-        header = json.dumps({"format": FORMAT, "content": content, "crc32": self._sums})
+        header = json.dumps({"format": format_, "content": content, "crc32": self._sums})
         own = {"header": header, "crc32": zlib.crc32(header.encode())}
         self.nested["fxpipe"] = {self._rank: own}
 

@@ -7,7 +7,8 @@ import threading
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
@@ -16,6 +17,9 @@ from fxpipe.ir.plan import Stage
 from fxpipe.runtime.interpreter import Stopped
 from fxpipe.torchtools import moments
 from fxpipe.torchtools.moments import DeferredNorm
+
+if TYPE_CHECKING:
+    from fxpipe.runtime.weights.sharding import Shards
 
 
 class _Before:
@@ -181,11 +185,18 @@ class Weights:
 
     def update(
         self, stage: int, reads: int, writes: int, gradients: Sequence[torch.Tensor | None]
-    ) -> None:
+    ) -> list[torch.Tensor]:
         """Update a stage with a batch's gradients, from version ``reads`` to version ``writes``.
 
         ``.grad`` is left as it was.
+
+        Returns:
+            This replica's parts of the new weights, where it updates no more than these.
         """
+        raise NotImplementedError
+
+    def gather(self, stage: int, version: int, parts: Sequence[Sequence[torch.Tensor]]) -> None:
+        """Take a stage's new version from the parts that the updates of all replicas have made."""
         raise NotImplementedError
 
     def stop(self) -> bool:
@@ -211,6 +222,21 @@ class Weights:
                 self._lock.notify_all()
 
 
+def joined(like: torch.Tensor, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A tensor like a parameter from its flat parts in the replicas, in their order."""
+    made = torch.empty_like(like, requires_grad=False)
+    fill(made, parts)
+    return made
+
+
+def fill(target: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+    """Write a tensor from its flat parts in the replicas, in their order."""
+    if target.is_contiguous():
+        torch.cat(list(parts), out=target.view(-1))
+    else:
+        target.copy_(torch.cat(list(parts)).view(target.shape))
+
+
 class LiveWeights(Weights):
     """One version of the weights: the model's own tensors, changed in place at the update.
 
@@ -230,6 +256,7 @@ class LiveWeights(Weights):
         *,
         onto_grad: bool,
         deferred: Sequence[DeferredNorm] = (),
+        shards: Mapping[Optimizer, Shards] = MappingProxyType({}),
     ) -> None:
         """Bind stages to tensors.
 
@@ -239,6 +266,7 @@ class LiveWeights(Weights):
             optimizers: stage → its optimizer; None for a stage that has none.
             onto_grad: whether the sums of gradients start from ``.grad`` and then replace it.
             deferred: the BatchNorm calls whose statistics ``commit`` updates.
+            shards: optimizer → the parts of parameters that it trains in place of the whole.
         """
         super().__init__()
         self.bind(stages, state, deferred)
@@ -249,7 +277,9 @@ class LiveWeights(Weights):
         ]
         self._optimizers = optimizers
         self._onto_grad = onto_grad
-        self._before: list[_Before] = []
+        self._before: list[_Before | OptimizerSnapshot] = []
+        self._shards = shards
+        self._gathered: dict[int, list[torch.Tensor]] = {}
 
     @property
     def by_name(self) -> dict[str, torch.Tensor]:
@@ -269,7 +299,7 @@ class LiveWeights(Weights):
 
     def parameters(self, stage: int, version: int) -> Sequence[torch.Tensor]:
         """See Weights.parameters."""
-        return self._parameters[stage]
+        return self._gathered.get(stage) or self._parameters[stage]
 
     def gradients(self, stage: int) -> Sequence[torch.Tensor | None]:
         """See Weights.gradients: ``.grad`` where the step adds to it, as torch does."""
@@ -279,29 +309,52 @@ class LiveWeights(Weights):
 
     def update(
         self, stage: int, reads: int, writes: int, gradients: Sequence[torch.Tensor | None]
-    ) -> None:
-        """See Weights.update."""
+    ) -> list[torch.Tensor]:
+        """See Weights.update. Parts are copies; the parameters change at the ``commit``."""
         optimizer = self._optimizers[stage]
         if optimizer is None or not gradients:
-            return
-        parameters = self._parameters[stage]
+            return []
+        shards, parameters = self._shards.get(optimizer), self._parameters[stage]
         with self._updating():
-            self._before.append(_Before(parameters, optimizer))
-            own = [parameter.grad for parameter in parameters]
+            if shards is None:
+                self._before.append(_Before(parameters, optimizer))
+            else:
+                self._before.append(OptimizerSnapshot(optimizer))
+                shards.follow()
+                shards.hold()
+            trained = parameters if shards is None else shards.parts_of(parameters)
+            own = [parameter.grad for parameter in trained]
             try:
-                for parameter, gradient in zip(parameters, gradients, strict=True):
+                for parameter, gradient in zip(trained, gradients, strict=True):
                     parameter.grad = gradient
                 optimizer.step()
             finally:
-                for parameter, gradient in zip(parameters, own, strict=True):
+                for parameter, gradient in zip(trained, own, strict=True):
                     parameter.grad = gradient
+        return [] if shards is None else shards.trained(parameters)
+
+    def gather(self, stage: int, version: int, parts: Sequence[Sequence[torch.Tensor]]) -> None:
+        """See Weights.gather."""
+        pieces = zip(*parts, strict=True)
+        self._gathered[stage] = [
+            joined(parameter, next(pieces)) if parameter.requires_grad else parameter
+            for parameter in self._parameters[stage]
+        ]
 
     def roll_back(self) -> None:
         """Restore every stage that this run has updated."""
         with torch.no_grad():
             for before in self._before:
                 before.put_back()
+        self._forget()
+
+    def _forget(self) -> None:
+        """Forget how the updates of this run are undone."""
         self._before.clear()
+        self._gathered.clear()
+        for optimizer in self._optimizers:
+            if optimizer is not None and (shards := self._shards.get(optimizer)) is not None:
+                shards.follow()
 
     def commit(
         self,
@@ -315,6 +368,10 @@ class LiveWeights(Weights):
             gradients: stage → summed gradients, for ``.grad``.
         """
         with torch.no_grad():
+            for stage, values in self._gathered.items():
+                for parameter, value in zip(self._parameters[stage], values, strict=True):
+                    if value is not parameter:
+                        parameter.copy_(value)
             if self._deferred:
                 state = moments.commit(self._deferred, self._state, state)
             for name, value in state.items():
@@ -327,4 +384,4 @@ class LiveWeights(Weights):
                         parameter.grad = total
                     else:
                         parameter.grad.copy_(total)
-        self._before.clear()
+        self._forget()

@@ -58,6 +58,23 @@ class OptimizerState:
     parameters: Mapping[str, ParameterState]
 
 
+@dataclass(frozen=True)
+class Parts:
+    """What sharded optimizers keep of one kind for a parameter, as far as it is known here.
+
+    Attributes:
+        shape: of the whole.
+        tensors: index of an element in the flat whole → the part of a replica that begins there.
+    """
+
+    shape: Sequence[int]
+    tensors: Mapping[int, Tensor]
+
+    def whole(self) -> Tensor:
+        """All of it. Raises RuntimeError where a part is missing."""
+        return torch.cat([part for _, part in sorted(self.tensors.items())]).view(*self.shape)
+
+
 Optimizers = Sequence[Optimizer | None]
 Names = Mapping[nn.Parameter, str]
 """Parameter → its name in the model."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from weakref import WeakKeyDictionary
 
 from torch import nn
 from torch.optim import Optimizer
@@ -11,6 +12,7 @@ from fxpipe.errors import CheckpointError, InputError
 from fxpipe.ir.plan import Plan
 from fxpipe.runtime.weights.optimizer import GivenOptimizer
 from fxpipe.runtime.weights.optimizer_state import OptimizerState, Restoring, check, take
+from fxpipe.runtime.weights.sharding import Shards, refuse_others
 from fxpipe.runtime.weights.whole import WholeOptimizer
 
 
@@ -20,6 +22,7 @@ class StageOptimizers:
     Attributes:
         made: stage → its optimizer; None before the first plan.
         whole: the one that stands for all; None where nobody has given it or asked for it.
+        shards: optimizer → the parts of parameters that it trains in place of the whole.
     """
 
     def __init__(
@@ -28,6 +31,7 @@ class StageOptimizers:
         given: GivenOptimizer,
         owns: Callable[[int], bool],
         flush: Callable[[], None],
+        shard: tuple[int, int] | None = None,
     ) -> None:
         """No stage is known yet.
 
@@ -36,13 +40,17 @@ class StageOptimizers:
             given: makes the optimizers.
             owns: whether this process trains a stage.
             flush: a method that finishes the batches in flight.
+            shard: this replica's number and how many there are, where each updates a part of the
+                weights.
         """
         self.made: tuple[Optimizer | None, ...] | None = None
         self._model = model
         self._given = given
         self._owns = owns
         self._flush = flush
-        self.whole = None if given.whole is None else WholeOptimizer(given.whole, flush)
+        self._shard = shard
+        self.shards: WeakKeyDictionary[Optimizer, Shards] = WeakKeyDictionary()
+        self.whole = None if given.whole is None else self._over_all(given.whole)
         self._others: set[str] = set()
         self._saved: OptimizerState | None = None  # of a checkpoint, until a plan is known
 
@@ -60,7 +68,7 @@ class StageOptimizers:
         """
         made = self._make(plan)
         if self._saved is not None and self._saved.parameters:
-            Restoring(self._without_others(self._saved), made, self._names()).put()
+            self._checked(self._saved, made).put()
         self.made, self._saved = made, None
         if self.whole is not None:
             self.whole.link(made, theirs=False)
@@ -78,7 +86,7 @@ class StageOptimizers:
             self.whole.gather()
             return self.whole.optimizer
         self._flush()
-        whole = WholeOptimizer(self._given.of_all(), self._flush)
+        whole = self._over_all(self._given.of_all())
         if self.made is not None:
             whole.link(self.made, theirs=True)
         self._given.whole, self.whole = whole.optimizer, whole
@@ -94,10 +102,15 @@ class StageOptimizers:
         """
         if self._saved is not None:
             return self._saved
-        if self.whole is None:
-            return take(self.made or (), self._names())
-        whole = self.one()
-        return take(self.made or ([whole] if whole.state else ()), self._names())
+        whole = None if self.whole is None else self.one()
+        made = [*filter(None, self.made or ())]
+        names, parts = self._names(), [self.shards[each] for each in made if each in self.shards]
+        if whole is not None and whole.state and self.made is None:
+            made = [whole]
+        state = take(made, {**names, **_named(parts, names)})
+        for own in parts:
+            state = own.told(state, names)
+        return state
 
     def restoring(self, saved: OptimizerState, plan: Plan | None) -> Callable[[], None]:
         """Check that the optimizers can go on from a state.
@@ -115,17 +128,19 @@ class StageOptimizers:
         """
         names = self._names()
         saved = self._without_others(saved)
-        if self.whole is not None:
-            return self._restoring_whole(self.whole, saved, names)
         optimizers = self.made
+        if self.whole is not None and not (self._shard and (optimizers or plan)):
+            return self._restoring_whole(self.whole, saved, names)
         if optimizers is None and plan is not None:
             optimizers = self._make(plan)
         if optimizers is not None and saved.parameters:
-            restoring = Restoring(self._without_others(saved), optimizers, names)
+            restoring = self._checked(saved, optimizers)
 
             def put() -> None:
                 restoring.put()
                 self.made, self._saved = optimizers, None
+                if self.whole is not None:
+                    self.whole.link(optimizers, theirs=True)
 
             return put
         own = {name: p for p, name in names.items() if name in saved.parameters}
@@ -171,7 +186,25 @@ class StageOptimizers:
         self._others = {names[p] for own in stages for p in own.values()} - {
             names[p] for own in owned for p in own.values()
         }
-        return tuple(self._given.of(own) if own else None for own in owned)
+        made = tuple(self._given.of(own) if own else None for own in owned)
+        for optimizer, parameters in zip(made, owned, strict=True):
+            if optimizer is not None and self._shard is not None:
+                refuse_others(optimizer)
+                self.shards[optimizer] = Shards(optimizer, [*parameters.values()], *self._shard)
+        return made
+
+    def _over_all(self, optimizer: Optimizer) -> WholeOptimizer:
+        return WholeOptimizer(optimizer, self._flush, None if self._shard is None else self.shards)
+
+    def _checked(self, saved: OptimizerState, optimizers: Sequence[Optimizer | None]) -> Restoring:
+        """Loads a state into the optimizers of stages, which may train parts of parameters."""
+        names, saved = self._names(), self._without_others(saved)
+        made = filter(None, optimizers)
+        parts = [self.shards[each] for each in made if each in self.shards]
+        for own in parts:
+            own.follow()  # the parameters may have got their memory since
+            saved = own.cut_out(saved, names)
+        return Restoring(saved, optimizers, {**names, **_named(parts, names)})
 
     def _without_others(self, saved: OptimizerState) -> OptimizerState:
         """A state without the parameters that other processes train."""
@@ -180,3 +213,8 @@ class StageOptimizers:
 
     def _names(self) -> dict[nn.Parameter, str]:
         return {parameter: name for name, parameter in self._model.named_parameters()}
+
+
+def _named(shards: Iterable[Shards], names: Mapping[nn.Parameter, str]) -> dict[nn.Parameter, str]:
+    """The parts of parameters under the names of these."""
+    return {part: name for own in shards for part, name in own.named(names).items()}

@@ -18,6 +18,7 @@ from fxpipe.runtime.weights.clipping import Clipping
 from fxpipe.runtime.weights.optimizer import GivenOptimizer
 from fxpipe.runtime.weights.optimizer_state import OptimizerState, described
 from fxpipe.runtime.weights.optimizers import StageOptimizers
+from fxpipe.runtime.weights.sharding import Shards
 from fxpipe.runtime.weights.stage_weights import History
 from fxpipe.runtime.weights.versions import VersionedWeights
 from fxpipe.signals import HeldSignals
@@ -42,6 +43,7 @@ class Progress:
         owns: Callable[[int], bool] = lambda stage: True,
         others: Sequence[int] = (),
         flush: Callable[[], None] = lambda: None,
+        shard: tuple[int, int] | None = None,
     ) -> None:
         """Nothing is trained yet.
 
@@ -53,11 +55,13 @@ class Progress:
             owns: whether this process trains a stage.
             others: the numbers of the other replicas.
             flush: a method that finishes the batches in flight.
+            shard: this replica's number and how many there are, where each updates a part of the
+                weights.
         """
         self.batches = 0
         self.versions: VersionedWeights | None = None
         self._model = model
-        self.stages = None if given is None else StageOptimizers(model, given, owns, flush)
+        self.stages = None if given is None else StageOptimizers(model, given, owns, flush, shard)
         self._clipping = clipping
         self._generators = generators
         self._owns = owns
@@ -71,6 +75,11 @@ class Progress:
     def optimizers(self) -> tuple[Optimizer | None, ...] | None:
         """Stage → its optimizer; None before the first plan."""
         return None if self.stages is None else self.stages.made
+
+    @property
+    def shards(self) -> Mapping[Optimizer, Shards]:
+        """Optimizer → the parts of parameters that it trains in place of the whole."""
+        return {} if self.stages is None else self.stages.shards
 
     @property
     def trained(self) -> int:
@@ -171,6 +180,7 @@ class Progress:
                 awaits=schedule.versions().awaited,
                 owns=self._owns,
                 others=self._replicas,
+                shards=self.shards,
             )
             names = self._names()
             targets = {names[own[a.target]]: a.target for s in plan.stages for a in s.parameters}

@@ -73,6 +73,9 @@ class StageWeights:
         oldest: the version that batches read which ask for an earlier one.
     """
 
+    sharded = False
+    """Whether each replica updates a part of the weights."""
+
     def __init__(
         self,
         parameters: Mapping[str, nn.Parameter],
@@ -91,6 +94,11 @@ class StageWeights:
         self.most = 0
         self.oldest = 0
         self._changes: dict[str, int] = {}
+
+    @property
+    def made(self) -> int:
+        """The newest version that the optimizer has made, which may not be whole yet."""
+        return self.newest
 
     def restart(self, version: int) -> None:
         """Take the current parameters as this version, and drop all others."""
@@ -156,6 +164,27 @@ class StageWeights:
                 return name
         return None
 
+    def refuse_changed(self) -> None:
+        """Raises InputError where a parameter was changed from outside."""
+        if name := self.changed():
+            raise InputError(
+                f"the parameter {name!r} was changed by hand while batches were in flight; call "
+                "pipe.flush() before"
+            )
+
+    def parts(self) -> list[Tensor]:
+        """This replica's parts of the weights that its last update has made."""
+        return []
+
+    def gather(self, version: int, parts: Sequence[Sequence[Tensor]], slowest: int) -> None:
+        """Take the parts of a version that the updates of all replicas have made.
+
+        Args:
+            version: the version.
+            parts: replica → its ``parts``.
+            slowest: the newest version that every stage has; it is kept for a roll-back.
+        """
+
     def update(
         self,
         gradients: Mapping[str, Tensor | None],
@@ -172,25 +201,21 @@ class StageWeights:
         Returns:
             For each group the settings that the optimizer has changed in its step.
         """
-        if name := self.changed():
-            raise InputError(
-                f"the parameter {name!r} was changed by hand while batches were in flight; call "
-                "pipe.flush() before"
-            )
+        self.refuse_changed()
         needed = min(self.newest + 1 - (0 if self.predicts else self.delay), slowest)
         if self.optimizer is None:
             self.live[self.newest + 1] = self.live[self.newest]
             self.newest += 1
-            _retire(self.live, needed)
+            retire(self.live, needed)
             return []
         before = OptimizerSnapshot(self.optimizer)
-        tensors = _copied(self.live[self.newest], _retire(self.live, needed))
+        tensors = _copied(self.live[self.newest], retire(self.live, needed))
         own = {name: parameter.grad for name, parameter in self.parameters.items()}
         try:
             for name, parameter in self.parameters.items():
                 parameter.data = tensors[name].detach()
                 parameter.grad = gradients.get(name)
-            changed = _step(self.optimizer, groups)
+            changed = step_with(self.optimizer, groups)
         except BaseException:
             before.put_back()
             self._show(self.live[self.newest])
@@ -198,19 +223,24 @@ class StageWeights:
         finally:
             for name, parameter in self.parameters.items():
                 parameter.grad = own[name]
-        self.newest += 1
-        self.live[self.newest] = tensors
-        self.undo[self.newest] = before
+        self.undo[self.newest + 1] = before
+        self._append(tensors)
         if self.predicts:
             self._predict(groups)
         self.most = max(self.most, len(self.live) + len(self.predicted))
-        self._note()
         return changed
+
+    def _append(self, tensors: Buffers) -> None:
+        """Take these, which the parameters have the memory of, as the next version."""
+        self.newest += 1
+        self.live[self.newest] = tensors
+        self.most = max(self.most, len(self.live) + len(self.predicted))
+        self._note()
 
     def _predict(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Predict the weights that the batches of the newest version read."""
         assert self.optimizer is not None
-        spare = _retire(self.predicted, self.newest - self.delay)
+        spare = retire(self.predicted, self.newest - self.delay)
         tensors = _copied(self.live[self.newest], spare)
         weights: dict[Tensor, Tensor] = {
             parameter: tensors[name]
@@ -241,9 +271,9 @@ class StageWeights:
 
     def return_to(self, version: int) -> None:
         """Roll back to an older version, and drop all others."""
+        if version + 1 in self.undo:
+            self.undo[version + 1].put_back()
         if version < self.newest:
-            if version + 1 in self.undo:
-                self.undo[version + 1].put_back()
             self._show(self.live[max(v for v in self.live if v <= version)])
         self.restart(version)
 
@@ -256,7 +286,7 @@ class StageWeights:
         self._changes = {name: p._version for name, p in self.parameters.items()}
 
 
-def _retire(versions: dict[int, Buffers], needed: int) -> Buffers:
+def retire(versions: dict[int, Buffers], needed: int) -> Buffers:
     """Drop the versions before ``needed``. Returns the tensors of one of them, to be reused."""
     spare: Buffers = {}
     for version in sorted(versions):
@@ -293,7 +323,7 @@ def _alias(parameter: Tensor) -> Tensor:
     return parameter.data.requires_grad_(parameter.requires_grad)
 
 
-def _step(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def step_with(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Step an optimizer with older settings of its groups.
 
     A learning-rate scheduler may have changed the current settings already, for a later batch. So

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from torch.optim import Optimizer
 from fxpipe.ir.plan import Stage
 from fxpipe.runtime.weights.live import Weights, frozen
 from fxpipe.runtime.weights.prediction import check_predictable
+from fxpipe.runtime.weights.sharding import ShardedStage, Shards
 from fxpipe.runtime.weights.stage_weights import Buffers, History, StageWeights
 from fxpipe.torchtools import moments
 from fxpipe.torchtools.moments import DeferredNorm
@@ -53,6 +55,7 @@ class VersionedWeights(Weights):
         awaits: bool = False,
         owns: Callable[[int], bool] = lambda stage: True,
         others: Sequence[int] = (),
+        shards: Mapping[Optimizer, Shards] = MappingProxyType({}),
     ) -> None:
         """Take the current parameters as version 0.
 
@@ -65,6 +68,7 @@ class VersionedWeights(Weights):
             owns: whether this process updates a stage; of the others only the newest version's
                 number is known, see ``note``.
             others: the numbers of the other replicas, whose versions are known likewise.
+            shards: optimizer → the parts of parameters that it trains in place of the whole.
 
         Raises:
             InputError: weights are to be predicted, and an optimizer has no momentum.
@@ -77,6 +81,8 @@ class VersionedWeights(Weights):
         self.base = 0
         self._stages = [
             StageWeights(own, optimizer, delay, predicts)
+            if optimizer is None or (parts := shards.get(optimizer)) is None
+            else ShardedStage(own, optimizer, delay, parts)
             for own, optimizer, delay in zip(parameters, optimizers, delays, strict=True)
         ]
         for stage in self._stages:
@@ -239,20 +245,38 @@ class VersionedWeights(Weights):
 
     def update(
         self, stage: int, reads: int, writes: int, gradients: Sequence[Tensor | None]
-    ) -> None:
+    ) -> list[Tensor]:
         """See Weights.update."""
         own = self._stages[stage]
         kept = own.newest + 1 - own.delay
-        with self._updating(lambda: not self._awaits or self.slowest >= kept):
+        waits = self._awaits and not own.sharded
+        with self._updating(lambda: not waits or self.slowest >= kept):
             named = dict(zip(self._names[stage], gradients, strict=True)) if gradients else {}
             with self._lock:
                 groups = self._groups.pop((stage, reads), [])
             changed = own.update(named, groups, self.slowest)
             self._carry(stage, changed)
-            slowest = self.slowest
-            for each in self._stages:
-                each.forget(slowest)
+            self._forget()
+        if not own.sharded:
+            self._updated(stage, own.newest)
+        return own.parts()
+
+    def gather(self, stage: int, version: int, parts: Sequence[Sequence[Tensor]]) -> None:
+        """See Weights.gather. It writes over an older version as an update does elsewhere, and
+        waits for the slowest stage as that does."""
+        own = self._stages[stage]
+        if not own.sharded:
+            return
+        with self._updating(lambda: not self._awaits or self.slowest >= version - own.delay):
+            own.gather(version, parts, self.slowest)
+            self._forget()
         self._updated(stage, own.newest)
+
+    def _forget(self) -> None:
+        """Drop what was kept to roll back further than will be necessary."""
+        slowest = self.slowest
+        for each in self._stages:
+            each.forget(slowest)
 
     def _carry(self, stage: int, changed: Sequence[Mapping[str, Any]]) -> None:
         """Use the settings that an optimizer's step has changed for later batches, too."""

@@ -8,7 +8,7 @@ fetched when somebody looks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 from weakref import WeakMethod
 
@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from fxpipe.errors import InputError
 from fxpipe.runtime.weights.live import attributes, settings
 from fxpipe.runtime.weights.optimizer_state import differing
+from fxpipe.runtime.weights.sharding import Shards
 
 Mark = tuple[Any, int]
 """A setting, and how often it was changed in place."""
@@ -30,14 +31,22 @@ class WholeOptimizer:
         optimizer: the optimizer, which steps only where its user calls ``step``.
     """
 
-    def __init__(self, optimizer: Optimizer, flush: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        flush: Callable[[], None],
+        shards: Mapping[Optimizer, Shards] | None = None,
+    ) -> None:
         """It stands for no stage yet.
 
         Args:
             optimizer: over all parameters.
             flush: finishes the batches in flight.
+            shards: optimizer of a stage → the parts of parameters that it trains; no process has
+                the state of all then, so that there are settings here alone.
         """
         self.optimizer = optimizer
+        self._shards = shards
         self._flush = _weakly(flush)
         self._parts: list[Optimizer] = []
         # part → group → setting → as it was in the whole and in the part when it was last compared
@@ -45,7 +54,7 @@ class WholeOptimizer:
         look, hand_out = _weakly(self.look), _weakly(self.hand_out)
         self._hooks = [
             optimizer.register_state_dict_pre_hook(look),
-            optimizer.register_load_state_dict_pre_hook(self._flush),
+            optimizer.register_load_state_dict_pre_hook(_weakly(self._begin)),
             optimizer.register_load_state_dict_post_hook(hand_out),
             optimizer.register_step_pre_hook(look),
             optimizer.register_step_post_hook(hand_out),
@@ -80,6 +89,8 @@ class WholeOptimizer:
             self.gather()
         else:
             self.push()
+        if self._shards is not None and self._parts:
+            self.optimizer.state.clear()
 
     def push(self) -> None:
         """Give the stages the settings that were changed here since they were last compared."""
@@ -109,12 +120,22 @@ class WholeOptimizer:
         if self._parts:
             _count_on(self.optimizer, self._parts[0])
             self.optimizer.state.clear()
-        for part in self._parts:
+        for part in self._parts if self._shards is None else ():
             self.optimizer.state.update(part.state)
+
+    def _begin(self) -> None:
+        """Finish the batches in flight. Raises InputError where no process has all of the state."""
+        if self._parts and self._shards is not None:
+            raise InputError(
+                "with shard_optimizer=True pipe.optimizer has the settings of its groups, and no "
+                "replica has the state of whole parameters, which state_dict, load_state_dict and "
+                "step need; use pipe.save and pipe.load, and pipe.step to train"
+            )
+        self._flush()
 
     def look(self) -> None:
         """Make it as it is after the batches that are in flight."""
-        self._flush()
+        self._begin()
         self.push()
         self.gather()
 
@@ -141,8 +162,13 @@ class WholeOptimizer:
         """Raises InputError where parts have other groups, or differ in their settings."""
         groups = self.optimizer.param_groups
         for part in parts:
+            shards = (self._shards or {}).get(part)
+            known = [{*map(id, group["params"])} for group in groups]
+            if shards is not None:
+                for ids in known:
+                    ids |= {id(own) for p, own in shards.of.items() if id(p) in ids}
             same = type(part) is type(self.optimizer) and len(part.param_groups) == len(groups)
-            if not same or not all(map(_is_part, part.param_groups, groups, parts[0].param_groups)):
+            if not same or not all(map(_is_part, part.param_groups, known, parts[0].param_groups)):
                 raise InputError(
                     "the function that was given as optimizer= makes other groups for a stage than "
                     "for the whole model, so that there is no one optimizer; use pipe.optimizers, "
@@ -150,8 +176,7 @@ class WholeOptimizer:
                 )
 
 
-def _is_part(own: Mapping[str, Any], whole: Mapping[str, Any], first: Mapping[str, Any]) -> bool:
-    known = {id(parameter) for parameter in whole["params"]}
+def _is_part(own: Mapping[str, Any], known: Container[int], first: Mapping[str, Any]) -> bool:
     inside = all(id(parameter) in known for parameter in own["params"])
     return inside and differing(settings(own), settings(first)) is None
 

@@ -1,0 +1,339 @@
+"""Replicas that each keep a part of the optimizers' state train as those that keep all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import fxpipe
+from fxpipe.errors import InputError
+from fxpipe.ir.program import Program
+from fxpipe.runtime.weights.sharding import refuse_others
+from tests.helpers.ranks import DeviceMesh, on_ranks
+from tests.helpers.tiny import Tiny
+from tests.ranks.test_replicas import (
+    CASES,
+    OPTIMIZERS,
+    Model,
+    Results,
+    assert_equal,
+    batch,
+    looped,
+    made,
+    pipe_of,
+    trained,
+)
+from tests.ranks.test_replicas_together import Broken
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+SHAPES = {
+    (2, 2): ["gpipe", "zb-h1", "interleaved-1f1b", "2bw", "clipped", "clipped, 2bw", "scaled"],
+    (3, 1): ["1f1b", "2bw", "clipped"],
+}
+
+
+def stages_of(devices: int) -> Sequence[Sequence[str]]:
+    """Stage → the names of its parameters."""
+    names = [name for name, _ in made().named_parameters()]
+    late = [name.startswith(("third", "fourth")) and devices == 2 for name in names]
+    return [[n for n, at in zip(names, late, strict=True) if at == s] for s in range(devices)]
+
+
+def run_cases(mesh: DeviceMesh, names: list[str]) -> list[Results]:
+    return [trained(mesh, shard_optimizer=True, **CASES[name]) for name in names]
+
+
+@pytest.mark.parametrize("shape", [*SHAPES])
+def test_sharded_optimizers_give_the_bits_of_whole_ones(shape: tuple[int, int]) -> None:
+    replicas, devices = shape
+    ranks = on_ranks(replicas * devices, run_cases, SHAPES[shape], replicas=replicas)
+    for index, name in enumerate(SHAPES[shape]):
+        expected = looped(replicas, stages=stages_of(devices), **CASES[name])
+        for rank in ranks:
+            assert_equal(rank[index], expected, name)
+
+
+def groups(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """AdamW, with weight decay for matrices alone."""
+    plain = [p for p in parameters if p.ndim < 2]
+    matrices = [p for p in parameters if p.ndim >= 2]
+    return torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": 0.5}, {"params": plain, "weight_decay": 0.0}], lr=0.01
+    )
+
+
+def state_bytes(pipe: fxpipe.Pipeline) -> int:
+    """The bytes of what the optimizers keep for elements."""
+    states = [state for each in pipe.optimizers if each for state in each.state.values()]
+    return sum(v.nbytes for state in states for key, v in state.items() if key != "step")
+
+
+def figures(mesh: DeviceMesh) -> dict[str, Any]:
+    """What sharding saves and sends, with groups of parameters and learning rates that change."""
+    replica, found = mesh["dp"].get_local_rank(), dict[str, Any]()
+    for schedule in ("1f1b", "2bw"):
+        for shards in (False, True):
+            with pipe_of(mesh, schedule=schedule, optimizer=groups, shard_optimizer=shards) as pipe:
+                x, y = batch(0, replica)
+                pipe.prepare(x, target=y)
+                rate = torch.optim.lr_scheduler.StepLR(pipe.optimizer, 1, 0.5)
+                for step in range(3):
+                    x, y = batch(step, replica)
+                    pipe.step(x, target=y)
+                    rate.step()
+                pipe.flush()
+                if shards:
+                    with pytest.raises(InputError, match=r"use pipe\.save and pipe\.load"):
+                        pipe.optimizer.state_dict()
+                    assert not pipe.optimizer.state
+                program, simulated = pipe.program, pipe.simulate(steps=3)
+                assert Program.parse(str(program)) == program.verify()
+                device, sent = pipe._group.device, simulated.summed(replica)
+                assert pipe._group.summed == sent[device] > 0
+                found[f"{schedule} {shards}"] = pipe.state_dict(full=True)
+                found[f"{schedule} {shards} state"] = state_bytes(pipe), sent
+                memory = [each.parts["optimizer"] for each in simulated.memory]
+                found[f"{schedule} {shards} memory"] = memory, repr(pipe).count("memory")
+    return found
+
+
+def test_optimizer_state_is_divided_by_the_replicas_and_as_many_bytes_are_sent() -> None:
+    ranks = on_ranks(4, figures, replicas=4)
+    for schedule in ("1f1b", "2bw"):
+        whole, part = f"{schedule} False", f"{schedule} True"
+        for rank in ranks:
+            assert_equal(rank[part], rank[whole], schedule)
+            assert rank[f"{part} memory"] == ranks[0][f"{part} memory"]
+        (full, sent), (_, parts_sent) = ranks[0][f"{whole} state"], ranks[0][f"{part} state"]
+        parts = [rank[f"{part} state"][0] for rank in ranks]
+        assert sum(parts) == full == 2 * 4 * sum(p.numel() for p in made().parameters())
+        assert max(parts) - min(parts) <= 2 * 4 * len(list(made().parameters()))
+        assert sent == parts_sent
+        assert ranks[0][f"{part} memory"][0][0] < ranks[0][f"{whole} memory"][0][0]
+
+
+def whole(named_parameters: Any) -> torch.optim.Optimizer:
+    """One optimizer of the whole model."""
+    return torch.optim.AdamW([{"params": [p]} for _, p in named_parameters], lr=0.01)
+
+
+def continued(
+    mesh: DeviceMesh | int,
+    load: Path | None,
+    save: Path | None,
+    steps: tuple[int, int],
+    shards: bool,
+    schedule: str,
+) -> Any:
+    """The state after some steps, from one checkpoint and to another."""
+    assert isinstance(mesh, DeviceMesh)
+    replica = mesh["dp"].get_local_rank()
+    given: Any = OPTIMIZERS["adamw"] if schedule == "2bw" else whole
+    with pipe_of(mesh, schedule=schedule, shard_optimizer=shards, optimizer=given) as pipe:
+        x, y = batch(0, replica)
+        pipe.prepare(x, target=y)
+        if load is not None:
+            pipe.load(load)
+        for step in range(*steps):
+            x, y = batch(step, replica)
+            pipe.step(x, target=y)
+        pipe.flush()
+        if save is not None:
+            pipe.save(save)
+        return pipe.state_dict(full=True)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+def test_checkpoints_go_from_sharded_optimizers_to_whole_ones_and_back(
+    tmp_path: Path, schedule: str
+) -> None:
+    one, two, three = (tmp_path / name for name in "abc")
+    on_ranks(4, continued, None, one, (0, 2), True, schedule, replicas=2)
+    on_ranks(2, continued, one, two, (2, 3), False, schedule, replicas=2)
+    ranks = on_ranks(2, continued, two, three, (3, 5), True, schedule, replicas=2)
+    expected = looped(2, "adamw", 5, schedule=schedule)
+    assert_equal(ranks[1], {key: expected[key] for key in ranks[1]}, schedule)
+    with fxpipe.compile(
+        Model(), 1, loss=F.mse_loss, schedule=schedule, optimizer=OPTIMIZERS["adamw"]
+    ) as pipe:
+        x, y = batch(0, 0)
+        pipe.prepare(x, target=y)
+        pipe.load(three)
+        assert pipe.batches == 5
+        assert state_bytes(pipe) == 2 * 4 * sum(p.numel() for p in pipe.parameters())
+        assert_equal(pipe.state_dict(), ranks[0], schedule)
+
+
+def failing(mesh: DeviceMesh) -> dict[str, Any]:
+    """What is left after an optimizer has failed on one rank."""
+    replica, device = mesh.get_local_rank("dp"), mesh.get_local_rank("pp")
+    found: dict[str, Any] = {}
+    for schedule in ("1f1b", "2bw"):
+        breaks = False
+
+        def optimizer(parameters: Any) -> torch.optim.Optimizer:
+            made = torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+            def before(*_: Any) -> None:
+                if breaks and (replica, device) == (1, 1):  # noqa: B023
+                    raise Broken("here")
+
+            made.register_step_pre_hook(before)
+            return made
+
+        with pipe_of(mesh, schedule=schedule, optimizer=optimizer, shard_optimizer=True) as pipe:
+            for step in range(3):
+                x, y = batch(step, replica)
+                pipe.step(x, target=y)
+            pipe.flush()
+            weights = pipe.state_dict(full=True)
+            breaks = True
+            with pytest.raises(fxpipe.ExecutionError, match=r"here"):
+                pipe.step(*batch(3, replica)[:1], target=batch(3, replica)[1])
+                pipe.flush()
+            breaks = False
+            assert pipe.batches == 3
+            assert_equal(pipe.state_dict(full=True), weights, schedule)
+            for step in range(3, 5):
+                x, y = batch(step, replica)
+                pipe.step(x, target=y)
+            pipe.flush()
+            found[schedule] = pipe.state_dict(full=True)
+    return found
+
+
+def test_after_a_failure_weights_and_optimizers_are_as_they_were_on_all_ranks() -> None:
+    ranks = on_ranks(4, failing, replicas=2)
+    for found in ranks:
+        expected = looped(2, "sgd", 5)
+        assert_equal(found["1f1b"], {key: expected[key] for key in found["1f1b"]}, "1f1b")
+        assert_equal(found["2bw"], ranks[0]["2bw"], "2bw")
+
+
+def hollow(mesh: DeviceMesh, folder: Path) -> list[Results]:
+    """The states of a model that was built on the meta device and gets its values later."""
+    replica, found = mesh.get_local_rank("dp"), []
+    for load in (False, True):
+        with torch.device("meta"):
+            model = Model()
+        x, y = batch(0, replica)
+        with fxpipe.compile(
+            model,
+            mesh,
+            loss=F.mse_loss,
+            microbatches=4,
+            schedule="2bw",
+            optimizer=OPTIMIZERS["adamw"],
+            shard_optimizer=True,
+            partition=["third"],
+            example=((x,), {"target": y}),
+        ) as pipe:
+            assert any(pipe.optimizers)  # are made before there are values
+            if load:
+                pipe.load(folder)
+            else:
+                pipe.load_state_dict(made().state_dict())
+            for step in range(pipe.batches, 3):
+                x, y = batch(step, replica)
+                pipe.step(x, target=y)
+            pipe.flush()
+            if not load:
+                pipe.save(folder)
+                for step in range(3, 5):
+                    x, y = batch(step, replica)
+                    pipe.step(x, target=y)
+                pipe.flush()
+            found.append(pipe.state_dict())
+    return found
+
+
+def test_a_model_gets_its_values_after_its_optimizers_are_made(tmp_path: Path) -> None:
+    for found in on_ranks(4, hollow, tmp_path / "run", replicas=2):
+        for steps, state in zip((5, 3), found, strict=True):
+            expected = looped(2, "adamw", steps, schedule="2bw")
+            assert_equal(state, {key: expected[key] for key in state}, str(steps))
+
+
+class Normed(torch.optim.Optimizer):
+    """Steps by the norm of each whole gradient."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter -= group["lr"] * parameter.grad / parameter.grad.norm()
+
+
+def test_optimizers_that_need_whole_parameters_are_refused() -> None:
+    weights = [nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(4))]
+    known: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+        "Adafactor": torch.optim.Adafactor,
+        "Normed": Normed,
+    }
+    for name, kind in known.items():
+        with pytest.raises(InputError, match=f"{name} .* leave shard_optimizer out, or give"):
+            refuse_others(kind(weights))
+    sparse = [nn.Parameter(torch.eye(3).to_sparse())]
+    with pytest.raises(InputError, match="a parameter of SGD is sparse, and cannot be cut"):
+        refuse_others(torch.optim.SGD(sparse))
+    for kind in (
+        torch.optim.SGD,
+        torch.optim.Adam,
+        torch.optim.AdamW,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.Adamax,
+        torch.optim.Adagrad,
+        torch.optim.Adadelta,
+        torch.optim.RMSprop,
+        torch.optim.Rprop,
+        torch.optim.ASGD,
+    ):
+        before, kept = torch.get_rng_state(), kind(weights)
+        refuse_others(kept)
+        assert torch.equal(before, torch.get_rng_state())
+
+
+def test_what_cannot_be_sharded_is_refused_before_anything_runs() -> None:
+    with pytest.raises(InputError, match="there is no optimizer; give optimizer="):
+        fxpipe.compile(Tiny(), 2, shard_optimizer=True)
+    with pytest.raises(InputError, match="predict=True needs the momentum of all weights"):
+        fxpipe.compile(
+            Tiny(),
+            2,
+            schedule="2bw",
+            predict=True,
+            shard_optimizer=True,
+            optimizer=OPTIMIZERS["sgd"],
+        )
+    with pytest.raises(InputError, match="shard_optimizer is 1; give True or False"):
+        fxpipe.compile(Tiny(), 2, shard_optimizer=1)  # type: ignore[arg-type]
+
+
+def test_one_replica_shards_nothing() -> None:
+    x, y = batch(0, 0)
+    states = []
+    for shards in (False, True):
+        with fxpipe.compile(
+            made(),
+            1,
+            loss=F.mse_loss,
+            optimizer=OPTIMIZERS["adamw"],
+            shard_optimizer=shards,
+            microbatches=2,
+        ) as pipe:
+            pipe.step(x, target=y)
+            assert not pipe.program.sharded
+            states.append({key: value.clone() for key, value in pipe.state_dict().items()})
+    assert_equal(states[1], states[0], "one replica")
