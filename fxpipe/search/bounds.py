@@ -80,11 +80,11 @@ def middle(problem: Problem, stage: int) -> tuple[float, dict[str, float]]:
         problem.weight[stage],
     )
     r, k = lag(problem, stage), room(problem, stage)
-    rounds = (m - 1) // k
-    found = [
-        (r + (m - 1) * max(f, b), {"rounds": 0.0}),
-        ((rounds + 1) * r + (m - 1 - rounds * k) * max(f, b), {"rounds": float(rounds)}),
-    ]
+    found: list[tuple[float, dict[str, float]]] = [(r + (m - 1) * max(f, b), {"rounds": 0.0})]
+    for each, trip in _rounds(problem, stage):
+        rounds = (m - 1) // each
+        time = rounds * trip + r + (m - 1 - rounds * each) * max(f, b)
+        found.append((time, {"rounds": float(rounds), "trip": trip}))
     first = max(0.0, r - b - k * f)
     if m <= k:
         found.append((m * (f + b) + first, {"first": first}))
@@ -92,14 +92,31 @@ def middle(problem: Problem, stage: int) -> tuple[float, dict[str, float]]:
         # Before the last forward the device makes room: with so many micro-batches in flight
         # besides, the input gradients of all others, and weight gradients as far as these do not
         # suffice. Behind it only so many input gradients can come until its own.
-        each = []
+        options: list[tuple[float, dict[str, float]]] = []
         for more in range(k):
             made = _must_make(problem, stage, more)
             last = max(0.0, r - f - (more + 1) * b)
-            each.append((made * w + last, {"weights": float(made), "last": last}))
-        least, terms = min(each, key=lambda one: one[0])
+            options.append((made * w + last, {"weights": float(made), "last": last}))
+        least, terms = min(options, key=lambda one: one[0])
         found.append((m * (f + b) + first + least, {"first": first, **terms}))
     return max(found, key=lambda one: one[0])
+
+
+def _rounds(problem: Problem, stage: int) -> Iterator[tuple[int, float]]:
+    """How many micro-batches later a forward has to wait for a trip, and how long that takes.
+
+    The forward k later waits for the input gradient, as k are all that find room. Where what that
+    leaves does not find room beside them, it waits for the weight gradient or the next input
+    gradient, too. And some forward waits for the weight gradient, however many others are done.
+    """
+    saved, deferred = problem.saved[stage], problem.deferred[stage]
+    b, w, r = problem.backward[stage], problem.weight[stage], lag(problem, stage)
+    most, k = problem.memory[problem.placement[stage]], room(problem, stage)
+    if k < problem.microbatches:
+        crowded = deferred and k * saved + deferred > most * (1 + _CLOSE)
+        yield k, r + (min(b, w) if crowded else 0.0)
+    if deferred and most - saved < problem.microbatches * deferred:
+        yield 1 + floor((most - saved) / deferred + _CLOSE), r + w
 
 
 def room(problem: Problem, stage: int) -> int:

@@ -155,10 +155,19 @@ def _chain(certificate: Certificate) -> float:
     flying = 1  # micro-batches that find room at once
     while flying < m and (flying + 1) * saved <= most * (1 + _CLOSE):
         flying += 1
-    # A micro-batch begins its trip only when the one so many before it has ended its own.
+    # A micro-batch begins its trip only when an earlier one has ended its own: where all between
+    # them take all room; or, weight gradient included, where what these leave takes all room.
+    waits = [(flying, trip)]
+    if deferred and flying * saved + deferred > most * (1 + _CLOSE):
+        waits[0] = flying, trip + min(b, w)
+    between = 1
+    while deferred and between < m and saved + between * deferred <= most * (1 + _CLOSE):
+        between += 1
+    waits += [(between, trip + w)] if deferred else []
     found = [trip + (m - 1) * max(f, b)]
-    for rounds in range(1, (m - 1) // flying + 1):
-        found.append((rounds + 1) * trip + (m - 1 - rounds * flying) * max(f, b))
+    for apart, each in waits:
+        for rounds in range(1, (m - 1) // apart + 1):
+            found.append(rounds * each + trip + (m - 1 - rounds * apart) * max(f, b))
     idle = max(0.0, trip - b - flying * f)
     if m <= flying:
         found.append(m * (f + b) + idle)

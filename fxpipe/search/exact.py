@@ -11,7 +11,7 @@ from typing import Any
 
 from fxpipe.search.problem import Order, Problem
 
-LITERALS = 12_000
+LITERALS = 30_000
 """Problems with more than so many pairs of tasks to order are left to the local search."""
 
 _FINE = 200_000

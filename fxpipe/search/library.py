@@ -10,14 +10,17 @@ from fxpipe.ir.recipe import Recipe
 from fxpipe.search.problem import Order, Problem
 from fxpipe.search.timing import fits, value_of
 
+Library = dict[str, tuple[float, Order] | str]
+"""Name → its time and its order, or why it has none."""
 
-def library_orders(problem: Problem) -> dict[str, tuple[float, Order] | str]:
+
+def library_orders(problem: Problem) -> Library:
     """Name → its time, as the problem counts it, and its order; or why it has none here.
 
     Backwards are taken apart, or put together, as the problem asks.
     """
     recipes: list[Recipe] = [getattr(library, name) for name in library.__all__]
-    found: dict[str, tuple[float, Order] | str] = {}
+    found: Library = {}
     for name, recipe in sorted({each.name: each for each in recipes}.items()):
         order = _order(problem, recipe)
         if isinstance(order, str):

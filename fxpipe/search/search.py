@@ -9,17 +9,18 @@ from random import Random
 from time import perf_counter
 
 from fxpipe.errors import InputError
+from fxpipe.ir.plan import Plan
 from fxpipe.ir.recipe import Placement
 from fxpipe.ir.schedule import Schedule
 from fxpipe.search import exact as solver
 from fxpipe.search.bounds import Bound, best_bound
 from fxpipe.search.certificate import Certificate
-from fxpipe.search.library import library_orders
+from fxpipe.search.library import Library, library_orders
 from fxpipe.search.local import Local
 from fxpipe.search.problem import Problem
 from fxpipe.search.read import Given, problems_of
 from fxpipe.search.timing import value_of
-from fxpipe.simulator.costs import Costs, Links
+from fxpipe.simulator.costs import Costs, Links, measured_costs
 from fxpipe.simulator.sizes import Sizes
 
 _SHARE = 0.2
@@ -66,7 +67,7 @@ class Found:
 
 
 def search_schedule(
-    costs: Costs,
+    costs: Costs | Plan,
     microbatches: int,
     *,
     devices: int | None = None,
@@ -87,7 +88,8 @@ def search_schedule(
 
     Args:
         costs: letter of a kind of task, or (letter, stage) → time, as for ``simulate``. A "B" that
-            is left out takes as long as its halves.
+            is left out takes as long as its halves. Or the plan of a pipe, whose stages were
+            measured.
         microbatches: of a step.
         devices: how many; by default one for each stage that ``costs`` names.
         placement: the device of each stage, or a function such as ``fxpipe.vee``. By default one
@@ -120,19 +122,20 @@ def search_schedule(
         raise InputError("exact=True needs ortools; pip install fxpipe[search], or leave it out")
     if not 0 < seconds < inf or (work is not None and work < 1):
         raise InputError(f"seconds is {seconds} and work is {work}; give a number above 0")
+    if isinstance(costs, Plan):
+        costs = measured_costs(costs)
+        if not costs:
+            raise InputError("the plan's stages were not measured; give costs={letter: time}")
     given = Given(costs, microbatches, devices, placement, whole, memory, sizes, links, flush)
     problems = problems_of(given)
     budget = _Budget(
         seconds / len(problems), work, seed, solver.available() if exact is None else exact
     )
     found = [_search(problem, given, budget) for problem in problems]
-    best = min(found, key=lambda one: one.value)
-    library = {
-        name: each if isinstance(each, str) else each[0]
-        for name, each in library_orders(best.problem).items()
-    }
-    others = tuple(one for one in found if one is not best)
-    return Found(best.schedule, best, others, library)
+    best, library = min(found, key=lambda one: one[0].value)
+    times = {name: each if isinstance(each, str) else each[0] for name, each in library.items()}
+    others = tuple(one for one, _ in found if one is not best)
+    return Found(best.schedule, best, others, times)
 
 
 @dataclass(frozen=True)
@@ -145,24 +148,27 @@ class _Budget:
     exact: bool
 
 
-def _search(problem: Problem, given: Given, budget: _Budget) -> Certificate:
+def _search(problem: Problem, given: Given, budget: _Budget) -> tuple[Certificate, Library]:
     """The best of one problem, with memory that is held back until a simulation fits."""
     bound = best_bound(problem)
+    library: Library = {}
     sizes = given.sizes if given.memory is not None else None
     tight = problem
     limits = given.limits(problem.devices)
     rounds = 1 if sizes is None else _TIGHTENED
     for left in range(rounds - 1, -1, -1):
         share = replace(budget, seconds=budget.seconds / rounds)
-        certificate = _solve(tight, best_bound(tight) if tight is not problem else bound, share)
+        own = bound if tight is problem else best_bound(tight)
+        certificate, orders = _solve(tight, own, share)
+        library = library or orders
         if sizes is None:
-            return certificate
+            return certificate, library
         ran = certificate.schedule.simulate(given.costs, links=given.links, sizes=sizes, steps=1)
         over = [max(0.0, has.peak - most) for has, most in zip(ran.memory, limits, strict=True)]
         if not any(over):
-            if tight is problem:
-                return certificate
-            return replace(certificate, problem=problem, bound=bound)
+            if tight is not problem:
+                certificate = replace(certificate, problem=problem, bound=bound)
+            return certificate, library
         if not left:
             break
         tight = replace(
@@ -175,14 +181,15 @@ def _search(problem: Problem, given: Given, budget: _Budget) -> Certificate:
     )
 
 
-def _solve(problem: Problem, bound: Bound, budget: _Budget) -> Certificate:
+def _solve(problem: Problem, bound: Bound, budget: _Budget) -> tuple[Certificate, Library]:
     """Local search, and then the solver where it is there and the problem is small."""
+    started = perf_counter()
     local = Local(problem, Random(budget.seed))
-    for each in library_orders(problem).values():
+    library = library_orders(problem)
+    for each in library.values():
         if not isinstance(each, str):
             local.offer(*each)
     small = budget.exact and solver.literals(problem) <= solver.LITERALS
-    started = perf_counter()
 
     def lasting(share: float) -> Callable[[], bool]:
         if budget.work is not None:
@@ -205,4 +212,4 @@ def _solve(problem: Problem, bound: Bound, budget: _Budget) -> Certificate:
         if least > bound.time * (1 + 1e-9):
             bound = Bound(min(least, local.value), "solver")
     schedule = problem.schedule_of(local.best)
-    return Certificate(problem, schedule, local.value, bound)
+    return Certificate(problem, schedule, local.value, bound), library

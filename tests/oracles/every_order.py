@@ -7,68 +7,69 @@ another, the greatest mean over every round of devices.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cache
 from itertools import permutations, product
 from math import inf
 from typing import Any
 
-Work = tuple[str, int]
+Work = tuple[str, int, int]
+"""A letter, a micro-batch and a stage."""
+
 Row = tuple[Work, ...]
 
 
 def best_of_all(problem: Any) -> float:
-    """The least time of a problem with a stage a device: of a step, or of each of many."""
-    rows = [
-        [row for row in all_rows(problem.microbatches, problem.whole) if has_room(problem, s, row)]
-        for s in range(problem.stages)
-    ]
+    """The least time of a problem: of a step, or of each of many."""
+    rows = [list(all_rows(problem, device)) for device in range(problem.devices)]
     return min(least_time(problem, chosen) for chosen in product(*rows))
 
 
-@cache
-def all_rows(microbatches: int, whole: bool) -> tuple[Row, ...]:
-    """Every order of a device's tasks in which micro-batches come in turn."""
-    letters = "FI" if whole else "FIW"
+def all_rows(problem: Any, device: int) -> Iterator[Row]:
+    """Every order of a device's tasks in which micro-batches come in turn and find room."""
+    stages = [s for s, home in enumerate(problem.placement) if home == device]
+    kinds = [(k, s) for s in stages for k in ("FI" if problem.whole else "FIW")]
 
-    def more(row: Row, counts: tuple[int, ...]) -> Iterator[Row]:
-        if all(count == microbatches for count in counts):
+    def more(row: Row, counts: dict[tuple[str, int], int]) -> Iterator[Row]:
+        if not has_room(problem, device, row):
+            return
+        if all(count == problem.microbatches for count in counts.values()):
             yield row
-        for k, letter in enumerate(letters):
-            before = microbatches if k == 0 else counts[k - 1]
-            if counts[k] < before:
-                grown = (*counts[:k], counts[k] + 1, *counts[k + 1 :])
-                yield from more((*row, (letter, counts[k])), grown)
+        for (k, s), i in counts.items():
+            # nothing that the chain of stages forbids anyway
+            if k == "F":
+                ready = all(counts["F", u] > i for u in stages if u < s)
+            elif k == "I":
+                ready = all(counts["F", u] > i for u in stages)
+                ready = ready and all(counts["I", u] > i for u in stages if u > s)
+            else:
+                ready = counts["I", s] > i
+            if ready and i < problem.microbatches:
+                yield from more((*row, (k, i, s)), {**counts, (k, s): i + 1})
 
-    return tuple(more((), (0,) * len(letters)))
+    return more((), dict.fromkeys(kinds, 0))
 
 
-def has_room(problem: Any, stage: int, row: Row) -> bool:
-    kept: dict[int, float] = {}
-    for letter, i in row:
-        kept[i] = {"F": problem.saved[stage], "I": problem.deferred[stage], "W": 0}[letter]
-        if sum(kept.values()) > problem.memory[stage]:
-            return False
-    return True
+def has_room(problem: Any, device: int, row: Row) -> bool:
+    """Whether what is kept behind the row's last task is not too much."""
+    kept: dict[tuple[int, int], float] = {}
+    for letter, i, s in row:
+        kept[i, s] = {"F": problem.saved[s], "I": problem.deferred[s], "W": 0}[letter]
+    return bool(sum(kept.values()) <= problem.memory[device])
 
 
 def least_time(problem: Any, rows: Sequence[Row]) -> float:
     """Of the rows of all devices; infinite where they wait for one another."""
     devices = range(len(rows))
+    update = [0.0] * len(rows)
+    for stage, home in enumerate(problem.placement):
+        update[home] += problem.update[stage]
     if problem.flush:
         # all devices meet before their updates
-        return max(ends(problem, rows, [0.0] * len(rows))) + float(max(problem.update))
+        return max(ends(problem, rows, [0.0] * len(rows))) + max(update)
     # from the first task of one device to the last of another
-    ways = [
-        [
-            time + float(update)
-            for time, update in zip(
-                ends(problem, rows, [0.0 if d == e else -inf for d in devices]),
-                problem.update,
-                strict=True,
-            )
-        ]
-        for e in devices
-    ]
+    ways = []
+    for device in devices:
+        reached = ends(problem, rows, [0.0 if d == device else -inf for d in devices])
+        ways.append([time + more for time, more in zip(reached, update, strict=True)])
     if any(way == inf for each in ways for way in each):
         return inf
     return max(
@@ -81,28 +82,26 @@ def least_time(problem: Any, rows: Sequence[Row]) -> float:
 def ends(problem: Any, rows: Sequence[Row], begins: Sequence[float]) -> list[float]:
     """Device → its end, updates left out."""
     took = {"F": problem.forward, "I": problem.backward, "W": problem.weight}
-    done: dict[tuple[str, int, int], float] = {}
-    now, left = list(begins), [list(row) for row in rows]
-    last = problem.stages - 1
-    while any(left):
+    done: dict[Work, float] = {}
+    now, places = list(begins), [0] * len(rows)
+    last = len(problem.placement) - 1
+    moved = True
+    while moved:
         moved = False
-        for s, row in enumerate(left):
-            while row:
-                letter, i = row[0]
-                if letter == "F":
-                    need = done.get(("F", i, s - 1)) if s else -inf
-                    hop = problem.down[s - 1] if s else 0
-                elif letter == "I":
-                    need = done.get(("I", i, s + 1)) if s < last else -inf
-                    hop = problem.up[s] if s < last else 0
-                else:
-                    need, hop = -inf, 0
+        for device, row in enumerate(rows):
+            while places[device] < len(row):
+                letter, i, s = row[places[device]]
+                need: float | None = -inf
+                hop = 0.0
+                if letter == "F" and s:
+                    need, hop = done.get(("F", i, s - 1)), problem.down[s - 1]
+                elif letter == "I" and s < last:
+                    need, hop = done.get(("I", i, s + 1)), problem.up[s]
                 if need is None:
                     break
-                now[s] = max(now[s], need + hop) + took[letter][s]
-                done[letter, i, s] = now[s]
-                row.pop(0)
+                now[device] = max(now[device], need + hop) + took[letter][s]
+                done[letter, i, s] = now[device]
+                places[device] += 1
                 moved = True
-        if not moved:
-            return [inf] * len(rows)
-    return now
+    stuck = any(at < len(row) for at, row in zip(places, rows, strict=True))
+    return [inf] * len(rows) if stuck else now

@@ -23,7 +23,7 @@ from fxpipe.search.search import Found, search_schedule
 from fxpipe.search.timing import fits, value_of
 from fxpipe.simulator import Link, Sizes
 from fxpipe.simulator.costs import Key
-from tests.oracles.every_order import best_of_all
+from tests.oracles.every_order import best_of_all, least_time
 
 needs_ortools = pytest.mark.skipif(
     not exact.available(), reason="ortools is not installed: pip install fxpipe[search]"
@@ -107,6 +107,19 @@ def test_no_bound_of_any_kind_is_above_the_best_order_of_three_devices(problem: 
         assert bound.time <= best * (1 + 1e-9), bound
 
 
+@given(problems((1, 4), (1, 5)), st.integers(0, 10**6))
+def test_an_order_is_worth_its_longest_way_or_greatest_mean(problem: Problem, seed: int) -> None:
+    policy = random_policy(problem, Random(seed))
+    _, rows, _ = list_schedule(problem, policy, [0.0] * problem.devices, inf)
+    order = tuple(map(tuple, rows))
+    tasks = [
+        [(t.kind.replace("B", "I"), t.microbatch or 0, t.stage or 0) for t in row if t.kind != "U"]
+        for row in problem.schedule_of(order).rows
+    ]
+    least = least_time(problem, [tuple(row) for row in tasks])
+    assert value_of(problem, order) == pytest.approx(least)
+
+
 def test_list_schedules_find_nearly_all_optima_of_small_problems() -> None:
     random = Random(5)
     above = []
@@ -117,6 +130,40 @@ def test_list_schedules_find_nearly_all_optima_of_small_problems() -> None:
         above.append(searched(problem).value / best_of_all(problem) - 1)
     assert min(above) >= -1e-9
     assert sum(each < 1e-9 for each in above) >= 38
+
+
+SHARED = [(0, 0), (0, 0, 0), (0, 1, 0), (0, 1, 1), (0, 1, 1, 0)]
+
+
+@st.composite
+def shared(draw: st.DrawFn) -> Problem:
+    """Stages that share devices, few enough to try all orders."""
+    placement = draw(st.sampled_from(SHARED))
+    stages, devices = len(placement), max(placement) + 1
+    microbatches = draw(st.integers(1, 2 if stages * devices <= 6 else 1))
+    whole = stages * devices * microbatches > 4
+    numbers = draw(st.lists(st.integers(1, 9), min_size=5, max_size=29))
+    one = problem_of(stages, microbatches, numbers, 1, whole, draw(st.booleans()))
+    memory = [0.0] * devices
+    for home, most in zip(placement, one.memory, strict=True):
+        memory[home] += most
+    share = draw(st.sampled_from([1, 1.5, inf]))
+    return replace(one, placement=placement, memory=tuple(share * most for most in memory))
+
+
+@given(shared())
+@settings(max_examples=40)
+def test_where_stages_share_devices_the_bounds_hold_too(problem: Problem) -> None:
+    best, found = best_of_all(problem), searched(problem, 100)
+    for bound in (*work_bounds(problem), *chain_bounds(problem)):
+        assert bound.time <= best * (1 + 1e-9), bound
+    assert best <= found.value * (1 + 1e-9)
+    assert found.check() == ()
+    if exact.available():
+        order, least = exact.Exact(problem, found.value + 1, found.bound.time).solve(60, inf, 0)
+        assert order is not None
+        assert value_of(problem, order) == pytest.approx(best)
+        assert least == pytest.approx(best)
 
 
 @needs_ortools
@@ -284,7 +331,7 @@ def test_the_checker_follows_every_bound_and_refuses_more(problem: Problem) -> N
 
 @needs_ortools
 def test_what_rests_on_the_solver_is_named() -> None:
-    found = search_schedule(UNEQUAL, 5, memory=2, work=60, exact=True)
+    found = search_schedule(UNEQUAL, 6, memory=2, work=60, exact=True)
     assert found.certificate.bound.why == "solver"
     assert "CP-SAT" in found.certificate.check()[0]
     assert found.gap == 0
