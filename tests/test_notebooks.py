@@ -25,10 +25,17 @@ FOLDER = Path(__file__).parent.parent / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 BRIEF = {
     "01_quickstart": {"for _ in range(160):": "for _ in range(2):"},
+    "02_reading_schedules": {
+        "torch.randn(2048, 512), torch.randint(10, (2048,))": (
+            "torch.randn(128, 512), torch.randint(10, (128,))"
+        ),
+    },
     "04_two_buffered_weights": {
+        "size=2048": "size=128",
         "STEPS = 120": "STEPS = 32",
         "for _ in range(5):": "for _ in range(1):",
     },
+    "05_from_torchgpipe": {"for _ in range(6):": "for _ in range(2):"},
 }
 """Notebook → what its lines are in a test."""
 

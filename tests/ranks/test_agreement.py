@@ -37,9 +37,8 @@ def test_other_inputs_on_one_rank_are_an_error_on_all() -> None:
     assert first[1] == second[1]
 
 
-def meshes(mesh: DeviceMesh) -> dict[str, str]:
-    """What a rank is told of meshes of other shapes."""
-    rank = mesh.get_local_rank()
+def meshes(mesh: DeviceMesh) -> dict[str, tuple[int, int] | str]:
+    """For meshes of other shapes: how many devices and replicas they are, or what a rank is told."""
     made = {
         "one replica": DeviceMesh("cpu", [[0, 1]], mesh_dim_names=("dp", "pp")),
         "replicas": DeviceMesh("cpu", [[0], [1]], mesh_dim_names=("dp", "pp")),
@@ -50,27 +49,28 @@ def meshes(mesh: DeviceMesh) -> dict[str, str]:
         "alone": DeviceMesh("cpu", [[0], [1]], mesh_dim_names=("x", "pp"))["pp"],
     }
     x = torch.ones(4, 4)
-    told = {}
+    told: dict[str, tuple[int, int] | str] = {}
     for name, each in made.items():
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
         try:
             with fxpipe.compile(model, each, microbatches=2, loss=F.mse_loss) as pipe:
                 pipe.step(x, target=x[:, :2])
-                told[name] = str(pipe).partition(",")[0]
+                told[name] = pipe.program.devices, pipe.program.replicas
+                if name == "replicas":
+                    told["text"] = str(pipe).partition(",")[0]
         except fxpipe.InputError as error:
             told[name] = str(error)
-    return told | {"rank": str(rank)}
+    return told
 
 
 def test_a_mesh_has_all_its_ranks_in_the_pipe() -> None:
     for told in on_ranks(2, meshes):
-        assert told["one replica"].endswith("over 2 devices")
-        assert told["alone"].endswith("over 1 devices")
-        for name in ("replicas", "replicas alone", "another order"):
-            assert told[name].endswith("over 1 devices in 2 replicas")
-        assert "has the dimensions pp, tp, and a pipe uses" in told["another name"]
-        assert 'mesh_dim_names=("dp", "pp")' in told["no names"]
+        assert (told["one replica"], told["alone"]) == ((2, 1), (1, 1))
+        assert {told[name] for name in ("replicas", "replicas alone", "another order")} == {(1, 2)}
+        assert str(told["text"]).endswith("over 1 devices in 2 replicas")
+        assert "has the dimensions pp, tp, and a pipe uses" in str(told["another name"])
+        assert 'mesh_dim_names=("dp", "pp")' in str(told["no names"])
 
 
 def measured(mesh: DeviceMesh) -> tuple[list[float], int]:

@@ -247,7 +247,7 @@ def test_a_real_run_keeps_what_the_forms_say() -> None:
                 }
 
 
-@settings(max_examples=15)
+@settings(max_examples=100 if DEEP else 8)
 @given(
     st.sampled_from(["gpipe", "1f1b", "zb-h1", "zb-h2", "zb-v", "v-half", "dualpipe-v"]),
     st.integers(1, 4),
