@@ -38,7 +38,7 @@ def test_other_inputs_on_one_rank_are_an_error_on_all() -> None:
 
 
 def meshes(mesh: DeviceMesh) -> dict[str, tuple[int, int] | str]:
-    """For meshes of other shapes: how many devices and replicas they are, or what a rank is told."""
+    """What a pipe has of meshes of other shapes: devices and replicas, or why they are refused."""
     made = {
         "one replica": DeviceMesh("cpu", [[0, 1]], mesh_dim_names=("dp", "pp")),
         "replicas": DeviceMesh("cpu", [[0], [1]], mesh_dim_names=("dp", "pp")),
