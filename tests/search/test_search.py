@@ -18,12 +18,13 @@ from fxpipe.search.certificate import Certificate
 from fxpipe.search.library import library_orders
 from fxpipe.search.listing import list_schedule
 from fxpipe.search.local import Local, given_policies, random_policy
-from fxpipe.search.problem import Problem
+from fxpipe.search.problem import Order, Problem
+from fxpipe.search.read import Given, problems_of
 from fxpipe.search.search import Found, search_schedule
-from fxpipe.search.timing import fits, value_of
+from fxpipe.search.timing import fits, times_of, value_of
 from fxpipe.simulator import Link, Sizes
 from fxpipe.simulator.costs import Key
-from tests.oracles.every_order import best_of_all, least_time
+from tests.oracles.every_order import Row, best_of_all, least_time
 
 needs_ortools = pytest.mark.skipif(
     not exact.available(), reason="ortools is not installed: pip install fxpipe[search]"
@@ -107,17 +108,35 @@ def test_no_bound_of_any_kind_is_above_the_best_order_of_three_devices(problem: 
         assert bound.time <= best * (1 + 1e-9), bound
 
 
+def named(problem: Problem, order: Order) -> list[Row]:
+    """The tasks of an order by name, updates left out."""
+    return [
+        tuple(
+            (t.kind.replace("B", "I"), t.microbatch or 0, t.stage or 0)
+            for t in row
+            if t.kind != "U"
+        )
+        for row in problem.schedule_of(order).rows
+    ]
+
+
 @given(problems((1, 4), (1, 5)), st.integers(0, 10**6))
 def test_an_order_is_worth_its_longest_way_or_greatest_mean(problem: Problem, seed: int) -> None:
     policy = random_policy(problem, Random(seed))
     _, rows, _ = list_schedule(problem, policy, [0.0] * problem.devices, inf)
     order = tuple(map(tuple, rows))
-    tasks = [
-        [(t.kind.replace("B", "I"), t.microbatch or 0, t.stage or 0) for t in row if t.kind != "U"]
-        for row in problem.schedule_of(order).rows
-    ]
-    least = least_time(problem, [tuple(row) for row in tasks])
-    assert value_of(problem, order) == pytest.approx(least)
+    assert value_of(problem, order) == pytest.approx(least_time(problem, named(problem, order)))
+
+
+def test_a_device_may_begin_late_where_steps_follow_one_another() -> None:
+    """The second device ends late: of its weight gradients, which come last."""
+    times: dict[Key, float] = {("F", 0): 10, "F": 1, "I": 1, ("W", 0): 1, "W": 9, "U": 0}
+    given = Given(times, 4, 2, None, None, None, None, None, False)
+    problem = problems_of(given)[0]
+    order = ((0, 0, 0, 0, 1, 2, 1, 2, 1, 2, 1, 2), (3, 4, 3, 4, 3, 4, 3, 4, 5, 5, 5, 5))
+    starts, ends = times_of(problem, order, [0.0, 0.0])
+    first = max(end - start for start, end in zip(starts, ends, strict=True))
+    assert value_of(problem, order) == least_time(problem, named(problem, order)) < first
 
 
 def test_list_schedules_find_nearly_all_optima_of_small_problems() -> None:
