@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import fxpipe
 from fxpipe.errors import InputError, VerificationError
+from fxpipe.ir.plan import Costs as Measured
 from fxpipe.search import exact
 from fxpipe.search.bounds import Bound, best_bound, chain_bounds, work_bounds
 from fxpipe.search.certificate import Certificate
@@ -24,6 +25,7 @@ from fxpipe.search.search import Found, search_schedule
 from fxpipe.search.timing import fits, times_of, value_of
 from fxpipe.simulator import Link, Sizes
 from fxpipe.simulator.costs import Key
+from fxpipe.simulator.simulate import chain
 from tests.oracles.every_order import Row, best_of_all, least_time
 
 needs_ortools = pytest.mark.skipif(
@@ -363,6 +365,23 @@ def test_it_searches_without_the_solver_and_says_so_where_it_is_asked_for(
     assert search_schedule(UNEQUAL, 3, work=20).value > 0
     with pytest.raises(InputError, match=r"fxpipe\[search\]"):
         search_schedule(UNEQUAL, 3, exact=True)
+
+
+def test_the_measured_times_of_a_plan_are_searched_with() -> None:
+    plan = chain(3)
+    with pytest.raises(InputError, match="not measured"):
+        search_schedule(plan, 4)
+    stages = [
+        replace(stage, costs=Measured(1.0 + stage.index, 3.0, 2.0, 1.0)) for stage in plan.stages
+    ]
+    found = search_schedule(replace(plan, stages=tuple(stages)), 4, work=50, exact=False)
+    problem = found.certificate.problem
+    assert problem.forward == (1.0, 2.0, 3.0)
+    assert (problem.backward, problem.weight) in (
+        ((2.0,) * 3, (1.0,) * 3),
+        ((3.0,) * 3, (0.0,) * 3),
+    )
+    assert len(found.others) == 1
 
 
 @pytest.mark.parametrize(
