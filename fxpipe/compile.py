@@ -67,6 +67,7 @@ def compile(
     loss_weight: Weight | None = None,
     optimizer: OptimizerLike | None = None,
     shard_optimizer: bool = False,
+    ordered_sums: bool = True,
     example: Any = None,
     batch_dims: BatchDims | None = None,
     deferred_batchnorm: bool = False,
@@ -141,6 +142,10 @@ def compile(
             are sent. Each parameter is cut flat, so the optimizer has to treat each element by
             itself, as SGD, Adam and AdamW do; any other is refused. ``pipe.optimizer`` then has the
             settings of its groups alone. With one replica nothing changes.
+        ordered_sums: add the gradients of replicas in their order, so that sums are the same to the
+            bit each time. False adds them as they come: from three replicas on only the last one
+            is still to be added when all have come, and the last bits differ from run to run.
+            Either way all replicas get the same sums.
         example: a tuple of inputs of a batch, or ``(args, kwargs)`` with what ``step`` takes,
             ``target`` among them; the model is compiled for it at once. Without it the first call
             compiles.
@@ -220,6 +225,7 @@ def compile(
         given_optimizer = None if optimizer is None else GivenOptimizer(optimizer, model)
         check_flag("deferred_batchnorm", deferred_batchnorm)
         check_flag("verbose", verbose)
+        check_flag("ordered_sums", ordered_sums)
         check_flag("fuse_accumulation", fuse_accumulation)
         check_flag("recompute_check", recompute_check)
         check_flag("cuda_graphs", cuda_graphs)
@@ -252,6 +258,7 @@ def compile(
             objective=read_objective(loss, reduction, loss_weight),
             optimizer=given_optimizer,
             shard_optimizer=shard_optimizer,
+            ordered_sums=ordered_sums,
             clip_norm=clip_norm,
             scaler=scaler,
             recompute=read_recompute(recompute, recipe.stages(len(places))),

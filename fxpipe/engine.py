@@ -54,7 +54,7 @@ class Engine:
             options: the arguments of ``compile``.
             choice: how many threads run the devices' lists.
         """
-        backend = backend_of(options.group, options.here, options.devices)
+        backend = backend_of(options.group, options.here, options.devices, options.ordered_sums)
         clipping = Clipping(options.clip_norm, options.scaler) if options.clips else None
         self.progress = Progress(
             options.model,

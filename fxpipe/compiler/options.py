@@ -64,6 +64,7 @@ class Options:
             when the model was given.
         replicas: how many pipelines train the model side by side.
         shard_optimizer: whether each of them keeps optimizer state for a part of the weights.
+        ordered_sums: whether their gradients are summed in their order.
     """
 
     model: nn.Module
@@ -92,6 +93,7 @@ class Options:
     hollow: int = 0
     replicas: int = 1
     shard_optimizer: bool = False
+    ordered_sums: bool = True
 
     @property
     def loss(self) -> Callable[..., Any] | None:

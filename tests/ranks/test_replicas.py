@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from itertools import permutations
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxpipe
+from fxpipe.runtime.ranks.summing import Adding, cut
 from tests.helpers.profiles import DEEP
 from tests.helpers.ranks import DeviceMesh, on_ranks
 from tests.oracles import replicated_loop
@@ -140,6 +142,36 @@ def assert_equal(found: Results, expected: Results, name: str) -> None:
     assert found.keys() == expected.keys(), name
     for key, value in expected.items():
         assert torch.equal(found[key], value), f"{name}: {key}: {found[key]} is not {value}"
+
+
+def test_sums_in_the_order_of_arrival_are_there_but_for_the_last() -> None:
+    values = [torch.tensor([value]) for value in (1e8, 1.0, -1e8)]
+    (first, second, third) = (cut([value], 1)[0] for value in values)
+    ordered, unordered = Adding(3, True), Adding(3, False)
+    for adding in (ordered, unordered):
+        assert adding.take(2, third) is None
+        assert adding.take(0, first) is None
+    sums = [adding.take(1, second) for adding in (ordered, unordered)]
+    found = [each.pieces[0] for each in sums if each is not None]
+    assert [float(each) for each in found if each is not None] == [0.0, 1.0]
+    assert [float(value) for value in values] == [1e8, 1.0, -1e8]  # gradients are left alone
+    for order in permutations(range(4)):
+        for adding in (Adding(4, True), Adding(4, False)):
+            *early, last = [adding.take(r, cut([torch.tensor([10.0**r])], 1)[0]) for r in order]
+            assert early == [None] * 3
+            assert last is not None and last.pieces == [torch.tensor([1111.0])]
+
+
+def unordered(mesh: DeviceMesh) -> Results:
+    return trained(mesh, "sgd", ordered_sums=False, shard_optimizer=True)
+
+
+def test_replicas_agree_on_sums_in_any_order() -> None:
+    ranks = on_ranks(3, unordered, replicas=3)
+    for rank in ranks:
+        assert_equal(rank, ranks[0], "of the first replica")
+    for key, value in looped(3, "sgd").items():
+        torch.testing.assert_close(ranks[0][key], value, rtol=1e-4, atol=1e-5, msg=key)
 
 
 # what replicas do with batches that differ

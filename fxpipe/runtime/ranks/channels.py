@@ -19,7 +19,7 @@ from fxpipe.runtime.interpreter import Job, Stopped
 from fxpipe.runtime.ranks.group import RankGroup
 from fxpipe.runtime.ranks.hearing import POLL, failure_of
 from fxpipe.runtime.ranks.message import Message
-from fxpipe.runtime.ranks.summing import Part, add_up, cut, joined
+from fxpipe.runtime.ranks.summing import Adding, Part, cut, joined
 from fxpipe.runtime.weights.clipping import norms_of
 
 T = TypeVar("T")
@@ -38,13 +38,20 @@ class RankChannels(Channels):
 
     running = False
 
-    def __init__(self, program: Program, group: RankGroup, jobs: Mapping[int, Job]) -> None:
+    def __init__(
+        self,
+        program: Program,
+        group: RankGroup,
+        jobs: Mapping[int, Job],
+        ordered_sums: bool = True,
+    ) -> None:
         """Make empty channels.
 
         Args:
             program: the program that runs.
             group: the ranks.
             jobs: batch → its inputs and outputs.
+            ordered_sums: whether gradients are summed in the order of the replicas.
         """
         super().__init__(program, 1)
         self.failure: RankError | None = None
@@ -57,7 +64,8 @@ class RankChannels(Channels):
         self._together: dict[int, tuple[list[Buffer], list[Any]]] = {}
         self._unsent: list[tuple[Any, Any]] = []
         self._outputs: dict[int, list[tuple[Buffer, Any, int]]] = {}
-        self._parts: dict[tuple[int, int], list[Part | None]] = {}
+        self._ordered = ordered_sums
+        self._sums: dict[tuple[int, int], Adding] = {}
         self._met: SimpleQueue[int | None] = SimpleQueue()
         self._times_met: Counter[int] = Counter()
         self._failed: Callable[[RankError], None] = lambda error: None
@@ -182,13 +190,11 @@ class RankChannels(Channels):
     def _add(self, replica: int, key: tuple[int, int], part: Part) -> None:
         """Take a replica's gradients of the part that this one adds up. The last one adds them."""
         replicas, own = self._group.replicas, self._group.replica
-        parts = self._parts.setdefault(key, [None] * replicas)
-        parts[replica] = part
-        known = [each for each in parts if each is not None]
-        if len(known) < replicas:
+        adding = self._sums.setdefault(key, Adding(replicas, self._ordered))
+        total, (stage, batch) = adding.take(replica, part), key
+        if total is None:
             return
-        del self._parts[key]
-        total, (stage, batch) = add_up(known), key
+        del self._sums[key]
         buffer = _of_replica("sums", stage, own, batch)
         if stage not in self._sharded:
             self._group.summed += total.nbytes * (replicas - 1)
@@ -303,9 +309,9 @@ def _values(run: Any, buffers: Sequence[Buffer], values: Sequence[Any]) -> Messa
 class RankBackend(Backend):
     """Runs the list of this rank's CPU device. See Backend."""
 
-    def __init__(self, group: RankGroup) -> None:
-        """Args: group: the ranks."""
-        self._group = group
+    def __init__(self, group: RankGroup, ordered_sums: bool = True) -> None:
+        """Args: group: the ranks. ordered_sums: see RankChannels."""
+        self._group, self._ordered_sums = group, ordered_sums
         self.replica, self.replicas = group.replica, group.replicas
 
     def devices(self, program: Program) -> Sequence[int]:
@@ -314,7 +320,7 @@ class RankBackend(Backend):
 
     def channels(self, program: Program, threads: int, jobs: Mapping[int, Job]) -> Channels:
         """See Backend.channels."""
-        return RankChannels(program, self._group, jobs)
+        return RankChannels(program, self._group, jobs, self._ordered_sums)
 
     def memory(self, device: int) -> DeviceMemory:
         """See Backend.memory; the ranks of a host share its memory."""

@@ -267,15 +267,18 @@ class CudaRanks(DeviceRanks, CudaBackend):
         return DeviceMemory(self._group.places[device], None, None)
 
 
-def backend_of(group: RankGroup, here: torch.device, devices: Sequence[CudaPlace]) -> Backend:
+def backend_of(
+    group: RankGroup, here: torch.device, devices: Sequence[CudaPlace], ordered_sums: bool
+) -> Backend:
     """What runs a pipe's devices, on one rank or on several.
 
     Args:
         group: the ranks.
         here: the device of this one.
         devices: those of the pipe, if there is one rank.
+        ordered_sums: whether gradients are summed in the order of the replicas.
     """
     cuda = here.type == "cuda"
     if group.size > 1:
-        return CudaRanks(group, here) if cuda else RankBackend(group)
+        return CudaRanks(group, here) if cuda else RankBackend(group, ordered_sums)
     return CudaBackend(devices) if cuda else Backend()

@@ -1,4 +1,4 @@
-"""Sums of gradients over the replicas, in the order of the replicas.
+"""Sums of gradients over the replicas, in the order of the replicas unless it may be another.
 
 A gradient of n elements is cut into as many pieces as there are replicas. Each replica gets one of
 them from all others, adds them in the order 0, 1, 2 …, and tells the sum to all. So a rank sends
@@ -57,6 +57,28 @@ def add_up(parts: Sequence[Part]) -> Part:
         pieces.append(total)
         layouts.append(next((layout for layout in told if layout is not None), None))
     return Part(pieces, layouts)
+
+
+class Adding:
+    """The sum of a part, as the replicas' gradients come.
+
+    In the order of the replicas it is the same to the bit each time, and is made when all have
+    come. In the order in which they come, only the last one is still to be added then.
+    """
+
+    def __init__(self, replicas: int, ordered: bool) -> None:
+        """Nothing has come yet."""
+        self._replicas, self._ordered = replicas, ordered
+        self._come = 0
+        self._parts: dict[int, Part] = {}
+
+    def take(self, replica: int, part: Part) -> Part | None:
+        """Take what has come of a replica. Returns the sum once all have come."""
+        self._come += 1
+        self._parts[replica] = part
+        if self._come == self._replicas or (not self._ordered and self._come > 1):
+            self._parts = {-1: add_up([each for _, each in sorted(self._parts.items())])}
+        return self._parts[-1] if self._come == self._replicas else None
 
 
 def joined(parts: Sequence[Part]) -> list[Tensor | None]:
