@@ -27,6 +27,8 @@ from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 
+from fxpipe.errors import TraceError
+from fxpipe.log import LOGGER
 from fxpipe.runtime.devices.backend import Worker, is_worker
 from fxpipe.signals import SignalsAtOperations, raise_held
 
@@ -177,6 +179,10 @@ def in_turn_in_backward(method: M) -> M:
 def _taking(method: M, *, in_backward: bool) -> M:
     @functools.wraps(method)
     def taking(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return self._turn.take(method, (self, *args), kwargs, in_backward=in_backward)
+        try:
+            return self._turn.take(method, (self, *args), kwargs, in_backward=in_backward)
+        except TraceError as error:  # it names the user's line; where in PyTorch is for the log
+            LOGGER.debug("a model cannot be traced", exc_info=error)
+            raise error.with_traceback(None) from None
 
     return cast(M, torch.compiler.disable(taking))

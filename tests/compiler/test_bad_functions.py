@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -137,6 +138,19 @@ def test_a_model_that_cannot_be_traced_names_its_line_and_the_cure() -> None:
     where = f"Branching cannot be traced at {__file__}:"
     parts = ["in forward", "if h.sum() > 0:", "leaf_modules="]
     refused(TraceError, lambda: stepped(Branching(), tracer="symbolic"), where, *parts)
+
+
+def test_a_trace_error_is_short_and_the_rest_is_in_the_debug_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level("DEBUG", "fxpipe"), pytest.raises(TraceError) as raised:
+        stepped(Branching(), tracer="symbolic")
+    lines = "".join(traceback.format_exception(raised.value)).splitlines()
+    assert len(lines) < 20
+    assert lines[-1] == f"fxpipe.errors.TraceError: {raised.value}"
+    assert not any("torch/fx" in line for line in lines)
+    told = caplog.text
+    assert "torch/fx" in told and "Traceback" in told
 
 
 # optimizers
