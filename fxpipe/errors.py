@@ -12,7 +12,10 @@ if TYPE_CHECKING:
 
 
 class FxpipeError(Exception):
-    """Base of all errors of this library. Its text names the thing and says what to do."""
+    """Base of all errors of this library. Its text names the thing and says what to do.
+
+    docs/errors.md has a section for each of them.
+    """
 
 
 class InputError(FxpipeError):

@@ -10,6 +10,7 @@ from typing import Any, get_args
 
 import pytest
 
+from fxpipe import errors
 from fxpipe.compiler.passes import LISTS
 from fxpipe.ir.instruction import OPCODES
 from fxpipe.ir.recipe import RECIPES
@@ -130,3 +131,10 @@ def test_the_code_of_a_page_gives_what_stands_there(
         return
     for block, real in shown:
         assert block.text == real
+
+
+def test_every_error_has_a_section() -> None:
+    made = [each for each in vars(errors).values() if inspect.isclass(each)]
+    names = {each.__name__ for each in made if issubclass(each, errors.FxpipeError)}
+    page = (DOCS / "errors.md").read_text()
+    assert set(re.findall(r"^## (\w+)$", page, re.MULTILINE)) == names - {"FxpipeError"}
