@@ -18,6 +18,7 @@ from fxpipe.compiler.options import Place, Tracer
 from fxpipe.errors import InputError, near
 from fxpipe.ir.recipe import RECIPES, Recipe, find_recipe, fixed
 from fxpipe.ir.schedule import Schedule
+from fxpipe.passes.inductor.compile_stages import StageCompiler
 from fxpipe.passes.schedule import Recompute, RecomputeLike
 from fxpipe.python_file import is_python, of_python
 from fxpipe.runtime.batch import BatchDims
@@ -276,6 +277,18 @@ def read_example(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def check_tracer(tracer: Any) -> None:
     """Raises InputError where there is no such tracer."""
     _check_known("tracer", tracer, get_args(Tracer))
+
+
+def check_stage_compiler(stage_compiler: Any, cuda_graphs: bool) -> None:
+    """Raises InputError where there is no such compiler, or it cannot go with captured graphs."""
+    if stage_compiler is None:
+        return
+    _check_known("stage_compiler", stage_compiler, get_args(StageCompiler))
+    if cuda_graphs:
+        raise InputError(
+            "cuda_graphs captures the operations of a stage, and stage_compiler makes a library of "
+            "them; leave one of them out"
+        )
 
 
 def read_leaf_modules(leaf_modules: Any, model: nn.Module) -> dict[str, nn.Module]:

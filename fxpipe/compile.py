@@ -19,6 +19,7 @@ from fxpipe.arguments import (
     check_model,
     check_overlap,
     check_sharding,
+    check_stage_compiler,
     check_tracer,
     read_batch_dims,
     read_dispatch,
@@ -35,6 +36,7 @@ from fxpipe.compiler.objective import Loss, Reduction, Weight
 from fxpipe.compiler.options import Options, Tracer
 from fxpipe.engine import Engine
 from fxpipe.errors import InputError
+from fxpipe.passes.inductor.compile_stages import StageCompiler
 from fxpipe.passes.partition.options import Partition, read_partition
 from fxpipe.passes.schedule import RecomputeLike
 from fxpipe.pipeline import Pipeline
@@ -78,6 +80,7 @@ def compile(
     recompute_check: bool = False,
     dispatch: Dispatch | Literal["auto"] = "auto",
     cuda_graphs: bool = False,
+    stage_compiler: StageCompiler | None = None,
     verbose: bool = False,
 ) -> Pipeline:
     """Cut a model into stages over devices and make a pipeline that trains it.
@@ -202,6 +205,17 @@ def compile(
             record of each, which ``verbose`` prints. Where batches overlap, call ``pipe.flush()``
             before ``torch.cuda.synchronize()`` as long as stages are being captured: nothing may
             wait for a device during a capture.
+        stage_compiler: "inductor" has torch's inductor compile the graphs of every stage: of its
+            forward, its backward and the halves of that, for each size of micro-batch that occurs,
+            in steps and in calls. Results then equal the model's to rounding; they are still the
+            same for any schedule, recomputation and way of dispatch, and random numbers stay those
+            that are drawn without it. The first compilation takes minutes for a large model, in as
+            many processes as there are processors, and needs a C++ compiler, on CUDA devices
+            triton. What it makes is kept in the folder TORCHINDUCTOR_CACHE_DIR, so that the next
+            start compiles nothing. "auto" compiles a graph only where a call then takes at most
+            0.95 of its time, measured when it is compiled. What runs as it is, such as a stage with
+            leaf modules, is an info record of the logger "fxpipe", and the table of stages says
+            what is compiled. It excludes ``cuda_graphs``.
         verbose: print every pass and its time on standard error, with a line that shows what is
             running. The logger "fxpipe" has the passes as debug records, and two info records: one
             for the whole compilation and one for the choice of threads.
@@ -222,6 +236,7 @@ def compile(
         with _compiling:
             _check_free(model)
         check_tracer(tracer)
+        check_stage_compiler(stage_compiler, cuda_graphs)
         given_optimizer = None if optimizer is None else GivenOptimizer(optimizer, model)
         check_flag("deferred_batchnorm", deferred_batchnorm)
         check_flag("verbose", verbose)
@@ -271,6 +286,7 @@ def compile(
             recompute_check=recompute_check,
             dispatch=who,
             cuda_graphs=cuda_graphs,
+            stage_compiler=stage_compiler,
             threads=group.threads or max(1, torch.get_num_threads() // len(places)),
             places=torch_devices if torch_devices[0].type == "cuda" else (),
             verbose=verbose,

@@ -21,6 +21,7 @@ from fxpipe.ir.plan import Plan, Stage
 from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.traced import Traced
+from fxpipe.kernels.inductor import compiled as compiled_graph
 from fxpipe.metrics import Meter
 from fxpipe.passes.partition.assignment import Verdict
 from fxpipe.runtime.weights.optimizers import StageOptimizers
@@ -315,7 +316,22 @@ def _stage_table(
         "share: of the time of all stages; receives: bytes from others; "
         "stash: bytes kept for later stages than the next\n"
         "memory: the most that the stage's device holds at once in a step, predicted"
+        f"{_libraries(plan)}"
     )
+
+
+def _libraries(plan: Plan) -> str:
+    """A line on what is compiled of each stage, if anything is."""
+    graphs = [
+        (stage.forward, stage.backward, stage.input_grad, stage.weight_grad)
+        for stage in plan.stages
+    ]
+    counts = [
+        f"{sum(compiled_graph(graph) is not None for graph in own)} of {len(own) - own.count(None)}"
+        for own in graphs
+    ]
+    made = any(not count.startswith("0 ") for count in counts)
+    return f"\ngraphs compiled by inductor, by stage: {', '.join(counts)}" if made else ""
 
 
 def _modules(stage: Stage) -> str:

@@ -15,6 +15,7 @@ from torch import nn
 from fxpipe.compiler.objective import Objective
 from fxpipe.ir.program import Program
 from fxpipe.ir.recipe import Recipe
+from fxpipe.passes.inductor.compile_stages import StageCompiler
 from fxpipe.passes.partition.options import Partition
 from fxpipe.passes.schedule import RecomputeLike
 from fxpipe.runtime.batch import BatchDims
@@ -56,6 +57,7 @@ class Options:
         dispatch: whether one thread or one per device runs the instruction lists; None for the
             faster one.
         cuda_graphs: whether stages are captured into CUDA graphs.
+        stage_compiler: what compiles the graphs of the stages; None to run them as they are.
         threads: intra-op threads of a device.
         places: device → its torch.device, for devices with streams; empty for CPU devices.
         verbose: whether passes are printed as they run.
@@ -86,6 +88,7 @@ class Options:
     recompute_check: bool = False
     dispatch: Dispatch | None = None
     cuda_graphs: bool = False
+    stage_compiler: StageCompiler | None = None
     threads: int = 1
     places: tuple[torch.device, ...] = ()
     verbose: bool = False

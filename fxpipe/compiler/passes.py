@@ -19,6 +19,7 @@ from fxpipe.passes.graph.fit import localise_sizes, relay
 from fxpipe.passes.graph.functionalise import functionalise
 from fxpipe.passes.graph.place_devices import PlaceDevices
 from fxpipe.passes.graph.randomness import seed_randomness
+from fxpipe.passes.inductor.compile_stages import CompileStages
 from fxpipe.passes.lowering.communicate import communicate
 from fxpipe.passes.lowering.free import free
 from fxpipe.passes.lowering.lower import Lower
@@ -141,6 +142,9 @@ PLAN = (
 )
 """A graph → the plan with its kernels."""
 
+COMPILE = (Pass(CompileStages, "plan, stage_compiler, threads, own", "plan"),)
+"""A plan → the same with libraries for the graphs of its kernels; with ``stage_compiler``."""
+
 CHECK = (Pass(check, "traced, plan, values, state, call, differentiated, own", "", when="whole"),)
 """The plan computes what the model computes, or it is refused."""
 
@@ -167,6 +171,7 @@ LISTS = {
     "follow": FOLLOW,
     "fit": FIT,
     "plan": PLAN,
+    "compile": COMPILE,
     "check": CHECK,
     "devices": DEVICES,
     "program": PROGRAM,

@@ -14,11 +14,13 @@ from fxpipe.compiler import passes
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.timetable import Timetable
 from fxpipe.errors import PartitionError
-from fxpipe.ir.plan import Costs
+from fxpipe.ir.plan import Costs, Plan
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.traced import Traced
 from fxpipe.memory.held import undo_bytes
 from fxpipe.passes.differentiate.differentiate import Wanted
+from fxpipe.passes.inductor.libraries import Libraries
+from fxpipe.passes.inductor.lower_graph import graph_text
 from fxpipe.passes.partition.assignment import Assignment, Verdict, compute_nodes, owners
 from fxpipe.passes.partition.atoms import Footprint
 from fxpipe.passes.partition.measure import NodeCost
@@ -144,9 +146,21 @@ class Placement:
         }
         with untouched(self._options.model), intra_op_threads(self._options.threads):
             made = run_all(passes.SINGLE, facts)
-            costs = self._options.group.share("costs", lambda: _measured(made))
+            costs = self._options.group.share("costs", lambda: self._costs(made))
         costs = {name: NodeCost(*cost) for name, cost in costs.items()}
         return {"traced": made["traced"], "plan": made["plan"], "costs": costs}
+
+    def _costs(self, made: Mapping[str, Any]) -> dict[str, Sequence[float]]:
+        """Node → its costs. With a stage compiler they are measured once on a machine: another
+        start then makes the same stages, whose libraries exist."""
+        plan: Plan | None = made["plan"]
+        graph = None if plan is None else plan.stages[0].forward
+        if self._options.stage_compiler is None or graph is None:
+            return _measured(made)
+        names = "\n".join(node.name for node in made["traced"].graph.nodes)
+        text = f"{names}\n{graph_text(graph, self._options.threads)}"
+        kept: dict[str, Sequence[float]] = Libraries().kept(text, lambda: _measured(made))
+        return kept
 
     @property
     def kept(self) -> Sequence[object]:
@@ -207,7 +221,7 @@ class Placement:
         return state_size(self._options.optimizer) / shared
 
 
-def _measured(facts: Mapping[str, Any]) -> dict[str, tuple[float, ...]]:
+def _measured(facts: Mapping[str, Any]) -> dict[str, Sequence[float]]:
     costs: Mapping[str, NodeCost] = run_all(passes.MEASURE, facts)["costs"]
     return {name: tuple(vars(cost).values()) for name, cost in costs.items()}
 

@@ -126,7 +126,9 @@ class Plans:
                 self._check(here, traced, plan)
             stage_devices = tuple(places[device] for device in placement)
             facts = {"plan": plan, "device": self.options.here, "stage_devices": stage_devices}
-            self._placed_plans[key] = traced, run_all(passes.DEVICES, facts)["plan"]
+            # now for these devices
+            placed = self._compiled(run_all(passes.DEVICES, facts)["plan"])
+            self._placed_plans[key] = traced, placed
         traced, plan = self._placed_plans[key]
         self.settle(traced, plan, call.schedule)
         return traced, plan
@@ -209,7 +211,7 @@ class Plans:
         graph = self._graph(call)
         key = self._plan_key(call)
         if key not in self._plans:
-            self._plans[key] = self._differentiated(graph, call)
+            self._plans[key] = self._compiled(self._differentiated(graph, call))
         return graph.traced, self._plans[key]
 
     def _differentiated(self, graph: Graph, call: Call) -> Plan:
@@ -229,6 +231,21 @@ class Plans:
         with untouched(options.model), intra_op_threads(options.threads):
             plan: Plan = run_all(passes.PLAN, facts)["plan"]
         return plan
+
+    def _compiled(self, plan: Plan) -> Plan:
+        """The same plan with compiled graphs, if the stages are to be compiled."""
+        options = self.options
+        if options.stage_compiler is None:
+            return plan
+        facts = {
+            "plan": plan,
+            "stage_compiler": options.stage_compiler,
+            "threads": options.threads,
+            "own": [stage.index for stage in plan.stages if options.owns(stage.index)],
+        }
+        with torch.no_grad(), intra_op_threads(options.threads):
+            made: Plan = run_all(passes.COMPILE, facts)["plan"]
+        return made
 
     def _check(self, call: Call, traced: Traced, plan: Plan) -> None:
         """Compare a plan with the model, unless a plan like it was compared before."""
@@ -265,6 +282,8 @@ class Plans:
                 run_all(passes.CHECK, facts)
             except TraceError as error:
                 self.front_end.refuse_two_traces(call, error)
+                if self.options.stage_compiler is not None:
+                    error.add_note("its graphs were compiled by inductor; without stage_compiler?")
                 raise
             if gradients:
                 with torch.enable_grad():

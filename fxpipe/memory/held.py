@@ -15,6 +15,7 @@ from fxpipe.ir.plan import Plan, Stage
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.value import outputs_of
 from fxpipe.kernels.graph import GraphKernel
+from fxpipe.kernels.inductor import compiled
 from fxpipe.memory.optimizer import optimizer_memory
 from fxpipe.passes.graph.liveness import Liveness, liveness
 from fxpipe.simulator.sizes import Crossing, GraphInput, Sizes, Storage, Workspace
@@ -185,11 +186,11 @@ class GraphMemory:
         self.saved_state = 0
         self.saved, self.deferred = self._forward(), Kept()
         if kernel.backward_graph is not None:
-            self._backward("B", kernel.backward_graph.graph)
+            self._backward("B", kernel.backward_graph)
         if kernel.input_grad_graph is not None:
-            self.deferred = self._backward("I", kernel.input_grad_graph.graph)
+            self.deferred = self._backward("I", kernel.input_grad_graph)
         if kernel.weight_grad_graph is not None:
-            self._weight_grad(kernel.weight_grad_graph.graph)
+            self._weight_grad(kernel.weight_grad_graph)
 
     def _forward(self) -> Kept:
         stage, kernel = self._stage, self._kernel
@@ -204,6 +205,7 @@ class GraphMemory:
                 known.setdefault(storage, _Memory("value", name))
         laid_out = self._lay_out(live, crossings, inputs, kernel.input_strides)
         run = _workspace(live, known, (), laid_out)
+        run = _as_measured(run, kernel.forward_graph)
         self.runs["F", stage.index] = self.runs["R", stage.index] = run
         names = outputs_of(self._plan.edges_from(stage.index))
         for name, node in zip(names, returned, strict=False):
@@ -216,8 +218,9 @@ class GraphMemory:
         self.saved_state = sum(live.spans[each].bytes for each in changing if each in kept)
         return _kept(live, saved, known)
 
-    def _backward(self, letter: str, graph: fx.Graph) -> Kept:
+    def _backward(self, letter: str, module: fx.GraphModule) -> Kept:
         """Count backward, or its first half; returns what that keeps for the second."""
+        graph = module.graph
         arguments, returned = _ends(graph)
         names = outputs_of(self._plan.edges_from(self._stage.index))
         crossings = [(names[index], True) for index in self._kernel.gradient_outputs]
@@ -232,26 +235,29 @@ class GraphMemory:
             memory = _Memory("gradient", name) if parts == 1 else _SUM
             known.update(dict.fromkeys(live.of[node], memory))
         laid_out = self._lay_out(live, crossings, gradients, self._kernel.gradient_strides)
-        self.runs[letter, self._stage.index] = _workspace(live, known, ("value",), laid_out)
+        run = _workspace(live, known, ("value",), laid_out)
+        self.runs[letter, self._stage.index] = _as_measured(run, module, totals)
         if totals:
             later = liveness(graph, self.saved.lies_in)
             same = _carried(live, known, later, arguments, totals)
             run = _workspace(later, same, ("value",), laid_out)
-            self.adding[letter, self._stage.index] = run
+            self.adding[letter, self._stage.index] = _as_measured(run, module)
         for edge, node in zip(into, returned, strict=False):
             self._place(edge.value, True, live, node, known)
         return _kept(live, returned[self._kernel.input_gradients :], known)
 
-    def _weight_grad(self, graph: fx.Graph) -> None:
+    def _weight_grad(self, module: fx.GraphModule) -> None:
+        graph = module.graph
         arguments, _ = _ends(graph)
         totals = arguments[len(self.deferred.lies_in) :]
         key, used_up = ("W", self._stage.index), ("value", "gradient")
         live = liveness(graph, self.deferred.lies_in, totals)
         known = _given(live, arguments, self.deferred)
-        self.runs[key] = _workspace(live, known, used_up)
+        run = _workspace(live, known, used_up)
+        self.runs[key] = _as_measured(run, module, totals)
         later = liveness(graph, self.deferred.lies_in)
         same = _carried(live, known, later, arguments, totals)
-        self.adding[key] = _workspace(later, same, used_up)
+        self.adding[key] = _as_measured(_workspace(later, same, used_up), module)
 
     def _lay_out(
         self,
@@ -358,3 +364,17 @@ def _workspace(
         elif memory.kind in used_up:
             freed.append(GraphInput((memory.value, memory.kind == "gradient"), size, last))
     return Workspace(tuple(accumulate(changes[:-1])), tuple(freed), laid_out)
+
+
+def _as_measured(
+    run: Workspace, module: fx.GraphModule, begun: Sequence[fx.Node] = ()
+) -> Workspace:
+    """The memory of a graph that runs compiled, where it is measured: its peak, and what is left at
+    the return. What it frees besides counts until then. ``begun`` are the sums that it makes."""
+    library = compiled(module)
+    if library is None:
+        return run
+    peak = library.peak + _bytes(node.meta["val"] for node in begun)
+    freed = tuple(each._replace(last=1) for each in run.freed)
+    laid_out = tuple(each._replace(last=1) for each in run.laid_out)
+    return Workspace((peak, run.levels[-1]), freed, laid_out)

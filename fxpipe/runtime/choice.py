@@ -10,7 +10,6 @@ the same, as all of them wait for one lock.
 from __future__ import annotations
 
 import operator
-import os
 import threading
 from functools import cache
 from itertools import pairwise
@@ -22,8 +21,10 @@ from weakref import WeakKeyDictionary, WeakSet
 from torch import fx
 
 from fxpipe.ir.plan import Plan
+from fxpipe.kernels.inductor import compiled
 from fxpipe.kernels.kernel import Kernel
 from fxpipe.log import noted
+from fxpipe.torchtools.state import processors
 
 Dispatch = Literal["device", "thread"]
 """Which threads run or launch the devices' lists: one for each device, or one for all."""
@@ -150,20 +151,15 @@ def operations(plan: Plan, backward: bool) -> int:
 
 
 def _count(graph: fx.GraphModule) -> int:
-    """A leaf module counts as many as it has modules in it."""
+    """A leaf module counts as many as it has modules in it, and a compiled graph as one."""
+    if compiled(graph) is not None:
+        return 1
     return sum(
         len(list(graph.get_submodule(str(node.target)).modules()))
         if node.op == "call_module"
         else node.op in ("call_function", "call_method") and node.target is not operator.getitem
         for node in graph.graph.nodes
     )
-
-
-def processors() -> int:
-    """How many this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 @cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -84,6 +85,13 @@ def assigned_in_place(model: nn.Module) -> Iterator[None]:
             if new is not None and new is not buffer and new.shape == buffer.shape:
                 with torch.no_grad():
                     buffer.copy_(new)
+
+
+def processors() -> int:
+    """How many this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 @contextmanager

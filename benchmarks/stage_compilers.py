@@ -1,0 +1,141 @@
+"""Stages as they are beside stages that inductor has compiled, a step of each in turn.
+
+Run it with ``python -m benchmarks.stage_compilers`` on a machine with nothing else to do. The first
+run compiles for minutes; what it makes is kept in inductor's cache folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+from rich.progress import track
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+import fxpipe
+from benchmarks.machine import describe
+from benchmarks.models.gpt2 import GPT2
+from benchmarks.peers.case import CASES, sgd
+from benchmarks.report import Figure, Report, spread, timed
+
+DEVICES = ("cpu", "cpu")
+MICROBATCHES = 8
+WARM_UP = 3
+COMPILERS = {"as they are": None, "inductor": "inductor", "auto": "auto"}
+WORDS = 512
+
+
+def gpt2() -> tuple[nn.Module, Tensor, Tensor]:
+    """A small one, and 32 texts of 64 tokens."""
+    torch.manual_seed(0)
+    model = GPT2(words=WORDS, length=64, blocks=4, width=128, heads=4)
+    return model, torch.randint(WORDS, (32, 64)), torch.randint(WORDS, (32, 64))
+
+
+def next_tokens(scores: Tensor, tokens: Tensor) -> Tensor:
+    return cross_entropy(scores.flatten(0, 1), tokens.flatten())
+
+
+MODELS: dict[str, tuple[Callable[[], tuple[nn.Module, Tensor, Tensor]], dict[str, Any]]] = {
+    name: (CASES[name].make, {"loss": CASES[name].loss, "optimizer": CASES[name].optimizer})
+    for name in ("unet", "transformer")
+} | {"gpt2": (gpt2, {"loss": next_tokens, "optimizer": sgd})}
+
+
+def make(
+    name: str, compiler: str | None, schedule: str
+) -> tuple[fxpipe.Pipeline, Tensor, Tensor, float]:
+    """A pipe that has trained for a step, its batch and target, and the seconds that took."""
+    made, options = MODELS[name]
+    model, x, y = made()
+    torch.set_num_threads(len(DEVICES))  # one for each device
+    start = perf_counter()
+    pipe = fxpipe.compile(
+        model,
+        DEVICES,
+        schedule=schedule,
+        microbatches=MICROBATCHES,
+        stage_compiler=compiler,  # type: ignore[arg-type]
+        **options,
+    )
+    pipe.step(x, target=y)
+    return pipe, x, y, perf_counter() - start
+
+
+def main() -> int:
+    """Returns the exit status: 1 where the losses differ by more than rounding."""
+    parser = argparse.ArgumentParser(description="Time stages that inductor has compiled.")
+    parser.add_argument("models", nargs="*", default=["unet", "gpt2", "transformer"])
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--starts", type=int, default=5)
+    parser.add_argument("--schedule", default="1f1b")
+    parser.add_argument("--start", help="print the seconds until the first step is done")
+    arguments = parser.parse_args()
+    if arguments.start:
+        pipe, *_, seconds = make(arguments.models[0], COMPILERS[arguments.start], "1f1b")
+        pipe.close()
+        print(seconds)
+        return 0
+    machine = describe()
+    figures: list[Figure] = []
+    right = True
+    for name in arguments.models:
+        times: dict[str, list[float]] = defaultdict(list)
+        apart: dict[str, float] = defaultdict(float)
+        with ExitStack() as stack:
+            made = {each: make(name, to, arguments.schedule) for each, to in COMPILERS.items()}
+            for pipe, *_ in made.values():
+                stack.enter_context(pipe)
+            for _ in track(range(WARM_UP + arguments.rounds), f"{name}: a step of each in turn"):
+                losses = {}
+                for each, (pipe, x, y, _) in made.items():
+                    losses[each], seconds = timed(partial(pipe.step, x, target=y))
+                    times[each].append(seconds)
+                for each, loss in losses.items():
+                    other = abs(float(loss / losses["as they are"]) - 1)
+                    apart[each] = max(apart[each], other)
+        middle = {each: median(took[WARM_UP:]) for each, took in times.items()}
+        for each, took in times.items():
+            figures += spread(f"{name}, {each}", took[WARM_UP:])
+        for each in ("inductor", "auto"):
+            ratio = middle["as they are"] / middle[each]
+            figures.append(Figure(f"{name}, as they are over {each}", ratio))
+            figures.append(Figure(f"{name}, {each}, losses within", apart[each]))
+            right = right and apart[each] < 1e-3
+        figures.append(Figure(f"{name}, first start with inductor", made["inductor"][-1], "s"))
+        starts: dict[str, list[float]] = defaultdict(list)
+        for _ in range(arguments.starts):
+            for each in ("as they are", "inductor"):
+                command = [sys.executable, "-m", "benchmarks.stage_compilers", name, "--start"]
+                told = subprocess.run([*command, each], capture_output=True, text=True, check=True)
+                starts[each].append(float(told.stdout))
+        if starts:
+            before, after = median(starts["as they are"]), median(starts["inductor"])
+            figures.append(Figure(f"{name}, start as they are", before, "s"))
+            figures.append(Figure(f"{name}, second start with inductor", after, "s"))
+            figures.append(Figure(f"{name}, second start over that", after / before))
+    settings = {
+        "models": "U-Net and transformer of benchmarks.compare; GPT-2, 4 blocks of width 128, "
+        "32 texts of 64 tokens",
+        "micro-batches": MICROBATCHES,
+        "devices": ", ".join(DEVICES),
+        "schedule": arguments.schedule,
+        "rounds": arguments.rounds,
+    }
+    title = "Stages as they are and compiled by inductor, two CPU devices"
+    Report("stage-compilers", title, settings, figures, machine).publish()
+    return 0 if right else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

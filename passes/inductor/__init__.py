@@ -1,0 +1,1 @@
+"""The graphs of stages, compiled by torch's inductor into libraries."""

@@ -1,0 +1,183 @@
+"""The folder of libraries: what was compiled before, and processes that compile what is new."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from subprocess import DEVNULL, PIPE, Popen
+from threading import Thread
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
+
+import torch
+from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+from fxpipe.kernels.inductor import Library
+from fxpipe.torchtools.state import processors
+
+_WORKER = (sys.executable, "-m", "fxpipe.passes.inductor.worker")
+
+_CALLS_PYTHON = b"aoti_torch_proxy_executor_call_function("
+"""In the code of a library that needs torch's loader, with operators that C++ does not know."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """What is known of a graph that was compiled.
+
+    Attributes:
+        reason: why it cannot be compiled; empty where it can.
+        suffix: the kind of the library's file.
+        peak: the most bytes that a call of it adds while it runs.
+        seconds: of a call of the graph as it is, and of one of its library.
+    """
+
+    reason: str = ""
+    suffix: str = ".so"
+    peak: int = 0
+    seconds: tuple[float, float] = (1.0, 1.0)
+
+
+class Answer(NamedTuple):
+    """What a process says of a graph.
+
+    Attributes:
+        reason: why it could not compile it; empty where it could.
+        peak: the most bytes that a call adds while it runs.
+        lasting: whether it would say so again.
+    """
+
+    reason: str
+    peak: int = 0
+    lasting: bool = True
+
+
+class Libraries:
+    """The libraries in inductor's cache folder, each under the key of its graph."""
+
+    def __init__(self) -> None:
+        self._folder = Path(cache_dir()) / "fxpipe"
+        self._folder.mkdir(parents=True, exist_ok=True)
+
+    def record(self, key: str) -> Record | None:
+        """What is known of a graph; None if it was not compiled yet."""
+        with suppress(OSError, ValueError, TypeError):
+            record = Record(**json.loads(self._path(key, ".json").read_text()))
+            if record.reason or self._path(key, record.suffix).exists():
+                return record
+        return None
+
+    def write(self, key: str, record: Record) -> None:
+        """Keep what is known of a graph."""
+        self._dump(asdict(record), self._path(key, ".json"))
+
+    def load(self, key: str, suffix: str, device: torch.device) -> Library:
+        """A library; all who use it share it."""
+        path = self._path(key, suffix)
+        found = _loaded.get((path, device))
+        if found is None:
+            found = _loaded[path, device] = Library(path, device)
+        return found
+
+    def kept(self, text: str, make: Callable[[], Any]) -> Any:
+        """A value that JSON can hold, made for a text once on this machine."""
+        path = self._path(key_of(text), ".json")
+        with suppress(OSError, ValueError):
+            return json.loads(path.read_text())
+        value = make()
+        self._dump(value, path)
+        return value
+
+    def scratch(self) -> tempfile.TemporaryDirectory[str]:
+        """A folder beside the libraries, for files that are not needed any more after it."""
+        return tempfile.TemporaryDirectory(dir=self._folder)
+
+    def keep(self, key: str, package: Path, device: torch.device) -> str:
+        """Take a new package's library: alone where it can be called directly, else as the package
+        that it is in. Returns the suffix."""
+        with zipfile.ZipFile(package) as files:
+            names = files.namelist()
+            code = b"".join(files.read(name) for name in names if name.endswith(".wrapper.cpp"))
+            library = next((name for name in names if name.endswith(".so")), None)
+            if library and device.type == "cpu" and _CALLS_PYTHON not in code:
+                package = package.with_suffix(".so")
+                package.write_bytes(files.read(library))
+        os.replace(package, self._path(key, package.suffix))
+        return package.suffix
+
+    def _dump(self, value: Any, path: Path) -> None:
+        with tempfile.NamedTemporaryFile("w", dir=self._folder, delete=False) as file:
+            json.dump(value, file)
+        os.replace(file.name, path)  # whole, whoever else reads it
+
+    def _path(self, key: str, suffix: str) -> Path:
+        return self._folder / f"{key}{suffix}"
+
+
+_loaded: WeakValueDictionary[tuple[Path, torch.device], Library] = WeakValueDictionary()
+
+
+def compile_all(tasks: Sequence[tuple[Any, ...]]) -> Iterator[tuple[int, Answer]]:
+    """Have tasks done side by side, in as many processes as there are processors: the number of
+    each as soon as it is done, and its answer. ``worker`` says what a task is."""
+    waiting: SimpleQueue[int] = SimpleQueue()
+    done: SimpleQueue[tuple[int, Answer]] = SimpleQueue()
+    for number in range(len(tasks)):
+        waiting.put(number)
+    own = {
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "TORCHINDUCTOR_CACHE_DIR": cache_dir(),
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+    }
+
+    def serve(process: Popen[str]) -> None:
+        assert process.stdin is not None and process.stdout is not None
+        with suppress(Empty):
+            while True:
+                number, line = waiting.get_nowait(), ""
+                with suppress(OSError):
+                    process.stdin.write(f"{json.dumps(tasks[number])}\n")
+                    process.stdin.flush()
+                    line = process.stdout.readline()
+                ended = Answer("the process that was to compile it has ended", lasting=False)
+                done.put((number, Answer(*json.loads(line)) if line else ended))
+
+    with ExitStack() as stack:
+        for _ in range(min(len(tasks), processors())):
+            process = stack.enter_context(
+                Popen(
+                    _WORKER,
+                    stdin=PIPE,
+                    stdout=PIPE,
+                    stderr=DEVNULL,
+                    text=True,
+                    env={**os.environ, **own},
+                )
+            )
+            thread = Thread(target=serve, args=(process,), name="fxpipe-compile")
+            thread.start()
+            stack.callback(thread.join)
+            stack.callback(process.kill)
+        for _ in tasks:
+            yield done.get()
+
+
+def key_of(text: str) -> str:
+    """The name of what is kept for a text."""
+    return hashlib.sha256(text.encode()).hexdigest()[:40]
+
+
+def can_compile() -> bool:
+    """Whether there is a C++ compiler."""
+    named = os.environ.get("CXX"), "g++", "clang++"
+    return any(shutil.which(name) for name in named if name)

@@ -1,0 +1,169 @@
+"""A stage's graph as inductor gets it: without what a library cannot do, or need not.
+
+before:  drawn = fxpipe.bernoulli(x, 0.9, seed, 3);  m = mul(x, drawn);  t = onto(total, m)
+         return (t, x)
+after:   m = mul(x, drawn);  a = add_(total, m);  return (…)
+         and the wiring: drawn is drawn before, total and x are handed through
+"""
+
+from __future__ import annotations
+
+import platform
+import re
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxpipe.kernels.graph import onto
+from fxpipe.kernels.inductor import Draw, Look, Wiring
+from fxpipe.passes.differentiate.accumulate import product_onto
+from fxpipe.random import OPERATORS
+
+_FORMAT = 2
+"""To be counted up where libraries that an earlier form of this package made must not be used."""
+
+aten = torch.ops.aten
+
+_BY_LAYOUT = {
+    getattr(OPERATORS, name).default: seed
+    for name, seed in (
+        ("bernoulli", 1),
+        ("uniform", 0),
+        ("normal", 0),
+        ("integers", 2),
+        ("permutation", 0),
+    )
+}
+"""Random operators that read the layout of their first operand only → the place of the seed among
+the others."""
+
+
+class Refused(Exception):
+    """A graph that cannot be handed to inductor."""
+
+
+def results(graph: fx.Graph) -> list[Any]:
+    results: Any = graph.output_node().args[0]
+    return list(results)
+
+
+def lowered(graph: fx.Graph) -> tuple[fx.Graph, Wiring]:
+    """What inductor gets of a graph, and how it is called.
+
+    Raises:
+        Refused: it has something that no library can take.
+    """
+    arguments = graph.find_nodes(op="placeholder")
+    drawn = [node for node in graph.nodes if node.target in _BY_LAYOUT]
+    place = {node: index for index, node in enumerate([*arguments, *drawn])}
+    made = fx.Graph()
+    copies = {node: made.placeholder(f"argument_{index}") for node, index in place.items()}
+    sums: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        if node.op in ("get_attr", "call_module"):
+            raise Refused(f"{node.name!r} is an attribute or a module")
+        if node.op == "call_function" and node not in copies:
+            target: Any = node.target
+            args: Any = node.args
+            if target in (onto, product_onto):
+                sums[node] = place[args[0]]
+                target = _addition(node)
+            given: Any = fx.node.map_arg((args, dict(node.kwargs)), lambda n: copies[n])
+            copies[node] = made.call_function(target, *given)
+    gives: list[tuple[str, Any]] = []
+    own: dict[fx.Node, int] = {}
+    for node in results(graph):
+        if node in sums or node in place:
+            gives.append(("argument", sums.get(node, place.get(node))))
+        elif isinstance(node, fx.Node):
+            _look(node)
+            gives.append(("made", own.setdefault(node, len(own))))
+        else:
+            gives.append(("constant", node))
+    read = {node for node in place if copies[node].users}
+    for node in place.keys() - read:
+        made.erase_node(copies[node])
+    takes = [node for node in place if node in read]
+    looks = tuple(map(_look, takes))
+    for node in takes:
+        copies[node].meta["val"] = node.meta["val"]
+    returned = [copies[node] for node in own]
+    if not own:  # a library has a result
+        device: dict[str, Any] = {"device": looks[0].device} if looks else {}
+        returned.append(made.call_function(aten.zeros.default, ([0],), device))
+    made.output(tuple(returned))
+    wiring = Wiring(
+        draws=tuple(_draw(node, place) for node in drawn),
+        takes=tuple(place[node] for node in takes),
+        looks=looks,
+        totals=frozenset(sums.values()),
+        gives=tuple(gives),
+    )
+    return made, wiring
+
+
+def _addition(node: fx.Node) -> Any:
+    """What adds to a sum that is there."""
+    if node.target is onto:
+        return aten.add_.Tensor
+    operand: Any = node.args[1]
+    return aten.addmm_.default if operand.meta["val"].dim() == 2 else aten.baddbmm_.default
+
+
+def _look(node: fx.Node) -> Look:
+    value = node.meta.get("val")
+    if not isinstance(value, Tensor) or value.layout is not torch.strided:
+        raise Refused(f"{node.name!r} is no dense tensor")
+    return Look.of(value)
+
+
+def _draw(node: fx.Node, place: dict[fx.Node, int]) -> Draw:
+    given: Any = node.args
+    like, *rest = given
+    seed = _BY_LAYOUT[node.target]
+    argument = place.get(rest[seed])
+    if argument is None:
+        raise Refused(f"{node.name!r} draws from a seed that is made in the stage")
+    rest[seed] = None
+    return Draw(node.target, _look(like), tuple(rest), seed, argument)
+
+
+def graph_text(module: fx.GraphModule, threads: int) -> str:
+    """A graph as text that is the same for graphs with equal libraries, whatever their nodes are
+    called: with the layouts of its arguments, and all that a library depends on besides."""
+    names = {node: f"%{index}" for index, node in enumerate(module.graph.nodes)}
+    device, found = torch.device("cpu"), [f"{threads} threads"]
+    for node in module.graph.nodes:
+        args = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: _Name(names[n]))
+        look = target = ""
+        if node.op != "placeholder":
+            target = node.target
+        elif isinstance(value := node.meta.get("val"), Tensor) and value.layout is torch.strided:
+            look = f"{Look.of(value)[:3]} {value.device.type}"
+            device = value.device if value.device.type != "cpu" else device
+        text = f"{names[node]} {node.op} {target} {args} {look}"
+        found.append(re.sub(r", index=\d+", "", text))
+    return "\n".join([*found, *_machine(device)])
+
+
+class _Name(str):
+    """Text that is printed without quotes."""
+
+    __repr__ = str.__str__
+
+
+@cache
+def _machine(device: torch.device) -> tuple[str, ...]:
+    """All that a library depends on besides its graph."""
+    version = torch.__version__, str(torch.version.git_version), str(_FORMAT)
+    if device.type == "cuda":
+        return (*version, str(torch.cuda.get_device_properties(device)))
+    told = ""
+    with suppress(OSError):
+        told = Path("/proc/cpuinfo").read_text()
+    lines = {line for line in told.splitlines() if line.startswith(("flags", "Features"))}
+    return (*version, platform.machine(), torch.backends.cpu.get_cpu_capability(), *sorted(lines))

@@ -1,0 +1,297 @@
+"""Stages that inductor has compiled, beside a plain loop over the same libraries, and beside the
+same pipe with its graphs as they are."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.functional import mse_loss
+from torch.optim import SGD
+
+import fxpipe
+from fxpipe.errors import InputError
+from fxpipe.kernels.inductor import Compiled, compiled
+from fxpipe.passes.inductor import libraries
+from tests.helpers.ranks import on_ranks
+
+pytestmark = pytest.mark.skipif(
+    not libraries.can_compile(), reason="there is no C++ compiler, which inductor needs"
+)
+
+MICROBATCHES = 3
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The libraries of this file's tests: what one has compiled the others load."""
+    path = tmp_path_factory.mktemp("inductor")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(path))
+        yield path / "fxpipe"
+
+
+class Net(nn.Module):
+    """Two parts with a skip across, BatchNorm, and a weight that both read."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 8)
+        self.rest = nn.Sequential(nn.BatchNorm1d(8), nn.Dropout(dropout))
+        self.last = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.rest(self.layer(x))) @ self.layer.weight
+        y: Tensor = self.last(torch.nn.functional.gelu(h @ self.layer.weight.T)) + x
+        return y
+
+
+def made(
+    compiler: Any, schedule: str = "1f1b", dropout: float = 0.0, **options: Any
+) -> fxpipe.Pipeline:
+    torch.manual_seed(0)
+    optimizer = partial(SGD, lr=0.1, momentum=0.5)
+    return fxpipe.compile(
+        Net(dropout),
+        ["cpu", "cpu"],
+        schedule=schedule,
+        microbatches=MICROBATCHES,
+        partition=["last"],
+        loss=mse_loss,
+        optimizer=optimizer,
+        stage_compiler=compiler,
+        **options,
+    )
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1)
+    return torch.randn(12, 5), torch.randn(12, 5)
+
+
+def graphs(pipe: fxpipe.Pipeline) -> list[Compiled | None]:
+    """What runs each graph of the stages that computes anything."""
+    found = []
+    for stage in pipe.plan.stages:
+        for graph in (stage.forward, stage.backward, stage.input_grad, stage.weight_grad):
+            if graph is not None and any(n.op == "call_function" for n in graph.graph.nodes):
+                found.append(compiled(graph))
+    return found
+
+
+def gradients(pipe: fxpipe.Pipeline, x: Tensor, y: Tensor, halves: bool) -> dict[str, Tensor]:
+    """Those of a loop over the micro-batches that calls the libraries, one after another."""
+    one: Any
+    two: Any
+    one, two = pipe.plan.stages
+    state = {**dict(pipe.named_parameters()), **dict(pipe.named_buffers())}
+    sums: dict[int, Any] = {0: (), 1: ()}
+
+    def arguments(stage: Any) -> tuple[list[Tensor], list[Tensor]]:
+        return [state[a.target] for a in stage.parameters], [state[a.target] for a in stage.buffers]
+
+    def back(stage: Any, saved: list[Any], given: list[Tensor]) -> list[Tensor]:
+        sent: list[Tensor]
+        if not halves:
+            sent, sums[stage.index] = stage.kernel.backward(saved, given, sums[stage.index])
+            return sent
+        sent, deferred = stage.kernel.input_grad(saved, given)
+        sums[stage.index] = stage.kernel.weight_grad(deferred, sums[stage.index])
+        return sent
+
+    with torch.no_grad():
+        for x_part, y_part in zip(x.chunk(MICROBATCHES), y.chunk(MICROBATCHES), strict=True):
+            values = {"x": x_part, "given_1": y_part}
+            saved = {}
+            for stage in (one, two):
+                edges = pipe.plan.edges_into(stage.index)
+                result = stage.kernel.forward(*arguments(stage), [values[e.value] for e in edges])
+                names = dict.fromkeys(e.value for e in pipe.plan.edges_from(stage.index))
+                values.update(zip(names, result.outputs, strict=True))
+                saved[stage.index] = result.saved
+            sent = back(two, saved[1], [torch.tensor(1 / MICROBATCHES)])
+            back(one, saved[0], sent)
+    return {
+        argument.target: total
+        for stage in (one, two)
+        for argument, total in zip(stage.parameters, sums[stage.index], strict=True)
+    }
+
+
+@pytest.mark.parametrize(
+    ("schedule", "options"),
+    [("1f1b", {}), ("gpipe", {"recompute": "always", "dispatch": "thread"}), ("zb-h1", {})],
+)
+def test_a_step_equals_a_loop_over_its_libraries_and_the_model_to_rounding(
+    folder: Path, schedule: str, options: Any
+) -> None:
+    x, y = batch()
+    with made("inductor", schedule, **options) as pipe, made(None, schedule, **options) as other:
+        for each in (pipe, other):
+            each.prepare(x, target=y)
+        assert None not in graphs(pipe) and not any(graphs(other))
+        before = {name: p.detach().clone() for name, p in pipe.named_parameters()}
+        expected = gradients(pipe, x, y, schedule == "zb-h1")
+        loss, plain = pipe.step(x, target=y), other.step(x, target=y)
+        for name, parameter in pipe.named_parameters():
+            assert torch.equal(parameter, before[name].add(expected[name], alpha=-0.1))
+        assert torch.allclose(loss, plain, rtol=1e-5)
+        for here, there in zip(
+            pipe.state_dict().values(), other.state_dict().values(), strict=True
+        ):
+            assert torch.allclose(here, there, atol=1e-5)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+def test_random_numbers_are_those_without_a_compiler(folder: Path, schedule: str) -> None:
+    x, y = batch()
+    losses = []
+    for compiler in ("inductor", None):
+        with made(compiler, schedule, dropout=0.5) as pipe:
+            torch.manual_seed(2)
+            losses.append([float(pipe.step(x, target=y)) for _ in range(3)])
+            assert all(graphs(pipe)) == (compiler is not None)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_another_start_compiles_nothing_and_other_sizes_get_libraries_of_their_own(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, y = batch()
+    with made("inductor") as pipe:
+        pipe.step(x, target=y)
+    known = set(folder.glob("*.so"))
+    with monkeypatch.context() as patch, made("inductor") as pipe:
+        patch.setattr(libraries, "Popen", None)
+        pipe.step(x, target=y)
+        assert None not in graphs(pipe)
+        assert "graphs compiled by inductor, by stage: 2 of 2, 2 of 2" in str(pipe)
+    assert set(folder.glob("*.so")) == known
+    with made("inductor") as pipe:
+        pipe.step(x[:6], target=y[:6])
+        assert None not in graphs(pipe)
+    assert set(folder.glob("*.so")) > known
+
+
+def test_auto_takes_a_library_that_pays(folder: Path) -> None:
+    x, y = batch()
+    with made("inductor") as pipe:
+        pipe.step(x, target=y)
+    records = {path: path.read_text() for path in folder.glob("*.json")}
+    try:
+        for seconds, taken in (((1.0, 0.95), True), ((1.0, 0.96), False)):
+            for path, text in records.items():
+                if "seconds" in (record := json.loads(text)):
+                    path.write_text(json.dumps({**record, "seconds": seconds}))
+            with made("auto") as pipe:
+                pipe.step(x, target=y)
+                assert all(graph is not None for graph in graphs(pipe)) == taken
+                assert any(graph is not None for graph in graphs(pipe)) == taken
+    finally:
+        for path, text in records.items():
+            path.write_text(text)
+
+
+def test_equal_graphs_share_a_library(folder: Path) -> None:
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)]
+    with (
+        fxpipe.compile(
+            nn.Sequential(*blocks),
+            ["cpu"] * 4,
+            partition=["1", "2", "3"],
+            stage_compiler="inductor",
+        ) as pipe,
+        torch.no_grad(),
+    ):
+        pipe(torch.randn(4, 4))
+        found = {id(each.library) for each in graphs(pipe) if each is not None}
+        assert len(found) == 1 and len(graphs(pipe)) == 4
+
+
+def test_what_is_not_compiled_runs_as_it_is_and_is_recorded(
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("CXX", "")
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    caplog.set_level(logging.INFO, "fxpipe")
+    x, y = batch()
+    with made("inductor") as pipe, made(None) as other:
+        assert torch.equal(pipe.step(x, target=y), other.step(x, target=y))
+        assert not any(graphs(pipe)) and str(pipe).count("compiled by inductor") == 0
+    told = [r.getMessage() for r in caplog.records if "runs as it is" in r.getMessage()]
+    assert len(told) == 4
+    assert told[0].startswith("the graph of stage 0 for forward runs as it is: there is no C++")
+
+
+def test_a_parameter_of_another_layout_is_given_to_the_graph_as_it_is(folder: Path) -> None:
+    x, y = batch()
+    with made("inductor") as pipe, made(None) as other:
+        for each in (pipe, other):
+            each.prepare(x, target=y)
+            weight = each.get_parameter("layer.weight")
+            weight.data = weight.data.T.contiguous().T
+        assert torch.allclose(pipe.step(x, target=y), other.step(x, target=y), rtol=1e-5)
+
+
+def test_the_memory_of_a_library_is_measured(folder: Path) -> None:
+    torch.manual_seed(0)
+    side, rows = 64, 32
+    layers = (nn.Linear(side, side), nn.GELU(), nn.Linear(side, side))
+    with fxpipe.compile(
+        nn.Sequential(*layers),
+        ["cpu"],
+        microbatches=1,
+        loss=mse_loss,
+        stage_compiler="inductor",
+    ) as pipe:
+        pipe.prepare(torch.randn(rows, side), target=torch.randn(rows, side))
+        forward, backward = (graph for graph in graphs(pipe) if graph is not None)
+        value, weights = 4 * rows * side, 2 * 4 * (side * side + side)
+        # two products and what the GELU gives, and the output besides the loss; two gradients
+        assert 3 * value <= forward.peak <= 6 * value
+        assert value <= backward.peak <= weights + 4 * value
+        assert pipe.simulate().memory[0].peak >= 2 * weights + 3 * value
+
+
+def ran(mesh: DeviceMesh) -> tuple[float, list[bool]]:
+    torch.manual_seed(0)
+    model = Net()
+    x, y = batch()
+    with fxpipe.compile(
+        model, mesh, microbatches=3, partition=["last"], loss=mse_loss, stage_compiler="inductor"
+    ) as pipe:
+        return float(pipe.step(x, target=y)), [each is not None for each in graphs(pipe)]
+
+
+@pytest.mark.timeout(300)
+def test_a_rank_compiles_its_own_stages(folder: Path) -> None:
+    x, y = batch()
+    with made(None) as pipe:
+        expected = float(pipe.step(x, target=y))
+    told = on_ranks(2, ran, timeout=200)
+    assert [loss for loss, _ in told] == pytest.approx([expected] * 2, rel=1e-5)
+    assert [compiled for _, compiled in told] == [
+        [True, True, False, False],
+        [False, False, True, True],
+    ]
+
+
+def test_what_excludes_it_is_refused_by_name() -> None:
+    with pytest.raises(InputError, match="there is no stage_compiler 'gcc'"):
+        made("gcc")
+    with pytest.raises(InputError, match="cuda_graphs captures"):
+        fxpipe.compile(Net(), ["cpu"], cuda_graphs=True, stage_compiler="auto")
