@@ -20,8 +20,7 @@ from fxpipe.metrics import Meter, measured
 from fxpipe.runtime.batch import MicroBatches
 from fxpipe.runtime.choice import Choice
 from fxpipe.runtime.devices.backend import Worker
-from fxpipe.runtime.host import BatchHost, PendingLoss, draw_seed, next_seed
-from fxpipe.runtime.interpreter import Job
+from fxpipe.runtime.host import BatchHost, Job, PendingLoss, draw_seed, next_seed
 from fxpipe.runtime.overlapping import OverlappingRun
 from fxpipe.runtime.ranks.clocks import ahead
 from fxpipe.runtime.ranks.devices import backend_of

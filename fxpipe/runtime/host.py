@@ -1,9 +1,11 @@
-"""The caller's side of one run: what Load instructions read and Output instructions hand over."""
+"""The caller's side of one run: what Load instructions read and Output instructions hand over;
+and all that a run needs for one batch."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import reduce
 from operator import add
 from typing import Any
@@ -13,10 +15,13 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from fxpipe.errors import InputError
+from fxpipe.ir.plan import ValueSpec
 from fxpipe.ir.traced import SEED, Literal, Traced, Value
 from fxpipe.ir.value import Buffer
+from fxpipe.kernels.kernel import Kernel
 from fxpipe.random import mix
 from fxpipe.runtime.batch import MicroBatches
+from fxpipe.runtime.weights.clipping import Clipping
 from fxpipe.torchtools.pytrees import equal, together
 
 _DRAWING = threading.RLock()
@@ -180,6 +185,23 @@ class BatchHost:
             dim = dims[name]
             found[name] = torch.stack(parts).sum(0) if dim is None else torch.cat(parts, dim)
         return found
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a run needs for one batch.
+
+    Attributes:
+        kernels: micro-batch → stage → the kernel that runs it.
+        host: the caller's side.
+        clipping: how the batch's gradients are clipped, if the program clips.
+        specs: micro-batch → what is known of its values.
+    """
+
+    kernels: Sequence[Sequence[Kernel]]
+    host: BatchHost
+    clipping: Clipping | None = None
+    specs: Sequence[Mapping[str, ValueSpec]] = ()
 
 
 def _alone(value: Any) -> Any:

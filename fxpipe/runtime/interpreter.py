@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fxpipe.ir import instruction as ins
-from fxpipe.ir.plan import Stage, ValueSpec
+from fxpipe.ir.plan import Stage
 from fxpipe.ir.program import Program
 from fxpipe.ir.task import KINDS
 from fxpipe.ir.value import (
@@ -31,9 +31,9 @@ from fxpipe.ir.value import (
 )
 from fxpipe.kernels.kernel import Forwarded, Kernel
 from fxpipe.kernels.recompute import recomputing
-from fxpipe.runtime.host import BatchHost
+from fxpipe.runtime.host import Job
 from fxpipe.runtime.own_task import run_task
-from fxpipe.runtime.weights.clipping import Clipping, norms_of
+from fxpipe.runtime.weights.clipping import norms_of
 
 if TYPE_CHECKING:
     from fxpipe.runtime.devices.backend import Channels
@@ -89,23 +89,6 @@ class Store:
         self.values.clear()
         self.gradients.clear()
         self.state.clear()
-
-
-@dataclass(frozen=True)
-class Job:
-    """What a run needs for one batch.
-
-    Attributes:
-        kernels: micro-batch → stage → the kernel that runs it.
-        host: the caller's side.
-        clipping: how the batch's gradients are clipped, if the program clips.
-        specs: micro-batch → what is known of its values.
-    """
-
-    kernels: Sequence[Sequence[Kernel]]
-    host: BatchHost
-    clipping: Clipping | None = None
-    specs: Sequence[Mapping[str, ValueSpec]] = ()
 
 
 @dataclass

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from fxpipe.errors import InputError, RankError
 from fxpipe.runtime.devices.backend import Driver
-from fxpipe.runtime.interpreter import Job, Machine
+from fxpipe.runtime.host import Job
+from fxpipe.runtime.interpreter import Machine
 from fxpipe.runtime.run import Finished, Run
 from fxpipe.runtime.weights.versions import VersionedWeights
 from fxpipe.signals import HeldSignals

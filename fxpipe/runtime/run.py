@@ -21,7 +21,8 @@ from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import Program
 from fxpipe.runtime.devices.backend import Backend, Driver, Worker
 from fxpipe.runtime.failure import Expected, explained, explained_late, given, whereabouts
-from fxpipe.runtime.interpreter import Job, Machine, Stopped
+from fxpipe.runtime.host import Job
+from fxpipe.runtime.interpreter import Machine, Stopped
 from fxpipe.runtime.weights.live import LiveWeights, Weights
 from fxpipe.signals import HeldSignals
 

@@ -18,7 +18,7 @@ from fxpipe.ir.program import Program
 from fxpipe.runtime.choice import Dispatch
 from fxpipe.runtime.devices.launching import Launcher, LaunchingChannels, room
 from fxpipe.runtime.failure import DeviceMemory, Unfinished
-from fxpipe.runtime.interpreter import Job
+from fxpipe.runtime.host import Job
 
 
 class LateError(RuntimeError):

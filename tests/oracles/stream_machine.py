@@ -22,11 +22,12 @@ from fxpipe.ir import instruction as ins
 from fxpipe.ir.plan import Stage
 from fxpipe.ir.program import Event, Program
 from fxpipe.ir.value import Buffer
-from fxpipe.runtime.interpreter import HANDLERS, Job, Machine, Store
+from fxpipe.runtime.interpreter import HANDLERS, Machine, Store
 from tests.oracles.stream_memory import Held, Layout, Memory, layout_of, poison
 from tests.oracles.stream_queues import Drawn, Queues, Threads, Work, WrongOrder
 
 if TYPE_CHECKING:
+    from fxpipe.runtime.host import Job
     from fxpipe.runtime.weights.live import Weights
 
 

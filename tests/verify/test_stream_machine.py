@@ -18,8 +18,7 @@ from fxpipe.ir.program import Program
 from fxpipe.ir.value import Buffer
 from fxpipe.passes.lowering.streams import Streams
 from fxpipe.runtime.batch import Batch, MicroBatches
-from fxpipe.runtime.host import BatchHost
-from fxpipe.runtime.interpreter import Job
+from fxpipe.runtime.host import BatchHost, Job
 from fxpipe.runtime.weights.live import LiveWeights
 from fxpipe.runtime.weights.versions import VersionedWeights
 from tests.helpers.mutants import launch_mutants

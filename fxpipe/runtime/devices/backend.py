@@ -22,7 +22,8 @@ from fxpipe.ir.plan import Stage
 from fxpipe.ir.program import Program, Turn
 from fxpipe.ir.value import Buffer
 from fxpipe.runtime.failure import DeviceMemory, Unfinished
-from fxpipe.runtime.interpreter import Job, Machine, Stopped
+from fxpipe.runtime.host import Job
+from fxpipe.runtime.interpreter import Machine, Stopped
 from fxpipe.runtime.weights.live import Weights
 
 Jobs = SimpleQueue[Callable[[], None] | None]

@@ -22,7 +22,8 @@ from fxpipe.ir.program import COMPUTE, Event, Launch, Program
 from fxpipe.ir.value import Buffer
 from fxpipe.runtime.devices.backend import Backend, Channels
 from fxpipe.runtime.failure import Given, Unfinished
-from fxpipe.runtime.interpreter import HANDLERS, Job, Machine, Stopped
+from fxpipe.runtime.host import Job
+from fxpipe.runtime.interpreter import HANDLERS, Machine, Stopped
 from fxpipe.runtime.weights.live import Weights
 from fxpipe.text.program import print_instruction
 

@@ -15,7 +15,8 @@ from fxpipe.ir.program import Program
 from fxpipe.ir.value import Buffer
 from fxpipe.runtime.devices.backend import Backend, Channels
 from fxpipe.runtime.failure import DeviceMemory
-from fxpipe.runtime.interpreter import Job, Stopped
+from fxpipe.runtime.host import Job
+from fxpipe.runtime.interpreter import Stopped
 from fxpipe.runtime.ranks.group import RankGroup
 from fxpipe.runtime.ranks.hearing import POLL, failure_of
 from fxpipe.runtime.ranks.message import Message

@@ -40,7 +40,8 @@ from fxpipe.runtime.devices.launching import (
     room,
 )
 from fxpipe.runtime.failure import DeviceMemory
-from fxpipe.runtime.interpreter import Job, Stopped
+from fxpipe.runtime.host import Job
+from fxpipe.runtime.interpreter import Stopped
 from fxpipe.runtime.ranks.channels import RankBackend, RankChannels
 from fxpipe.runtime.ranks.group import RankGroup
 from fxpipe.runtime.ranks.pairs import PairGroups
