@@ -59,7 +59,7 @@ class Certificate:
 
     def __str__(self) -> str:
         what = "a step" if self.problem.flush else "each of many steps"
-        gap = "optimal" if self.optimal else f"within {self.gap:.2%} of the best"
+        gap = "optimal" if self.optimal else f"within {100 * self.gap:.2g}% of the best"
         return (
             f"{what} takes {self.value:.6g}; none takes less than {self.bound.time:.6g} ({gap}):\n"
             f"{self.reason}"

@@ -14,8 +14,11 @@ from fxpipe.search.problem import Order, Problem
 LITERALS = 30_000
 """Problems with more than so many pairs of tasks to order are left to the local search."""
 
-_FINE = 200_000
+_FINE = 5_000_000
+"""Ticks of a device's work for a micro-batch, where times are no whole multiples of one."""
+
 _MOST = 20_000_000
+"""Ticks of a step, where times are."""
 
 
 def available() -> bool:

@@ -16,7 +16,6 @@ _ELITE = 8
 _GAPS = (0.0, 0.5, 1.0, NEVER)
 _SHARES = (0.5, 0.7, 0.85, 1.0, 1.1, 1.25)
 _REPEATS = 3
-_PATIENCE = 400
 
 
 @dataclass
@@ -47,14 +46,14 @@ class Local:
         return False
 
     def run(self, enough: float, go_on: Callable[[], bool]) -> None:
-        """Search until a time is down to ``enough``, or for as long as ``go_on()``.
+        """Search until a time is down to ``enough``, or for as long as ``go_on()``, but for one.
 
         First the given habits beside random ones, then changes of the best.
         """
         problem = self.problem
         seeds = given_policies(problem)
         for policy in seeds:
-            if self.value <= enough or not go_on():
+            if self.best is not None and (self.value <= enough or not go_on()):
                 return
             self._try(policy)
         tries = 0

@@ -23,9 +23,14 @@ from fxpipe.search.timing import value_of
 from fxpipe.simulator.costs import Costs, Links, measured_costs
 from fxpipe.simulator.sizes import Sizes
 
-_SHARE = 0.2
+_SHARE = 0.1
+"""Of the time, for the local search, where the solver follows."""
+
 _WORTH = 100
+"""List schedules that count as much as a second of the solver's own measure."""
+
 _TIGHTENED = 6
+"""How often memory is held back, at most, until a simulation fits."""
 
 
 @dataclass(frozen=True)
