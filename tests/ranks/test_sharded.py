@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxpipe
 from fxpipe.errors import InputError
 from fxpipe.ir.program import Program
-from fxpipe.runtime.weights.sharding import refuse_others
+from fxpipe.runtime.ranks.summing import cut
+from fxpipe.runtime.weights.live import frozen
+from fxpipe.runtime.weights.sharding import ShardedStage, Shards, refuse_others
 from tests.helpers.ranks import DeviceMesh, on_ranks
 from tests.helpers.tiny import Tiny
 from tests.ranks.test_replicas import (
@@ -175,7 +178,7 @@ def failing(mesh: DeviceMesh) -> dict[str, Any]:
     """What is left after an optimizer has failed on one rank."""
     replica, device = mesh.get_local_rank("dp"), mesh.get_local_rank("pp")
     found: dict[str, Any] = {}
-    for schedule in ("1f1b", "2bw"):
+    for schedule, shards in (("1f1b", True), ("2bw", False), ("2bw", True)):
         breaks = False
 
         def optimizer(parameters: Any) -> torch.optim.Optimizer:
@@ -188,7 +191,7 @@ def failing(mesh: DeviceMesh) -> dict[str, Any]:
             made.register_step_pre_hook(before)
             return made
 
-        with pipe_of(mesh, schedule=schedule, optimizer=optimizer, shard_optimizer=True) as pipe:
+        with pipe_of(mesh, schedule=schedule, optimizer=optimizer, shard_optimizer=shards) as pipe:
             for step in range(3):
                 x, y = batch(step, replica)
                 pipe.step(x, target=y)
@@ -205,7 +208,7 @@ def failing(mesh: DeviceMesh) -> dict[str, Any]:
                 x, y = batch(step, replica)
                 pipe.step(x, target=y)
             pipe.flush()
-            found[schedule] = pipe.state_dict(full=True)
+            found[f"{schedule} {shards}"] = pipe.state_dict(full=True)
     return found
 
 
@@ -213,8 +216,9 @@ def test_after_a_failure_weights_and_optimizers_are_as_they_were_on_all_ranks() 
     ranks = on_ranks(4, failing, replicas=2)
     for found in ranks:
         expected = looped(2, "sgd", 5)
-        assert_equal(found["1f1b"], {key: expected[key] for key in found["1f1b"]}, "1f1b")
-        assert_equal(found["2bw"], ranks[0]["2bw"], "2bw")
+        own = found["1f1b True"]
+        assert_equal(own, {key: expected[key] for key in own}, "1f1b")
+        assert_equal(found["2bw True"], ranks[0]["2bw False"], "2bw")
 
 
 def hollow(mesh: DeviceMesh, folder: Path) -> list[Results]:
@@ -259,6 +263,49 @@ def test_a_model_gets_its_values_after_its_optimizers_are_made(tmp_path: Path) -
         for steps, state in zip((5, 3), found, strict=True):
             expected = looped(2, "adamw", steps, schedule="2bw")
             assert_equal(state, {key: expected[key] for key in state}, str(steps))
+
+
+def test_a_stage_goes_back_to_a_version_with_its_optimizer_and_parts() -> None:
+    alone = nn.Linear(3, 5)
+    plain = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
+    stages = []
+    for replica in range(2):
+        own = dict(copy.deepcopy(alone).named_parameters())
+        optimizer = torch.optim.SGD(own.values(), lr=0.1, momentum=0.9)
+        shards = Shards(optimizer, [*own.values()], replica, 2)
+        stages.append(ShardedStage(own, optimizer, 1, shards))
+        stages[-1].restart(0)
+    gradients = [{name: torch.randn_like(p) for name, p in alone.named_parameters()} for _ in "123"]
+
+    made_of: dict[int, list[list[Tensor]]] = {}
+
+    def update(number: int) -> None:
+        made_of[number + 1] = []
+        for replica, stage in enumerate(stages):
+            parts = {n: cut([g], 2)[replica].pieces[0] for n, g in gradients[number].items()}
+            assert stage.optimizer is not None
+            stage.update(parts, [*map(frozen, stage.optimizer.param_groups)], number)
+            made_of[number + 1].append(stage.parts())
+
+    def gather(version: int) -> None:
+        for stage in stages:
+            stage.gather(version, made_of[version], version - 1)
+
+    update(0)
+    update(1)  # its parts are never gathered
+    gather(1)
+    update(2)
+    for stage in stages:
+        stage.return_to(1)
+    for number in (1, 2):
+        update(number)
+        gather(number + 1)
+    for each in gradients:
+        for name, parameter in alone.named_parameters():
+            parameter.grad = each[name]
+        plain.step()
+    for stage in stages:
+        assert_equal(dict(stage.parameters), dict(alone.named_parameters()), "weights")
 
 
 class Normed(torch.optim.Optimizer):

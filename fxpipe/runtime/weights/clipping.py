@@ -18,8 +18,9 @@ class Clipping:
 
     Each stage computes the same norm from the norms of all gradients, so no stage has to send a
     result to the others. It equals ``torch.nn.utils.clip_grad_norm_`` over all parameters after
-    ``GradScaler.unscale_``. With a scaler, no stage updates where the norm is not finite: that is
-    decided on the host, which waits for the norm once a stage. Without one it waits for nothing.
+    ``GradScaler.unscale_``, or over their parts where each replica has some. With a scaler, no
+    stage updates where the norm is not finite: that is decided on the host, which waits for the
+    norm once a stage. Without one it waits for nothing.
 
     Attributes:
         limit: the greatest norm that gradients may have, or None for any.
