@@ -28,7 +28,8 @@ from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import KINDS, Task
 from fxpipe.ir.walk import Place
 from fxpipe.simulator.costs import Costs
-from fxpipe.simulator.simulation import Simulation, Sum, Transfer, task_of
+from fxpipe.simulator.simulation import Simulation, Transfer, task_of
+from fxpipe.simulator.sums import Sum
 from fxpipe.words import plural, time_text
 
 WITH_ARROWS = 1000

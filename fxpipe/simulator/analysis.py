@@ -10,7 +10,8 @@ from fxpipe.errors import InputError
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.value import Buffer
 from fxpipe.ir.walk import Place
-from fxpipe.simulator.simulation import Simulation, Span, Sum, Transfer, awaited_by
+from fxpipe.simulator.simulation import Simulation, Span, Transfer
+from fxpipe.simulator.sums import Sum, awaited_by
 
 _FIRST, _LAST = 16, 256
 """Steps that are tried, doubled until the times repeat."""

@@ -20,7 +20,8 @@ from fxpipe.errors import InputError
 from fxpipe.ir.task import KINDS
 from fxpipe.ir.value import Buffer
 from fxpipe.simulator.holding import PARTS
-from fxpipe.simulator.simulation import Simulation, Span, Sum, Transfer, task_of
+from fxpipe.simulator.simulation import Simulation, Span, Transfer, task_of
+from fxpipe.simulator.sums import Sum
 from fxpipe.text.program import print_instruction
 from fxpipe.words import bytes_text, plural, table_text
 

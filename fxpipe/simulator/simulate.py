@@ -20,16 +20,9 @@ from fxpipe.ir.unroll import FURTHEST, blocking, unroll
 from fxpipe.ir.value import HOST, Buffer, Edge
 from fxpipe.ir.walk import waits_of, walk
 from fxpipe.simulator.costs import Costs, Link, Links, Times, task_times
-from fxpipe.simulator.simulation import (
-    Events,
-    Simulation,
-    Span,
-    Sum,
-    Transfer,
-    awaited_by,
-    begun_by,
-)
+from fxpipe.simulator.simulation import Events, Simulation, Span, Transfer
 from fxpipe.simulator.sizes import Sizes
+from fxpipe.simulator.sums import Sum, awaited_by, begun_by
 from fxpipe.text.program import print_instruction
 
 _SECOND = 1e9

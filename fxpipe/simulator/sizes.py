@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from fxpipe.ir.value import part_of
+from fxpipe.simulator.sums import Summed
 
 Crossing = tuple[str, bool]
 """A value that crosses between stages, by name, and whether its gradient is meant."""
@@ -161,13 +162,7 @@ class Sizes:
         whole = self.elements.get(stage, [(self.gradients.get(stage, 0), 1)])
         return sum(size * len(part_of(count, replica, replicas)) for count, size in whole)
 
-    def summing(
-        self,
-        stage: int,
-        replica: int,
-        replicas: int,
-        what: Literal["sum", "part", "weights"] = "sum",
-    ) -> int:
+    def summing(self, stage: int, replica: int, replicas: int, what: Summed = "sum") -> int:
         """Bytes that a replica sends so that a stage's gradients are summed over all of them: to
         each other one its part, and then the sums of its own part, or the new weights, to all.
 

@@ -18,7 +18,8 @@ from fxpipe.passes.schedule import add_reduce
 from fxpipe.simulator import Link, Simulation, Sizes
 from fxpipe.simulator.report import chrome_trace
 from fxpipe.simulator.simulate import measured_run
-from fxpipe.simulator.simulation import Sum, Transfer
+from fxpipe.simulator.simulation import Transfer
+from fxpipe.simulator.sums import Sum
 
 SMALL = st.integers(0, 6)
 TWO = Schedule.parse(

@@ -1,0 +1,50 @@
+"""What the replicas of a pipeline exchange: sums of gradients, and new weights."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from fxpipe.ir import instruction as ins
+from fxpipe.ir.program import Program
+
+Summed = Literal["sum", "part", "weights"]
+"""What replicas exchange: gradients until all have their sums, or, where optimizers are sharded,
+until each has the sum of its part; and then the parts of the new weights."""
+
+
+class Sum(NamedTuple):
+    """The gradients of a stage, or its new weights, on their way between the replicas."""
+
+    stage: int
+    batch: int
+    what: Summed = "sum"
+
+    @property
+    def kind(self) -> Literal["sum"]:
+        """What a picture tells it by, as it does buffers."""
+        return "sum"
+
+    def __str__(self) -> str:
+        return f"{self.what}:{self.stage}[{self.batch}]"
+
+
+_AWAITED: dict[type[ins.Instruction], Summed] = {
+    ins.AllGather: "sum",
+    ins.TakePart: "part",
+    ins.GatherWeights: "weights",
+}
+
+
+def awaited_by(gathering: ins.Gathering) -> Sum:
+    """What an instruction that waits for the other replicas waits for."""
+    return Sum(gathering.stage, gathering.batch, _AWAITED[type(gathering)])
+
+
+def begun_by(instruction: ins.Instruction, program: Program) -> Sum | None:
+    """What an instruction begins to exchange with the other replicas."""
+    match instruction:
+        case ins.ReduceScatter(stage, batch):
+            return Sum(stage, batch, "part" if stage in program.sharded else "sum")
+        case ins.Update(stage, batch=batch) if stage in program.sharded:
+            return Sum(stage, batch, "weights")
+    return None
