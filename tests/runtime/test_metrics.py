@@ -48,15 +48,15 @@ def test_the_bubble_is_what_the_times_of_the_instructions_leave_idle() -> None:
         pipe.step(x, target=y)
         meter = pipe._engine.meter
         assert meter is not None
-        for device, list_ in enumerate(pipe.program.lists):  # a second each, one after another
-            meter.times[device][:] = [
-                each * 10**9 for i in range(len(list_)) for each in (i, i + 1)
-            ]
+        late = (20, 0)  # seconds; then each instruction takes one, one after another
+        for device, list_ in enumerate(pipe.program.lists):
+            own = range(late[device], late[device] + len(list_))
+            meter.times[device][:] = [each * 10**9 for i in own for each in (i, i + 1)]
         found = pipe.metrics
         kinds = ("Forward", "Backward", "Update")
         ends = [
-            [i + 1 for i, each in enumerate(list_) if type(each).__name__ in kinds]
-            for list_ in pipe.program.lists
+            [late[device] + i + 1 for i, each in enumerate(list_) if type(each).__name__ in kinds]
+            for device, list_ in enumerate(pipe.program.lists)
         ]
         assert found["stage_seconds"] == {s: float(len(own)) for s, own in enumerate(ends)}
         last = max(own[-2] for own in ends)  # of the last micro-batch; the update comes after it
