@@ -112,14 +112,6 @@ class Problem:
         own = tuple(sum(self.update[s] for s in stages) for stages in self.held)
         return (max(own),) * len(own) if self.flush else own
 
-    @cached_property
-    def unlimited(self) -> bool:
-        """Whether memory holds nothing up."""
-        return all(
-            self.microbatches * need <= most
-            for need, most in zip(self.least_memory, self.memory, strict=True)
-        )
-
     def schedule_of(self, order: Order, name: str = "search") -> Schedule:
         """The Schedule that computes in this order."""
         rows = []
