@@ -15,6 +15,7 @@ from fxpipe.arguments import (
     Devices,
     ScheduleLike,
     check_clipping,
+    check_copies,
     check_flag,
     check_model,
     check_overlap,
@@ -262,6 +263,8 @@ def compile(
         check_flag("predict", predict)
         recipe = recipe.predicting() if predict else recipe
         check_overlap(recipe, optimizer)
+        if recipe.copies(len(places)):
+            check_copies(recipe, group, torch_devices[0])
         check_clipping(clip_norm, scaler, optimizer)
         check_sharding(shard_optimizer, optimizer, predict)
         options = Options(

@@ -297,9 +297,10 @@ def _stage_table(
     seconds = [0.0 if s.costs is None else s.costs.forward + s.costs.backward for s in plan.stages]
     for stage, work in zip(plan.stages, seconds, strict=True):
         device = schedule.placement[stage.index]
+        copied = [f"+{copy} ({places[copy]})" for copy in schedule.devices_of(stage.index)[1:]]
         table.add_row(
             str(stage.index),
-            f"{device} ({places[device]})",
+            "\n".join([f"{device} ({places[device]})", *copied]),
             _modules(stage),
             f"{sum(counts[argument.target] for argument in stage.parameters):,}",
             _milliseconds(stage, "forward"),

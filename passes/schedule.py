@@ -5,7 +5,7 @@
 before:  1: F0 F1 B0 F2 B1 B2 U
 after:   1: F0 F1 R0 B0 F2 R1 B1 B2 U          except_last: the last micro-batch is kept
 
-``add_reduce`` sums a stage's gradients over the replicas, beside whatever follows.
+``add_reduce`` sums a stage's gradients over replicas and copies, beside whatever follows.
 
 before:  0: F0 F1 I0 W0 I1 W1 U            1: F0 I0 F1 I1 W0 W1 U
 after:   0: F0 F1 I0 W0 I1 W1 A U          1: F0 I0 F1 I1 W0 W1 A U
@@ -124,21 +124,25 @@ def add_reduce(schedule: Schedule, shards: bool = False) -> Schedule:
     """
     if "A" in schedule.kinds:
         return schedule
-    last = schedule.microbatches - 1
-    rows = (
-        tuple(
-            each
-            for task in row
-            for each in (task, replace(task, kind="A", microbatch=None))
-            if each.kind == task.kind or (task.kind in "BW" and task.microbatch == last)
-        )
-        for row in schedule.rows
-    )
+    rows = (tuple(_reducing(row)) for row in schedule.rows)
     reducing = replace(schedule, rows=tuple(rows))
     if not schedule.depth or "C" in schedule.kinds or schedule.kinds - BUILT_IN:
         return reducing
     rows = (tuple(_late(schedule, row, shards)) for row in reducing.rows)
     return replace(schedule, rows=tuple(rows))
+
+
+def _reducing(row: tuple[Task, ...]) -> Iterator[Task]:
+    """A device's tasks, with a reduce behind its last backward of each stage; where all of them are
+    on copies of the stage, before its update."""
+    ends = [task for task in row if task.kind in "BW" and task.microbatch is not None]
+    last = {task.stage: task for task in sorted(ends, key=lambda task: task.microbatch or 0)}
+    for task in row:
+        if task.kind == "U" and task.stage not in last:
+            yield replace(task, kind="A")
+        yield task
+        if last.get(task.stage) == task:
+            yield replace(task, kind="A", microbatch=None)
 
 
 def _late(schedule: Schedule, row: tuple[Task, ...], shards: bool) -> list[Task]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 if __name__ != "fxpipe.schedules":
     raise ImportError(f"import this package as fxpipe.schedules, not as {__name__}")
 
+from fxpipe.schedules.chimera import chimera
 from fxpipe.schedules.cyclic import cdp_v1, cdp_v2
 from fxpipe.schedules.dualpipe_v import dualpipe_v
 from fxpipe.schedules.gpipe import gpipe
@@ -26,6 +27,7 @@ from fxpipe.schedules.zb_v import zb_v
 __all__ = [
     "cdp_v1",
     "cdp_v2",
+    "chimera",
     "dualpipe_v",
     "gpipe",
     "inference",

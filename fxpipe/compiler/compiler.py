@@ -23,6 +23,7 @@ from fxpipe.compiler.options import Options
 from fxpipe.compiler.placement import Placement
 from fxpipe.compiler.plans import Graph, Plans
 from fxpipe.compiler.predict import Sizes, held_sizes, predicted_peaks, remedies
+from fxpipe.compiler.preflight import refuse_copied
 from fxpipe.compiler.timetable import Purpose, Timetable
 from fxpipe.errors import FxpipeError, InputError, PartitionError
 from fxpipe.ir.plan import Plan
@@ -183,6 +184,7 @@ class Compiler:
                 "the loss has a gradient to no parameter, so that a step would train nothing; "
                 "let some parameter that it depends on require a gradient"
             )
+        refuse_copied(schedule, plan, traced.deferred)
         if kind.outputs:
             traced = self.plans.output_dims(calls[sizes[0]], traced)
         if self.options.group.size > 1:  # the text takes time, and not every value has one

@@ -22,9 +22,30 @@ from fxpipe.compiler.looking import hooked
 from fxpipe.compiler.objective import Objective
 from fxpipe.compiler.pythonic import refuse_changes
 from fxpipe.errors import InputError, TraceError, told, way_out
+from fxpipe.ir.plan import Plan
+from fxpipe.ir.schedule import Schedule
 from fxpipe.torchtools import source
+from fxpipe.torchtools.moments import DeferredNorm
 from fxpipe.torchtools.pytrees import taken_apart
 from fxpipe.torchtools.state import same_sizes
+
+
+def refuse_copied(schedule: Schedule, plan: Plan, deferred: Sequence[DeferredNorm]) -> None:
+    """Check that no stage with copies writes buffers that the next micro-batch reads.
+
+    Raises:
+        InputError: one does.
+    """
+    kept = {norm.moments for norm in deferred}
+    for stage, copies in zip(plan.stages, schedule.working, strict=False):
+        written = [write.target for write in stage.writes if write.target not in kept]
+        if copies and written:
+            raise InputError(
+                f"schedule {schedule.name!r} has stage {stage.index} on several devices, and its "
+                f"forward writes {written[0]!r}, which each micro-batch reads as the one before it "
+                "has left it; take a schedule without copies, or, for BatchNorm, give "
+                "deferred_batchnorm=True"
+            )
 
 
 def _called(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -79,15 +79,16 @@ class Timetable:
         return Timetable(replace(self._options, **options), self._whole)
 
     def _written(self, microbatches: int, purpose: Purpose) -> Schedule:
-        recompute = self._options.recompute
+        recompute, recipe = self._options.recompute, self._recipe(purpose)
+        copied = bool(recipe.copies(len(self._options.devices)))
         facts = {
-            "recipe": self._recipe(purpose),
+            "recipe": recipe,
             "devices": len(self._options.devices),
             "microbatches": microbatches,
             "short": microbatches < self._whole,
             "recompute": recompute,
             "recomputes": recompute != "never" and purpose != "infer",
-            "replicated": self._options.replicas > 1 and purpose != "infer",
+            "replicated": (self._options.replicas > 1 and purpose != "infer") or copied,
             "shards": self._options.shards,
             "clips": self._options.clips and purpose == "step",
         }
@@ -104,4 +105,4 @@ class Timetable:
         if purpose == "step":
             return recipe
         name = "gpipe" if purpose == "call" else "inference"
-        return find_recipe(name).placed(recipe.placement)
+        return find_recipe(name).placed(recipe.place)  # without copies

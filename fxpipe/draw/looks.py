@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Literal
 
 from fxpipe.draw.canvas import Look, Stroke
@@ -46,25 +45,21 @@ class Boxes:
     """The looks and labels of the tasks of one timeline.
 
     Attributes:
-        placement: stage → device.
-        devices: the number of devices.
+        chunks: stage and micro-batch, or None for other tasks, → which of the stages of its device
+            it is.
+        tags_stages: whether labels name the stage, as they do where a device holds several stages.
         steps: how many steps are drawn, with batches numbered from the first; 0 for one window.
         versions: task → the weight version that it reads, or that an update makes; None where
             versions need not be shown.
     """
 
-    placement: tuple[int, ...]
-    devices: int
+    chunks: Callable[[int, int | None], int]
+    tags_stages: bool
     steps: int = 0
     versions: Callable[[Task], int | None] | None = None
 
-    @property
-    def tags_stages(self) -> bool:
-        """Whether labels name the stage, as they do where a device holds several stages."""
-        return len(self.placement) > self.devices
-
     def look(self, task: Task) -> Look:
-        chunk = self._chunks.get(task.stage, 0)
+        chunk = 0 if task.stage is None else self.chunks(task.stage, task.microbatch)
         border, width, style = BORDERS[abs(task.batch) % len(BORDERS)]
         return Look(tint(TASKS.get(task.kind, OTHER), chunk), border, width, style)
 
@@ -132,19 +127,29 @@ class Boxes:
         before = "the batch before" if batch == -1 else f"the batch {-batch} before"
         return Entry(before, look, str(Task("B", 3, None, batch)))
 
-    @cached_property
-    def _chunks(self) -> dict[int | None, int]:
-        """Stage → its index among the stages of its device."""
-        before: Counter[int] = Counter()
-        chunks: dict[int | None, int] = {}
-        for stage, device in enumerate(self.placement):
-            chunks[stage] = before[device]
-            before[device] += 1
-        return chunks
+
+def boxes_of(
+    drawn: Schedule | Program, steps: int, versions: Callable[[Task], int | None] | None = None
+) -> Boxes:
+    """The boxes for ``steps`` steps of a schedule or a program, or for one window if that is 0."""
+    before: Counter[int] = Counter()
+    chunks: dict[int, int] = {}
+    for stage, home in enumerate(drawn.placement):
+        chunks[stage] = before[home]
+        before[home] += 1
+
+    def chunk(stage: int, microbatch: int | None) -> int:
+        """The stage's number among those of its device; copies come behind these."""
+        if stage not in chunks or microbatch is None:
+            return chunks.get(stage, 0)
+        device = drawn.device_of(stage, microbatch)
+        return before[device] if device != drawn.placement[stage] else chunks[stage]
+
+    return Boxes(chunk, drawn.stages > drawn.devices or any(drawn.copies), steps, versions)
 
 
-def boxes_of(schedule: Schedule, steps: int) -> Boxes:
-    """The boxes for ``steps`` steps of a schedule, or for one window if that is 0."""
+def boxes_of_schedule(schedule: Schedule, steps: int) -> Boxes:
+    """The same, with the versions that its delays mean."""
 
     def version(task: Task) -> int | None:
         if task.kind == "U":
@@ -154,13 +159,16 @@ def boxes_of(schedule: Schedule, steps: int) -> Boxes:
         return max(task.batch - schedule.delay_of(task.stage, task.microbatch), 0)
 
     shown = version if steps and any(schedule.delays) else None
-    return Boxes(schedule.placement, schedule.devices, steps, shown)
+    return boxes_of(schedule, steps, shown)
 
 
 ACT_ARROW = Stroke(INK)
 SKIP_ARROW = Stroke(SKIP, "dashed")
 GRADIENT_ARROW = Stroke(GRADIENT)
 SUM_ARROW = Stroke(SUM, "dashed")
+
+_BACK = ("grad", "sums")
+"""The kinds of what comes back."""
 
 Moved = BufferKind | Literal["sum"]
 """What goes from device to device, or from replica to replica."""
@@ -194,6 +202,8 @@ _MARKS: dict[type[ins.Instruction], Glyph] = {
     ins.AllGather: Glyph("g", _GRADIENT),
     ins.TakePart: Glyph("t", _GRADIENT),
     ins.GatherWeights: Glyph("w", Look(PARAMETER, PAPER)),
+    ins.Share: Glyph("w", Look(PAPER, INK)),
+    ins.Add: Glyph("+", _GRADIENT),
     ins.Norm: Glyph("n", _GRADIENT),
     ins.Free: Glyph("x", Look(OTHER, PAPER), height=0.4),
     ins.Barrier: Glyph("|", Look(FAINT, PAPER), height=1.0),
@@ -206,11 +216,12 @@ def glyph(instruction: ins.Instruction, program: Program) -> Glyph:
     letter = ins.letter_of(instruction)
     if letter is not None:
         task = task_of(instruction)
-        if program.stages <= program.devices:
+        if program.stages <= program.devices and not program.copies:
             task = replace(task, stage=None)
-        return Glyph(str(task), Look(TASKS.get(letter, OTHER), PAPER), height=1.0, mark=False)
+        border = GRADIENT if isinstance(instruction, ins.Give) else PAPER
+        return Glyph(str(task), Look(TASKS.get(letter, OTHER), border), height=1.0, mark=False)
     drawn = _MARKS[type(instruction)]
-    if isinstance(instruction, ins.Send | ins.Receive) and instruction.buffer.kind == "grad":
+    if isinstance(instruction, ins.Send | ins.Receive) and instruction.buffer.kind in _BACK:
         return replace(drawn, look=_GRADIENT)
     return drawn
 
@@ -219,7 +230,7 @@ def arrow(kind: Moved) -> Stroke:
     """The stroke of an arrow for the transfer of such a buffer."""
     if kind == "sum":
         return SUM_ARROW
-    if kind == "grad":
+    if kind in _BACK:
         return GRADIENT_ARROW
     return SKIP_ARROW if kind == "skip" else ACT_ARROW
 

@@ -323,7 +323,7 @@ def _in_rows(marks: Marks, rows: Rows) -> Marks:
 
 
 def _row_label(program: Program, row: Row) -> str:
-    label = row_label(program.placement, row.device)
+    label = row_label(program, row.device)
     return f"{label} · {row.stream}" if row.stream else label
 
 

@@ -20,10 +20,11 @@ from fxpipe.draw.chart import (
     mark,
     row_height,
 )
-from fxpipe.draw.looks import VERSIONS, Boxes, arrow, arrow_entries, boxes_of
+from fxpipe.draw.looks import VERSIONS, Boxes, arrow, arrow_entries, boxes_of, boxes_of_schedule
 from fxpipe.draw.picture import INK, PAPER, Picture
 from fxpipe.draw.timeline import Timeline, simulated, timeline_of
 from fxpipe.errors import Fault, InputError
+from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import KINDS, Task
 from fxpipe.ir.walk import Place
@@ -71,12 +72,12 @@ def draw_schedule(
     if steps is not None and steps < 1:
         raise InputError(f"steps is {steps}; draw at least 1")
     timeline, steps, marks = timeline_of(schedule, costs, steps, faults)
-    boxes = boxes_of(schedule, steps)
+    boxes = boxes_of_schedule(schedule, steps)
     fitted = _fit([(timeline, boxes)])
     chart = Chart(
         Canvas("schedule"),
         _title(schedule, timeline, steps, marks),
-        _row_labels(schedule.placement, schedule.devices, marks),
+        _row_labels(schedule, marks),
         timeline.end,
         fitted.scale,
         gap=GAP if marks.faults else 0.35 if boxes.versions else 0.2,
@@ -148,15 +149,15 @@ def _draw_tasks(
     return whole
 
 
-def _row_labels(placement: Sequence[int], devices: int, marks: Marks) -> list[str]:
+def _row_labels(drawn: Schedule | Program, marks: Marks) -> list[str]:
     """The label of each device's row."""
-    return [marks.label(device, row_label(placement, device)) for device in range(devices)]
+    return [marks.label(device, row_label(drawn, device)) for device in range(drawn.devices)]
 
 
-def row_label(placement: Sequence[int], device: int) -> str:
+def row_label(drawn: Schedule | Program, device: int) -> str:
     """``device 0``, with its stages where they are not simply stage 0."""
-    held = [stage for stage, home in enumerate(placement) if home == device]
-    if held == [device]:
+    held = drawn.held_by(device)
+    if held == (device,):
         return f"device {device}"
     if not held:
         return f"device {device} (no stage)"
@@ -223,7 +224,7 @@ def draw_simulations(*simulations: Simulation) -> Picture:
         chart = Chart(
             canvas,
             _simulation_title(simulation, measured),
-            _row_labels(simulation.program.placement, simulation.devices, mark(())),
+            _row_labels(simulation.program, mark(())),
             end,
             fitted.scale,
             top=charts[-1].bottom + _BETWEEN if charts else 0.0,
@@ -253,9 +254,7 @@ def _boxes(simulation: Simulation) -> Boxes:
         made = getattr(instruction, "writes", getattr(instruction, "version", 0))
         versions[task_of(instruction)] = made
     differ = any(task.kind != "U" and v != task.batch for task, v in versions.items())
-    return Boxes(
-        program.placement, program.devices, simulation.steps, versions.get if differ else None
-    )
+    return boxes_of(program, simulation.steps, versions.get if differ else None)
 
 
 def _simulation_title(simulation: Simulation, seconds: bool) -> str:

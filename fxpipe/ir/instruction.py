@@ -183,6 +183,42 @@ class GatherWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class Share:
+    """Give a stage's weights to its copies. Roughly: copy.put(weights[stage]) for each copy."""
+
+    stage: int
+    batch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Give:
+    """On a copy of a stage: give its gradients to the stage's own device, which adds them.
+
+    Roughly: home.put(gradients.pop(stage)).
+
+    Attributes:
+        stage: the stage.
+        copy: the device of the copy.
+        batch: 0 for this step's, −1 for the one before.
+    """
+
+    stage: int
+    copy: int
+    batch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Add:
+    """Add what the copies of a stage give, in the order of their devices.
+
+    Roughly: gradients[stage] += sums for each copy.
+    """
+
+    stage: int
+    batch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Norm:
     """Tell all stages the norms of a stage's gradients. Roughly: norms = [g.norm() for g in …]."""
 
@@ -241,7 +277,10 @@ Gathering = AllGather | TakePart | GatherWeights
 Summing = ReduceScatter | Gathering
 """What sums gradients over the replicas, and gathers the weights that each has updated."""
 
-Instruction = Moving | Computing | Run | Summing | Norm | Clip | Update | Barrier | Pause
+Copying = Share | Give | Add
+"""What a stage and its copies on other devices have to do with each other."""
+
+Instruction = Moving | Computing | Run | Summing | Copying | Norm | Clip | Update | Barrier | Pause
 """Any of them, named one by one so that mypy finds what does not handle them all."""
 
 LETTERS: dict[type[Instruction], str] = {
@@ -251,6 +290,7 @@ LETTERS: dict[type[Instruction], str] = {
     InputGrad: "I",
     WeightGrad: "W",
     ReduceScatter: "A",
+    Give: "A",
     Clip: "C",
     Update: "U",
 }
@@ -288,6 +328,9 @@ OPCODES: dict[str, type[Instruction]] = {
     "all_gather": AllGather,
     "take_part": TakePart,
     "gather_weights": GatherWeights,
+    "share": Share,
+    "give": Give,
+    "add": Add,
     "norm": Norm,
     "clip": Clip,
     "free": Free,

@@ -10,7 +10,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from fxpipe.ir import instruction as ins
+from fxpipe.ir.schedule import ordered_copies
 from fxpipe.ir.value import (
+    COPIED,
     HOST,
     Buffer,
     Edge,
@@ -23,6 +25,8 @@ from fxpipe.ir.value import (
     outputs_of,
     saved,
     state,
+    sums_buffer,
+    weights_buffer,
 )
 
 if TYPE_CHECKING:
@@ -93,6 +97,8 @@ class Program:
             instruction after another.
         replicas: how many pipelines run it side by side, each on a part of the batch; they sum
             their gradients.
+        copies: stage → the further devices that compute micro-batches of it, in order; empty if
+            no stage has any.
     """
 
     name: str
@@ -103,6 +109,10 @@ class Program:
     passes: tuple[str, ...] = ()
     launches: tuple[tuple[Launch, ...], ...] = ()
     replicas: int = 1
+    copies: tuple[tuple[int, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "copies", ordered_copies(self.copies))
 
     @cached_property
     def stages(self) -> int:
@@ -180,6 +190,7 @@ class Program:
             launches=tuple(own if d == device else () for d, own in enumerate(self.launches)),
         )
         vars(made)["depth"] = self.depth
+        vars(made)["_elsewhere"] = self._elsewhere
         if self.launches:
             vars(made)["window"] = self.window
         return made
@@ -196,6 +207,47 @@ class Program:
         """Stage → for each value that gets a gradient, its edges in the order of the sum."""
         return tuple(gradient_groups(edges) for edges in self.edges_from)
 
+    def copies_of(self, stage: int) -> tuple[int, ...]:
+        """The further devices that compute micro-batches of a stage."""
+        return self.copies[stage] if self.copies and 0 <= stage < self.stages else ()
+
+    def held_by(self, device: int) -> tuple[int, ...]:
+        """The stages on a device, in order, and those of which it has a copy."""
+        every = enumerate(self.placement)
+        return tuple(s for s, home in every if device in (home, *self.copies_of(s)))
+
+    def device_of(self, stage: int, microbatch: int) -> int:
+        """The device that computes a micro-batch of a stage; HOST for the caller."""
+        if stage == HOST:
+            return HOST
+        return self._elsewhere.get((stage, microbatch), self.placement[stage])
+
+    @cached_property
+    def _elsewhere(self) -> dict[tuple[int, int], int]:
+        """Stage and micro-batch → the device, for those that a copy computes."""
+        return {
+            (x.stage, x.microbatch): device
+            for device, own in enumerate(self.lists if self.copies else ())
+            for x in own
+            if isinstance(x, ins.Forward) and device in self.copies_of(x.stage)
+        }
+
+    def ends_of(self, buffer: Buffer) -> tuple[int, int]:
+        """The device that makes what a buffer holds, and the one that uses it; HOST for the
+        caller."""
+        kind, _, source, target, i, _ = buffer
+        if kind in COPIED:
+            home = self.placement[source]
+            return (home, i) if kind == "weights" else (i, home)
+        if kind == "norm":
+            return self.placement[source], self.placement[target]
+        return self.device_of(source, i), self.device_of(target, i)
+
+    def _weights(self, stage: int, i: int, batch: int) -> tuple[Buffer, ...]:
+        """The weights that a copy of a stage computes a micro-batch with; others have theirs."""
+        device = self._elsewhere.get((stage, i))
+        return () if device is None else (weights_buffer(stage, device, batch),)
+
     def reads(self, instruction: ins.Instruction) -> tuple[Buffer, ...]:
         """The buffers that an instruction needs on its device."""
         match instruction:  # the frequent ones first
@@ -204,16 +256,19 @@ class Program:
             case ins.Move():
                 return ()
             case ins.Forward(stage, i, batch=b):
-                return tuple([forward_buffer(edge, i, b) for edge in self.edges_into[stage]])
+                inputs = [forward_buffer(edge, i, b) for edge in self.edges_into[stage]]
+                return (*self._weights(stage, i, b), *inputs)
             case ins.Recompute(stage, i, batch=b):
                 inputs = [forward_buffer(edge, i, b) for edge in self.edges_into[stage]]
-                return (state(stage, i, b), *inputs)
+                return (*self._weights(stage, i, b), state(stage, i, b), *inputs)
             case ins.Backward(stage, i, batch=b) | ins.InputGrad(stage, i, batch=b):
                 edges = self.edges_from[stage]
                 returned = [gradient_buffer(edge, i, b) for edge in edges if edge.gradient]
-                return (saved(stage, i, b), *returned)
+                return (*self._weights(stage, i, b), saved(stage, i, b), *returned)
             case ins.WeightGrad(stage, i, batch=b):
-                return (deferred(stage, i, b),)
+                return (*self._weights(stage, i, b), deferred(stage, i, b))
+            case ins.Add(stage, b):
+                return tuple([sums_buffer(stage, copy, b) for copy in self.copies_of(stage)])
             case ins.Clip(stage, b):
                 return tuple([norm_buffer(other, stage, b) for other in range(self.stages)])
         return ()
@@ -240,6 +295,10 @@ class Program:
                 return (deferred(stage, i, b), *self._input_gradients(stage, i, b))
             case ins.Norm(stage, b):
                 return tuple([norm_buffer(stage, other, b) for other in range(self.stages)])
+            case ins.Share(stage, b):
+                return tuple([weights_buffer(stage, copy, b) for copy in self.copies_of(stage)])
+            case ins.Give(stage, copy, b):
+                return (sums_buffer(stage, copy, b),)
         return ()
 
     def _input_gradients(self, stage: int, i: int, batch: int) -> tuple[Buffer, ...]:
@@ -263,11 +322,11 @@ class Program:
 
     def destination(self, instruction: ins.Send | ins.Stash) -> int:
         """The device that a send or a stash goes to."""
-        return self.placement[instruction.buffer.target]
+        return self.ends_of(instruction.buffer)[1]
 
     def origin(self, instruction: ins.Receive | ins.Pop) -> int:
         """The device that a receive or a pop waits for."""
-        return self.placement[instruction.buffer.source]
+        return self.ends_of(instruction.buffer)[0]
 
     def __str__(self) -> str:
         """Text that ``Program.parse`` reads back to an equal value."""

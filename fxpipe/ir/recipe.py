@@ -9,7 +9,7 @@ from operator import index
 from typing import TYPE_CHECKING, Any
 
 from fxpipe.errors import InputError, near, told
-from fxpipe.ir.schedule import Delay, Schedule
+from fxpipe.ir.schedule import Delay, Schedule, ordered_copies
 from fxpipe.ir.task import Task, is_whole
 from fxpipe.torchtools.state import without_collection
 
@@ -26,8 +26,8 @@ One that has a parameter ``stages`` gets there the stages that the device holds,
 ``placement`` where every stage is.
 """
 
-Placement = Callable[[int], tuple[int, ...]]
-"""Number of devices → the device of each stage."""
+Placement = Callable[[int], tuple[int | tuple[int, ...], ...]]
+"""Number of devices → the device of each stage, or its own device and those of its copies."""
 
 DelayRule = Delay | Callable[..., Delay]
 """A delay, or a function that gives it, see Recipe."""
@@ -65,7 +65,7 @@ class Recipe:
             or one of them, it gives the delay of each micro-batch on each stage, and may ask for
             ``devices`` and ``microbatches``, too. Any other function is called with the numbers of
             devices and micro-batches, and gives the delay of all.
-        placement: where the stages are.
+        placement: where the stages are, and their copies if they have any.
         microbatches: the only number of micro-batches that it knows, or None for any.
         predict: whether batches read predicted weights, see Schedule.
     """
@@ -98,7 +98,8 @@ class Recipe:
         rows = tuple(
             tuple(self._row(device, devices, microbatches, placement)) for device in range(devices)
         )
-        return Schedule(self.name, microbatches, placement, rows, delay, self.predict)
+        copies = self.copies(devices)
+        return Schedule(self.name, microbatches, placement, rows, delay, self.predict, copies)
 
     def placed(self, placement: Placement) -> Recipe:
         """The same over another placement, such as ``round_robin(4)``."""
@@ -117,8 +118,20 @@ class Recipe:
         return len(self.place(devices))
 
     def place(self, devices: int) -> tuple[int, ...]:
+        """Stage → its own device."""
+        return tuple(own[0] for own in self._places(devices))
+
+    def copies(self, devices: int) -> tuple[tuple[int, ...], ...]:
+        """Stage → the devices of its copies."""
+        return ordered_copies(tuple(own[1:] for own in self._places(devices)))
+
+    def _places(self, devices: int) -> list[tuple[int, ...]]:
         try:
-            return tuple(index(device) for device in self.placement(devices))
+            given = self.placement(devices)
+            places = [each if isinstance(each, tuple) else (each,) for each in given]
+            return [(index(own[0]), *map(index, own[1:])) for own in places]
+        except InputError:
+            raise
         except Exception as error:
             raise InputError(
                 f"schedule {self.name!r}: its placement is {self.placement!r}, which gives no "
@@ -176,7 +189,9 @@ class Recipe:
     def _row(
         self, device: int, devices: int, microbatches: int, placement: tuple[int, ...]
     ) -> Iterator[Task]:
-        held = [stage for stage, home in enumerate(placement) if home == device]
+        copied = self.copies(devices) or ((),) * len(placement)
+        at = enumerate(zip(placement, copied, strict=True))
+        held = [stage for stage, (home, others) in at if device in (home, *others)]
         bound = _TASKS_PER_STAGE_AND_MICROBATCH * (microbatches + 1) * max(len(held), 1)
         known = {"stages": tuple(held), "placement": placement}
         for position, task in enumerate(self._tasks(device, devices, microbatches, known)):
@@ -219,7 +234,7 @@ def fixed(schedule: Schedule) -> Recipe:
         schedule.name,
         lambda device, devices, microbatches: schedule.rows[device],
         schedule.delay,
-        lambda devices: schedule.placement,
+        lambda devices: tuple(map(schedule.devices_of, range(schedule.stages))),
         schedule.microbatches,
         schedule.predict,
     )
@@ -268,7 +283,7 @@ def schedule(
         name: the name that ``fxpipe.compile(schedule=...)`` takes.
         delay: how old the weights are that batches read, such as 1, or
             ``lambda microbatch, stage: 0 if microbatch else 1``; see Recipe.
-        placement: where the stages are.
+        placement: where the stages are; for a stage with copies its own device and theirs.
     """
 
     def register(tasks: Rows) -> Recipe:

@@ -49,6 +49,9 @@ class Schedule:
             or, for a stage, one for each micro-batch, the last of them for all from there on.
         predict: whether it reads, instead of that version, what the optimizer's momentum says the
             weights will be ``delay`` updates later (SpecTrain, XPipe).
+        copies: stage → the further devices that compute it, in order; empty if no stage has any.
+            A micro-batch is computed where its tasks stand. The weights are those of the stage's
+            own device, which updates them once the gradients of all are summed.
     """
 
     name: str
@@ -57,8 +60,10 @@ class Schedule:
     rows: tuple[tuple[Task, ...], ...]
     delay: Delay = 0
     predict: bool = False
+    copies: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "copies", ordered_copies(self.copies))
         # A delay has one form, so that equal schedules are equal.
         if isinstance(self.delay, tuple):
             rules = tuple(map(_shortest, self.delay))
@@ -116,8 +121,38 @@ class Schedule:
         return self.depth > 0 or any(self.delays)
 
     def held_by(self, device: int) -> tuple[int, ...]:
-        """The stages on a device, in order."""
-        return tuple(stage for stage, home in enumerate(self.placement) if home == device)
+        """The stages on a device, in order, and those of which it has a copy."""
+        every = range(self.stages)
+        return tuple(stage for stage in every if device in self.devices_of(stage))
+
+    def devices_of(self, stage: int) -> tuple[int, ...]:
+        """A stage's own device, and those of its copies."""
+        return (self.placement[stage], *(self.copies[stage] if self.copies else ()))
+
+    def device_of(self, stage: int, microbatch: int) -> int:
+        """The device that computes a micro-batch of a stage."""
+        return self._elsewhere.get((stage, microbatch), self.placement[stage])
+
+    @cached_property
+    def _elsewhere(self) -> dict[tuple[int, int | None], int]:
+        """Stage and micro-batch → the device, for those that a copy computes."""
+        return {
+            (task.stage, task.microbatch): device
+            for device, row in enumerate(self.rows if self.copies else ())
+            for task in row
+            if task.kind == "F" and task.stage is not None and 0 <= task.stage < self.stages
+            if device in self.devices_of(task.stage)[1:]
+        }
+
+    @cached_property
+    def working(self) -> tuple[tuple[int, ...], ...]:
+        """Stage → the devices of its copies that compute a micro-batch, in order. The others are
+        as if they were not there."""
+        found = {(stage, device) for (stage, _), device in self._elsewhere.items()}
+        return tuple(
+            tuple(device for device in own if (stage, device) in found)
+            for stage, own in enumerate(self.copies)
+        )
 
     def __str__(self) -> str:
         """Text that ``Schedule.parse`` reads back to an equal value."""
@@ -288,6 +323,11 @@ class Schedule:
         from fxpipe.draw.grid import schedule_grid
 
         return schedule_grid(self, costs=costs, steps=steps, width=width)
+
+
+def ordered_copies(copies: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
+    """The same in one form, so that equal schedules and programs are equal."""
+    return tuple(tuple(sorted(own)) for own in copies) if any(copies) else ()
 
 
 def delay_text(delay: Delay) -> str:

@@ -115,8 +115,10 @@ def shifted(instruction: ins.Instruction, steps: int) -> ins.Instruction:
             return ins.Update(stage, steps + reads, steps + writes, batch)
         case ins.ReduceScatter() | ins.AllGather() | ins.TakePart() | ins.GatherWeights():
             return type(x)(x.stage, batch)
-        case ins.Norm() | ins.Clip():
+        case ins.Share() | ins.Add() | ins.Norm() | ins.Clip():
             return type(x)(x.stage, batch)
+        case ins.Give(stage, copy):
+            return ins.Give(stage, copy, batch)
         case ins.Run(kind, stage, i, version):
             return ins.Run(kind, stage, i, steps + version, batch)
         case ins.Forward(stage, i, version, _, keeps, again):

@@ -69,10 +69,15 @@ def gradient_groups(edges: Iterable[Edge]) -> tuple[tuple[Edge, ...], ...]:
     )
 
 
-BufferKind = Literal["in", "act", "skip", "out", "grad", "saved", "deferred", "state", "norm"]
+BufferKind = Literal[
+    "in", "act", "skip", "out", "grad", "saved", "deferred", "state", "norm", "weights", "sums"
+]
 
 KEPT = ("saved", "deferred", "state")
 """The kinds of what a stage keeps for itself."""
+
+COPIED = ("weights", "sums")
+"""The kinds of what goes between a stage's own device and its copies."""
 
 
 class Buffer(NamedTuple):
@@ -83,6 +88,8 @@ class Buffer(NamedTuple):
     itself ``saved`` from forward to backward, ``deferred`` from the input-gradient half of its
     backward to the weight-gradient half, and ``state``, the buffers that its forward read, until
     it recomputes. ``norm`` holds the norms of its gradients on their way to another stage.
+    ``weights`` holds its weights on their way to a copy on another device, ``sums`` the gradients
+    that the copy has summed on their way back; instead of a micro-batch they name that device.
     """
 
     kind: BufferKind
@@ -94,7 +101,7 @@ class Buffer(NamedTuple):
 
     def __str__(self) -> str:
         index = f"[{self.microbatch}{batch_mark(self.batch)}]"
-        if self.kind in KEPT:
+        if self.kind in KEPT or self.kind in COPIED:
             return f"{self.kind}:{self.source}{index}"
         return (
             f"{self.kind}:{self.value}:{stage_name(self.source)}->{stage_name(self.target)}{index}"
@@ -124,6 +131,16 @@ def deferred(stage: int, microbatch: int, batch: int = 0) -> Buffer:
 def state(stage: int, microbatch: int, batch: int = 0) -> Buffer:
     """The stage's buffers as the forward of a micro-batch read them."""
     return Buffer("state", "", stage, stage, microbatch, batch)
+
+
+def weights_buffer(stage: int, device: int, batch: int = 0) -> Buffer:
+    """A stage's weights, for its copy on a device."""
+    return Buffer("weights", "", stage, stage, device, batch)
+
+
+def sums_buffer(stage: int, device: int, batch: int = 0) -> Buffer:
+    """What the copy of a stage on a device has summed of its gradients of a batch."""
+    return Buffer("sums", "", stage, stage, device, batch)
 
 
 def norm_buffer(source: int, target: int, batch: int = 0) -> Buffer:

@@ -30,7 +30,8 @@ Waits = Sequence[Sequence[Wait]]
 """Row → its waits, by position."""
 
 Key = tuple[str, int | None, int]
-"""Kind, micro-batch and stage: one task of every batch."""
+"""Kind, micro-batch and stage: one task of every batch. An A on a copy of a stage has the device of
+that copy for a micro-batch."""
 
 # made once: a union that is made anew for each instruction takes longer
 _SENDS = ins.Send, ins.Stash
@@ -208,10 +209,20 @@ def needs_of(schedule: Schedule) -> Callable[[Key], list[Key]]:
     }
     gathers = {k: [b for b in kind.gathers if b in kinds] for k, kind in KINDS.items()}
     every = range(schedule.microbatches)
-    last, stages = schedule.microbatches - 1, range(schedule.stages)
+    copies = schedule.working or ((),) * schedule.stages
+    # stage → its own device, as None, and its copies → the micro-batches that each computes
+    parts: list[dict[int | None, Sequence[int]]] = [{None: every} for _ in copies]
+    for stage, devices in enumerate(copies):
+        for device in (None, *devices) if devices else ():
+            there = schedule.placement[stage] if device is None else device
+            parts[stage][device] = [j for j in every if schedule.device_of(stage, j) == there]
 
     def needs(key: Key) -> list[Key]:
         letter, i, stage = key
+        if letter == "A":
+            return [
+                (before, j, stage) for before, _, _ in near["A"] for j in parts[stage].get(i, ())
+            ]
         if i is not None:
             return [
                 (before, i if each else None, stage + there) for before, there, each in near[letter]
@@ -219,13 +230,14 @@ def needs_of(schedule: Schedule) -> Callable[[Key], list[Key]]:
         found: list[Key] = [
             (before, j, stage)
             for before, _, each in near[letter]
-            for j in (every if each else (None,))
+            for j in (every if each else parts[stage])
         ]
-        # gradients are added in order: the last micro-batch's come last
+        # gradients are added in order: on each device the last micro-batch's come last
         found += [
-            (before, last if KINDS[before].per_microbatch else None, s)
+            (before, max(own, default=0) if KINDS[before].per_microbatch else device, s)
             for before in gathers[letter]
-            for s in stages
+            for s, devices in enumerate(parts)
+            for device, own in devices.items()
         ]
         return found
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import add
@@ -31,6 +32,7 @@ from fxpipe.ir.value import (
 )
 from fxpipe.kernels.kernel import Forwarded, Kernel
 from fxpipe.kernels.recompute import recomputing
+from fxpipe.runtime import copies
 from fxpipe.runtime.host import Job
 from fxpipe.runtime.own_task import run_task
 from fxpipe.runtime.weights.clipping import norms_of
@@ -185,7 +187,9 @@ def _output(machine: Machine, instruction: ins.Output) -> None:
 
 def _send(machine: Machine, instruction: ins.Send | ins.Stash) -> None:
     value = machine.store.values[instruction.buffer]
-    destination = machine.program.placement[instruction.buffer.target]
+    program = machine.program
+    target = program.placement[instruction.buffer.target]
+    destination = program.destination(instruction) if program.copies else target
     machine.channels.put(destination, machine.named(instruction.buffer), value)
 
 
@@ -222,11 +226,12 @@ def _run_forward(
 ) -> Forwarded:
     stage, i, batch = instruction.stage, instruction.microbatch, instruction.batch
     edges, values = machine.program.edges_into[stage], machine.store.values
-    return machine.kernel(stage, i, batch).forward(
-        machine.weights.parameters(stage, machine.step + instruction.version),
-        buffers,
-        [values[forward_buffer(edge, i, batch)] for edge in edges],
-    )
+    kernel, inputs = machine.kernel(stage, i, batch), [forward_buffer(e, i, batch) for e in edges]
+    copied = bool(machine.program.copies)
+    weights = copies.weights(machine, stage, batch) if copied else ()
+    weights = weights or machine.weights.parameters(stage, machine.step + instruction.version)
+    with copies.turn(machine, stage) if copied else nullcontext():
+        return kernel.forward(weights, buffers, [values[buffer] for buffer in inputs])
 
 
 def _buffers(machine: Machine, stage: int) -> list[torch.Tensor]:
@@ -266,12 +271,13 @@ def _weight_grad(machine: Machine, instruction: ins.WeightGrad) -> None:
 def _totals(
     machine: Machine, instruction: ins.Backward | ins.WeightGrad
 ) -> Sequence[torch.Tensor | None]:
-    """The gradients summed over the batch's earlier micro-batches, see ``Weights.gradients``."""
+    """The gradients summed over the batch's earlier micro-batches, see ``Weights.started``."""
     totals = machine.store.gradients.get((instruction.stage, instruction.batch))
     if totals is not None:
         return totals
-    before = machine.weights.gradients(instruction.stage)
-    return [None if gradient is None else gradient.clone() for gradient in before]
+    if machine.program.copies and machine.device != machine.program.placement[instruction.stage]:
+        return ()  # on a copy
+    return machine.weights.started(instruction.stage)
 
 
 def _output_gradients(
@@ -390,6 +396,9 @@ HANDLERS: Mapping[type[ins.Instruction], Callable[[Machine, Any], None]] = {
     ins.AllGather: _all_gather,
     ins.TakePart: _take_part,
     ins.GatherWeights: _gather_weights,
+    ins.Share: copies.share,
+    ins.Give: copies.give,
+    ins.Add: copies.add,
     ins.Norm: _norm,
     ins.Clip: _clip,
     ins.Free: _free,

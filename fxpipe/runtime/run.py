@@ -7,8 +7,9 @@ without a flush between them.
 from __future__ import annotations
 
 import functools
+import operator
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from queue import Empty, SimpleQueue
@@ -25,6 +26,7 @@ from fxpipe.runtime.host import Job
 from fxpipe.runtime.interpreter import Machine, Stopped
 from fxpipe.runtime.weights.live import LiveWeights, Weights
 from fxpipe.signals import HeldSignals
+from fxpipe.torchtools.moments import merged
 
 GRACE = 0.5
 """Seconds to wait for the devices to leave their lists before a failure is raised anyway. A device
@@ -121,9 +123,9 @@ class Run(Generic[W]):
 
     @property
     def peak_kept(self) -> Counter[int]:
-        """Stage → the most micro-batches whose saved values were alive at once."""
+        """Stage → the most micro-batches whose saved values were alive at once on a device."""
         peaks = (Counter(dict(machine.store.peak)) for machine in self.machines)
-        return sum(peaks, self._elsewhere)
+        return functools.reduce(operator.or_, peaks, self._elsewhere)
 
     def _settle(self) -> None:
         """Wait until every process has finished its lists. It cannot be interrupted: from here on
@@ -390,7 +392,12 @@ class FlushedRun(Run[LiveWeights]):
                 machine.store.values.clear()
 
     def _written(self) -> dict[str, Tensor]:
-        return {name: value for m in self.machines for name, value in m.store.state.items()}
+        found: dict[str, list[Tensor]] = defaultdict(list)
+        for machine in self.machines:
+            for name, value in machine.store.state.items():
+                found[name].append(value)
+        # a stage with copies has written on several devices, and only moments of BatchNorms
+        return {n: own[0] if len(own) == 1 else merged(own) for n, own in found.items()}
 
     def _gradients(self) -> dict[int, list[Tensor | None]]:
         return {s: g for m in self.machines for (s, _), g in m.store.gradients.items()}

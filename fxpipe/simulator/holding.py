@@ -137,6 +137,8 @@ class Holding:
             self._release(self._parts(stage, batch))
             if isinstance(instruction, ins.TakePart):
                 self._release(self._sums(stage, batch))
+        elif isinstance(instruction, ins.Give):  # the buffer holds them from now on
+            self._release(self._sums(instruction.stage, instruction.batch))
 
     def _begin(self, forward: ins.Forward) -> None:
         """A forward reads the newest values of the buffers that its stage writes, and makes new
@@ -159,7 +161,11 @@ class Holding:
         if piece.key in self._count:
             return 0
         self._take(piece)
-        return self.sizes.started.get(stage, 0)
+        return self._started(stage)
+
+    def _started(self, stage: int) -> int:
+        """Bytes of gradients that a stage's first ones of a step are added to; none on a copy."""
+        return self.sizes.started.get(stage, 0) if self._owns(stage) else 0
 
     def _update(self, update: ins.Update, position: int) -> int:
         """Hold a new version, and what undoes it. Returns what the update needs besides."""
@@ -179,7 +185,7 @@ class Holding:
 
     def _sums(self, stage: int, batch: int) -> Piece:
         """A stage's sums of gradients; those that no update uses are the caller's, for good."""
-        of = batch if (stage, batch) in self._updated else None
+        of = batch if (stage, batch) in self._updated or not self._owns(stage) else None
         return Piece("gradients", ("gradients", stage, of), self.sizes.gradients.get(stage, 0))
 
     def _parts(self, stage: int, batch: int) -> Piece:
@@ -200,14 +206,15 @@ class Holding:
         key = letter, instruction.stage  # type: ignore[union-attr]
         if isinstance(instruction, ins.Backward | ins.WeightGrad):
             sums = self._sums(instruction.stage, instruction.batch).key
-            if sums in self._count or self.sizes.started.get(instruction.stage):
+            if sums in self._count or self._started(instruction.stage):
                 return self.sizes.adding.get(key, self.sizes.runs.get(key))
         return self.sizes.runs.get(key)
 
     def _peak(self, instruction: Any, workspace: Workspace) -> int:
         """The most that a graph adds: it frees what nobody else holds."""
         freed = tuple(self._freed(instruction, workspace)) if workspace.freed else ()
-        laid_out = [x for x in workspace.laid_out if self._arrives(x.crossing, instruction.stage)]
+        at = instruction.stage, getattr(instruction, "microbatch", 0)
+        laid_out = [x for x in workspace.laid_out if self._arrives(x.crossing, *at)]
         copied = tuple([Passing(x.bytes, x.last) for x in laid_out])
         key = id(workspace), freed, copied
         if key not in self._peaks:
@@ -246,6 +253,13 @@ class Holding:
         kind, value, source, target, i, batch = buffer
         sizes = self.sizes
         match kind:
+            case "weights":
+                if not self._owns(source):
+                    yield Piece("parameters", buffer, sizes.parameters.get(source, 0))
+            case "sums" if self._owns(source):
+                yield Piece("gradients", buffer, sizes.gradients.get(source, 0))
+            case "sums":
+                yield self._sums(source, batch)
             case "grad":
                 yield self._gradient(Edge(target, source, value), i, batch)
             case "state":
@@ -277,7 +291,7 @@ class Holding:
     def _value(self, edge: Edge, i: int, batch: int) -> Piece | None:
         """A value that was made here is one piece for all its edges; what arrives is a copy."""
         stage, size = edge.source, self.sizes.values.get(edge.value, 0)
-        if not self._is_here(stage):
+        if not self._is_here(stage, i):
             return Piece("values", forward_buffer(edge, i, batch), size)
         place = self.sizes.places.get((stage, edge.value, False), Storage(edge.value, False, size))
         if place.value in self._into[stage]:
@@ -289,7 +303,7 @@ class Holding:
     def _gradient(self, edge: Edge, i: int, batch: int) -> Piece | None:
         """The gradient of a value along an edge, likewise: its target makes it."""
         stage, size = edge.target, self.sizes.values.get(edge.value, 0)
-        if not self._is_here(stage):
+        if not self._is_here(stage, i):
             return Piece("values", gradient_buffer(edge, i, batch), size)
         place = self.sizes.places.get((stage, edge.value, True), Storage(edge.value, True, size))
         if not place.value:
@@ -305,20 +319,24 @@ class Holding:
         value, gradient = crossing
         into, away = self._into[stage], self._from[stage]
         size = self.sizes.laid_out.get((stage, value, gradient))
-        if size is not None and self._arrives(crossing, stage):
+        if size is not None and self._arrives(crossing, stage, i):
             part = "values" if gradient else "stash"
             return Piece(part, ("laid out", stage, value, gradient, i, batch), size)
         if not gradient:
             return self._value(into.get(value, Edge(stage, stage, value)), i, batch)
         return self._gradient(away[value] if value in away else into[value], i, batch)
 
-    def _arrives(self, crossing: Crossing, stage: int) -> bool:
-        """Whether another device hands a value, or a gradient, to a stage."""
+    def _arrives(self, crossing: Crossing, stage: int, i: int) -> bool:
+        """Whether another device hands a micro-batch's value, or a gradient, to a stage."""
         value, gradient = crossing
         if gradient:
-            return value in self._from[stage] and not self._is_here(self._from[stage][value].target)
-        return value in self._into[stage] and not self._is_here(self._into[stage][value].source)
+            away = self._from[stage]
+            return value in away and not self._is_here(away[value].target, i)
+        return value in self._into[stage] and not self._is_here(self._into[stage][value].source, i)
 
-    def _is_here(self, stage: int) -> bool:
-        homes = self.program.placement
-        return stage in range(len(homes)) and homes[stage] == self.device
+    def _is_here(self, stage: int, i: int) -> bool:
+        return self.program.device_of(stage, i) == self.device
+
+    def _owns(self, stage: int) -> bool:
+        """Whether the device has a stage's weights, and not a copy of them."""
+        return self.program.placement[stage] == self.device

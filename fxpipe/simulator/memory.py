@@ -75,7 +75,7 @@ def _early(simulation: Simulation, holding: Holding) -> list[tuple[float, int, i
         places: defaultdict[int, list[int]] = defaultdict(list)
         posted = []
         for buffer, at in received.items():
-            before = places[simulation.program.placement[buffer.source]]
+            before = places[simulation.program.ends_of(buffer)[0]]
             since = starts[before[-ahead]] if len(before) >= ahead else 0.0
             posted.append((since, at, sizes.get(buffer.value, 0)))
             before.append(at)

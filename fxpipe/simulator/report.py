@@ -60,7 +60,7 @@ def simulation_table(simulation: Simulation) -> str:
         peaks = peak_texts(simulation)
     end = simulation.through or 1
     for device, idle in enumerate(simulation.idle):
-        held = [stage for stage, home in enumerate(program.placement) if home == device]
+        held = program.held_by(device)
         row = [
             str(device),
             ", ".join(map(str, held)),
@@ -98,9 +98,9 @@ def peak_texts(simulation: Simulation) -> list[str]:
     """Device → the most bytes that it is predicted to hold, as text; what stages with leaf modules
     save is not known."""
     assert simulation.sizes is not None
-    unknown = {simulation.program.placement[stage] for stage in simulation.sizes.unknown}
+    held, unknown = simulation.program.held_by, simulation.sizes.unknown
     return [
-        f"{'at least ' if device in unknown else ''}{bytes_text(memory.peak)}"
+        f"{'at least ' if unknown & {*held(device)} else ''}{bytes_text(memory.peak)}"
         for device, memory in enumerate(simulation.memory)
     ]
 

@@ -17,7 +17,7 @@ from fxpipe.ir.plan import Plan, Stage
 from fxpipe.ir.program import Program, Turn
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.unroll import FURTHEST, blocking, unroll
-from fxpipe.ir.value import HOST, Buffer, Edge
+from fxpipe.ir.value import COPIED, HOST, Buffer, Edge
 from fxpipe.ir.walk import waits_of, walk
 from fxpipe.simulator.costs import Costs, Link, Links, Times, task_times
 from fxpipe.simulator.simulation import Events, Simulation, Span, Transfer
@@ -126,7 +126,7 @@ def simulate_schedule(
     from fxpipe.passes.schedule import add_reduce
 
     schedule = schedule.verify()
-    if replicas > 1 and schedule.trains:
+    if (replicas > 1 or any(schedule.working)) and schedule.trains:
         schedule = add_reduce(schedule, shards)
     program = chain_program(schedule, replicas=replicas, shards=shards)
     return simulate(program, costs, links=links, overlap=overlap, sizes=sizes, steps=steps)
@@ -171,7 +171,7 @@ def chain_program(
     from fxpipe.passes.lowering.lower import Lower
 
     if replicas is None:
-        replicas = 2 if "A" in schedule.kinds else 1
+        replicas = 2 if "A" in schedule.kinds and not schedule.copies else 1
     plan = chain(schedule.stages)
     lower = Lower(plan, updates="U" in schedule.kinds, replicas=replicas, shards=shards)
     program = communicate(lower(schedule))
@@ -297,12 +297,25 @@ class _Ways:
             return self._summing(buffer) / link.bandwidth
         if buffer.kind == "norm":
             return 0  # a few numbers
+        if buffer.kind in COPIED:
+            return self._copied(buffer) / link.bandwidth
         if self._sizes is None or buffer.value not in self._sizes.values:
             raise InputError(
                 f"a link of limited bandwidth carries {buffer}, whose size is not known; give "
                 f"sizes=Sizes(values={{{buffer.value!r}: bytes}})"
             )
         return self._sizes.values[buffer.value] / link.bandwidth
+
+    def _copied(self, buffer: Buffer) -> int:
+        """Bytes of a stage's weights on their way to a copy, or of gradients on their way back."""
+        what = "parameters" if buffer.kind == "weights" else "gradients"
+        known: Mapping[int, int] = {} if self._sizes is None else getattr(self._sizes, what)
+        if buffer.source not in known:
+            raise InputError(
+                f"a link of limited bandwidth carries {buffer}, whose size is not known; give "
+                f"sizes=Sizes({what}={{{buffer.source}: bytes}})"
+            )
+        return known[buffer.source]
 
     def _summing(self, buffer: Sum) -> int:
         """Bytes that the replica sends which sends the most: of parts of gradients the first one,

@@ -247,6 +247,11 @@ def _inexpressible(schedule: Schedule) -> Iterator[str]:
             "the loader refuses forwards alone: write a schedule that trains, such as gpipe, and "
             "call eval() there"
         )
+    if schedule.copies:
+        yield (
+            "it has each stage on one rank: take a schedule without copies, or, for replicas of a "
+            "whole pipeline, torch's own data parallelism around one such as 1f1b"
+        )
     for letter in sorted(schedule.kinds):
         kind = KINDS[letter]
         if letter == "R":

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple, cast, get_args
 from fxpipe.errors import ParseError, near
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.program import COMPUTE, Event, Launch, Program
-from fxpipe.ir.value import HOST, KEPT, Buffer, BufferKind, Edge, batch_mark
+from fxpipe.ir.value import COPIED, HOST, KEPT, Buffer, BufferKind, Edge, batch_mark
 from fxpipe.text.scan import Line, end_of, is_name, lines_of, print_title
-from fxpipe.text.schedule import parse_place, placement_of, print_place
+from fxpipe.text.schedule import parse_place, print_place
 
 _HEADER = "a header such as: program 1f1b microbatches=4"
 _COLUMN = 35
@@ -41,7 +41,7 @@ def print_program(program: Program) -> str:
 def _lines(program: Program) -> Iterator[str]:
     replicas = f" replicas={program.replicas}" if program.replicas != 1 else ""
     yield f"program {print_title(program.name)} microbatches={program.microbatches}{replicas}"
-    yield print_place(program.placement, program.devices)
+    yield print_place(program.placement, program.copies, program.devices)
     yield " ".join(["passes", *map(print_title, program.passes)])
     for edge in program.edges:
         yield f"edge {edge}"
@@ -76,7 +76,7 @@ def parse_program(text: str) -> Program:
     end = end_of(lines)
     rest = iter([line for line in lines if not line.ended()])
     name, microbatches, replicas = _header(next(rest, end))
-    held = parse_place(next(rest, end))
+    held, placement, copies = parse_place(next(rest, end))
     passes = tuple(_passes(next(rest, end)))
     edges: list[Edge] = []
     lists: list[list[ins.Instruction]] = []
@@ -97,12 +97,13 @@ def parse_program(text: str) -> Program:
     return Program(
         name,
         microbatches,
-        placement_of(held),
+        placement,
         tuple(edges),
         tuple(map(tuple, lists)),
         passes,
         tuple(map(tuple, launches)) if launched else (),
         replicas,
+        copies,
     )
 
 
@@ -265,7 +266,7 @@ def _buffer(line: Line) -> Buffer:
     """``act:relu:0->1[2]`` or ``saved:1[2]``."""
     line.gap("a buffer such as act:x:0->1[0]")
     kind = cast(BufferKind, line.need(_KIND, "a buffer such as act:x:0->1[0] or saved:0[0]")[:-1])
-    if kind in KEPT:
+    if kind in (*KEPT, *COPIED):
         stage = line.integer("a stage")
         return Buffer(kind, "", stage, stage, *_index(line))
     start = line.at
@@ -301,6 +302,11 @@ _ONCE = _Form(
     lambda x: f"s{x.stage}{batch_mark(x.batch)}",
     lambda line: (_stage(line), _batch(line)),
 )
+_COPY = _Form(
+    ("stage", "copy", "batch"),
+    lambda x: f"s{x.stage}[{x.copy}{batch_mark(x.batch)}]",
+    _of_task,
+)
 _OWN = _Form(
     ("kind", "stage", "microbatch", "batch"),
     lambda x: f"{x.kind} {(_ONCE if x.microbatch is None else _TASK).text(x)}",
@@ -315,7 +321,8 @@ _FORMS: dict[str, tuple[_Form, ...]] = {
     **dict.fromkeys(("load", "output", "send", "recv", "stash", "pop", "free"), (_BUFFER,)),
     **dict.fromkeys(("recompute", "backward", "input_grad", "weight_grad"), (_TASK, _VERSION)),
     **dict.fromkeys(("reduce_scatter", "all_gather", "take_part"), (_ONCE,)),
-    **dict.fromkeys(("gather_weights", "norm", "clip"), (_ONCE,)),
+    **dict.fromkeys(("gather_weights", "norm", "clip", "share", "add"), (_ONCE,)),
+    "give": (_COPY,),
     **dict.fromkeys(("barrier", "pause"), ()),
     "forward": (_TASK, _VERSION, _KEEP, _AGAIN),
     "run": (_OWN, _VERSION),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from os import PathLike
 from pathlib import Path
+from typing import NamedTuple
 
 from fxpipe.errors import InputError, near
 from fxpipe.ir.schedule import Delay, Rule, Schedule, delay_text
@@ -18,6 +20,7 @@ _EARLIER = re.compile(r"'+")
 _AT = re.compile(r"@")
 _COMMA = re.compile(r",")
 _SLASH = re.compile(r"/")
+_PLUS = re.compile(r"\+")
 _REST = re.compile(r"[^ \t\r#]+")
 
 
@@ -31,13 +34,13 @@ def print_schedule(schedule: Schedule) -> str:
         0: F0 F1 B0 B1 U
         1: F0 B0 F1 B1 U
 
-    See ``delay_text`` for delays that differ.
+    See ``delay_text`` for delays that differ, and ``print_place`` for copies of stages.
     """
     lines = [
         f"schedule {print_title(schedule.name)} stages={schedule.stages} "
         f"microbatches={schedule.microbatches} delay={delay_text(schedule.delay)}"
         + (" predict" if schedule.predict else ""),
-        print_place(schedule.placement, schedule.devices),
+        print_place(schedule.placement, schedule.copies, schedule.devices),
     ]
     for device, row in enumerate(schedule.rows):
         held = schedule.held_by(device)
@@ -61,7 +64,8 @@ def parse_schedule(text: str) -> Schedule:
     name, stages, microbatches, delay, predict = _header(lines[0])
     if len(lines) < 2:
         raise end.error("expected 'place' and the stages of each device, got the end of the text")
-    held = parse_place(lines[1], stages)
+    places = parse_place(lines[1], stages)
+    held = places.held
     rows: dict[int, tuple[Task, ...]] = {}
     for line in lines[2:]:
         start = line.at
@@ -78,7 +82,7 @@ def parse_schedule(text: str) -> Schedule:
         if device not in rows:
             raise end.error(f"device {device} has no row; add '{device}:' and its tasks")
     ordered = tuple(rows[device] for device in range(len(held)))
-    return Schedule(name, microbatches, placement_of(held), ordered, delay, predict)
+    return Schedule(name, microbatches, places.placement, ordered, delay, predict, places.copies)
 
 
 def read_schedule(path: str | PathLike[str]) -> Schedule:
@@ -193,60 +197,91 @@ def _microbatch(line: Line, kind: TaskKind, microbatches: int) -> int | None:
 _EMPTY = "-"
 
 
-def print_place(placement: tuple[int, ...], devices: int) -> str:
-    """``place 0 7 | 1 6 | -``: the stages of each device, and ``-`` for a device without any."""
+def print_place(
+    placement: tuple[int, ...], copies: tuple[tuple[int, ...], ...], devices: int
+) -> str:
+    """``place 0 7 | 1 6 | -``: the stages of each device, and ``-`` for a device without any.
+
+    ``place 0 +1 | 1 +0``: device 0 has a copy of stage 1, and device 1 one of stage 0.
+    """
     held: list[list[str]] = [[] for _ in range(devices)]
-    for stage, device in enumerate(placement):
-        if 0 <= device < devices:  # the verifier reports the others; printing must not fail
-            held[device].append(str(stage))
+    for stage, home in enumerate(placement):
+        own = copies[stage] if stage < len(copies) else ()
+        for device, mark in ((home, ""), *((copy, "+") for copy in own)):
+            if 0 <= device < devices:  # the verifier reports the others; printing must not fail
+                held[device].append(f"{mark}{stage}")
     return "place " + " | ".join(" ".join(stages) or _EMPTY for stages in held)
 
 
-def parse_place(line: Line, stages: int | None = None) -> tuple[list[int], ...]:
-    """Read such a line: device → its stages.
+class Places(NamedTuple):
+    """Such a line.
+
+    Attributes:
+        held: device → its stages, and those of which it has a copy.
+        placement: stage → its own device.
+        copies: stage → the devices of its copies.
+    """
+
+    held: tuple[list[int], ...]
+    placement: tuple[int, ...]
+    copies: tuple[tuple[int, ...], ...]
+
+
+def parse_place(line: Line, stages: int | None = None) -> Places:
+    """Read such a line.
 
     Args:
         line: the line, from its first word on.
         stages: the number of stages if it is known already.
 
     Raises:
-        ParseError: a stage is out of range, has no device, or has two.
+        ParseError: a stage is out of range, has no device, or has two of its own.
     """
     line.literal("place", "'place' and the stages of each device, such as place 0 | 1")
     line.gap("the stages of device 0")
     homes: dict[int, int] = {}
-    held = [_cell(line, 0, stages, homes)]
+    copies: defaultdict[int, list[int]] = defaultdict(list)
+    held = [_cell(line, 0, stages, homes, copies)]
     while not line.ended():
         line.literal("|", "'|' between the stages of two devices")
         line.ended()
-        held.append(_cell(line, len(held), stages, homes))
-    for stage in range(len(homes) if stages is None else stages):
+        held.append(_cell(line, len(held), stages, homes, copies))
+    every = range(len({*homes, *copies}) if stages is None else stages)
+    for stage in every:
         if stage not in homes:
             raise line.error(f"stage {stage} has no device; name it in one of the places")
-    return tuple(held)
+    return Places(
+        tuple(held), tuple(homes[s] for s in every), tuple(tuple(copies[s]) for s in every)
+    )
 
 
-def placement_of(held: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """Stage → device, from device → its stages."""
-    homes = {stage: device for device, stages in enumerate(held) for stage in stages}
-    return tuple(homes[stage] for stage in range(len(homes)))
-
-
-def _cell(line: Line, device: int, stages: int | None, homes: dict[int, int]) -> list[int]:
-    """The stages of one device; noted in ``homes`` too."""
+def _cell(
+    line: Line,
+    device: int,
+    stages: int | None,
+    homes: dict[int, int],
+    copies: dict[int, list[int]],
+) -> list[int]:
+    """The stages of one device; noted in ``homes`` or ``copies`` too."""
     cell: list[int] = []
     if line.text.startswith(_EMPTY, line.at):
         line.literal(_EMPTY)
         return cell
     while not cell or not (line.ended() or line.text.startswith("|", line.at)):
         start = line.at
+        copied = line.take(_PLUS) is not None
         stage = line.integer(f"a stage of device {device}, or '-' where it holds none")
         if stages is not None and stage >= stages:
             raise line.error(f"there is no stage {stage}; the header says stages={stages}", start)
-        if stage in homes:
+        if stage in homes and not copied:
             raise line.error(
-                f"stage {stage} is on device {homes[stage]} already; give it one device", start
+                f"stage {stage} is on device {homes[stage]} already; give it one device, or write "
+                f"+{stage} for a copy of it",
+                start,
             )
-        homes[stage] = device
+        if copied:
+            copies[stage].append(device)
+        else:
+            homes[stage] = device
         cell.append(stage)
     return cell

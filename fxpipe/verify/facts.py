@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import cached_property
 from typing import NamedTuple
 
@@ -13,7 +13,15 @@ from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import KINDS, Task, TaskKind
 from fxpipe.ir.unroll import shifted
-from fxpipe.ir.value import HOST, KEPT, Buffer, forward_buffer, gradient_buffer, norm_buffer
+from fxpipe.ir.value import (
+    COPIED,
+    HOST,
+    KEPT,
+    Buffer,
+    forward_buffer,
+    gradient_buffer,
+    norm_buffer,
+)
 from fxpipe.ir.walk import Place
 from fxpipe.text.program import print_instruction
 from fxpipe.verify.tasks import Spot, Window, Wrong, wrong_batch
@@ -24,6 +32,8 @@ _KINDS = {
         TaskKind("gather", "all_gather", per_microbatch=False, follows="A"),
         TaskKind("part", "take_part", per_microbatch=False, follows="A"),
         TaskKind("weights", "gather_weights", per_microbatch=False, follows="U"),
+        TaskKind("share", "share", per_microbatch=False),
+        TaskKind("add", "add", per_microbatch=False),
         TaskKind("norm", "norm", per_microbatch=False),
     )
 }
@@ -45,6 +55,7 @@ Step = (
     ins.Computing
     | ins.Run
     | ins.Summing
+    | ins.Copying
     | ins.Norm
     | ins.Clip
     | ins.Update
@@ -142,8 +153,9 @@ class Facts:
             for position in sorted(p for p, x in life if isinstance(x, kinds)):
                 x = program.lists[device][position]
                 assert isinstance(x, ins.Move)
-                ends = program.placement[x.buffer.source], program.placement[x.buffer.target]
-                moves[ends].append(Move(position, x.buffer._replace(batch=0), x.buffer.batch))
+                moves[program.ends_of(x.buffer)].append(
+                    Move(position, x.buffer._replace(batch=0), x.buffer.batch)
+                )
         return moves
 
     def _life(self, device: int) -> list[tuple[int, ins.Instruction]]:
@@ -165,7 +177,13 @@ def _window(program: Program) -> Window:
         positions.append([at for at, _ in tasks])
         rows.append(tuple([task for _, task in tasks]))
     return Window(
-        Schedule(program.name, program.microbatches, program.placement, tuple(rows)),
+        Schedule(
+            program.name,
+            program.microbatches,
+            program.placement,
+            tuple(rows),
+            copies=program.copies,
+        ),
         {**KINDS, **_KINDS},
         positions,
         lambda device, position: print_instruction(program.lists[device][position]),
@@ -176,6 +194,8 @@ _OWN: dict[type[ins.Instruction], str] = {
     ins.AllGather: "gather",
     ins.TakePart: "part",
     ins.GatherWeights: "weights",
+    ins.Share: "share",
+    ins.Add: "add",
     ins.Norm: "norm",
 }
 
@@ -190,7 +210,7 @@ def _task(x: ins.Instruction) -> Task | None:
 
 def _wrong(program: Program) -> Iterator[tuple[Place, Wrong]]:
     """The places of moves, frees and user's own tasks that are wrong by themselves."""
-    routes = _routes(program)
+    carried = _carried(program)
     # buffers differ in little but their micro-batch, so the verdict on the rest is kept
     verdicts: dict[tuple[object, ...], Wrong | None] = {}
     for device, own in enumerate(program.lists):
@@ -198,35 +218,39 @@ def _wrong(program: Program) -> Iterator[tuple[Place, Wrong]]:
             wrong: Wrong | None = None
             if isinstance(x, ins.Move):
                 buffer = x.buffer
-                key = device, type(x), *buffer[:4]
+                route = program.ends_of(buffer) if buffer[:4] in carried else None
+                if buffer.kind in COPIED and buffer.microbatch not in program.copies_of(
+                    buffer.source
+                ):
+                    route = None
+                key = device, type(x), route, *buffer[:4]
                 if key not in verdicts:
-                    verdicts[key] = _misrouted(x, device, routes.get(buffer[:4]))
-                wrong = verdicts[key] or wrong_batch(
-                    buffer.batch, buffer.microbatch, program.microbatches
-                )
+                    verdicts[key] = _misrouted(x, device, route)
+                number = 0 if buffer.kind in COPIED else buffer.microbatch
+                wrong = verdicts[key] or wrong_batch(buffer.batch, number, program.microbatches)
             elif isinstance(x, ins.Run) and (x.kind not in KINDS or KINDS[x.kind].run is None):
                 wrong = f"there is no task of your own {x.kind!r}", "define it with define_task"
             elif isinstance(x, ins.Summing) and program.replicas == 1:
                 wrong = "the program has one replica", "remove it, or give the number of replicas"
+            elif isinstance(x, ins.Give) and not device == x.copy in program.copies_of(x.stage):
+                wrong = f"device {device} has no such copy of stage {x.stage}", "remove it"
+            elif isinstance(x, ins.Share | ins.Add) and not program.copies_of(x.stage):
+                wrong = f"stage {x.stage} has no copies", "remove it, or give it some"
             if wrong is not None:
                 yield Place(device, position), wrong
 
 
-def _routes(program: Program) -> Mapping[tuple[object, ...], tuple[int, int]]:
-    """What a buffer is, but for its micro-batch → the devices that make and that use it."""
-    homes = {HOST: HOST, **dict(enumerate(program.placement))}
-    routes: dict[tuple[object, ...], tuple[int, int]] = {}
+def _carried(program: Program) -> set[tuple[object, ...]]:
+    """What the program's buffers can be, but for their micro-batches."""
+    carried: set[tuple[object, ...]] = set()
     for edge in program.edges:
-        made, used = homes[edge.source], homes[edge.target]
-        routes[forward_buffer(edge, 0)[:4]] = made, used
+        carried.add(forward_buffer(edge, 0)[:4])
         if edge.gradient:
-            routes[gradient_buffer(edge, 0)[:4]] = used, made
-    for stage, home in enumerate(program.placement):
-        for other, there in enumerate(program.placement):
-            routes[norm_buffer(stage, other)[:4]] = home, there
-        for kind in KEPT:
-            routes[kind, "", stage, stage] = home, home
-    return routes
+            carried.add(gradient_buffer(edge, 0)[:4])
+    for stage in range(program.stages):
+        carried.update([norm_buffer(stage, other)[:4] for other in range(program.stages)])
+        carried.update([(kind, "", stage, stage) for kind in (*KEPT, *COPIED)])
+    return carried
 
 
 def _misrouted(instruction: ins.Moving, device: int, route: tuple[int, int] | None) -> Wrong | None:

@@ -9,8 +9,9 @@ did, and on channels that hold less than it did.
 
 What the library's schedules need where each stage hands one value to the next, from one device to
 another: nothing for gpipe, naive and inference, which run over rendezvous as well; room for 1 value
-for 1f1b, those without a flush, zb-h1, zb-h2, v-half and v-min; for 2 with zb-v, dualpipe-v and
-interleaved-1f1b; for up to m with looped-bfs. Skips add what is on its way over the stages between.
+for 1f1b, those without a flush, chimera, zb-h1, zb-h2, v-half and v-min; for 2 with zb-v,
+dualpipe-v and interleaved-1f1b; for up to m with looped-bfs. Skips add what is on its way over the
+stages between.
 ``fxpipe.verify.program.smallest_channel`` tells it for any program.
 """
 
@@ -146,7 +147,7 @@ def delivered(facts: Facts) -> Iterator[Fault]:
                 f"the caller never gets {make(edge, missing[0]).kind} {edge.value} of "
                 f"{microbatches_text(missing)}",
                 "add an output after the instruction that makes it",
-                program.placement[stage],
+                program.device_of(stage, missing[0]),
                 subject=f"edge {edge}",
             )
 

@@ -12,6 +12,7 @@ from fxpipe.ir.task import BUILT_IN
 from fxpipe.ir.walk import Key, needs_of
 from fxpipe.torchtools.state import without_collection
 from fxpipe.verify import flow, races
+from fxpipe.verify.copies import copies_faults, together
 from fxpipe.verify.facts import Facts
 from fxpipe.verify.plan import edge_faults
 from fxpipe.verify.tasks import (
@@ -101,6 +102,10 @@ def _frame(program: Program) -> Iterator[Fault]:
         yield Fault("its instructions have streams and no launches", "run the pass streams again")
     if program.replicas < 1:
         yield Fault(f"it has {program.replicas} replicas", "give it at least 1")
+    yield from copies_faults(program.placement, program.copies, program.devices)
+    if program.copies and (program.replicas > 1 or program.depth):
+        what = "it has copies of stages, and several replicas or batches that overlap"
+        yield Fault(what, "give it one replica and a flush, or no copies")
     yield from edge_faults(program.edges, program.stages)
 
 
@@ -111,6 +116,7 @@ def _counts(lists: Sequence[Sequence[object]]) -> str:
 def _tasks(facts: Facts) -> Iterator[Fault]:
     """The rules of a schedule's tasks: each once, in order, with all gradients of its batch."""
     yield from complete(facts.window, bool(facts.updates), facts.program.replicas)
+    yield from together(facts.window)
     yield from ascending(facts.window)
     yield from dependencies(facts.window, _needs_of(facts.window))
     yield from gradients_used_up(facts.window)
@@ -122,13 +128,17 @@ def _needs_of(window: Window) -> Callable[[Key], list[Key]]:
 
     def unseen(key: Key) -> list[Key]:
         kind, _, stage = key
-        gathers = [("gather", None, stage), ("part", None, stage)]
+        gathers = [("gather", None, stage), ("part", None, stage), ("add", None, stage)]
         norm = "norm", None, stage
         match kind:
             case "gather" | "part":
                 return [("A", None, stage)]
             case "weights":
                 return [("U", None, stage)]
+            case "share":
+                return []
+            case "add":
+                return needs(("A", None, stage))
             case "norm":
                 every = range(window.schedule.microbatches)
                 return [*((k, i, stage) for k in "BW" for i in every), *gathers]
@@ -180,7 +190,7 @@ def _versions(facts: Facts) -> Iterator[Fault]:
     for device, compute in enumerate(facts.compute):
         done: set[int] = set()
         for position, x in compute:
-            if isinstance(x, ins.Summing | ins.Norm | ins.Clip | ins.Barrier | ins.Pause):
+            if not isinstance(x, ins.Compute | ins.Run | ins.Update):
                 continue
             here = -facts.moment(device, position)[0]
             wrong: Wrong | None = None
@@ -197,6 +207,8 @@ def _versions(facts: Facts) -> Iterator[Fault]:
                 why = "its forward read"
                 if not facts.window.trains:
                     right, why = 0, "without a backward there is only"
+                if device != facts.program.placement[x.stage]:
+                    right, why = 0, "a copy has only"
                 if isinstance(x, ins.Run):
                     right, why = 1 if x.stage in done else right, "its batch reads here"
                 wrong = _unmade(facts, device, position, x)
@@ -218,7 +230,8 @@ def _unmade(facts: Facts, device: int, position: int, x: ins.Computing | ins.Run
     """
     steps, _ = facts.moment(device, position)
     newest = 0
-    if (whole := facts.whole.get(x.stage)) is not None:
+    whole = facts.whole.get(x.stage)
+    if whole is not None and whole.device == device:
         made, at = whole.moment
         # the newest v with (v - 1 + made, at) before this moment
         newest = steps - made + (at < position)
@@ -254,11 +267,22 @@ def _barriers(facts: Facts) -> Iterator[Fault]:
                     passed = True
                 case ins.Update() if not passed and not overlaps:
                     wrong = "no barrier comes before it", "put one on every device"
-                case ins.Compute() | ins.ReduceScatter() | ins.AllGather() | ins.TakePart():
-                    if passed:
-                        wrong = "it comes after a barrier", "move the barrier behind it"
+                case _ if passed and isinstance(x, _BEFORE_BARRIER):
+                    wrong = "it comes after a barrier", "move the barrier behind it"
             if wrong is not None:
                 yield facts.fault(device, position, *wrong)
+
+
+_BEFORE_BARRIER = (
+    ins.Compute,
+    ins.ReduceScatter,
+    ins.AllGather,
+    ins.TakePart,
+    ins.Share,
+    ins.Give,
+    ins.Add,
+)
+"""What computes gradients, or sums them."""
 
 
 def _meetings(facts: Facts) -> Iterator[Fault]:

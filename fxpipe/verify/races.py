@@ -150,10 +150,10 @@ class _Race:
     def _touch(self, x: ins.Instruction, clock: list[int], here: Access) -> Iterator[Fault]:
         """Check all accesses of an instruction, and keep them."""
         program, device = self.program, here.device
-        more_read, more_written = _lasting(x)
+        more_read, more_written = _lasting(x, device)
         read: list[Hashable] = [*((device, b) for b in program.reads(x)), *more_read]
         if isinstance(x, ins.Receive | ins.Pop):
-            read.append((program.placement[x.buffer.source], x.buffer))
+            read.append((program.origin(x), x.buffer))
         ended: list[Hashable] = [(device, b) for b in program.ends(x)]
         late: list[tuple[Access, str, str]] = []  # those that need not be done when this one starts
         if not isinstance(x, ins.Free):
@@ -182,8 +182,8 @@ class _Race:
             self.writes.pop(what, None)
             readers = {other.device for other in self.reads.pop(what, {}).values()}
             if isinstance(x, ins.Free) and readers <= {device}:
-                target = x.buffer.target
-                if target != HOST and program.placement[target] != device:
+                _, target = program.ends_of(x.buffer)
+                if target not in (HOST, device):
                     self.ended[what] = here  # before the copy that another device makes of it
         if not isinstance(x, ins.Arrival):
             self.let_go[device][here.stream] = here
@@ -208,15 +208,15 @@ class _Race:
         )
 
 
-def _lasting(x: ins.Instruction) -> tuple[tuple[Hashable, ...], tuple[Hashable, ...]]:
+def _lasting(x: ins.Instruction, device: int) -> tuple[tuple[Hashable, ...], tuple[Hashable, ...]]:
     """What an instruction reads and writes that outlives a micro-batch: weights, sums, buffers."""
     if isinstance(x, ins.Move | ins.Barrier | ins.Pause):
         return (), ()
-    weights: Hashable = ("weights", x.stage)
-    sums: Hashable = ("gradients", x.stage, x.batch)
+    weights: Hashable = ("weights", x.stage, device)
+    sums: Hashable = ("gradients", x.stage, x.batch, device)
     match x:
         case ins.Forward(stage):
-            return (weights,), (("buffers", stage),)
+            return (weights,), (("buffers", stage, device),)
         case ins.Backward() | ins.WeightGrad():
             return (weights,), (sums,)
         case ins.Update():
@@ -229,6 +229,8 @@ def _lasting(x: ins.Instruction) -> tuple[tuple[Hashable, ...], tuple[Hashable, 
         case ins.GatherWeights():
             return (), (weights,)
         case ins.ReduceScatter() | ins.AllGather() | ins.TakePart() | ins.Clip():
+            return (), (sums,)
+        case ins.Give() | ins.Add():
             return (), (sums,)
     return (weights,), ()
 

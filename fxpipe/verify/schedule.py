@@ -12,6 +12,7 @@ from fxpipe.ir.schedule import Schedule, delay_text
 from fxpipe.ir.task import Task, is_whole
 from fxpipe.ir.walk import needs_of
 from fxpipe.torchtools.state import without_collection
+from fxpipe.verify.copies import copies_faults, together
 from fxpipe.verify.tasks import (
     Spot,
     Window,
@@ -99,6 +100,7 @@ def _judge(schedule: Schedule) -> tuple[Window, list[Fault], bool]:
     window = Window(schedule)
     faults = [*window.faults, *complete(window, updates=window.trains)]
     whole = not faults
+    faults += together(window)
     faults += ascending(window)
     faults += dependencies(window, needs_of(schedule))
     faults += gradients_used_up(window)
@@ -119,7 +121,7 @@ def _frame(schedule: Schedule) -> Iterator[Fault]:
                 yield Fault("it is no task of whole numbers", cure, device, position, repr(task))
                 return
     rules = [rule if isinstance(rule, tuple) else (rule,) for rule in schedule.rules]
-    for number in (schedule.microbatches, *schedule.placement, *chain(*rules)):
+    for number in (schedule.microbatches, *schedule.placement, *chain(*rules, *schedule.copies)):
         if not isinstance(number, Integral):
             what = f"a count, a device or a delay is {number!r}"
             yield Fault(what, "give whole numbers")
@@ -143,6 +145,12 @@ def _frame(schedule: Schedule) -> Iterator[Fault]:
         )
     if min(chain(*rules), default=0) < 0:
         yield Fault(f"its delay is {delay_text(schedule.delay)}", "give at least 0")
+    yield from copies_faults(schedule.placement, schedule.copies, schedule.devices)
+    if schedule.copies and (schedule.overlaps or schedule.predict):
+        yield Fault(
+            "it has copies of stages, and its batches overlap or read older weights",
+            "end each step with a flush: delay=0, and tasks of this step's batch alone",
+        )
     if schedule.predict and any(isinstance(rule, tuple) for rule in schedule.rules):
         yield Fault(
             "it predicts weights, and the micro-batches of a stage have different delays",
@@ -216,8 +224,9 @@ def _levels(window: Window, begin: str, ends: str) -> Iterator[tuple[Spot, int, 
 def _held(schedule: Schedule) -> list[list[int]]:
     """Device → its stages."""
     held: list[list[int]] = [[] for _ in schedule.rows]
-    for stage, device in enumerate(schedule.placement):
-        held[device].append(stage)
+    for stage in range(schedule.stages):
+        for device in schedule.devices_of(stage):
+            held[device].append(stage)
     return held
 
 

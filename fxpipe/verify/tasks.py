@@ -102,16 +102,23 @@ class Window:
 
     @cached_property
     def by_stage(self) -> Sequence[Sequence[tuple[tuple[int, int], str, int | None, Spot]]]:
-        """Stage → moment, kind, micro-batch and spot of its tasks, in the order of a batch."""
-        found: list[list[tuple[tuple[int, int], str, int | None, Spot]]] = [
-            [] for _ in self.schedule.placement
-        ]
+        """Stage → moment, kind, micro-batch and spot of its tasks, in the order of a batch; behind
+        all stages the same of each copy of one."""
+        found: dict[tuple[int, int], list[tuple[tuple[int, int], str, int | None, Spot]]] = {
+            (stage, home): [] for stage, home in enumerate(self.schedule.placement)
+        }
         for (kind, i, stage), spot in self.spots.items():
-            found[stage].append((spot.moment, kind, i, spot))
+            entry = spot.moment, kind, i, spot
+            found.setdefault((stage, self._holder(stage, spot.device)), []).append(entry)
         if self.schedule.depth:
-            for own in found:
+            for own in found.values():
                 own.sort(key=lambda entry: entry[0])
-        return found
+        return [*found.values()]
+
+    def _holder(self, stage: int, device: int) -> int:
+        """The same device where it has the stage or a copy of it, else the stage's own."""
+        schedule = self.schedule
+        return device if device in schedule.devices_of(stage) else schedule.placement[stage]
 
     def _place(self, task: Task, here: Spot) -> Wrong | None:
         """Note where a task stands; what is wrong with it."""
@@ -119,10 +126,18 @@ class Window:
         if wrong is not None:
             return wrong
         assert task.stage is not None
-        first = self.spots.setdefault((task.kind, task.microbatch, task.stage), here)
-        home = self.schedule.placement[task.stage]
-        if home != here.device:
-            return f"stage {task.stage} is on device {home}", "move it there"
+        home, stage = self.schedule.placement[task.stage], task.stage
+        copied = here.device in self.schedule.devices_of(stage)[1:]
+        own = here.device if copied and task.kind == "A" else task.microbatch
+        first = self.spots.setdefault((task.kind, own, stage), here)
+        if copied and task.kind not in "FBIWRA":
+            return (
+                f"device {here.device} has a copy of stage {stage}, which computes micro-batches "
+                f"and sums their gradients; its weights are on device {home}",
+                "move it there",
+            )
+        if not copied and home != here.device:
+            return f"stage {stage} is on device {home}", "move it there"
         if first is not here:
             where = f"device {first.device}, position {first.position}"
             return f"it is there already: {where}", "keep one"
@@ -203,7 +218,9 @@ def complete(window: Window, updates: bool, replicas: int = 1) -> Iterator[Fault
     """
     spots = window.spots
     there = {kind for kind, _, _ in spots}
-    clips, reduces = "C" in there, "A" in there or (replicas > 1 and window.trains)
+    copies = window.schedule.working or ((),) * window.schedule.stages
+    gives = "add" in window.kinds and any(copies) and window.trains  # in a program
+    clips, reduces = "C" in there, ("A" in there and not gives) or (replicas > 1 and window.trains)
     for stage, device in enumerate(window.schedule.placement):
         shards = ("part", None, stage) in spots
         once = {"U": updates or shards, "A": reduces, "C": clips, "norm": clips}
@@ -235,6 +252,12 @@ def complete(window: Window, updates: bool, replicas: int = 1) -> Iterator[Fault
             if needed and kind in window.kinds and (kind, None, stage) not in spots:
                 cure = _EACH.get(kind, "add it")
                 yield Fault(f"stage {stage} has no {window.kinds[kind].name}", cure, device)
+        if gives and copies[stage] and ("add", None, stage) not in spots:
+            yield Fault(f"stage {stage} has no add", "add what its copies give", device)
+        for copy in copies[stage] if reduces or gives else ():
+            if ("A", copy, stage) not in spots:
+                what = f"its copy of stage {stage} has no {window.kinds['A'].name}"
+                yield Fault(what, "let it give its gradients behind its last backward", copy)
 
 
 _INSTEAD = {

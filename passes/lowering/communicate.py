@@ -77,13 +77,12 @@ class _Mail:
         self, device: int, instructions: Iterable[ins.Instruction]
     ) -> Iterator[ins.Instruction]:
         """The instructions of a device, each followed by what hands on the values it makes."""
-        placement = self.program.placement
         for instruction in instructions:
             yield instruction
             for buffer in self.program.writes(instruction):
                 if buffer.target == HOST:
                     yield ins.Output(buffer)
-                elif (home := placement[buffer.target]) != device:
+                elif (home := self.program.ends_of(buffer)[1]) != device:
                     queue = self.queues[device, home]
                     self.places[buffer[:5]] = len(queue), buffer.batch
                     queue.append(buffer)
@@ -93,7 +92,6 @@ class _Mail:
         self, device: int, instructions: Sequence[ins.Instruction]
     ) -> Iterator[ins.Instruction]:
         """The instructions of a device, each after what brings the values it reads."""
-        placement = self.program.placement
         loaded: dict[object, int] = {}
         if self.program.depth:
             self._start(device, instructions, loaded)
@@ -103,7 +101,7 @@ class _Mail:
                     if loaded.setdefault(buffer[:5], buffer.batch) == buffer.batch:
                         loaded[buffer[:5]] = 1  # a recompute finds it there
                         yield ins.Load(buffer)
-                elif (home := placement[buffer.source]) != device:
+                elif (home := self.program.ends_of(buffer)[0]) != device:
                     yield from self._take((home, device), buffer)
             yield instruction
 
@@ -115,12 +113,11 @@ class _Mail:
         Its receives begin right after the last one there, and what the caller gives is loaded
         where its batch is met first.
         """
-        placement = self.program.placement
         for instruction in instructions:
             for buffer in self.program.reads(instruction):
                 if buffer.source == HOST:
                     loaded[buffer[:5]] = max(loaded.get(buffer[:5], buffer.batch), buffer.batch)
-                elif (home := placement[buffer.source]) != device:
+                elif (home := self.program.ends_of(buffer)[0]) != device:
                     pair = home, device
                     end = self._place(pair, buffer) + 1 - len(self.queues[pair])
                     self.taken[pair] = max(self.taken.get(pair, end), end)

@@ -59,6 +59,27 @@ class Lower:
     With ``shards`` a replica waits for the sum of its own part alone, and updates that part of the
     weights. The others' parts are gathered as late as they can be: before the first task that reads
     the version, or with a flush at the end of the step, whose caller may read the weights.
+    A stage with copies shares its weights with them at the begin of the step. An A on a copy gives
+    the stage's own device what the copy has summed, and that adds it as late as it can, likewise.
+    Before, with ``place 0 | +0``::
+
+        0: F0 B0 A U
+        1: F1 B1 A
+
+    after::
+
+        device 0
+          share     s0
+          forward   s0[0] v0 keep
+          backward  s0[0] v0
+          add       s0
+          barrier
+          update    s0 v0 -> v1
+        device 1
+          forward   s0[1] v0 keep
+          backward  s0[1] v0
+          give      s0[1]
+          barrier
 
     Attributes:
         plan: the stages and edges.
@@ -83,7 +104,8 @@ class Lower:
 
         Raises:
             InputError: the counts of stages differ, the schedule cannot be paused, it does not
-                sum the gradients of several replicas, or a task needs what no replica has whole.
+                sum the gradients of several replicas or of copies, or a task needs what no replica
+                has whole.
         """
         self._check(schedule)
         edges = self.plan.edges
@@ -93,6 +115,7 @@ class Lower:
             name=schedule.name,
             microbatches=schedule.microbatches,
             placement=schedule.placement,
+            copies=schedule.working,
             edges=edges if one.trains else tuple(replace(edge, gradient=False) for edge in edges),
             lists=tuple(
                 tuple((self._device if flush else self._window)(one, device, row))
@@ -107,10 +130,17 @@ class Lower:
     ) -> Iterator[ins.Instruction]:
         paused = not self.pause
         behind: list[ins.Instruction] = []
+        for stage, copies in enumerate(one.copies):
+            if copies and one.home[stage] == device:
+                yield ins.Share(stage)
         for position, task in enumerate(row):
             if task.kind in "BI" and not paused:
                 yield ins.Pause()
                 paused = True
+            if task.kind == "A" and device in one.copies_of(task):
+                assert task.stage is not None
+                yield ins.Give(task.stage, device)
+                continue
             if self._is_nothing(task):
                 continue
             yield from one.before(device, position)
@@ -149,10 +179,17 @@ class Lower:
                 f"{len(self.plan.stages)}; cut the model into {schedule.stages} stages or make "
                 f"the schedule for {len(self.plan.stages)}"
             )
-        if self.replicas > 1 and schedule.trains and "A" not in schedule.kinds:
+        copied = any(schedule.working)
+        if (self.replicas > 1 or copied) and schedule.trains and "A" not in schedule.kinds:
+            who = "copies of a stage" if copied else f"{self.replicas} replicas"
             raise InputError(
-                f"schedule {schedule.name!r} has no A, and the gradients of {self.replicas} "
-                "replicas would never be summed; add them with add_reduce, or write A yourself"
+                f"schedule {schedule.name!r} has no A, and the gradients of {who} would never be "
+                "summed; add them with add_reduce, or write A yourself"
+            )
+        if self.replicas > 1 and schedule.copies:
+            raise InputError(
+                f"schedule {schedule.name!r} has copies of stages, and {self.replicas} replicas of "
+                "the pipeline; use a schedule without copies, or one replica"
             )
         if self.shards and self.updates and self.replicas > 1:
             _check_own_tasks(schedule)
@@ -169,7 +206,9 @@ class _Instructions:
         self._delay_of = schedule.delay_of
         self._clips = "C" in schedule.kinds
         self._sums = replicas > 1
-        self._gathers = _gathers(schedule, updates) if self._sums else {}
+        self.home, self.copies = schedule.placement, schedule.working
+        summing = self._sums or any(self.copies)
+        self._gathers = _gathers(schedule, updates) if summing and self.trains else {}
         self._last = schedule.microbatches - 1
         self._recomputed = {
             (task.stage, task.microbatch)
@@ -233,11 +272,18 @@ class _Instructions:
             return ins.Forward(stage, i, version, batch, self.trains and not again, again)
         return _COMPUTE[kind](stage, i, version, batch)
 
+    def copies_of(self, task: Task) -> tuple[int, ...]:
+        """The devices of the copies of a task's stage."""
+        return self.copies[task.stage] if self.copies and task.stage is not None else ()
+
     def before(self, device: int, position: int) -> Iterator[ins.Instruction]:
-        """What stands before a task: the sums over the replicas that are needed from then on, and
-        their norms, if any stage clips; and the weights that it is the first to read."""
+        """What stands before a task: the sums over replicas or copies that are needed from then
+        on, and their norms, if any stage clips; and the weights that it is the first to read."""
         for stage, batch in self._gathers.get((device, position), ()):
-            yield (ins.TakePart if self._shards else ins.AllGather)(stage, batch)
+            if not self._sums and not self.copies[stage]:
+                continue
+            waits = ins.TakePart if self._shards else ins.AllGather
+            yield waits(stage, batch) if self._sums else ins.Add(stage, batch)
             if self._clips:
                 yield ins.Norm(stage, batch)
         if (weights := self._first_reads.get((device, position))) is not None:
@@ -245,7 +291,8 @@ class _Instructions:
 
     def after(self, task: Task) -> Iterator[ins.Instruction]:
         """What follows a task: the norm of gradients that are complete, if any stage clips."""
-        if self._clips and not self._sums and task.kind in "BW" and task.microbatch == self._last:
+        summed = self._sums or self.copies_of(task)
+        if self._clips and not summed and task.kind in "BW" and task.microbatch == self._last:
             assert task.stage is not None
             yield ins.Norm(task.stage, task.batch)
 
@@ -260,6 +307,8 @@ def _gathers(schedule: Schedule, updates: bool) -> Mapping[tuple[int, int], list
             if task.kind != "A":
                 continue
             assert task.stage is not None
+            if device != schedule.placement[task.stage]:
+                continue  # that of a copy, which gives its gradients away
             position, batch = len(row), task.batch
             for there, other in life[at + 1 :]:
                 kind = KINDS[other.kind]

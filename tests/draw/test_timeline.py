@@ -171,7 +171,7 @@ def test_a_valid_schedule_runs_as_a_simulator_of_a_few_lines_runs_it(
         schedule = RECIPES[name](p, m).verify()
     except FxpipeError:
         assume(False)
-    takes = {**costs, "U": 0}
+    takes = {**costs, "A": 0, "U": 0}
     timeline = walk(schedule, takes, steps=steps)
     expected = small_simulator.simulate(small_simulator.run_of(schedule, steps), takes)
     if schedule.overlaps:

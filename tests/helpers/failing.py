@@ -29,9 +29,10 @@ from tests.oracles.delayed_loop import DelayedLoop
 HANDLERS = interpreter.HANDLERS
 
 REPLICAS = {"ReduceScatter", "AllGather", "TakePart", "GatherWeights"}
-KINDS = {kind.__name__ for kind in HANDLERS} - {"Pause"} - REPLICAS
+COPIES = {"Share", "Give", "Add"}
+KINDS = {kind.__name__ for kind in HANDLERS} - {"Pause"} - REPLICAS - COPIES
 """All kinds of instructions of a step. A pause is in a differentiable call alone, and some are in
-programs over replicas."""
+programs over replicas, or in those with copies of stages."""
 
 
 class Injected(Exception):

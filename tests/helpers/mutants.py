@@ -72,6 +72,11 @@ def schedule_mutants(schedule: Schedule) -> Iterator[tuple[str, str, Schedule]]:
                 changed = (*row[:at], other, *row[at + 1 :])
                 rows = (*schedule.rows[:device], changed, *schedule.rows[device + 1 :])
                 yield edit, task.kind, replace(schedule, rows=rows)
+    for stage, copies in enumerate(schedule.copies):
+        for device in range(-1, schedule.devices + 1):
+            toggled = tuple({*copies} ^ {device})
+            changed_copies = (*schedule.copies[:stage], toggled, *schedule.copies[stage + 1 :])
+            yield "change copies", "-", replace(schedule, copies=changed_copies)
     for stage, home in enumerate(schedule.placement):
         for device in range(-1, schedule.devices + 1):
             if device != home:
@@ -128,6 +133,12 @@ def _other_instructions(
             pass
         case ins.Norm() | ins.Clip():
             pass
+        case ins.Share() | ins.Add():
+            pass
+        case ins.Give():
+            for copy in range(program.devices):
+                if copy != instruction.copy:
+                    yield "change copy", replace(instruction, copy=copy)
         case ins.Update():
             yield "change version", replace(instruction, reads=instruction.reads + 1)
             yield "change version", replace(instruction, writes=instruction.writes - 1)

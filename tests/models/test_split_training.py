@@ -14,6 +14,7 @@ from examples.unet import UNet
 from fxpipe.ir.recipe import RECIPES, Recipe, one_each, vee
 from fxpipe.ir.task import B, F, I, Task, U, W
 from tests.oracles import loop
+from tests.oracles.copied_loop import CopiedLoop
 
 LIBRARY = sorted(
     name
@@ -101,6 +102,8 @@ def assert_equals_the_loop(case: str, recipe: Recipe, devices: int, microbatches
     model, x, y = make()
     alone = copy.deepcopy(model)
     theirs = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
+    ways = CopiedLoop(alone, theirs, loss, microbatches, lambda name, i: i % 2)
+    copied = bool(recipe.copies(devices))
     with fxpipe.compile(
         model,
         devices,
@@ -109,12 +112,20 @@ def assert_equals_the_loop(case: str, recipe: Recipe, devices: int, microbatches
         loss=loss,
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
         partition=CUTS[case][recipe.stages(devices)],
+        deferred_batchnorm=copied,
     ) as pipe:
         for _ in range(2):
             made = pipe.step(x, target=y)
             theirs.zero_grad()
-            assert torch.equal(made, loop.train(alone, microbatches, x, loss=loss, target=y).loss)
+            if copied:  # the sums of both pipelines are added
+                expected = ways.backward(x, y)
+            else:
+                expected = loop.train(alone, microbatches, x, loss=loss, target=y).loss
+            assert torch.equal(made, expected)
             theirs.step()
+    if copied:  # the statistics of BatchNorms are those of the whole batch
+        loop.assert_same(dict(model.named_parameters()), dict(alone.named_parameters()))
+        return
     loop.assert_same(model.state_dict(), alone.state_dict())
 
 

@@ -49,6 +49,14 @@ class _Run:
         self.summed: set[tuple[int, int]] = set()
         self.parts: set[tuple[int, int]] = set()  # stages' sums that a replica has a part of
         self.apart: set[tuple[int, int]] = set()  # stages' versions whose parts are not gathered
+        self.copied: dict[tuple[int, int, int], list[int]] = {}
+        self.sums: dict[int, list[int]] = {}
+        self.where = {
+            (x.stage, x.microbatch): device
+            for device, own in enumerate(program.lists)
+            for x in own
+            if isinstance(x, ins.Forward) and device in self._copies(x.stage)
+        }
         instructions = [x for own in program.lists for x in own]
         self.updates = any(isinstance(x, ins.Update) for x in instructions)
         self.flush = any(isinstance(x, ins.Barrier) for x in instructions)
@@ -70,7 +78,8 @@ class _Run:
             if not self.updates and steps > 1 and self.step < steps:
                 for stage in range(program.stages):
                     self.model.update(stage, self.step, self.step, self.step + 1)
-        if any(self.memory) or any(self.wires.values()) or self.summed or self.apart:
+        left = self.summed or self.apart or self.copied
+        if any(self.memory) or any(self.wires.values()) or left:
             raise WrongError("something is left")
 
     def gives(self, expected: Model) -> bool:
@@ -142,6 +151,27 @@ class _Run:
                 if (stage, self.step + batch + 1) not in self.apart:
                     raise WrongError("there are no parts of new weights")
                 self.apart.remove((stage, self.step + batch + 1))
+            case ins.Share(stage, batch):
+                self._at_home(device, stage)
+                value = self.model.weights.get((stage, self.step + batch), 0)
+                for copy in self._copies(stage):
+                    self._write(device, self._copied("weights", stage, copy, batch), value)
+            case ins.Give(stage, copy, batch):
+                if copy != device or copy not in self._copies(stage):
+                    raise WrongError("there is no such copy here")
+                if (stage, device, self.step + batch) not in self.copied:
+                    raise WrongError("it has no gradients")
+                summed = self.copied.pop((stage, device, self.step + batch))
+                value = tensor("sums", *summed)
+                self.sums[value] = summed
+                self._write(device, self._copied("sums", stage, copy, batch), value)
+            case ins.Add(stage, batch):
+                self._at_home(device, stage)
+                for copy in self._copies(stage):
+                    given = self._read(device, self._copied("sums", stage, copy, batch))
+                    if given not in self.sums:
+                        raise WrongError("it is no sum of gradients")
+                    self.model.take(stage, self.step + batch, self.sums[given])
             case ins.Norm(stage, batch):
                 self._there(stage, self.step + batch)
                 batch += self.step
@@ -183,10 +213,10 @@ class _Run:
                     raise WrongError("handed over twice")
                 self.model.given[key] = self._read(device, buffer)
             case ins.Send() | ins.Stash():
-                pair = device, self.program.placement[buffer.target]
+                pair = device, self._ends(buffer)[1]
                 self.wires[pair].append((buffer, self._read(device, buffer)))
             case ins.Receive() | ins.Pop():
-                wire = self.wires[self.program.placement[buffer.source], device]
+                wire = self.wires[self._ends(buffer)[0], device]
                 if not wire:
                     return False
                 name, value = wire.popleft()
@@ -225,7 +255,9 @@ class _Run:
                     kept = tensor("forward", self.model.weights[stage, version], *inputs)
                     self._write(device, own("saved"), kept)
                     return
-                kept = self.model.forward(stage, version, inputs)
+                copies = self._copies(stage)
+                copy = 1 + copies.index(device) if device in copies else 0
+                kept = self.model.forward(stage, version, inputs, copy)
                 for e in edges:
                     if e.source == stage:
                         buffer = Buffer(e.kind, e.value, e.source, e.target, i, batch)
@@ -246,19 +278,40 @@ class _Run:
                 if isinstance(instruction, ins.InputGrad):
                     self._write(device, own("deferred"), found)
                 else:
-                    self._add(stage, batch, found, version)
+                    self._add(device, stage, batch, found, version)
             case ins.WeightGrad():
-                self._add(stage, batch, take("deferred"), version)
+                self._add(device, stage, batch, take("deferred"), version)
 
     def _there(self, stage: int, batch: int) -> None:
         """A stage's gradients are not on their way between the replicas."""
         if (stage, batch) in self.summed:
             raise WrongError("its gradients are being summed")
 
-    def _add(self, stage: int, batch: int, found: int, version: int) -> None:
+    def _add(self, device: int, stage: int, batch: int, found: int, version: int) -> None:
         self._there(stage, batch)
         self.backwards -= 1
-        self.model.add(stage, batch, found, version)
+        copied = device in self._copies(stage)
+        to = self.copied.setdefault((stage, device, batch), []) if copied else None
+        self.model.add(stage, batch, found, version, to)
+
+    def _copies(self, stage: int) -> tuple[int, ...]:
+        copies = self.program.copies
+        return copies[stage] if 0 <= stage < len(copies) else ()
+
+    def _copied(self, kind: BufferKind, stage: int, copy: int, batch: int) -> Buffer:
+        return Buffer(kind, "", stage, stage, copy, self.step + batch)
+
+    def _ends(self, buffer: Buffer) -> tuple[int, int]:
+        """The devices that send and receive a value."""
+        placement = self.program.placement
+        if buffer.kind in ("weights", "sums"):
+            ends = placement[buffer.source], buffer.microbatch
+            return ends if buffer.kind == "weights" else (ends[1], ends[0])
+        if buffer.kind == "norm":
+            return placement[buffer.source], placement[buffer.target]
+        i = buffer.microbatch
+        source = self.where.get((buffer.source, i), placement[buffer.source])
+        return source, self.where.get((buffer.target, i), placement[buffer.target])
 
     def _meet(self, device: int, instruction: ins.Barrier | ins.Pause) -> bool:
         """Whether all devices have come to their meeting of this number."""
@@ -292,8 +345,13 @@ class _Run:
             raise WrongError("there is no such stage on this device")
 
     def _check(self, device: int, stage: int, version: int) -> None:
-        there = (stage, version) in self.model.weights
-        if not there or self.program.placement[stage] != device:
+        if (stage, version) not in self.model.weights:
+            raise WrongError("there are no such weights")
+        if device in self._copies(stage):
+            given = self._read(device, self._copied("weights", stage, device, 0))
+            if given != self.model.weights[stage, version]:
+                raise WrongError("its copy has other weights")
+        elif self.program.placement[stage] != device:
             raise WrongError("there are no such weights on this device")
 
     def _whole(self, stage: int, version: int) -> None:

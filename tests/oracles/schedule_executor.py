@@ -16,6 +16,12 @@ def schedule_is_right(schedule: Schedule) -> bool:
     """Whether the rows, run against each other, do what a plain loop does, and no more."""
     if any(task.batch > 0 or task.kind not in KINDS for row in schedule.rows for task in row):
         return False
+    if schedule.copies and (schedule.depth or any(schedule.delays) or schedule.predict):
+        return False
+    homes = zip(schedule.placement, schedule.copies, strict=False)
+    every = {*range(schedule.devices)}
+    if any(len({home, *own}) <= len(own) or {*own} - every for home, own in homes):
+        return False
     overlap = schedule.depth + max(schedule.delays)
     run = _Run(schedule, steps=overlap + 2 if overlap else 1)
     return run.is_right()
@@ -31,8 +37,10 @@ class _Run:
     Attributes:
         done: kind, stage and batch → the micro-batches whose task has run, in order.
         newest: stage → its newest version.
-        forwards: stage → batch and micro-batch of its forwards, in order.
-        added: stage and batch → micro-batches whose gradients have been added, in order.
+        forwards: stage → device → batch and micro-batch of its forwards there, in order.
+        added: stage and batch → device → micro-batches whose gradients have been added, in order.
+        summed: stage and batch → the devices whose gradients have left to be summed.
+        own: stage → device → the micro-batches that it computes there.
     """
 
     def __init__(self, schedule: Schedule, steps: int) -> None:
@@ -41,8 +49,17 @@ class _Run:
         self.every = list(range(schedule.microbatches))
         self.done: defaultdict[tuple[str, int, int], list[int | None]] = defaultdict(list)
         self.newest = [0] * schedule.stages
-        self.forwards: defaultdict[int, list[tuple[int, int | None]]] = defaultdict(list)
-        self.added: defaultdict[tuple[int, int], list[int | None]] = defaultdict(list)
+        self.forwards: defaultdict[int, defaultdict[int, list[tuple[int, int]]]]
+        self.forwards = defaultdict(lambda: defaultdict(list))
+        self.added: defaultdict[tuple[int, int], defaultdict[int, list[int]]]
+        self.added = defaultdict(lambda: defaultdict(list))
+        self.summed: defaultdict[tuple[int, int], set[int]] = defaultdict(set)
+        self.own: defaultdict[int, defaultdict[int, list[int]]]
+        self.own = defaultdict(lambda: defaultdict(list))
+        for device, row in enumerate(schedule.rows):
+            for task in row:
+                if task.kind == "F" and task.stage is not None and task.microbatch is not None:
+                    self.own[task.stage][device].append(task.microbatch)
 
     def is_right(self) -> bool:
         try:
@@ -68,8 +85,13 @@ class _Run:
     def _runs(self, device: int, task: Task, batch: int) -> bool:
         """Run a task, unless it has to wait."""
         s, i, kind, last = task.stage, task.microbatch, task.kind, self.schedule.stages - 1
-        if s is None or not 0 <= s <= last or self.schedule.placement[s] != device:
+        if s is None or not 0 <= s <= last:
             raise _Wrong
+        copied = bool(self.schedule.copies) and device in self.schedule.copies[s]
+        if self.schedule.placement[s] != device and not (copied and kind in "FBIWRA"):
+            raise _Wrong
+        if KINDS[kind].per_microbatch and i not in self.own[s][device] and kind in "FBIWR":
+            raise _Wrong  # its forward is nowhere, or on another device
         if i not in (self.every if KINDS[kind].per_microbatch else [None]):
             raise _Wrong
         if self._reads(kind, s, i, batch) > self.newest[s]:
@@ -88,13 +110,16 @@ class _Run:
             ready = has("F", s)
             if has("BI", s):
                 raise _Wrong
-        elif kind in "AU":
-            summed = "A" not in self.schedule.kinds or self.done["A", s, batch] == [None]
-            ready = self.added[s, batch] == self.every and (summed or kind == "A")
+        elif kind == "A":
+            ready = self.added[s, batch][device] == sorted(self.own[s][device])
+        elif kind == "U":
+            parts = {*self.own[s], device}
+            summed = "A" not in self.schedule.kinds or parts <= self.summed[s, batch]
+            ready = summed and all(self.added[s, batch][d] == sorted(self.own[s][d]) for d in parts)
         else:
             ready = self._own(kind, s, i, batch)
         if ready:
-            self._note(kind, s, i, batch)
+            self._note(device, kind, s, i, batch)
         return ready
 
     def _reads(self, kind: str, s: int, i: int | None, batch: int) -> int:
@@ -119,14 +144,19 @@ class _Run:
         }
         return all(j in self.done[letter, s, batch] for letter, j in before)
 
-    def _note(self, kind: str, s: int, i: int | None, batch: int) -> None:
+    def _note(self, device: int, kind: str, s: int, i: int | None, batch: int) -> None:
+        if kind == "A":
+            if device in self.summed[s, batch]:
+                raise _Wrong  # twice
+            self.summed[s, batch].add(device)
+            return
         if i in self.done[kind, s, batch]:
             raise _Wrong  # twice
         self.done[kind, s, batch].append(i)
         if kind == "F":
-            self.forwards[s].append((batch, i))
+            self.forwards[s][device].append((batch, i or 0))
         elif kind in "BW":
-            self.added[s, batch].append(i)
+            self.added[s, batch][device].append(i or 0)
         elif kind == "U":
             self.newest[s] += 1
 
@@ -134,7 +164,10 @@ class _Run:
         """Whether all has been done that a plain loop does, in its order."""
         trains = self.schedule.trains
         for s in range(self.schedule.stages):
-            if self.forwards[s] != [(b, i) for b in range(self.steps) for i in self.every]:
+            every = [(b, i) for b in range(self.steps) for i in self.every]
+            if sorted(each for own in self.forwards[s].values() for each in own) != every:
+                return False
+            if any(own != sorted(own) for own in self.forwards[s].values()):
                 return False
             for b in range(self.steps):
                 halves = self.done["I", s, b], self.done["W", s, b]
@@ -142,7 +175,10 @@ class _Run:
                     return False
                 if set(halves[0]) & set(self.done["B", s, b]):
                     return False
-                if self.added[s, b] != (self.every if trains else []):
+                added = [i for own in self.added[s, b].values() for i in own]
+                if sorted(added) != (self.every if trains else []):
+                    return False
+                if any(own != sorted(own) for own in self.added[s, b].values()):
                     return False
             if self.newest[s] != (self.steps if trains else 0):
                 return False

@@ -13,16 +13,16 @@ from fxpipe.ir.recipe import Recipe
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import Task
 
-AS_LONG = {"F": 1, "B": 1, "I": 1, "W": 1, "U": 0}
+AS_LONG = {"F": 1, "B": 1, "I": 1, "W": 1, "A": 0, "U": 0}
 """A backward as long as a forward, as many papers draw it."""
 
-HALVES = {"F": 1, "B": 2, "I": 1, "W": 1, "U": 0}
+HALVES = {"F": 1, "B": 2, "I": 1, "W": 1, "A": 0, "U": 0}
 """Forward, input gradient and weight gradient each as long as the others."""
 
 
 def times(forward: int, input_gradient: int, weight_gradient: int) -> dict[str, int]:
     whole = input_gradient + weight_gradient
-    return {"F": forward, "B": whole, "I": input_gradient, "W": weight_gradient, "U": 0}
+    return {"F": forward, "B": whole, "I": input_gradient, "W": weight_gradient, "A": 0, "U": 0}
 
 
 class Ran(NamedTuple):
@@ -101,6 +101,7 @@ def _needs(schedule: Schedule, task: Task) -> list[tuple[str, int | None, int]]:
         "B": [("F", i, s), *behind],
         "I": [("F", i, s), *behind],
         "W": [("I", i, s)],
+        "A": [],
         "U": [],
     }[task.kind]
 
@@ -126,7 +127,8 @@ def grid(schedule: Schedule, takes: Mapping[str, int]) -> str:
     rows = []
     for device, own in enumerate(timeline):
         cells = ["."] * makespan(timeline)
-        first = schedule.held_by(device)[0]
+        held = schedule.held_by(device)
+        first = next(stage for stage in held if schedule.placement[stage] == device)
         for ran in own:
             if ran.end > ran.start:
                 letter = ran.task.kind if ran.task.stage == first else ran.task.kind.lower()
@@ -144,16 +146,16 @@ def drawn_in(recipe: Recipe) -> str:
     return "\n".join(row.removesuffix(" U") for row in rows)
 
 
-def peak_stash(schedule: Schedule, *stages: int) -> int:
+def peak_stash(schedule: Schedule, *stages: int, device: int | None = None) -> int:
     """Micro-batches that these stages of a device keep at once, at most."""
     kept = peak = 0
-    for task in schedule.rows[schedule.placement[stages[0]]]:
+    for task in schedule.rows[schedule.placement[stages[0]] if device is None else device]:
         if task.stage in stages:
-            kept += {"F": 1, "B": -1, "I": 0, "W": -1, "U": 0}[task.kind]
+            kept += {"F": 1, "B": -1, "I": 0, "W": -1, "A": 0, "U": 0}[task.kind]
             peak = max(peak, kept)
     return peak
 
 
 def device_stash(schedule: Schedule, device: int) -> int:
     """The same for all stages of a device, in micro-batches of one stage."""
-    return peak_stash(schedule, *schedule.held_by(device))
+    return peak_stash(schedule, *schedule.held_by(device), device=device)

@@ -23,7 +23,7 @@ class Model:
     Attributes:
         weights: (stage, version) → weights.
         gradients: (stage, batch) → what its backwards added, in order, until the update.
-        statistics: stage → what its forwards wrote, in order.
+        statistics: stage, and the copy of it → what its forwards wrote, in order.
         given: (value, the stage it comes from, whether it is a gradient, micro-batch, batch) →
             what the caller got; each stage that reads an input gives a gradient of its own.
         seen: (kind, stage, micro-batch, batch) → what a user's own task has seen.
@@ -31,32 +31,35 @@ class Model:
 
     weights: dict[tuple[int, int], int] = field(default_factory=dict)
     gradients: dict[tuple[int, int], list[int]] = field(default_factory=dict)
-    statistics: dict[int, list[int]] = field(default_factory=dict)
+    statistics: dict[tuple[int, int], list[int]] = field(default_factory=dict)
     given: dict[tuple[str, int, bool, int, int], int] = field(default_factory=dict)
     seen: dict[tuple[str, int, int | None, int], int] = field(default_factory=dict)
 
     @staticmethod
     def fresh(stages: int) -> Model:
-        return Model(
-            {(stage, 0): tensor("weights", stage) for stage in range(stages)},
-            {},
-            {stage: [] for stage in range(stages)},
-        )
+        return Model({(stage, 0): tensor("weights", stage) for stage in range(stages)})
 
-    def forward(self, stage: int, version: int, inputs: list[int]) -> int:
+    def forward(self, stage: int, version: int, inputs: list[int], copy: int = 0) -> int:
         """What a forward saves; its outputs follow from that."""
         kept = tensor("forward", self.weights[stage, version], *inputs)
-        self.statistics[stage].append(kept)
+        self.statistics.setdefault((stage, copy), []).append(kept)
         return kept
 
     def gradient(self, stage: int, version: int, kept: int, arriving: list[int]) -> int:
         """What the gradients of a stage's inputs and weights follow from."""
         return tensor("backward", self.weights[stage, version], kept, *arriving)
 
-    def add(self, stage: int, batch: int, gradient: int, version: int) -> None:
-        """Add the gradients of a stage's weights of a version."""
+    def add(
+        self, stage: int, batch: int, gradient: int, version: int, to: list[int] | None = None
+    ) -> None:
+        """Add the gradients of a stage's weights of a version, or add them to those of a copy."""
         added = tensor("weights", self.weights[stage, version], gradient)
-        self.gradients.setdefault((stage, batch), []).append(added)
+        own = self.gradients.setdefault((stage, batch), []) if to is None else to
+        own.append(added)
+
+    def take(self, stage: int, batch: int, summed: list[int]) -> None:
+        """Add what a copy of a stage has summed."""
+        self.gradients.setdefault((stage, batch), []).append(tensor("of a copy", *summed))
 
     def reduce(self, stage: int, batch: int) -> None:
         """Sum a stage's gradients over the replicas."""
@@ -98,6 +101,7 @@ def plain_loop(
     after: str = "",
     reduces: bool = False,
     clips: bool = False,
+    copies: Callable[[int, int], int] = lambda stage, microbatch: 0,
 ) -> Model:
     """Steps on one device: micro-batch after micro-batch, stage after stage, and back.
 
@@ -114,12 +118,17 @@ def plain_loop(
         after: the same behind it.
         reduces: whether gradients are summed over several replicas.
         clips: whether gradients are clipped by the norms of all stages.
+        copies: stage and micro-batch → 0, or the number of the stage's copy that computes it.
     """
     model = Model.fresh(stages)
     for batch in range(steps):
+        given: dict[tuple[int, int], list[int]] = {}
         for i in range(microbatches):
             old = [max(batch - delays(stage, i), 0) for stage in range(stages)]
-            _plain_microbatch(model, stages, edges, i, batch, old, trains)
+            at = [copies(stage, i) for stage in range(stages)]
+            _plain_microbatch(model, stages, edges, i, batch, old, trains, at, given)
+        for (stage, _), summed in sorted(given.items()):
+            model.take(stage, batch, summed)
         for stage in range(stages if reduces else 0):
             model.reduce(stage, batch)
         norms = [model.norm(stage, batch) for stage in range(stages)] if clips else []
@@ -143,12 +152,14 @@ def _plain_microbatch(
     batch: int,
     old: list[int],
     trains: bool,
+    at: list[int],
+    given: dict[tuple[int, int], list[int]],
 ) -> None:
     values = {e.value: tensor("caller", e.value, i, batch) for e in edges if e.source == HOST}
     kept = {}
     for stage in range(stages):
         inputs = [values[e.value] for e in edges if e.target == stage]
-        kept[stage] = model.forward(stage, old[stage], inputs)
+        kept[stage] = model.forward(stage, old[stage], inputs, at[stage])
         values |= {e.value: tensor(kept[stage], e.value) for e in edges if e.source == stage}
     model.given |= {
         (e.value, e.source, False, i, batch): values[e.value] for e in edges if e.target == HOST
@@ -159,7 +170,8 @@ def _plain_microbatch(
     for stage in reversed(range(stages)):
         arriving = [back[e] for e in edges if e.source == stage and e.gradient]
         found = model.gradient(stage, old[stage], kept[stage], arriving)
-        model.add(stage, batch, found, old[stage])
+        to = given.setdefault((stage, at[stage]), []) if at[stage] else None
+        model.add(stage, batch, found, old[stage], to)
         back |= {e: tensor(found, e.value) for e in edges if e.target == stage}
     model.given |= {
         (e.value, e.target, True, i, batch): back[e]

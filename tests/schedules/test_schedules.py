@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 
 from fxpipe.errors import InputError, VerificationError
-from fxpipe.ir.instruction import Update
+from fxpipe.ir.instruction import Give, Update
 from fxpipe.ir.recipe import RECIPES, Recipe, find_recipe, round_robin
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import B, F, Task, U
 from fxpipe.schedules import (
     cdp_v1,
     cdp_v2,
+    chimera,
     dualpipe_v,
     gpipe,
     inference,
@@ -65,6 +66,7 @@ LIBRARY = {
     "1f1b-async": one_f_one_b_async,
     "cdp-v1": cdp_v1,
     "cdp-v2": cdp_v2,
+    "chimera": chimera,
     "inference": inference,
 }
 BOX = [(p, m) for p in range(1, 7) for m in range(1, 14)]
@@ -88,6 +90,7 @@ DRAWN = [
     (pipedream_vertical, 3, 1, AS_LONG, 6),
     (cdp_v1, 3, 3, AS_LONG, 2),
     (cdp_v2, 3, 3, AS_LONG, 2),
+    (chimera, 4, 4, AS_LONG, 1),
 ]
 """What each docstring draws: recipe, p, m, how long its tasks are, steps."""
 
@@ -129,10 +132,10 @@ def test_the_simulator_runs_a_schedule_as_the_few_lines_of_the_tests_do(
         timeline = simulate(run_of(schedule, steps), takes)
         simulated: list[list[tuple[float, float]]] = [[] for _ in range(p)]
         for span in schedule.simulate({k: takes[k] for k in takes}, steps=steps).spans:
-            if not isinstance(span.instruction, Update):
+            if not isinstance(span.instruction, Update | Give):
                 simulated[span.device].append((span.start, span.end))
         assert simulated == [
-            [(ran.start, ran.end) for ran in own if ran.task.kind != "U"] for own in timeline
+            [(ran.start, ran.end) for ran in own if ran.task.kind not in "AU"] for own in timeline
         ]
 
 

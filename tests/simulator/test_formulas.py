@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sympy import Eq, Expr, Integer, Max, Min, Mod, Rational, floor, limit, oo, simplify, true
+from sympy import And, Eq, Expr, Integer, Max, Min, Mod, Rational, floor, limit, oo, simplify, true
 from sympy.logic.boolalg import Boolean
 from torch import nn
 
@@ -24,7 +24,8 @@ from tests.helpers.profiles import DEEP
 from tests.oracles import small_simulator
 from tests.schedules.test_flushing import GRIDS
 
-TF, TB, TI, TW, TU = map(time, "FBIWU")
+TF, TB, TI, TW, TA, TU = map(time, "FBIWAU")
+AS_LONG = Eq(TB, TF)
 EQUAL = (Eq(TI, TF), Eq(TW, TF))
 FOLDED = {"given": EQUAL, "where": m >= 2 * p, "devices": range(1, 8)}
 
@@ -51,6 +52,12 @@ FORMS: dict[str, dict[str, Any]] = {
     "pipedream": {"devices": (1, 2, 3, 4)},
     "1f1b-async": {"devices": (1, 2, 3, 4)},
     "cdp-v2": {"devices": (1, 2, 3, 4)},
+    "chimera": {
+        "given": (AS_LONG,),
+        "where": And(Eq(Mod(p, 2), 0), Eq(Mod(m, p), 0)),
+        "devices": (2, 4, 6, 8),
+        "microbatches": lambda p: (p, 2 * p, 3 * p),
+    },
 }
 """Schedule → the assumptions that its published formulas need."""
 
@@ -104,6 +111,11 @@ PUBLISHED: dict[str, dict[str, Expr]] = {
     "pipedream": {"bubble": (p - 1) / (m * T + p - 1)},
     "1f1b-async": {"bubble": (p - 1) / (m * T + p - 1), "stash": p - s},
     "cdp-v2": {"bubble": (p - 1) / (m * T + p - 1), "stash": p - s},
+    "chimera": {
+        "makespan": (2 * m + p - 2) * TF + TA + TU,
+        "bubble": (p - 2) / (2 * m + p - 2),
+        "peak_stash": p,
+    },
 }
 """Schedule → its rows in the papers, a stash in micro-batches of one stage."""
 
@@ -131,7 +143,7 @@ def same(a: Expr, b: Expr) -> bool:
 def test_the_forms_are_those_of_the_papers(name: str) -> None:
     for quantity, published in PUBLISHED[name].items():
         found = formulas(name)[quantity].expression
-        known = {TI: TF} if name == "dualpipe-v" else {}
+        known = {"dualpipe-v": {TI: TF}, "chimera": {TB: TF}}.get(name, {})
         assert same(found.subs(known), published.subs(known)), f"{quantity}: {found}"
 
 
@@ -152,7 +164,10 @@ def test_the_forms_are_what_is_simulated(name: str) -> None:
         for forward, inputs, weights, update in ((3, 3, 3, 0), (5, 5, 2, 0), (4, 4, 1, 2)):
             if EQUAL[0] in FORMS[name].get("given", ()) and forward != weights:
                 continue
+            if AS_LONG in FORMS[name].get("given", ()):
+                inputs, weights = forward, 0
             costs = {"F": forward, "B": inputs + weights, "I": inputs, "W": weights, "U": update}
+            costs["A"] = 0
             numbers = at | {time(letter): cost for letter, cost in costs.items()}
             ran = schedule.simulate(costs, steps=steps)
             found: dict[str, float] = {

@@ -23,6 +23,7 @@ from fxpipe.passes.lowering.lower import Lower
 from fxpipe.passes.schedule import add_reduce
 from fxpipe.schedules import one_f_one_b
 from fxpipe.simulator import Link, Sizes, simulate
+from fxpipe.simulator.simulate import chain_program
 from fxpipe.simulator.simulation import Transfer
 from tests.helpers.plans import chain, skipping
 from tests.passes.lowering.test_lower import plans, schedules, whole
@@ -250,7 +251,8 @@ def every_opcode() -> list[Program]:
     )
     programs = [paused, Lower(chain(2), replicas=2)(add_reduce(CLIPPING))]
     programs.append(Lower(chain(2), replicas=2, shards=True)(add_reduce(CLIPPING)))
-    return [whole(again, skipping(3)), *map(communicate, programs)]
+    copied = chain_program(find_recipe("chimera")(2, 2))
+    return [whole(again, skipping(3)), *map(communicate, programs), copied]
 
 
 def test_it_takes_every_instruction() -> None:

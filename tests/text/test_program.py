@@ -13,7 +13,7 @@ from fxpipe.errors import ParseError
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.program import Event, Launch, Program
 from fxpipe.ir.recipe import RECIPES
-from fxpipe.ir.value import HOST, KEPT, Buffer, BufferKind, Edge, saved
+from fxpipe.ir.value import COPIED, HOST, KEPT, Buffer, BufferKind, Edge, saved
 from fxpipe.passes.lowering.communicate import communicate
 from fxpipe.passes.lowering.free import free
 from fxpipe.passes.lowering.lower import Lower
@@ -41,6 +41,9 @@ LINES: dict[str, tuple[ins.Instruction, str]] = {
     "all_gather": (ins.AllGather(2, -1), "all_gather s2'"),
     "take_part": (ins.TakePart(1), "take_part s1"),
     "gather_weights": (ins.GatherWeights(2, -2), "gather_weights s2''"),
+    "share": (ins.Share(2), "share s2"),
+    "give": (ins.Give(2, 1, -1), "give s2[1']"),
+    "add": (ins.Add(2, -1), "add s2'"),
     "norm": (ins.Norm(2), "norm s2"),
     "clip": (ins.Clip(2, -1), "clip s2'"),
     "free": (ins.Free(saved(1, 2)), "free saved:1[2]"),
@@ -134,7 +137,7 @@ VERSIONS = st.integers(-3, 9)
 def buffers(draw: st.DrawFn) -> Buffer:
     kind = draw(st.sampled_from(get_args(BufferKind)))
     microbatch, batch = draw(SMALL), draw(BATCHES)
-    if kind in KEPT:
+    if kind in (*KEPT, *COPIED):
         stage = draw(SMALL)
         return Buffer(cast(BufferKind, kind), "", stage, stage, microbatch, batch)
     ends = draw(ENDS), draw(ENDS)
@@ -156,7 +159,8 @@ INSTRUCTIONS = st.one_of(
         st.builds(made, SMALL, BATCHES)
         for made in (ins.ReduceScatter, ins.AllGather, ins.TakePart, ins.GatherWeights)
     ),
-    *(st.builds(made, SMALL, BATCHES) for made in (ins.Norm, ins.Clip)),
+    *(st.builds(made, SMALL, BATCHES) for made in (ins.Share, ins.Add, ins.Norm, ins.Clip)),
+    st.builds(ins.Give, SMALL, SMALL, BATCHES),
     st.builds(ins.Update, SMALL, VERSIONS, VERSIONS, BATCHES),
     st.sampled_from([ins.Barrier(), ins.Pause()]),
 )
@@ -185,7 +189,13 @@ def programs(draw: st.DrawFn) -> Program:
         tuple(draw(st.lists(st.text(max_size=6), max_size=3))),
         launches if launched else (),
         draw(st.integers(1, 3)),
+        draw(st.just(()) | copies(stages, devices)),
     )
+
+
+def copies(stages: int, devices: int) -> st.SearchStrategy[tuple[tuple[int, ...], ...]]:
+    own = st.sets(st.integers(0, devices - 1)).map(tuple)
+    return st.lists(own, min_size=stages, max_size=stages).map(tuple)
 
 
 @given(programs())

@@ -55,6 +55,12 @@ def _step_finishes(
 ) -> bool:
     """``waiting`` has what is on its way between two devices; all that matters here is how much."""
     at = [0] * len(lists)
+    ends = {  # whether it is the sender of a value, and the value → the device
+        (isinstance(x, ins.Send | ins.Stash), x.buffer[:5]): device
+        for device, own in enumerate(program.lists)
+        for x in own
+        if isinstance(x, ins.Send | ins.Stash | ins.Receive | ins.Pop)
+    }
 
     def now(device: int) -> ins.Instruction | None:
         return lists[device][at[device]] if at[device] < len(lists[device]) else None
@@ -65,7 +71,7 @@ def _step_finishes(
         for device in range(len(lists)):
             match now(device):
                 case ins.Send(buffer) | ins.Stash(buffer):
-                    pair = device, program.placement[buffer.target]
+                    pair = device, ends[False, buffer[:5]]
                     there = now(pair[1])
                     meets = isinstance(there, ins.Receive | ins.Pop) and there.buffer == buffer
                     if waiting[pair] < channel:
@@ -75,7 +81,7 @@ def _step_finishes(
                     else:
                         continue
                 case ins.Receive(buffer) | ins.Pop(buffer):
-                    pair = program.placement[buffer.source], device
+                    pair = ends[True, buffer[:5]], device
                     if not waiting[pair]:
                         continue
                     waiting[pair] -= 1
@@ -125,6 +131,7 @@ NEEDS = dict.fromkeys(("gpipe", "inference", "naive"), 0)
 NEEDS |= dict.fromkeys(("1f1b", "1f1b-async", "pipedream", "pipedream-vertical", "2bw"), 1)
 NEEDS |= dict.fromkeys(("cdp-v1", "cdp-v2"), 1)
 NEEDS |= dict.fromkeys(("zb-h1", "zb-h2", "v-half", "v-min"), 1)
+NEEDS |= dict.fromkeys(("chimera",), 1)
 NEEDS |= dict.fromkeys(("zb-v", "dualpipe-v", "interleaved-1f1b", "looped-bfs"), 2)
 
 

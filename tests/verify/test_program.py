@@ -20,7 +20,7 @@ from fxpipe.passes.lowering.communicate import communicate
 from fxpipe.passes.lowering.free import free
 from fxpipe.passes.lowering.lower import Lower
 from fxpipe.passes.schedule import add_clip, add_reduce
-from fxpipe.schedules import cdp_v2, gpipe, one_f_one_b, two_bw, zb_h1
+from fxpipe.schedules import cdp_v2, chimera, gpipe, one_f_one_b, two_bw, zb_h1
 from fxpipe.verify.program import verify_program
 from tests.helpers.lines import lines
 from tests.helpers.mutants import program_mutants, sampled
@@ -37,6 +37,23 @@ V = Schedule.parse(
 )
 """Two stages a device, down and up again."""
 
+SHARED = Schedule.parse(
+    "schedule shared stages=2 microbatches=3 delay=0\n"
+    "place 0 | 1 | +0\n"
+    "0: F0@0 F2@0 B0@0 B2@0 A U\n"
+    "1: F0 B0 F1 B1 F2 B2 A U\n"
+    "2: F1 B1 A\n"
+)
+"""A stage on two devices, before one that is on a single one."""
+
+WHOLE = Schedule.parse(
+    "schedule whole stages=3 microbatches=2 delay=0\n"
+    "place 0 1 2 | +0 +1 +2\n"
+    "0: F0@0 F0@1 F0@2 B0@2 B0@1 B0@0 A@1 A@0 A@2 U@0 U@1 U@2\n"
+    "1: F1@0 F1@1 F1@2 B1@2 A@2 B1@1 A@1 B1@0 A@0\n"
+)
+"""A copy of the whole model on a second device."""
+
 
 def lowered(
     schedule: Schedule,
@@ -47,7 +64,7 @@ def lowered(
     shards: bool = False,
 ) -> Program:
     """Lowered to a program, of two replicas where the schedule sums their gradients."""
-    replicas = 2 if "A" in schedule.kinds else 1
+    replicas = 2 if "A" in schedule.kinds and not schedule.copies else 1
     lower = Lower(plan, updates=updates, pause=pause, replicas=replicas, shards=shards)
     return free(communicate(lower(schedule)))
 
@@ -127,6 +144,10 @@ CASES = LIBRARY | {
     "shard, overlap": (add_reduce(two_bw(2, 2), shards=True), True, False),
     "shard, overlap, clip": (add_clip(add_reduce(two_bw(2, 2), shards=True)), True, False),
     "shard, cyclic": (add_reduce(cdp_v2(2, 2), shards=True), True, False),
+    "copies": (SHARED, True, False),
+    "copies, clip, recompute": (add_clip(recomputing(chimera(2, 3))), True, False),
+    "copies, several stages": (WHOLE, True, False),
+    "copies, without updates": (chimera(4, 3), False, False),
     "stale, with a flush": (replace(gpipe(2, 2), delay=1), True, False),
     "no two delays alike": (replace(gpipe(3, 1), delay=(2, 1, 0)), True, False),
     "delays of micro-batches": (replace(gpipe(2, 3), delay=((0, 2, 1), (1, 0))), True, False),
@@ -153,8 +174,9 @@ def expected_of(case: str, program: Program, steps: int) -> Model:
         delays=schedule.delay_of,
         before="N" if own else "",
         after="L" if own else "",
-        reduces="A" in schedule.kinds,
+        reduces="A" in schedule.kinds and not schedule.copies,
         clips="C" in schedule.kinds,
+        copies=lambda stage, i: schedule.devices_of(stage).index(schedule.device_of(stage, i)),
     )
 
 
@@ -188,6 +210,16 @@ RIGHT_FAULTS = {
     ("drop", "WeightGrad"): "has no weight gradient",
     ("drop", "Barrier"): "no barrier comes before it|barriers and pauses",
     ("drop", "Update"): "has no update|no update follows",
+    ("drop", "Share"): "is never made on this device",
+    ("drop", "Give"): "has no reduce",
+    ("drop", "Add"): "has no add",
+    ("give away", "Share"): "stage .* is on device|has a copy of stage",
+    ("give away", "Give"): "has no such copy",
+    ("give away", "Add"): "stage .* is on device|has a copy of stage",
+    ("duplicate", "Share"): "it is there already",
+    ("duplicate", "Give"): "it is there already",
+    ("duplicate", "Add"): "it is there already",
+    ("change copy", "Give"): "has no such copy",
     ("duplicate", "Send"): "it is sent twice|is freed already",
     ("duplicate", "Stash"): "it is sent twice|is freed already",
     ("duplicate", "Receive"): "was made before",
@@ -239,6 +271,7 @@ def test_no_class_of_edits_is_left_out() -> None:
     halves = {"Recompute", "Backward", "InputGrad", "WeightGrad"}
     compute = halves | {"Forward", "Run"}
     once = {"ReduceScatter", "AllGather", "TakePart", "GatherWeights", "Norm", "Clip", "Update"}
+    once |= {"Share", "Give", "Add"}
     moved = {"Load", "Output", "Send", "Receive", "Stash", "Pop", "Free"}
     wanted = {
         (edit, kind)
@@ -247,7 +280,7 @@ def test_no_class_of_edits_is_left_out() -> None:
     }
     wanted |= {("change micro-batch", kind) for kind in moved | halves | {"Forward"}}
     wanted |= {("change batch", kind) for kind in moved | compute | once}
-    wanted |= {("change stage", kind) for kind in once}
+    wanted |= {("change stage", kind) for kind in once} | {("change copy", "Give")}
     wanted |= {(edit, kind) for edit in ("change value", "change opcode") for kind in moved}
     wanted |= {
         (edit, kind) for edit in ("change stage", "change version") for kind in compute | {"Update"}

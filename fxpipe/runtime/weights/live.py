@@ -183,6 +183,11 @@ class Weights:
         """The initial values of the sums of a stage's gradients; None for 0."""
         return [None] * len(self._names[stage])
 
+    def started(self, stage: int) -> list[torch.Tensor | None]:
+        """The same as copies, to add to in place."""
+        before = self.gradients(stage)
+        return [None if gradient is None else gradient.clone() for gradient in before]
+
     def update(
         self, stage: int, reads: int, writes: int, gradients: Sequence[torch.Tensor | None]
     ) -> list[torch.Tensor]:
