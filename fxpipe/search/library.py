@@ -36,7 +36,7 @@ def library_orders(problem: Problem) -> Library:
 
 def _order(problem: Problem, recipe: Recipe) -> Order | str:
     try:
-        if recipe.place(problem.devices) != problem.placement:
+        if recipe.place(problem.devices) != problem.placement or recipe.copies(problem.devices):
             return "has its stages elsewhere"
         schedule = recipe(problem.devices, problem.microbatches)
         if max(schedule.delays) > (not problem.flush):

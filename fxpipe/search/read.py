@@ -80,7 +80,14 @@ def _placements(given: Given) -> list[tuple[int, ...]]:
     if devices is None and not named:
         raise InputError("nothing tells how many stages there are; give devices=, such as 4")
     if placement is not None:
-        return [tuple(placement(devices or max(named) + 1))]
+        places = placement(devices or max(named) + 1)
+        alone = tuple(each for each in places if not isinstance(each, tuple))
+        if len(alone) < len(places):
+            raise InputError(
+                f"placement gives {places}, and a search keeps each stage on one device; give a "
+                "device for each stage"
+            )
+        return [alone]
     stages = max(named) + 1 if named else devices or 1
     devices = devices or stages
     if stages <= devices:

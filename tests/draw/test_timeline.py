@@ -214,12 +214,19 @@ def test_a_valid_schedule_has_the_times_of_its_simulation(
         for letter, time in zip(sorted(BUILT_IN), times, strict=True)
         for s in range(schedule.stages)
     }
+    replicas = 1 + reduces
+    own = name == "chimera"
+    if own:  # its A's are of copies alone: a stage's own device only adds what it gets
+        costs |= {("A", stage): 0 for stage in range(schedule.stages)}
+        replicas = 1
     timeline = walk(schedule, costs, steps=steps)
-    simulation = schedule.simulate(costs, steps=steps, replicas=1 + reduces)
+    simulation = schedule.simulate(costs, steps=steps, replicas=replicas)
     assert timeline.bubble == pytest.approx(simulation.bubble)
-    assert [(s.device, s.task, s.start, s.end) for s in timeline.spans] == [
-        (s.device, task_of(s.instruction), s.start, s.end) for s in simulation.spans
-    ]
+    drawn = [(s.device, s.task, s.start, s.end) for s in timeline.spans]
+    ran = [(s.device, task_of(s.instruction), s.start, s.end) for s in simulation.spans]
+    if own:
+        drawn, ran = ([s for s in each if s[1].kind != "A"] for each in (drawn, ran))
+    assert drawn == ran
 
 
 def assert_runs_as(timeline: Timeline[Task], expected: small_simulator.Timeline) -> None:

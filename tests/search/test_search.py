@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import fxpipe
 from fxpipe.errors import InputError, VerificationError
 from fxpipe.ir.plan import Costs as Measured
+from fxpipe.schedules.chimera import both_ways
 from fxpipe.search import exact
 from fxpipe.search.bounds import Bound, best_bound, chain_bounds, work_bounds
 from fxpipe.search.certificate import Certificate
@@ -394,6 +395,7 @@ def test_the_measured_times_of_a_plan_are_searched_with() -> None:
         ({"memory": 0.5}, "one micro-batch takes 1"),
         ({"memory": [3, 3]}, "2 numbers for 3 devices"),
         ({"placement": (0, 2)}, "give each stage a device"),
+        ({"placement": both_ways, "devices": 3}, "a search keeps each stage on one device"),
         ({"seconds": 0}, "seconds is 0"),
         ({"links": {}}, r"links\[0, 1\]"),
         ({"links": Link(0, 1.0)}, "sizes="),
@@ -409,4 +411,4 @@ def test_a_library_schedule_that_has_no_time_is_told_why() -> None:
     told = library_orders(problem)
     assert told["gpipe"] == "keeps more than fits"
     assert told["2bw"] == "reads older weights"
-    assert told["zb-v"] == "has its stages elsewhere"
+    assert told["zb-v"] == told["chimera"] == "has its stages elsewhere"
