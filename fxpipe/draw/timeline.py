@@ -13,7 +13,7 @@ from fxpipe.errors import Fault
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import BUILT_IN, KINDS, Task
 from fxpipe.ir.unroll import unroll_schedule
-from fxpipe.ir.walk import Place, Wait, Waits, needs_of, walk
+from fxpipe.ir.walk import Place, Wait, Waits, needs_of, part_of, walk
 from fxpipe.simulator.costs import Costs, times_of
 from fxpipe.simulator.simulate import chain_program, simulate
 from fxpipe.simulator.simulation import Simulation, idle_share, task_of
@@ -192,7 +192,8 @@ def _waits(schedule: Schedule, rows: Sequence[Sequence[Task]]) -> list[list[Wait
     for device, row in enumerate(rows):
         for position, task in enumerate(row):
             stage, batch = task.stage, task.batch
-            places.setdefault((task.kind, task.microbatch, stage, batch), Place(device, position))
+            key = task.kind, part_of(schedule, task, device), stage, batch
+            places.setdefault(key, Place(device, position))
             if task.kind == "U":
                 updated.add((device, batch))
             if (device, batch) not in updated:
@@ -206,7 +207,7 @@ def _waits(schedule: Schedule, rows: Sequence[Sequence[Task]]) -> list[list[Wait
             return []
         found: list[Place] = []
         brought: bool | None = None  # whether a neighbour brings what it reads, if one has to
-        for kind, i, there in needs((task.kind, task.microbatch, stage)):
+        for kind, i, there in needs((task.kind, part_of(schedule, task, here.device), stage)):
             on = places.get((kind, i, there, batch))
             if on is not None:
                 found.append(on)

@@ -17,7 +17,7 @@ from fxpipe.errors import Fault, InputError
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.program import COMPUTE, Launch, Program, Turn
 from fxpipe.ir.schedule import Schedule
-from fxpipe.ir.task import KINDS
+from fxpipe.ir.task import KINDS, Task
 from fxpipe.ir.value import Buffer
 
 Wait = tuple[int, int, int]
@@ -193,6 +193,14 @@ def _add_meeting(waits: list[list[Wait]], places: Sequence[int | None]) -> None:
             waits[device].append((here, device, here))
         elif here is not None:
             waits[device] += [(here, other, at - 1) for other, at in enumerate(places) if at]
+
+
+def part_of(schedule: Schedule, task: Task, device: int) -> int | None:
+    """The micro-batch in a task's key; of an A on a copy of its stage the device instead."""
+    i, stage = task.microbatch, task.stage
+    if task.kind != "A" or stage is None or not 0 <= stage < len(schedule.copies):
+        return i
+    return device if device in schedule.copies[stage] else i
 
 
 def needs_of(schedule: Schedule) -> Callable[[Key], list[Key]]:

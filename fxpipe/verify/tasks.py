@@ -25,7 +25,7 @@ from fxpipe.errors import Fault, near
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import KINDS, Task, TaskKind
 from fxpipe.ir.unroll import FURTHEST
-from fxpipe.ir.walk import Key, Place, Wait, walk
+from fxpipe.ir.walk import Key, Place, Wait, part_of, walk
 from fxpipe.words import numbers_text
 
 _MISSING = 10_000
@@ -128,7 +128,7 @@ class Window:
         assert task.stage is not None
         home, stage = self.schedule.placement[task.stage], task.stage
         copied = here.device in self.schedule.devices_of(stage)[1:]
-        own = here.device if copied and task.kind == "A" else task.microbatch
+        own = part_of(self.schedule, task, here.device)
         first = self.spots.setdefault((task.kind, own, stage), here)
         if copied and task.kind not in "FBIWRA":
             return (
