@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -250,6 +250,29 @@ def test_leaf_modules_take_turns_on_their_devices(options: dict[str, Any]) -> No
         for x, y in data:
             assert torch.equal(pipe.step(x, target=y), alone.step(x, y))
         alone.assert_same(model)
+
+
+class Alone(nn.Module):
+    """It lets other threads run, and tells where one of them is inside, too."""
+
+    inside: ClassVar[list[int]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.inside.append(0)
+        for _ in range(200):
+            x = x + 0
+        assert len(self.inside) == 1, "another device is inside"
+        self.inside.pop()
+        return x
+
+
+def test_no_leaf_module_is_called_by_two_devices_at_once() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(6, 6), Alone()), nn.Linear(6, 6))
+    x, y = torch.randn(16, 6), torch.randn(16, 6)
+    options: dict[str, Any] = {"leaf_modules": [Alone], "dispatch": "device", "partition": ["1"]}
+    with compiled(model, 2, 8, schedule="chimera", **options) as pipe:
+        for _ in range(5):
+            pipe.step(x, target=y)
 
 
 def test_other_devices_and_ranks_are_refused_by_name() -> None:
