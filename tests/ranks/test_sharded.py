@@ -140,8 +140,9 @@ def continued(
     replica = mesh["dp"].get_local_rank()
     given: Any = OPTIMIZERS["adamw"] if schedule == "2bw" else whole
     with pipe_of(mesh, schedule=schedule, shard_optimizer=shards, optimizer=given) as pipe:
-        x, y = batch(0, replica)
-        pipe.prepare(x, target=y)
+        if schedule == "2bw":  # else the state waits until there are stages
+            x, y = batch(0, replica)
+            pipe.prepare(x, target=y)
         if load is not None:
             pipe.load(load)
         for step in range(*steps):

@@ -89,7 +89,7 @@ class WholeOptimizer:
             self.gather()
         else:
             self.push()
-        if self._shards is not None and self._parts:
+        if self._sharded:
             self.optimizer.state.clear()
 
     def push(self) -> None:
@@ -120,12 +120,17 @@ class WholeOptimizer:
         if self._parts:
             _count_on(self.optimizer, self._parts[0])
             self.optimizer.state.clear()
-        for part in self._parts if self._shards is None else ():
+        for part in self._parts if not self._sharded else ():
             self.optimizer.state.update(part.state)
+
+    @property
+    def _sharded(self) -> bool:
+        """Whether those that it stands for train parts of parameters."""
+        return any(part in (self._shards or {}) for part in self._parts)
 
     def _begin(self) -> None:
         """Finish the batches in flight. Raises InputError where no process has all of the state."""
-        if self._parts and self._shards is not None:
+        if self._sharded:
             raise InputError(
                 "with shard_optimizer=True pipe.optimizer has the settings of its groups, and no "
                 "replica has the state of whole parameters, which state_dict, load_state_dict and "
