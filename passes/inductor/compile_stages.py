@@ -113,7 +113,8 @@ class Job:
 
     def task(self, scratch: str, options: dict[str, Any]) -> tuple[Any, ...]:
         """Export the graph into a folder, as a task for a process that compiles it."""
-        given = tuple(look.empty() for look in self._wiring.looks)
+        # zeros: a library checks indices
+        given = tuple(look.empty().zero_() for look in self._wiring.looks)
         source, target = Path(scratch) / f"{self.key}.graph.pt2", self.package(scratch)
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")

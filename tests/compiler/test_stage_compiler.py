@@ -230,6 +230,17 @@ def test_equal_graphs_share_a_library(folder: Path) -> None:
         assert len(found) == 1 and len(graphs(pipe)) == 4
 
 
+def test_whole_numbers_may_be_indices(folder: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Embedding(3, 4)
+    with (
+        fxpipe.compile(model, ["cpu"], microbatches=1, stage_compiler="inductor") as pipe,
+        torch.no_grad(),
+    ):
+        assert torch.equal(pipe(torch.tensor([0, 2])), model(torch.tensor([0, 2])))
+        assert None not in graphs(pipe)
+
+
 def test_what_is_not_compiled_runs_as_it_is_and_is_recorded(
     folder: Path,
     tmp_path: Path,
