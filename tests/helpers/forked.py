@@ -27,10 +27,10 @@ for name in (
 ):
     import_module(name)
 
-with torch.random.fork_rng(), pipe_of(2) as pipe:
-    x, y = batch()
-    pipe.step(x, target=y)
-del pipe, x, y
+# without a backward: autograd's threads, where torch can use other devices, do not survive the fork
+with torch.random.fork_rng(), torch.no_grad(), pipe_of(2) as pipe:
+    pipe.eval()(batch()[0])
+del pipe
 for thread in threading.enumerate():
     if thread.name.startswith("fxpipe-"):
         thread.join()
