@@ -49,7 +49,7 @@ class Run:
     Attributes:
         name: what the table calls it.
         model: what is trained.
-        optimizers: those that this process has.
+        optimizer: over all of its parameters.
         step: trains on a batch and returns the loss.
         losses: one a step.
         seconds: one a step.
@@ -57,7 +57,7 @@ class Run:
 
     name: str
     model: nn.Module
-    optimizers: list[Optimizer]
+    optimizer: Optimizer
     step: Callable[[Noisy], Tensor]
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
@@ -163,7 +163,7 @@ def pipelined(name: str, pipe: fxpipe.Pipeline) -> Run:
         loss: Tensor = pipe.step(batch.image, target=batch.noise)
         return loss
 
-    return Run(name, pipe, [*filter(None, pipe.optimizers)], step)
+    return Run(name, pipe, pipe.optimizer, step)
 
 
 def looped(name: str, model: nn.Module) -> Run:
@@ -172,16 +172,12 @@ def looped(name: str, model: nn.Module) -> Run:
     def step(batch: Noisy) -> Tensor:
         return plain.step(model, mse_loss, optimizer, batch.image, batch.noise, MICROBATCHES)
 
-    return Run(name, model, [optimizer], step)
+    return Run(name, model, optimizer, step)
 
 
 def train(runs: list[Run], batches: list[Noisy], console: Console) -> None:
     """Train all, a step of each in turn on the same batches."""
-    rates = [
-        LambdaLR(optimizer, lambda k: min(1, 4 * (1 - k / len(batches))))
-        for run in runs
-        for optimizer in run.optimizers
-    ]
+    rates = [LambdaLR(run.optimizer, lambda k: min(1, 4 * (1 - k / len(batches)))) for run in runs]
     columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, TextColumn("{task.description}"), console=console) as progress:
         bar = progress.add_task("", total=len(batches))
