@@ -6,17 +6,18 @@ import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 
-from fxpipe import errors
+from fxpipe import errors, schedules
+from fxpipe.cli.commands import make_parser
 from fxpipe.compiler.passes import LISTS
 from fxpipe.ir.instruction import OPCODES
 from fxpipe.ir.recipe import RECIPES
 from fxpipe.ir.task import BUILT_IN, KINDS
 from fxpipe.ir.value import BufferKind
-from tests.test_readme import blocks, python_output
+from tests.test_readme import run
 
 DOCS = Path(__file__).parent.parent / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
@@ -26,13 +27,16 @@ ROW = re.compile(r"^\| `(\w+)` \| (.*?) \|(.*)$", re.MULTILINE)
 
 @pytest.fixture(autouse=True)
 def _nothing_stays() -> Iterator[None]:
-    """The kinds of tasks and the schedules that a page defines are gone after it."""
+    """A page begins with the library's schedules; what it defines is gone after it."""
     before = dict(RECIPES)
+    library = {getattr(schedules, name).name for name in schedules.__all__}
+    for name in before.keys() - library:
+        del RECIPES[name]
     yield
     for letter in KINDS.keys() - BUILT_IN:
         del KINDS[letter]
-    for name in RECIPES.keys() - before.keys():
-        del RECIPES[name]
+    RECIPES.clear()
+    RECIPES.update(before)
 
 
 def rows(page: str) -> dict[str, tuple[str, str]]:
@@ -116,21 +120,30 @@ def test_the_code_of_a_page_gives_what_stands_there(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     page = path.read_text()
-    names: dict[str, Any] = {}
-    found = list(blocks(page))
-    outputs = [
-        (after, python_output(block.text, names, told=after.language == "text" and after.follows))
-        for block, after in zip(found, [*found[1:], *found[-1:]], strict=True)
-        if block.language == "python"
-    ]
-    shown = [(block, real) for block, real in outputs if block.language == "text" and block.follows]
+    outputs = list(run(page))
     if request.config.getoption("--update-golden"):
-        for block, real in reversed(shown):
+        for block, real in reversed(outputs):
             page = page[: block.start] + real + page[block.end :]
         path.write_text(page)
         return
-    for block, real in shown:
+    for block, real in outputs:
         assert block.text == real
+
+
+def test_every_command_is_on_its_page_with_its_options() -> None:
+    *_, commands = make_parser()._subparsers._group_actions  # type: ignore[union-attr]
+    page = (DOCS / "command-line.md").read_text()
+    told = dict(re.findall(r"^## fxpipe (\w+)(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL))
+    assert isinstance(commands.choices, dict)
+    assert told.keys() == commands.choices.keys()
+    for name, command in commands.choices.items():
+        assert "```console\n$ fxpipe " + name in told[name]
+        cells = " ".join(re.findall(r"^\| (`.*?`) \|", told[name], re.MULTILINE))
+        said = set(re.findall(r"(?<![\w-])--?[a-z-]+", cells))
+        options = [action.option_strings for action in command._actions]
+        missing = [each for each in options if each and not said & set(each)]
+        assert missing == [["-h", "--help"]]
+        assert said <= {option for each in options for option in each}
 
 
 def test_every_error_has_a_section() -> None:

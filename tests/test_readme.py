@@ -79,10 +79,10 @@ def console_output(text: str) -> str:
     return shown.getvalue()
 
 
-def run(readme: str) -> Iterator[tuple[Block, str]]:
-    """Every block whose text is an output, with what it is in truth."""
+def run(page: str) -> Iterator[tuple[Block, str]]:
+    """Every block of a page whose text is an output, with what it is in truth."""
     names: dict[str, Any] = {}
-    found = list(blocks(readme))
+    found = list(blocks(page))
     printed = ""
     for block, after in zip_longest(found, found[1:]):
         told = after is not None and after.language == "text" and after.follows
@@ -91,9 +91,10 @@ def run(readme: str) -> Iterator[tuple[Block, str]]:
                 printed = python_output(block.text, names, told=told)
             case "text" if block.follows:
                 yield block, printed
-            case "console":
+            case "console" if block.text.startswith("$ fxpipe "):
                 yield block, console_output(block.text)
-    names["pipe"].close()
+    if "pipe" in names:
+        names["pipe"].close()
 
 
 def test_the_code_of_the_readme_runs_and_gives_what_stands_there(
