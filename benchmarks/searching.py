@@ -28,7 +28,7 @@ from fxpipe.search.local import greedy_policies
 from fxpipe.search.search import Found
 from fxpipe.simulator import Link
 
-SEED = 240110241
+SEED = 20261122
 COUNT = 100
 PROGRESS = Path("build/searching.jsonl")
 
