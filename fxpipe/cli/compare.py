@@ -14,7 +14,8 @@ def add_compare(parser: ArgumentParser) -> None:
     """Give the command's parser its arguments."""
     add = parser.add_argument
     add("-p", "--devices", type=int, metavar="N", default=DEVICES, help=f"by default {DEVICES}")
-    add("-m", "--microbatches", type=int, metavar="N", default=MICROBATCHES, help="of a step")
+    given = f"of a step; by default {MICROBATCHES}"
+    add("-m", "--microbatches", type=int, metavar="N", default=MICROBATCHES, help=given)
     add("--costs", metavar="F=1,B=2", help="how long tasks take on what one device has of a model")
     add("--memory", type=float, metavar="N", help="micro-batches that a device has room for")
     add("--draw", metavar="FILE", help="draw them: .svg, .png, .pdf")

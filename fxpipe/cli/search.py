@@ -24,7 +24,8 @@ def add_search(parser: ArgumentParser) -> None:
     """Give the command's parser its arguments."""
     add = parser.add_argument
     add("-p", "--devices", type=int, metavar="N", help=f"devices; by default {DEVICES}")
-    add("-m", "--microbatches", type=int, metavar="N", default=MICROBATCHES, help="of a step")
+    given = f"of a step; by default {MICROBATCHES}"
+    add("-m", "--microbatches", type=int, metavar="N", default=MICROBATCHES, help=given)
     add("--costs", metavar="F=1,I=1,W=1", help="how long tasks take: F=1,F@3=1.5; with B whole")
     add(
         "--placement",

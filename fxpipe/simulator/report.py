@@ -28,8 +28,8 @@ from fxpipe.words import bytes_text, plural, table_text
 LEGEND = """\
 bubble: the share of the devices' time that is idle until the last micro-batch is through. By cause:
 before the first task (warm-up), for another device's task (waits for), for transfers (copies), for
-all devices (together), after the last task (drain). stash: micro-batches kept for backward at most;
-versions: of the weights"""
+all devices (together), the rest in between (other), after the last task (drain). stash: the most
+micro-batches kept for backward; versions: of the weights"""
 """What the columns of the table mean."""
 
 Event = dict[str, Any]
