@@ -79,19 +79,30 @@ def continued(
     mesh: DeviceMesh, load: str | None, save: str | None, steps: tuple[int, int], schedule: str
 ) -> dict[str, Any]:
     """The state after some steps, from one checkpoint and to another."""
-    replica, optimizer = mesh["dp"].get_local_rank(), OPTIMIZERS["adamw"]
-    with pipe_of(mesh, schedule=schedule, optimizer=optimizer) as pipe:
+    replica = mesh["dp"].get_local_rank()
+    with pipe_of(mesh, schedule=schedule, optimizer=OPTIMIZERS["adamw"]) as pipe:
         x, y = batch(0, replica)
         pipe.prepare(x, target=y)
-        if load is not None:
-            pipe.load(load)
-        for step in range(*steps):
-            x, y = batch(step, replica)
-            pipe.step(x, target=y)
-        pipe.flush()
-        if save is not None:
-            pipe.save(save)
-        state: dict[str, Any] = pipe.state_dict(full=True)
+        return go_on(pipe, replica, load, save, steps)
+
+
+def go_on(
+    pipe: fxpipe.Pipeline,
+    replica: int,
+    load: str | None,
+    save: str | None,
+    steps: tuple[int, int],
+) -> dict[str, Any]:
+    """Train a pipe for some steps, from one checkpoint and to another. Returns its state."""
+    if load is not None:
+        pipe.load(load)
+    for step in range(*steps):
+        x, y = batch(step, replica)
+        pipe.step(x, target=y)
+    pipe.flush()
+    if save is not None:
+        pipe.save(save)
+    state: dict[str, Any] = pipe.state_dict(full=True)
     return state
 
 

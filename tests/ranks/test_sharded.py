@@ -32,7 +32,7 @@ from tests.ranks.test_replicas import (
     pipe_of,
     trained,
 )
-from tests.ranks.test_replicas_together import Broken
+from tests.ranks.test_replicas_together import Broken, go_on
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -143,15 +143,7 @@ def continued(
         if schedule == "2bw":  # else the state waits until there are stages
             x, y = batch(0, replica)
             pipe.prepare(x, target=y)
-        if load is not None:
-            pipe.load(load)
-        for step in range(*steps):
-            x, y = batch(step, replica)
-            pipe.step(x, target=y)
-        pipe.flush()
-        if save is not None:
-            pipe.save(save)
-        return pipe.state_dict(full=True)
+        return go_on(pipe, replica, load, save, steps)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
