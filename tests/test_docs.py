@@ -146,6 +146,15 @@ def test_every_command_is_on_its_page_with_its_options() -> None:
         assert said <= {option for each in options for option in each}
 
 
+def test_every_schedule_is_on_the_page_of_the_library_with_its_file() -> None:
+    page = (DOCS / "api" / "library.md").read_text()
+    found = {}
+    for names, path in re.findall(r"^## (.*)\n\n```{literalinclude} (\S+)$", page, re.MULTILINE):
+        text = (DOCS / "api" / path).read_text()
+        found |= {name: f'@schedule("{name}"' in text for name in re.findall("`(.*?)`", names)}
+    assert found == dict.fromkeys(RECIPES, True)
+
+
 def test_every_error_has_a_section() -> None:
     made = [each for each in vars(errors).values() if inspect.isclass(each)]
     names = {each.__name__ for each in made if issubclass(each, errors.FxpipeError)}
