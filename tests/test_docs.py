@@ -148,7 +148,7 @@ def test_every_command_is_on_its_page_with_its_options() -> None:
 
 def test_every_schedule_is_on_the_page_of_the_library_with_its_file() -> None:
     page = (DOCS / "api" / "library.md").read_text()
-    found = {}
+    found: dict[str, bool] = {}
     for names, path in re.findall(r"^## (.*)\n\n```{literalinclude} (\S+)$", page, re.MULTILINE):
         text = (DOCS / "api" / path).read_text()
         found |= {name: f'@schedule("{name}"' in text for name in re.findall("`(.*?)`", names)}

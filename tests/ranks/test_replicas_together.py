@@ -89,8 +89,8 @@ def continued(
 def go_on(
     pipe: fxpipe.Pipeline,
     replica: int,
-    load: str | None,
-    save: str | None,
+    load: Path | str | None,
+    save: Path | str | None,
     steps: tuple[int, int],
 ) -> dict[str, Any]:
     """Train a pipe for some steps, from one checkpoint and to another. Returns its state."""
