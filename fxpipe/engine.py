@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from fxpipe.call import differentiable_call
@@ -122,9 +123,11 @@ class Engine:
         if overlaps:  # the caller may fill it anew before all of it is read
             micro = micro.copied()
         host = BatchHost(traced, micro, keep, self._seed(traced), self._place)
-        optimizers = self.progress.optimizers_of(compiled.plan, submits=True)
         if overlaps:
+            optimizers = self.progress.optimizers_of(compiled.plan, submits=True)
             return self._overlap(compiled, host, optimizers, with_output)
+        state = self.progress.state_of(traced)
+        optimizers = self.progress.optimizers_of(compiled.plan, state, submits=True)
 
         def result() -> Any:
             loss = host.loss()
@@ -133,7 +136,7 @@ class Engine:
             return found
 
         self._weigh(compiled, host, 0)
-        run = self._flushed(compiled, host, optimizers, onto_grad=not self.updates)
+        run = self._flushed(compiled, host, state, optimizers, onto_grad=not self.updates)
         try:
             made = run.advance(result)
         finally:
@@ -306,17 +309,18 @@ class Engine:
         traced = compiled.traced
         host = BatchHost(traced, micro, compiled.results, self._seed(traced), self._place)
         none = [None] * len(compiled.plan.stages)
-        return host, self._flushed(compiled, host, none, onto_grad=False)
+        state = self.progress.state_of(traced)
+        return host, self._flushed(compiled, host, state, none, onto_grad=False)
 
     def _flushed(
         self,
         compiled: Compiled,
         host: BatchHost,
+        state: Mapping[str, Tensor],
         optimizers: Sequence[Optimizer | None],
         *,
         onto_grad: bool,
     ) -> FlushedRun:
-        state = self.progress.state_of(compiled.traced)
         weights = LiveWeights(
             compiled.plan.stages,
             state,

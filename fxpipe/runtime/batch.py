@@ -100,12 +100,14 @@ class Batch:
     def check_devices(self, *kinds: str) -> None:
         """Raises InputError where a tensor is on another kind of device than these, or where a
         sparse tensor would be split."""
-        for leaf, dim, name in zip(self.leaves, self.dims, self.names, strict=True):
+        for index, (leaf, dim) in enumerate(zip(self.leaves, self.dims, strict=True)):
             if not isinstance(leaf, Tensor):
                 continue
             if leaf.device.type not in kinds:
+                name = self.names[index]
                 raise InputError(f"{name} is on {leaf.device}; move it to the CPU ({name}.cpu())")
             if dim is not None and leaf.layout is not torch.strided:
+                name = self.names[index]
                 raise InputError(
                     f"{name} is {leaf.layout}, which cannot be split along the batch; make it "
                     f"dense ({name}.to_dense()), or give it whole to every micro-batch: "

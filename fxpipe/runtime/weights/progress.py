@@ -66,7 +66,7 @@ class Progress:
         self._generators = generators
         self._owns = owns
         self._replicas = others
-        self._offered: dict[int, nn.Parameter] = {}
+        self._offered: dict[int, Tensor] = {}
         self._history: History | None = None  # of a checkpoint, until a plan is known
         self._restored: Mapping[str, tuple[int, int]] = {}
         self._followed: Schedule | None = None
@@ -97,16 +97,23 @@ class Progress:
         return [] if self.versions is None else self.versions.bytes
 
     def state_of(self, traced: Traced) -> dict[str, Tensor]:
-        """Name in the model → its current parameter or buffer, or a constant of the graph."""
-        parameters = self._model.named_parameters(remove_duplicate=False)
-        buffers = self._model.named_buffers(remove_duplicate=False)
-        return {**dict(parameters), **dict(buffers), **traced.constants}
+        """``Traced.state_of`` the model, in one walk over its modules, as every step makes it."""
+        found: dict[str, Tensor] = {}
+        for prefix, module in self._model.named_modules(remove_duplicate=False):
+            for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+                if tensor is not None:
+                    found[f"{prefix}.{name}" if prefix else name] = tensor
+        found.update(traced.constants)
+        return found
 
-    def optimizers_of(self, plan: Plan, *, submits: bool = False) -> tuple[Optimizer | None, ...]:
+    def optimizers_of(
+        self, plan: Plan, state: Mapping[str, Tensor] | None = None, *, submits: bool = False
+    ) -> tuple[Optimizer | None, ...]:
         """Stage → its optimizer. All plans have the stages of the first one.
 
         Args:
             plan: the plan.
+            state: name in the model → its current parameter, where the caller has read them.
             submits: whether that is for a batch, whose update uses the settings that the one
                 optimizer has now.
 
@@ -119,20 +126,21 @@ class Progress:
         made = self.stages.made
         if made is None:
             made, self._offered = self.stages.make(plan), {}
-        self._refuse_unknown(plan)
+        if state is None:
+            state = dict(self._model.named_parameters(remove_duplicate=False))
+        self._refuse_unknown(plan, state)
         if submits and self.stages.whole is not None:
             self.stages.whole.push()
             # learning-rate schedulers check this flag, and warn of a wrong order
             self.stages.whole.optimizer._opt_called = True  # type: ignore[attr-defined]
         return made
 
-    def _refuse_unknown(self, plan: Plan) -> None:
+    def _refuse_unknown(self, plan: Plan, state: Mapping[str, Tensor]) -> None:
         """Check that every parameter that a plan trains is one that the optimizers were made for.
 
         Raises:
             InputError: a parameter was replaced since, or is new; no update would reach it.
         """
-        state = dict(self._model.named_parameters(remove_duplicate=False))
         read = {a.target: state[a.target] for stage in plan.stages for a in stage.parameters}
         if not self._offered:
             self._offered = {id(parameter): parameter for parameter in read.values()}
