@@ -16,7 +16,7 @@ import fxpipe
 from fxpipe.errors import InputError
 from fxpipe.ir.program import Program
 from fxpipe.runtime.ranks.summing import cut
-from fxpipe.runtime.weights.live import frozen
+from fxpipe.runtime.weights.optimizer_copies import frozen
 from fxpipe.runtime.weights.sharding import ShardedStage, Shards, refuse_others
 from tests.helpers.ranks import DeviceMesh, on_ranks
 from tests.helpers.tiny import Tiny

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import threading
 import traceback
@@ -11,9 +12,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxpipe
 from fxpipe import ExecutionError, InputError
+from fxpipe.runtime.weights.live import OptimizerSnapshot, clones
 from tests.helpers.tiny import Snapshot, adam, batch, pipe_of, within
 
 # an operation that looks at data, and does what they say
@@ -236,6 +239,35 @@ def test_the_state_of_an_optimizer_is_put_back_in_its_own_type() -> None:
         with pytest.raises(ExecutionError):
             pipe.step(x, target=y)
         assert not list(before.differences(Snapshot.of(pipe)))
+
+
+def test_what_undoes_an_update_is_copied_at_once_however_many_tensors_there_are() -> None:
+    calls: list[str] = []
+
+    class Counting(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            calls.append(str(function.overloadpacket))
+            return function(*args, **(kwargs or {}))
+
+    parameters = [nn.Parameter(torch.randn(3, 2).t()) for _ in range(12)]
+    optimizer = torch.optim.Adam(parameters)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    before = [parameter.detach().clone() for parameter in parameters]
+    with Counting():  # type: ignore[no-untyped-call]
+        snapshot, copies = OptimizerSnapshot(optimizer), clones(parameters)
+    memory = ["aten.detach", "aten.empty_like"]  # these launch nothing on a device
+    assert [call for call in calls if call not in memory] == ["aten._foreach_copy_"] * 2
+    expected = copy.deepcopy(optimizer.state_dict())
+    optimizer.step()
+    snapshot.put_back()
+    torch.testing.assert_close(optimizer.state_dict(), expected, rtol=0, atol=0)
+    for own, value in zip(copies, before, strict=True):
+        assert torch.equal(own, value) and own.stride() == value.stride()
+        assert not own.requires_grad
 
 
 @pytest.mark.parametrize("slow", [0, 1])

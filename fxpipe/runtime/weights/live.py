@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
@@ -26,12 +26,13 @@ class _Before:
     """A snapshot of a stage's parameters and its optimizer, to restore them exactly."""
 
     def __init__(self, parameters: Sequence[torch.Tensor], optimizer: Optimizer) -> None:
-        self._parameters = [(parameter, parameter.detach().clone()) for parameter in parameters]
+        self._parameters = parameters
+        self._values = clones(parameters)
         self._optimizer = OptimizerSnapshot(optimizer)
 
     def put_back(self) -> None:
         """Make it so again."""
-        for parameter, value in self._parameters:
+        for parameter, value in zip(self._parameters, self._values, strict=True):
             parameter.copy_(value)
         self._optimizer.put_back()
 
@@ -49,7 +50,8 @@ class OptimizerSnapshot:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        self._state = {key: copied(state) for key, state in optimizer.state.items()}
+        states = all_copied([*optimizer.state.values()])
+        self._state = dict(zip(optimizer.state, states, strict=True))
         self._groups = [(group, copied(settings(group))) for group in optimizer.param_groups]
         self._attributes = attributes(optimizer)
 
@@ -62,31 +64,6 @@ class OptimizerSnapshot:
                 del group[key]
             group.update(values)
         vars(self._optimizer).update(self._attributes)
-
-
-def twin(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> Any:
-    """A copy of an optimizer with these groups and the same state and attributes.
-
-    Step it with ``type(optimizer).step``, as the attribute ``step`` may be a scheduler's wrapper.
-    """
-    made = object.__new__(type(optimizer))
-    made.__dict__.update(vars(optimizer))
-    made.__dict__.pop("step", None)
-    made.param_groups = list(groups)
-    return made
-
-
-def alone(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> Any:
-    """The same with a state of its own, which is empty, with copies of what a step may change in
-    place, and without hooks."""
-    made = twin(optimizer, groups)
-    for key, value in [*vars(made).items()]:
-        if key.startswith("_optimizer_") and key.endswith("_hooks"):
-            vars(made)[key] = OrderedDict()
-        elif isinstance(value, torch.Tensor | list | dict) and key != "param_groups":
-            vars(made)[key] = value.clone() if isinstance(value, torch.Tensor) else value.copy()
-    made.state = defaultdict(dict)
-    return made
 
 
 def attributes(optimizer: Optimizer) -> dict[str, Any]:
@@ -103,22 +80,43 @@ def settings(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in _PARAMETERS}
 
 
-def frozen(group: dict[str, Any]) -> dict[str, Any]:
-    """The same as a copy: a learning rate may be a tensor, which can be changed in place."""
-    return {
-        key: value.detach().clone() if isinstance(value, torch.Tensor) else value
-        for key, value in settings(group).items()
-    }
-
-
 def copied(values: Any) -> Any:
     """A copy of the state of one parameter or group, usually a dict."""
-    if not isinstance(values, dict):
-        return copy.deepcopy(values)
-    return {
-        key: value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
-        for key, value in values.items()
-    }
+    return all_copied([values])[0]
+
+
+def all_copied(states: Sequence[Any]) -> list[Any]:
+    """The same for several states, whose tensors are copied together."""
+    made = [dict(each) if isinstance(each, dict) else copy.deepcopy(each) for each in states]
+    tensors: list[tuple[dict[Any, Any], Any]] = []
+    for state in made:
+        for key, value in state.items() if isinstance(state, dict) else ():
+            if isinstance(value, torch.Tensor):
+                tensors.append((state, key))
+            else:
+                state[key] = copy.deepcopy(value)
+    values = clones([state[key] for state, key in tensors])
+    for (state, key), value in zip(tensors, values, strict=True):
+        state[key] = value
+    return made
+
+
+def clones(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """A detached clone of each; on a device those of one dtype take one launch together."""
+    made = [tensor.detach() for tensor in tensors]
+    alike: dict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
+    for index, tensor in enumerate(made):
+        if type(tensor) is torch.Tensor and tensor.layout is torch.strided:
+            alike[tensor.device, tensor.dtype].append(index)
+        else:
+            made[index] = tensor.clone()
+    for indices in alike.values():
+        sources = [made[index] for index in indices]
+        copies = [torch.empty_like(source) for source in sources]
+        torch._foreach_copy_(copies, sources)
+        for index, value in zip(indices, copies, strict=True):
+            made[index] = value
+    return made
 
 
 class Weights:
@@ -152,7 +150,7 @@ class Weights:
         self._names = [[a.target for a in stage.parameters] for stage in stages]
         written = {write.target for stage in stages for write in stage.writes}
         # copies: a backward may read what its forward read, and ``commit`` changes the buffers
-        first = {name: state[name].clone() for name in written}
+        first = dict(zip(written, clones([state[n] for n in written]), strict=True))
         self._buffers = [[first.get(a.target, state[a.target]) for a in s.buffers] for s in stages]
 
     def parameters(self, stage: int, version: int) -> Sequence[torch.Tensor]:
@@ -186,7 +184,8 @@ class Weights:
     def started(self, stage: int) -> list[torch.Tensor | None]:
         """The same as copies, to add to in place."""
         before = self.gradients(stage)
-        return [None if gradient is None else gradient.clone() for gradient in before]
+        copies = iter(clones([gradient for gradient in before if gradient is not None]))
+        return [None if gradient is None else next(copies) for gradient in before]
 
     def update(
         self, stage: int, reads: int, writes: int, gradients: Sequence[torch.Tensor | None]

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fxpipe.errors import InputError, told
-from fxpipe.runtime.weights.live import alone, settings
+from fxpipe.runtime.weights.live import settings
+from fxpipe.runtime.weights.optimizer_copies import alone
 from fxpipe.runtime.weights.optimizer_state import placed
 
 OptimizerLike = (

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fxpipe.errors import CheckpointError, told
-from fxpipe.runtime.weights.live import alone, copied, settings
+from fxpipe.runtime.weights.live import copied, settings
+from fxpipe.runtime.weights.optimizer_copies import alone
 from fxpipe.torchtools.pytrees import pieces
 
 

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fxpipe.errors import InputError
-from fxpipe.runtime.weights.live import OptimizerSnapshot, frozen, settings, twin
+from fxpipe.runtime.weights.live import OptimizerSnapshot, settings
+from fxpipe.runtime.weights.optimizer_copies import frozen, twin
 from fxpipe.runtime.weights.prediction import predict
 
 Buffers = dict[str, Tensor]

@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fxpipe.ir.plan import Stage
-from fxpipe.runtime.weights.live import Weights, frozen
+from fxpipe.runtime.weights.live import Weights
+from fxpipe.runtime.weights.optimizer_copies import frozen
 from fxpipe.runtime.weights.prediction import check_predictable
 from fxpipe.runtime.weights.sharding import ShardedStage, Shards
 from fxpipe.runtime.weights.stage_weights import Buffers, History, StageWeights
