@@ -257,10 +257,10 @@ class Engine:
             self._options.group.close()
             self._backend.close()
 
-    def _roll_back(self) -> None:
-        """After a call that failed, possibly on another rank: drop the batches in flight."""
-        if self._overlapping is not None and not self._overlapping.failed:
-            self._overlapping.abandon()
+    def _roll_back(self) -> str:
+        """After a call that failed, possibly on another rank: drop the batches in flight. Returns
+        which batches count, in words, if there were any."""
+        return "" if self._overlapping is None else self._overlapping.abandon()
 
     def _overlap(
         self,

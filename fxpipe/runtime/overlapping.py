@@ -132,10 +132,10 @@ class OverlappingRun(Run[VersionedWeights]):
                 error.add_note(self._give_up())
             raise
 
-    def abandon(self) -> None:
-        """Drop the batches in flight; the weights are then those after the last finished batch."""
-        if not self.failed and not self.forked:
-            self._give_up()
+    def abandon(self) -> str:
+        """Drop the batches in flight; the weights are then those after the last finished batch.
+        Returns which batches count, in words; nothing where they were dropped before."""
+        return "" if self.failed or self.forked else self._give_up()
 
     def _submit(self, step: int) -> None:
         batches = range(self._first, self.count)

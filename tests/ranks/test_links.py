@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import socket
 import struct
@@ -153,18 +154,20 @@ def test_a_forked_process_does_not_keep_connections_open() -> None:
         os.close(awake[0])
 
 
-def group_of_two() -> tuple[RankGroup, RankGroup]:
-    one, two = socket.socketpair()
-    names = "rank 0 (here, process 1)", "rank 1 (there, process 2)"
-    places, hosts = ("rank 0, here", "rank 1, there"), ("here", "there")
-    return (
-        RankGroup(Met(0, names, places, hosts, {1: one}, 1, 5.0)),
-        RankGroup(Met(1, names, places, hosts, {0: two}, 1, 5.0)),
-    )
+def groups(size: int) -> list[RankGroup]:
+    """The ranks of a pipe, connected as their processes would be."""
+    names = tuple(f"rank {rank} (host, process {rank})" for rank in range(size))
+    sockets: list[dict[int, socket.socket]] = [{} for _ in range(size)]
+    for rank, other in itertools.combinations(range(size), 2):
+        sockets[rank][other], sockets[other][rank] = socket.socketpair()
+    return [
+        RankGroup(Met(rank, names, names, ("host",) * size, sockets[rank], 1, 5.0))
+        for rank in range(size)
+    ]
 
 
 def test_a_group_that_is_collected_says_goodbye() -> None:
-    one, two = group_of_two()
+    one, two = groups(2)
     links = one.links
     assert links is not None
     del one
@@ -180,7 +183,7 @@ def test_a_group_that_is_collected_says_goodbye() -> None:
 
 def test_a_damaged_message_of_a_known_kind_loses_the_rank() -> None:
     for bad in (Message("said", (1,)), Message("failed", ()), Message("value", ("x",))):
-        one, two = group_of_two()
+        one, two = groups(2)
         assert one.links is not None
         one.links.send(1, bad)
         assert soon(lambda two=two: bool(two.hearing.gone))  # type: ignore[misc]
@@ -190,7 +193,7 @@ def test_a_damaged_message_of_a_known_kind_loses_the_rank() -> None:
 
 
 def test_a_rank_whose_results_were_kept_by_the_others_alone_is_named_at_the_next_call() -> None:
-    one, two = group_of_two()
+    one, two = groups(2)
     told: list[str] = []
 
     def calls(group: RankGroup, fails: bool) -> None:
@@ -218,6 +221,46 @@ def test_a_rank_whose_results_were_kept_by_the_others_alone_is_named_at_the_next
     assert len(told) == 2 and told[0] == told[1]
     one.close()
     two.close()
+
+
+@pytest.mark.parametrize("leaves", ["calls", "closes"])
+def test_a_rank_that_waits_for_one_that_knows_of_a_lost_one_is_told_of_the_lost_one(
+    leaves: str,
+) -> None:
+    """The lost rank has said all that the first one needs of it, and the other never comes."""
+    one, two, three = groups(3)
+    told: list[BaseException] = []
+
+    def call(group: RankGroup) -> None:
+        try:
+            with group.calling("step"):
+                group.settle(None)
+        except RankError as error:
+            told.append(error)
+
+    def all_call(*ranks: RankGroup) -> list[threading.Thread]:
+        threads = [threading.Thread(target=call, args=(group,)) for group in ranks]
+        for thread in threads:
+            thread.start()
+        return threads
+
+    for thread in all_call(one, two, three):  # the first call compiles
+        thread.join()
+    assert three.links is not None and not told
+    three.links.send_all(Message("said", (2, 0, "the begin of a call"), ["step", 0, ""]))
+    (waits,) = all_call(one)
+    assert soon(lambda: one.call == 2)
+    for peer in three.links._peers.values():  # as the end of its process does
+        peer.socket.shutdown(socket.SHUT_RDWR)
+    assert soon(lambda: 2 in two.hearing.gone)
+    if leaves == "calls":
+        call(two)
+    else:
+        two.close()
+    waits.join()
+    assert told and all(isinstance(error, RankError) and error.rank == 2 for error in told), told
+    for group in (one, two, three):
+        group.close()
 
 
 # what an exchange holds to, whatever order messages come in
@@ -260,6 +303,15 @@ def test_a_rank_that_has_said_its_value_may_be_gone_before_the_others_have() -> 
     with pytest.raises(RankError, match=CLOSED) as raised:
         heard(hearing, Exchange(5, 0, "the begin of a call"))
     assert raised.value.rank == 1
+
+
+def test_the_first_rank_that_was_lost_is_named_where_another_one_left_because_of_it() -> None:
+    hearing = Hearing(NAMES, 0)
+    hearing.lose(2, "has ended")
+    hearing.lose(1, CLOSED)
+    with pytest.raises(RankError, match="has ended") as raised:
+        heard(hearing, Exchange(5, 0, "the begin of a call"))
+    assert raised.value.rank == 2
 
 
 def test_a_rank_that_went_on_after_another_one_failed_is_not_blamed() -> None:

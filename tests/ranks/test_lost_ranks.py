@@ -34,7 +34,7 @@ from tests.helpers.failing import (
 )
 from tests.helpers.profiles import DEEP
 from tests.helpers.ranks import DeviceMesh, result_of, start
-from tests.helpers.tiny import CUTS, adam, batch, within
+from tests.helpers.tiny import CUTS, adam, batch, soon, within
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="processes are killed as POSIX does")
 
@@ -58,10 +58,10 @@ def survivors(size: int, lost: set[int], function: Callable[..., Any], *args: An
 
 
 @contextmanager
-def told_of(lost: int, seconds: float = 5) -> Iterator[None]:
+def told_of(lost: int, seconds: float = 5) -> Iterator[pytest.ExceptionInfo[RankError]]:
     """The block raises that a rank of the pipe is lost, in time."""
     with within(seconds), pytest.raises(RankError) as raised:
-        yield
+        yield raised
     assert raised.value.rank == lost, repr(raised.value)
 
 
@@ -165,8 +165,9 @@ def test_a_rank_that_is_killed_at_any_kind_of_instruction_is_named(
 
 
 def killed_elsewhere(mesh: DeviceMesh, folder: str) -> None:
-    """The second rank is killed while a model is compiled, between calls, at the commit, while its
-    results are on their way, and while it closes."""
+    """The second rank is killed while a model is compiled, at the commit, while its results are on
+    their way, and between calls, once with batches in flight and after the first one has seen it.
+    """
     here = torch.distributed.get_rank()
 
     def dies(*_: Any, **__: Any) -> None:
@@ -185,20 +186,27 @@ def killed_elsewhere(mesh: DeviceMesh, folder: str) -> None:
     def between(pipe: fxpipe.Pipeline) -> None:
         die()
 
-    changes = [compiling, committing, settling, between]
+    def in_flight(pipe: fxpipe.Pipeline) -> None:
+        die()
+
+    changes = [compiling, committing, settling, between, in_flight]
     x, y = batch()
     for change, (lost, own) in zip(changes, meshes(1, len(changes), 1), strict=True):
         if here not in (0, lost):
             continue
-        pipe = pipe_of(own)
+        pipe = pipe_of(own, schedule=OVERLAPS if change is in_flight else "1f1b")
         if change is not compiling:
             pipe.step(x, target=y)
         if here:
             change(pipe)
         if change is committing:  # all were ready: the step counts here, and nothing comes after
             pipe.step(x, target=y)
-        with told_of(1):
+        if change is in_flight:
+            assert soon(lambda: 1 in pipe._group.hearing.gone)  # noqa: B023
+        with told_of(1) as raised:
             pipe.step(x, target=y)
+        notes = str(getattr(raised.value, "__notes__", ()))
+        assert ("the weights are those after" in notes) == (change is in_flight)
         with told_of(1, 1):
             pipe.prepare(x, target=y)
         with within(2):
@@ -206,7 +214,7 @@ def killed_elsewhere(mesh: DeviceMesh, folder: str) -> None:
 
 
 def test_a_rank_that_is_killed_between_instructions_is_named() -> None:
-    survivors(5, {1, 2, 3, 4}, killed_elsewhere)
+    survivors(6, {1, 2, 3, 4, 5}, killed_elsewhere)
 
 
 def stopped(mesh: DeviceMesh, folder: str, where: str) -> str:

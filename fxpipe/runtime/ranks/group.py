@@ -74,7 +74,7 @@ class RankGroup:
         self._settled = False  # whether the call is done on all ranks, and only returns
         self._told = False  # whether this rank has told that the call failed
         self._recovered = False  # whether it has told, in this call, what it can roll back to
-        self._roll_back: Callable[[], None] = lambda: None
+        self._roll_back: Callable[[], str] = lambda: ""
         self.links = None if met is None else _links(self, met)
 
     @property
@@ -121,12 +121,13 @@ class RankGroup:
             finally:
                 self._settled = False  # the outer call goes on
             return
-        self.check()
+        self._check_open()
         with signals_at_operations():
             self.call, self._exchanges = self.call + 1, 0
             self._what, self._told, self._settled, self._recovered = what, False, False, False
             self.delivery.begin(self.call)
             try:
+                self.check()  # others may wait in this call, and are told
                 self._begin(what)
                 yield
             except BaseException as error:
@@ -136,8 +137,9 @@ class RankGroup:
                 self._what = ""
                 self.hearing.forget(self.call)
 
-    def when_failed(self, roll_back: Callable[[], None]) -> None:
-        """Call a function at the end of each call that failed, on every rank."""
+    def when_failed(self, roll_back: Callable[[], str]) -> None:
+        """Call a function at the end of each call that failed, on every rank. The error gets what
+        it returns as a note."""
         self._roll_back = roll_back
 
     @property
@@ -160,6 +162,11 @@ class RankGroup:
             InputError: the pipe is closed, or this is a forked process.
             RankError: a rank is gone.
         """
+        self._check_open()
+        for rank in [*self.hearing.gone]:  # the first that was lost
+            raise self.hearing.lost(rank)
+
+    def _check_open(self) -> None:
         if self.links is not None and self.links.forked:
             raise InputError(
                 "this process was forked from the one that compiled the pipe, and the other ranks "
@@ -167,8 +174,6 @@ class RankGroup:
             )
         if self.closed:
             raise InputError("the pipe is closed; compile the model again")
-        for rank in [*self.hearing.gone]:  # the first that was lost
-            raise self.hearing.lost(rank)
 
     def exchange(self, about: str, value: Any = None, *, held: bool = False) -> list[Any]:
         """Tell all ranks a value, and wait for theirs.
@@ -314,7 +319,8 @@ class RankGroup:
         """A call ends with an error."""
         if not self._settled:
             self.announce(error)
-            self._roll_back()
+            if note := self._roll_back():
+                error.add_note(note)
             if not self._recovered and self.links is not None:  # others may wait for it
                 self.links.send_all(Message("said", (self.call, -1, RECOVERY)))
         if self.call == 1:  # there will be no pipe

@@ -205,8 +205,8 @@ class Hearing:
         if failure is not None and not after:
             raise failure
         for rank in missing:
-            if rank in self.gone:
-                raise self.lost(rank)
+            if rank in self.gone:  # maybe because of one that was lost before
+                raise self.lost(next(iter(self.gone)))
             if not self._said[rank]:
                 continue
             other = self._said[rank][0][0]
