@@ -396,7 +396,7 @@ def check_clipping(clip_norm: Any, scaler: Any, optimizer: Any) -> None:
 
 def check_model(model: Any, place: torch.device) -> None:
     """Raises InputError for what is no module, is neither on the CPU nor on a device like the
-    first one of the pipe, or has a SyncBatchNorm."""
+    first one of the pipe, or has a SyncBatchNorm or a module of torch.jit."""
     if not isinstance(model, nn.Module):
         raise InputError(f"model is {model!r}; give an nn.Module")
     for name, parameter in model.named_parameters():
@@ -406,6 +406,11 @@ def check_model(model: Any, place: torch.device) -> None:
                 "(model.cpu())"
             )
     for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise InputError(
+                f"{name or 'the model'} is a module of torch.jit, whose Python code is gone; "
+                "compile the module that it was made of"
+            )
         if isinstance(module, nn.SyncBatchNorm):
             raise InputError(
                 f"{name or 'the model'} is a SyncBatchNorm, which normalises over processes that "

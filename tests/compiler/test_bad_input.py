@@ -104,6 +104,14 @@ def test_what_is_no_module_is_refused(model: Any) -> None:
     refused(InputError, lambda: fxpipe.compile(model, ["cpu"]), "model is", "give an nn.Module")
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.jit is
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_module_of_torch_jit_is_named(inside: bool) -> None:
+    traced = torch.jit.trace(nn.Linear(3, 3), torch.randn(2, 3))
+    model, name = (nn.Sequential(nn.ReLU(), traced), "1") if inside else (traced, "the model")
+    refused(InputError, lambda: fxpipe.compile(model, 1), name, "torch.jit", "was made of")
+
+
 def test_a_model_on_another_device_is_refused() -> None:
     with torch.device("meta"):
         model = Tiny()
