@@ -104,7 +104,7 @@ def test_what_is_no_module_is_refused(model: Any) -> None:
     refused(InputError, lambda: fxpipe.compile(model, ["cpu"]), "model is", "give an nn.Module")
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.jit is
+@pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated")
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_module_of_torch_jit_is_named(inside: bool) -> None:
     traced = torch.jit.trace(nn.Linear(3, 3), torch.randn(2, 3))
