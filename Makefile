@@ -66,7 +66,7 @@ format: $(READY)
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(INSTALL) setuptools
-	$(INSTALL) --no-build-isolation --editable '.[test,demo]'
+	$(INSTALL) --no-build-isolation --editable '.[test,demo,html]'
 	touch $@
 
 $(VENV)/docs: $(READY)

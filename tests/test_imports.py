@@ -96,7 +96,7 @@ REACH_UP = {
         "versions",
     },
     "fxpipe.ir.traced": {"__str__", "parse", "text", "verify"},
-    "fxpipe.simulator.simulation": {"draw"},
+    "fxpipe.simulator.simulation": {"draw", "html"},
 }
 """Module → its methods that may import from any layer when they are called."""
 

@@ -108,7 +108,8 @@ def test_a_wheel_installed_elsewhere_imports_and_lists_the_schedules(
     assert {"fxpipe", "fxpipe.passes", "fxpipe.schedules"} <= files.keys()
     assert [name for name, file in files.items() if not file.is_relative_to(installed)] == []
     assert {"1f1b", "gpipe"} <= set(there["recipes"])
-    assert (installed / "fxpipe" / "py.typed").is_file()
+    for path in ("py.typed", "draw/page.js"):
+        assert (installed / "fxpipe" / path).is_file()
 
 
 def test_a_wheel_holds_every_module_of_the_checkout(

@@ -99,6 +99,9 @@ def make_parser() -> argparse.ArgumentParser:
     )
     shown.add_argument("--draw", metavar="FILE", help="draw it: .svg, .png, .pdf")
     shown.add_argument(
+        "--html", metavar="FILE", help="write a page to zoom and search in, for any browser"
+    )
+    shown.add_argument(
         "--trace", metavar="FILE", help="write a trace that https://ui.perfetto.dev opens"
     )
     shown.add_argument(
@@ -208,16 +211,21 @@ def show_schedule(given: Namespace) -> bool:
     if given.draw is not None:
         _wrote(schedule.draw(costs=costs, steps=given.steps).render(given.draw))
     simulation = None
-    if sound and (given.trace is not None or (shown and not given.text)):
+    timed = {"--trace": given.trace, "--html": given.html}
+    asked = [option for option, path in timed.items() if path is not None]
+    if sound and (asked or (shown and not given.text)):
         simulation = simulate_schedule(schedule, costs, steps=given.steps)
-    if given.trace is not None:
-        if simulation is None:
-            raise InputError(
-                f"schedule {schedule.name!r} has faults, and never runs to its end; leave --trace "
-                "out to see them"
-            )
+    if asked and simulation is None:
+        raise InputError(
+            f"schedule {schedule.name!r} has faults, and never runs to its end; leave {asked[0]} "
+            "out to see them"
+        )
+    if given.trace is not None and simulation is not None:
         simulation.trace(given.trace)
         _wrote(given.trace)
+    if given.html is not None and simulation is not None:
+        Path(given.html).write_text(simulation.html(), encoding="utf-8")
+        _wrote(given.html)
     if given.text:
         print(schedule, end="")
         return sound

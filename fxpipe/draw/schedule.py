@@ -214,7 +214,9 @@ def draw_simulations(*simulations: Simulation) -> Picture:
         raise InputError("there is no simulation to draw; give at least one")
     measured = any(simulation.seconds for simulation in simulations)
     unit = _MILLISECONDS if measured else 1.0
-    drawn = [(simulated(simulation, unit), _boxes(simulation)) for simulation in simulations]
+    drawn = [
+        (simulated(simulation, unit), simulation_boxes(simulation)) for simulation in simulations
+    ]
     fitted = _fit(drawn)
     end = max(timeline.end for timeline, _ in drawn)
     canvas = Canvas("simulation")
@@ -223,7 +225,7 @@ def draw_simulations(*simulations: Simulation) -> Picture:
     for simulation, (_, boxes) in zip(simulations, drawn, strict=True):
         chart = Chart(
             canvas,
-            _simulation_title(simulation, measured),
+            simulation_title(simulation, measured),
             _row_labels(simulation.program, mark(())),
             end,
             fitted.scale,
@@ -246,7 +248,7 @@ def draw_simulations(*simulations: Simulation) -> Picture:
     return canvas.picture
 
 
-def _boxes(simulation: Simulation) -> Boxes:
+def simulation_boxes(simulation: Simulation) -> Boxes:
     program = simulation.program
     versions: dict[Task, int] = {}
     for span in simulation.spans:
@@ -257,7 +259,7 @@ def _boxes(simulation: Simulation) -> Boxes:
     return boxes_of(program, simulation.steps, versions.get if differ else None)
 
 
-def _simulation_title(simulation: Simulation, seconds: bool) -> str:
+def simulation_title(simulation: Simulation, seconds: bool) -> str:
     program, makespan = simulation.program, simulation.makespan
     time = time_text(makespan) if seconds else f"{makespan:.4g}"
     parts = [

@@ -23,9 +23,9 @@ from fxpipe.ir import instruction as ins
 from fxpipe.ir.program import Program, Turn
 from fxpipe.ir.task import KINDS
 from fxpipe.ir.walk import waits_of, walk
+from fxpipe.simulator.analysis import peak_stash
 from fxpipe.simulator.costs import task_times
 from fxpipe.simulator.simulate import run
-from fxpipe.simulator.simulation import peak_stash
 
 Longest = Callable[[Vector], Vector]
 """Times → how often each of them counts in the longest path at these times."""

@@ -1,4 +1,4 @@
-"""What a simulation tells: why devices wait, what decides its end, and its long run."""
+"""What a simulation tells: why devices wait, what decides its end, its long run, what is kept."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from math import isclose
 
 from fxpipe.errors import InputError
 from fxpipe.ir import instruction as ins
+from fxpipe.ir.program import Program
 from fxpipe.ir.value import Buffer
 from fxpipe.ir.walk import Place
 from fxpipe.simulator.simulation import Simulation, Span, Transfer
 from fxpipe.simulator.sums import Sum, awaited_by
+
+_READERS = (ins.Forward, ins.Recompute, ins.Backward, ins.InputGrad, ins.WeightGrad, ins.Run)
 
 _FIRST, _LAST = 16, 256
 """Steps that are tried, doubled until the times repeat."""
@@ -272,3 +275,61 @@ def _bubble(simulation: Simulation, period: float) -> float:
             if ins.letter_of(own[position]):
                 busy += ends[position] - starts[position]
     return 1 - busy / (simulation.devices * period) if period else 0.0
+
+
+def peak_stash(program: Program) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The most micro-batches that are kept at once: stage → its own, device → all together."""
+    stages, devices = [0] * program.stages, [0] * program.devices
+    for device, list_ in enumerate(program.lists):
+        kept = [0] * program.stages
+        for instruction in list_:
+            stage, change = keeping(instruction)
+            kept[stage] += change
+            stages[stage] = max(stages[stage], kept[stage])
+            devices[device] = max(devices[device], sum(kept))
+    return tuple(stages), tuple(devices)
+
+
+def keeping(instruction: ins.Instruction) -> tuple[int, int]:
+    """A stage, and by how many the micro-batches change that it keeps for what is left of backward.
+
+    One is kept from its forward, or its recompute, to the end of its backward, of both halves
+    where that is parted.
+    """
+    match instruction:
+        case ins.Forward(stage, keeps=True) | ins.Recompute(stage):
+            return stage, 1
+        case ins.Backward(stage) | ins.WeightGrad(stage):
+            return stage, -1
+    return 0, 0
+
+
+def peak_versions(program: Program) -> tuple[int, ...]:
+    """Stage → the most versions of its weights that are needed at once, from its updates on."""
+    most = [1] * program.stages
+    for list_ in program.lists:
+        for _, stage, live in live_versions(list_):
+            most[stage] = max(most[stage], live)
+    return tuple(most)
+
+
+def live_versions(list_: tuple[ins.Instruction, ...]) -> list[tuple[int, int, int]]:
+    """After each update of a device: its position, its stage, and the versions that are needed.
+
+    These are the newest one, and the older ones that something reads later. Versions count from
+    the first step; one before it is the first.
+    """
+    last_read: dict[tuple[int, int], int] = {}
+    for position, instruction in enumerate(list_):
+        if isinstance(instruction, _READERS):
+            last_read[instruction.stage, max(instruction.version, 0)] = position
+    found = []
+    existing: dict[int, list[int]] = {}
+    for position, instruction in enumerate(list_):
+        if isinstance(instruction, ins.Update):
+            stage = instruction.stage
+            older = existing.setdefault(stage, [0])
+            older[:] = [v for v in older if last_read.get((stage, v), -1) > position]
+            found.append((position, stage, len(older) + 1))
+            older.append(max(instruction.writes, 0))
+    return found

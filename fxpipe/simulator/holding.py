@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.program import Program
 from fxpipe.ir.value import Buffer, Edge, forward_buffer, gradient_buffer
-from fxpipe.simulator.simulation import live_versions
+from fxpipe.simulator.analysis import live_versions
 from fxpipe.simulator.sizes import Crossing, Passing, Sizes, Storage, Workspace
 
 PARTS = ("parameters", "optimizer", "versions", "undo", "gradients", "stash", "values", "workspace")

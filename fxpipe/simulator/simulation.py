@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     from fxpipe.draw.picture import Picture
     from fxpipe.simulator.analysis import Idle, Steady
     from fxpipe.simulator.memory import Memory
-
-
-_READERS = (ins.Forward, ins.Recompute, ins.Backward, ins.InputGrad, ins.WeightGrad, ins.Run)
 
 
 class Transfer(NamedTuple):
@@ -238,16 +235,22 @@ class Simulation:
     @cached_property
     def stash(self) -> tuple[int, ...]:
         """Stage → the most micro-batches that it keeps at once for what is left of backward."""
+        from fxpipe.simulator.analysis import peak_stash
+
         return peak_stash(self.program)[0]
 
     @cached_property
     def device_stash(self) -> tuple[int, ...]:
         """Device → the most that its stages keep together, in micro-batches of a stage."""
+        from fxpipe.simulator.analysis import peak_stash
+
         return peak_stash(self.program)[1]
 
     @cached_property
     def weight_versions(self) -> tuple[int, ...]:
         """Stage → the most versions of its weights that something still reads at once."""
+        from fxpipe.simulator.analysis import peak_versions
+
         return peak_versions(self.program)
 
     @cached_property
@@ -304,6 +307,27 @@ class Simulation:
 
         write_trace(path, self, *beside)
 
+    def html(self, *beside: Simulation) -> str:
+        """A page to move in, which any browser opens without a network: it zooms, pans, searches,
+        and tells of each task what it waits for and what its device holds.
+
+        Above a measured run that is alone stands what its mean times predict.
+
+        Args:
+            beside: other simulations of the program, such as a measured one.
+
+        Raises:
+            InputError: bokeh is not installed, which ``fxpipe[html]`` brings.
+        """
+        from fxpipe.draw.page import make_page
+        from fxpipe.simulator.simulate import simulate
+
+        if self.measured and not beside:
+            costs, sizes = self.costs, self.sizes
+            predicted = simulate(self.window, costs, sizes=sizes, steps=self.steps)
+            return make_page(replace(predicted, seconds=self.seconds), self)
+        return make_page(self, *beside)
+
     def __str__(self) -> str:
         """A table: each device's work, idle time by cause, and what it holds."""
         from fxpipe.simulator.report import simulation_table
@@ -334,54 +358,3 @@ def task_of(instruction: ins.Instruction) -> Task:
 
 def _of_microbatch(span: Span) -> bool:
     return getattr(span.instruction, "microbatch", None) is not None
-
-
-def peak_stash(program: Program) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The most micro-batches that are kept at once: stage → its own, device → all together.
-
-    One is kept from its forward, or its recompute, to the end of its backward, of both halves
-    where that is parted.
-    """
-    stages, devices = [0] * program.stages, [0] * program.devices
-    for device, list_ in enumerate(program.lists):
-        kept = [0] * program.stages
-        for instruction in list_:
-            match instruction:
-                case ins.Forward(stage, keeps=True) | ins.Recompute(stage):
-                    kept[stage] += 1
-                    stages[stage] = max(stages[stage], kept[stage])
-                    devices[device] = max(devices[device], sum(kept))
-                case ins.Backward(stage) | ins.WeightGrad(stage):
-                    kept[stage] -= 1
-    return tuple(stages), tuple(devices)
-
-
-def peak_versions(program: Program) -> tuple[int, ...]:
-    """Stage → the most versions of its weights that are needed at once, from its updates on."""
-    most = [1] * program.stages
-    for list_ in program.lists:
-        for _, stage, live in live_versions(list_):
-            most[stage] = max(most[stage], live)
-    return tuple(most)
-
-
-def live_versions(list_: tuple[ins.Instruction, ...]) -> list[tuple[int, int, int]]:
-    """After each update of a device: its position, its stage, and the versions that are needed.
-
-    These are the newest one, and the older ones that something reads later. Versions count from
-    the first step; one before it is the first.
-    """
-    last_read: dict[tuple[int, int], int] = {}
-    for position, instruction in enumerate(list_):
-        if isinstance(instruction, _READERS):
-            last_read[instruction.stage, max(instruction.version, 0)] = position
-    found = []
-    existing: dict[int, list[int]] = {}
-    for position, instruction in enumerate(list_):
-        if isinstance(instruction, ins.Update):
-            stage = instruction.stage
-            older = existing.setdefault(stage, [0])
-            older[:] = [v for v in older if last_read.get((stage, v), -1) > position]
-            found.append((position, stage, len(older) + 1))
-            older.append(max(instruction.writes, 0))
-    return found

@@ -1,0 +1,365 @@
+"""Simulations as one page to move in: it zooms, pans, searches, and tells about what is pointed at.
+
+bokeh draws the page, which holds all that it needs, and so opens without a network. Its tasks are
+columns of numbers, compressed. ``page.js`` shows those in sight: tasks that are too narrow to be
+seen apart are one box, so that the number of boxes depends on the screen alone.
+"""
+
+from __future__ import annotations
+
+import gzip
+from array import array
+from base64 import b64encode
+from collections.abc import Iterator, Sequence
+from html import escape
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from fxpipe.draw.chart import row_height
+from fxpipe.draw.looks import Boxes
+from fxpipe.draw.picture import FAINT, IDLE, INK, OTHER, SKIP, TASKS
+from fxpipe.draw.schedule import simulation_boxes, simulation_title
+from fxpipe.errors import InputError
+from fxpipe.ir.task import KINDS
+from fxpipe.ir.value import Buffer
+from fxpipe.simulator.analysis import keeping
+from fxpipe.simulator.simulation import Simulation, Span, task_of
+
+Columns = dict[str, "array[Any]"]
+
+_TYPES = {"f": "Float32Array", "d": "Float64Array", "i": "Int32Array"}
+_AIR = 0.02
+"""Empty space beside the tasks, as a share of the whole time."""
+
+_CLOSEST = 1e-6
+"""The shortest time that can be in sight, as a share of the whole."""
+
+_HELP = (
+    "Drag to move, scroll to zoom, point at a task to see what it waits for. Search as schedules "
+    "write tasks: F3@1, or a part of it: F, 3, F3, @1; Enter goes to the next."
+)
+
+
+def make_page(*simulations: Simulation) -> str:
+    """The page, as HTML: the simulations under each other, then what devices hold.
+
+    Their times are in milliseconds if one of them is in seconds.
+
+    Raises:
+        InputError: bokeh is not installed, or no simulation is given.
+    """
+    if not simulations:
+        raise InputError("there is no simulation to show; give at least one")
+    if find_spec("bokeh") is None:
+        raise InputError("the page is drawn by bokeh; pip install fxpipe[html]")
+    from bokeh.document import Document
+    from bokeh.embed import file_html
+    from bokeh.layouts import column, gridplot, row
+    from bokeh.models import CustomJS, Div, Range1d, TextInput
+    from bokeh.resources import INLINE
+
+    seconds = any(simulation.seconds for simulation in simulations)
+    unit = 1e3 if seconds else 1.0
+    end = max(simulation.makespan for simulation in simulations) * unit or 1.0
+    edges = -_AIR * end, end * (1 + _AIR)
+    sight = Range1d(*edges, bounds=edges, min_interval=end * _CLOSEST, name="sight")
+    packed: list[array[Any]] = []
+    counted = all(simulation.sizes is not None for simulation in simulations)
+    views = [_view(simulation, unit, counted, packed) for simulation in simulations]
+    plots = [
+        _timeline(number, view, simulation_title(simulation, seconds), sight)
+        for number, (simulation, view) in enumerate(zip(simulations, views, strict=True))
+    ]
+    plots.append(_curves(views, counted, sight))
+    plots[-1].xaxis.axis_label = "milliseconds" if seconds else "time"
+    search = TextInput(title="Search", placeholder="F3@1", width=220, name="search")
+    found = Div(text="")
+    start = CustomJS(
+        args={
+            "views": views,
+            "sight": sight,
+            "plot": plots[0],
+            "search": search,
+            "found": found,
+            "blob": b64encode(gzip.compress(b"".join(map(bytes, packed)), mtime=0)).decode(),
+        },
+        code=(Path(__file__).parent / "page.js").read_text(encoding="utf-8"),
+        module=True,
+    )
+    layout = column(
+        Div(text=_legend(simulations), sizing_mode="stretch_width"),
+        row(search, found),
+        gridplot([[plot] for plot in plots], sizing_mode="stretch_width", merge_tools=True),
+        sizing_mode="stretch_width",
+    )
+    name = simulations[0].program.name
+    document = Document(title=f"{name} · fxpipe")
+    document.add_root(layout)
+    document.js_on_event("document_ready", start)
+    text: str = file_html(document, INLINE)
+    return text
+
+
+def _view(
+    simulation: Simulation, unit: float, counted: bool, packed: list[array[Any]]
+) -> dict[str, Any]:
+    """What the page is told about a simulation; its numbers are put behind those that are packed.
+
+    ``rows`` and ``points`` count those of each device.
+    """
+    levels, boxes = _levels(simulation, counted), simulation_boxes(simulation)
+    looks: dict[tuple[str, str], int] = {}
+    tasks = _tasks(simulation, levels, boxes, unit, looks)
+    points: Columns = {"when": array("f"), "level": array("d")}
+    counts = [
+        _curve(starts, own, unit, points)
+        for starts, own in zip(simulation.events.starts, levels, strict=True)
+    ]
+    columns = tasks | points
+    packed += columns.values()
+    rows = [0] * simulation.devices
+    for span in simulation.spans:
+        rows[span.device] += 1
+    return {
+        "what": "measured" if simulation.measured else "predicted",
+        "rows": rows,
+        "points": counts,
+        "looks": [
+            [letter, KINDS[letter].name if letter in KINDS else letter, colour]
+            for letter, colour in looks
+        ],
+        "stages": boxes.tags_stages,
+        "batches": simulation.steps > 1,
+        "bytes": counted,
+        "columns": [[name, _TYPES[own.typecode], len(own)] for name, own in columns.items()],
+    }
+
+
+def _levels(simulation: Simulation, counted: bool) -> Sequence[Sequence[int]]:
+    """Device → for each instruction the bytes that it holds while it runs, or where bytes are not
+    counted the micro-batches that its stages keep for backward."""
+    if counted:
+        return [memory.levels for memory in simulation.memory]
+    found = []
+    for own, ran in zip(simulation.program.lists, simulation.events.ends, strict=True):
+        levels, level = [], 0
+        for instruction in own[: len(ran)]:
+            change = keeping(instruction)[1]
+            levels.append(level + max(change, 0))
+            level += change
+        found.append(levels)
+    return found
+
+
+def _tasks(
+    simulation: Simulation,
+    levels: Sequence[Sequence[int]],
+    boxes: Boxes,
+    unit: float,
+    looks: dict[tuple[str, str], int],
+) -> Columns:
+    """The columns of the tasks, device by device. ``looks`` numbers letters with colours."""
+    program, sizes, transfers = simulation.program, simulation.sizes, simulation.events.transfers
+    makers: dict[Buffer, int] = {}
+    for number, span in enumerate(simulation.spans):
+        for buffer in program.writes(span.instruction):
+            makers.setdefault(buffer, number)
+    columns: Columns = {name: array("f") for name in ("start", "end", "arrival")}
+    for name in ("look", "stage", "microbatch", "batch", "version", "waits", "maker"):
+        columns[name] = array("i")
+    columns |= {name: array("d") for name in ("holds", "receives")}
+    for number, span in enumerate(simulation.spans):
+        task = task_of(span.instruction)
+        look = looks.setdefault((task.kind, boxes.look(task).fill), len(looks))
+        awaited: dict[int, float] = {}
+        received = 0
+        for buffer in program.reads(span.instruction):
+            maker, way = makers.get(buffer), transfers.get(buffer)
+            if maker is None or maker == number:
+                continue
+            moved = way is not None and way.target == span.device != way.source
+            when = way.end if way is not None and moved else simulation.spans[maker].end
+            awaited[maker] = max(awaited.get(maker, 0.0), when * unit)
+            if moved and sizes is not None:
+                received += sizes.values.get(buffer.value, 0)
+        values: dict[str, float] = {
+            "start": span.start * unit,
+            "end": span.end * unit,
+            "look": look,
+            "stage": -1 if task.stage is None else task.stage,
+            "microbatch": -1 if task.microbatch is None else task.microbatch,
+            "batch": task.batch,
+            "version": _version(span),
+            "waits": len(awaited),
+            "holds": levels[span.device][span.position],
+            "receives": received,
+        }
+        for name, value in values.items():
+            columns[name].append(value)
+        columns["maker"].extend(awaited)
+        columns["arrival"].extend(awaited.values())
+    return columns
+
+
+def _version(span: Span) -> int:
+    """The version of the weights that a task reads, or that an update makes."""
+    made: int = getattr(span.instruction, "writes", getattr(span.instruction, "version", 0))
+    return made
+
+
+def _curve(starts: Sequence[float], levels: Sequence[int], unit: float, points: Columns) -> int:
+    """Add the points where the level changes; returns their number. Of what happens at one time,
+    the highest level and the last one are kept."""
+    count = 0
+    for when, own in _by_time(starts, levels):
+        for level in dict.fromkeys((max(own), own[-1])):
+            if not count or points["level"][-1] != level:
+                points["when"].append(when * unit)
+                points["level"].append(level)
+                count += 1
+    return count
+
+
+def _by_time(
+    starts: Sequence[float], levels: Sequence[int]
+) -> Iterator[tuple[float, Sequence[int]]]:
+    first = 0
+    for last, start in enumerate(starts, start=1):
+        if last == len(starts) or starts[last] != start:
+            yield start, levels[first:last]
+            first = last
+
+
+def _timeline(number: int, view: dict[str, Any], title: str, sight: Any) -> Any:
+    """A row of boxes for each device; ``view`` is given the sources of what is in sight."""
+    from bokeh.models import ColumnDataSource, CustomJS, CustomJSHover, HoverTool, Range1d
+
+    devices = len(view["rows"])
+    height = row_height(devices)
+    plot = _figure(
+        title,
+        sight,
+        name=f"timeline {number}",
+        height=round(devices * height * 1.25) + 60,
+        y_range=Range1d(devices - 0.5, -0.5),
+    )
+    several = max(1, devices // 32)
+    plot.yaxis.ticker = list(range(0, devices, several))
+    plot.yaxis.major_label_overrides = {at: f"device {at}" for at in range(devices)}
+    plot.background_fill_color = IDLE
+    plot.ygrid.visible = False
+    names = ("left", "right", "top", "bottom", "colour", "alpha", "at", "count")
+    boxes = ColumnDataSource({name: [] for name in names})
+    texts = ColumnDataSource({"x": [], "y": [], "text": []})
+    ways = ColumnDataSource({"x0": [], "y0": [], "x1": [], "y1": []})
+    drawn = plot.quad(
+        left="left",
+        right="right",
+        top="top",
+        bottom="bottom",
+        fill_color="colour",
+        fill_alpha="alpha",
+        line_color=None,
+        source=boxes,
+    )
+    if height >= 12:
+        plot.text(
+            text_align="center",
+            text_baseline="middle",
+            text_font_size="10px",
+            text_color=INK,
+            source=texts,
+        )
+    plot.segment(line_color=SKIP, line_width=2, source=ways)
+    told = CustomJSHover(
+        args={"number": number, "boxes": boxes},
+        code="return fxpipe.tell(number, boxes.data, special_vars.index)",
+    )
+    plot.add_tools(
+        HoverTool(
+            renderers=[drawn],
+            tooltips='<div style="white-space: pre">@at{custom}</div>',
+            formatters={"@at": told},
+            point_policy="follow_mouse",
+            callback=CustomJS(
+                args={"number": number}, code="fxpipe.point(number, cb_data.index.indices)"
+            ),
+        )
+    )
+    view |= {"boxes": boxes, "texts": texts, "ways": ways}
+    return plot
+
+
+def _curves(views: list[dict[str, Any]], counted: bool, sight: Any) -> Any:
+    """A line for each device's memory: through where predicted, dashed where measured beside."""
+    from bokeh.models import (
+        ColumnDataSource,
+        CustomJSHover,
+        HoverTool,
+        NumeralTickFormatter,
+        Range1d,
+    )
+    from bokeh.palettes import Colorblind
+
+    title = "what devices hold" if counted else "micro-batches that stages keep for backward"
+    plot = _figure(title, sight, height=220, y_range=Range1d(0, 1))
+    if counted:
+        plot.yaxis.formatter = NumeralTickFormatter(format="0.0 ib")
+    colours = Colorblind[8]
+    for number, view in enumerate(views):
+        lines = ColumnDataSource({"xs": [], "ys": [], "colour": [], "device": []})
+        drawn = plot.multi_line(
+            xs="xs",
+            ys="ys",
+            line_color="colour",
+            line_width=1.5,
+            line_dash="dashed" if number else "solid",
+            source=lines,
+        )
+        told = CustomJSHover(
+            args={"number": number, "lines": lines},
+            code="return fxpipe.level(number, value, special_vars.data_x)",
+        )
+        plot.add_tools(
+            HoverTool(
+                renderers=[drawn],
+                tooltips='<div style="white-space: pre">@device{custom}</div>',
+                formatters={"@device": told},
+            )
+        )
+        view |= {"lines": lines, "height": plot.y_range}
+        view["colours"] = [colours[at % len(colours)] for at in range(len(view["rows"]))]
+    return plot
+
+
+def _figure(title: str, sight: Any, **more: Any) -> Any:
+    from bokeh.plotting import figure
+
+    return figure(
+        title=title,
+        x_range=sight,
+        tools="xpan,xwheel_zoom,xbox_zoom,xzoom_in,xzoom_out,reset,save",
+        active_drag="xpan",
+        active_scroll="xwheel_zoom",
+        min_border_left=70,
+        sizing_mode="stretch_width",
+        **more,
+    )
+
+
+def _legend(simulations: Sequence[Simulation]) -> str:
+    """How to use the page, and what the colours mean."""
+    letters = {task_of(span.instruction).kind for one in simulations for span in one.spans}
+    style = f"display: inline-block; border: 1px solid {FAINT}; padding: 0 4px; background: "
+    entries = [
+        f'<span style="{style}{TASKS.get(letter, OTHER)}">{letter}</span> {escape(kind.name)}'
+        for letter, kind in KINDS.items()
+        if letter in letters
+    ]
+    lighter = "lighter: later stages of a device" if _several(simulations) else ""
+    return f"{escape(_HELP)}<br>{' &ensp; '.join(filter(None, [*entries, lighter]))}"
+
+
+def _several(simulations: Sequence[Simulation]) -> bool:
+    return any(one.program.stages > one.devices for one in simulations)
