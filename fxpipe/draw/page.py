@@ -294,6 +294,7 @@ def _timeline(number: int, view: dict[str, Any], title: str, sight: Any) -> Any:
 def _curves(views: list[dict[str, Any]], counted: bool, sight: Any) -> Any:
     """A line for each device's memory: through where predicted, dashed where measured beside."""
     from bokeh.models import (
+        AdaptiveTicker,
         ColumnDataSource,
         CustomJSHover,
         HoverTool,
@@ -302,10 +303,15 @@ def _curves(views: list[dict[str, Any]], counted: bool, sight: Any) -> Any:
     )
     from bokeh.palettes import Colorblind
 
-    title = "what devices hold" if counted else "micro-batches that stages keep for backward"
+    title = (
+        "predicted memory of devices" if counted else "micro-batches that stages keep for backward"
+    )
+    if len(views) > 1:
+        title += f" (dashed: at the times that are {views[1]['what']})"
     plot = _figure(title, sight, height=220, y_range=Range1d(0, 1))
     if counted:
-        plot.yaxis.formatter = NumeralTickFormatter(format="0.0 ib")
+        plot.yaxis.ticker = AdaptiveTicker(base=1024, mantissas=[2**power for power in range(10)])
+        plot.yaxis.formatter = NumeralTickFormatter(format="0 ib")
     colours = Colorblind[8]
     for number, view in enumerate(views):
         lines = ColumnDataSource({"xs": [], "ys": [], "colour": [], "device": []})
