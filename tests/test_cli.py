@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib
 import io
 import json
+import os
 import re
+import runpy
 import subprocess
 import sys
 import tomllib
@@ -307,9 +309,12 @@ def test_a_text_is_read_once_and_may_be_piped_in(
     for command, told in (("verify -", "-: a valid schedule\n"), ("schedule - --text", text)):
         monkeypatch.setattr(sys, "stdin", io.StringIO(text))
         assert run(capsys, *command.split()) == (0, told, "")
-    own = [sys.executable, "-m", "fxpipe", "verify", "/dev/stdin"]
-    done = subprocess.run(own, cwd=ROOT, capture_output=True, text=True, input=text)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "/dev/stdin: a valid schedule\n", "")
+    there, here = os.pipe()
+    os.write(here, text.encode())
+    os.close(here)
+    pipe = f"/dev/fd/{there}"
+    assert run(capsys, "verify", pipe) == (0, f"{pipe}: a valid schedule\n", "")
+    os.close(there)
 
 
 def test_a_csv_is_written_shown_and_judged_by_the_rules_of_its_own_runtime(
@@ -349,14 +354,17 @@ def test_no_name_of_a_file_holds_a_nul(line: str, capsys: pytest.CaptureFixture[
     assert "an argument holds a NUL character" in err
 
 
-def test_the_module_and_the_console_script_are_the_same(tmp_path: Path) -> None:
+def test_the_module_and_the_console_script_are_the_same(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     module, _, function = project["project"]["scripts"]["fxpipe"].partition(":")
     assert getattr(importlib.import_module(module), function) is main
-    command = [sys.executable, "-m", "fxpipe", "schedule", "1f1b", "-p", "0"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "fxpipe: devices is 0; a schedule needs at least 1\n"
+    monkeypatch.setattr(sys, "argv", ["fxpipe", "schedule", "1f1b", "-p", "0"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("fxpipe", run_name="__main__")
+    assert ended.value.code == 2
+    assert capsys.readouterr() == ("", "fxpipe: devices is 0; a schedule needs at least 1\n")
 
 
 def test_a_reader_that_stops_early_is_no_error() -> None:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
+import os
+import socket
 import subprocess
 import sys
+from collections.abc import Callable, Mapping
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -15,8 +20,11 @@ from benchmarks.machine import Machine
 from benchmarks.report import Figure, Report, spread
 from examples import plain
 from examples.unet import UNet
+from tests.helpers.profiles import DEEP
+from tests.helpers.ranks import CONTEXT, DEADLINE
 
 ROOT = Path(__file__).parent.parent
+OPTIONS = ("--steps", "2", "--output")
 
 
 @pytest.mark.parametrize("depth", [1, 3])
@@ -66,22 +74,66 @@ def test_a_report_is_written_for_people_and_for_programs(tmp_path: Path) -> None
     assert '"value": 1.5' in (tmp_path / "short-2026-01-31.json").read_text()
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_the_demo_trains_equal_to_one_device_and_draws(tmp_path: Path, processes: int) -> None:
-    pytest.importorskip("skimage")
+def demo(output: Path, told: Path, variables: Mapping[str, str]) -> None:
+    """Run the demo in a process of its own, in which nothing else has happened."""
+    os.environ.update(variables)
+    sys.argv = ["denoise", *OPTIONS, str(output)]
+    with told.open("w") as out, redirect_stdout(out):
+        status = importlib.import_module("examples.denoise").main()
+    sys.exit(status)
+
+
+def forked(processes: int, output: Path, folder: Path) -> tuple[list[int | None], str]:
+    """The exit status of each process, and all that they print; each has the variables that
+    torchrun gives it if there are several."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    own = {"WORLD_SIZE": f"{processes}", "MASTER_ADDR": "localhost", "MASTER_PORT": f"{port}"}
+    every = [
+        {**own, "RANK": f"{rank}", "LOCAL_RANK": f"{rank}"} if processes > 1 else {}
+        for rank in range(processes)
+    ]
+    ranks = [
+        CONTEXT.Process(target=demo, args=(output, folder / f"{rank}", variables))
+        for rank, variables in enumerate(every)
+    ]
+    for each in ranks:
+        each.start()
+    for each in ranks:
+        each.join(DEADLINE)
+    told = "".join((folder / f"{rank}").read_text() for rank in range(processes))
+    return [each.exitcode for each in ranks], told
+
+
+def started(processes: int, output: Path, folder: Path) -> tuple[list[int | None], str]:
+    """The same as a reader starts it."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     done = subprocess.run(
         [
             *(sys.executable, *(torchrun if processes > 1 else ())),
-            *("-m", "examples.denoise", "--steps", "2", "--output", str(tmp_path)),
+            *("-m", "examples.denoise", *OPTIONS, str(output)),
         ],
         cwd=ROOT,
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("Equal bit for bit") == 1
-    assert ("2 processes" in done.stdout) == ("rank 1" in done.stdout) == (processes > 1)
+    return [done.returncode] * processes, done.stdout
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("run", [forked, *([started] if DEEP else [])])
+def test_the_demo_trains_equal_to_one_device_and_draws(
+    tmp_path: Path,
+    processes: int,
+    run: Callable[[int, Path, Path], tuple[list[int | None], str]],
+) -> None:
+    pytest.importorskip("skimage")
+    output = tmp_path / "output"
+    status, told = run(processes, output, tmp_path)
+    assert status == [0] * processes, told
+    assert told.count("Equal bit for bit") == 1
+    assert ("2 processes" in told) == ("rank 1" in told) == (processes > 1)
     names = ("plan", "schedule", "program", "timeline")
     drawn = {f"{name}.{end}" for name in names for end in ("svg", "png")}
-    assert {path.name for path in tmp_path.iterdir()} == drawn | {"denoised.png"}
+    assert {path.name for path in output.iterdir()} == drawn | {"denoised.png"}

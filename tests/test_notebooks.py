@@ -3,23 +3,28 @@
 Figures differ from run to run, so outputs are compared by kind: text, picture or table. Whatever
 must hold exactly is asserted inside the notebooks. ``--update-golden`` writes the new outputs.
 
-What a reader sees takes many steps, and what a test looks at takes few: it trains less, save for
-a deep run.
+What a reader sees takes many steps, and what a test looks at takes few: it trains less, and all
+kernels but one are forked from a process that has imported fxpipe, save for a deep run.
 """
 
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Mapping
 from itertools import groupby
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import nbformat
 import pytest
+from ipykernel.kernelapp import IPKernelApp
+from jupyter_client.provisioning import local_provisioner
 from nbclient import NotebookClient
 
 from tests.helpers.profiles import DEEP
+from tests.helpers.ranks import CONTEXT
 
 FOLDER = Path(__file__).parent.parent / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
@@ -40,19 +45,58 @@ BRIEF = {
 """Notebook → what its lines are in a test."""
 
 
-def executed(book: Any, brief: Mapping[str, str]) -> Any:
+FRESH = "03_write_your_own"
+"""The notebook whose kernel imports fxpipe in a test, too."""
+
+
+def kernel(command: list[str], folder: str, ready: Connection) -> None:
+    """Runs a kernel in this process."""
+    os.setsid()
+    ready.send(None)
+    os.chdir(folder)
+    IPKernelApp.launch_instance(argv=command[command.index("-f") :])
+
+
+class Forked:
+    """A kernel in a process that begins with fxpipe imported; looks like one of subprocess."""
+
+    stdin = stdout = stderr = None
+
+    def __init__(self, command: list[str], cwd: str, **_: Any) -> None:
+        here, there = CONTEXT.Pipe()
+        self._process = CONTEXT.Process(target=kernel, args=(command, cwd, there))
+        self._process.start()
+        here.recv()  # signals for its group are not for this one
+        self.pid = self._process.pid
+        self.kill, self.terminate = self._process.kill, self._process.terminate
+
+    def poll(self) -> int | None:
+        """Its exit status, once it has one."""
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        """The same after it has ended."""
+        self._process.join(timeout)
+        return self.poll()
+
+
+def executed(book: Any, brief: Mapping[str, str], fresh_process: bool) -> Any:
     """A copy with the outputs of a fresh kernel, with some lines replaced."""
     fresh = nbformat.from_dict(copy.deepcopy(book))
     for line, instead in brief.items():
         (cell,) = (cell for cell in fresh.cells if line in cell.source)
         cell.source = cell.source.replace(line, instead)
-    NotebookClient(
+    client = NotebookClient(
         fresh,
         kernel_name="python3",
         timeout=240,
         record_timing=False,
         resources={"metadata": {"path": str(FOLDER)}},
-    ).execute()
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        if not fresh_process:
+            patch.setattr(local_provisioner, "launch_kernel", Forked)
+        client.execute()
     return fresh
 
 
@@ -82,7 +126,9 @@ def test_a_notebook_runs_and_shows_what_is_committed(
     pytest.importorskip("skimage")
     committed = nbformat.read(path, as_version=4)
     update = bool(request.config.getoption("--update-golden"))
-    fresh = executed(committed, {} if update or DEEP else BRIEF.get(path.stem, {}))
+    whole = update or DEEP
+    brief = {} if whole else BRIEF.get(path.stem, {})
+    fresh = executed(committed, brief, whole or path.stem == FRESH)
     assert "stderr" not in {kind for cell in fresh.cells for kind in kinds(cell)}
     if update:
         nbformat.write(fresh, path)

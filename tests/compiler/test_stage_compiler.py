@@ -7,9 +7,12 @@ import json
 import logging
 import os
 import shutil
+from collections import defaultdict
 from collections.abc import Iterator
 from functools import partial
+from itertools import chain
 from pathlib import Path
+from subprocess import Popen
 from typing import Any
 
 import pytest
@@ -32,15 +35,52 @@ pytestmark = pytest.mark.skipif(
 MICROBATCHES = 3
 
 
+class Lent:
+    """A process that compiles, as one of Popen; it is kept for the next who needs one."""
+
+    def __init__(self, process: Popen[str], kept: list[Popen[str]]) -> None:
+        self.process, self.kept = process, kept
+        self.stdin, self.stdout = process.stdin, process.stdout
+
+    def __enter__(self) -> Lent:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kept.append(self.process)
+
+    def kill(self) -> None:
+        """It has answered all that it was asked."""
+
+
+class Processes:
+    """Those that compile: each takes long to start, and there is one set for each cache folder."""
+
+    def __init__(self) -> None:
+        self.kept: defaultdict[str, list[Popen[str]]] = defaultdict(list)
+
+    def __call__(self, command: Any, env: dict[str, str], **options: Any) -> Lent:
+        kept = self.kept[env["TORCHINDUCTOR_CACHE_DIR"]]
+        return Lent(kept.pop() if kept else Popen(command, env=env, **options), kept)
+
+    def end(self) -> None:
+        """End them all."""
+        for process in chain.from_iterable(self.kept.values()):
+            with process:
+                process.kill()
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The libraries of this file's tests: what one has compiled the others load, those of other
-    workers among them."""
+    workers among them. The processes that compile are shared, too."""
     base = tmp_path_factory.getbasetemp()
     path = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "inductor"
+    processes = Processes()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(path))
+        patch.setattr(libraries, "Popen", processes)
         yield path / "fxpipe"
+    processes.end()
 
 
 class Net(nn.Module):
@@ -173,7 +213,7 @@ def test_another_start_compiles_nothing_and_other_sizes_get_libraries_of_their_o
     with made("inductor") as pipe:
         pipe.step(x, target=y)
         costs = [stage.costs for stage in pipe.plan.stages]
-    folder = copied(folder, tmp_path, monkeypatch)  # to which nobody else adds
+    shared, folder = folder, copied(folder, tmp_path, monkeypatch)  # to which nobody else adds
     known = set(folder.glob("*.so"))
     with pytest.MonkeyPatch.context() as patch, made("inductor") as pipe:
         patch.setattr(libraries, "Popen", None)
@@ -184,6 +224,7 @@ def test_another_start_compiles_nothing_and_other_sizes_get_libraries_of_their_o
         whole = {graph.library for graph in graphs(pipe) if graph is not None}
         assert set(folder.glob("*.so")) == known
         patch.undo()
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(shared.parent))
         pipe.step(x[:6], target=y[:6])
         assert None not in graphs(pipe)
         assert whole.isdisjoint(graph.library for graph in graphs(pipe) if graph is not None)

@@ -27,10 +27,14 @@ for name in (
 ):
     import_module(name)
 
-# without a backward: autograd's threads, where torch can use other devices, do not survive the fork
-with torch.random.fork_rng(), torch.no_grad(), pipe_of(2) as pipe:
-    pipe.eval()(batch()[0])
-del pipe
+x, y = batch()
+with torch.random.fork_rng(), pipe_of(2) as pipe:
+    if torch.accelerator.is_available():  # autograd would start threads, which survive no fork
+        with torch.no_grad():
+            pipe.eval()(x)
+    else:
+        pipe.step(x, target=y)
+del pipe, x, y
 for thread in threading.enumerate():
     if thread.name.startswith("fxpipe-"):
         thread.join()

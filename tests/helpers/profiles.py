@@ -6,6 +6,7 @@ A pytest plugin, so that it is loaded before any test module.
 from __future__ import annotations
 
 import os
+from typing import TypeVar
 
 from hypothesis import HealthCheck, settings
 
@@ -21,3 +22,10 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 DEEP = settings.get_current_profile_name() == "deep"
 """Whether the long run was asked for: tests of a grid then run all of it."""
+
+Case = TypeVar("Case")
+
+
+def deep(*cases: Case) -> tuple[Case, ...]:
+    """Cases of the long run alone: the others are of every kind that these are of."""
+    return cases if DEEP else ()

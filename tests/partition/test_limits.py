@@ -25,6 +25,7 @@ from fxpipe.passes.partition.solver.solve import solve
 from fxpipe.passes.partition.work import Load, Machine, Transfer, Work
 from fxpipe.passes.schedule import add_recompute
 from fxpipe.text.schedule import parse_schedule
+from tests.helpers.profiles import deep
 
 Case = tuple[nn.Module, Tensor, Tensor, Any]
 
@@ -68,15 +69,17 @@ ADAM, MOMENTUM, PLAIN = partial(Adam, lr=1e-3), partial(SGD, lr=0.1, momentum=0.
 @pytest.mark.parametrize(
     ("make", "schedule", "optimizer", "recompute"),
     [
-        (layers, "1f1b", ADAM, "never"),
         (layers, "gpipe", PLAIN, "never"),
-        (layers, "gpipe", None, "never"),
         (layers, "2bw", MOMENTUM, "never"),
-        (unet, "gpipe", MOMENTUM, "never"),
         (unet, "1f1b", ADAM, "always"),
         (unet, "zb-h1", PLAIN, "never"),
-        (transformer, "1f1b", ADAM, "never"),
         (transformer, "interleaved-1f1b", MOMENTUM, "never"),
+        *deep(
+            (layers, "1f1b", ADAM, "never"),
+            (layers, "gpipe", None, "never"),
+            (unet, "gpipe", MOMENTUM, "never"),
+            (transformer, "1f1b", ADAM, "never"),
+        ),
     ],
 )
 def test_a_limit_is_kept_by_the_predicted_peak_or_refused(
@@ -100,10 +103,9 @@ def test_a_limit_is_kept_by_the_predicted_peak_or_refused(
 @pytest.mark.parametrize(
     ("make", "at", "optimizer"),
     [
-        (layers, ["5"], PLAIN),
         (layers, ["5"], ADAM),
         (unet, ["ups"], PLAIN),
-        (transformer, ["blocks.1"], ADAM),
+        *deep((layers, ["5"], PLAIN), (transformer, ["blocks.1"], ADAM)),
     ],
 )
 def test_a_named_cut_is_allowed_what_it_is_predicted_to_hold_and_no_byte_less(
@@ -233,9 +235,9 @@ def test_a_cut_that_only_its_count_forbids_is_predicted_once() -> None:
 @pytest.mark.parametrize(
     ("make", "at", "schedule", "recompute"),
     [
-        (layers, ["5"], "1f1b", "never"),
-        (unet, ["ups"], "gpipe", "always"),
+        (layers, ["5"], "gpipe", "always"),
         (transformer, ["blocks.1"], "zb-h1", "never"),
+        *deep((layers, ["5"], "1f1b", "never"), (unet, ["ups"], "gpipe", "always")),
     ],
 )
 def test_the_largest_micro_batch_is_taken_and_one_sample_more_is_refused(
@@ -273,9 +275,9 @@ def test_the_largest_micro_batch_is_taken_and_one_sample_more_is_refused(
     ("make", "schedule", "part", "cures"),
     [
         (unet, "gpipe", 0.9, {"recompute", "schedule"}),
-        (unet, "1f1b", 0.8, {"microbatches"}),
         (transformer, "zb-h2", 0.95, {"schedule", "microbatches"}),
         (layers, "1f1b", 0.2, set()),
+        *deep((unet, "1f1b", 0.8, {"microbatches"})),
     ],
 )
 def test_what_a_refusal_proposes_is_enough(

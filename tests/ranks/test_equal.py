@@ -221,24 +221,36 @@ ONLY_TWO: Mapping[str, Callable[[Devices], Results]] = {
 }
 
 
-EVERY = [*CASES, *ONLY_TWO]
-
 LINKS: Mapping[int, Sequence[str]] = {
-    2: EVERY if DEEP else ["1f1b", "2bw", "tied", "changing", "differentiated", *ONLY_TWO],
-    3: [*CASES],  # a first rank, one between, and a last one
-    4: [*CASES] if DEEP else ["1f1b", "gpipe", "zb-h1", "pipedream", "tied"],
+    2: [
+        *("1f1b", "predicted", "clipped", "scaled", "recomputed", "deferred", "gradients"),
+        *("leaf", "symbolic", "own task", "differentiated", "profiled", *ONLY_TWO),
+    ],
+    3: [  # a first rank, one between, and a last one
+        *("1f1b", "gpipe", "2bw", "cdp-v2", "tied", "tied, 2bw", "tied, cdp-v2"),
+        *("clipped, 2bw", "deferred, 2bw", "changing"),
+    ],
+    4: ["zb-h1", "pipedream"],
 }
 """Ranks → the cases that are run over links; four parts are too few for two on each of more."""
 
 STREAMS: Mapping[int, Sequence[str]] = {
     2: [
-        *("gpipe", "2bw", "tied, 2bw", "clipped", "scaled", "deferred, 2bw", "leaf"),
+        *("gpipe", "2bw", "clipped", "scaled", "deferred, 2bw", "leaf"),
         *("changing", "differentiated", "profiled", "interleaved-1f1b", "zb-v"),
     ],
-    3: ["1f1b", "zb-h1", "2bw", "tied"],
-    4: ["1f1b", "gpipe", "zb-h1", "pipedream", "tied"],
+    3: ["1f1b", "zb-h1", "tied, 2bw"],
+    4: ["pipedream", "tied"],
 }
 """Ranks → the cases that are run with streams, too."""
+
+if DEEP:
+    LINKS = {2: [*CASES, *ONLY_TWO], 3: [*CASES], 4: [*CASES]}
+    STREAMS = {
+        2: [*STREAMS[2], "tied, 2bw"],
+        3: ["1f1b", "zb-h1", "2bw", "tied", "tied, 2bw"],
+        4: ["1f1b", "gpipe", "zb-h1", "pipedream", "tied"],
+    }
 
 
 def run_cases(devices: Devices, names: Sequence[str], streams: bool = False) -> dict[str, Results]:

@@ -93,7 +93,7 @@ def failing_while_flushed(mesh: DeviceMesh) -> list[int]:
     return counts
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", SIZES)
 def test_a_failure_in_flight_takes_all_ranks_back_to_the_same_batch(size: int) -> None:
     ranks = on_ranks(size, failing)
     for kinds, counts in ranks:

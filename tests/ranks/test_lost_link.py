@@ -20,37 +20,6 @@ ROOT = Path(__file__).parents[2]
 ADDRESSES = ("10.77.31.1", "10.77.31.2")
 
 
-def train(rank: int) -> None:
-    """Steps until a rank is lost; run in a network namespace."""
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-
-    import fxpipe
-    from fxpipe.runtime.ranks import links
-
-    links.SILENCE = 3.0
-    dist.init_process_group("gloo", rank=rank, world_size=2)
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
-    x = torch.randn(4, 4)
-    pipe = fxpipe.compile(
-        model,
-        init_device_mesh("cpu", (2,)),
-        microbatches=2,
-        loss=nn.functional.mse_loss,
-        partition=["2"],
-    )
-    pipe.step(x, target=x[:, :2])
-    print("ready", flush=True)
-    try:
-        while True:
-            pipe.step(x, target=x[:, :2])
-    except fxpipe.RankError as error:
-        print(error, flush=True)
-    pipe.close()
-    os._exit(0)  # torch's own connections wait for the link
-
-
 def trained(devices: Any) -> None:
     """Print some losses, and the sum of each parameter that is kept here, to the last bit."""
     import fxpipe
@@ -72,14 +41,31 @@ def trained(devices: Any) -> None:
             print(name, [float(each).hex() for each in value.flatten()], flush=True)
 
 
-def train_to_the_end(rank: int) -> None:
-    """Some steps; run in a network namespace."""
+def train(rank: int) -> None:
+    """Some steps to the end, and then others until a rank is lost; run in a network namespace."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
+    import fxpipe
+    from fxpipe.runtime.ranks import links
+
+    links.SILENCE = 3.0
     dist.init_process_group("gloo", rank=rank, world_size=2)
-    trained(init_device_mesh("cpu", (2,)))
-    dist.destroy_process_group()
+    mesh = init_device_mesh("cpu", (2,))
+    trained(mesh)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    x = torch.randn(4, 4)
+    pipe = fxpipe.compile(model, mesh, microbatches=2, loss=nn.functional.mse_loss, partition=["2"])
+    pipe.step(x, target=x[:, :2])
+    print("ready", flush=True)
+    try:
+        while True:
+            pipe.step(x, target=x[:, :2])
+    except fxpipe.RankError as error:
+        print(error, flush=True)
+    pipe.close()
+    os._exit(0)  # torch's own connections wait for the link
 
 
 def ip(*words: str) -> None:
@@ -108,23 +94,37 @@ def spaces() -> Iterator[list[str]]:
         yield own
 
 
+@pytest.fixture
+def own_hosts(spaces: list[str]) -> Iterator[str]:
+    """A name for the first host, which leads to an address inside of it there."""
+    folders = [Path("/etc/netns", name) for name in spaces]
+    try:
+        for folder, address in zip(folders, ("127.0.1.1", ADDRESSES[0]), strict=True):
+            folder.mkdir(parents=True)
+            (folder / "hosts").write_text(f"127.0.0.1 localhost\n{address} first-of-two\n")
+    except OSError as error:
+        pytest.skip(f"namespaces cannot have names of their own here: {error}")
+    yield "first-of-two"
+    for folder in folders:
+        shutil.rmtree(folder)
+
+
 @contextmanager
-def ranks_in(spaces: list[str], function: str, **variables: str) -> Iterator[list[Any]]:
-    """A process in each namespace that calls a function of this file with its rank."""
+def ranks_in(spaces: list[str], first: str) -> Iterator[list[Any]]:
+    """A process in each namespace that trains, where the first has a name."""
     environment = {
         **os.environ,
         "PYTHONPATH": str(ROOT),
-        "MASTER_ADDR": ADDRESSES[0],
+        "MASTER_ADDR": first,
         "MASTER_PORT": "29517",
         "GLOO_SOCKET_IFNAME": "joined",
         "OMP_NUM_THREADS": "1",
-        **variables,
     }
     ranks = [
         subprocess.Popen(
             [
                 *("ip", "netns", "exec", name, sys.executable, "-c"),
-                f"from tests.ranks.test_lost_link import {function}; {function}({rank})",
+                f"from tests.ranks.test_lost_link import train; train({rank})",
             ],
             env=environment,
             cwd=ROOT,
@@ -141,37 +141,16 @@ def ranks_in(spaces: list[str], function: str, **variables: str) -> Iterator[lis
             process.wait()
 
 
-def test_a_link_that_goes_down_is_an_error_on_both_sides(spaces: list[str]) -> None:
-    with ranks_in(spaces, "train") as ranks:
-        for process in ranks:
-            assert process.stdout.readline() == "ready\n"
+def test_two_hosts_train_like_one_process_and_name_each_other_when_their_link_goes_down(
+    spaces: list[str], own_hosts: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with ranks_in(spaces, own_hosts) as ranks:
+        losses = ["".join(iter(process.stdout.readline, "ready\n")) for process in ranks]
         ip("-n", spaces[0], "link", "set", "joined", "down")
         told = [process.communicate(timeout=120)[0] for process in ranks]
     for rank, text in enumerate(told):
         assert f"rank {1 - rank} (" in text, text
         assert "start all ranks again, from the last checkpoint" in text
-
-
-@pytest.fixture
-def own_hosts(spaces: list[str]) -> Iterator[str]:
-    """A name for the first host, which leads to an address inside of it there."""
-    folders = [Path("/etc/netns", name) for name in spaces]
-    try:
-        for folder, address in zip(folders, ("127.0.1.1", ADDRESSES[0]), strict=True):
-            folder.mkdir(parents=True)
-            (folder / "hosts").write_text(f"127.0.0.1 localhost\n{address} first-of-two\n")
-    except OSError as error:
-        pytest.skip(f"namespaces cannot have names of their own here: {error}")
-    yield "first-of-two"
-    for folder in folders:
-        shutil.rmtree(folder)
-
-
-def test_two_hosts_train_like_one_process(
-    spaces: list[str], own_hosts: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    with ranks_in(spaces, "train_to_the_end", MASTER_ADDR=own_hosts) as ranks:
-        told = [process.communicate(timeout=120)[0] for process in ranks]
     threads = torch.get_num_threads()
     torch.set_num_threads(2)  # one for each device
     try:
@@ -180,4 +159,4 @@ def test_two_hosts_train_like_one_process(
         torch.set_num_threads(threads)
     alone = capfd.readouterr().out
     assert alone.count("0x") > 3
-    assert told == [alone, alone]
+    assert losses == [alone, alone]

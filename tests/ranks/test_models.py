@@ -7,22 +7,28 @@ from collections.abc import Sequence
 import pytest
 
 from benchmarks.models.ranks import Found, Setting, attempt, differing
+from tests.helpers.profiles import DEEP
 from tests.helpers.ranks import DeviceMesh, on_ranks
 
-SETTINGS = {
+SETTINGS: dict[int, tuple[Setting, ...]] = {
     2: (
         Setting("branches", "interleaved-1f1b"),
         Setting("LSTM", "zb-h1"),
-        Setting("mixture of experts", "2bw"),
         Setting("U-Net (2, 4)", "1f1b"),
     ),
-    4: (
-        Setting("branches", "gpipe"),
-        Setting("mixture of experts", "interleaved-1f1b"),
-        Setting("LSTM", "2bw"),
-    ),
+    4: (Setting("mixture of experts", "2bw"),),
 }
 """Ranks → what they train."""
+
+if DEEP:
+    SETTINGS = {
+        2: (*SETTINGS[2], *SETTINGS[4]),
+        4: (
+            Setting("branches", "gpipe"),
+            Setting("mixture of experts", "interleaved-1f1b"),
+            Setting("LSTM", "2bw"),
+        ),
+    }
 
 
 def attempts(devices: DeviceMesh, settings: Sequence[Setting]) -> list[Found | str]:

@@ -119,9 +119,12 @@ CASES: Mapping[str, dict[str, Any]] = {
     "clipped, 2bw": {"clip_norm": 0.05, "schedule": "2bw", "optimizer": "adam"},
     "scaled": {"scale": 256.0, "clip_norm": 0.05, "schedule": "zb-h1"},
 }
-SHAPES = {(2, 2): [*CASES], (3, 1): ["gpipe", "1f1b", "2bw", "clipped"]}
+SHAPES = {
+    (2, 2): ["1f1b", "interleaved-1f1b", "2bw", "clipped, 2bw", "scaled"],
+    (3, 1): ["gpipe", "zb-h1", "2bw", "clipped"],
+}
 if DEEP:
-    SHAPES[4, 1] = ["zb-h1", "2bw"]
+    SHAPES = {(2, 2): [*CASES], (3, 1): ["1f1b", *SHAPES[3, 1]], (4, 1): ["zb-h1", "2bw"]}
 
 
 def run_cases(mesh: DeviceMesh, names: list[str]) -> list[Results]:

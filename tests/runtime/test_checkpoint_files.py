@@ -7,9 +7,8 @@ import errno
 import json
 import os
 import random
+import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,12 +26,19 @@ from fxpipe.runtime.weights import checkpoint_file as checkpoint
 from fxpipe.runtime.weights.checkpoint_file import FORMAT
 from tests.helpers.checkpoints import PLAIN, Left, header_of, make, run, same, write_as, write_one
 from tests.helpers.overlapping import ADAMW, OPTIMIZERS, SGD
+from tests.helpers.ranks import CONTEXT, DEADLINE
 from tests.oracles.delayed_loop import MSE, Factory
 
 
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_one(tmp_path_factory.mktemp("written") / "run")
+
+
 @pytest.fixture
-def trained(tmp_path: Path) -> Path:
-    return write_one(tmp_path / "run")
+def trained(tmp_path: Path, written: Path) -> Path:
+    shutil.copy(written, tmp_path / "run")
+    return tmp_path / "run"
 
 
 def refuse(
@@ -213,21 +219,24 @@ def test_of_two_writers_at_once_both_succeed(
     assert sorted(each.name for each in tmp_path.iterdir()) == ["both", "run"]
 
 
-KILLED = """
-import os, signal, sys
-from fxpipe.runtime.weights import checkpoint_file as checkpoint
-saved = checkpoint.read(sys.argv[1])
-checkpoint.save_file = lambda tensors, path, metadata: (
-    path.write_bytes(b"half"), os.kill(os.getpid(), signal.SIGKILL)
-)
-checkpoint.write(saved, sys.argv[1])
-"""
+def killed(trained: Path) -> None:
+    """Die in the middle of a file."""
+
+    def half(tensors: Any, path: Path, metadata: Any) -> None:
+        path.write_bytes(b"half")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    saved = checkpoint.read(trained)
+    vars(checkpoint)["save_file"] = half
+    checkpoint.write(saved, trained)
 
 
 def test_what_a_killed_writer_has_left_the_next_one_removes(trained: Path) -> None:
     before = trained.read_bytes()
-    killed = subprocess.run([sys.executable, "-c", KILLED, str(trained)], check=False)
-    assert killed.returncode == -signal.SIGKILL
+    process = CONTEXT.Process(target=killed, args=(trained,))
+    process.start()
+    process.join(DEADLINE)
+    assert process.exitcode == -signal.SIGKILL
     assert trained.read_bytes() == before
     assert len(list(trained.parent.iterdir())) == 2
     checkpoint.write(checkpoint.read(trained), trained.with_name("another"))

@@ -8,8 +8,6 @@ import os
 import pickle
 import shutil
 import signal
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -26,9 +24,10 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 import fxpipe
 from fxpipe.runtime.ranks.group import RankGroup
-from fxpipe.runtime.weights import checkpoint_folder
+from fxpipe.runtime.weights import checkpoint_folder, dcp_folder
 from tests.helpers.checkpoints import PLAIN, Left, everything, make, run, same
 from tests.helpers.overlapping import ADAMW, SGD
+from tests.helpers.ranks import CONTEXT, DEADLINE
 from tests.oracles.delayed_loop import MSE
 
 
@@ -37,13 +36,19 @@ def compiled(devices: int = 2, optimizer: Any = ADAMW, **options: Any) -> fxpipe
     return fxpipe.compile(model, devices, loss=MSE, optimizer=optimizer, **{**PLAIN, **options})
 
 
-@pytest.fixture
-def trained(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of three batches of the MLP."""
+    path = tmp_path_factory.mktemp("written") / "run"
     with compiled() as pipe:
         run(pipe, make("mlp", 3, 4)[1])
-        pipe.save(tmp_path / "run", extra={"epoch": 3, "seen": torch.arange(4)})
-    return tmp_path / "run"
+        pipe.save(path, extra={"epoch": 3, "seen": torch.arange(4)})
+    return path
+
+
+@pytest.fixture
+def trained(tmp_path: Path, written: Path) -> Path:
+    return shutil.copytree(written, tmp_path / "run")
 
 
 def plainly(act: Callable[..., Any], *args: Any, **options: Any) -> None:
@@ -300,27 +305,25 @@ def test_a_folder_is_replaced_whole_and_leaves_nothing_else(trained: Path) -> No
     assert [each.name for each in trained.parent.iterdir()] == ["run"]
 
 
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from fxpipe.runtime.ranks.group import RankGroup
-from fxpipe.runtime.weights import checkpoint_folder, dcp_folder
-saved = checkpoint_folder.read(sys.argv[1])
-def kill(*args):
-    os.kill(os.getpid(), signal.SIGKILL)
-if sys.argv[2] == "written":
-    dcp_folder.Writer.finish = kill
-else:
-    Path.replace = kill
-checkpoint_folder.write(saved, saved.parameters, sys.argv[1], RankGroup())
-"""
+def killed(trained: Path, where: str) -> None:
+    """Die while a folder is written, in a process of its own."""
+
+    def kill(*_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    saved = checkpoint_folder.read(trained)
+    owner, name = (dcp_folder.Writer, "finish") if where == "written" else (Path, "replace")
+    setattr(owner, name, kill)
+    checkpoint_folder.write(saved, saved.parameters, trained, RankGroup())
 
 
 @pytest.mark.parametrize("where", ["written", "moved away"])
 def test_a_killed_writer_leaves_the_old_one(where: str, trained: Path) -> None:
     before = checkpoint_folder.read(trained)
-    killed = subprocess.run([sys.executable, "-c", KILLED, str(trained), where], check=False)
-    assert killed.returncode == -signal.SIGKILL
+    process = CONTEXT.Process(target=killed, args=(trained, where))
+    process.start()
+    process.join(DEADLINE)
+    assert process.exitcode == -signal.SIGKILL
     assert trained.exists() == (where == "written")
     after = checkpoint_folder.read(trained)
     assert same(after.parameters, before.parameters)

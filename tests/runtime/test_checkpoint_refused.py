@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,9 +32,15 @@ from tests.helpers.overlapping import ADAMW
 from tests.oracles.delayed_loop import MSE
 
 
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_one(tmp_path_factory.mktemp("written") / "run")
+
+
 @pytest.fixture
-def trained(tmp_path: Path) -> Path:
-    return write_one(tmp_path / "run")
+def trained(tmp_path: Path, written: Path) -> Path:
+    shutil.copy(written, tmp_path / "run")
+    return tmp_path / "run"
 
 
 def places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
