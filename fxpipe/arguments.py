@@ -148,6 +148,23 @@ def read_schedule(
     return recipe if delay is None else recipe.delayed(delay), microbatches
 
 
+def read_decides(schedule: Any, delay: Any, predict: Any) -> str:
+    """ "search" or "auto" where the first step decides what the schedule is, else nothing.
+
+    Raises:
+        InputError: a delay is asked for.
+    """
+    if schedule not in ("search", "auto") or not isinstance(schedule, str):
+        return ""
+    if delay or predict:
+        raise InputError(
+            f'schedule="{schedule}" decides among schedules with a flush, and delay or predict is '
+            "for batches that overlap; leave it out, or give what "
+            "fxpipe.search_schedule(..., flush=False) finds"
+        )
+    return schedule
+
+
 def _recipe(schedule: ScheduleLike, devices: int) -> Recipe:
     assert _library  # importing it has registered the library's schedules
     if isinstance(schedule, str) and "\n" in schedule:

@@ -23,6 +23,7 @@ from fxpipe.arguments import (
     check_stage_compiler,
     check_tracer,
     read_batch_dims,
+    read_decides,
     read_dispatch,
     read_example,
     read_group,
@@ -33,12 +34,13 @@ from fxpipe.arguments import (
 )
 from fxpipe.compiler.capturing import check_cuda_graphs
 from fxpipe.compiler.compiler import Compiler
+from fxpipe.compiler.deciding import Deciding
 from fxpipe.compiler.objective import Loss, Reduction, Weight
 from fxpipe.compiler.options import Options, Tracer
 from fxpipe.engine import Engine
 from fxpipe.errors import InputError
 from fxpipe.passes.inductor.compile_stages import StageCompiler
-from fxpipe.passes.partition.options import Partition, read_partition
+from fxpipe.passes.partition.options import Each, Partition, read_partition
 from fxpipe.passes.schedule import RecomputeLike
 from fxpipe.pipeline import Pipeline
 from fxpipe.runtime.batch import BatchDims
@@ -60,6 +62,7 @@ def compile(
     *,
     schedule: ScheduleLike = "1f1b",
     microbatches: int | None = None,
+    memory_limits: Each | None = None,
     delay: int | None = None,
     predict: bool = False,
     recompute: RecomputeLike = "never",
@@ -101,9 +104,16 @@ def compile(
             dimension "pp" has the devices of a pipeline, and "dp" replicas of the pipeline.
         schedule: a name ("1f1b", "gpipe"), a Schedule, its text, a path to its text,
             "path/to/file.py:name" for one of a Python file, which is run, or a function that writes
-            one.
+            one. With "search" the first step searches for one, for at most ten seconds, with the
+            times that its stages were measured to take, and within ``memory_limits``; see
+            ``search_schedule``. With "auto" it takes the fastest that is predicted to keep
+            ``memory_limits`` of the library's schedules with a flush and a stage a device, with
+            as many micro-batches and as much recomputation as are best, where they are not
+            given. A larger batch than all before decides anew. docs/planner.md tells more.
         microbatches: into how many parts a batch is split; by default four per device. A batch of
             fewer samples, as the last of an epoch may be, is split into single samples.
+        memory_limits: bytes that devices may hold: one number for all, or a list with one for each
+            and None where there is no limit; see ``fxpipe.Partition``.
         delay: by how many versions the weights that a batch reads may be behind the newest, for
             schedules whose batches overlap; by default the schedule's own.
         predict: let a batch read predicted weights instead of weights that are ``delay`` versions
@@ -257,9 +267,12 @@ def compile(
                 fuse_accumulation=fuse_accumulation,
             )
         who = read_dispatch(dispatch, torch_devices[0])
-        cuts = read_partition(partition)
+        cuts = read_partition(partition, memory_limits)
         cuts.check(model, len(places))
-        recipe, microbatches = read_schedule(schedule, len(places), microbatches, delay)
+        decides = read_decides(schedule, delay, predict)
+        # until it is decided what a step is like, calls have the stages of this schedule
+        known = "zb-h1" if decides else schedule
+        recipe, microbatches = read_schedule(known, len(places), microbatches, delay)
         check_flag("predict", predict)
         recipe = recipe.predicting() if predict else recipe
         check_overlap(recipe, optimizer)
@@ -295,11 +308,13 @@ def compile(
             verbose=verbose,
             group=group,
             replicas=group.replicas,
+            decides=decides,
             hollow=bytes_without_data(model, torch_devices[0]),
         )
         given = None if example is None else read_example(example)
         choice = Choice(1 if group.size > 1 else len(places), options.dispatch)
-        pipe = Pipeline(options, Compiler(options, choice), Engine(options, choice))
+        compiler = (Deciding if decides else Compiler)(options, choice)
+        pipe = Pipeline(options, compiler, Engine(options, choice))
         failed.callback(pipe.close)
         group.agree("what fxpipe.compile was given", options.text if group.size > 1 else "")
         with _compiling:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -96,7 +97,7 @@ class Pipeline(Saved):
                 message says otherwise.
         """
         with SignalsAtOperations() as signals, self._group.calling("step"):
-            micro = self._take(args, kwargs, target, step=True)
+            micro = self._decided(self._take(args, kwargs, target, step=True))
             compiled = self._ready(
                 micro, "step", updates=self._engine.updates, outputs=return_output
             )
@@ -172,6 +173,7 @@ class Pipeline(Saved):
             can_step = target is not None or self._options.loss is None
             if can_step and self.training:
                 try:
+                    micro = self._decided(micro)
                     self._shown = self._ready(
                         micro, "step", updates=self._engine.updates, outputs=False
                     )
@@ -242,6 +244,15 @@ class Pipeline(Saved):
     ) -> MicroBatches:
         self._engine.check()
         return self._intake.take(args, kwargs, target, step=step)
+
+    def _decided(self, micro: MicroBatches) -> MicroBatches:
+        """The same batch in as many micro-batches as the compiler decides, if it does."""
+        if not self._compiler.decides(micro):
+            return micro
+        with self._engine.quiet():
+            count = self._compiler.decide(micro, updates=self._engine.updates)
+        self._intake = replace(self._intake, microbatches=count)
+        return micro.batch.in_parts(count, micro.replica)
 
     def _check_data(self, compiled: Compiled) -> None:
         """Raises InputError where a stage of this process reads or writes what has no data, and

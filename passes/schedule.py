@@ -74,18 +74,18 @@ def add_recompute(schedule: Schedule, recompute: RecomputeLike) -> Schedule:
     """
     if "R" in schedule.kinds or not schedule.trains:
         return schedule
-    modes = _modes(recompute, schedule.stages)
+    modes = modes_of(recompute, schedule.stages)
     rows = (tuple(_row(row, schedule.microbatches, modes)) for row in schedule.rows)
     return replace(schedule, rows=tuple(rows))
 
 
-def _modes(given: RecomputeLike, stages: int) -> list[Recompute]:
+def modes_of(given: RecomputeLike, stages: int) -> tuple[Recompute, ...]:
     """Stage → whether it recomputes."""
     if isinstance(given, str):
-        return [given] * stages
+        return (given,) * stages
     if isinstance(given, Mapping):
-        return [given.get(stage, "never") for stage in range(stages)]
-    return list(given)
+        return tuple(given.get(stage, "never") for stage in range(stages))
+    return tuple(given)
 
 
 def _row(row: tuple[Task, ...], microbatches: int, modes: Sequence[Recompute]) -> Iterator[Task]:

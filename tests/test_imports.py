@@ -35,6 +35,7 @@ LAYERS = {
     "memory": ("fxpipe.memory",),
     "search": ("fxpipe.search",),
     "draw": ("fxpipe.draw",),
+    "planner": ("fxpipe.planner",),
     "runtime": ("fxpipe.runtime",),
     "face": (
         "fxpipe",
@@ -69,6 +70,7 @@ MAY_IMPORT = {
     "memory": (*BASE, "simulator", "passes"),
     "search": (*BASE, "simulator", "schedules"),
     "draw": (*BASE, "text", "verify", "simulator"),
+    "planner": (*BASE, "simulator", "schedules", "passes", "memory", "search", "draw"),
     "runtime": (*BASE, "text", "verify"),
     "face": tuple(LAYERS),
 }

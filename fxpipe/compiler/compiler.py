@@ -41,6 +41,7 @@ from fxpipe.runtime.choice import Choice
 from fxpipe.runtime.devices.cuda_graphs import CudaGraphs
 from fxpipe.runtime.weights.optimizer import state_size
 from fxpipe.signals import SignalsAtOperations
+from fxpipe.simulator.sizes import Sizes as StageSizes
 from fxpipe.torchtools.source import users_level
 from fxpipe.torchtools.state import untouched, without_collection
 
@@ -55,6 +56,10 @@ class Compiler:
         plans: makes the plans.
         capturing: captures the stages' graphs, if ``cuda_graphs`` is set.
     """
+
+    _fixed: tuple[bool | None, ...] = (None, True)
+    """Whether graphs hold for one size of micro-batch only, see ``Call``; the second is tried where
+    two sizes have graphs that cannot share a program."""
 
     def __init__(self, options: Options, choice: Choice) -> None:
         """Nothing is traced yet.
@@ -85,7 +90,7 @@ class Compiler:
         outputs: bool = True,
     ) -> Compiled | None:
         """What an earlier call like this was compiled to; None if none. See ``compile``."""
-        kind = _Kind(purpose, updates, _wants(micro.batch, input_gradients), outputs)
+        kind = Kind(purpose, updates, _wants(micro.batch, input_gradients), outputs)
         found = self._known.get(self._key(micro, kind))
         if found is None:
             return None
@@ -114,8 +119,38 @@ class Compiler:
             input_gradients: whether inputs that require gradients get them.
             outputs: whether the model's outputs are returned, each for the whole batch.
         """
-        kind = _Kind(purpose, updates, _wants(micro.batch, input_gradients), outputs)
+        kind = Kind(purpose, updates, _wants(micro.batch, input_gradients), outputs)
         what = f"{type(self.options.model).__name__} for a {purpose} of {micro.batch.size} samples"
+        with self._compiling(what):
+            compiled = self._compile(micro, kind)
+            while purpose == "step" and not self._placement.judged:
+                graph = self.plans.graph_of(compiled.traced)
+                try:
+                    if self._placement.keeps_limits(self._peaks(compiled, updates)):
+                        break
+                    self._forget()
+                    compiled = self._compile(micro, kind)
+                except PartitionError as error:
+                    cure = self._remedies(compiled, graph, micro.batch.size, updates)
+                    raise PartitionError(f"{error}; {cure}") from None
+        return compiled
+
+    def decides(self, micro: MicroBatches) -> bool:
+        """Whether it is still to be decided what a step of this batch is like."""
+        return False
+
+    def decide(self, micro: MicroBatches, *, updates: bool) -> int:
+        """Decide it; returns into how many micro-batches the batch is to be split."""
+        return len(micro)
+
+    def _forget(self) -> None:
+        """Forget what was cut, but not what was traced and measured."""
+        self.plans.forget()
+        self._programs.clear()
+        self._known.clear()
+
+    @contextmanager
+    def _compiling(self, what: str) -> Iterator[None]:
         with (
             SignalsAtOperations(),
             told(what, self.options.verbose),
@@ -123,20 +158,7 @@ class Compiler:
             sources_forgotten(),
             self._on_all_ranks(),
         ):
-            compiled = self._compile(micro, kind)
-            while purpose == "step" and not self._placement.judged:
-                graph = self.plans.graph_of(compiled.traced)
-                try:
-                    if self._placement.keeps_limits(self._peaks(compiled, updates)):
-                        break
-                    self.plans.forget()
-                    self._programs.clear()
-                    self._known.clear()
-                    compiled = self._compile(micro, kind)
-                except PartitionError as error:
-                    cure = self._remedies(compiled, graph, micro.batch.size, updates)
-                    raise PartitionError(f"{error}; {cure}") from None
-        return compiled
+            yield
 
     @contextmanager
     def _on_all_ranks(self) -> Iterator[None]:
@@ -158,12 +180,12 @@ class Compiler:
                 vars(each).update(values)
             raise
 
-    def _compile(self, micro: MicroBatches, kind: _Kind) -> Compiled:
+    def _compile(self, micro: MicroBatches, kind: Kind) -> Compiled:
         self.plans.look()
         purpose, batch, microbatches, sizes = kind.purpose, micro.batch, len(micro), micro.sizes
         first = {size: micro.leaves[sizes.index(size)] for size in sizes}
         schedule = self.timetable.schedule(microbatches, purpose)
-        for fixed in (None, True):  # a graph for one size has other names than one for several
+        for fixed in self._fixed:  # a graph for one size has other names than one for several
             calls = {
                 size: Call(batch, leaves, size, purpose, kind.wants, schedule, fixed)
                 for size, leaves in first.items()
@@ -210,7 +232,7 @@ class Compiler:
         self._known[self._key(micro, kind)] = compiled, [*plans.values()]
         return compiled
 
-    def _key(self, micro: MicroBatches, kind: _Kind) -> tuple[Any, ...]:
+    def _key(self, micro: MicroBatches, kind: Kind) -> tuple[Any, ...]:
         """All that a call's compiled form depends on; the number of the variant comes first."""
         state = self.plans.look()
         if state[0] != self._variant:
@@ -305,28 +327,31 @@ class Compiler:
             self.options.names,
             self._placement.limits,
             compiled.samples,
-            lambda samples: self._peaks(self._resized(compiled, graph, samples, updates), updates),
+            lambda samples: self._peaks(self.resized(compiled, graph, samples, updates), updates),
         )
 
-    def _resized(self, compiled: Compiled, graph: Graph, samples: int, updates: bool) -> Compiled:
+    def resized(self, compiled: Compiled, graph: Graph, samples: int, updates: bool) -> Compiled:
         """The same stages for micro-batches of another size; for predictions, never run."""
         traced, plan = compiled.traced, compiled.plan
         if samples != compiled.samples:
             traced, plan = self.plans.any_size(graph, samples)
-        whole = partial(self._lowered, plan, compiled.schedule, compiled.purpose, updates)
+        whole = partial(self.lowered, plan, compiled.schedule, compiled.purpose, updates)
         return replace(compiled, traced=traced, plan=plan, whole=whole, samples=samples)
 
-    def _peaks(self, compiled: Compiled, updates: bool) -> list[float]:
-        """Device → the most bytes that it is predicted to hold in a step. Without ``optimizer=``
-        the state of an Adam that the caller steps is included."""
+    def sizes_of(self, compiled: Compiled, updates: bool) -> StageSizes:
+        """The bytes that the stages hold. Without ``optimizer=`` the state of an Adam that the
+        caller steps is included."""
         state = compiled.traced.state_of(self.options.model)
         sizes = held_sizes(compiled, self.options, state, None, stepping=updates)
-        found = predicted_peaks(compiled.plan, compiled.whole(), sizes)
-        peaks = [float(peak) for peak in found]
-        if not updates:
-            for stage, device in enumerate(compiled.schedule.placement):
-                peaks[device] += state_size(None) * sizes.gradients[stage]
-        return peaks
+        if updates:
+            return sizes
+        more = {s: int(state_size(None) * size) for s, size in sizes.gradients.items()}
+        return replace(sizes, optimizer={s: size + more[s] for s, size in sizes.optimizer.items()})
+
+    def _peaks(self, compiled: Compiled, updates: bool) -> list[float]:
+        """Device → the most bytes that it is predicted to hold in a step."""
+        sizes = self.sizes_of(compiled, updates)
+        return [*map(float, predicted_peaks(compiled.plan, compiled.whole(), sizes))]
 
     def _remedies(self, compiled: Compiled, graph: Graph, samples: int, updates: bool) -> str:
         """Which options would let a step of this many samples keep the memory limits."""
@@ -336,7 +361,7 @@ class Compiler:
             if schedule.placement != own.placement or ("I" in schedule.kinds) != ("I" in own.kinds):
                 return False  # it would need other stages, or other kernels
             part = -(-samples // schedule.microbatches)
-            other = self._resized(replace(compiled, schedule=schedule), graph, part, updates)
+            other = self.resized(replace(compiled, schedule=schedule), graph, part, updates)
             return all(map(operator.le, self._peaks(other, updates), self._placement.limits))
 
         return remedies(self.timetable, own, samples, fits)
@@ -349,17 +374,18 @@ class Compiler:
         key = (plan.edges, schedule.microbatches, purpose, updates)
         text = ""  # of what a rank knows already, which another replica may not
         if key not in self._programs:
-            program = self._lowered(plan, schedule, purpose, updates)
+            program = self.lowered(plan, schedule, purpose, updates)
             if group.size > 1:
                 text, program = str(program), program.only(group.device)
             self._programs[key] = program
         group.agree("the compiled program", "", own=text)
         program = self._programs[key]
         if group.size > 1:
-            return program, partial(self._lowered, plan, schedule, purpose, updates)
+            return program, partial(self.lowered, plan, schedule, purpose, updates)
         return program, lambda: program
 
-    def _lowered(self, plan: Plan, schedule: Schedule, purpose: Purpose, updates: bool) -> Program:
+    def lowered(self, plan: Plan, schedule: Schedule, purpose: Purpose, updates: bool) -> Program:
+        """The program of all devices."""
         facts = {
             "schedule": schedule,
             "plan": plan,
@@ -373,7 +399,7 @@ class Compiler:
         return program
 
 
-class _Kind(NamedTuple):
+class Kind(NamedTuple):
     """What a call is for, and what it returns."""
 
     purpose: Purpose

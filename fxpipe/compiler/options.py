@@ -67,6 +67,8 @@ class Options:
         replicas: how many pipelines train the model side by side.
         shard_optimizer: whether each of them keeps optimizer state for a part of the weights.
         ordered_sums: whether their gradients are summed in their order.
+        decides: "search" or "auto" where the first step decides what its schedule is; ``recipe``
+            then only says where the stages are.
     """
 
     model: nn.Module
@@ -97,6 +99,7 @@ class Options:
     replicas: int = 1
     shard_optimizer: bool = False
     ordered_sums: bool = True
+    decides: str = ""
 
     @property
     def loss(self) -> Callable[..., Any] | None:

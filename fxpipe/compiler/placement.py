@@ -40,6 +40,7 @@ class Placement:
     Attributes:
         owners: parameter or buffer, by its name in the model → the first stage that reads it.
         costs: stage → what it costs, as measured on the first graph.
+        timetable: makes the schedule of training steps, which places the stages on devices.
     """
 
     def __init__(self, options: Options, timetable: Timetable) -> None:
@@ -52,7 +53,7 @@ class Placement:
         self.owners: Mapping[str, int] = {}
         self.costs: Mapping[int, Costs] = {}
         self._options = options
-        self._timetable = timetable
+        self.timetable = timetable
         self._schedule: Schedule
         self._reference: tuple[Traced, Assignment] | None = None
         self._budget: MemoryBudget | None = None
@@ -85,7 +86,7 @@ class Placement:
         if self._reference is not None:
             return self.follow(traced, *self._reference)
         options, partition = self._options, self._options.partition
-        schedule = self._timetable.for_placing(microbatches)
+        schedule = self.timetable.for_placing(microbatches)
         if self._budget is None:
             machine = partition.machine(schedule, options.names)
             self._budget = MemoryBudget(schedule.placement, machine)
@@ -118,6 +119,18 @@ class Placement:
         self.owners = owners(traced, assignment)
         self.costs = _by_stage(traced, assignment, facts["costs"])
         return assignment
+
+    def costs_of(
+        self,
+        traced: Traced,
+        assignment: Assignment,
+        values: Mapping[str, Any],
+        state: Mapping[str, Tensor],
+        wanted: Wanted,
+    ) -> Mapping[int, Costs]:
+        """Stage → what it costs in a further graph, which is measured."""
+        costs = self._measure(traced, values, state, wanted)["costs"]
+        return _by_stage(traced, assignment, costs)
 
     def follow(self, traced: Traced, reference: Traced, assignment: Assignment) -> Assignment:
         """The stages of a graph like those of a reference graph, which is assigned already."""
@@ -195,6 +208,10 @@ class Placement:
         if not kept:
             self._reference = None
         return kept
+
+    def forget(self) -> None:
+        """Cut the next graph as if it were the first."""
+        self._reference = self._budget = None
 
     @cached_property
     def _copies(self) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,7 +16,7 @@ from fxpipe.compiler.options import Options
 from fxpipe.compiler.placement import Placement
 from fxpipe.compiler.timetable import Purpose
 from fxpipe.errors import TraceError
-from fxpipe.ir.plan import Plan
+from fxpipe.ir.plan import Costs, Plan
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.traced import SEED, Traced, Value, with_dims
 from fxpipe.log import noted
@@ -164,6 +164,25 @@ class Plans:
         Raises:
             FxpipeError: as ``plan``, or the model does not take zeros.
         """
+        with self._followed(graph, size) as (here, traced, assignment):
+            other = self._relayed(here, traced, assignment)
+            return other.traced, self._differentiated(other, here)
+
+    def costs_at(self, graph: Graph, size: int) -> Mapping[int, Costs]:
+        """Stage → what it costs, as measured for micro-batches of another size, of zeros.
+
+        Raises:
+            FxpipeError: as ``any_size``.
+        """
+        with self._followed(graph, size) as (here, traced, assignment):
+            state, wanted = traced.state_of(self.options.model), _wanted(traced, here.purpose)
+            values = _values(traced, here.leaves)
+            return self._placement.costs_of(traced, assignment, values, state, wanted)
+
+    @contextmanager
+    def _followed(self, graph: Graph, size: int) -> Iterator[tuple[Call, Traced, Assignment]]:
+        """Inside, the same call with zeros for micro-batches of another size, its graph, and the
+        stages of that."""
         self.look()
         call = replace(graph.call.zeros(), fixed=False)
         with self._gathered(call) as here:
@@ -171,8 +190,7 @@ class Plans:
             if not traced.accepts(size):
                 traced = self._trace(here.resized(size))
             assignment = self._placement.follow(traced, graph.traced, graph.assignment)
-            other = self._relayed(here, traced, assignment)
-            return other.traced, self._differentiated(other, here.resized(size))
+            yield here.resized(size), traced, assignment
 
     def output_dims(self, call: Call, traced: Traced) -> Traced:
         """The call's graph, completed by which dimensions of its outputs are the batch."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any
 
@@ -95,12 +95,17 @@ class Partition:
         )
 
 
-def read_partition(partition: Any) -> Partition:
-    """``partition=`` as a Partition.
+def read_partition(partition: Any, memory_limits: Any = None) -> Partition:
+    """``partition=`` as a Partition, with ``memory_limits=``.
 
     Raises:
-        InputError: it is neither "auto", nor names, nor a Partition.
+        InputError: it is neither "auto", nor names, nor a Partition, or has other limits.
     """
+    if memory_limits is not None:
+        found = read_partition(partition)
+        if found.memory_limits is not None:
+            raise InputError("memory_limits is given twice; leave it out of the Partition")
+        return replace(found, memory_limits=memory_limits)
     if isinstance(partition, Partition):
         return partition
     if isinstance(partition, str):

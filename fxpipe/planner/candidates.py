@@ -1,0 +1,207 @@
+"""Which schedule, how many micro-batches, which stages recompute: the fastest step that fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import fxpipe.schedules as library
+from fxpipe.ir.recipe import Recipe, one_each
+from fxpipe.passes.schedule import Recompute, modes_of
+from fxpipe.simulator.costs import Times
+from fxpipe.words import time_text
+
+_EXACT = 1.01
+"""Times that differ by less are equal, as measured times are no exacter; then memory decides."""
+
+Modes = tuple[Recompute, ...]
+"""Stage → whether it recomputes."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """What a step could be like.
+
+    Attributes:
+        recipe: its schedule.
+        microbatches: into how many a batch is split.
+        recompute: stage → its mode.
+    """
+
+    recipe: Recipe
+    microbatches: int
+    recompute: Modes
+
+    def __str__(self) -> str:
+        text = f'schedule="{self.recipe.name}", microbatches={self.microbatches}'
+        if set(self.recompute) == {"never"}:
+            return text
+        if len(set(self.recompute)) == 1:
+            return f'{text}, recompute="{self.recompute[0]}"'
+        again = ", ".join(
+            f'{s}: "{mode}"' for s, mode in enumerate(self.recompute) if mode != "never"
+        )
+        return f"{text}, recompute={{{again}}}"
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """What a candidate is predicted to need.
+
+    Attributes:
+        candidate: it.
+        seconds: of a step; where batches overlap, in the long run.
+        peaks: device → the most bytes that it holds.
+        idle: the share of the devices' time that is idle.
+    """
+
+    candidate: Candidate
+    seconds: float
+    peaks: tuple[float, ...]
+    idle: float = 0.0
+
+    def __str__(self) -> str:
+        return f"{self.candidate} ({time_text(self.seconds)}, predicted)"
+
+    def fits(self, limits: Sequence[float]) -> bool:
+        """Whether all devices keep their limits."""
+        return not any(self.over(limits))
+
+    def over(self, limits: Sequence[float]) -> tuple[float, ...]:
+        """Device → the bytes that it lacks."""
+        return tuple(max(0.0, p - most) for p, most in zip(self.peaks, limits, strict=True))
+
+
+def one_stage_each(devices: int, *, stale: bool = False) -> list[Recipe]:
+    """The library's schedules that train with one stage a device, in order.
+
+    Args:
+        devices: how many.
+        stale: whether batches may read weights that are older than the newest.
+    """
+    found = []
+    for name in library.__all__:
+        recipe: Recipe = getattr(library, name)
+        if recipe.place(devices) == one_each(devices) and not any(recipe.copies(devices)):
+            made = recipe(devices, 2 * devices)
+            if made.trains and (stale or not (made.overlaps or any(made.delays))):
+                found.append(recipe)
+    return found
+
+
+def least_seconds(times: Times, recipe: Recipe, microbatches: int, stages: int) -> float:
+    """A time that no step of one stage a device takes less than: each stage has its work to do.
+    With a flush it begins when its first micro-batch comes, and its last one has to go back."""
+    made = recipe(stages, microbatches)
+    halves, flush = "I" in made.kinds, not made.overlaps
+    down, up, least = 0.0, 0.0, 0.0
+    for s in range(stages):
+        forward, back = times["F", s], times["I" if halves else "B", s]
+        later = times["W", s] if halves else 0.0
+        both = microbatches * (forward + back)
+        least = max(least, both + microbatches * later + flush * down, both + flush * (down + up))
+        down, up = down + forward, up + back
+    return least
+
+
+def evaluate(
+    ways: Iterable[tuple[Recipe, int]],
+    recompute: Modes | None,
+    limits: Sequence[float],
+    least: Callable[[Recipe, int], float],
+    predict: Callable[[Candidate], Predicted | None],
+    keep: int = 1,
+) -> list[Predicted]:
+    """Predict candidates, those that could be fastest first, until no other one can be among the
+    ``keep`` fastest that fit. First those that fit, then those that lack least.
+
+    Args:
+        ways: the schedules with their numbers of micro-batches.
+        recompute: which stages recompute; None to choose: no stage, or those on devices that hold
+            too much else, or all.
+        limits: device → the bytes that it may hold.
+        least: what no step takes less time than.
+        predict: what a candidate needs; None if it cannot run.
+        keep: how many are asked for.
+    """
+    found: list[Predicted] = []
+    bounds = sorted(((least(*way), way) for way in ways), key=lambda each: each[0])
+    for bound, (recipe, microbatches) in bounds:
+        fast = sorted(each.seconds for each in found if each.fits(limits))
+        if len(fast) >= keep and bound > _EXACT * fast[keep - 1]:
+            break
+        found += _variants(Candidate(recipe, microbatches, recompute or ()), limits, predict)
+    return sorted(found, key=lambda each: (sum(each.over(limits)), each.seconds))
+
+
+def best_of(found: Sequence[Predicted]) -> Predicted:
+    """Of those that are as fast as the first, the one that holds the least."""
+    first = found[0]
+    fast = [each for each in found if each.seconds <= _EXACT * first.seconds]
+    return min(fast, key=lambda each: max(each.peaks, default=0.0))
+
+
+def _variants(
+    candidate: Candidate,
+    limits: Sequence[float],
+    predict: Callable[[Candidate], Predicted | None],
+) -> Iterable[Predicted]:
+    """A candidate as it is, or with so much recomputation that it fits, if there is so much."""
+    if candidate.recompute:
+        made = predict(candidate)
+        return [] if made is None else [made]
+    stages = len(limits)
+    modes = modes_of("never", stages)
+    found: list[Predicted] = []
+    while True:
+        made = predict(replace(candidate, recompute=modes))
+        if made is None:
+            return found
+        found.append(made)
+        full = {device for device, lacks in enumerate(made.over(limits)) if lacks}
+        more = list(modes)
+        for device in full:
+            more[device] = "always"
+        if tuple(more) == modes:
+            return found
+        modes = tuple(more)
+
+
+def microbatch_counts(batch: int, devices: int) -> list[int]:
+    """Into how many micro-batches a batch may be split: a few per device, of like sizes, and one
+    sample each."""
+    counts = {batch}
+    count = min(devices, batch)
+    while count <= batch and len(counts) < _COUNTS:
+        counts.add(count)
+        count *= 2
+    return sorted(counts)
+
+
+_COUNTS = 6
+
+
+@dataclass(frozen=True)
+class Affine:
+    """A quantity by the samples of a micro-batch, between those that are known and beyond them.
+
+    Attributes:
+        known: samples → what it is then.
+    """
+
+    known: Mapping[int, float]
+
+    def __call__(self, samples: int) -> float:
+        if len(self.known) == 1:
+            ((size, value),) = self.known.items()
+            return value * samples / size
+        points = sorted(self.known.items())
+        (a, at_a), (b, at_b) = points[:2]
+        for (c, at_c), (d, at_d) in pairwise(points):
+            if samples >= c:
+                (a, at_a), (b, at_b) = (c, at_c), (d, at_d)
+        if samples < a:  # below them a share of it may be there for any number of samples
+            fixed = max(0.0, at_a - a * max(0.0, at_b - at_a) / (b - a))
+            return fixed + samples * (at_a - fixed) / a
+        return max(at_a + (samples - a) * (at_b - at_a) / (b - a), at_a)

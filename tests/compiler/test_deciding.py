@@ -1,0 +1,198 @@
+"""What the first step decides by itself: a schedule, micro-batches and recomputation that fit."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+import fxpipe
+from fxpipe.compiler import deciding
+from fxpipe.ir.recipe import find_recipe
+from fxpipe.planner.candidates import (
+    Affine,
+    Candidate,
+    Predicted,
+    best_of,
+    evaluate,
+    least_seconds,
+    one_stage_each,
+)
+from fxpipe.simulator import simulate_schedule
+from fxpipe.simulator.costs import Key, times_of
+from tests.oracles.loop import train
+
+
+@pytest.fixture(autouse=True)
+def _short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deciding, "SECONDS", 0.5)
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[part for _ in range(4) for part in (nn.Linear(16, 16), nn.Tanh())])
+
+
+def batch(samples: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(samples)
+    return torch.randn(samples, 16, generator=generator), torch.zeros(samples, 16)
+
+
+def pipe_of(model: nn.Module, **options: Any) -> fxpipe.Pipeline:
+    return fxpipe.compile(model, ["cpu", "cpu"], loss=mse_loss, **options)
+
+
+def assert_steps_like_the_loop(pipe: fxpipe.Pipeline, alone: nn.Module, samples: int) -> None:
+    x, y = batch(samples)
+    for parameter in (*pipe.parameters(), *alone.parameters()):
+        parameter.grad = None
+    pipe.step(x, target=y)
+    train(alone, pipe.schedule.microbatches, x, loss=mse_loss, target=y)
+    for (name, ours), theirs in zip(pipe.named_parameters(), alone.parameters(), strict=True):
+        assert ours.grad is not None and theirs.grad is not None
+        assert torch.equal(ours.grad, theirs.grad), name
+
+
+def test_a_searched_schedule_trains_like_the_loop_for_shorter_and_larger_batches() -> None:
+    model = layers()
+    alone = copy.deepcopy(model)
+    with pipe_of(model, schedule="search", microbatches=4) as pipe:
+        for samples, parts in ((3, 3), (8, 4), (2, 2), (8, 4)):
+            assert_steps_like_the_loop(pipe, alone, samples)
+            assert (pipe.schedule.name, pipe.schedule.microbatches) == ("search", parts)
+
+
+def test_a_searched_schedule_is_not_slower_than_those_of_the_library_and_fits() -> None:
+    x, y = batch(8)
+    with pipe_of(layers(), schedule="1f1b", microbatches=4, example=((x,), {"target": y})) as pipe:
+        limit = max(memory.peak for memory in pipe.simulate().memory) * 4  # and Adam's state
+    options = {"schedule": "search", "microbatches": 4, "memory_limits": limit}
+    with pipe_of(layers(), **options) as pipe:
+        pipe.step(x, target=y)
+        found = pipe.simulate()
+        costs = pipe.simulate().costs
+        for name in ("1f1b", "gpipe", "zb-h1"):
+            other = simulate_schedule(find_recipe(name)(2, 4), costs)
+            assert found.makespan <= other.makespan * (1 + 1e-9)
+        assert all(memory.peak <= limit for memory in found.memory)
+
+
+def test_a_model_is_fitted_into_its_devices_or_what_is_missing_is_enough() -> None:
+    x, y = batch(16)
+    with pipe_of(layers(), optimizer=torch.optim.Adam, example=((x,), {"target": y})) as pipe:
+        most = max(memory.peak for memory in pipe.simulate().memory)
+    refused = 0
+    for share in (1.5, 0.8, 0.3):
+        limits: Any = int(most * share)
+        for _ in range(2):
+            options = {"schedule": "auto", "memory_limits": limits}
+            with pipe_of(layers(), optimizer=torch.optim.Adam, **options) as pipe:
+                try:
+                    pipe.step(x, target=y)
+                except fxpipe.PartitionError as error:
+                    assert re.search(r"may take .*too little", str(error))
+                    told = re.search(r"memory_limits=\[(.*?)\]", str(error))
+                    assert told is not None
+                    limits = [None if each == "None" else int(each) for each in told[1].split(", ")]
+                    refused += 1
+                    continue
+                each = limits if isinstance(limits, list) else [limits] * 2
+                for memory, limit in zip(pipe.simulate().memory, each, strict=True):
+                    assert limit is None or memory.peak <= limit
+                break
+        else:
+            pytest.fail(f"the limits of the error are not enough: {limits}")
+    assert refused
+
+
+def test_what_is_given_is_not_chosen() -> None:
+    model = layers()
+    alone = copy.deepcopy(model)
+    with pipe_of(model, schedule="auto", microbatches=4, recompute={1: "always"}) as pipe:
+        assert_steps_like_the_loop(pipe, alone, 8)
+        again = {task.stage for row in pipe.schedule.rows for task in row if task.kind == "R"}
+        assert (pipe.schedule.microbatches, again) == (4, {1})
+
+
+def test_a_step_after_a_call_and_a_larger_batch_keep_the_stages() -> None:
+    model = layers()
+    alone = copy.deepcopy(model)
+    with pipe_of(model, schedule="auto", memory_limits=2**30) as pipe:
+        with torch.no_grad():
+            pipe(batch(4)[0])
+        held = []
+        for samples in (4, 16, 4):
+            assert_steps_like_the_loop(pipe, alone, samples)
+            held.append([[a.target for a in stage.parameters] for stage in pipe.plan.stages])
+        assert held[0] == held[1] == held[2]
+
+
+def test_the_fastest_that_fits_is_that_of_all_candidates() -> None:
+    """Against all of them simulated, over times and memory that are given."""
+    unequal: dict[Key, float] = {("F", 1): 2.0, "B": 2.5, "I": 1.2, "W": 1.2, "R": 1.0}
+    times = times_of(3, "FBIWRU", unequal)
+    ways = [(recipe, m) for recipe in one_stage_each(3) for m in (3, 6, 12)]
+    tried: list[Candidate] = []
+
+    def predict(candidate: Candidate) -> Predicted:
+        tried.append(candidate)
+        m = candidate.microbatches
+        found = simulate_schedule(
+            candidate.recipe(3, m), {key: time * 12 / m + 0.1 for key, time in times.items()}
+        )
+        kept = [
+            stash * 12 / m / (4 if mode == "always" else 1)
+            for stash, mode in zip(found.device_stash, candidate.recompute, strict=True)
+        ]
+        slow = 1 + 0.2 * candidate.recompute.count("always")
+        return Predicted(candidate, found.makespan * slow, tuple(kept))
+
+    def least(recipe: Any, m: int) -> float:
+        at = {key: time * 12 / m + 0.1 for key, time in times.items()}
+        return least_seconds(at, recipe, m, 3)
+
+    modes: Any = [*itertools.product(("never", "always"), repeat=3)]
+    everything = [predict(Candidate(*way, each)) for way in ways for each in modes]
+    all_tried = len(tried)
+    for limit in (100.0, 6.0, 3.0, 1.5, 1.0, 0.3, 0.1):
+        limits = (limit,) * 3
+        tried.clear()
+        found = best_of(evaluate(ways, None, limits, least, predict))
+        fitting = [each for each in everything if each.fits(limits)]
+        assert found.fits(limits) == bool(fitting)
+        if fitting:
+            assert found.seconds <= 1.02 * min(each.seconds for each in fitting)
+        assert len(tried) < all_tried / 2
+
+
+def test_no_step_takes_less_than_the_closed_form() -> None:
+    for recipe in one_stage_each(4, stale=True):
+        unequal: dict[Key, float] = {("F", 2): 3.0, "B": 1.0, "I": 0.7, "W": 0.6, "U": 0.0}
+        equal: dict[Key, float] = {"F": 1.0, "B": 2.0, "U": 0.0}
+        for costs in (equal, unequal):
+            made = simulate_schedule(recipe(4, 8), costs)
+            time = made.steady.period if made.window.depth else made.makespan
+            times = times_of(4, "FBIWRU", costs)
+            assert least_seconds(times, recipe, 8, 4) <= time * (1 + 1e-9)
+
+
+def test_times_between_and_beyond_those_that_are_known_lie_on_lines() -> None:
+    of = Affine({2: 5.0, 8: 11.0})  # 3 + samples
+    assert [of(size) for size in (1, 2, 4, 8, 20)] == [4, 5, 7, 11, 23]
+    assert [Affine({4: 8.0})(size) for size in (1, 8)] == [2, 16]
+    assert Affine({2: 1.0, 4: 8.0})(1) == 0.5  # never below a share of what is known
+
+
+def test_limits_that_are_given_twice_and_delays_are_refused() -> None:
+    cuts = fxpipe.Partition(memory_limits=1e9)
+    with pytest.raises(fxpipe.InputError, match="memory_limits is given twice"):
+        pipe_of(layers(), partition=cuts, memory_limits=1e9)
+    for options in ({"delay": 1}, {"predict": True}):
+        with pytest.raises(fxpipe.InputError, match='schedule="auto" decides among'):
+            pipe_of(layers(), schedule="auto", **options)
