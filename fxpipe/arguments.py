@@ -350,6 +350,16 @@ def read_leaf_modules(leaf_modules: Any, model: nn.Module) -> dict[str, nn.Modul
     return found
 
 
+def check_bucket_cap(bucket_cap_mb: Any) -> float:
+    """The bytes of so many MiB. Raises InputError where it is no number above 0."""
+    if not isinstance(bucket_cap_mb, int | float) or not bucket_cap_mb > 0:
+        raise InputError(
+            f"bucket_cap_mb is {bucket_cap_mb!r}; give a number of MiB above 0, or math.inf to sum "
+            "all gradients of a stage at once"
+        )
+    return bucket_cap_mb * 2**20
+
+
 def check_sharding(shard_optimizer: Any, optimizer: Any, predict: bool) -> None:
     """Raises InputError where there is no optimizer to shard, or its momentum is needed whole."""
     check_flag("shard_optimizer", shard_optimizer)

@@ -14,6 +14,7 @@ from torch import nn
 from fxpipe.arguments import (
     Devices,
     ScheduleLike,
+    check_bucket_cap,
     check_clipping,
     check_copies,
     check_flag,
@@ -74,6 +75,7 @@ def compile(
     optimizer: OptimizerLike | None = None,
     shard_optimizer: bool = False,
     ordered_sums: bool = True,
+    bucket_cap_mb: float = 25,
     example: Any = None,
     batch_dims: BatchDims | None = None,
     deferred_batchnorm: bool = False,
@@ -160,6 +162,10 @@ def compile(
             bit each time. False adds them as they come: from three replicas on only the last one
             is still to be added when all have come, and the last bits differ from run to run.
             Either way all replicas get the same sums.
+        bucket_cap_mb: the size in MiB of the buckets in which the gradients of a stage are summed
+            over replicas, as in ``DistributedDataParallel``. Each is on its way while the last
+            backward computes the next ones. ``math.inf`` sums all of a stage at once. The sums are
+            the same to the bit.
         example: a tuple of inputs of a batch, or ``(args, kwargs)`` with what ``step`` takes,
             ``target`` among them; the model is compiled for it at once. Without it the first call
             compiles.
@@ -290,6 +296,7 @@ def compile(
             optimizer=given_optimizer,
             shard_optimizer=shard_optimizer,
             ordered_sums=ordered_sums,
+            bucket_bytes=check_bucket_cap(bucket_cap_mb),
             clip_norm=clip_norm,
             scaler=scaler,
             recompute=read_recompute(recompute, recipe.stages(len(places))),

@@ -371,12 +371,13 @@ class Compiler:
     ) -> tuple[Program, Callable[[], Program]]:
         """The program to run, and what makes that of all devices: a rank keeps its own list."""
         group = self.options.group
-        key = (plan.edges, schedule.microbatches, purpose, updates)
+        buckets = plan.buckets
+        key = (plan.edges, buckets, schedule.microbatches, purpose, updates)
         text = ""  # of what a rank knows already, which another replica may not
         if key not in self._programs:
             program = self.lowered(plan, schedule, purpose, updates)
             if group.size > 1:
-                text, program = str(program), program.only(group.device)
+                text, program = f"{program}buckets {buckets}\n", program.only(group.device)
             self._programs[key] = program
         group.agree("the compiled program", "", own=text)
         program = self._programs[key]
@@ -416,13 +417,15 @@ def _wants(batch: Batch, input_gradients: bool) -> tuple[bool, ...]:
 
 
 def _exchangeable(traced: Traced, plan: Plan, other: Traced, other_plan: Plan) -> bool:
-    """Whether one program can run micro-batches of both graphs: edges and outputs are equal."""
+    """Whether one program can run micro-batches of both graphs: edges, outputs and buckets are
+    equal."""
 
     def outputs(graph: Traced) -> list[str | None]:
         return [out.name if isinstance(out, Value) else None for out in graph.outputs]
 
     return (
         plan.edges == other_plan.edges
+        and plan.buckets == other_plan.buckets
         and traced.loss == other.loss
         and outputs(traced) == outputs(other)
     )

@@ -67,6 +67,7 @@ class Options:
         replicas: how many pipelines train the model side by side.
         shard_optimizer: whether each of them keeps optimizer state for a part of the weights.
         ordered_sums: whether their gradients are summed in their order.
+        bucket_bytes: of how many bytes of gradients the sum begins before a backward is through.
         decides: "search" or "auto" where the first step decides what its schedule is; ``recipe``
             then only says where the stages are.
     """
@@ -99,6 +100,7 @@ class Options:
     replicas: int = 1
     shard_optimizer: bool = False
     ordered_sums: bool = True
+    bucket_bytes: float = inf
     decides: str = ""
 
     @property

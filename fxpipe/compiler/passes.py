@@ -13,6 +13,7 @@ from fxpipe.compiler.preflight import refuse_hooks, refuse_sparse, run_loss, run
 from fxpipe.passes.differentiate.accumulate import fuse_accumulation
 from fxpipe.passes.differentiate.differentiate import Differentiate
 from fxpipe.passes.differentiate.part_backward import part_backward
+from fxpipe.passes.differentiate.part_gradients import PartGradients
 from fxpipe.passes.graph.check import check
 from fxpipe.passes.graph.defer_batchnorm import defer_batchnorm
 from fxpipe.passes.graph.fit import localise_sizes, relay
@@ -138,7 +139,8 @@ PLAN = (
     Pass(cut, "traced, assignment, owners, stage_costs", "plan"),
     Pass(Differentiate, "plan, values, state, wanted", "differentiated plan"),
     Pass(part_backward, "differentiated plan", "parted plan", when="parted"),
-    Pass(fuse_accumulation, "parted plan", "plan", when="fuse_accumulation"),
+    Pass(PartGradients, "parted plan, bucket_bytes", "bucketed plan", when="replicated"),
+    Pass(fuse_accumulation, "bucketed plan", "plan", when="fuse_accumulation"),
 )
 """A graph → the plan with its kernels."""
 

@@ -247,14 +247,18 @@ def _by_stage(
     traced: Traced, assignment: Assignment, costs: Mapping[str, NodeCost]
 ) -> dict[int, Costs]:
     found: list[list[NodeCost]] = [[] for _ in range(assignment.stages)]
+    timed: list[dict[str, tuple[float, float]]] = [{} for _ in range(assignment.stages)]
     for node in compute_nodes(traced.graph):
-        found[assignment.nodes[node.name]].append(costs[node.name])
+        stage, cost = assignment.nodes[node.name], costs[node.name]
+        found[stage].append(cost)
+        timed[stage][node.name] = cost.backward, cost.weight_grad
     return {
         stage: Costs(
             forward=sum(cost.forward for cost in nodes),
             backward=sum(cost.backward for cost in nodes),
             input_grad=sum(cost.input_grad for cost in nodes),
             weight_grad=sum(cost.weight_grad for cost in nodes),
+            nodes=timed[stage],
         )
         for stage, nodes in enumerate(found)
     }

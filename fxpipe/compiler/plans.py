@@ -245,6 +245,8 @@ class Plans:
             "wanted": _wanted(traced, call.purpose),
             "parted": call.parted,
             "fuse_accumulation": options.fuse_accumulation,
+            "replicated": options.replicas > 1 and call.purpose != "infer",
+            "bucket_bytes": options.bucket_bytes,
         }
         with untouched(options.model), intra_op_threads(options.threads):
             plan: Plan = run_all(passes.PLAN, facts)["plan"]

@@ -218,8 +218,9 @@ def glyph(instruction: ins.Instruction, program: Program) -> Glyph:
         task = task_of(instruction)
         if program.stages <= program.devices and not program.copies:
             task = replace(task, stage=None)
-        border = GRADIENT if isinstance(instruction, ins.Give) else PAPER
-        return Glyph(str(task), Look(TASKS.get(letter, OTHER), border), height=1.0, mark=False)
+        begins = isinstance(instruction, ins.Give | ins.PartialBackward)
+        look = Look(TASKS.get(letter, OTHER), GRADIENT if begins else PAPER)
+        return Glyph(str(task), look, height=1.0, mark=False)
     drawn = _MARKS[type(instruction)]
     if isinstance(instruction, ins.Send | ins.Receive) and instruction.buffer.kind in _BACK:
         return replace(drawn, look=_GRADIENT)

@@ -96,7 +96,28 @@ class Backward(Compute):
     """Run a stage's backward graph, which uses up ``saved``, and add to its gradients.
 
     Roughly: input_gradients, g = backward(saved, output_gradients); gradients[stage] += g.
+
+    Attributes:
+        rest: whether partial backwards have run it up to their last bucket; then it runs the rest.
     """
+
+    rest: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PartialBackward(Compute):
+    """Run a backward up to where a bucket of gradients is complete, and begin to sum these.
+
+    Roughly: saved, g = backward(saved, output_gradients); reduce_scatter(gradients[bucket] + g).
+    It is part of the Backward or WeightGrad that follows it.
+
+    Attributes:
+        kind: the letter of that: "B" or "W".
+        bucket: which one, from 0. What no partial backward completes is the last one.
+    """
+
+    kind: str = "B"
+    bucket: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +133,12 @@ class WeightGrad(Compute):
     """The other half, which uses up ``deferred``.
 
     Roughly: gradients[stage] += weight_grad(deferred).
+
+    Attributes:
+        rest: as of a Backward.
     """
+
+    rest: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +162,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class ReduceScatter:
-    """Begin to sum a stage's gradients over the replicas. It waits for nobody.
+    """Begin to sum what is left of a stage's gradients over the replicas. It waits for nobody.
 
     Each replica sums one part of them. Roughly: peers[r].put(part) for r, part in parts(gradients).
     """
@@ -270,7 +296,7 @@ Arrival = Load | Receive | Pop
 """What brings a value to a device."""
 
 Moving = Load | Output | Send | Receive | Stash | Pop | Free
-Computing = Forward | Recompute | Backward | InputGrad | WeightGrad
+Computing = Forward | Recompute | PartialBackward | Backward | InputGrad | WeightGrad
 Gathering = AllGather | TakePart | GatherWeights
 """What waits for the other replicas."""
 
@@ -294,12 +320,12 @@ LETTERS: dict[type[Instruction], str] = {
     Clip: "C",
     Update: "U",
 }
-"""Instruction → the letter of the task that it runs; a ``Run`` has that of its own kind."""
+"""Instruction → the letter of the task that it runs; some have that of their own ``kind``."""
 
 
 def letter_of(instruction: Instruction) -> str | None:
     """The letter of the task that an instruction runs; None for one that computes nothing."""
-    if isinstance(instruction, Run):
+    if isinstance(instruction, Run | PartialBackward):
         return instruction.kind
     return LETTERS.get(type(instruction))
 
@@ -320,6 +346,7 @@ OPCODES: dict[str, type[Instruction]] = {
     "pop": Pop,
     "forward": Forward,
     "recompute": Recompute,
+    "partial_backward": PartialBackward,
     "backward": Backward,
     "input_grad": InputGrad,
     "weight_grad": WeightGrad,

@@ -11,7 +11,7 @@ from torch import fx
 from fxpipe.ir.value import HOST, Edge
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
     from fxpipe.draw.picture import Picture
     from fxpipe.kernels.kernel import Kernel
@@ -102,12 +102,28 @@ class Costs:
         backward: seconds.
         input_grad: seconds of the first half of backward, or None if it is not known.
         weight_grad: seconds of the second half, or None if it is not known.
+        nodes: node of the traced graph → seconds of its whole backward, and of the second half.
     """
 
     forward: float
     backward: float
     input_grad: float | None = None
     weight_grad: float | None = None
+    nodes: Mapping[str, tuple[float, float]] = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Gradients of a stage that are summed over the replicas together.
+
+    Attributes:
+        parameters: the positions of their parameters among those of the stage.
+        shares: letter of a backward task → the share of its time until they are complete, from
+            where the bucket before was.
+    """
+
+    parameters: tuple[int, ...]
+    shares: Mapping[str, float] = field(default_factory=dict, compare=False)
 
 
 @dataclass(frozen=True)
@@ -129,6 +145,8 @@ class Stage:
         modules: the model's submodules with work in it, for people.
         costs: measured on the example, or None.
         kernel: what runs it, once the stage is differentiated.
+        buckets: its gradients in the order in which its backward completes them; empty where they
+            are summed at once.
     """
 
     index: int
@@ -140,6 +158,7 @@ class Stage:
     modules: tuple[str, ...] = field(default=(), compare=False)
     costs: Costs | None = field(default=None, compare=False)
     kernel: Kernel | None = field(default=None, compare=False, repr=False)
+    buckets: tuple[Bucket, ...] = field(default=(), compare=False, repr=False)
 
     @property
     def text(self) -> str:
@@ -215,6 +234,11 @@ class Plan:
     def edges_from(self, stage: int) -> tuple[Edge, ...]:
         """The edges that a stage writes, in the order of ``edges``."""
         return tuple(edge for edge in self.edges if edge.source == stage)
+
+    @property
+    def buckets(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
+        """Stage → the parameters of each of its buckets of gradients."""
+        return tuple(tuple([each.parameters for each in own.buckets]) for own in self.stages)
 
     @property
     def results(self) -> frozenset[str]:

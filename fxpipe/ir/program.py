@@ -30,6 +30,8 @@ from fxpipe.ir.value import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from fxpipe.draw.picture import Picture
     from fxpipe.simulator import Simulation, Sizes
     from fxpipe.simulator.costs import Costs, Links
@@ -181,6 +183,14 @@ class Program:
         parts = (x.stage for own in self.lists for x in own if isinstance(x, ins.TakePart))
         return frozenset(parts)
 
+    @cached_property
+    def buckets(self) -> Mapping[int, int]:
+        """Stage → into how many buckets its gradients go, where it is more than one."""
+        found: dict[int, int] = {}
+        for x in (x for own in self.lists for x in own if isinstance(x, ins.PartialBackward)):
+            found[x.stage] = max(found.get(x.stage, 2), x.bucket + 2)
+        return found
+
     def only(self, device: int) -> Program:
         """The same with the instructions of one device alone, and the depth and the window of all:
         what a process needs that runs this device."""
@@ -261,7 +271,13 @@ class Program:
             case ins.Recompute(stage, i, batch=b):
                 inputs = [forward_buffer(edge, i, b) for edge in self.edges_into[stage]]
                 return (*self._weights(stage, i, b), state(stage, i, b), *inputs)
-            case ins.Backward(stage, i, batch=b) | ins.InputGrad(stage, i, batch=b):
+            case ins.PartialBackward(stage, i, batch=b, kind="W"):
+                return (*self._weights(stage, i, b), deferred(stage, i, b))
+            case (
+                ins.Backward(stage, i, batch=b)
+                | ins.PartialBackward(stage, i, batch=b)
+                | ins.InputGrad(stage, i, batch=b)
+            ):
                 edges = self.edges_from[stage]
                 returned = [gradient_buffer(edge, i, b) for edge in edges if edge.gradient]
                 return (*self._weights(stage, i, b), saved(stage, i, b), *returned)

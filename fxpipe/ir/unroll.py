@@ -123,6 +123,10 @@ def shifted(instruction: ins.Instruction, steps: int) -> ins.Instruction:
             return ins.Run(kind, stage, i, steps + version, batch)
         case ins.Forward(stage, i, version, _, keeps, again):
             return ins.Forward(stage, i, steps + version, batch, keeps, again)
+        case ins.Backward(rest=True) | ins.WeightGrad(rest=True):
+            return type(x)(x.stage, x.microbatch, steps + x.version, batch, True)
+        case ins.PartialBackward(stage, i, version, _, kind, bucket):
+            return ins.PartialBackward(stage, i, steps + version, batch, kind, bucket)
     return type(x)(x.stage, x.microbatch, steps + x.version, batch)
 
 

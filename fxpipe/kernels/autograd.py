@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpipe.errors import PassError
 from fxpipe.ir.traced import TAKES_TURNS
 from fxpipe.kernels.graph import added
-from fxpipe.kernels.kernel import Backwarded, Forwarded, InputGraded, Totals
+from fxpipe.kernels.kernel import Backwarded, Forwarded, InputGraded, Partial, Totals
 from fxpipe.random.leaf_draws import SeededDraws, draw_from, others_kept
 
 _TURN = RLock()
@@ -142,6 +143,12 @@ class AutogradKernel:
         found = list(deferred)
         deferred.clear()
         return added(totals, found)
+
+    def partial_backward(
+        self, kind: str, bucket: int, left: list[Any], totals: Totals = ()
+    ) -> Partial:
+        """See Kernel.partial_backward. No plan has buckets for leaf modules."""
+        raise PassError("autograd computes all gradients at once; sum them in one bucket")
 
     def _turn(self, shared: bool = False) -> AbstractContextManager[Any]:
         return _TURN if self._takes_turns or shared else nullcontext()

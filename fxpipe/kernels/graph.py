@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
 from fxpipe.errors import PassError
-from fxpipe.kernels.kernel import Backwarded, Forwarded, InputGraded, Totals
+from fxpipe.kernels.kernel import Backwarded, Forwarded, InputGraded, Partial, Totals
+
+
+class BucketGraph(NamedTuple):
+    """The graph of a bucket of gradients.
+
+    Attributes:
+        graph: ``[left, totals]`` → left, new totals.
+        left: how many of its results come before the totals.
+        parameters: for each total the position of its parameter among those of the stage.
+    """
+
+    graph: fx.GraphModule
+    left: int
+    parameters: tuple[int, ...]
 
 
 @dataclass(eq=False, repr=False)
@@ -31,6 +45,9 @@ class GraphKernel:
         parameter_gradients: for each parameter whether the backward graph returns its gradient.
         input_grad_graph: ``[saved, gradients]`` → input gradients, deferred; see ``parted``.
         weight_grad_graph: ``[deferred, totals]`` → new totals; None if there are none.
+        functional_weight_grad: ``[deferred]`` → parameter gradients, likewise.
+        buckets: letter of a backward task → for each bucket of gradients the graph
+            ``[left, totals]`` → left or input gradients, new totals; see ``PartGradients``.
     """
 
     forward_graph: fx.GraphModule
@@ -45,6 +62,8 @@ class GraphKernel:
     parameter_gradients: Sequence[bool]
     input_grad_graph: fx.GraphModule | None = None
     weight_grad_graph: fx.GraphModule | None = None
+    functional_weight_grad: fx.Graph | None = None
+    buckets: Mapping[str, Sequence[BucketGraph]] = field(default_factory=dict)
 
     def forward(
         self,
@@ -73,10 +92,18 @@ class GraphKernel:
         return Backwarded(list(flat[:count]), self._totals(flat[count:], totals))
 
     def parted(
-        self, input_grad_graph: fx.GraphModule, weight_grad_graph: fx.GraphModule | None
+        self,
+        input_grad_graph: fx.GraphModule,
+        weight_grad_graph: fx.GraphModule | None,
+        functional_weight_grad: fx.Graph | None,
     ) -> GraphKernel:
         """The same kernel with its backward split into input and weight gradients."""
-        return replace(self, input_grad_graph=input_grad_graph, weight_grad_graph=weight_grad_graph)
+        return replace(
+            self,
+            input_grad_graph=input_grad_graph,
+            weight_grad_graph=weight_grad_graph,
+            functional_weight_grad=functional_weight_grad,
+        )
 
     def mapped(self, change: Callable[[fx.GraphModule], fx.GraphModule]) -> GraphKernel:
         """The same kernel with ``change`` applied to all of its graph modules."""
@@ -86,6 +113,10 @@ class GraphKernel:
             backward_graph=self.backward_graph and change(self.backward_graph),
             input_grad_graph=self.input_grad_graph and change(self.input_grad_graph),
             weight_grad_graph=self.weight_grad_graph and change(self.weight_grad_graph),
+            buckets={
+                kind: [each._replace(graph=change(each.graph)) for each in own]
+                for kind, own in self.buckets.items()
+            },
         )
 
     def input_grad(self, saved: list[Any], gradients: list[torch.Tensor]) -> InputGraded:
@@ -104,6 +135,22 @@ class GraphKernel:
         arguments = deferred + self._added_to(totals)
         deferred.clear()
         return self._totals(self._half(self.weight_grad_graph)(arguments), totals)
+
+    def partial_backward(
+        self, kind: str, bucket: int, left: list[Any], totals: Totals = ()
+    ) -> Partial:
+        """See Kernel.partial_backward."""
+        own = self.buckets[kind][bucket]
+        sums = list(totals) or [None] * len(self.parameter_gradients)
+        if kind == "B" and bucket == 0:
+            first = len(left) - len(self.gradient_strides)
+            left[first:] = map(_laid_out, left[first:], self.gradient_strides)
+        arguments = left + [sums[index] for index in own.parameters]
+        left.clear()
+        flat = own.graph.forward(arguments)
+        for index, total in zip(own.parameters, flat[own.left :], strict=True):
+            sums[index] = total
+        return Partial(list(flat[: own.left]), sums)
 
     def _added_to(self, totals: Totals) -> list[torch.Tensor | None]:
         """The sums that a graph with parameter gradients adds to, as its argument."""

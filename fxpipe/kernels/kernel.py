@@ -52,6 +52,18 @@ class InputGraded(NamedTuple):
     deferred: list[Any]
 
 
+class Partial(NamedTuple):
+    """The results of a backward, or of its second half, up to a bucket of gradients.
+
+    Attributes:
+        left: the values that the rest of it needs; of the rest the gradients of the inputs.
+        parameters: as in Backwarded.
+    """
+
+    left: list[torch.Tensor]
+    parameters: list[torch.Tensor | None]
+
+
 Totals = Sequence[torch.Tensor | None]
 """For each of a stage's parameters the sum of its gradients, or None; empty for no sums at all."""
 
@@ -129,6 +141,20 @@ class Kernel(Protocol):
         """
         ...
 
+    def partial_backward(
+        self, kind: str, bucket: int, left: list[Any], totals: Totals = ()
+    ) -> Partial:
+        """Compute the gradients of one bucket. All buckets in turn do what the whole does.
+
+        Args:
+            kind: "B" for a whole backward, "W" for its second half.
+            bucket: which one; the last one is the rest.
+            left: what the bucket before left; for the first one, what ``forward`` saved and the
+                gradients of outputs, or what ``input_grad`` returned. Emptied.
+            totals: as for ``backward``.
+        """
+        ...
+
 
 class Wrapping:
     """A kernel that passes every call on to another one.
@@ -164,6 +190,12 @@ class Wrapping:
         """See Kernel.weight_grad."""
         return self.kernel.weight_grad(deferred, totals)
 
+    def partial_backward(
+        self, kind: str, bucket: int, left: list[Any], totals: Totals = ()
+    ) -> Partial:
+        """See Kernel.partial_backward."""
+        return self.kernel.partial_backward(kind, bucket, left, totals)
+
 
 class Discarding(Wrapping):
     """Runs a micro-batch of weight 0, and adds no gradients of parameters.
@@ -183,3 +215,10 @@ class Discarding(Wrapping):
         """See Kernel.weight_grad."""
         made = self.kernel.weight_grad(deferred)
         return list(totals) or [None] * len(made)
+
+    def partial_backward(
+        self, kind: str, bucket: int, left: list[Any], totals: Totals = ()
+    ) -> Partial:
+        """See Kernel.partial_backward."""
+        made = self.kernel.partial_backward(kind, bucket, left)
+        return Partial(made.left, list(totals) or [None] * len(made.parameters))

@@ -106,7 +106,14 @@ def plan_sizes(
         saved_state={index: each.saved_state for index, each in kept.items()},
         parameters=parameters,
         gradients={index: _bytes(own) for index, own in trained.items()},
-        elements={i: [(x.numel(), x.element_size()) for x in own] for i, own in trained.items()},
+        elements={
+            s.index: [
+                (x.numel() * x.requires_grad, x.element_size())
+                for x in (state[a.target] for a in s.parameters)
+            ]
+            for s in plan.stages
+        },
+        buckets={s.index: s.buckets for s in plan.stages if s.buckets},
         started={} if any(optimizers) else gradients,
         optimizer={
             # a step reads copies of the buffers that it writes

@@ -245,11 +245,29 @@ def _buffers(machine: Machine, stage: int) -> list[torch.Tensor]:
 def _backward(machine: Machine, instruction: ins.Backward) -> None:
     stage, i, batch = instruction.stage, instruction.microbatch, instruction.batch
     kept = machine.store.take(saved(stage, i, batch))
-    result = machine.kernel(stage, i, batch).backward(
-        kept, _output_gradients(machine, instruction), _totals(machine, instruction)
-    )
-    machine.store.gradients[stage, batch] = result.parameters
-    _give_back(machine, instruction, result.inputs)
+    kernel, totals = machine.kernel(stage, i, batch), _totals(machine, instruction)
+    if instruction.rest:
+        inputs, sums = kernel.partial_backward("B", -1, kept, totals)
+    else:
+        inputs, sums = kernel.backward(kept, _output_gradients(machine, instruction), totals)
+    machine.store.gradients[stage, batch] = sums
+    _give_back(machine, instruction, inputs)
+
+
+def _partial_backward(machine: Machine, instruction: ins.PartialBackward) -> None:
+    stage, i, batch = instruction.stage, instruction.microbatch, instruction.batch
+    kind, bucket, store = instruction.kind, instruction.bucket, machine.store
+    buffer = saved(stage, i, batch) if kind == "B" else deferred(stage, i, batch)
+    left = store.values[buffer]
+    if kind == "B" and bucket == 0:
+        left += _output_gradients(machine, instruction)
+    kernel, totals = machine.kernel(stage, i, batch), _totals(machine, instruction)
+    store.values[buffer], sums = kernel.partial_backward(kind, bucket, left, totals)
+    complete: list[torch.Tensor | None] = [None] * len(sums)
+    for index in machine.stages[stage].buckets[bucket].parameters:
+        complete[index], sums[index] = sums[index], None
+    store.gradients[stage, batch] = sums
+    machine.channels.reduce_scatter(machine.device, stage, machine.step + batch, complete, bucket)
 
 
 def _input_grad(machine: Machine, instruction: ins.InputGrad) -> None:
@@ -265,11 +283,14 @@ def _weight_grad(machine: Machine, instruction: ins.WeightGrad) -> None:
     stage, i, batch = instruction.stage, instruction.microbatch, instruction.batch
     left = machine.store.take(deferred(stage, i, batch))
     kernel, totals = machine.kernel(stage, i, batch), _totals(machine, instruction)
-    machine.store.gradients[stage, batch] = kernel.weight_grad(left, totals)
+    if instruction.rest:
+        _, machine.store.gradients[stage, batch] = kernel.partial_backward("W", -1, left, totals)
+    else:
+        machine.store.gradients[stage, batch] = kernel.weight_grad(left, totals)
 
 
 def _totals(
-    machine: Machine, instruction: ins.Backward | ins.WeightGrad
+    machine: Machine, instruction: ins.Backward | ins.PartialBackward | ins.WeightGrad
 ) -> Sequence[torch.Tensor | None]:
     """The gradients summed over the batch's earlier micro-batches, see ``Weights.started``."""
     totals = machine.store.gradients.get((instruction.stage, instruction.batch))
@@ -281,7 +302,7 @@ def _totals(
 
 
 def _output_gradients(
-    machine: Machine, instruction: ins.Backward | ins.InputGrad
+    machine: Machine, instruction: ins.Backward | ins.PartialBackward | ins.InputGrad
 ) -> list[torch.Tensor]:
     """The gradient of each of the stage's values that gets one, summed over its consumers."""
     i, batch, values = instruction.microbatch, instruction.batch, machine.store.values
@@ -330,18 +351,20 @@ def _pause(machine: Machine, instruction: ins.Pause) -> None:
 def _reduce_scatter(machine: Machine, instruction: ins.ReduceScatter) -> None:
     stage, batch = instruction.stage, instruction.batch
     gradients = machine.store.gradients.pop((stage, batch), [])
-    machine.channels.reduce_scatter(machine.device, stage, machine.step + batch, gradients)
+    machine.channels.reduce_scatter(machine.device, stage, machine.step + batch, gradients, -1)
 
 
 def _all_gather(machine: Machine, instruction: ins.AllGather) -> None:
     stage, batch = instruction.stage, instruction.batch
-    sums = machine.channels.all_gather(machine.device, stage, machine.step + batch)
+    buckets = machine.program.buckets.get(stage, 1)
+    sums = machine.channels.all_gather(machine.device, stage, machine.step + batch, buckets)
     machine.store.gradients[stage, batch] = sums
 
 
 def _take_part(machine: Machine, instruction: ins.TakePart) -> None:
     stage, batch = instruction.stage, instruction.batch
-    part = machine.channels.take_part(machine.device, stage, machine.step + batch)
+    buckets = machine.program.buckets.get(stage, 1)
+    part = machine.channels.take_part(machine.device, stage, machine.step + batch, buckets)
     machine.store.gradients[stage, batch] = part
 
 
@@ -388,6 +411,7 @@ HANDLERS: Mapping[type[ins.Instruction], Callable[[Machine, Any], None]] = {
     ins.Pop: _receive,
     ins.Forward: _forward,
     ins.Recompute: _recompute,
+    ins.PartialBackward: _partial_backward,
     ins.Backward: _backward,
     ins.InputGrad: _input_grad,
     ins.WeightGrad: _weight_grad,

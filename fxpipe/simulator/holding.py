@@ -18,6 +18,10 @@ versions; what an update can be undone with; sums of gradients; what is kept for
 and gradients between stages; and what the running instruction makes and has not used up."""
 
 
+_ADDING = (ins.PartialBackward, ins.Backward, ins.WeightGrad)
+"""What adds to sums of gradients."""
+
+
 class Piece(NamedTuple):
     """A piece of memory: the part of PARTS that it counts as, what is in it, and its size."""
 
@@ -93,17 +97,18 @@ class Holding:
             pieces = self._kept[buffer] = tuple(filter(None, self._pieces(buffer)))
             for piece in pieces:
                 self._take(piece)
-        if isinstance(instruction, ins.Backward | ins.WeightGrad):
+        if isinstance(instruction, _ADDING):
             before += self._accumulate(instruction.stage, instruction.batch)
         more = 0
         match instruction:
             case ins.Update():
                 more = self._update(instruction, position)
             case ins.ReduceScatter(stage, batch):
-                self._take(self._parts(stage, batch))
+                self._take(self._parts(stage, batch, -1))
             case ins.AllGather(stage, batch):
                 # by now the parts have gone, and the sums come in their place, twice while joined
-                more = self.sizes.gradients.get(stage, 0) - self._parts(stage, batch).bytes
+                come = sum(piece.bytes for piece in self._come(stage, batch))
+                more = self.sizes.gradients.get(stage, 0) - come
             case ins.TakePart(stage, batch):
                 self._take(self._part(stage, batch))
             case ins.GatherWeights(stage):
@@ -132,9 +137,12 @@ class Holding:
             for piece in (self._sums(stage, batch), self._part(stage, batch)):
                 if piece.key in self._count:
                     self._release(piece)
+        elif isinstance(instruction, ins.PartialBackward):
+            self._take(self._parts(instruction.stage, instruction.batch, instruction.bucket))
         elif isinstance(instruction, ins.AllGather | ins.TakePart):
             stage, batch = instruction.stage, instruction.batch
-            self._release(self._parts(stage, batch))
+            for piece in self._come(stage, batch):
+                self._release(piece)
             if isinstance(instruction, ins.TakePart):
                 self._release(self._sums(stage, batch))
         elif isinstance(instruction, ins.Give):  # the buffer holds them from now on
@@ -188,10 +196,17 @@ class Holding:
         of = batch if (stage, batch) in self._updated or not self._owns(stage) else None
         return Piece("gradients", ("gradients", stage, of), self.sizes.gradients.get(stage, 0))
 
-    def _parts(self, stage: int, batch: int) -> Piece:
-        """What the other replicas have of the part of a stage's gradients that is summed here."""
-        size = (self.program.replicas - 1) * self._part(stage, batch).bytes
-        return Piece("gradients", ("parts", stage, batch), size)
+    def _parts(self, stage: int, batch: int, bucket: int) -> Piece:
+        """What the other replicas have of the part of a bucket that is summed here."""
+        replicas = self.program.replicas
+        of = bucket if stage in self.program.buckets else None
+        size = (replicas - 1) * self.sizes.part(stage, replicas - 1, replicas, of)
+        return Piece("gradients", ("parts", stage, batch, bucket), size)
+
+    def _come(self, stage: int, batch: int) -> list[Piece]:
+        """The same of all buckets."""
+        buckets = self.program.buckets.get(stage, 1)
+        return [self._parts(stage, batch, bucket) for bucket in range(-1, buckets - 1)]
 
     def _part(self, stage: int, batch: int) -> Piece:
         """The sum of that part, where it is all that a replica keeps."""
@@ -204,7 +219,7 @@ class Holding:
         if letter is None:
             return None
         key = letter, instruction.stage  # type: ignore[union-attr]
-        if isinstance(instruction, ins.Backward | ins.WeightGrad):
+        if isinstance(instruction, _ADDING):
             sums = self._sums(instruction.stage, instruction.batch).key
             if sums in self._count or self._started(instruction.stage):
                 return self.sizes.adding.get(key, self.sizes.runs.get(key))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from math import inf
 
@@ -13,7 +14,7 @@ from torch import fx
 
 from fxpipe.errors import InputError
 from fxpipe.ir import instruction as ins
-from fxpipe.ir.plan import Plan, Stage
+from fxpipe.ir.plan import Bucket, Plan, Stage
 from fxpipe.ir.program import Program, Turn
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.unroll import FURTHEST, blocking, unroll
@@ -128,7 +129,8 @@ def simulate_schedule(
     schedule = schedule.verify()
     if (replicas > 1 or any(schedule.working)) and schedule.trains:
         schedule = add_reduce(schedule, shards)
-    program = chain_program(schedule, replicas=replicas, shards=shards)
+    buckets = {} if sizes is None else sizes.buckets
+    program = chain_program(schedule, replicas=replicas, shards=shards, buckets=buckets)
     return simulate(program, costs, links=links, overlap=overlap, sizes=sizes, steps=steps)
 
 
@@ -147,14 +149,16 @@ def default_steps(program: Program) -> int:
     return 4 * (reach + 1) if reach else 1
 
 
-def chain(stages: int) -> Plan:
+def chain(stages: int, buckets: Mapping[int, Sequence[Bucket]] | None = None) -> Plan:
     """Input ``x`` → ``y0`` → ``y1`` → … → ``loss``; the stages have no work in them."""
     values = ["x", *(f"y{stage}" for stage in range(stages - 1)), "loss"]
     ends = [HOST, *range(stages), HOST]
     edges = tuple(
         Edge(ends[k], ends[k + 1], value, gradient=k > 0) for k, value in enumerate(values)
     )
-    return Plan(tuple(map(_empty, range(stages))), edges)
+    parted = buckets or {}
+    made = [replace(_empty(s), buckets=tuple(parted.get(s, ()))) for s in range(stages)]
+    return Plan(tuple(made), edges)
 
 
 def chain_program(
@@ -163,16 +167,18 @@ def chain_program(
     frees: bool = True,
     replicas: int | None = None,
     shards: bool = False,
+    buckets: Mapping[int, Sequence[Bucket]] | None = None,
 ) -> Program:
     """Lower a verified schedule over a chain, with or without the frees; where it sums gradients
-    for two replicas, unless their number is given. See ``Lower`` for ``shards``."""
+    for two replicas, unless their number is given, those of some stages in ``buckets``. See
+    ``Lower`` for ``shards``."""
     from fxpipe.passes.lowering.communicate import communicate
     from fxpipe.passes.lowering.free import free
     from fxpipe.passes.lowering.lower import Lower
 
     if replicas is None:
         replicas = 2 if "A" in schedule.kinds and not schedule.copies else 1
-    plan = chain(schedule.stages)
+    plan = chain(schedule.stages, buckets)
     lower = Lower(plan, updates="U" in schedule.kinds, replicas=replicas, shards=shards)
     program = communicate(lower(schedule))
     return free(program) if frees else program
@@ -209,8 +215,12 @@ def run(
             starts.append(now)
             letter = ins.letter_of(instruction)
             if letter is not None:
-                now += times[letter, instruction.stage]  # type: ignore[union-attr]
-                if letter in "AU" and (sums := begun_by(instruction, program)) is not None:
+                stage: int = instruction.stage  # type: ignore[union-attr]
+                time = times[letter, stage]
+                parts = stage in program.buckets and letter in "BW"
+                now += time * _share(instruction, program, sizes) if parts else time
+                sums = begun_by(instruction, program) if parts or letter in "AU" else None
+                if sums is not None:
                     start, end = ways.carry(sums, device, device, now)
                     transfers[sums] = Transfer(sums, device, device, position, now, start, end)
                     if not overlap:
@@ -244,13 +254,29 @@ def run(
     return events
 
 
+def _share(instruction: ins.Instruction, program: Program, sizes: Sizes | None) -> float:
+    """The share of its task's time that an instruction takes; equal ones where none are known."""
+    match instruction:
+        case ins.PartialBackward(stage, kind=kind, bucket=bucket):
+            pass
+        case ins.Backward(stage, rest=True):
+            kind, bucket = "B", -1
+        case ins.WeightGrad(stage, rest=True):
+            kind, bucket = "W", -1
+        case _:
+            return 1
+    if sizes is None or stage not in sizes.buckets:
+        return 1 / program.buckets[stage]
+    return sizes.buckets[stage][bucket].shares[kind]
+
+
 class _Ways:
     """The links, and until when each is taken; they refuse what they cannot carry."""
 
     def __init__(self, program: Program, links: Links | None, sizes: Sizes | None) -> None:
         self._links = links
         self._sizes = sizes
-        self._replicas = program.replicas
+        self._program = program
         self._taken: dict[tuple[int, int], float] = {}
         if links is not None and not isinstance(links, Link | Mapping):
             raise InputError(
@@ -320,15 +346,16 @@ class _Ways:
     def _summing(self, buffer: Sum) -> int:
         """Bytes that the replica sends which sends the most: of parts of gradients the first one,
         whose own part is the smallest, else the last one."""
-        stage, _, what = buffer
+        stage, _, what, _ = buffer
         known = self._sizes and {**self._sizes.gradients, **self._sizes.elements}
         if self._sizes is None or not known or stage not in known:
             raise InputError(
                 f"a link of limited bandwidth carries the gradients of stage {stage}, whose size "
                 f"is not known; give sizes=Sizes(gradients={{{stage}: bytes}})"
             )
-        replica = 0 if what == "part" else self._replicas - 1
-        return self._sizes.summing(stage, replica, self._replicas, what)
+        replicas, bucket = self._program.replicas, buffer.bucket_in(self._program)
+        replica = 0 if what == "part" else replicas - 1
+        return self._sizes.summing(stage, replica, replicas, what, bucket)
 
 
 def measured_run(
@@ -377,10 +404,11 @@ def measured_run(
             elif (begun := begun_by(instruction, program)) is not None:
                 left[begun] = position
             elif isinstance(instruction, ins.Gathering):
-                sums = awaited_by(instruction)
-                at, here = left[sums], events.ends[device][position]
-                sent = events.ends[device][at]
-                events.transfers[sums] = Transfer(sums, device, device, at, sent, sent, here)
+                awaited, here = awaited_by(instruction), events.ends[device][position]
+                for sums in [s for s in left if s[:3] == awaited[:3]]:  # all buckets
+                    at = left.pop(sums)
+                    sent = events.ends[device][at]
+                    events.transfers[sums] = Transfer(sums, device, device, at, sent, sent, here)
     return Simulation(flat, program, steps, events, sizes, measured=True, seconds=True)
 
 

@@ -218,8 +218,9 @@ class Simulation:
         sent, replicas = [0] * self.devices, self.program.replicas
         for transfer in self.transfers:
             if isinstance(transfer.buffer, Sum):
-                stage, _, what = transfer.buffer
-                sent[transfer.source] += self.sizes.summing(stage, replica, replicas, what)
+                stage, _, what, _ = transfer.buffer
+                bucket = transfer.buffer.bucket_in(self.program)
+                sent[transfer.source] += self.sizes.summing(stage, replica, replicas, what, bucket)
         return tuple(sent)
 
     @cached_property
@@ -281,10 +282,14 @@ class Simulation:
     def costs(self) -> dict[tuple[str, int], float]:
         """Letter and stage → the mean time of these tasks; ``simulate`` takes it as costs."""
         times: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
+        part = 0.0
         for span in self.spans:
             task = task_of(span.instruction)
             assert task.stage is not None
-            times[task.kind, task.stage].append(span.time)
+            part += span.time
+            if not isinstance(span.instruction, ins.PartialBackward):  # else its rest comes next
+                times[task.kind, task.stage].append(part)
+                part = 0
         return {key: sum(own) / len(own) for key, own in times.items()}
 
     def draw(self, *beside: Simulation) -> Picture:

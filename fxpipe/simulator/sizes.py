@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from fxpipe.ir.value import part_of
 from fxpipe.simulator.sums import Summed
+
+if TYPE_CHECKING:
+    from fxpipe.ir.plan import Bucket
 
 Crossing = tuple[str, bool]
 """A value that crosses between stages, by name, and whether its gradient is meant."""
@@ -111,8 +114,9 @@ class Sizes:
         parameters: stage → bytes of one version of its parameters.
         gradients: stage → bytes of its sums of gradients, and of a further version of what is
             trained.
-        elements: stage → for each of its gradients the number of elements, and the bytes of one;
-            where it is missing, they are taken for one gradient of single bytes.
+        elements: stage → for the gradient of each of its parameters the number of elements, and
+            the bytes of one; where it is missing, they are taken for one gradient of single bytes.
+        buckets: stage → the buckets in which its gradients go.
         started: stage → bytes of gradients that its first ones of a step are added to.
         optimizer: stage → bytes of its optimizer's state, and of all else that is always there.
         updating: stage → bytes that its update needs for itself while it runs.
@@ -143,6 +147,7 @@ class Sizes:
     parameters: Mapping[int, int] = field(default_factory=dict)
     gradients: Mapping[int, int] = field(default_factory=dict)
     elements: Mapping[int, Sequence[tuple[int, int]]] = field(default_factory=dict)
+    buckets: Mapping[int, Sequence[Bucket]] = field(default_factory=dict)
     started: Mapping[int, int] = field(default_factory=dict)
     optimizer: Mapping[int, int] = field(default_factory=dict)
     updating: Mapping[int, int] = field(default_factory=dict)
@@ -157,12 +162,22 @@ class Sizes:
     early: float = 0
     unknown: frozenset[int] = frozenset()
 
-    def part(self, stage: int, replica: int, replicas: int) -> int:
-        """Bytes of the part of a stage's gradients that a replica sums for all."""
+    def part(self, stage: int, replica: int, replicas: int, bucket: int | None = None) -> int:
+        """Bytes of the part of a stage's gradients, or of a bucket of them, that a replica sums for
+        all."""
         whole = self.elements.get(stage, [(self.gradients.get(stage, 0), 1)])
+        if bucket is not None and stage in self.buckets:
+            whole = [whole[index] for index in self.buckets[stage][bucket].parameters]
         return sum(size * len(part_of(count, replica, replicas)) for count, size in whole)
 
-    def summing(self, stage: int, replica: int, replicas: int, what: Summed = "sum") -> int:
+    def summing(
+        self,
+        stage: int,
+        replica: int,
+        replicas: int,
+        what: Summed = "sum",
+        bucket: int | None = None,
+    ) -> int:
         """Bytes that a replica sends so that a stage's gradients are summed over all of them: to
         each other one its part, and then the sums of its own part, or the new weights, to all.
 
@@ -171,9 +186,10 @@ class Sizes:
             replica: which one sends.
             replicas: how many there are.
             what: "sum" for both, "part" for the first, "weights" for the second alone.
+            bucket: of which bucket of the gradients; None for all.
         """
-        own = self.part(stage, replica, replicas)
+        own = self.part(stage, replica, replicas, bucket)
         if what == "weights":
             return (replicas - 1) * own
-        parts = sum(self.part(stage, other, replicas) for other in range(replicas)) - own
+        parts = sum(self.part(stage, other, replicas, bucket) for other in range(replicas)) - own
         return parts if what == "part" else parts + (replicas - 1) * own

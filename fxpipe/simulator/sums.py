@@ -18,14 +18,21 @@ class Sum(NamedTuple):
     stage: int
     batch: int
     what: Summed = "sum"
+    bucket: int = -1
+    """Which of the stage's buckets of gradients; −1 for the last, or for all where there is one."""
 
     @property
     def kind(self) -> Literal["sum"]:
         """What a picture tells it by, as it does buffers."""
         return "sum"
 
+    def bucket_in(self, program: Program) -> int | None:
+        """Which bucket of gradients it is; None for all that the stage has."""
+        return self.bucket if self.what != "weights" and self.stage in program.buckets else None
+
     def __str__(self) -> str:
-        return f"{self.what}:{self.stage}[{self.batch}]"
+        bucket = f" bucket {self.bucket}" if self.bucket >= 0 else ""
+        return f"{self.what}:{self.stage}[{self.batch}]{bucket}"
 
 
 _AWAITED: dict[type[ins.Instruction], Summed] = {
@@ -36,7 +43,8 @@ _AWAITED: dict[type[ins.Instruction], Summed] = {
 
 
 def awaited_by(gathering: ins.Gathering) -> Sum:
-    """What an instruction that waits for the other replicas waits for."""
+    """What an instruction that waits for the other replicas waits for; of several buckets the last
+    one, as they take the same way one after another."""
     return Sum(gathering.stage, gathering.batch, _AWAITED[type(gathering)])
 
 
@@ -45,6 +53,8 @@ def begun_by(instruction: ins.Instruction, program: Program) -> Sum | None:
     match instruction:
         case ins.ReduceScatter(stage, batch):
             return Sum(stage, batch, "part" if stage in program.sharded else "sum")
+        case ins.PartialBackward(stage, batch=batch, bucket=bucket):
+            return Sum(stage, batch, "part" if stage in program.sharded else "sum", bucket)
         case ins.Update(stage, batch=batch) if stage in program.sharded:
             return Sum(stage, batch, "weights")
     return None

@@ -198,7 +198,7 @@ _COMMA = re.compile(r",")
 _STREAM = re.compile(r"[a-z]+[0-9]*")
 _EVENT = "an event such as e3"
 _LAUNCH = {word: re.compile(rf"(?<=[ \t\r]){word}=") for word in ("stream", "wait", "record")}
-_FLAGS = {word: re.compile(rf"{word}\b") for word in ("keep", "again")}
+_FLAGS = {word: re.compile(rf"{word}\b") for word in ("keep", "again", "rest")}
 
 
 def _batch(line: Line) -> int:
@@ -248,6 +248,13 @@ def _change(line: Line) -> tuple[int, int]:
     line.gap("'->'")
     line.literal("->")
     return reads, _version(line)
+
+
+def _bucket(line: Line) -> int:
+    line.gap("'bucket' and its number")
+    line.literal("bucket", "'bucket' and its number")
+    line.gap("its number")
+    return line.integer("the number of a bucket")
 
 
 def _flag(line: Line, word: str) -> bool:
@@ -315,11 +322,15 @@ _OWN = _Form(
 _VERSION = _Form(("version",), lambda x: f"v{x.version}", lambda line: (_version(line),))
 _KEEP = _Form(("keeps",), lambda x: "keep" * x.keeps, lambda line: (_flag(line, "keep"),))
 _AGAIN = _Form(("again",), lambda x: "again" * x.again, lambda line: (_flag(line, "again"),))
+_REST = _Form(("rest",), lambda x: "rest" * x.rest, lambda line: (_flag(line, "rest"),))
+_BUCKET = _Form(("bucket",), lambda x: f"bucket {x.bucket}", lambda line: (_bucket(line),))
 _CHANGE = _Form(("reads", "writes"), lambda x: f"v{x.reads} -> v{x.writes}", _change)
 
 _FORMS: dict[str, tuple[_Form, ...]] = {
     **dict.fromkeys(("load", "output", "send", "recv", "stash", "pop", "free"), (_BUFFER,)),
-    **dict.fromkeys(("recompute", "backward", "input_grad", "weight_grad"), (_TASK, _VERSION)),
+    **dict.fromkeys(("recompute", "input_grad"), (_TASK, _VERSION)),
+    **dict.fromkeys(("backward", "weight_grad"), (_TASK, _VERSION, _REST)),
+    "partial_backward": (_OWN, _VERSION, _BUCKET),
     **dict.fromkeys(("reduce_scatter", "all_gather", "take_part"), (_ONCE,)),
     **dict.fromkeys(("gather_weights", "norm", "clip", "share", "add"), (_ONCE,)),
     "give": (_COPY,),

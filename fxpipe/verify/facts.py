@@ -201,7 +201,7 @@ _OWN: dict[type[ins.Instruction], str] = {
 
 
 def _task(x: ins.Instruction) -> Task | None:
-    if isinstance(x, ins.Move | ins.Barrier | ins.Pause):
+    if isinstance(x, ins.Move | ins.Barrier | ins.Pause | ins.PartialBackward):
         return None
     kind = _OWN.get(type(x)) or ins.letter_of(x)
     assert kind is not None
@@ -228,16 +228,33 @@ def _wrong(program: Program) -> Iterator[tuple[Place, Wrong]]:
                     verdicts[key] = _misrouted(x, device, route)
                 number = 0 if buffer.kind in COPIED else buffer.microbatch
                 wrong = verdicts[key] or wrong_batch(buffer.batch, number, program.microbatches)
+            elif isinstance(x, ins.PartialBackward):
+                wrong = _wrong_part(program, device, x)
             elif isinstance(x, ins.Run) and (x.kind not in KINDS or KINDS[x.kind].run is None):
                 wrong = f"there is no task of your own {x.kind!r}", "define it with define_task"
             elif isinstance(x, ins.Summing) and program.replicas == 1:
-                wrong = "the program has one replica", "remove it, or give the number of replicas"
+                wrong = _ONE_REPLICA
             elif isinstance(x, ins.Give) and not device == x.copy in program.copies_of(x.stage):
                 wrong = f"device {device} has no such copy of stage {x.stage}", "remove it"
             elif isinstance(x, ins.Share | ins.Add) and not program.copies_of(x.stage):
                 wrong = f"stage {x.stage} has no copies", "remove it, or give it some"
             if wrong is not None:
                 yield Place(device, position), wrong
+
+
+_ONE_REPLICA = "the program has one replica", "remove it, or give the number of replicas"
+
+
+def _wrong_part(program: Program, device: int, x: ins.PartialBackward) -> Wrong | None:
+    """What is wrong with a part of a backward, its place apart."""
+    if program.replicas == 1:
+        return _ONE_REPLICA
+    if x.kind not in ("B", "W"):
+        return f"there is no backward {x.kind!r}", "write B for a whole one, W for its second half"
+    if not 0 <= x.stage < program.stages or program.placement[x.stage] != device:
+        return f"stage {x.stage} is not on device {device}", "name one that is"
+    number = -1 if x.microbatch is None else x.microbatch
+    return wrong_batch(x.batch, number, program.microbatches)
 
 
 def _carried(program: Program) -> set[tuple[object, ...]]:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from bisect import bisect
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 from fxpipe.errors import Fault, InputError, VerificationError
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.program import Program
 from fxpipe.ir.task import BUILT_IN
 from fxpipe.ir.walk import Key, needs_of
+from fxpipe.text.program import print_instruction
 from fxpipe.torchtools.state import without_collection
 from fxpipe.verify import flow, races
 from fxpipe.verify.copies import copies_faults, together
-from fxpipe.verify.facts import Facts
+from fxpipe.verify.facts import Facts, Step
 from fxpipe.verify.plan import edge_faults
 from fxpipe.verify.tasks import (
     Window,
@@ -243,6 +245,40 @@ def _unmade(facts: Facts, device: int, position: int, x: ins.Computing | ins.Run
     )
 
 
+def _buckets(facts: Facts) -> Iterator[Fault]:
+    """A backward that completes its gradients bucket by bucket does so in one go, and what is left
+    is summed right behind it: so nothing adds to a bucket, or reads it, that is being summed."""
+    for device, compute in enumerate(facts.compute):
+        latest: dict[int, Step] = {}
+        for position, x in compute:
+            if not isinstance(x, ins.Barrier | ins.Pause):
+                wrong = _out_of_row(latest.get(x.stage), x)
+                latest[x.stage] = x
+                if wrong is not None:
+                    yield facts.fault(device, position, *wrong)
+
+
+def _out_of_row(before: Step | None, x: Step) -> Wrong | None:
+    """What is wrong with an instruction behind another one of the same stage."""
+    if isinstance(before, ins.PartialBackward):
+        rest = ins.Backward if before.kind == "B" else ins.WeightGrad
+        follows = x == replace(before, bucket=before.bucket + 1) or x == rest(
+            before.stage, before.microbatch, before.version, before.batch, rest=True
+        )
+        if not follows:
+            text = print_instruction(before)
+            return f"it comes right behind {text}", "let the rest of that backward come before it"
+    elif isinstance(before, ins.Backward | ins.WeightGrad) and before.rest:
+        if not isinstance(x, ins.ReduceScatter):
+            cure = "let the stage's reduce_scatter come before it"
+            return f"it comes right behind {print_instruction(before)}", cure
+    elif isinstance(x, ins.PartialBackward) and x.bucket:
+        return f"there is no bucket {x.bucket - 1} before it", "begin with bucket 0"
+    elif isinstance(x, ins.Backward | ins.WeightGrad) and x.rest:
+        return "no partial backward has begun it", "remove 'rest'"
+    return None
+
+
 def _barriers(facts: Facts) -> Iterator[Fault]:
     """A barrier parts all gradients from all updates, and stands there for nothing else.
 
@@ -299,7 +335,7 @@ def _meetings(facts: Facts) -> Iterator[Fault]:
 
 
 _RULES: dict[str, tuple[Callable[[Facts], Iterator[Fault]], ...]] = {
-    "lower": (_tasks, _kept, _versions, _barriers, _meetings),
+    "lower": (_tasks, _kept, _versions, _buckets, _barriers, _meetings),
     "communicate": (flow.lives, flow.paired, flow.delivered, flow.paused),
 }
 """Pass → what holds once it is done. That instructions are well-formed holds always, and once

@@ -217,7 +217,7 @@ def _lasting(x: ins.Instruction, device: int) -> tuple[tuple[Hashable, ...], tup
     match x:
         case ins.Forward(stage):
             return (weights,), (("buffers", stage, device),)
-        case ins.Backward() | ins.WeightGrad():
+        case ins.PartialBackward() | ins.Backward() | ins.WeightGrad():
             return (weights,), (sums,)
         case ins.Update():
             return (), (weights, sums)

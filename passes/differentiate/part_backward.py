@@ -68,7 +68,8 @@ def _parted(stage: Stage) -> Kernel | None:
     then = extract(deferred, late, of_parameters)
     return kernel.parted(
         runnable(first, f"Stage{stage.index}InputGrad"),
-        runnable(then, f"Stage{stage.index}WeightGrad", 0) if of_parameters else None,
+        runnable(deepcopy(then), f"Stage{stage.index}WeightGrad", 0) if of_parameters else None,
+        then if of_parameters else None,
     )
 
 

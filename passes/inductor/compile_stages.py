@@ -174,12 +174,14 @@ def _jobs(stage: Stage, threads: int) -> Iterator[Job]:
         "input gradients": kernel.input_grad_graph,
         "weight gradients": kernel.weight_grad_graph,
     }
+    for kind, own in kernel.buckets.items():
+        parts |= {f"bucket {k} of {kind}": each.graph for k, each in enumerate(own)}
     owned: set[str] = set()
     for name, module in parts.items():
         if module is None or not any(n.op == "call_function" for n in module.graph.nodes):
             continue
         yield Job(module, f"the graph of stage {stage.index} for {name}", owned, threads)
-        if name in ("forward", "input gradients"):
+        if name in ("forward", "input gradients") or name.startswith("bucket"):
             owned = owned | _made(module.graph)
 
 

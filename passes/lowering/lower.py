@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import ClassVar
 
 from fxpipe.errors import InputError
@@ -14,13 +15,6 @@ from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import BUILT_IN, KINDS, Task
 from fxpipe.torchtools.state import without_collection
-
-_COMPUTE: dict[str, type[ins.Recompute | ins.Backward | ins.InputGrad | ins.WeightGrad]] = {
-    "R": ins.Recompute,
-    "B": ins.Backward,
-    "I": ins.InputGrad,
-    "W": ins.WeightGrad,
-}
 
 
 @dataclass(frozen=True)
@@ -51,7 +45,15 @@ class Lower:
     reads. What is recomputed keeps its inputs instead of what its backward needs. Where stages
     clip, each tells the norm of its gradients to all as soon as they are complete.
 
-    With several replicas an A begins to sum a stage's gradients. It waits for the sums as late as
+    With several replicas an A begins to sum a stage's gradients. Where it stands right behind a
+    backward, and the gradients go in buckets, that backward runs bucket by bucket, and each begins
+    to be summed as soon as it is complete; with two of them the lines above become::
+
+          partial_backward B s1[1] v0 bucket 0
+          backward  s1[1] v0 rest
+          reduce_scatter s1
+
+    It waits for the sums as late as
     it can: before the first task that needs them, which of a clip is the first on the device, as
     all stages wait for all norms. Where there is none, and before updates with a flush, it is at
     the end. With one replica an A becomes nothing.
@@ -109,7 +111,8 @@ class Lower:
         """
         self._check(schedule)
         edges = self.plan.edges
-        one = _Instructions(schedule, self.updates, self.replicas, self.shards)
+        buckets = [len(stage.buckets) for stage in self.plan.stages]
+        one = _Instructions(schedule, self.updates, self.replicas, self.shards, buckets)
         flush = not schedule.overlaps
         return Program(
             name=schedule.name,
@@ -144,6 +147,7 @@ class Lower:
             if self._is_nothing(task):
                 continue
             yield from one.before(device, position)
+            yield from one.parts(task)
             instruction = one.of(task, position)
             if isinstance(instruction, ins.Update) or (behind and isinstance(instruction, ins.Run)):
                 behind.append(instruction)
@@ -164,6 +168,7 @@ class Lower:
         for position, task in enumerate(row):
             if not self._is_nothing(task):
                 yield from one.before(device, position)
+                yield from one.parts(task)
                 yield one.of(task, position)
                 yield from one.after(task)
         yield from one.before(device, len(row))
@@ -200,7 +205,14 @@ class Lower:
 class _Instructions:
     """The instruction of each task of a schedule."""
 
-    def __init__(self, schedule: Schedule, updates: bool, replicas: int, shards: bool) -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        updates: bool,
+        replicas: int,
+        shards: bool,
+        buckets: Sequence[int],
+    ) -> None:
         self.trains = schedule.trains
         self._shards = shards and updates and replicas > 1 and "U" in schedule.kinds
         self._delay_of = schedule.delay_of
@@ -210,6 +222,14 @@ class _Instructions:
         summing = self._sums or any(self.copies)
         self._gathers = _gathers(schedule, updates) if summing and self.trains else {}
         self._last = schedule.microbatches - 1
+        self._parts = {
+            (task.kind, task.stage, task.microbatch): buckets[task.stage] - 1
+            for row in schedule.rows
+            for task, then in pairwise(row)
+            if self._sums and task.kind in "BW" and task.stage is not None
+            if (then.kind, then.stage, then.batch) == ("A", task.stage, task.batch)
+            if buckets[task.stage] > 1
+        }
         self._recomputed = {
             (task.stage, task.microbatch)
             for row in schedule.rows
@@ -270,7 +290,20 @@ class _Instructions:
         if kind == "F":
             again = (stage, i) in self._recomputed
             return ins.Forward(stage, i, version, batch, self.trains and not again, again)
-        return _COMPUTE[kind](stage, i, version, batch)
+        if kind == "B":
+            return ins.Backward(stage, i, version, batch, (kind, stage, i) in self._parts)
+        if kind == "W":
+            return ins.WeightGrad(stage, i, version, batch, (kind, stage, i) in self._parts)
+        return (ins.Recompute if kind == "R" else ins.InputGrad)(stage, i, version, batch)
+
+    def parts(self, task: Task) -> Iterator[ins.Instruction]:
+        """What runs the backward before a reduce up to its last bucket of gradients."""
+        stage, i = task.stage, task.microbatch
+        assert stage is not None
+        for bucket in range(self._parts.get((task.kind, stage, i), 0)):
+            assert i is not None
+            version = task.batch - self._delay_of(stage, i)
+            yield ins.PartialBackward(stage, i, version, task.batch, task.kind, bucket)
 
     def copies_of(self, task: Task) -> tuple[int, ...]:
         """The devices of the copies of a task's stage."""

@@ -39,6 +39,7 @@ EVERY: dict[str, ins.Instruction] = {
     "pop": ins.Pop(H),
     "forward": ins.Forward(0, 0),
     "recompute": ins.Recompute(0, 0),
+    "partial_backward": ins.PartialBackward(0, 0),
     "backward": ins.Backward(0, 0),
     "input_grad": ins.InputGrad(0, 0),
     "weight_grad": ins.WeightGrad(0, 0),

@@ -152,6 +152,14 @@ def _other_instructions(
         case _:
             yield from _other_moves(program, instruction)
             return
+    if isinstance(instruction, ins.Backward | ins.WeightGrad):
+        yield "change rest", replace(instruction, rest=not instruction.rest)
+    if isinstance(instruction, ins.PartialBackward):
+        for bucket in range(-1, 3):
+            if bucket != instruction.bucket:
+                yield "change bucket", replace(instruction, bucket=bucket)
+        for kind in "BWF".replace(instruction.kind, ""):
+            yield "change bucket", replace(instruction, kind=kind)
     if isinstance(instruction, ins.Forward):
         yield "change keep", replace(instruction, keeps=not instruction.keeps)
         yield "change keep", replace(instruction, again=not instruction.again)

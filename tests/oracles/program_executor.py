@@ -49,6 +49,8 @@ class _Run:
         self.summed: set[tuple[int, int]] = set()
         self.parts: set[tuple[int, int]] = set()  # stages' sums that a replica has a part of
         self.apart: set[tuple[int, int]] = set()  # stages' versions whose parts are not gathered
+        self.begun: dict[tuple[int, int], tuple[str | None, int, int, int]] = {}
+        self.complete: set[tuple[int, int]] = set()  # stages' sums of which but one bucket has left
         self.copied: dict[tuple[int, int, int], list[int]] = {}
         self.sums: dict[int, list[int]] = {}
         self.where = {
@@ -78,7 +80,7 @@ class _Run:
             if not self.updates and steps > 1 and self.step < steps:
                 for stage in range(program.stages):
                     self.model.update(stage, self.step, self.step, self.step + 1)
-        left = self.summed or self.apart or self.copied
+        left = self.summed or self.apart or self.copied or self.begun or self.complete
         if any(self.memory) or any(self.wires.values()) or left:
             raise WrongError("something is left")
 
@@ -134,8 +136,9 @@ class _Run:
             case ins.ReduceScatter(stage, batch):
                 batch += self.step
                 self._at_home(device, stage)
-                if (stage, batch) in self.summed:
-                    raise WrongError("summed twice at once")
+                if (stage, batch) in self.summed or (stage, batch) in self.begun:
+                    raise WrongError("summed twice at once, or before a backward is finished")
+                self.complete.discard((stage, batch))
                 self.summed.add((stage, batch))
             case ins.AllGather(stage, batch) | ins.TakePart(stage, batch):
                 batch += self.step
@@ -243,6 +246,27 @@ class _Run:
         def back(e: Edge) -> Buffer:
             return Buffer("grad", e.value, e.target, e.source, i, batch)
 
+        begun = self.begun.pop((stage, batch), None)
+        here = _kind(instruction)
+        if begun is not None and begun[:3] != (here, i, version):
+            raise WrongError("a backward is not finished")
+        match instruction:
+            case ins.PartialBackward(bucket=bucket):
+                if bucket != (0 if begun is None else begun[3] + 1):
+                    raise WrongError("another bucket is next")
+                self._at_home(device, stage)
+                self._there(stage, batch)
+                if here not in ("B", "W"):
+                    raise WrongError("there is no such backward")
+                self._read(device, own("saved" if here == "B" else "deferred"))
+                for e in edges:
+                    if here == "B" and e.source == stage and e.gradient:
+                        self._read(device, back(e))
+                self.begun[stage, batch] = here, i, version, bucket
+                return
+            case ins.Backward(rest=rest) | ins.WeightGrad(rest=rest):
+                if rest != (begun is not None):
+                    raise WrongError("it runs another part of a backward")
         match instruction:
             case ins.Forward() | ins.Recompute():
                 inputs = [
@@ -281,10 +305,12 @@ class _Run:
                     self._add(device, stage, batch, found, version)
             case ins.WeightGrad():
                 self._add(device, stage, batch, take("deferred"), version)
+        if begun is not None:
+            self.complete.add((stage, batch))
 
     def _there(self, stage: int, batch: int) -> None:
         """A stage's gradients are not on their way between the replicas."""
-        if (stage, batch) in self.summed:
+        if (stage, batch) in self.summed | self.complete | self.begun.keys():
             raise WrongError("its gradients are being summed")
 
     def _add(self, device: int, stage: int, batch: int, found: int, version: int) -> None:
@@ -373,3 +399,12 @@ def _batch(instruction: ins.Instruction) -> int:
     if hasattr(instruction, "buffer"):
         return int(instruction.buffer.batch)
     return int(getattr(instruction, "batch", 0))
+
+
+def _kind(instruction: ins.Compute) -> str | None:
+    """The letter of what runs a part of a backward."""
+    if isinstance(instruction, ins.PartialBackward):
+        return instruction.kind
+    if isinstance(instruction, ins.Backward | ins.WeightGrad) and instruction.rest:
+        return ins.letter_of(instruction)
+    return None

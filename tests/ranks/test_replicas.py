@@ -66,6 +66,7 @@ def pipe_of(mesh: DeviceMesh, **options: Any) -> fxpipe.Pipeline:
         "loss": F.mse_loss,
         "optimizer": OPTIMIZERS["adamw"],
         "partition": cuts[stages],
+        "bucket_cap_mb": 1e-4,
     }
     return fxpipe.compile(made(), mesh, **{**defaults, **options})
 

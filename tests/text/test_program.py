@@ -33,6 +33,10 @@ LINES: dict[str, tuple[ins.Instruction, str]] = {
     "pop": (ins.Pop(SKIP), "pop skip:relu_3:0->2[1]"),
     "forward": (ins.Forward(1, 2, 3), "forward s1[2] v3 keep"),
     "recompute": (ins.Recompute(1, 2, 3), "recompute s1[2] v3"),
+    "partial_backward": (
+        ins.PartialBackward(1, 2, 3, -1, "W", 4),
+        "partial_backward W s1[2'] v3 bucket 4",
+    ),
     "backward": (ins.Backward(1, 2, 3, batch=-1), "backward s1[2'] v3"),
     "input_grad": (ins.InputGrad(1, 2, -1), "input_grad s1[2] v-1"),
     "weight_grad": (ins.WeightGrad(1, 2, -2, -2), "weight_grad s1[2''] v-2"),
@@ -150,10 +154,12 @@ INSTRUCTIONS = st.one_of(
         for made in (ins.Load, ins.Output, ins.Send, ins.Receive, ins.Stash, ins.Pop, ins.Free)
     ),
     st.builds(ins.Forward, SMALL, SMALL, VERSIONS, BATCHES, st.booleans(), st.booleans()),
+    *(st.builds(made, SMALL, SMALL, VERSIONS, BATCHES) for made in (ins.Recompute, ins.InputGrad)),
     *(
-        st.builds(made, SMALL, SMALL, VERSIONS, BATCHES)
-        for made in (ins.Recompute, ins.Backward, ins.InputGrad, ins.WeightGrad)
+        st.builds(made, SMALL, SMALL, VERSIONS, BATCHES, st.booleans())
+        for made in (ins.Backward, ins.WeightGrad)
     ),
+    st.builds(ins.PartialBackward, SMALL, SMALL, VERSIONS, BATCHES, st.sampled_from("BW"), SMALL),
     st.builds(ins.Run, st.sampled_from("NC"), SMALL, st.none() | SMALL, VERSIONS, BATCHES),
     *(
         st.builds(made, SMALL, BATCHES)
@@ -242,7 +248,9 @@ def in_list(line: str) -> str:
         (in_list("  forward s0[0]"), 5, 16, "expected a blank and a version"),
         (in_list("  forward s0[0] v0 kept"), 5, 20, "expected 'keep' or the end"),
         (in_list("  forward s0[0] v0keep"), 5, 19, "expected a blank or the end"),
-        (in_list("  backward s0[0] v0 keep"), 5, 21, "unexpected 'keep'"),
+        (in_list("  backward s0[0] v0 keep"), 5, 21, "expected 'rest' or the end of the line"),
+        (in_list("  partial_backward B s0[0] v0"), 5, 30, "expected a blank and 'bucket'"),
+        (in_list("  partial_backward B s0[0] v0 bucket"), 5, 37, "expected a blank and its number"),
         (in_list("  backward s0 v0"), 5, 14, "expected a micro-batch such as [0]"),
         (in_list("  update s0 v0 v1"), 5, 16, "expected '->'"),
         (in_list("  update s0 v0 -> v"), 5, 20, "expected a version"),

@@ -11,7 +11,7 @@ import pytest
 
 from fxpipe.errors import InputError, VerificationError
 from fxpipe.ir.instruction import OPCODES
-from fxpipe.ir.plan import Plan
+from fxpipe.ir.plan import Bucket, Plan
 from fxpipe.ir.program import Program
 from fxpipe.ir.recipe import RECIPES
 from fxpipe.ir.schedule import Schedule
@@ -78,11 +78,19 @@ def accepts(program: Program) -> bool:
 
 
 def stepped(
-    schedule: Schedule, *, updates: bool = True, pause: bool = False, shards: bool = False
+    schedule: Schedule,
+    *,
+    updates: bool = True,
+    pause: bool = False,
+    shards: bool = False,
+    buckets: bool = False,
 ) -> Program:
     """Lowered over stages with skips, where there are enough for them."""
     stages = schedule.stages
     plan = skipping(stages) if stages > 2 else chain(stages)
+    if buckets:
+        own = tuple(Bucket((k,)) for k in range(3))
+        plan = replace(plan, stages=tuple([replace(stage, buckets=own) for stage in plan.stages]))
     return lowered(schedule, plan, updates=updates, pause=pause, shards=shards)
 
 
@@ -139,7 +147,11 @@ CASES = LIBRARY | {
     "reduce, overlap": (add_reduce(two_bw(2, 2)), True, False),
     "reduce, overlap, clip": (add_clip(add_reduce(two_bw(2, 2))), True, False),
     "reduce, pause": (add_reduce(gpipe(2, 2)), False, True),
+    "reduce, buckets": (add_reduce(one_f_one_b(3, 2)), True, False),
+    "reduce, halves, buckets": (add_reduce(zb_h1(2, 2)), True, False),
+    "reduce, overlap, clip, buckets": (add_clip(add_reduce(two_bw(2, 2))), True, False),
     "shard": (add_reduce(one_f_one_b(2, 2), shards=True), True, False),
+    "shard, buckets": (add_reduce(one_f_one_b(2, 2), shards=True), True, False),
     "shard, several stages, clip": (add_clip(add_reduce(V, shards=True)), True, False),
     "shard, overlap": (add_reduce(two_bw(2, 2), shards=True), True, False),
     "shard, overlap, clip": (add_clip(add_reduce(two_bw(2, 2), shards=True)), True, False),
@@ -158,7 +170,8 @@ CASES = LIBRARY | {
 
 def program_of(case: str) -> Program:
     schedule, updates, pause = CASES[case]
-    return stepped(schedule, updates=updates, pause=pause, shards=case.startswith("shard"))
+    shards, buckets = case.startswith("shard"), case.endswith("buckets")
+    return stepped(schedule, updates=updates, pause=pause, shards=shards, buckets=buckets)
 
 
 def expected_of(case: str, program: Program, steps: int) -> Model:
@@ -268,7 +281,7 @@ def test_no_class_of_edits_is_left_out() -> None:
         (edit, kind) for case in CASES for edit, kind, _ in tried(verify_program(program_of(case)))
     )
     kinds = {made.__name__ for made in OPCODES.values()}
-    halves = {"Recompute", "Backward", "InputGrad", "WeightGrad"}
+    halves = {"Recompute", "PartialBackward", "Backward", "InputGrad", "WeightGrad"}
     compute = halves | {"Forward", "Run"}
     once = {"ReduceScatter", "AllGather", "TakePart", "GatherWeights", "Norm", "Clip", "Update"}
     once |= {"Share", "Give", "Add"}
@@ -285,7 +298,8 @@ def test_no_class_of_edits_is_left_out() -> None:
     wanted |= {
         (edit, kind) for edit in ("change stage", "change version") for kind in compute | {"Update"}
     }
-    wanted |= {("change keep", "Forward")}
+    wanted |= {("change keep", "Forward"), ("change bucket", "PartialBackward")}
+    wanted |= {("change rest", kind) for kind in ("Backward", "WeightGrad")}
     assert not {each for each in wanted if count[each] < 2}
     assert sum(count.values()) > 5_000
 

@@ -220,16 +220,29 @@ class Channels:
         return arrived.pop(buffer)
 
     def reduce_scatter(
-        self, device: int, stage: int, batch: int, gradients: list[torch.Tensor | None]
+        self, device: int, stage: int, batch: int, gradients: list[torch.Tensor | None], bucket: int
     ) -> None:
-        """Take a stage's gradients and begin to sum them over the replicas; never waits."""
+        """Take a bucket of a stage's gradients and begin to sum it over the replicas; never waits.
+
+        Args:
+            device: the device of the stage.
+            stage: the stage.
+            batch: whose gradients they are.
+            gradients: one for each parameter, None where it is in another bucket.
+            bucket: which one; −1 for the last.
+        """
         raise NotImplementedError("one process runs one replica")
 
-    def all_gather(self, device: int, stage: int, batch: int) -> list[torch.Tensor | None]:
-        """Wait for a stage's sums over the replicas. Raises Stopped when the run is stopped."""
+    def all_gather(
+        self, device: int, stage: int, batch: int, buckets: int
+    ) -> list[torch.Tensor | None]:
+        """Wait for a stage's sums over the replicas, which come in so many buckets. Raises Stopped
+        when the run is stopped."""
         raise NotImplementedError("one process runs one replica")
 
-    def take_part(self, device: int, stage: int, batch: int) -> list[torch.Tensor | None]:
+    def take_part(
+        self, device: int, stage: int, batch: int, buckets: int
+    ) -> list[torch.Tensor | None]:
         """Wait for the sums of this replica's part alone. Raises like ``all_gather``."""
         raise NotImplementedError("one process runs one replica")
 

@@ -20,7 +20,7 @@ from fxpipe.runtime.interpreter import Stopped
 from fxpipe.runtime.ranks.group import RankGroup
 from fxpipe.runtime.ranks.hearing import POLL, failure_of
 from fxpipe.runtime.ranks.message import Message
-from fxpipe.runtime.ranks.summing import Adding, Part, cut, joined
+from fxpipe.runtime.ranks.summing import Adding, Part, Pieces, cut, joined, merged
 from fxpipe.runtime.weights.clipping import norms_of
 
 T = TypeVar("T")
@@ -66,7 +66,9 @@ class RankChannels(Channels):
         self._unsent: list[tuple[Any, Any]] = []
         self._outputs: dict[int, list[tuple[Buffer, Any, int]]] = {}
         self._ordered = ordered_sums
-        self._sums: dict[tuple[int, int], Adding] = {}
+        self._sums: dict[tuple[int, int, int], Adding] = {}
+        self._parts: dict[tuple[int, int], list[Pieces]] = {}
+        self._buckets = program.buckets
         self._met: SimpleQueue[int | None] = SimpleQueue()
         self._times_met: Counter[int] = Counter()
         self._failed: Callable[[RankError], None] = lambda error: None
@@ -170,10 +172,10 @@ class RankChannels(Channels):
         return item
 
     def reduce_scatter(
-        self, device: int, stage: int, batch: int, gradients: list[Tensor | None]
+        self, device: int, stage: int, batch: int, gradients: list[Tensor | None], bucket: int
     ) -> None:
         """See Channels.reduce_scatter."""
-        key, own = (stage, batch), self._group.replica
+        key, own = (stage, batch, bucket), self._group.replica
         parts = cut(gradients, self._group.replicas)
         for rank, part in zip(self._group.twins, parts, strict=True):
             if rank != self._group.rank:
@@ -182,27 +184,34 @@ class RankChannels(Channels):
             self._group.summed += sum(part.nbytes for part in parts) - parts[own].nbytes
             self._add(own, key, parts[own])
 
-    def all_gather(self, device: int, stage: int, batch: int) -> list[Tensor | None]:
+    def all_gather(self, device: int, stage: int, batch: int, buckets: int) -> list[Tensor | None]:
         """See Channels.all_gather."""
         replicas = range(self._group.replicas)
-        found = [self.get(device, _of_replica("sums", stage, r, batch)) for r in replicas]
-        return joined([Part(*each) for each in found])
+        return merged(
+            [
+                joined([Part(*self.get(device, _sums(stage, r, batch, bucket))) for r in replicas])
+                for bucket in range(-1, buckets - 1)
+            ]
+        )
 
-    def _add(self, replica: int, key: tuple[int, int], part: Part) -> None:
+    def _add(self, replica: int, key: tuple[int, int, int], part: Part) -> None:
         """Take a replica's gradients of the part that this one adds up. The last one adds them."""
         replicas, own = self._group.replicas, self._group.replica
         adding = self._sums.setdefault(key, Adding(replicas, self._ordered))
-        total, (stage, batch) = adding.take(replica, part), key
+        total, (stage, batch, bucket) = adding.take(replica, part), key
         if total is None:
             return
         del self._sums[key]
-        buffer = _of_replica("sums", stage, own, batch)
+        buffer = _sums(stage, own, batch, bucket)
         if stage not in self._sharded:
             self._group.summed += total.nbytes * (replicas - 1)
             self._tell_twins(buffer, tuple(total))
         elif self._clips:
-            norms = norms_of(total.pieces)
-            self._tell_twins(_of_replica("norms", stage, own, batch), norms)
+            parts = self._parts.setdefault((stage, batch), [])
+            parts.append(total.pieces)
+            if len(parts) == self._buckets.get(stage, 1):
+                norms = norms_of(merged(self._parts.pop((stage, batch))))
+                self._tell_twins(_of_replica("norms", stage, own, batch), norms)
         super().put(self._group.device, buffer, total)
 
     def _tell_twins(self, buffer: Buffer, value: Any) -> None:
@@ -211,10 +220,10 @@ class RankChannels(Channels):
             if twin != self._group.rank:
                 self._links.send(twin, _values(self._run, [buffer], [value]))
 
-    def take_part(self, device: int, stage: int, batch: int) -> list[Tensor | None]:
+    def take_part(self, device: int, stage: int, batch: int, buckets: int) -> list[Tensor | None]:
         """See Channels.take_part."""
-        own = self._group.replica
-        return Part(*self.get(device, _of_replica("sums", stage, own, batch))).pieces
+        found = [_sums(stage, self._group.replica, batch, k) for k in range(-1, buckets - 1)]
+        return merged([Part(*self.get(device, buffer)).pieces for buffer in found])
 
     def all_norms(self, device: int, stage: int, batch: int, own: list[Tensor]) -> list[Tensor]:
         """See Channels.all_norms; the thread that added up the others' has sent them."""
@@ -300,6 +309,11 @@ class RankChannels(Channels):
 def _of_replica(what: str, number: int, replica: int, batch: int) -> Buffer:
     """What a replica tells the others of a stage or a device. No program has such a buffer."""
     return Buffer("state", what, number, number, replica, batch)
+
+
+def _sums(stage: int, replica: int, batch: int, bucket: int) -> Buffer:
+    """A replica's part of the sums of a bucket of gradients."""
+    return _of_replica(f"sums {bucket}", stage, replica, batch)
 
 
 def _values(run: Any, buffers: Sequence[Buffer], values: Sequence[Any]) -> Message:

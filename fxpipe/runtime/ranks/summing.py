@@ -89,6 +89,11 @@ def joined(parts: Sequence[Part]) -> list[Tensor | None]:
     ]
 
 
+def merged(buckets: Sequence[Pieces]) -> Pieces:
+    """One list of what some buckets have, each of them None elsewhere."""
+    return [next((x for x in own if x is not None), None) for own in zip(*buckets, strict=True)]
+
+
 def _cut(gradient: Tensor | None, index: int, replicas: int) -> Pieces:
     if gradient is None:
         return [None] * replicas

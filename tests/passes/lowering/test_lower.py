@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fxpipe.errors import InputError
 from fxpipe.ir import instruction as ins
-from fxpipe.ir.plan import Plan
+from fxpipe.ir.plan import Bucket, Plan
 from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import KINDS, B, F, I, R, Task, U, W, define_task
@@ -149,6 +149,37 @@ def test_sums_over_replicas_begin_at_their_task_and_are_waited_for_before_the_ba
         program = summed(text, updates=updates)
         assert program.replicas == 3
         assert summing(program)[1] == ["reduce_scatter s1", "all_gather s1", *behind]
+
+
+def test_buckets_begin_to_be_summed_before_the_backward_ahead_of_the_reduce_is_through() -> None:
+    plan = chain(2)
+    first, second = plan.stages
+    first = replace(first, buckets=(Bucket((1,)), Bucket((0, 2))))
+    second = replace(second, buckets=tuple([Bucket((k,)) for k in range(3)]))
+    plan = replace(plan, stages=(first, second))
+    text = "schedule mine stages=2 microbatches=2 delay=0\nplace 0 | 1\n"
+    text += "0: F0 F1 B0 B1 A U\n1: F0 I0 F1 I1 W0 W1 A U\n"
+    schedule = Schedule.parse(text).verify()
+    program = Lower(plan, replicas=2)(schedule)
+    own, other = [[*map(print_instruction, row)] for row in program.lists]
+    assert own[3:8] == [
+        "partial_backward B s0[1] v0 bucket 0",
+        "backward s0[1] v0 rest",
+        "reduce_scatter s0",
+        "all_gather s0",
+        "barrier",
+    ]
+    assert other[5:9] == [
+        "partial_backward W s1[1] v0 bucket 0",
+        "partial_backward W s1[1] v0 bucket 1",
+        "weight_grad s1[1] v0 rest",
+        "reduce_scatter s1",
+    ]
+    assert "bucket" not in str(Lower(plan, replicas=1)(schedule))
+    text = "schedule mine stages=2 microbatches=1 delay=0\nplace 0 1\n"
+    text += "0: F0@0 F0@1 B0@1 B0@0 A@1 A@0 U@0 U@1\n"
+    late = Lower(plan, replicas=2)(Schedule.parse(text).verify())
+    assert [each for each in map(print_instruction, late.lists[0]) if "partial" in each] == []
 
 
 def test_sums_over_replicas_are_waited_for_where_they_are_needed_first() -> None:
