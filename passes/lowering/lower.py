@@ -45,18 +45,17 @@ class Lower:
     reads. What is recomputed keeps its inputs instead of what its backward needs. Where stages
     clip, each tells the norm of its gradients to all as soon as they are complete.
 
-    With several replicas an A begins to sum a stage's gradients. Where it stands right behind a
-    backward, and the gradients go in buckets, that backward runs bucket by bucket, and each begins
-    to be summed as soon as it is complete; with two of them the lines above become::
+    With several replicas an A begins to sum a stage's gradients. It waits for the sums as late as
+    it can: before the first task that needs them, which of a clip is the first on the device, as
+    all stages wait for all norms. Where there is none, and before updates with a flush, it is at
+    the end. With one replica an A becomes nothing.
+
+    Where the gradients go in buckets and an A stands right behind a backward, that runs bucket by
+    bucket, and the sum of each begins as soon as it is complete. With two, ``B1 A`` becomes::
 
           partial_backward B s1[1] v0 bucket 0
           backward  s1[1] v0 rest
           reduce_scatter s1
-
-    It waits for the sums as late as
-    it can: before the first task that needs them, which of a clip is the first on the device, as
-    all stages wait for all norms. Where there is none, and before updates with a flush, it is at
-    the end. With one replica an A becomes nothing.
 
     With ``shards`` a replica waits for the sum of its own part alone, and updates that part of the
     weights. The others' parts are gathered as late as they can be: before the first task that reads

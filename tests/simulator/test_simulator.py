@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from fxpipe.errors import InputError, VerificationError
 from fxpipe.ir import instruction as ins
+from fxpipe.ir.plan import Bucket
 from fxpipe.ir.program import Program
 from fxpipe.ir.recipe import find_recipe
 from fxpipe.ir.schedule import Schedule
@@ -252,7 +253,8 @@ def every_opcode() -> list[Program]:
     programs = [paused, Lower(chain(2), replicas=2)(add_reduce(CLIPPING))]
     programs.append(Lower(chain(2), replicas=2, shards=True)(add_reduce(CLIPPING)))
     copied = chain_program(find_recipe("chimera")(2, 2))
-    return [whole(again, skipping(3)), *map(communicate, programs), copied]
+    parted = chain_program(add_reduce(CLIPPING), buckets={0: [Bucket((0,)), Bucket((1,))]})
+    return [whole(again, skipping(3)), *map(communicate, programs), copied, parted]
 
 
 def test_it_takes_every_instruction() -> None:
