@@ -109,7 +109,7 @@ class Costs:
     backward: float
     input_grad: float | None = None
     weight_grad: float | None = None
-    nodes: Mapping[str, tuple[float, float]] = field(default_factory=dict, repr=False)
+    nodes: Mapping[str, tuple[float, float]] = field(default_factory=dict, repr=False, kw_only=True)
 
 
 @dataclass(frozen=True)
