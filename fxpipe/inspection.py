@@ -24,6 +24,7 @@ from fxpipe.ir.traced import Traced
 from fxpipe.kernels.inductor import compiled as compiled_graph
 from fxpipe.metrics import Meter
 from fxpipe.passes.partition.assignment import Verdict
+from fxpipe.rehearsal import Rehearsals
 from fxpipe.runtime.weights.optimizers import StageOptimizers
 from fxpipe.simulator import Simulation
 from fxpipe.simulator.costs import Costs, Links
@@ -58,6 +59,7 @@ class Inspected(nn.Module):
         self._compiler = compiler
         self._engine, self._turn = engine, engine._turn
         self._shown: Compiled | None = None
+        self._rehearsals = Rehearsals(options, compiler.plans, engine)
 
     @property
     def _model(self) -> nn.Module:
@@ -156,7 +158,7 @@ class Inspected(nn.Module):
             meter = self._engine.meter = Meter([[] for _ in self.devices])
         shown = self._shown
         if shown is not None and shown is not meter.compiled:
-            peaks = [each.peak for each in self.simulate().memory]
+            peaks = [each.peak for each in self._predicted().memory]
             meter.compiled, meter.peaks = shown, peaks
         measured = {} if shown is None else self._engine.measured(shown)
         return {
@@ -221,7 +223,7 @@ class Inspected(nn.Module):
     def __repr__(self) -> str:
         """The table of stages."""
         shown, verdict = self._shown, self._compiler.verdict
-        memory = () if shown is None else peak_texts(self.simulate())
+        memory = () if shown is None else peak_texts(self._predicted())
         places = self._group.places or [*map(str, self.devices)]
         replicas = self._options.replicas
         table = _stage_table(self._model, shown, places, verdict, memory, replicas)
@@ -244,8 +246,14 @@ class Inspected(nn.Module):
     ) -> Simulation:
         """Predict the time and the memory of a training step.
 
-        The costs are the measured times of each stage alone, in seconds; ``costs`` overrides them.
-        The sizes are those of the plan. See ``fxpipe.simulator.simulate``.
+        The costs are measured when this is called for the first time, in seconds: each stage runs a
+        micro-batch, alone and beside the others, and its update on copies, until the times are
+        stable. What a machine itself takes for an instruction, to hand a value over and around a
+        step is added. ``profile`` replaces the times by those of real steps. ``step_time`` is
+        what a step is predicted to take, and ``range`` says how sure that is. ``costs`` overrides
+        all of these; over several ranks, on devices with streams and with leaf modules they are
+        the times of each stage alone that were measured when it was compiled. The sizes are those
+        of the plan. See ``fxpipe.simulator.simulate``.
 
         ``memory`` has the peak of each device in bytes, as the table shows it, and its parts: what
         is always allocated, by storage, and what the nodes of the running graph hold. It counts
@@ -257,9 +265,13 @@ class Inspected(nn.Module):
         Raises:
             InputError: nothing is compiled or measured yet, or an argument does not fit.
         """
+        known = None if costs else self._rehearsals.of(self._compiled())
+        return self._predicted(costs, rehearsal=known, links=links, overlap=overlap, steps=steps)
+
+    def _predicted(self, costs: Costs | None = None, **settings: Any) -> Simulation:
         compiled = self._compiled()
-        plan, program, held = compiled.plan, compiled.whole(), self._engine.held(compiled)
-        return predict(plan, program, held, costs, links=links, overlap=overlap, steps=steps)
+        held = self._engine.held(compiled)
+        return predict(compiled.plan, compiled.whole(), held, costs, **settings)
 
     def _compiled(self) -> Compiled:
         if self._shown is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -196,7 +197,8 @@ class Pipeline(Saved):
         Returns:
             The times of all instructions in seconds, over replicas those of this one's. Its
             ``costs`` are the times of the stages while all of them ran at once, and can be given to
-            ``simulate``. Its ``memory`` is predicted as in ``simulate``, from the measured times.
+            ``simulate``, which predicts with these times from now on. Its ``memory`` is predicted
+            as in ``simulate``, from the measured times.
 
         Raises:
             InputError: as in ``step``, or ``steps`` is below 1.
@@ -206,10 +208,15 @@ class Pipeline(Saved):
                 raise InputError(f"steps is {steps}; a profile needs at least 1")
             if target is None and self._options.loss is not None:
                 args, target = split_target(self._model, args, kwargs)
+            start = perf_counter()
             with self._engine.timed(len(self.devices)) as times:
                 for _ in range(steps):
                     self.step(*args, target=target, **kwargs)
-        return measured_run(self.program, steps, times, self._engine.held(self._compiled()))
+            seconds = perf_counter() - start
+        compiled = self._compiled()
+        found = measured_run(self.program, steps, times, self._engine.held(compiled))
+        self._rehearsals.learn(compiled, found, seconds / steps)
+        return found
 
     # its life
 

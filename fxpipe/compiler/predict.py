@@ -9,7 +9,7 @@ import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from rich.table import Table
@@ -28,11 +28,15 @@ from fxpipe.memory.held import plan_sizes
 from fxpipe.passes.graph.extents import Extent
 from fxpipe.runtime.weights.sharding import Shards
 from fxpipe.simulator import Simulation, simulate
-from fxpipe.simulator.costs import Costs, Key, Links, measured_costs
+from fxpipe.simulator.analysis import company
+from fxpipe.simulator.costs import Costs, Key, Link, Links, Rehearsal, Times, measured_costs
 from fxpipe.simulator.sizes import Sizes as StageSizes
 from fxpipe.words import bytes_text, table_text
 
 _MOST = 1 << 20
+_REFINED = 2
+"""How often a simulation tells how many devices compute beside a task, for the next one."""
+
 _LESS_MEMORY = ("1f1b", "interleaved-1f1b", "zb-h1", "v-half", "v-min")
 """Schedules with a flush that keep fewer micro-batches than others of the same placement."""
 
@@ -41,31 +45,52 @@ def predict(
     plan: Plan,
     program: Program,
     sizes: StageSizes,
-    costs: Costs | None,
+    costs: Costs | None = None,
     *,
-    links: Links | None,
-    overlap: bool,
-    steps: int | None,
+    rehearsal: Rehearsal | None = None,
+    links: Links | None = None,
+    overlap: bool = True,
+    steps: int | None = None,
 ) -> Simulation:
     """Simulate a program with the costs that were measured on its plan.
+
+    Args:
+        rehearsal: the times of its tasks as they run; without it those of each stage alone count,
+            and instructions that compute nothing take no time.
 
     Raises:
         InputError: nothing was measured and no costs are given, or the given costs do not fit.
     """
     given: dict[Key, float] = dict((costs or {}).items())
     # costs that are given for a kind of task replace those that were measured for it
-    known = {key: t for key, t in measured_costs(plan).items() if key[0] not in given} | given
-    if not known:
-        raise InputError(
-            "nothing was measured on this plan; give costs=, such as those of pipe.profile(...)"
-        )
-    found = simulate(program, known, links=links, overlap=overlap, sizes=sizes, steps=steps)
-    return replace(found, seconds=True)
+    known = {key: t for key, t in measured_costs(plan).items() if key[0] not in given}
+    run = partial(simulate, program, overlap=overlap, sizes=sizes, steps=steps)
+    if rehearsal is None or given:
+        if not (every := known | given):
+            raise InputError(
+                "nothing was measured on this plan; give costs=, such as those of pipe.profile(...)"
+            )
+        return replace(run(every, links=links), seconds=True)
+    overheads, serial = rehearsal.overheads, rehearsal.serial
+    if links is None and not serial:
+        links = Link(overheads.hand_over)
+    run = partial(run, links=links, overhead=overheads.instruction, serial=serial)
+    shares: Times = {}
+    found = run(known | rehearsal.costs(shares))
+    for _ in range(0 if serial else _REFINED):
+        shares = company(found)
+        found = run(known | rehearsal.costs(shares))
+
+    def between() -> tuple[float, float]:
+        low, high = (run(known | rehearsal.costs(shares, which)).makespan for which in (0, 2))
+        return low, high
+
+    return replace(found, seconds=True, outside=overheads.step, between=between)
 
 
 def predicted_peaks(plan: Plan, program: Program, sizes: StageSizes) -> list[int]:
     """Device → the most bytes that it is predicted to hold, as ``pipe.simulate()`` shows it."""
-    found = predict(plan, program, sizes, None, links=None, overlap=True, steps=None)
+    found = predict(plan, program, sizes)
     return [memory.peak for memory in found.memory]
 
 

@@ -45,6 +45,60 @@ class Link:
             raise InputError(f"a link's bandwidth is {self.bandwidth}; give one above 0")
 
 
+@dataclass(frozen=True)
+class Overheads:
+    """What a machine takes besides the work of tasks, in seconds.
+
+    Attributes:
+        instruction: of an instruction that computes nothing, and does not wait.
+        task: of a task besides its kernel.
+        hand_over: from when a value is sent until a device that waits for it goes on.
+        step: of a step before its first instruction and after its last.
+    """
+
+    instruction: float = 0.0
+    task: float = 0.0
+    hand_over: float = 0.0
+    step: float = 0.0
+
+
+Spread = tuple[float, float, float]
+"""Lower quartile, median and upper quartile of what was measured."""
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """How long a plan's tasks take as they run, by letter and stage.
+
+    Attributes:
+        alone: while no other device computes.
+        together: while all do.
+        overheads: what comes to that.
+        serial: whether one thread runs the lists of all devices.
+    """
+
+    alone: Mapping[tuple[str, int], Spread]
+    together: Mapping[tuple[str, int], Spread]
+    overheads: Overheads = Overheads()
+    serial: bool = False
+
+    def costs(self, company: Times, which: int = 1) -> dict[tuple[str, int], float]:
+        """The times to simulate with.
+
+        Args:
+            company: letter and stage → which share of the other devices compute beside it; by
+                default all.
+            which: quartile of the times; by default the median.
+        """
+        found = {
+            key: self.overheads.task + own[which] + company.get(key, 1.0) * (all_ - own[which])
+            for key, own in self.alone.items()
+            for all_ in (self.together[key][which],)
+        }
+        again = {("R", stage): t for (letter, stage), t in found.items() if letter == "F"}
+        return again | found
+
+
 _LONGEST = 1e100
 """The longest time of a task: sums of as many as there can be are numbers still."""
 

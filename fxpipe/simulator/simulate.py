@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import inf
+from typing import Any
 
 import torch
 from torch import fx
@@ -36,6 +37,7 @@ def simulate(
     links: Links | None = None,
     overlap: bool = True,
     overhead: float = 0,
+    serial: bool = False,
     sizes: Sizes | None = None,
     steps: int | None = None,
     stuck_ok: bool = False,
@@ -57,6 +59,7 @@ def simulate(
         overlap: whether a device computes while it sends. Without, it waits until the value has
             arrived.
         overhead: the time of an instruction that computes nothing, after it has waited.
+        serial: whether one thread runs the lists of all devices, by turns.
         sizes: bytes, for memory and for links of limited bandwidth.
         steps: how many steps in a row, and the flush after the last; by default one, or, where
             batches overlap, enough for everything to have come into its stride.
@@ -81,9 +84,14 @@ def simulate(
         raise InputError(f"steps is {count!r}; give a whole number of at least 1")
     flat = program if count == usual == 1 else unroll(program, count)
     walked = walk([len(own) for own in flat.lists], waits_of(flat))
-    events = run(
-        flat, walked.turns, times, links=links, overlap=overlap, overhead=overhead, sizes=sizes
-    )
+    settings: dict[str, Any] = {
+        "links": links,
+        "overlap": overlap,
+        "overhead": overhead,
+        "serial": serial,
+        "sizes": sizes,
+    }
+    events = run(flat, walked.turns, times, **settings)
     stuck = tuple(
         Span(device, events.free(device), inf, flat.lists[device][at], at)
         for device, (at, *_) in sorted(walked.stuck.items())
@@ -95,9 +103,7 @@ def simulate(
             f"position {first.position}, {print_instruction(first.instruction)}; "
             "Program.verify() tells why"
         )
-    same = partial(
-        simulate, program, costs, links=links, overlap=overlap, overhead=overhead, sizes=sizes
-    )
+    same = partial(simulate, program, costs, **settings)
     return Simulation(
         flat, program, count, events, sizes, stuck, again=lambda more: same(steps=more)
     )
@@ -198,6 +204,7 @@ def run(
     links: Links | None = None,
     overlap: bool = True,
     overhead: float = 0,
+    serial: bool = False,
     sizes: Sizes | None = None,
 ) -> Events:
     """Give every instruction its time, in an order in which they can run; see ``simulate``."""
@@ -207,9 +214,10 @@ def run(
     ways = _Ways(program, links, sizes)
     met: list[dict[type[ins.Instruction], int]] = [{ins.Barrier: 0, ins.Pause: 0} for _ in lists]
     meetings: dict[tuple[type[ins.Instruction], int], float] = {}
+    now: float = 0
     for device, stop in turns:
         starts, ends = events.starts[device], events.ends[device]
-        now = events.free(device)
+        now = now if serial else events.free(device)
         for position in range(len(ends), stop):
             instruction = lists[device][position]
             starts.append(now)

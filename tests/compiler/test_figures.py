@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from statistics import median
 from typing import Any
 
 import pytest
@@ -13,13 +14,18 @@ from torch.nn.functional import mse_loss
 from torch.utils import _pytree as pytree
 
 import fxpipe
+from fxpipe.compiler.predict import predict
 from fxpipe.errors import InputError
 from fxpipe.ir import instruction as ins
+from fxpipe.ir.recipe import find_recipe
 from fxpipe.ir.unroll import blocking, unroll
 from fxpipe.passes.lowering.streams import Streams
 from fxpipe.runtime import interpreter
 from fxpipe.runtime.interpreter import Machine
-from fxpipe.simulator.simulate import measured_run
+from fxpipe.simulator import Simulation, Sizes
+from fxpipe.simulator.costs import Overheads, Rehearsal
+from fxpipe.simulator.simulate import chain, chain_program, measured_run
+from fxpipe.simulator.simulation import task_of
 from tests.oracles.stream_times import timed
 from tests.passes.lowering.test_streams import plain
 
@@ -38,7 +44,9 @@ def batch() -> tuple[Tensor, Tensor]:
     )
 
 
-def compiled(schedule: str, devices: int = 2, module: nn.Module | None = None) -> fxpipe.Pipeline:
+def compiled(
+    schedule: str, devices: int = 2, module: nn.Module | None = None, **options: Any
+) -> fxpipe.Pipeline:
     return fxpipe.compile(
         module or model(),
         ["cpu"] * devices,
@@ -46,6 +54,7 @@ def compiled(schedule: str, devices: int = 2, module: nn.Module | None = None) -
         microbatches=4,
         loss=mse_loss,
         optimizer=lambda parameters: torch.optim.Adam(parameters),
+        **options,
     )
 
 
@@ -88,6 +97,74 @@ def test_a_profile_feeds_a_simulation() -> None:
         assert set(pipe.simulate().costs) == set(measured.costs)
         with pytest.raises(InputError, match="cannot go on"):
             _ = measured.steady
+
+
+def test_a_prediction_changes_nothing_and_says_how_sure_it_is() -> None:
+    x, y = batch()
+    own = model()
+    with compiled("1f1b", module=own, recompute="always") as pipe:
+        pipe.step(x, target=y)
+        before = copy.deepcopy([own.state_dict(), pipe.optimizer.state_dict()])
+        draws = torch.get_rng_state()
+        found = pipe.simulate()
+        assert pipe.simulate() == found
+        after = [own.state_dict(), pipe.optimizer.state_dict()]
+        torch.testing.assert_close(after, before, rtol=0, atol=0)
+        assert torch.equal(draws, torch.get_rng_state())
+        assert {letter for letter, _ in found.costs} == {"F", "R", "B", "U"}
+        low, high = found.range
+        assert found.outside < low <= found.step_time <= high
+        assert "a step takes" in str(found)
+    assert pipe.simulate() == found
+
+
+def test_a_profile_corrects_later_predictions() -> None:
+    x, y = batch()
+    with compiled("zb-h1") as pipe:
+        measured = pipe.profile(x, target=y, steps=3)
+        found = pipe.simulate()
+        times: dict[tuple[str, int], list[float]] = {}
+        for span in measured.spans:
+            task = task_of(span.instruction)
+            assert task.stage is not None
+            times.setdefault((task.kind, task.stage), []).append(span.time)
+        expected = {key: median(own) for key, own in times.items()}
+        assert found.costs == pytest.approx(expected, abs=1e-5)
+
+
+def test_tasks_that_are_slower_side_by_side_are_so_only_as_far_as_they_run_side_by_side() -> None:
+    keys = [(letter, stage) for letter in "FB" for stage in range(2)]
+    updates = {("U", stage): (0.0, 0.0, 0.0) for stage in range(2)}
+    rehearsal = Rehearsal(
+        {**dict.fromkeys(keys, (1.0, 2.0, 3.0)), **updates},
+        {**dict.fromkeys(keys, (2.0, 4.0, 6.0)), **updates},
+    )
+
+    def made(microbatches: int) -> Simulation:
+        program = chain_program(find_recipe("gpipe")(2, microbatches))
+        return predict(chain(2), program, Sizes({}), rehearsal=rehearsal)
+
+    # F0 F1 B1 B0, never two at once
+    assert made(1).makespan == 8
+    assert made(1).range == (4, 12)
+    # of m + 1 rounds of forwards and as many of backwards, the first and the last are of one
+    slow = 50 * 2 * 4
+    assert slow < made(50).makespan < slow + 2 * 4
+
+
+def test_one_thread_does_one_thing_after_another() -> None:
+    keys = [(letter, stage) for letter in "FB" for stage in range(2)]
+    times = dict.fromkeys([*keys, ("U", 0), ("U", 1)], (1.0, 1.0, 1.0))
+    overheads = Overheads(instruction=0.25, task=0.5, hand_over=100.0, step=7.0)
+    program = chain_program(find_recipe("1f1b")(2, 6))
+    found = predict(
+        chain(2), program, Sizes({}), rehearsal=Rehearsal(times, times, overheads, serial=True)
+    )
+    letters = [ins.letter_of(x) for own in program.lists for x in own]
+    tasks = sum(letter is not None for letter in letters)
+    assert tasks == 2 * 2 * 6 + 2
+    assert found.makespan == 1.5 * tasks + 0.25 * letters.count(None)
+    assert found.step_time == found.makespan + 7
 
 
 def test_profiling_trains_as_a_step_does() -> None:

@@ -1,0 +1,234 @@
+"""Steps as they are predicted beside steps as they are measured, over two CPU devices.
+
+Five models, schedules, numbers of micro-batches, recomputation and cuts; each row is printed as
+soon as it is known. Every row has a pipe of its own, which is compiled, predicted, measured, and
+predicted again with the times of a profile.
+
+Run it with ``python -m benchmarks.predicting`` on a machine with nothing else to do; ``--quick``
+takes every seventh row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from statistics import median, quantiles
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, mse_loss
+
+import fxpipe
+from benchmarks.machine import describe
+from benchmarks.models.gpt2 import GPT2
+from benchmarks.models.resnet import ResNet
+from benchmarks.report import Figure, Grid, Report, timed
+from examples.unet import UNet
+
+DEVICES = ("cpu", "cpu")
+MICROBATCHES = (2, 4, 8)
+SCHEDULES = ("gpipe", "1f1b", "zb-h1")
+RECOMPUTE = ("never", "always")
+QUICK = 7
+WARM_UP = 2
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model with its batch.
+
+    Attributes:
+        build: makes the model.
+        batch: makes inputs and targets.
+        loss: of outputs and targets.
+        early: a submodule at which the second stage begins in a cut that is far from equal.
+    """
+
+    build: Callable[[], nn.Module]
+    batch: Callable[[], tuple[Tensor, Tensor]]
+    loss: Callable[[Any, Any], Tensor]
+    early: str
+
+
+def token_loss(scores: Tensor, words: Tensor) -> Tensor:
+    return cross_entropy(scores.flatten(0, 1), words.flatten())
+
+
+def transformer() -> nn.Module:
+    layers = (
+        nn.TransformerEncoderLayer(256, 4, 1024, dropout=0.0, batch_first=True) for _ in range(6)
+    )
+    return nn.Sequential(*layers)
+
+
+def tiny() -> nn.Module:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4)))
+
+
+CASES = {
+    "U-Net": Case(
+        lambda: UNet(depth=3),
+        lambda: (torch.rand(32, 3, 64, 64), torch.rand(32, 3, 64, 64)),
+        mse_loss,
+        "",
+    ),
+    "GPT-2": Case(
+        lambda: GPT2(1000, 64, 6, 128, 4),
+        lambda: (torch.randint(1000, (16, 64)), torch.randint(1000, (16, 64))),
+        token_loss,
+        "blocks.2",
+    ),
+    "ResNet": Case(
+        lambda: ResNet((1, 2, 2, 1), 16, 10),
+        lambda: (torch.rand(32, 3, 64, 64), torch.randint(10, (32,))),
+        cross_entropy,
+        "blocks.2",
+    ),
+    "transformer": Case(
+        transformer,
+        lambda: (torch.rand(16, 64, 256), torch.rand(16, 64, 256)),
+        mse_loss,
+        "2",
+    ),
+    "tiny": Case(tiny, lambda: (torch.rand(16, 16), torch.rand(16, 16)), mse_loss, "1"),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A configuration, and its seconds a step.
+
+    Attributes:
+        predicted: by the pipe before any step of it was timed.
+        low: the lower end of the prediction's range.
+        high: its upper end.
+        measured: the median of several steps.
+        corrected: predicted after a profile.
+    """
+
+    model: str
+    schedule: str
+    microbatches: int
+    recompute: str
+    cut: str
+    predicted: float
+    low: float
+    high: float
+    measured: float
+    corrected: float
+
+    @property
+    def ratio(self) -> float:
+        return self.predicted / self.measured
+
+    def cells(self) -> list[str]:
+        times = (self.predicted, self.low, self.high, self.measured)
+        return [
+            self.model,
+            self.schedule,
+            str(self.microbatches),
+            self.recompute,
+            self.cut,
+            *(f"{1e3 * seconds:.2f}" for seconds in times),
+            f"{self.ratio:.3f}",
+            f"{self.corrected / self.measured:.3f}",
+        ]
+
+
+HEADINGS = (
+    *("model", "schedule", "m", "recompute", "cut", "predicted, ms", "from", "to"),
+    *("measured, ms", "ratio", "ratio after a profile"),
+)
+
+
+def configurations() -> Iterator[tuple[str, str, int, str, str]]:
+    """Model, schedule, micro-batches, recompute and cut."""
+    for cut, name in product(("balanced", "early"), CASES):
+        if cut == "balanced" or CASES[name].early:
+            for rest in product(SCHEDULES, MICROBATCHES, RECOMPUTE):
+                yield name, *rest, cut
+
+
+def run(name: str, schedule: str, microbatches: int, recompute: Any, cut: str, rounds: int) -> Row:
+    """Predict and measure one configuration."""
+    case = CASES[name]
+    torch.manual_seed(0)
+    x, y = case.batch()
+    with fxpipe.compile(
+        case.build(),
+        DEVICES,
+        schedule=schedule,
+        microbatches=microbatches,
+        recompute=recompute,
+        loss=case.loss,
+        optimizer=torch.optim.Adam,
+        partition=[case.early] if cut == "early" else "auto",
+    ) as pipe:
+        for _ in range(WARM_UP):
+            pipe.step(x, target=y)
+        found = pipe.simulate()
+        seconds = median(timed(lambda: pipe.step(x, target=y))[1] for _ in range(rounds))
+        pipe.profile(x, target=y, steps=2)
+        corrected = pipe.simulate().step_time
+    times = (found.step_time, *found.range, seconds, corrected)
+    return Row(name, schedule, microbatches, recompute, cut, *times)
+
+
+def summary(rows: Sequence[Row]) -> list[Figure]:
+    """How far predictions are off, over all rows and by model."""
+    groups = {"all": rows} | {name: [row for row in rows if row.model == name] for name in CASES}
+    figures = []
+    for name, own in groups.items():
+        for word, ratios in (
+            ("predicted", [row.ratio for row in own]),
+            ("after a profile", [row.corrected / row.measured for row in own]),
+        ):
+            off = [100 * abs(ratio - 1) for ratio in ratios]
+            if off:
+                tail = quantiles(off, n=10, method="inclusive")[-1] if off[1:] else off[0]
+                figures += [
+                    Figure(f"{name}, {word}, off by, median", median(off), "%"),
+                    Figure(f"{name}, {word}, off by, 90th percentile", tail, "%"),
+                ]
+    inside = sum(row.low <= row.measured <= row.high for row in rows)
+    return [*figures, Figure("measured within the range", f"{inside} of {len(rows)}")]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Compare predicted with measured steps.")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--quick", action="store_true", help="every seventh row, unpublished")
+    parser.add_argument("--model", choices=[*CASES], help="rows of this model alone")
+    arguments = parser.parse_args()
+    machine = describe()
+    torch.set_num_threads(len(DEVICES))  # one for each device
+    chosen = [each for each in configurations() if arguments.model in (None, each[0])]
+    rows: list[Row] = []
+    start = perf_counter()
+    print(*HEADINGS, sep=" | ")
+    for each in chosen[:: QUICK if arguments.quick else 1]:
+        rows.append(run(*each, arguments.rounds))
+        print(*rows[-1].cells(), sep=" | ", flush=True)
+    figures = [*summary(rows), Figure("all rows", perf_counter() - start, "s")]
+    if arguments.quick or arguments.model:
+        print(*(f"{figure.name}: {figure}" for figure in figures), sep="\n")
+        return 0
+    settings = {
+        "devices": ", ".join(DEVICES),
+        "optimizer": "Adam",
+        "measured": f"median of {arguments.rounds} steps after {WARM_UP}",
+        "early": "a cut at a third of the model or before",
+    }
+    grid = Grid(HEADINGS, [row.cells() for row in rows])
+    title = "Predicted beside measured time of a step"
+    Report("predicting", title, settings, figures, machine, [grid]).publish()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
