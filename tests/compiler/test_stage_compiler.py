@@ -78,7 +78,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     processes = Processes()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(path))
+        patch.setenv("AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL", "O0")  # what calls the kernels
         patch.setattr(libraries, "Popen", processes)
+        patch.setattr(libraries, "processors", lambda: 1)
         yield path / "fxpipe"
     processes.end()
 
@@ -225,6 +227,7 @@ def test_another_start_compiles_nothing_and_other_sizes_get_libraries_of_their_o
         assert set(folder.glob("*.so")) == known
         patch.undo()
         monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(shared.parent))
+        monkeypatch.setattr(libraries, "processors", lambda: 2)
         pipe.step(x[:6], target=y[:6])
         assert None not in graphs(pipe)
         assert whole.isdisjoint(graph.library for graph in graphs(pipe) if graph is not None)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -10,8 +12,10 @@ from torch import nn
 
 from benchmarks.models import own
 from benchmarks.models.amoebanet import AmoebaNetD
+from benchmarks.models.cases import Case
 from benchmarks.models.resnet import ResNet
 from benchmarks.models.unet import UNet
+from tests.helpers.profiles import DEEP
 from tests.helpers.trained import Setting, assert_trained_as_by_the_loop, settings
 
 
@@ -31,6 +35,14 @@ def test_full_size_models_have_as_many_parameters_as_their_papers_say(
     assert round(sum(p.numel() for p in model.parameters()) / 1e6, 1) == millions
 
 
-@pytest.mark.parametrize("setting", settings(own.CASES))
+def shallower(case: Case) -> Case:
+    """A ResNet with fewer of the same blocks; in a deep run with all of them."""
+    if DEEP or case.name != "ResNet-101":
+        return case
+    blocks = partial(ResNet, (1, 2, 1, 1), width=2, classes=own.CLASSES)
+    return replace(case, name="ResNet-17", model=blocks)
+
+
+@pytest.mark.parametrize("setting", settings([*map(shallower, own.CASES)]))
 def test_training_equals_the_loop(setting: Setting) -> None:
     assert_trained_as_by_the_loop(setting)

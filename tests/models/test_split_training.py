@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -13,6 +14,7 @@ import fxpipe
 from examples.unet import UNet
 from fxpipe.ir.recipe import RECIPES, Recipe, one_each, vee
 from fxpipe.ir.task import B, F, I, Task, U, W
+from tests.helpers.profiles import DEEP
 from tests.oracles import loop
 from tests.oracles.copied_loop import CopiedLoop
 
@@ -129,8 +131,11 @@ def assert_equals_the_loop(case: str, recipe: Recipe, devices: int, microbatches
     loop.assert_same(model.state_dict(), alone.state_dict())
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("name", LIBRARY)
+EACH = [*itertools.product(LIBRARY, CASES)] if DEEP else [*zip(LIBRARY, itertools.cycle(CASES))]
+"""Each schedule with one of the models, in turn; in a deep run with both."""
+
+
+@pytest.mark.parametrize(("name", "case"), EACH)
 def test_every_synchronous_schedule_of_the_library_trains_as_the_loop(name: str, case: str) -> None:
     assert_equals_the_loop(case, RECIPES[name], 2, 4)
 
