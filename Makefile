@@ -7,8 +7,11 @@ READY := $(VENV)/ready
 # Always with the constraints: they keep pip from choosing another, far larger, build of torch.
 INSTALL := $(RUN) -m pip install --constraint constraints.txt
 
-# A test may use two threads of its own, so more processes than cores do not help.
-WORKERS := --numprocesses=logical --maxprocesses=4 --dist=worksteal
+# A test may use two threads of its own, so more processes than cores do not help; save where tests
+# wait for processes that they start, and one more keeps the cores busy.
+WORKERS := --maxprocesses=4 --dist=worksteal
+QUICK := --numprocesses=logical $(WORKERS)
+WHOLE := --numprocesses=$(shell expr 1 + $$(getconf _NPROCESSORS_ONLN)) $(WORKERS)
 
 # The virtual environment alone decides what is imported.
 unexport PYTHONPATH
@@ -37,16 +40,16 @@ demo-ranks: $(READY)
 		-m examples.denoise
 
 test: $(READY)
-	$(RUN) -m pytest $(WORKERS)
+	$(RUN) -m pytest $(WHOLE)
 
 quick: $(READY)
-	$(RUN) -m pytest $(WORKERS) --quick
+	$(RUN) -m pytest $(QUICK) --quick
 
 deep: $(READY)
 	HYPOTHESIS_PROFILE=deep $(RUN) -m pytest $(WORKERS)
 
 compat: $(READY)
-	$(RUN) -m benchmarks.compat $(WORKERS)
+	$(RUN) -m benchmarks.compat $(WHOLE)
 
 check: $(READY)
 	$(RUN) -m ruff check .

@@ -17,6 +17,7 @@ from fxpipe.kernels.captured import Captured, Fixed
 from fxpipe.runtime.devices.cuda_graphs import CudaGraphs
 from tests.helpers.captured_pipes import adam, capturing, kernels, sgd, train
 from tests.helpers.fake_graphs import Graphs
+from tests.helpers.profiles import deep
 from tests.helpers.tiny import CUTS, Tiny, batch, within
 from tests.oracles import loop
 
@@ -24,16 +25,18 @@ from tests.oracles import loop
 @pytest.mark.parametrize(
     ("schedule", "devices", "recompute", "dispatch"),
     [
-        ("gpipe", 2, "never", "device"),
         ("gpipe", 2, "except_last", "thread"),
-        ("1f1b", 3, "never", "device"),
-        ("1f1b", 3, "never", "thread"),
         ("1f1b", 3, "always", "device"),
         ("zb-h1", 3, "never", "device"),
-        ("zb-h1", 2, "except_last", "thread"),
-        ("interleaved-1f1b", 2, "never", "device"),
         ("interleaved-1f1b", 2, "always", "thread"),
         ("zb-v", 2, "never", "device"),
+        *deep(
+            ("gpipe", 2, "never", "device"),
+            ("1f1b", 3, "never", "device"),
+            ("1f1b", 3, "never", "thread"),
+            ("zb-h1", 2, "except_last", "thread"),
+            ("interleaved-1f1b", 2, "never", "device"),
+        ),
     ],
 )
 def test_training_equals_that_without_graphs_and_later_steps_capture_nothing(
@@ -60,10 +63,16 @@ def test_whole_and_parted_backwards_of_one_stage_are_captured_each(graphs: Graph
     assert all(kernel.captures <= 4 * kernel.slots for kernel in kernels(pipe))
 
 
-@pytest.mark.parametrize("dispatch", ["device", "thread"])
-@pytest.mark.parametrize("options", [{}, {"predict": True}], ids=["2bw", "predicted"])
+@pytest.mark.parametrize(
+    ("dispatch", "options"),
+    [
+        ("device", {}),
+        ("thread", {"predict": True}),
+        *deep(("thread", {}), ("device", {"predict": True})),
+    ],
+)
 def test_each_version_of_the_weights_has_captures_of_its_own(
-    graphs: Graphs, options: dict[str, Any], dispatch: str
+    graphs: Graphs, dispatch: str, options: dict[str, Any]
 ) -> None:
     torch.manual_seed(0)
     pipe, counts = train(
@@ -108,7 +117,7 @@ def of_tokens(output: Tensor, target: Tensor) -> Tensor:
     return cross_entropy(output.flatten(0, 1), target.flatten())
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "2bw"])
+@pytest.mark.parametrize("schedule", ["zb-h1", "2bw", *deep("1f1b")])
 def test_tied_weights_train_as_without_graphs(graphs: Graphs, schedule: str) -> None:
     torch.manual_seed(0)
     train(

@@ -146,9 +146,9 @@ def test_masks_do_not_depend_on_which_graph_draws_them(
         torch.manual_seed(0)
         net = model().double()
         with compiled(net) as pipe:
-            x, y = batch(first, 3, 4)
+            x, y = batch(first, 2, 4)
             pipe.prepare(x, target=y)
-            x, y = batch(8, 3, 4)
+            x, y = batch(8, 2, 4)
             torch.manual_seed(1)
             return pipe.step(x, target=y), loop.gradients(net)
 
