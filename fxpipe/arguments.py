@@ -24,7 +24,7 @@ from fxpipe.python_file import is_python, of_python
 from fxpipe.runtime.batch import BatchDims
 from fxpipe.runtime.choice import Dispatch
 from fxpipe.runtime.devices.cuda import home
-from fxpipe.runtime.ranks.group import RankGroup, refuse_on_ranks
+from fxpipe.runtime.ranks.group import RankGroup
 from fxpipe.runtime.ranks.meeting import meet
 from fxpipe.runtime.ranks.mesh import read_mesh
 
@@ -224,14 +224,13 @@ def check_overlap(recipe: Recipe, optimizer: Any) -> None:
         )
 
 
-def check_copies(recipe: Recipe, group: RankGroup, device: torch.device) -> None:
-    """Raises InputError where stages cannot have copies: on ranks, and on CUDA devices."""
-    what = f"schedule {recipe.name!r}, which has stages on several devices,"
-    refuse_on_ranks(group, what, 'take one that has each on one device, such as "zb-v"')
+def check_copies(recipe: Recipe, device: torch.device) -> None:
+    """Raises InputError where stages cannot have copies: on CUDA devices."""
     if device.type != "cpu":
         raise InputError(
-            f"{what} is not possible on {device.type} devices; run it on CPU devices, or take one "
-            'that has each stage on one device, such as "zb-v"'
+            f"schedule {recipe.name!r}, which has stages on several devices, is not possible on "
+            f"{device.type} devices; run it on CPU devices, or take one that has each stage on one "
+            'device, such as "zb-v"'
         )
 
 

@@ -283,7 +283,7 @@ def compile(
         recipe = recipe.predicting() if predict else recipe
         check_overlap(recipe, optimizer)
         if recipe.copies(len(places)):
-            check_copies(recipe, group, torch_devices[0])
+            check_copies(recipe, torch_devices[0])
         check_clipping(clip_norm, scaler, optimizer)
         check_sharding(shard_optimizer, optimizer, predict)
         options = Options(

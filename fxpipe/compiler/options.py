@@ -134,8 +134,14 @@ class Options:
         return self.hollow <= WHOLE
 
     def owns(self, stage: int) -> bool:
-        """Whether this process runs a stage, updates its weights and keeps its state."""
+        """Whether this process runs a stage, updates its weights and keeps its state; one with a
+        copy of the stage does not."""
         return self.group.size == 1 or self.placement[stage] == self.group.device
+
+    def runs(self, stage: int) -> bool:
+        """Whether this process runs a stage, or a copy of it."""
+        copies = self.recipe.copies(len(self.devices))
+        return self.owns(stage) or (bool(copies) and self.group.device in copies[stage])
 
     @property
     def ranks(self) -> bool:

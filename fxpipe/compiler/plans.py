@@ -270,7 +270,7 @@ class Plans:
             "plan": plan,
             "stage_compiler": options.stage_compiler,
             "threads": options.threads,
-            "own": [stage.index for stage in plan.stages if options.owns(stage.index)],
+            "own": [stage.index for stage in plan.stages if options.runs(stage.index)],
         }
         with torch.no_grad(), intra_op_threads(options.threads):
             made: Plan = run_all(passes.COMPILE, facts)["plan"]

@@ -87,6 +87,7 @@ def plan_sizes(
         index: _optimizer(own.get(index), schedule, whole if shards else None)
         for index, whole in parameters.items()
     }
+    buffers = {s.index: _bytes(state[a.target] for a in s.buffers) for s in plan.stages}
     written = {s.index: _bytes(state[w.target] for w in s.writes) for s in plan.stages}
     trained = {
         s.index: [x for a in s.parameters if (x := state[a.target]).requires_grad]
@@ -105,6 +106,7 @@ def plan_sizes(
         state=written,
         saved_state={index: each.saved_state for index, each in kept.items()},
         parameters=parameters,
+        buffers=buffers,
         gradients={index: _bytes(own) for index, own in trained.items()},
         elements={
             s.index: [
@@ -120,7 +122,7 @@ def plan_sizes(
             s.index: optimizing[s.index][0]
             + gradients[s.index]
             + written[s.index]
-            + _bytes(state[a.target] for a in s.buffers)
+            + buffers[s.index]
             for s in plan.stages
         },
         updating={index: step for index, (_, step, _) in optimizing.items()},

@@ -1,9 +1,10 @@
 """What a stage's own device and its copies on other devices give each other, once a step.
 
-The weights are those of the stage's own device. A copy gets them at the begin of the step, and
-gives back the gradients that it has summed over its micro-batches; the stage's own device adds them
-to its own, those of the first copy first, and alone updates. So nothing can part the copies, and
-all that lasts from step to step, such as optimizers and checkpoints, knows of no copy.
+The weights and buffers are those of the stage's own device. A copy gets them at the begin of the
+step, and gives back the gradients that it has summed over its micro-batches, and the moments of its
+BatchNorms; the stage's own device adds them to its own, those of the first copy first, and alone
+updates. So nothing can part the copies, and all that lasts from step to step, such as optimizers,
+checkpoints and the model itself where a rank has a copy, knows of none.
 """
 
 from __future__ import annotations
@@ -18,16 +19,24 @@ from torch import Tensor
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.value import sums_buffer, weights_buffer
 from fxpipe.kernels.graph import added
+from fxpipe.torchtools.moments import merged
 
 if TYPE_CHECKING:
     from fxpipe.runtime.interpreter import Machine
 
 
-def weights(machine: Machine, stage: int, batch: int) -> Sequence[Tensor]:
-    """A stage's weights on a device that has a copy of it; none on its own device."""
+Weights = tuple[Sequence[Tensor], Sequence[Tensor]]
+"""A stage's parameters and buffers."""
+
+
+def weights(machine: Machine, stage: int, version: int) -> Weights:
+    """A stage's parameters and buffers as they were before the run, of its own device."""
+    own = machine.weights.parameters(stage, machine.step + version), machine.weights.buffers(stage)
     if machine.device not in machine.program.copies_of(stage):
-        return ()
-    given: Sequence[Tensor] = machine.store.values[weights_buffer(stage, machine.device, batch)]
+        return own
+    given: Weights = machine.store.values[weights_buffer(stage, machine.device, version)]
+    for parameter, like in zip(given[0], own[0], strict=True):
+        parameter.requires_grad_(like.requires_grad)  # what comes from another rank has none
     return given
 
 
@@ -41,20 +50,26 @@ _TURN, _NOBODY_ELSE = RLock(), nullcontext()
 
 
 def share(machine: Machine, instruction: ins.Share) -> None:
-    given = machine.weights.parameters(instruction.stage, machine.step + instruction.batch)
+    given = weights(machine, instruction.stage, instruction.batch)
     for buffer in machine.program.writes(instruction):
         machine.store.values[buffer] = given
 
 
 def give(machine: Machine, instruction: ins.Give) -> None:
     stage, copy, batch = instruction.stage, instruction.copy, instruction.batch
-    gradients = machine.store.gradients.pop((stage, batch), [])
-    machine.store.values[sums_buffer(stage, copy, batch)] = gradients
+    gradients, state = machine.store.gradients.pop((stage, batch), []), machine.store.state
+    names = [write.target for write in machine.stages[stage].writes]
+    written = {name: state.pop(name) for name in names if name in state}
+    machine.store.values[sums_buffer(stage, copy, batch)] = gradients, written
 
 
 def add(machine: Machine, instruction: ins.Add) -> None:
     key = instruction.stage, instruction.batch
     totals = machine.store.gradients.get(key) or machine.weights.started(instruction.stage)
+    state = machine.store.state
     for buffer in machine.program.reads(instruction):
-        totals = added(totals, machine.store.values[buffer])
+        gradients, written = machine.store.values[buffer]
+        totals = added(totals, gradients)
+        for name, more in written.items():  # only moments, see ``refuse_copied``
+            state[name] = merged([state[name], more]) if name in state else more
     machine.store.gradients[key] = list(totals)

@@ -200,10 +200,13 @@ def _receive(machine: Machine, instruction: ins.Receive | ins.Pop) -> None:
 
 def _forward(machine: Machine, instruction: ins.Forward) -> None:
     stage, i, batch = instruction.stage, instruction.microbatch, instruction.batch
-    store, buffers = machine.store, _buffers(machine, stage)
+    store, (weights, before) = machine.store, _weights(machine, instruction)
+    arguments = zip(machine.stages[stage].buffers, before, strict=True)
+    # what earlier micro-batches of this run wrote, else the model's
+    buffers = [store.state.get(argument.target, buffer) for argument, buffer in arguments]
     if instruction.again:
         store.values[state(stage, i, batch)] = list(buffers)
-    result = _run_forward(machine, instruction, buffers)
+    result = _run_forward(machine, instruction, weights, buffers)
     made = dict(zip(machine.program.values_from[stage], result.outputs, strict=True))
     for edge in machine.program.edges_from[stage]:
         store.values[forward_buffer(edge, i, batch)] = made[edge.value]
@@ -217,29 +220,31 @@ def _recompute(machine: Machine, instruction: ins.Recompute) -> None:
     stage, i, batch = instruction.stage, instruction.microbatch, instruction.batch
     buffers = machine.store.values.pop(state(stage, i, batch))
     with recomputing():
-        result = _run_forward(machine, instruction, buffers)
+        result = _run_forward(machine, instruction, _weights(machine, instruction)[0], buffers)
     machine.store.keep(saved(stage, i, batch), result.saved)
 
 
 def _run_forward(
-    machine: Machine, instruction: ins.Forward | ins.Recompute, buffers: Sequence[torch.Tensor]
+    machine: Machine,
+    instruction: ins.Forward | ins.Recompute,
+    weights: Sequence[torch.Tensor],
+    buffers: Sequence[torch.Tensor],
 ) -> Forwarded:
     stage, i, batch = instruction.stage, instruction.microbatch, instruction.batch
     edges, values = machine.program.edges_into[stage], machine.store.values
     kernel, inputs = machine.kernel(stage, i, batch), [forward_buffer(e, i, batch) for e in edges]
-    copied = bool(machine.program.copies)
-    weights = copies.weights(machine, stage, batch) if copied else ()
-    weights = weights or machine.weights.parameters(stage, machine.step + instruction.version)
-    with copies.turn(machine, stage) if copied else nullcontext():
+    with copies.turn(machine, stage) if machine.program.copies else nullcontext():
         return kernel.forward(weights, buffers, [values[buffer] for buffer in inputs])
 
 
-def _buffers(machine: Machine, stage: int) -> list[torch.Tensor]:
-    """The stage's buffers: what earlier micro-batches of this run wrote, else the model's."""
-    arguments = machine.stages[stage].buffers
-    before = machine.weights.buffers(stage)
-    newest = machine.store.state
-    return [newest.get(a.target, b) for a, b in zip(arguments, before, strict=True)]
+def _weights(
+    machine: Machine, instruction: ins.Forward | ins.Recompute
+) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+    """The stage's parameters, and its buffers as they were before the run."""
+    stage, version = instruction.stage, instruction.version
+    if machine.program.copies:
+        return copies.weights(machine, stage, version)
+    return machine.weights.parameters(stage, machine.step + version), machine.weights.buffers(stage)
 
 
 def _backward(machine: Machine, instruction: ins.Backward) -> None:

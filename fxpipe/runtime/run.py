@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import operator
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from queue import Empty, SimpleQueue
@@ -26,7 +26,6 @@ from fxpipe.runtime.host import Job
 from fxpipe.runtime.interpreter import Machine, Stopped
 from fxpipe.runtime.weights.live import LiveWeights, Weights
 from fxpipe.signals import HeldSignals
-from fxpipe.torchtools.moments import merged
 
 GRACE = 0.5
 """Seconds to wait for the devices to leave their lists before a failure is raised anyway. A device
@@ -392,12 +391,7 @@ class FlushedRun(Run[LiveWeights]):
                 machine.store.values.clear()
 
     def _written(self) -> dict[str, Tensor]:
-        found: dict[str, list[Tensor]] = defaultdict(list)
-        for machine in self.machines:
-            for name, value in machine.store.state.items():
-                found[name].append(value)
-        # a stage with copies has written on several devices, and only moments of BatchNorms
-        return {n: own[0] if len(own) == 1 else merged(own) for n, own in found.items()}
+        return {n: value for m in self.machines for n, value in m.store.state.items()}
 
     def _gradients(self) -> dict[int, list[Tensor | None]]:
         return {s: g for m in self.machines for (s, _), g in m.store.gradients.items()}

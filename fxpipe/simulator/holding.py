@@ -270,9 +270,9 @@ class Holding:
         match kind:
             case "weights":
                 if not self._owns(source):
-                    yield Piece("parameters", buffer, sizes.parameters.get(source, 0))
+                    yield Piece("parameters", buffer, sizes.crossing(buffer))
             case "sums" if self._owns(source):
-                yield Piece("gradients", buffer, sizes.gradients.get(source, 0))
+                yield Piece("gradients", buffer, sizes.crossing(buffer))
             case "sums":
                 yield self._sums(source, batch)
             case "grad":

@@ -68,7 +68,7 @@ def _early(simulation: Simulation, holding: Holding) -> list[tuple[float, int, i
     most = holding.sizes.early
     if not most:
         return []
-    own, sizes = simulation.program.lists[holding.device], holding.sizes.values
+    own, sizes = simulation.program.lists[holding.device], holding.sizes
     received = {x.buffer: at for at, x in enumerate(own) if isinstance(x, ins.Receive | ins.Pop)}
     if most < inf:  # its memory is taken when its receive is posted, at an earlier receive
         starts, ahead = simulation.events.starts[holding.device], int(most)
@@ -77,11 +77,11 @@ def _early(simulation: Simulation, holding: Holding) -> list[tuple[float, int, i
         for buffer, at in received.items():
             before = places[simulation.program.ends_of(buffer)[0]]
             since = starts[before[-ahead]] if len(before) >= ahead else 0.0
-            posted.append((since, at, sizes.get(buffer.value, 0)))
+            posted.append((since, at, sizes.crossing(buffer)))
             before.append(at)
         return sorted(posted)
     return sorted(
-        (transfer.end, received[buffer], sizes.get(buffer.value, 0))
+        (transfer.end, received[buffer], sizes.crossing(buffer))
         for buffer, transfer in simulation.events.transfers.items()
         if transfer.target == holding.device and buffer in received
     )

@@ -343,13 +343,12 @@ class _Ways:
     def _copied(self, buffer: Buffer) -> int:
         """Bytes of a stage's weights on their way to a copy, or of gradients on their way back."""
         what = "parameters" if buffer.kind == "weights" else "gradients"
-        known: Mapping[int, int] = {} if self._sizes is None else getattr(self._sizes, what)
-        if buffer.source not in known:
+        if self._sizes is None or buffer.source not in getattr(self._sizes, what):
             raise InputError(
                 f"a link of limited bandwidth carries {buffer}, whose size is not known; give "
                 f"sizes=Sizes({what}={{{buffer.source}: bytes}})"
             )
-        return known[buffer.source]
+        return self._sizes.crossing(buffer)
 
     def _summing(self, buffer: Sum) -> int:
         """Bytes that the replica sends which sends the most: of parts of gradients the first one,

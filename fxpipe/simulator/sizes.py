@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from fxpipe.ir.value import part_of
+from fxpipe.ir.value import Buffer, part_of
 from fxpipe.simulator.sums import Summed
 
 if TYPE_CHECKING:
@@ -112,6 +112,7 @@ class Sizes:
         state: stage → bytes of the buffers that its forward writes anew for each micro-batch.
         saved_state: stage → bytes of those among them that its forward saves as they were before.
         parameters: stage → bytes of one version of its parameters.
+        buffers: stage → bytes of the buffers that it reads.
         gradients: stage → bytes of its sums of gradients, and of a further version of what is
             trained.
         elements: stage → for the gradient of each of its parameters the number of elements, and
@@ -145,6 +146,7 @@ class Sizes:
     state: Mapping[int, int] = field(default_factory=dict)
     saved_state: Mapping[int, int] = field(default_factory=dict)
     parameters: Mapping[int, int] = field(default_factory=dict)
+    buffers: Mapping[int, int] = field(default_factory=dict)
     gradients: Mapping[int, int] = field(default_factory=dict)
     elements: Mapping[int, Sequence[tuple[int, int]]] = field(default_factory=dict)
     buckets: Mapping[int, Sequence[Bucket]] = field(default_factory=dict)
@@ -161,6 +163,16 @@ class Sizes:
     adding: Mapping[tuple[str, int], Workspace] = field(default_factory=dict)
     early: float = 0
     unknown: frozenset[int] = frozenset()
+
+    def crossing(self, buffer: Buffer) -> int:
+        """Bytes that cross to another device: of a value; of what a stage gives to a copy, its
+        parameters and buffers; or of what that gives back, its sums and what its forwards wrote."""
+        stage = buffer.source
+        if buffer.kind == "weights":
+            return self.parameters.get(stage, 0) + self.buffers.get(stage, 0)
+        if buffer.kind == "sums":
+            return self.gradients.get(stage, 0) + self.state.get(stage, 0)
+        return self.values.get(buffer.value, 0)
 
     def part(self, stage: int, replica: int, replicas: int, bucket: int | None = None) -> int:
         """Bytes of the part of a stage's gradients, or of a bucket of them, that a replica sums for

@@ -209,6 +209,10 @@ CASES: Mapping[str, Callable[[Devices], Results]] = {
     "gradients": recipes(skips, optimizer=None),
     "leaf": recipes(skips, leaf_modules=["second"]),
     "symbolic": recipes(skips, tracer="symbolic"),
+    "chimera": recipes(skips, schedule="chimera", deferred_batchnorm=True, clip_norm=0.05),
+    "chimera, tied": recipes(tied, schedule="chimera"),
+    "chimera, leaf": recipes(tied, schedule="chimera", leaf_modules=["second"]),
+    "chimera, gradients": recipes(tied, schedule="chimera", optimizer=None),
     "own task": own_task,
     "changing": changing,
     "differentiated": differentiated,
@@ -224,13 +228,13 @@ ONLY_TWO: Mapping[str, Callable[[Devices], Results]] = {
 LINKS: Mapping[int, Sequence[str]] = {
     2: [
         *("1f1b", "predicted", "clipped", "scaled", "recomputed", "deferred", "gradients"),
-        *("leaf", "symbolic", "own task", "differentiated", "profiled", *ONLY_TWO),
+        *("leaf", "symbolic", "own task", "differentiated", "profiled", "chimera", *ONLY_TWO),
     ],
     3: [  # a first rank, one between, and a last one
         *("1f1b", "gpipe", "2bw", "cdp-v2", "tied", "tied, 2bw", "tied, cdp-v2"),
-        *("clipped, 2bw", "deferred, 2bw", "changing"),
+        *("clipped, 2bw", "deferred, 2bw", "changing", "chimera, leaf"),
     ],
-    4: ["zb-h1", "pipedream"],
+    4: ["zb-h1", "pipedream", "chimera"],
 }
 """Ranks → the cases that are run over links; four parts are too few for two on each of more."""
 

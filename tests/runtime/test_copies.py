@@ -22,7 +22,6 @@ from fxpipe.ir.schedule import Schedule
 from fxpipe.passes.schedule import add_reduce
 from fxpipe.runtime import interpreter
 from fxpipe.runtime.interpreter import Machine, Store
-from fxpipe.runtime.ranks.group import RankGroup
 from fxpipe.simulator.sizes import Sizes
 from tests.helpers.overlapping import ADAMW, OPTIMIZERS, SGD, compiled, make
 from tests.helpers.profiles import DEEP
@@ -275,12 +274,8 @@ def test_no_leaf_module_is_called_by_two_devices_at_once() -> None:
             pipe.step(x, target=y)
 
 
-def test_other_devices_and_ranks_are_refused_by_name() -> None:
+def test_other_devices_are_refused_by_name() -> None:
     recipe = find_recipe("chimera")
-    group = RankGroup()
-    check_copies(recipe, group, torch.device("cpu"))
+    check_copies(recipe, torch.device("cpu"))
     with pytest.raises(InputError, match=r"'chimera', which has .* not possible on cuda devices"):
-        check_copies(recipe, group, torch.device("cuda", 0))
-    group.size = 2
-    with pytest.raises(InputError, match=r"'chimera', which has .* over several ranks"):
-        check_copies(recipe, group, torch.device("cpu"))
+        check_copies(recipe, torch.device("cuda", 0))

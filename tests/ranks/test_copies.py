@@ -1,0 +1,158 @@
+"""Stages with copies on other ranks: equal to a loop that sums in the same parts, and to the byte
+what was predicted; a rank that fails or dies is named."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+import fxpipe
+from fxpipe import ExecutionError
+from fxpipe.ir import instruction as ins
+from fxpipe.ir.recipe import find_recipe
+from fxpipe.ir.value import Buffer
+from fxpipe.runtime.ranks.channels import RankChannels
+from tests.helpers.failing import at, die, fail, fails, first_of_each_kind, unchanged
+from tests.helpers.overlapping import ADAMW, make
+from tests.helpers.profiles import DEEP
+from tests.helpers.ranks import DeviceMesh, on_ranks
+from tests.helpers.tiny import Snapshot, within
+from tests.oracles import loop
+from tests.oracles.copied_loop import CopiedLoop
+from tests.oracles.delayed_loop import MSE
+from tests.ranks.test_lost_ranks import survivors, told_of
+from tests.runtime.test_copies import copied
+
+
+def compiled(mesh: DeviceMesh, model: nn.Sequential, **options: Any) -> fxpipe.Pipeline:
+    """A pipe of layers that are cut evenly, whose stages have copies."""
+    cuts = [str(rank * len(model) // mesh.size()) for rank in range(1, mesh.size())]
+    chosen: dict[str, Any] = {"schedule": "chimera", "microbatches": 4, "partition": cuts}
+    return fxpipe.compile(model, mesh, loss=MSE, optimizer=ADAMW, **{**chosen, **options})
+
+
+def both(mesh: DeviceMesh, clip: float | None = None) -> tuple[fxpipe.Pipeline, CopiedLoop]:
+    """A pipe on ranks, and the loop."""
+    model = layers()
+    alone = copied(model, find_recipe("chimera")(mesh.size(), 4), ADAMW)
+    alone.clip = clip
+    return compiled(mesh, model, clip_norm=clip), alone
+
+
+def layers() -> nn.Sequential:
+    model, _ = make("mlp", 1, 8)
+    assert isinstance(model, nn.Sequential)
+    return model
+
+
+def equal(pipe: fxpipe.Pipeline, alone: CopiedLoop) -> None:
+    loop.assert_same(pipe.state_dict(full=True), alone.model.state_dict())
+
+
+def trained(mesh: DeviceMesh, folder: str) -> set[str]:
+    """Steps, a profile and a checkpoint, from which a model without data goes on."""
+    _, data = make("mlp", 4, 8)
+    pipe, alone = both(mesh, 0.05)
+    with pipe:
+        for x, y in data[:2]:
+            assert torch.equal(pipe.step(x, target=y), alone.step(x, y))
+        equal(pipe, alone)
+        pipe.save(folder)
+        pipe.profile(*data[2])
+    hollow = layers().to("meta")
+    with compiled(mesh, hollow, clip_norm=0.05) as pipe:
+        pipe.prepare(data[2][0], target=data[2][1])
+        pipe.load(folder)
+        for x, y in data[2:]:
+            assert torch.equal(pipe.step(x, target=y), alone.step(x, y))
+        equal(pipe, alone)
+        real = {name for name, value in hollow.state_dict().items() if not value.is_meta}
+        assert real == set(pipe.state_dict()), "a copy of a stage has allocated something"
+    return real
+
+
+@pytest.mark.parametrize("size", [2, 4] if DEEP else [2])
+def test_copies_on_ranks_train_as_a_loop_and_have_no_weights_of_their_own(
+    size: int, tmp_path: Path
+) -> None:
+    names = on_ranks(size, trained, str(tmp_path / "run"))
+    assert sum(map(len, names)) == len(set[str]().union(*names)) == 12
+
+
+@contextmanager
+def counted() -> Iterator[list[int]]:
+    """Inside, the bytes of tensors are counted that this rank hands to others."""
+    put, sent = RankChannels.put, [0]
+
+    def count(channels: RankChannels, device: int, buffer: Any, value: Any) -> None:
+        leaves = pytree.tree_leaves(value) if buffer.kind != "norm" else ()
+        sent[0] += sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
+        put(channels, device, buffer, value)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(RankChannels, "put", count)
+        yield sent
+
+
+def bytes_sent(mesh: DeviceMesh) -> tuple[int, int]:
+    """What a rank sends in a step, counted and predicted."""
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh()) for _ in range(4)]
+    x = torch.randn(8, 6)
+    with compiled(mesh, nn.Sequential(*blocks), deferred_batchnorm=True) as pipe:
+        pipe.step(x, target=x)
+        with counted() as sent:
+            pipe.step(x, target=x)
+        found = pipe.simulate()
+        assert found.sizes is not None
+        own = [each for each in found.transfers if each.source == mesh.get_local_rank()]
+        buffers = [each.buffer for each in own if isinstance(each.buffer, Buffer)]
+        return sent[0], sum(map(found.sizes.crossing, buffers))
+
+
+def test_a_rank_sends_as_many_bytes_as_predicted() -> None:
+    for sent, predicted in on_ranks(2, bytes_sent):
+        assert sent == predicted > 0
+
+
+def failing(mesh: DeviceMesh, folder: str) -> set[str]:
+    """Let each kind of instruction fail on each rank in turn; at last a rank is killed."""
+    here, kinds = mesh.get_local_rank(), set[str]()
+    pipe, alone = both(mesh)
+    _, [(x, y)] = make("mlp", 1, 8)
+    assert torch.equal(pipe.step(x, target=y), alone.step(x, y))
+    told = [each for each in first_of_each_kind(pipe) if isinstance(each[2], ins.Copying)]
+    for rank, position, instruction in told:
+        before = Snapshot.of(pipe)
+        with (
+            within(5),
+            at(position if rank == here else -1, fail),
+            pytest.raises(ExecutionError) as raised,
+        ):
+            pipe.step(x, target=y)
+        fails(rank, raised.value, instruction, rank == here)
+        unchanged(before, pipe, str(instruction))
+        assert torch.equal(pipe.step(x, target=y), alone.step(x, y))
+        equal(pipe, alone)
+        kinds.add(type(instruction).__name__)
+    position = next(at for rank, at, x in told if rank == 1 and isinstance(x, ins.Give))
+    if here == 1:
+        with at(position, die):
+            pipe.step(x, target=y)
+    with told_of(1):
+        pipe.step(x, target=y)
+    pipe.close()
+    return kinds
+
+
+@pytest.mark.skipif(os.name != "posix", reason="processes are killed as POSIX does")
+def test_a_rank_that_fails_or_dies_between_copies_is_named_on_the_others() -> None:
+    assert survivors(2, {1}, failing) == [{"Share", "Give", "Add"}]
