@@ -88,8 +88,9 @@ class Buffer(NamedTuple):
     itself ``saved`` from forward to backward, ``deferred`` from the input-gradient half of its
     backward to the weight-gradient half, and ``state``, the buffers that its forward read, until
     it recomputes. ``norm`` holds the norms of its gradients on their way to another stage.
-    ``weights`` holds its weights on their way to a copy on another device, ``sums`` the gradients
-    that the copy has summed on their way back; instead of a micro-batch they name that device.
+    ``weights`` holds its weights and buffers on their way to a copy on another device, ``sums``
+    what the copy has summed on its way back, gradients and the moments of BatchNorms; instead of a
+    micro-batch they name that device.
     """
 
     kind: BufferKind
@@ -134,12 +135,12 @@ def state(stage: int, microbatch: int, batch: int = 0) -> Buffer:
 
 
 def weights_buffer(stage: int, device: int, batch: int = 0) -> Buffer:
-    """A stage's weights, for its copy on a device."""
+    """A stage's weights and buffers, for its copy on a device."""
     return Buffer("weights", "", stage, stage, device, batch)
 
 
 def sums_buffer(stage: int, device: int, batch: int = 0) -> Buffer:
-    """What the copy of a stage on a device has summed of its gradients of a batch."""
+    """What the copy of a stage on a device has summed of a batch: gradients, and moments."""
     return Buffer("sums", "", stage, stage, device, batch)
 
 

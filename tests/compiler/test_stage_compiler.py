@@ -26,6 +26,7 @@ import fxpipe
 from fxpipe.errors import InputError
 from fxpipe.kernels.inductor import Compiled, compiled
 from fxpipe.passes.inductor import libraries
+from tests.helpers.profiles import DEEP
 from tests.helpers.ranks import on_ranks
 
 pytestmark = pytest.mark.skipif(
@@ -334,26 +335,37 @@ def test_the_memory_of_a_library_is_measured(folder: Path) -> None:
         assert pipe.simulate().memory[0].peak >= 2 * weights + 3 * value
 
 
-def ran(mesh: DeviceMesh) -> tuple[float, list[bool]]:
+def ran(mesh: DeviceMesh, schedule: str) -> tuple[float, list[bool]]:
     torch.manual_seed(0)
     model = Net()
     x, y = batch()
     with fxpipe.compile(
-        model, mesh, microbatches=3, partition=["last"], loss=mse_loss, stage_compiler="inductor"
+        model,
+        mesh,
+        schedule=schedule,
+        microbatches=3,
+        partition=["last"],
+        loss=mse_loss,
+        stage_compiler="inductor",
+        deferred_batchnorm=schedule == "chimera",
     ) as pipe:
         return float(pipe.step(x, target=y)), [each is not None for each in graphs(pipe)]
 
 
 @pytest.mark.timeout(300)
-def test_a_rank_compiles_its_own_stages(folder: Path) -> None:
+@pytest.mark.parametrize("schedule", ["1f1b", "chimera"] if DEEP else ["1f1b"])
+def test_a_rank_compiles_its_own_stages_and_those_of_which_it_has_copies(
+    schedule: str, folder: Path
+) -> None:
     x, y = batch()
     with made(None) as pipe:
         expected = float(pipe.step(x, target=y))
-    told = on_ranks(2, ran, timeout=200)
+    told = on_ranks(2, ran, schedule, timeout=200)
     assert [loss for loss, _ in told] == pytest.approx([expected] * 2, rel=1e-5)
+    both = schedule == "chimera"
     assert [compiled for _, compiled in told] == [
-        [True, True, False, False],
-        [False, False, True, True],
+        [True, True, both, both],
+        [both, both, True, True],
     ]
 
 
