@@ -38,8 +38,9 @@ _MODULES = 4
 class Inspected(nn.Module):
     """The part of a pipe that shows what it is and does.
 
-    It shares its dictionaries of parameters, buffers and submodules with the model. It cannot be
-    moved or copied, because compiled graphs refer to the tensors that it has.
+    It shares its dictionaries of parameters, buffers and submodules with the model, and has the
+    model's other attributes, such as ``config``, where it has none of that name. It cannot be moved
+    or copied, because compiled graphs refer to the tensors that it has.
 
     Attributes:
         devices: where the stages are, in order.
@@ -52,7 +53,6 @@ class Inspected(nn.Module):
         self._buffers = model._buffers
         self._modules = model._modules
         self._non_persistent_buffers_set = model._non_persistent_buffers_set
-        self.training = model.training
         self.devices = options.torch_devices
         self._options = options
         self._group = options.group
@@ -65,11 +65,41 @@ class Inspected(nn.Module):
     def _model(self) -> nn.Module:
         return self._options.model
 
+    @property
+    def training(self) -> bool:
+        """The model's own mode, which frameworks also set by this attribute."""
+        return self._model.training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        if "_options" in vars(self):  # else nn.Module begins
+            self._model.training = mode
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            options = vars(self).get("_options")
+            if options is None or name.startswith("__") or not hasattr(options.model, name):
+                raise
+        return getattr(options.model, name)
+
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        raise InputError(
-            "a compiled model cannot be moved or cast: its graphs hold its devices and types; "
-            "close() the pipe, change the model, and compile it again"
-        )
+        """What ``to``, ``cuda``, ``half`` and their like do: nothing, or they are refused."""
+        for name, tensor in (*self.named_parameters(), *self.named_buffers()):
+            cause: Exception | None = None
+            try:
+                if tensor.is_meta or fn(tensor) is tensor:
+                    continue
+            except Exception as error:  # such as .cuda() of a PyTorch without CUDA
+                cause = error
+            raise InputError(
+                f"a compiled model cannot be moved or cast, as its {name!r} would be, which is "
+                f"{tensor.dtype} on {tensor.device}: its graphs hold its devices and types; "
+                "close() the pipe, change the model, and compile it again; or keep the framework "
+                "that calls this from placing the model"
+            ) from cause
+        return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise InputError(

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from time import perf_counter
+from types import MethodType
 from typing import Any
 
 import torch
 
 from fxpipe.compiler.compiled import Compiled
 from fxpipe.compiler.compiler import Compiler
+from fxpipe.compiler.looking import HOOKS
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.predict import split_target
 from fxpipe.compiler.timetable import Purpose
@@ -24,6 +28,27 @@ from fxpipe.simulator import Simulation
 from fxpipe.simulator.simulate import measured_run
 from fxpipe.torchtools.pytrees import together
 from fxpipe.turn import in_turn, in_turn_in_backward
+
+
+class SignedLikeTheModel:
+    """Decorates a pipe's ``forward`` so that it shows the signature of the model's own."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __get__(self, pipe: Pipeline | None, owner: type[Pipeline]) -> Any:
+        if pipe is None:
+            return self._function
+
+        @functools.wraps(self._function)
+        def forward(pipe: Pipeline, *args: Any, **kwargs: Any) -> Any:
+            return self._function(pipe, *args, **kwargs)
+
+        own = inspect.signature(pipe._model.forward)
+        first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        signature = own.replace(parameters=[first, *own.parameters.values()])
+        vars(forward)["__signature__"] = signature
+        return MethodType(forward, pipe)
 
 
 class Pipeline(Saved):
@@ -98,6 +123,7 @@ class Pipeline(Saved):
                 message says otherwise.
         """
         with SignalsAtOperations() as signals, self._group.calling("step"):
+            self._refuse_hooks()
             micro = self._decided(self._take(args, kwargs, target, step=True))
             compiled = self._ready(
                 micro, "step", updates=self._engine.updates, outputs=return_output
@@ -128,20 +154,23 @@ class Pipeline(Saved):
         """
         self._engine.flush()
 
+    @SignedLikeTheModel
     @in_turn_in_backward
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for a batch.
 
         In eval mode or without gradients, inference. In training mode the output is
         differentiable: calling ``backward`` on something computed from it drains the pipeline.
-        Batches in flight are finished first. ``torch.compile`` leaves this method uncompiled.
+        Batches in flight are finished first. ``torch.compile`` leaves this method uncompiled. It
+        has the signature of the model's ``forward``, which frameworks look at.
 
         Args:
             *args: the model's positional inputs, split as in ``step``.
             **kwargs: its keyword inputs.
 
         Returns:
-            The model's output for the whole batch, joined as in ``step``.
+            The model's output for the whole batch, joined as in ``step``. A loss that the model
+            returns is that of ``step``, where ``compile`` has none.
 
         Raises:
             InputError, TraceError, ExecutionError: as in ``step``.
@@ -153,6 +182,7 @@ class Pipeline(Saved):
             purpose: Purpose = "call" if differentiable else "infer"
             compiled = self._ready(micro, purpose, input_gradients=differentiable)
             self._check_data(compiled)
+            micro = self._compiler.weighed(compiled, micro)
             run = self._engine.call if differentiable else self._engine.infer
             output = run(compiled, micro)
         return together(output, compiled.traced.out_spec)
@@ -225,7 +255,6 @@ class Pipeline(Saved):
         """Switch the model's mode; each mode has graphs of its own. Flushes first."""
         self.flush()
         self._model.train(mode)
-        self.training = mode
         return self
 
     def close(self) -> None:
@@ -245,6 +274,16 @@ class Pipeline(Saved):
         if error is not None:
             self._engine.abandon()  # batches that the error left half done must not go on
         self.close()
+
+    def _refuse_hooks(self) -> None:
+        """Raises InputError where hooks of the pipe itself would not be called by a step."""
+        found = [name.strip("_").replace("_", " ") for name in HOOKS if vars(self)[name]]
+        if found:
+            raise InputError(
+                f"the pipe has {' and '.join(found)}, which a step, that calls no module, would "
+                "leave out; remove them, or register forward hooks on the model, in whose graph "
+                "they are, or train by pipe(x) and backward, which run those of the pipe"
+            )
 
     def _take(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any = None, *, step: bool

@@ -73,6 +73,11 @@ class Saved(Inspected):
         with allocated(loaded):
             return self._model.load_state_dict({**state_dict, **others}, *args, **kwargs)
 
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """What ``load_state_dict`` of a module that holds the pipe calls. Flushes first."""
+        self._engine.flush()
+        self._model._load_from_state_dict(*args, **kwargs)
+
     @in_turn
     def reset_parameters(self, function: Initialise | None = None) -> None:
         """Give parameters and buffers their initial values, as one process would draw them.

@@ -35,6 +35,7 @@ from fxpipe.passes.graph.extents import extents
 from fxpipe.passes.graph.lazy_module import sources_forgotten
 from fxpipe.passes.partition.assignment import Verdict
 from fxpipe.passes.runner import run_all
+from fxpipe.passes.tracing.attach_loss import returned_loss
 from fxpipe.passes.tracing.loss_terms import Divisor, loss_terms
 from fxpipe.runtime.batch import Batch, MicroBatches
 from fxpipe.runtime.choice import Choice
@@ -220,10 +221,15 @@ class Compiler:
             else [stage.kernel for stage in plan.stages if stage.kernel is not None]
             for size, (_, plan) in plans.items()
         }
+        if purpose != "step" and self.options.loss is None:
+            traced = replace(traced, loss=returned_loss(traced))
         terms: list[tuple[Divisor | None, ...]] = []
-        if purpose == "step" and self.options.objective.averages:
+        if traced.loss is not None and self.options.objective.averages:
             split = [index for index, dim in enumerate(batch.dims) if dim is not None]
-            of_size = {size: self._terms_of(made, split) for size, (made, _) in plans.items()}
+            of_size = {
+                size: self._terms_of(replace(made, loss=traced.loss), split)
+                for size, (made, _) in plans.items()
+            }
             terms = [of_size[size] for size in sizes]
         kernels = [by_size[size] for size in sizes]
         threads = self.choice.threads(plan)
@@ -244,20 +250,25 @@ class Compiler:
     def weighed(self, compiled: Compiled, micro: MicroBatches) -> MicroBatches:
         """The same micro-batches, each with the weight of its loss in the batch's loss.
 
+        A call has a loss where the model returns it. Its batch is that of its own replica.
+
         Warns once where the loss is not that of the whole batch.
 
         Raises:
             InputError: as ``Objective.counts`` and ``Objective.weights``.
         """
+        if compiled.traced.loss is None:
+            return micro
         objective, group, terms = self.options.objective, self.options.group, compiled.terms
-        counted = len(micro) * group.replicas > 1 and any(map(any, terms))
-        if objective.averages and group.replicas == 1 and not counted:
+        replicas = group.replicas if compiled.purpose == "step" else 1
+        counted = len(micro) * replicas > 1 and any(map(any, terms))
+        if objective.averages and replicas == 1 and not counted:
             return micro  # by samples, as it is
         values: list[Divided] = []
         if counted:
-            values = divided(terms, micro, self._buffers(compiled), alone=group.replicas == 1)
+            values = divided(terms, micro, self._buffers(compiled), alone=replicas == 1)
         parts = [(objective.counts(micro), values)]
-        if group.replicas > 1:
+        if replicas > 1:
             told = group.exchange("the weights", parts[0])
             parts = [told[rank] for rank in group.twins]
         counts = [count for own, _ in parts for count in own]
@@ -269,7 +280,7 @@ class Compiler:
             self._warned = True
             advice = objective.advice(wrong, micro.batch)
             warnings.warn(advice, stacklevel=users_level())
-        if group.replicas == 1:
+        if replicas == 1:
             return replace(micro, weights=weights)
         cut = [weights[first : first + len(micro)] for first in range(0, len(weights), len(micro))]
         return replace(micro, weights=cut[micro.replica], all_weights=cut)

@@ -28,9 +28,10 @@ MOST = 10_000
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _SEQUENCES = (list, tuple, set, frozenset, deque)
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-_GLOBAL_HOOKS = tuple(f"_global{name}" for name in _HOOKS)
-_APART = frozenset(vars(nn.Module())) - {*_HOOKS}
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+"""What a module keeps its hooks in."""
+_GLOBAL_HOOKS = tuple(f"_global{name}" for name in HOOKS)
+_APART = frozenset(vars(nn.Module())) - {*HOOKS}
 """Attributes of every module that are looked at in another way, or not at all."""
 _RECORDS = ("types.SimpleNamespace", "argparse.Namespace")
 """Python's own classes whose objects are looked into."""
@@ -197,10 +198,10 @@ class Look:
                 continue
             for name, tensor in (*module._parameters.items(), *module._buffers.items()):
                 self.values[f"{where}.{name}"] = Same(tensor) if leaves is None else _form(tensor)
-            for name in _HOOKS:
+            for name in HOOKS:
                 self._hooks(f"{where}.{name}", vars(module).get(name, {}))
             every = type(module) in self._reads.makers
-            self._attributes(where, vars(module), every, {*_APART, *_HOOKS})
+            self._attributes(where, vars(module), every, {*_APART, *HOOKS})
             self._at(f"{where}.__class__", type(module))
 
     def _hooks(self, path: str, hooks: Mapping[Any, Any]) -> None:

@@ -168,9 +168,11 @@ class BatchHost:
         """Split the gradients of the joined outputs; None stands for zeros."""
         dims = {out.name: out.dims for out in self.traced.outputs if isinstance(out, Value)}
         for name, gradient in zip(names, gradients, strict=True):
-            self.gradients[name] = _split_like(
-                self.outputs[name], gradient, self.micro.sizes, dims[name]
-            )
+            parts = self.outputs[name]
+            if name == self.traced.loss and gradient is not None:
+                self.gradients[name] = [gradient * weight for weight in self.micro.weights]
+            else:
+                self.gradients[name] = _split_like(parts, gradient, self.micro.sizes, dims[name])
 
     def gradients_of_inputs(self) -> Mapping[str, Tensor]:
         """The gradient of each input that gets one, for the whole batch."""

@@ -215,7 +215,7 @@ def declare_own_loss(traced: Traced) -> Traced:
     Raises:
         InputError: the model returns no loss.
     """
-    name = _own_loss(traced)
+    name = _named_loss(traced)
     if name is None:
         raise InputError(
             "there is no loss: the model returns neither one tensor nor something with .loss; "
@@ -224,7 +224,15 @@ def declare_own_loss(traced: Traced) -> Traced:
     return with_loss(traced, name)
 
 
-def _own_loss(traced: Traced) -> str | None:
+def returned_loss(traced: Traced) -> str | None:
+    """The name of the loss in what a call of the model returns; None if there is none."""
+    name = _named_loss(traced)
+    value = next((node.meta.get("val") for node in traced.graph.nodes if node.name == name), None)
+    scalar = isinstance(value, torch.Tensor) and not value.dim() and value.is_floating_point()
+    return name if scalar else None
+
+
+def _named_loss(traced: Traced) -> str | None:
     output = together(traced.outputs, traced.out_spec)
     if isinstance(output, dict):
         output = output.get("loss", output)

@@ -23,6 +23,7 @@ from fxpipe.schedules import one_f_one_b
 from fxpipe.torchtools.meta import bytes_without_data
 from tests.helpers.refusals import SGD, X, Y, compiled, refused, stepped
 from tests.helpers.tiny import Snapshot, Tiny
+from tests.oracles import loop
 
 # arguments of compile
 
@@ -273,18 +274,59 @@ def test_a_single_row_is_shared_and_any_other_size_is_never_cut(pipe: fxpipe.Pip
 @pytest.mark.parametrize(
     "move",
     [
-        lambda pipe: pipe.to("cpu"),
+        lambda pipe: pipe.to("meta"),
         lambda pipe: pipe.half(),
         lambda pipe: pipe.double(),
         lambda pipe: pipe.cuda(),
         lambda pipe: pipe.to_empty(device="cpu"),
-        lambda pipe: pipe.share_memory(),
+        lambda pipe: nn.ModuleList([pipe]).to(torch.float64),
     ],
 )
 def test_moving_or_casting_a_pipe_is_refused(
     pipe: fxpipe.Pipeline, move: Callable[[nn.Module], Any]
 ) -> None:
-    refused(InputError, lambda: move(pipe), "cannot be moved or cast", "compile it again")
+    before = copy.deepcopy(pipe.state_dict())
+    with torch.no_grad():
+        refused(InputError, lambda: move(pipe), "cannot be moved or cast", "compile it again")
+    loop.assert_same(pipe.state_dict(), before)
+    pipe.step(X, target=Y)
+
+
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda pipe: pipe.to("cpu"),
+        lambda pipe: pipe.to(torch.float32),
+        lambda pipe: pipe.cpu().float().requires_grad_(),
+        lambda pipe: nn.ModuleList([pipe]).to("cpu")[0],
+    ],
+)
+def test_a_move_or_cast_that_changes_nothing_does_nothing(
+    pipe: fxpipe.Pipeline, move: Callable[[nn.Module], Any]
+) -> None:
+    assert move(pipe) is pipe
+    pipe.step(X, target=Y)
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [
+        lambda pipe, see: pipe.register_forward_pre_hook(lambda *_: see.append(1)),
+        lambda pipe, see: pipe.register_forward_hook(lambda *_: see.append(1)),
+        lambda pipe, see: pipe.register_full_backward_hook(lambda *_: see.append(1)),
+        lambda pipe, see: pipe.register_full_backward_pre_hook(lambda *_: see.append(1)),
+    ],
+)
+def test_hooks_of_a_pipe_run_in_calls_and_are_refused_in_steps(
+    pipe: fxpipe.Pipeline, hook: Callable[[nn.Module, list[int]], Any]
+) -> None:
+    seen: list[int] = []
+    handle = hook(pipe, seen)
+    refused(InputError, lambda: pipe.step(X, target=Y), "hooks, which a step", "train by pipe(x)")
+    assert not seen
+    pipe(X.clone().requires_grad_()).sum().backward()
+    assert seen == [1]
+    handle.remove()
     pipe.step(X, target=Y)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -276,3 +277,68 @@ def test_modes_switch_freely_also_of_single_modules() -> None:
             loop.assert_same(loop.gradients(model), loop.gradients(alone), 1e-12)
             loop.assert_same(model.state_dict(), alone.state_dict(), 1e-12)
         assert len(pipe._compiler.plans.graphs) == 4  # each mode is traced once
+
+
+class Named(nn.Module):
+    """A model with attributes of its own, and a name for each of its inputs."""
+
+    kind = "of the class"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+        self.config = {"width": 4}
+        self.version = nn.Buffer(torch.zeros(1))
+
+    def forward(self, first: Tensor, *, second: Tensor | None = None, **others: Any) -> Tensor:
+        made: Tensor = self.layers(first if self.training else 2 * first)
+        return made
+
+    def width(self) -> int:
+        return self.config["width"]
+
+    def _load_from_state_dict(self, state: dict[str, Tensor], prefix: str, *rest: Any) -> None:
+        state.setdefault(f"{prefix}version", torch.ones(1))
+        super()._load_from_state_dict(state, prefix, *rest)
+
+
+def test_a_pipe_shows_the_attributes_and_the_signature_of_its_model() -> None:
+    model = Named()
+    with fxpipe.compile(model, devices=2, microbatches=2) as pipe:
+        assert pipe.config is model.config and pipe.kind == model.kind and pipe.width() == 4
+        assert not hasattr(pipe, "nothing")
+        with pytest.raises(AttributeError, match="'Pipeline' object has no attribute 'nothing'"):
+            pipe.nothing  # noqa: B018
+        assert inspect.signature(pipe.forward) == inspect.signature(model.forward)
+
+
+def test_the_mode_may_be_set_by_attributes_as_frameworks_do() -> None:
+    model, x = Named(), torch.randn(4, 4)
+    with fxpipe.compile(model, devices=2, microbatches=2) as pipe, torch.no_grad():
+        for mode in (False, True):
+            for module in nn.ModuleList([pipe]).modules():
+                module.training = mode
+            assert model.training is pipe.training is mode
+            torch.testing.assert_close(pipe(x), model(x))
+
+
+def test_a_forward_may_be_replaced_on_a_pipe() -> None:
+    x = torch.randn(4, 4)
+    with fxpipe.compile(Named(), devices=2, microbatches=2) as pipe, torch.no_grad():
+        before, own = pipe(x), pipe.forward
+        pipe.forward = lambda *args: 3 * own(*args)
+        assert torch.equal(pipe(x), 3 * before)
+
+
+def test_a_module_that_holds_a_pipe_saves_and_loads_it() -> None:
+    model, other = Named(), Named()
+    with fxpipe.compile(model, devices=2, microbatches=2) as pipe:
+        holder = nn.ModuleDict({"net": pipe})
+        assert list(holder.state_dict()) == [f"net.{name}" for name in model.state_dict()]
+        state = {
+            f"net.{name}": value
+            for name, value in other.layers.state_dict(prefix="layers.").items()
+        }
+        holder.load_state_dict(state)  # what the model itself does with it
+    loop.assert_same(model.layers.state_dict(), other.layers.state_dict())
+    assert model.version == 1

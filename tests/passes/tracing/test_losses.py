@@ -322,12 +322,20 @@ def test_a_models_own_loss_is_weighed_by_its_inputs(options: dict[str, Any]) -> 
     y[:4] = IGNORED
     with fxpipe.compile(model, ["cpu"] * 2, microbatches=3, **options) as pipe:
         loss, output = pipe.step(x, labels=y, return_output=True)
+        stepped = loop.gradients(model)
+        loop.clear(model)
+        called = pipe(x, labels=y)
+        called["loss"].backward()
+        with torch.no_grad():
+            inferred = pipe.eval()(x, labels=y)
     expected = alone(x, y)
     expected["loss"].backward()
     torch.testing.assert_close(loss, expected["loss"].detach())
     assert torch.equal(output["loss"], loss)
     torch.testing.assert_close(output["output"], expected["output"].detach())
-    loop.assert_same(loop.gradients(model), loop.gradients(alone), 1e-12)
+    loop.assert_same(stepped, loop.gradients(alone), 1e-12)
+    assert torch.equal(called["loss"], loss) and torch.equal(inferred["loss"], loss)
+    loop.assert_same(loop.gradients(model), stepped)
 
 
 def test_a_sum_that_the_model_returns_is_added_up() -> None:
@@ -343,10 +351,16 @@ def test_a_sum_that_the_model_returns_is_added_up() -> None:
     alone = copy.deepcopy(model)
     with fxpipe.compile(model, ["cpu"] * 2, microbatches=3, reduction="sum") as pipe:
         loss = pipe.step(*rows(8))
+        stepped = loop.gradients(model)
+        loop.clear(model)
+        called = pipe(*rows(8))
+        called.backward()
     expected = alone(*rows(8))
     expected.backward()
     torch.testing.assert_close(loss, expected.detach())
-    loop.assert_same(loop.gradients(model), loop.gradients(alone), 1e-12)
+    loop.assert_same(stepped, loop.gradients(alone), 1e-12)
+    assert torch.equal(called, loss)
+    loop.assert_same(loop.gradients(model), stepped)
 
 
 @pytest.mark.parametrize(
