@@ -29,6 +29,7 @@ from fxpipe.ir.task import A, B, C, F, I, R, Task, TaskContext, U, W, define_tas
 from fxpipe.kernels.recompute import is_recomputing
 from fxpipe.passes.partition.options import Partition
 from fxpipe.pipeline import Pipeline
+from fxpipe.prefetch import prefetch
 from fxpipe.search.search import search_schedule
 
 __version__ = "0.1.0"
@@ -72,6 +73,7 @@ __all__ = [
     "define_task",
     "is_recomputing",
     "one_each",
+    "prefetch",
     "round_robin",
     "schedule",
     "search_schedule",

@@ -51,6 +51,7 @@ LAYERS = {
         "fxpipe.metrics",
         "fxpipe.overheads",
         "fxpipe.pipeline",
+        "fxpipe.prefetch",
         "fxpipe.python_file",
         "fxpipe.rehearsal",
         "fxpipe.saving",

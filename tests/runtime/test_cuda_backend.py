@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import itertools
+import operator
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -250,3 +253,79 @@ def test_an_unknown_dispatch_is_refused(dispatch: Any, part: str) -> None:
     with pytest.raises(InputError) as raised:
         fxpipe.compile(Tiny(), ["cpu"] * 2, dispatch=dispatch)
     assert part in str(raised.value)
+
+
+class Reused:
+    """A loader that fills the same memory for each batch, and notes when it is asked for one."""
+
+    def __init__(self, given: list[str]) -> None:
+        self.given = given
+
+    def __len__(self) -> int:
+        return 3
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        x, y = torch.empty(8, 4), torch.empty(8, dtype=torch.int64)
+        for number in range(3):
+            self.given.append(f"load {number}")
+            new = batch(8, number)
+            yield {"x": x.copy_(new[0]), "y": [y.copy_(new[1])], "number": number}
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_the_next_batch_is_copied_before_this_one_is_handed_over(
+    cuda: Cuda, monkeypatch: pytest.MonkeyPatch, pinned: bool
+) -> None:
+    given: list[str] = []
+
+    def pin(tensor: Tensor) -> Tensor:
+        given.append("pin")
+        return tensor.clone()
+
+    side, current = Stream(), cuda.current[-1]
+    side.given = current.given = given
+    monkeypatch.setattr(Event, "synchronize", lambda self: given.append("host waits"))
+    monkeypatch.setattr(Tensor, "is_pinned", lambda self: pinned)
+    monkeypatch.setattr(Tensor, "pin_memory", pin)
+    pipe, _ = on_cuda(Tiny())
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: side)
+    with pipe:
+        pipe._options = replace(pipe._options, places=pipe._options.torch_devices)
+        loader = fxpipe.prefetch(Reused(given), pipe)
+        assert len(loader) == 3
+        for _ in range(2):
+            for number, made in enumerate(loader):
+                given.append(f"use {number}")
+                x, y = batch(8, number)
+                assert torch.equal(made["x"], x) and torch.equal(made["y"][0], y)
+                assert made["number"] == number
+    copied = ["pin"] * 2 * (not pinned)
+    once = [
+        *("load 0", *copied, "host waits"),
+        *("load 1", *copied, "use 0", "host waits"),
+        *("load 2", *copied, "use 1", "host waits", "use 2"),
+    ]
+    assert [each for each in given if each not in ("wait", "record")] == once * 2
+
+
+def test_batches_are_copied_on_a_stream_between_the_callers_work(
+    cuda: Cuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    side, current = Stream(), cuda.current[-1]
+    pipe, _ = on_cuda(Tiny())
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: side)
+    with pipe:
+        pipe._options = replace(pipe._options, places=pipe._options.torch_devices)
+        got = iter(fxpipe.prefetch([batch(8, 0), batch(8, 1)], pipe))
+        next(got)
+        assert side.given == ["wait", "record"] * 2  # after what is before; the end of the copy
+        assert current.given == ["record"] * 2 + ["wait"]  # for the first batch's copy alone
+        next(got)
+        assert current.given[3:] == ["wait"]
+
+
+def test_on_a_cpu_batches_are_passed_on_as_they_come() -> None:
+    with fxpipe.compile(Tiny(), ["cpu"] * 2) as pipe:
+        batches = [batch(8, seed) for seed in range(3)]
+        loader = fxpipe.prefetch(batches, pipe)
+        assert all(map(operator.is_, loader, batches)) and len([*loader]) == len(loader) == 3

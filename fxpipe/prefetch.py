@@ -1,0 +1,89 @@
+"""Copy the next batch to a CUDA device while the pipe trains on this one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from fxpipe.pipeline import Pipeline
+
+B = TypeVar("B")
+
+
+class prefetch(Generic[B]):
+    """The batches of a loader, each on the pipe's device before its turn.
+
+    While the pipe trains on a batch, the next one is loaded and copied, out of pinned memory and on
+    a stream of its own, to the first device, or over several ranks to this rank's. Tensors in
+    tuples, lists and dicts are copied, and at most three batches are there at a time. Where devices
+    are CPUs, batches are passed on unchanged, as they come.
+
+    ::
+
+        for x, y in fxpipe.prefetch(loader, pipe):
+            loss = pipe.step(x, target=y)
+    """
+
+    def __init__(self, loader: Iterable[B], pipe: Pipeline) -> None:
+        """Nothing is loaded before the first iteration.
+
+        Args:
+            loader: gives the batches; it is iterated anew each time, and has the length. It may
+                fill the same tensors again for the next batch.
+            pipe: the pipe that trains on them.
+        """
+        self._loader = loader
+        self._options = pipe._options
+
+    def __len__(self) -> int:
+        return len(self._loader)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[B]:
+        if not self._options.places:
+            yield from self._loader
+            return
+        device = self._options.here
+        stream = torch.cuda.Stream(device)
+        ready: tuple[B, torch.cuda.Event] | None = None
+        for batch in self._loader:
+            following = self._copied(batch, stream, device)
+            if ready is not None:
+                yield self._handed(*ready, device)
+            following[1].synchronize()  # the loader may write into this batch's memory now
+            ready = following
+        if ready is not None:
+            yield self._handed(*ready, device)
+
+    def _copied(
+        self, batch: B, stream: torch.cuda.Stream, device: torch.device
+    ) -> tuple[B, torch.cuda.Event]:
+        """The batch on the device, and the end of its copy. The memory is that of the current
+        stream, which the pipe's own streams are ordered with; so no ``record_stream`` is needed."""
+
+        def copy(tensor: Tensor) -> Tensor:
+            if not tensor.is_cpu or tensor.layout is not torch.strided:
+                return tensor
+            pinned = tensor if tensor.is_pinned() else tensor.pin_memory()
+            made = torch.empty_like(pinned, device=device)
+            sources.append((made, pinned))
+            return made
+
+        sources: list[tuple[Tensor, Tensor]] = []
+        moved: Any = pytree.tree_map_only(Tensor, copy, batch)
+        before, after = torch.cuda.Event(), torch.cuda.Event()
+        before.record(torch.cuda.current_stream(device))
+        stream.wait_event(before)
+        with torch.cuda.stream(stream):
+            for made, pinned in sources:
+                made.copy_(pinned, non_blocking=True)
+        after.record(stream)
+        return moved, after
+
+    def _handed(self, batch: B, copied: torch.cuda.Event, device: torch.device) -> B:
+        """The batch, for whatever runs on the current stream from now on."""
+        torch.cuda.current_stream(device).wait_event(copied)
+        return batch
