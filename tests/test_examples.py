@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -137,3 +139,32 @@ def test_the_demo_trains_equal_to_one_device_and_draws(
     names = ("plan", "schedule", "program", "timeline")
     drawn = {f"{name}.{end}" for name in names for end in ("svg", "png")}
     assert {path.name for path in output.iterdir()} == drawn | {"denoised.png"}
+
+
+NUMBER = re.compile(r"-?\d+\.\d+")
+
+
+@pytest.mark.parametrize("name", ["unet", "gpt2"])
+def test_a_script_changes_in_few_lines_and_logs_the_same_numbers(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if name == "gpt2":
+        pytest.importorskip("transformers")
+    texts = []
+    for kind in ("plain", "piped"):
+        script = importlib.import_module(f"examples.{kind}_{name}")
+        script.main()
+        texts.append((Path(script.__file__ or "").read_text(), capsys.readouterr().out))
+    (plain_code, plain_log), (piped_code, piped_log) = texts
+    old, new = ([x for x in code.splitlines() if x] for code in (plain_code, piped_code))
+    changes = difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes()
+    changed = [max(b - a, d - c) for kind, a, b, c, d in changes if kind != "equal"]
+    assert sum(changed) <= 8 and len(old) < 70
+    assert NUMBER.sub("", plain_log) == NUMBER.sub("", piped_log)
+    plain_numbers, piped_numbers = (NUMBER.findall(log) for log in (plain_log, piped_log))
+    assert len(plain_numbers) > 20
+    if name == "gpt2":  # it accumulates gradients over what the pipe has as micro-batches
+        assert plain_numbers[:-1] == piped_numbers[:-1]
+    for one, other in zip(plain_numbers, piped_numbers, strict=True):
+        last = 10.0 ** -len(one.partition(".")[2])  # sums round otherwise over other parts
+        assert abs(float(one) - float(other)) < 1.5 * last
