@@ -69,7 +69,7 @@ format: $(READY)
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(INSTALL) setuptools
-	$(INSTALL) --no-build-isolation --editable '.[test,demo,html]'
+	$(INSTALL) --no-build-isolation --editable '.[test,demo,html,frameworks]'
 	touch $@
 
 $(VENV)/docs: $(READY)
