@@ -102,12 +102,29 @@ def counted() -> Iterator[list[int]]:
         yield sent
 
 
+class Scaled(nn.Module):
+    """It has a buffer that every forward reads."""
+
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(6))
+
+    def reset_parameters(self) -> None:
+        self.scale.fill_(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x) * self.scale
+
+
 def bytes_sent(mesh: DeviceMesh) -> tuple[int, int]:
-    """What a rank sends in a step, counted and predicted."""
-    torch.manual_seed(0)
-    blocks = [nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh()) for _ in range(4)]
-    x = torch.randn(8, 6)
-    with compiled(mesh, nn.Sequential(*blocks), deferred_batchnorm=True) as pipe:
+    """What a rank sends in a step, counted and predicted, of a model that is built without data."""
+    blocks = [nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), Scaled()) for _ in range(4)]
+    x, hollow = torch.randn(8, 6), nn.Sequential(*blocks).to("meta")
+    with compiled(mesh, hollow, deferred_batchnorm=True) as pipe:
+        pipe.prepare(x, target=x)
+        pipe.reset_parameters()
         pipe.step(x, target=x)
         with counted() as sent:
             pipe.step(x, target=x)
