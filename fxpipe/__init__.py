@@ -29,6 +29,9 @@ from fxpipe.ir.task import A, B, C, F, I, R, Task, TaskContext, U, W, define_tas
 from fxpipe.kernels.recompute import is_recomputing
 from fxpipe.passes.partition.options import Partition
 from fxpipe.pipeline import Pipeline
+from fxpipe.plan_training import plan_training
+from fxpipe.planner.choices import Choice, TrainingPlan
+from fxpipe.planner.cluster import Cluster
 from fxpipe.prefetch import prefetch
 from fxpipe.search.search import search_schedule
 
@@ -40,6 +43,8 @@ __all__ = [
     "C",
     "CaptureError",
     "CheckpointError",
+    "Choice",
+    "Cluster",
     "Comparison",
     "DeviceError",
     "DeviceMemoryError",
@@ -64,6 +69,7 @@ __all__ = [
     "Task",
     "TaskContext",
     "TraceError",
+    "TrainingPlan",
     "U",
     "VerificationError",
     "W",
@@ -73,6 +79,7 @@ __all__ = [
     "define_task",
     "is_recomputing",
     "one_each",
+    "plan_training",
     "prefetch",
     "round_robin",
     "schedule",

@@ -51,6 +51,7 @@ LAYERS = {
         "fxpipe.metrics",
         "fxpipe.overheads",
         "fxpipe.pipeline",
+        "fxpipe.plan_training",
         "fxpipe.prefetch",
         "fxpipe.python_file",
         "fxpipe.rehearsal",

@@ -95,7 +95,7 @@ class Placement:
         if not step:
             self._budget.way_out = "give compile(..., example=...) of a step, raise memory_limits"
         if self._measured is None or self._measured[0] is not traced:
-            self._measured = traced, self._measure(traced, values, state, wanted)
+            self._measured = traced, self.measure(traced, values, state, wanted)
         self._schedule = schedule
         facts = {
             **self._measured[1],
@@ -129,7 +129,7 @@ class Placement:
         wanted: Wanted,
     ) -> Mapping[int, Costs]:
         """Stage → what it costs in a further graph, which is measured."""
-        costs = self._measure(traced, values, state, wanted)["costs"]
+        costs = self.measure(traced, values, state, wanted)["costs"]
         return _by_stage(traced, assignment, costs)
 
     def follow(self, traced: Traced, reference: Traced, assignment: Assignment) -> Assignment:
@@ -138,7 +138,7 @@ class Placement:
         placed: Assignment = run_all(passes.FOLLOW, facts)["assignment"]
         return placed
 
-    def _measure(
+    def measure(
         self,
         traced: Traced,
         values: Mapping[str, Any],

@@ -188,6 +188,22 @@ class Plans:
             values = _values(traced, here.leaves)
             return self._placement.costs_of(traced, assignment, values, state, wanted)
 
+    def measured(self, call: Call, sizes: Sequence[int]) -> dict[int, Mapping[str, Any]]:
+        """Samples of a micro-batch → the whole model as measured for it: ``traced``, the ``plan``
+        of one stage, and the ``costs`` of the nodes. Sizes that its graph does not take are left
+        out; the graph and its ``state`` are the same for all."""
+        self.look()
+        found: dict[int, Mapping[str, Any]] = {}
+        with self._gathered(replace(call.zeros(), fixed=False)) as here:
+            traced = self._trace(here)
+            state, wanted = traced.state_of(self.options.model), _wanted(traced, call.purpose)
+            for size in dict.fromkeys((*sizes, call.size)):
+                if traced.accepts(size) and (size in sizes or not found):
+                    values = _values(traced, here.resized(size).leaves)
+                    made = self._placement.measure(traced, values, state, wanted)
+                    found[size] = {**made, "state": state}
+        return found
+
     @contextmanager
     def _followed(self, graph: Graph, size: int) -> Iterator[tuple[Call, Traced, Assignment]]:
         """Inside, the same call with zeros for micro-batches of another size, its graph, and the

@@ -1,0 +1,77 @@
+"""How long a plan takes for each benchmark model on 16 simulated devices.
+
+Four hosts of four devices each; the model is traced, measured on this machine's CPU, cut and
+simulated. Run it with ``python -m benchmarks.planning`` on a machine with nothing else to do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from functools import partial
+from typing import Any
+
+import torch
+
+import fxpipe
+from benchmarks.machine import describe
+from benchmarks.models.own import CASES as OWN
+from benchmarks.peers.case import CASES as LARGE
+from benchmarks.report import Figure, Report, timed
+
+CLUSTER = """
+device memory=16GiB
+host of=4 bandwidth=100GB/s latency=5us
+rack of=4 bandwidth=10GB/s latency=20us
+"""
+BATCH, MOST = 64, 30.0
+"""Samples of a step, and the seconds that a plan may take."""
+
+
+def main() -> int:
+    """Returns the exit status: 1 where a plan took longer than it may."""
+    parser = argparse.ArgumentParser(description="time plans for 16 simulated devices")
+    parser.add_argument("models", nargs="*", help="names of models; by default all")
+    wanted = parser.parse_args().models
+    figures: list[Figure] = []
+    slowest = 0.0
+    for name, plan in plans().items():
+        if wanted and name not in wanted:
+            continue
+        found, seconds = timed(plan)
+        print(f"{name}\n{found}")
+        best, slowest = found.best, max(slowest, seconds)
+        figures += [
+            Figure(f"{name}: planned in", seconds, "s"),
+            Figure(
+                f"{name}: the best",
+                f"{best.replicas} × {best.stages}, {best.predicted.candidate}",
+            ),
+        ]
+    settings = {"devices": 16, "batch": BATCH, "threads": torch.get_num_threads()}
+    Report("planning", "Plans on 16 devices", settings, figures, describe()).publish()
+    return 0 if slowest <= MOST else 1
+
+
+def plans() -> dict[str, Any]:
+    """Name of a model → what makes its plan."""
+    found: dict[str, Any] = {}
+    adam = partial(torch.optim.Adam, lr=1e-3)
+    for case in OWN:
+        torch.manual_seed(0)
+        batch = case.batch(8)
+        example = (batch.args, {**batch.kwargs, "target": batch.target})
+        found[case.name] = partial(_plan, case.model(), example, loss=case.loss, optimizer=adam)
+    for name in ("unet", "transformer"):
+        model, x, y = LARGE[name].make()
+        options: Any = {"loss": LARGE[name].loss, "optimizer": LARGE[name].optimizer}
+        found[name] = partial(_plan, model, ((x[:8],), {"target": y[:8]}), **options)
+    return found
+
+
+def _plan(model: Any, example: Any, **options: Any) -> fxpipe.TrainingPlan:
+    return fxpipe.plan_training(model, CLUSTER, BATCH, example=example, **options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,147 @@
+"""``plan_training``: measure a model, and rank the ways to train it on a cluster."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from math import inf
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxpipe.arguments import read_example
+from fxpipe.compile import compile
+from fxpipe.compiler.front_end import Call
+from fxpipe.errors import InputError
+from fxpipe.ir.recipe import find_recipe
+from fxpipe.passes.partition.atoms import atoms_of, footprint_of
+from fxpipe.passes.partition.measure import NodeCost
+from fxpipe.pipeline import Pipeline
+from fxpipe.planner.choices import TrainingPlan, choices
+from fxpipe.planner.cluster import Cluster
+from fxpipe.planner.profile import Profile
+from fxpipe.runtime.weights.optimizer import state_size
+from fxpipe.torchtools.state import untouched
+
+SIZES = (2, 8)
+"""Samples of the micro-batches for which a model is measured."""
+
+_ELEMENTS = 1 << 20
+
+
+def plan_training(
+    model: nn.Module,
+    cluster: Cluster | str,
+    batch: int,
+    *,
+    example: Any,
+    stale: bool = False,
+    schedules: Sequence[str] | None = None,
+    recompute: bool = True,
+    keep: int = 10,
+    device: str = "cpu",
+    sizes: Sequence[int] = SIZES,
+    **options: Any,
+) -> TrainingPlan:
+    """Rank the ways to train a model on a cluster: replicas × stages and where they are, cuts,
+    micro-batches, schedule and recomputation, by simulations with measured times.
+
+    All stages take one device each, and all replicas are alike. The model is traced once, measured
+    for micro-batches of a few sizes, and cut once for each number of stages; times of other sizes
+    lie on a line through those, so that what any task takes at least counts. What cannot be among
+    the fastest by a closed form is not simulated.
+
+    Args:
+        model: the model; it is not changed.
+        cluster: the devices, or the text of ``Cluster.parse``.
+        batch: samples of a step, over all replicas.
+        example: a batch of any size, as ``compile`` takes it.
+        stale: whether batches may read weights that are older than the newest, so that no flush is
+            needed.
+        schedules: names of the schedules to choose among; by default all of the library that train
+            with one stage a device.
+        recompute: whether stages may recompute where memory does not suffice.
+        keep: how many choices to return.
+        device: where the model is measured.
+        sizes: samples of the micro-batches for which it is measured.
+        **options: of ``fxpipe.compile``, such as ``loss`` and ``optimizer``. The choices compile
+            with them, too.
+
+    Raises:
+        InputError: an argument is wrong, or the batch cannot be divided among the devices.
+        TraceError: the model cannot be traced.
+    """
+    given = {"schedule", "microbatches", "partition", "devices", "memory_limits"} & options.keys()
+    if given:
+        raise InputError(f"{min(given)} is what plan_training chooses; leave it out")
+    if isinstance(cluster, str):
+        cluster = Cluster.parse(cluster)
+    if not isinstance(batch, int) or batch < 1:
+        raise InputError(f"batch is {batch!r}; give the samples of a step, at least 1")
+    with compile(model, [device], microbatches=1, **options) as pipe:
+        profile = _profile(pipe, example, [size for size in sizes if size <= batch] or [1])
+    recipes = None if schedules is None else [find_recipe(name) for name in schedules]
+    found = choices(
+        profile, cluster, batch, stale=stale, recipes=recipes, recompute=recompute, keep=keep
+    )
+    limits = {} if cluster.memory == inf else {"memory_limits": cluster.memory}
+    make = partial(_compile, model, {**options, **limits})
+    return replace(found, choices=tuple(replace(each, make=make) for each in found.choices))
+
+
+def _compile(model: nn.Module, given: dict[str, Any], devices: Any, **options: Any) -> Pipeline:
+    return compile(model, devices, **{**given, **options})
+
+
+def _profile(pipe: Pipeline, example: Any, sizes: Sequence[int]) -> Profile:
+    """The model measured for micro-batches of these sizes."""
+    args, kwargs = read_example(example)
+    named = {name: value for name, value in kwargs.items() if name != "target"}
+    micro = pipe._take(args, named, kwargs.get("target"), step=True)
+    compiler, options = pipe._compiler, pipe._options
+    schedule = compiler.timetable.schedule(1, "step")
+    leaves, size = micro.leaves[0], micro.batch.size
+    call = Call(micro.batch, leaves, size, "step", (False,) * len(leaves), schedule)
+    with untouched(options.model):
+        measured = compiler.plans.measured(call, sizes)
+    samples, first = max(measured.items())
+    traced, plan, state = first["traced"], first["plan"], first["state"]
+    footprint = footprint_of(traced, plan, first["costs"], state, 1.0)
+    trained = {k: n for k, n in footprint.resident.items() if state[k].requires_grad}
+    atoms = atoms_of(traced, first["costs"], replace(footprint, resident=trained))
+
+    def seconds(costs: dict[str, NodeCost]) -> dict[str, list[float]]:
+        each = [[costs[node.name] for node in nodes] for nodes in atoms.nodes]
+        return {
+            "F": [sum(cost.forward for cost in own) for own in each],
+            "B": [sum(cost.backward for cost in own) for own in each],
+            "I": [sum(cost.input_grad for cost in own) for own in each],
+            "W": [sum(cost.weight_grad for cost in own) for own in each],
+        }
+
+    ratio = state_size(options.optimizer)
+    return Profile(
+        atoms.work,
+        samples,
+        {size: seconds(made["costs"]) for size, made in measured.items()},
+        ratio,
+        (3 + 2 * ratio) / 3 * _adding(pipe.devices[0]),
+        atoms.layers,
+    )
+
+
+def _adding(device: torch.device) -> float:
+    """Seconds to add a byte to another: an update reads and writes what it has in as many rounds as
+    it keeps numbers for a weight."""
+    first, second = (torch.zeros(_ELEMENTS, device=device) for _ in range(2))
+    best = inf
+    for _ in range(5):
+        start = time.perf_counter()
+        first.add_(second)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - start)
+    return best / first.nbytes

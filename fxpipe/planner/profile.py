@@ -1,0 +1,133 @@
+"""What a model is measured to cost, and what its stages take where it is cut into some of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+
+from fxpipe.passes.partition.solver.solve import solve
+from fxpipe.passes.partition.work import Machine, Work
+from fxpipe.planner.candidates import Affine
+from fxpipe.simulator.sizes import Sizes
+
+KINDS = "FBIW"
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A model as atoms, which are never cut, in an order in which values run forward.
+
+    Attributes:
+        work: what the partition sees: seconds and values of a micro-batch of ``samples``, and as
+            ``resident`` the bytes of the trained parameters alone.
+        samples: the size of that micro-batch.
+        seconds: samples of a micro-batch → letter of a task → atom → seconds.
+        state: bytes of optimizer state for each byte of a parameter.
+        update: seconds of an update for each byte of a parameter.
+        layers: atom → what it belongs to, for names.
+    """
+
+    work: Work
+    samples: int
+    seconds: Mapping[int, Mapping[str, Sequence[float]]]
+    state: float = 0.0
+    update: float = 0.0
+    layers: tuple[str, ...] = field(default=(), repr=False)
+
+    def cut(self, stages: int, speed: float = 1.0) -> Stages | None:
+        """The model in so many stages of times as even as can be; None if it has fewer atoms."""
+        if len(self.work) < stages:
+            return None
+        found = solve(self.work, Machine.equal(stages), self.layers)
+        return None if found is None else Stages(self, found.division.stage_of, stages, speed)
+
+
+@dataclass(frozen=True, eq=False)
+class Stages:
+    """A model cut into stages.
+
+    Attributes:
+        profile: the model.
+        stage_of: atom → stage.
+        count: how many stages there are.
+        speed: of the devices.
+    """
+
+    profile: Profile
+    stage_of: tuple[int, ...]
+    count: int
+    speed: float = 1.0
+
+    @property
+    def cuts(self) -> tuple[str, ...]:
+        """Stage → the layer that its first atom belongs to."""
+        layers = self.profile.layers or tuple(map(str, range(len(self.stage_of))))
+        return tuple(layers[self.stage_of.index(stage)] for stage in range(self.count))
+
+    @cache  # noqa: B019
+    def times(self, samples: int) -> dict[tuple[str, int], float]:
+        """Letter and stage → seconds for micro-batches of so many samples."""
+        known = {
+            size: {kind: self._sums(seconds[kind]) for kind in KINDS}
+            for size, seconds in self.profile.seconds.items()
+        }
+        found = {
+            (kind, s): Affine({size: sums[kind][s] for size, sums in known.items()})(samples)
+            / self.speed
+            for kind in KINDS
+            for s in range(self.count)
+        }
+        for s, size in enumerate(self._parameters):
+            found["R", s], found["U", s] = found["F", s], self.profile.update * size / self.speed
+            found["A", s] = 0.0  # the link takes its time
+        return found
+
+    @cache  # noqa: B019
+    def sizes(self, samples: int, *, shared: int = 1) -> Sizes:
+        """What the stages hold for micro-batches of so many samples. What operations need while
+        they run is taken for the largest value that one of the stage's atoms keeps or sends.
+
+        Args:
+            samples: of a micro-batch.
+            shared: among how many replicas the optimizer's state is divided.
+        """
+        work, share = self.profile.work, samples / self.profile.samples
+        saved, values = self._sums(work.saved), [0.0] * self.count
+        kept, largest = list(saved), [0.0] * self.count
+        for atom, stage in enumerate(self.stage_of):
+            largest[stage] = max(largest[stage], work.saved[atom])
+        for value in work.transfers:
+            readers = {self.stage_of[reader] for reader in value.readers}
+            source = min(readers) if value.source is None else self.stage_of[value.source]
+            largest[source] = max(largest[source], value.bytes)
+            for target in readers - {source}:
+                kept[target] += value.bytes
+            if value.source is not None and readers - {source}:
+                values[source] += value.bytes
+        parameters = {s: round(size) for s, size in enumerate(self._parameters)}
+        state = self.profile.state / shared
+        return Sizes(
+            values={f"y{s}": round(size * share) for s, size in enumerate(values)},
+            saved={s: round(size * share) for s, size in enumerate(kept)},
+            deferred={s: round(size * share) for s, size in enumerate(kept)},
+            parameters=parameters,
+            gradients=parameters,
+            optimizer={
+                s: round(state * size + 2 * largest[s] * share) for s, size in parameters.items()
+            },
+        )
+
+    @property
+    def _parameters(self) -> list[float]:
+        held = self._sums(self.profile.work.resident)
+        for value in self.profile.work.transfers:
+            if value.source is None:
+                held[min(self.stage_of[reader] for reader in value.readers)] += value.resident
+        return held
+
+    def _sums(self, each: Sequence[float]) -> list[float]:
+        found = [0.0] * self.count
+        for atom, stage in enumerate(self.stage_of):
+            found[stage] += each[atom]
+        return found
