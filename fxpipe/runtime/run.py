@@ -118,7 +118,8 @@ class Run(Generic[W]):
                 Driver([m], [(0, len(program.lists[m.device]))]) for m in self.machines
             ]
         self._reports: SimpleQueue[Finished | None] = SimpleQueue()
-        self._channels.when_failed(lambda error: self._reports.put(Finished(-1, None, error)))
+        reports = self._reports  # through the channels the run would refer to itself
+        self._channels.when_failed(lambda error: reports.put(Finished(-1, None, error)))
 
     @property
     def peak_kept(self) -> Counter[int]:

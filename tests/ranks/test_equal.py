@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -155,6 +156,28 @@ def profiled(devices: Devices) -> Results:
         return state(pipe) | {"devices": count, "shape": len(str(pipe).splitlines())}
 
 
+def uncollected(devices: Devices) -> Results:
+    """What a step has made goes with it, while no garbage is collected."""
+    with pipe_of(devices, skips()) as pipe:
+        pipe.step(images(0), target=images(0))
+        pipe.step(images(0), target=images(0))
+        gc.collect()
+        before = count_tensors()
+        gc.disable()
+        try:
+            for _ in range(3):
+                pipe.step(images(0), target=images(0))
+            after = min(count_tensors() for _ in range(5))  # a thread may just let go of some
+            assert after <= before, f"{after} tensors, and {before} before"
+        finally:
+            gc.enable()
+        return {"batches": pipe.batches}
+
+
+def count_tensors() -> int:
+    return sum(issubclass(type(each), Tensor) for each in gc.get_objects())
+
+
 def recipes(model: Callable[[], nn.Module], **options: Any) -> Callable[[Devices], Results]:
     return lambda devices: train(devices, model(), **options)
 
@@ -217,6 +240,7 @@ CASES: Mapping[str, Callable[[Devices], Results]] = {
     "changing": changing,
     "differentiated": differentiated,
     "profiled": profiled,
+    "uncollected": uncollected,
 }
 
 ONLY_TWO: Mapping[str, Callable[[Devices], Results]] = {

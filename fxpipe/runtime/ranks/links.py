@@ -34,7 +34,7 @@ computes for some seconds without letting other threads run."""
 CLOSED = "has closed its pipe or ended"
 """Why a rank is gone that has said goodbye."""
 
-SHORT = 0.002
+SHORT = 0.01
 """Seconds after which the thread looks again where another one reads."""
 
 _AT_ONCE = 64
@@ -255,20 +255,18 @@ class Links:
             return
         try:
             for _ in range(_AT_ONCE):
-                count = peer.socket.recv_into(peer.space[peer.filled :])
+                room = peer.room()
+                count = peer.socket.recv_into(room)
                 if not count:
                     return self._give_up(peer, "has ended, or its connection was closed")
                 peer.heard = time.monotonic()
-                peer.filled += count
-                while peer.filled == len(peer.space):
-                    made = next(peer.arriving)
-                    while isinstance(made, Message):
-                        if made.kind == "bye":
-                            return self._give_up(peer, CLOSED)
-                        if made.kind != "beat" and not self._closing:
-                            self._deliver(peer.rank, made)
-                        made = next(peer.arriving)
-                    peer.space, peer.filled = made, 0
+                for message in peer.read(room[:count]):
+                    if message.kind == "bye":
+                        return self._give_up(peer, CLOSED)
+                    if message.kind != "beat" and not self._closing:
+                        self._deliver(peer.rank, message)
+                if count < len(room):
+                    return  # no more has arrived
         except BlockingIOError:
             pass
         except OSError as error:

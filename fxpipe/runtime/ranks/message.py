@@ -27,6 +27,7 @@ PREFIX = struct.Struct("!IQ")
 MOST = 1 << 26
 """A head of more bytes than this is none."""
 
+_ENCODER = json.JSONEncoder(separators=(",", ":"), check_circular=False)
 _ALIGNED = 64
 _SENT = 6  # words that tell the layout of a tensor which is sent; one in shared memory has fewer
 _NAMES = {d: str(d).removeprefix("torch.") for d in vars(torch).values() if type(d) is torch.dtype}
@@ -76,7 +77,7 @@ def pack(message: Message, lent: Lent | None = None) -> Packed:
     try:
         tree = flat.of(message.value)
         words = [message.kind, message.key, tree, flat.layouts]
-        head = json.dumps(words, separators=(",", ":")).encode()
+        head = _ENCODER.encode(words).encode()
         if len(head) > MOST:
             raise InputError(f"a message to another rank has {len(head)} bytes besides its tensors")
     except BaseException:
@@ -111,7 +112,7 @@ def unpacking(borrowed: Borrowed | None = None) -> Iterator[memoryview | Message
             raise ValueError(f"a head of {size} bytes")
         head = bytearray(size)
         yield memoryview(head)
-        kind, key, tree, layouts = json.loads(head)
+        kind, key, tree, layouts = json.loads(head.decode())
         sent = [layout for layout in layouts if len(layout) == _SENT]
         expected = sum(_DTYPES[name].itemsize * prod(shape) for name, _, _, _, shape, _ in sent)
         if expected != rest:
@@ -276,7 +277,7 @@ def _shared(
 
 def _laid_out(made: Tensor, arrived: Tensor | None) -> Tensor:
     """The tensor as it was; where the bytes were sent in another order, they are copied."""
-    if arrived is None:
+    if arrived is None or arrived is made:
         return made
     if made.untyped_storage().data_ptr() != arrived.untyped_storage().data_ptr():
         made.as_strided(arrived.shape, made.stride()).copy_(arrived)

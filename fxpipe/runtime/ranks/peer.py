@@ -6,13 +6,17 @@ import socket
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
 
 from fxpipe.errors import told
-from fxpipe.runtime.ranks.message import Packed, unpacking
+from fxpipe.runtime.ranks.message import Message, Packed, unpacking
 from fxpipe.runtime.ranks.shared import Shared
 
 _AT_ONCE = 64
 """Pieces of memory handed to the system in one call."""
+
+_AHEAD = 1 << 14
+"""Bytes that are read in one call, where they may be many small messages."""
 
 
 class Peer:
@@ -46,6 +50,28 @@ class Peer:
         first = next(self.arriving)
         assert isinstance(first, memoryview)
         self.space, self.filled = first, 0
+        self._ahead = memoryview(bytearray(_AHEAD))
+
+    def room(self) -> memoryview:
+        """Memory for what arrives next: that of a large tensor, or some that ``read`` copies."""
+        space = self.space[self.filled :]
+        return space if len(space) > _AHEAD else self._ahead
+
+    def read(self, arrived: memoryview) -> Iterator[Message]:
+        """The messages that are complete with this, which is the first part of ``room``."""
+        copied = arrived.obj is self._ahead.obj
+        while True:
+            count = min(len(arrived), len(self.space) - self.filled)
+            if copied:
+                self.space[self.filled : self.filled + count] = arrived[:count]
+            self.filled, arrived = self.filled + count, arrived[count:]
+            if self.filled < len(self.space):
+                return
+            made = next(self.arriving)
+            while isinstance(made, Message):
+                yield made
+                made = next(self.arriving)
+            self.space, self.filled = made, 0
 
     def add(self, packed: Packed) -> None:
         """Send this after what is unsent."""
