@@ -59,7 +59,7 @@ class Inspected(nn.Module):
         self._compiler = compiler
         self._engine, self._turn = engine, engine._turn
         self._shown: Compiled | None = None
-        self._rehearsals = Rehearsals(options, compiler.plans, engine)
+        self._rehearsals = Rehearsals(options, compiler, engine)
 
     @property
     def _model(self) -> nn.Module:

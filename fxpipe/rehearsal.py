@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fxpipe.compiler.compiled import Compiled
+from fxpipe.compiler.compiler import Compiler
 from fxpipe.compiler.options import Options
-from fxpipe.compiler.plans import Plans
 from fxpipe.engine import Engine
 from fxpipe.errors import told
 from fxpipe.ir import instruction as ins
@@ -39,6 +39,7 @@ from fxpipe.runtime.devices.backend import Worker
 from fxpipe.runtime.host import BatchHost
 from fxpipe.runtime.weights.live import LiveWeights
 from fxpipe.runtime.weights.optimizer_copies import alone, frozen
+from fxpipe.signals import SignalsAtOperations
 from fxpipe.simulator.analysis import peak_stash
 from fxpipe.simulator.costs import Rehearsal, Spread
 from fxpipe.simulator.simulation import Simulation, task_of
@@ -64,10 +65,10 @@ _BEGINS = 5
 class Rehearsals:
     """The rehearsals of a pipe's plans, each made when somebody asks for it."""
 
-    def __init__(self, options: Options, plans: Plans, engine: Engine) -> None:
+    def __init__(self, options: Options, compiler: Compiler, engine: Engine) -> None:
         """Nothing is rehearsed yet."""
         self._options = options
-        self._plans = plans
+        self._compiler = compiler
         self._engine = engine
         # the kernel of the first stage identifies the plan
         self._made: WeakKeyDictionary[Any, Rehearsal] = WeakKeyDictionary()
@@ -85,7 +86,7 @@ class Rehearsals:
             with engine.quiet():
                 self._made[first] = rehearse(
                     compiled,
-                    self._plans.example(compiled.traced, compiled.samples),
+                    self._compiler.plans.example(compiled.traced, compiled.samples),
                     engine.progress.state_of(compiled.traced),
                     engine.progress.optimizers_of(compiled.plan),
                     engine._workers[: compiled.threads],
@@ -123,17 +124,18 @@ class Rehearsals:
 
     def _beginning(self, compiled: Compiled) -> Callable[[], object]:
         """Does what a step does before its first instruction, with zeros for a batch."""
-        batch = self._plans.graph_of(compiled.traced).call.zeros().batch
+        batch = self._compiler.plans.graph_of(compiled.traced).call.zeros().batch
         count, none = compiled.schedule.microbatches, [None] * len(compiled.plan.stages)
 
-        def begin() -> object:
-            micro = MicroBatches(batch, batch.split(count), [1 / count] * count)
-            self._plans.look()
-            host = BatchHost(compiled.traced, micro, frozenset(), 0)
-            if compiled.purpose == "step":
-                host.weigh_loss(torch.float32)
-            state = self._engine.progress.state_of(compiled.traced)
-            return self._engine._flushed(compiled, host, state, none, onto_grad=False)
+        def begin() -> None:
+            with SignalsAtOperations():
+                micro = MicroBatches(batch, batch.split(count), [1 / count] * count)
+                self._compiler.known(micro, compiled.purpose, updates=self._engine.updates)
+                host = BatchHost(compiled.traced, micro, frozenset(), 0)
+                if compiled.purpose == "step":
+                    host.weigh_loss(torch.float32)
+                state = self._engine.progress.state_of(compiled.traced)
+                self._engine._flushed(compiled, host, state, none, onto_grad=False)
 
         return begin if batch.size >= count else lambda: None
 
