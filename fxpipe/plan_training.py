@@ -17,6 +17,7 @@ from fxpipe.compile import compile
 from fxpipe.compiler.front_end import Call
 from fxpipe.errors import InputError
 from fxpipe.ir.recipe import find_recipe
+from fxpipe.overheads import overheads
 from fxpipe.passes.partition.atoms import atoms_of, footprint_of
 from fxpipe.passes.partition.measure import NodeCost
 from fxpipe.pipeline import Pipeline
@@ -129,6 +130,7 @@ def _profile(pipe: Pipeline, example: Any, sizes: Sequence[int]) -> Profile:
         {size: seconds(made["costs"]) for size, made in measured.items()},
         ratio,
         (3 + 2 * ratio) / 3 * _adding(pipe.devices[0]),
+        overheads().task if pipe.devices[0].type == "cpu" else 0.0,
         atoms.layers,
     )
 

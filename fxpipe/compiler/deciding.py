@@ -9,7 +9,6 @@ from dataclasses import replace
 
 from fxpipe.compiler.compiled import Compiled
 from fxpipe.compiler.compiler import Compiler, Kind
-from fxpipe.compiler.predict import predict
 from fxpipe.compiler.timetable import Timetable
 from fxpipe.errors import FxpipeError, InputError, PartitionError
 from fxpipe.ir.plan import Costs, Plan
@@ -17,6 +16,7 @@ from fxpipe.ir.recipe import Recipe, find_recipe
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import Task
 from fxpipe.log import noted
+from fxpipe.overheads import overheads
 from fxpipe.passes.schedule import modes_of
 from fxpipe.planner.candidates import (
     Affine,
@@ -31,7 +31,8 @@ from fxpipe.planner.candidates import (
 )
 from fxpipe.runtime.batch import MicroBatches
 from fxpipe.search.search import search_schedule
-from fxpipe.simulator.costs import measured_costs
+from fxpipe.simulator import simulate
+from fxpipe.simulator.costs import Link, Overheads, measured_costs
 from fxpipe.simulator.sizes import Sizes
 from fxpipe.words import bytes_text
 
@@ -178,6 +179,9 @@ class _Stages:
                 plan = replace(compiled.plan, stages=tuple(stages))
                 self._times[other] = measured_costs(plan)
         self._sizes: dict[int, tuple[Plan, Sizes]] = {}
+        # that of several processes would have to be the same in all, and streams hide theirs
+        threads = self._options.group.size == 1 and not self._options.places
+        self._besides = overheads() if threads else Overheads()
 
     @property
     def _modes(self) -> Modes:
@@ -284,7 +288,15 @@ class _Stages:
         except FxpipeError:
             return None
         times = self._times_at(self._size, count)
-        found = predict(plan, program, sizes, times, links=None, overlap=True, steps=None)
+        besides = self._besides
+        found = simulate(
+            program,
+            {key: besides.task + time for key, time in times.items()},
+            links=Link(besides.hand_over),
+            overhead=besides.instruction,
+            sizes=sizes,
+            serial=self._compiled.threads == 1,
+        )
         peaks = [float(stash * -(-self._size // count)) for stash in found.device_stash]
         if self._limited:
             peaks = [float(memory.peak) for memory in found.memory]

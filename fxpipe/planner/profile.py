@@ -25,6 +25,7 @@ class Profile:
         seconds: samples of a micro-batch → letter of a task → atom → seconds.
         state: bytes of optimizer state for each byte of a parameter.
         update: seconds of an update for each byte of a parameter.
+        task: seconds that a task takes besides its operations.
         layers: atom → what it belongs to, for names.
     """
 
@@ -33,6 +34,7 @@ class Profile:
     seconds: Mapping[int, Mapping[str, Sequence[float]]]
     state: float = 0.0
     update: float = 0.0
+    task: float = 0.0
     layers: tuple[str, ...] = field(default=(), repr=False)
 
     def cut(self, stages: int, speed: float = 1.0) -> Stages | None:
@@ -73,8 +75,8 @@ class Stages:
             for size, seconds in self.profile.seconds.items()
         }
         found = {
-            (kind, s): Affine({size: sums[kind][s] for size, sums in known.items()})(samples)
-            / self.speed
+            (kind, s): self.profile.task
+            + Affine({size: sums[kind][s] for size, sums in known.items()})(samples) / self.speed
             for kind in KINDS
             for s in range(self.count)
         }

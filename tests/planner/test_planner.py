@@ -267,3 +267,17 @@ def test_a_chosen_plan_compiles_and_trains_like_the_loop() -> None:
         beside.compile()
     with pytest.raises(fxpipe.InputError, match="schedule is what plan_training chooses"):
         fxpipe.plan_training(model, "host of=2", 8, example=(x,), schedule="1f1b")
+
+
+def test_what_a_task_takes_besides_its_operations_counts_for_each() -> None:
+    cluster, schedule = hosts((4, inf)), [find_recipe("1f1b")]
+    free = choices(chain(4), cluster, 16, recipes=schedule, keep=100)
+    taken = choices(replace(chain(4), task=0.5), cluster, 16, recipes=schedule, keep=100)
+    seconds = {
+        (c.stages, c.predicted.candidate.microbatches): c.predicted.seconds for c in free.choices
+    }
+    for each in taken.choices:
+        p, m = each.stages, each.predicted.candidate.microbatches
+        if (p, m) in seconds:  # a forward and a backward for each micro-batch that passes
+            assert each.predicted.seconds == pytest.approx(seconds[p, m] + 2 * 0.5 * (m + p - 1))
+    assert min(c.samples for c in taken.choices) >= min(c.samples for c in free.choices)
