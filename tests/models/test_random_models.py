@@ -156,7 +156,7 @@ class Remembering(FrontEnd):
 
 @pytest.mark.timeout(0 if DEEP else 900)
 @settings(
-    max_examples=100 if DEEP else 14,
+    max_examples=100 if DEEP else 10,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
 @given(

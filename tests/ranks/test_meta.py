@@ -23,6 +23,7 @@ from tests.helpers.profiles import DEEP
 from tests.helpers.ranks import DeviceMesh, on_ranks
 
 SEED = 5
+CUTS = ["lstm", "norm", "head"]
 
 
 class Layers(nn.Module):
@@ -114,7 +115,7 @@ def test_each_rank_draws_the_values_of_the_whole_model_and_keeps_its_own(whole: 
 
 
 def load_and_train(mesh: DeviceMesh, folder: str, values: dict[str, Tensor]) -> dict[str, Any]:
-    pipe = compiled(mesh, without_data(), partition=["lstm", "norm", "head"])
+    pipe = compiled(mesh, without_data(), partition=CUTS[: mesh.size() - 1])
     if values:
         given = {name: value for name, value in values.items() if name in pipe.state_dict()}
         pipe.load_state_dict(given if mesh.get_rank() else values)
@@ -125,21 +126,24 @@ def load_and_train(mesh: DeviceMesh, folder: str, values: dict[str, Tensor]) -> 
     return made
 
 
-@pytest.mark.parametrize("form", ["folder", "state dict"])
-def test_each_rank_loads_its_own_part(form: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("size", "form"), [(4, "folder"), (2, "state dict")])
+def test_each_rank_loads_its_own_part(size: int, form: str, tmp_path: Path) -> None:
     with compiled(2, with_data()) as pipe:
         pipe.save(tmp_path / "run")
         values = {name: value.clone() for name, value in pipe.state_dict().items()}
         expected = trained(pipe)
-    ranks = on_ranks(4, load_and_train, str(tmp_path / "run"), values if form != "folder" else {})
+    ranks = on_ranks(
+        size, load_and_train, str(tmp_path / "run"), values if form != "folder" else {}
+    )
     for found in ranks:
         assert_same(found, expected)
     assert sum(len(found["state"]) for found in ranks) == len(expected["state"])
 
 
 def train_within_a_limit(mesh: DeviceMesh, limit: float) -> tuple[list[float], int]:
-    cuts = ["lstm", "norm", "head"][: mesh.size() - 1]
-    compiled(mesh, Layers(), partition=cuts).close()  # what is imported late is not limited
+    compiled(
+        mesh, Layers(), partition=CUTS[: mesh.size() - 1]
+    ).close()  # what is imported late is not limited
     larger.limit_memory(int(limit * WEIGHTS))
     with pytest.raises(RuntimeError, match="can't allocate memory"):
         torch.empty(int(1.05 * limit * WEIGHTS), dtype=torch.uint8)

@@ -10,6 +10,7 @@ import pytest
 
 from fxpipe import ExecutionError, RankError
 from tests.helpers.failing import Beside, InFlight, fail, handlers
+from tests.helpers.profiles import deep
 from tests.helpers.ranks import DeviceMesh, on_ranks
 from tests.helpers.tiny import soon, within
 
@@ -61,7 +62,7 @@ def by_turns(mesh: DeviceMesh) -> list[int]:
     return counts
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [3, *deep(2)])
 def test_two_pipes_train_by_turns_and_one_fails_while_the_other_goes_on(size: int) -> None:
     first, *others = on_ranks(size, by_turns)
     assert all(counts == first for counts in others)
