@@ -29,7 +29,8 @@ for name in (
 
 x, y = batch()
 with torch.random.fork_rng(), pipe_of(2) as pipe:
-    if torch.accelerator.is_available():  # autograd would start threads, which survive no fork
+    # where torch knows other devices, autograd would start threads, which survive no fork
+    if torch.accelerator.current_accelerator() is not None:
         with torch.no_grad():
             pipe.eval()(x)
     else:
