@@ -5,6 +5,12 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from docutils import nodes
+from latex2mathml.converter import convert
+from sphinx.application import Sphinx
+from sphinx.ext.napoleon import GoogleDocstring
+from sphinx.writers.html5 import HTML5Translator
+
 # Sphinx reads nothing outside of its folder
 HERE = Path(__file__).parent
 shutil.copytree(HERE.parent / "notebooks", HERE / "notebooks", dirs_exist_ok=True)
@@ -13,6 +19,9 @@ project = "fxpipe"
 author = "The fxpipe authors"
 html_title = "fxpipe"
 html_theme = "furo"
+html_static_path = ["static"]
+html_css_files = ["pages.css"]
+html_math_renderer = "mathml"
 extensions = [
     "myst_nb",
     "sphinx.ext.autodoc",
@@ -28,3 +37,22 @@ autodoc_default_options = {"members": True, "undoc-members": False, "member-orde
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
 napoleon_use_ivar = True
+
+
+def prose(docstring: GoogleDocstring) -> tuple[str, list[str]]:
+    """No type and the text of a property: what stands before a colon there is no type."""
+    return "", GoogleDocstring(docstring._consume_to_end(), docstring._config).lines()
+
+
+GoogleDocstring._consume_inline_attribute = prose
+
+
+def formula(translator: HTML5Translator, node: nodes.Element) -> None:
+    """Write a formula as MathML, which browsers show without a script from elsewhere."""
+    display = "block" if isinstance(node, nodes.math_block) else "inline"
+    translator.body.append(convert(node.astext(), display=display))
+    raise nodes.SkipNode
+
+
+def setup(app: Sphinx) -> None:
+    app.add_html_math_renderer("mathml", (formula, None), (formula, None))

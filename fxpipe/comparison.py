@@ -101,6 +101,8 @@ class Comparison:
         ]
         return "\n".join(lines)
 
+    __repr__ = __str__
+
     def _repr_html_(self) -> str:
         """The table, for notebooks."""
         return preformatted(str(self))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 from itertools import groupby
+from typing import Protocol
 
 import torch
 from rich.console import Console
@@ -27,7 +28,29 @@ def time_text(seconds: float) -> str:
     return f"{milliseconds:.0f} ms" if milliseconds >= 100 else f"{milliseconds:.3g} ms"
 
 
-_STYLE = "white-space: pre; overflow-x: auto; line-height: 1.2; font-size: 85%"
+_STYLE = (
+    "white-space: pre; overflow-x: auto; line-height: 1.2; font-size: 85%; "
+    "font-family: 'DejaVu Sans Mono', Menlo, Consolas, 'Liberation Mono', monospace"
+)
+
+_DRAWN = 4000
+"""Of more things a notebook is shown no picture: it would take seconds and be a thicket."""
+
+
+class _Drawable(Protocol):
+    def draw(self) -> _Picture: ...
+
+
+class _Picture(Protocol):
+    def _repr_svg_(self) -> str: ...
+
+
+def shown(value: _Drawable, things: int) -> dict[str, str]:
+    """What a notebook shows of a value in whose picture are so many things."""
+    bundle = {"text/plain": repr(value)}
+    if things <= _DRAWN:
+        bundle["image/svg+xml"] = value.draw()._repr_svg_()
+    return bundle
 
 
 def preformatted(text: str) -> str:
@@ -37,7 +60,8 @@ def preformatted(text: str) -> str:
 
 def table_text(table: Table, width: int) -> str:
     """A table as plain text, whatever the terminal is."""
-    console = Console(width=width, color_system=None)
+    # in a notebook, rich would show an empty output besides
+    console = Console(width=width, color_system=None, force_jupyter=False)
     with console.capture() as capture:
         console.print(table)
     return "\n".join(line.rstrip() for line in capture.get().rstrip().splitlines())

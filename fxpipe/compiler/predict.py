@@ -31,7 +31,7 @@ from fxpipe.simulator import Simulation, simulate
 from fxpipe.simulator.analysis import company
 from fxpipe.simulator.costs import Costs, Key, Link, Links, Rehearsal, Times, measured_costs
 from fxpipe.simulator.sizes import Sizes as StageSizes
-from fxpipe.words import bytes_text, table_text
+from fxpipe.words import bytes_text, plural, preformatted, table_text
 
 _MOST = 1 << 20
 _REFINED = 2
@@ -215,6 +215,13 @@ class Sizes:
             table.add_row(str(stage), *map(str, terms))
         notes = ["b: samples in a micro-batch", *self.verdict()]
         return "\n".join([table_text(table, 130), *notes])
+
+    def __repr__(self) -> str:
+        return f"<Sizes: {plural(len(self.stages), 'stage')}, {self.samples} samples a micro-batch>"
+
+    def _repr_html_(self) -> str:
+        """The table, for notebooks."""
+        return preformatted(str(self))
 
     def verdict(self) -> Sequence[str]:
         """A line on the largest micro-batch; no line where memory is not limited."""

@@ -16,7 +16,7 @@ from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.walk import Place
 from fxpipe.words import plural
 
-_LARGEST, _SMALLEST = 9.0, 5.0
+_LARGEST, _LEGIBLE, _SMALLEST = 9.0, 6.0, 5.0
 _WIDEST, _NARROWEST = 1500.0, 360.0
 _WIDER = 2600.0
 """The greatest width of a picture, used only where its labels would not be legible otherwise."""
@@ -53,7 +53,8 @@ def fit(boxes: Collection[tuple[str, float]], end: float, row_height: float) -> 
     shrink. At the smallest legible size the chart grows a little more if that makes all lines fit,
     or at least the first line of each label. Lines that do not fit are left out.
     """
-    lines = max((text.count("\n") + 1 for text, _ in boxes), default=1)
+    room = max(int(row_height / (_LINE * _LEGIBLE)), 1)
+    lines = max((min(text.count("\n") + 1, room) for text, _ in boxes), default=1)
     largest = max(min(_LARGEST, row_height / (_LINE * max(lines, 1.35))), _SMALLEST)
     scale = max(_scale(boxes, largest, _AIR), _NARROWEST / end)
     if scale * end > _WIDEST:
@@ -109,14 +110,16 @@ class Chart:
         *,
         top: float = 0.0,
         gap: float = 0.2,
+        height: float = 0.0,
         wrong: Collection[int] = (),
     ) -> None:
         """Draw the frame, up to the time ``end``, with red labels for the rows ``wrong``.
 
-        ``scale`` is in points per unit of time, and ``gap`` a fraction of the rows' height.
+        ``scale`` is in points per unit of time, ``height`` that of a row if it is not the usual
+        one, and ``gap`` a fraction of it.
         """
         self.canvas = canvas
-        self.row_height = row_height(len(labels))
+        self.row_height = height or row_height(len(labels))
         self._pitch = self.row_height * (1 + gap)
         self._rows = len(labels)
         self._end = end
@@ -200,9 +203,10 @@ def fault_entries(marks: Marks, *, stuck: bool) -> list[Entry]:
     return entries
 
 
-def row_height(devices: int) -> float:
-    """The height of a row: the more devices, the lower, so that a picture fits on a screen."""
-    return min(24.0, max(8.0, 480.0 / max(devices, 1)))
+def row_height(devices: int, lines: int = 1) -> float:
+    """The height of a row with labels of so many lines: the more devices, the lower, so that a
+    picture fits on a screen."""
+    return min(max(24.0, _LARGEST * _LINE * lines + 2), max(8.0, 480.0 / max(devices, 1)))
 
 
 def nice_step(end: float) -> float:

@@ -64,7 +64,8 @@ class Boxes:
         return Look(tint(TASKS.get(task.kind, OTHER), chunk), border, width, style)
 
     def label(self, task: Task) -> str:
-        """``F3``, and in a second line stage, batch and version where the picture needs them.
+        """``F3``, and below it stage, batch and version where the picture needs them, each in a
+        line of its own, which keeps boxes narrow and labels large.
 
         In a picture of one window the batch is marked as in the text form, ``B3'``.
         """
@@ -77,7 +78,7 @@ class Boxes:
         version = self.version(task)
         if version is not None:
             tags.append(f"{'→' if task.kind == 'U' else ''}v{version}")
-        return f"{name}\n{' '.join(tags)}" if tags else name
+        return "\n".join([name, *tags])
 
     def version(self, task: Task) -> int | None:
         """The weight version to show for a task, or None."""

@@ -130,7 +130,17 @@ FONT = "Helvetica"
 """A core font of PDF, which every system replaces by a sans-serif of its own where it lacks it."""
 BOLD_FONT = "Helvetica-Bold"
 
-_WIDTH = re.compile(r'<svg width="([0-9.]+)pt"')
+_WIDTH = re.compile(r'<svg width="([0-9.]+)pt" height="([0-9.]+)pt"')
+_PAGE, _SHRUNK = 690.0, 0.65
+"""The width of a page in points, and the least share of its size that a picture is shrunk to."""
+
+
+def _on_a_page(found: re.Match[str]) -> str:
+    wide, high = map(float, found.groups())
+    least = _SHRUNK * wide
+    width = max(min(wide, _PAGE), least)
+    size = f'width="{width:g}pt" height="{high * width / wide:g}pt"'
+    return f'<svg {size} style="max-width: max(100%, {least:g}pt); height: auto"'
 
 
 class Picture(graphviz.Digraph):  # type: ignore[misc]
@@ -198,13 +208,10 @@ class Picture(graphviz.Digraph):  # type: ignore[misc]
         return str(path)
 
     def _repr_svg_(self) -> str:
-        """The picture for a web page: one that is too wide is shrunk, at most to three fifths of
-        its size, and scrolls where that is not enough."""
-        return _WIDTH.sub(
-            r'<svg width="\1pt" style="max-width: max(100%, calc(0.6 * \1pt)); height: auto"',
-            self._drawn("svg").decode(),
-            count=1,
-        )
+        """The picture for a web page: one that is too wide is shrunk, at most to two thirds of
+        its size, and scrolls where that is not enough. Its own width is already that of a page, as
+        many pages show it as an image, which takes no other size."""
+        return _WIDTH.sub(_on_a_page, self._drawn("svg").decode(), count=1)
 
     def _repr_image_svg_xml(self) -> str:
         """The same, for front ends that ask graphviz for a mime bundle."""

@@ -81,6 +81,7 @@ def draw_schedule(
         timeline.end,
         fitted.scale,
         gap=GAP if marks.faults else 0.35 if boxes.versions else 0.2,
+        height=fitted.height,
         wrong=marks.rows,
     )
     whole = _draw_tasks(chart, timeline, boxes, fitted, marks)
@@ -104,7 +105,8 @@ def _fit(drawn: Sequence[tuple[Timeline[Task], Boxes]]) -> Fit:
     }
     devices = max(timeline.devices for timeline, _ in drawn)
     end = max(timeline.end for timeline, _ in drawn)
-    return fit(found, end or 1.0, row_height(devices))
+    lines = max((label.count("\n") + 1 for label, _ in found), default=1)
+    return fit(found, end or 1.0, row_height(devices, lines))
 
 
 def _draw_tasks(
@@ -231,6 +233,7 @@ def draw_simulations(*simulations: Simulation) -> Picture:
             fitted.scale,
             top=charts[-1].bottom + _BETWEEN if charts else 0.0,
             gap=0.6 if _visible(simulation) else 0.35 if boxes.versions else 0.2,
+            height=fitted.height,
         )
         charts.append(chart)
     whole = True

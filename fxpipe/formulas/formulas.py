@@ -133,6 +133,8 @@ class Formulas:
                 lines.append(f"  {quantity:<11}   no closed form found")
         return "\n".join(lines)
 
+    __repr__ = __str__
+
 
 @dataclass(frozen=True)
 class Basis:

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from fxpipe.ir.value import HOST, Edge
+from fxpipe.words import plural, shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -255,6 +256,13 @@ class Plan:
         from fxpipe.text.plan import print_plan
 
         return print_plan(self)
+
+    def __repr__(self) -> str:
+        return f"<Plan: {plural(len(self.stages), 'stage')}, {plural(len(self.edges), 'edge')}>"
+
+    def _repr_mimebundle_(self, **kinds: object) -> dict[str, str]:
+        """Its picture, for notebooks."""
+        return shown(self, len(self.stages))
 
     @staticmethod
     def parse(

@@ -28,6 +28,7 @@ from fxpipe.ir.value import (
     sums_buffer,
     weights_buffer,
 )
+from fxpipe.words import plural, shown
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -349,6 +350,14 @@ class Program:
         from fxpipe.text.program import print_program
 
         return print_program(self)
+
+    def __repr__(self) -> str:
+        count = sum(map(len, self.lists))
+        return f"<Program {self.name}: {plural(self.devices, 'device')}, {count} instructions>"
+
+    def _repr_mimebundle_(self, **kinds: object) -> dict[str, str]:
+        """Its picture, for notebooks."""
+        return shown(self, sum(map(len, self.lists)))
 
     @staticmethod
     def parse(text: str) -> Program:

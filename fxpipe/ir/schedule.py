@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from fxpipe.ir.task import Task
+from fxpipe.words import plural, shown
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -159,6 +160,14 @@ class Schedule:
         from fxpipe.text.schedule import print_schedule
 
         return print_schedule(self)
+
+    def __repr__(self) -> str:
+        counts = f"{plural(self.devices, 'device')}, {plural(self.stages, 'stage')}"
+        return f"<Schedule {self.name}: {counts}, {self.microbatches} micro-batches>"
+
+    def _repr_mimebundle_(self, **kinds: object) -> dict[str, str]:
+        """Its picture, for notebooks."""
+        return shown(self, sum(map(len, self.rows)))
 
     @staticmethod
     def parse(text: str) -> Schedule:

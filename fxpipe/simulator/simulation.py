@@ -15,7 +15,7 @@ from fxpipe.ir.task import Task
 from fxpipe.ir.value import Buffer
 from fxpipe.simulator.sizes import Sizes
 from fxpipe.simulator.sums import Sum
-from fxpipe.words import preformatted
+from fxpipe.words import plural, preformatted
 
 if TYPE_CHECKING:
     from os import PathLike
@@ -357,6 +357,11 @@ class Simulation:
         from fxpipe.simulator.report import simulation_table
 
         return simulation_table(self)
+
+    def __repr__(self) -> str:
+        what = "measured" if self.measured else "simulated"
+        counts = f"{plural(self.devices, 'device')}, {plural(self.steps, 'step')}"
+        return f"<Simulation of {self.program.name}, {what}: {counts}>"
 
     def _repr_html_(self) -> str:
         """The table, for notebooks."""

@@ -138,6 +138,8 @@ def test_the_table_shows_the_largest_micro_batch_where_memory_is_limited() -> No
     with compiled(mlp(), x, 2, memory_limits=2**20) as pipe:
         assert f"has {pipe.sizes.largest} samples" in str(pipe)
         assert "b: samples in a micro-batch" in str(pipe.sizes)
+        assert "b: samples in a micro-batch" in pipe.sizes._repr_html_()
+        assert repr(pipe.sizes).startswith("<Sizes: ")
     with compiled(mlp(), x, 2) as pipe:
         assert pipe.sizes.largest is None
         assert "largest micro-batch" not in str(pipe)

@@ -12,6 +12,11 @@ import pytest
 from fxpipe.draw.canvas import Canvas, Look, Stroke
 from fxpipe.draw.picture import FORMATS, Picture, blank, lay_out
 from fxpipe.errors import InputError
+from fxpipe.ir.plan import Plan
+from fxpipe.ir.program import Program
+from fxpipe.ir.schedule import Schedule
+from fxpipe.schedules import gpipe
+from fxpipe.simulator.simulate import chain, chain_program
 
 MAGIC = {"svg": b"<?xml", "png": b"\x89PNG", "pdf": b"%PDF", "jpeg": b"\xff\xd8", "gif": b"GIF8"}
 
@@ -47,11 +52,43 @@ def test_jupyter_shows_svg(picture: Picture) -> None:
     assert bundle["image/png"].startswith(b"\x89PNG")
 
 
-def test_a_page_shows_a_wide_picture_smaller(picture: Picture) -> None:
-    width = re.search(r'<svg width="([0-9.]+)pt"', picture.pipe("svg", encoding="utf-8"))
-    assert width
-    style = f'style="max-width: max(100%, calc(0.6 * {width[1]}pt)); height: auto"'
-    assert f'<svg width="{width[1]}pt" {style}' in picture._repr_svg_()
+@pytest.mark.parametrize(("microbatches", "shown"), [(2, 1.0), (12, None), (40, 0.65)])
+def test_a_page_shows_a_wide_picture_smaller(microbatches: int, shown: float | None) -> None:
+    picture = gpipe(2, microbatches).draw()
+    box = re.search(r'viewBox="0.00 0.00 ([0-9.]+) ([0-9.]+)"', picture.pipe(encoding="utf-8"))
+    assert box
+    wide, high = map(float, box.groups())
+    expected = 690 if shown is None else shown * wide
+    size = f'width="{expected:g}pt" height="{high * expected / wide:g}pt"'
+    style = f'style="max-width: max(100%, {0.65 * wide:g}pt); height: auto"'
+    assert f"<svg {size} {style}" in picture._repr_svg_()
+
+
+def test_a_notebook_shows_pictures_of_schedules_plans_and_programs() -> None:
+    program = chain_program(gpipe(2, 3))
+    texts: list[tuple[Schedule | Plan | Program, str]] = [
+        (gpipe(2, 3), "<Schedule gpipe: 2 devices, 2 stages, 3 micro-batches>"),
+        (chain(2), "<Plan: 2 stages, 3 edges>"),
+        (program, f"<Program gpipe: 2 devices, {sum(map(len, program.lists))} instructions>"),
+    ]
+    for value, text in texts:
+        assert value._repr_mimebundle_() == {
+            "text/plain": text,
+            "image/svg+xml": value.draw()._repr_svg_(),
+        }
+        assert repr(value) == text
+
+
+def test_a_notebook_shows_no_picture_of_thousands_of_things() -> None:
+    large = gpipe(4, 600)
+    assert large._repr_mimebundle_() == {"text/plain": repr(large)}
+
+
+def test_a_notebook_shows_tables_in_a_monospaced_font() -> None:
+    simulation = gpipe(2, 2).simulate()
+    html = simulation._repr_html_()
+    assert repr(simulation) == "<Simulation of gpipe, simulated: 2 devices, 1 step>"
+    assert "monospace" in html and escape(str(simulation)) in html
 
 
 def test_an_encoding_gives_text(picture: Picture) -> None:

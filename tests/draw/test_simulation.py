@@ -88,7 +88,7 @@ def test_transfers_that_take_time_are_arrows() -> None:
 def test_versions_and_batches_are_told_where_batches_overlap() -> None:
     picture = two_bw(2, 2).simulate(steps=3).draw()
     labels = {label for label, *_ in tasks(picture)}
-    assert {r"F0\nb0 v0", r"F0\nb1 v0", r"F0\nb2 v1"} <= labels
+    assert {r"F0\nb0\nv0", r"F0\nb1\nv0", r"F0\nb2\nv1"} <= labels
     assert "predicted · 2bw · p = 2 · m = 2 · 3 steps and flush" in picture.source
 
 
