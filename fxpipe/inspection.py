@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -41,9 +42,6 @@ class Inspected(nn.Module):
     It shares its dictionaries of parameters, buffers and submodules with the model, and has the
     model's other attributes, such as ``config``, where it has none of that name. It cannot be moved
     or copied, because compiled graphs refer to the tensors that it has.
-
-    Attributes:
-        devices: where the stages are, in order.
     """
 
     def __init__(self, options: Options, compiler: Compiler, engine: Engine) -> None:
@@ -87,18 +85,14 @@ class Inspected(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """What ``to``, ``cuda``, ``half`` and their like do: nothing, or they are refused."""
         for name, tensor in (*self.named_parameters(), *self.named_buffers()):
-            cause: Exception | None = None
-            try:
+            with suppress(Exception):  # such as that of .cuda() where PyTorch has none
                 if tensor.is_meta or fn(tensor) is tensor:
                     continue
-            except Exception as error:  # such as .cuda() of a PyTorch without CUDA
-                cause = error
             raise InputError(
-                f"a compiled model cannot be moved or cast, as its {name!r} would be, which is "
-                f"{tensor.dtype} on {tensor.device}: its graphs hold its devices and types; "
-                "close() the pipe, change the model, and compile it again; or keep the framework "
-                "that calls this from placing the model"
-            ) from cause
+                f"a compiled model cannot be moved or cast, as {name!r} ({tensor.dtype} on "
+                f"{tensor.device}) would be: its graphs hold devices and types; close() the pipe, "
+                "change the model, and compile it again, or keep a framework from placing it"
+            )
         return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
