@@ -180,8 +180,9 @@ class _Stages:
                 self._times[other] = measured_costs(plan)
         self._sizes: dict[int, tuple[Plan, Sizes]] = {}
         # that of several processes would have to be the same in all, and streams hide theirs
-        threads = self._options.group.size == 1 and not self._options.places
-        self._besides = overheads() if threads else Overheads()
+        here = self._options.group.size == 1 and not self._options.places
+        self._besides = overheads() if here else Overheads()
+        self._serial = here and compiled.threads == 1
 
     @property
     def _modes(self) -> Modes:
@@ -295,7 +296,7 @@ class _Stages:
             links=Link(besides.hand_over),
             overhead=besides.instruction,
             sizes=sizes,
-            serial=self._compiled.threads == 1,
+            serial=self._serial,
         )
         peaks = [float(stash * -(-self._size // count)) for stash in found.device_stash]
         if self._limited:
