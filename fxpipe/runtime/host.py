@@ -101,7 +101,7 @@ class BatchHost:
             by_microbatch.setdefault(buffer.microbatch, {})[buffer.source] = value
         elif replica in self._elsewhere or buffer.value in self.keep:
             parts = self._elsewhere.get(replica) or self.outputs[buffer.value]
-            parts[buffer.microbatch] = _alone(value)
+            parts[buffer.microbatch] = alone(value)
             if self._complete is not None:
                 with self._lock:
                     self._missing -= 1
@@ -206,7 +206,7 @@ class Job:
     specs: Sequence[Mapping[str, ValueSpec]] = ()
 
 
-def _alone(value: Any) -> Any:
+def alone(value: Any) -> Any:
     """A scalar with a storage of its own. The loss of ``mse_loss``, say, lies in a storage as large
     as the output, which would stay allocated until all micro-batches are finished."""
     if isinstance(value, Tensor) and value.dim() == 0 and value.untyped_storage().nbytes() > 64:

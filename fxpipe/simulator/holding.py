@@ -69,6 +69,7 @@ class Holding:
         self._inside = False
         self._updated = {(x.stage, x.batch) for x in self._list if isinstance(x, ins.Update)}
         self._undo: dict[int, list[Piece]] = {}
+        self._ungathered: dict[tuple[int, int], Piece] = {}
         writes = [x.writes for x in self._list if isinstance(x, ins.Update)]
         self._slowest = min(writes, default=1) - 1
         self._peaks: dict[Hashable, int] = {}
@@ -145,6 +146,10 @@ class Holding:
                 self._release(piece)
             if isinstance(instruction, ins.TakePart):
                 self._release(self._sums(stage, batch))
+        elif isinstance(instruction, ins.GatherWeights):
+            stage, batch = instruction.stage, instruction.batch
+            if (undo := self._ungathered.pop((stage, batch), None)) is not None:
+                self._release(undo)
         elif isinstance(instruction, ins.Give):  # the buffer holds them from now on
             self._release(self._sums(instruction.stage, instruction.batch))
 
@@ -186,9 +191,17 @@ class Holding:
         more = older * self.sizes.gradients.get(stage, 0)
         self._older[stage] = more
         self._add("versions", more)
-        undo = Piece("undo", ("undo", stage, update.writes), self.sizes.undo.get(stage, 0))
+        size = self.sizes.undo.get(stage, 0)
+        gathers = stage in self.program.sharded and not self.program.depth
+        if gathers:  # the step can go back until its weights are gathered: so far it has a part
+            part = self._part(stage, update.batch).bytes
+            size = max(size - self.sizes.gradients.get(stage, 0), 0) + part
+        undo = Piece("undo", ("undo", stage, update.writes), size)
         self._take(undo)
-        self._undo.setdefault(update.writes, []).append(undo)
+        if gathers:
+            self._ungathered[stage, update.batch] = undo
+        else:
+            self._undo.setdefault(update.writes, []).append(undo)
         return self.sizes.updating.get(stage, 0)
 
     def _sums(self, stage: int, batch: int) -> Piece:

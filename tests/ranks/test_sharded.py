@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxpipe
+from benchmarks.counted import counted
 from fxpipe.errors import InputError
 from fxpipe.ir.program import Program
 from fxpipe.runtime.ranks.summing import cut
@@ -123,6 +125,38 @@ def test_optimizer_state_is_divided_by_the_replicas_and_as_many_bytes_are_sent()
         assert max(parts) - min(parts) <= 2 * 4 * len(list(made().parameters()))
         assert sent == parts_sent
         assert ranks[0][f"{part} memory"][0][0] < ranks[0][f"{whole} memory"][0][0]
+
+
+def peaks(mesh: DeviceMesh) -> list[tuple[int, int]]:
+    """The predicted and the counted peak of memory of steps with a flush."""
+    found = []
+    for shards, cap, rows in ((True, math.inf, 512), (True, 0.05, 16), (False, 0.05, 512)):
+        torch.manual_seed(0)
+        layers = [each for _ in range(4) for each in (nn.Linear(128, 128), nn.Tanh())]
+        x = torch.randn(rows, 128)
+        with fxpipe.compile(
+            nn.Sequential(*layers),
+            mesh,
+            loss=F.mse_loss,
+            microbatches=4,
+            optimizer=OPTIMIZERS["adam"],
+            shard_optimizer=shards,
+            bucket_cap_mb=cap,
+        ) as pipe:
+            pipe.prepare(x, target=x)
+            with counted(pipe) as (device,):
+                for step in range(4):
+                    if step == 2:
+                        device.clear()
+                    pipe.step(x, target=x)
+            found.append((pipe.simulate().memory[0].peak, device.peak))
+    return found
+
+
+def test_the_memory_of_a_step_of_replicas_is_as_predicted() -> None:
+    for found in on_ranks(2, peaks, replicas=2):
+        for predicted, held in found:
+            assert predicted == pytest.approx(held, rel=0.03), found
 
 
 def whole(named_parameters: Any) -> torch.optim.Optimizer:

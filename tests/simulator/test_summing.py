@@ -305,5 +305,8 @@ def test_with_shards_a_replica_keeps_the_sum_of_its_part_alone() -> None:
     assert levels[str(ins.ReduceScatter(0))] == 330 + 20 + 200
     assert levels[str(ins.TakePart(1))] == 330 + 20 + 200 + 10
     assert levels[str(ins.TakePart(0))] == 300 + 200 + 10 + 100
-    assert levels[str(ins.Update(0))] == 10 + 100
-    assert levels[str(ins.GatherWeights(0))] == 300
+    # an update makes new weights of the part, which are there until all are gathered
+    assert levels[str(ins.Update(0))] == 10 + 100 + 100
+    assert levels[str(ins.Update(1))] == 10 + 100 + 10
+    assert levels[str(ins.GatherWeights(0))] == 100 + 10 + 300
+    assert levels[str(ins.GatherWeights(1))] == 10 + 30

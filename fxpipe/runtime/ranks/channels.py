@@ -15,7 +15,7 @@ from fxpipe.ir.program import Program
 from fxpipe.ir.value import Buffer
 from fxpipe.runtime.devices.backend import Backend, Channels
 from fxpipe.runtime.failure import DeviceMemory
-from fxpipe.runtime.host import Job
+from fxpipe.runtime.host import Job, alone
 from fxpipe.runtime.interpreter import Stopped
 from fxpipe.runtime.ranks.group import RankGroup
 from fxpipe.runtime.ranks.hearing import POLL, failure_of
@@ -106,6 +106,7 @@ class RankChannels(Channels):
     def publish(self, buffer: Buffer, value: Any) -> None:
         """See Channels.publish. Where nobody needs it before the end of the run, what is small, as
         losses are, goes in one message. Losses of a step go to all replicas."""
+        value = alone(value)  # it may wait here until the end of the step
         self._unsent.append((tuple(buffer), value))
         small = isinstance(value, Tensor) and value.nbytes < SMALL
         if not small or self._overlaps:
