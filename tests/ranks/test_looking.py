@@ -68,6 +68,7 @@ def shown(devices: DeviceMesh | int, **options: Any) -> dict[str, Any]:
             "versions": pipe.weight_versions,
             "bytes": pipe.weight_bytes,
             "table": repr(pipe),
+            "pictures": [each.draw()._repr_svg_() for each in (pipe.program, pipe.plan, measured)],
             "held": peaks(pipe),
             "stashed": dict(sorted(pipe.stashed.items())),
             "measured": str(measured),
@@ -153,6 +154,13 @@ def test_a_profile_is_one_timeline_on_every_rank(found: Found, kind: str) -> Non
     assert first["spans"] == second["spans"]
     assert first["measured"] == second["measured"]
     assert len(first["spans"]) == len(found[1][kind]["spans"])
+
+
+@KINDS
+def test_pictures_are_the_same_on_every_rank(found: Found, kind: str) -> None:
+    first, second = (rank[kind]["pictures"] for rank in found[0])
+    assert first == second
+    assert first[0] == found[1][kind]["pictures"][0]  # the others have measured times
 
 
 def test_the_table_names_ranks_and_their_host_and_is_the_same_on_all(found: Found) -> None:

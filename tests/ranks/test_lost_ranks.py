@@ -41,8 +41,9 @@ pytestmark = pytest.mark.skipif(os.name != "posix", reason="processes are killed
 Case = tuple[str, int]
 """Options, and the position of the instruction at which the rank is killed."""
 
-OVERLAPS, CALL = "2bw", "call"
-"""Batches in flight, and a differentiable call with its backward."""
+OVERLAPS, VERSIONS, CALL = "2bw", "pipedream", "call"
+"""Batches in flight, more of them with a version of the weights for each, and a differentiable call
+with its backward."""
 
 
 def survivors(size: int, lost: set[int], function: Callable[..., Any], *args: Any) -> list[Any]:
@@ -100,7 +101,7 @@ def killed_at(mesh: DeviceMesh, folder: str, alive: int, position: int, cases: l
 
 def training(mesh: DeviceMesh, name: str) -> tuple[Callable[[], None], fxpipe.Pipeline]:
     """What trains a pipe with named options, some of whose batches are done, and the pipe."""
-    if name == OVERLAPS:
+    if name in (OVERLAPS, VERSIONS):
         flight = InFlight(mesh, name)
         for _ in range(3):
             flight.step()
@@ -130,11 +131,14 @@ def training(mesh: DeviceMesh, name: str) -> tuple[Callable[[], None], fxpipe.Pi
 
 def cases_of(size: int, position: int) -> list[Case]:
     """The first instruction of each kind in the list of one device, of any step; and each kind
-    again where batches overlap, but those that are the same with the last one."""
-    found: dict[tuple[bool, type[ins.Instruction]], Case] = {}
+    again where batches overlap, but those that are the same with the last one; of those of a
+    schedule with more versions the update, unless all are asked for."""
+    found: dict[tuple[str, type[ins.Instruction]], Case] = {}
     every = {**options_of(size), CALL: {"optimizer": None}}
     if (size, position) != (2, 0):
         every[OVERLAPS] = {"schedule": OVERLAPS}
+    if DEEP or size == 3:
+        every[VERSIONS] = {"schedule": VERSIONS, "microbatches": 1}
     for name, options in every.items():
         torch.manual_seed(0)
         defaults = {"microbatches": 2, "loss": functional.cross_entropy, "optimizer": adam}
@@ -146,8 +150,10 @@ def cases_of(size: int, position: int) -> list[Case]:
             else:
                 pipe.prepare(x, target=y)
             for rank, index, instruction in first_of_each_kind(pipe):
-                if rank == position:
-                    found.setdefault((name == OVERLAPS, type(instruction)), (name, index))
+                kind = type(instruction)
+                if rank == position and (name != VERSIONS or DEEP or kind is ins.Update):
+                    overlaps = name if name in (OVERLAPS, VERSIONS) else ""
+                    found.setdefault((overlaps, kind), (name, index))
     return [*found.values()]
 
 
