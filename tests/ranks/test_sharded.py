@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,11 @@ from fxpipe.runtime.weights.sharding import ShardedStage, Shards, refuse_others
 from tests.helpers.profiles import DEEP
 from tests.helpers.ranks import DeviceMesh, on_ranks
 from tests.helpers.tiny import Tiny
+from tests.oracles.replicated_loop import ReplicatedLoop
 from tests.ranks.test_replicas import (
     CASES,
     OPTIMIZERS,
+    STEPS,
     Model,
     Results,
     assert_equal,
@@ -66,6 +69,84 @@ def test_sharded_optimizers_give_the_bits_of_whole_ones(shape: tuple[int, int]) 
         expected = looped(replicas, stages=stages_of(devices), **CASES[name])
         for rank in ranks:
             assert_equal(rank[index], expected, name)
+
+
+GRID = ("gpipe", "1f1b", "zb-h1", "interleaved-1f1b", "2bw") if DEEP else ("zb-h1",)
+KINDS = (*OPTIMIZERS,) if DEEP else ("adamw",)
+
+
+def recording(name: str, logs: dict[int, list[list[Tensor]]]) -> Callable[..., Any]:
+    """An optimizer that notes the gradients of each of its steps, under its id."""
+
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        made = OPTIMIZERS[name](parameters)
+        log = logs[id(made)] = []
+
+        def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            every = [p for group in optimizer.param_groups for p in group["params"]]
+            log.append([p.grad.clone() for p in every])
+
+        made.register_step_pre_hook(before)
+        return made
+
+    return make
+
+
+def grid(mesh: DeviceMesh) -> dict[tuple[str, str, bool], tuple[Results, Results]]:
+    """Schedule, optimizer and whether it is sharded → losses and weights, and all gradients."""
+    replica, found = mesh["dp"].get_local_rank(), {}
+    for case in product(GRID, KINDS, (False, True)):
+        logs: dict[int, list[list[Tensor]]] = {}
+        seen: Results = {}
+        schedule, name, shards = case
+        options = {"optimizer": recording(name, logs), "shard_optimizer": shards}
+        with pipe_of(mesh, schedule=schedule, **options) as pipe:
+            for step in range(STEPS):
+                x, y = batch(step, replica)
+                seen[f"loss {step}"] = pipe.step(x, target=y).clone()
+            pipe.flush()
+            seen |= pipe.state_dict()
+            gradients = {
+                f"{argument.target} {step}": gradient
+                for stage, optimizer in zip(pipe.plan.stages, pipe.optimizers, strict=True)
+                if optimizer is not None
+                for step, own in enumerate(logs[id(optimizer)])
+                for argument, gradient in zip(stage.parameters, own, strict=True)
+            }
+        found[case] = seen, gradients
+    return found
+
+
+def part(gradient: Tensor, replica: int) -> Tensor:
+    """What one of two replicas has of the sum of a gradient."""
+    count = gradient.numel()
+    return gradient.reshape(-1)[count * replica // 2 : count * (replica + 1) // 2]
+
+
+def test_losses_gradients_and_weights_are_those_of_a_loop_with_and_without_shards() -> None:
+    ranks = on_ranks(4, grid, replicas=2)
+    for schedule, name, shards in ranks[0]:
+        logs: dict[int, list[list[Tensor]]] = {}
+        model = made()
+        optimizer = recording(name, logs)(model.parameters())
+        delay = int(schedule == "2bw")
+        loop = ReplicatedLoop(model, optimizer, F.mse_loss, 4, lambda _, d=delay: d)
+        expected: Results = {}
+        for step in range(STEPS):
+            x, y = zip(*(batch(step, replica) for replica in range(2)), strict=True)
+            expected[f"loss {step}"] = loop.step(x, y)
+        expected |= model.state_dict()
+        names = [key for key, _ in model.named_parameters()]
+        for rank, found in enumerate(ranks):
+            seen, gradients = found[schedule, name, shards]
+            assert_equal(seen, {key: expected[key] for key in seen}, f"{schedule} {name}")
+            whole = {
+                f"{key} {step}": part(g, rank // 2) if shards else g
+                for step, own in enumerate(logs[id(optimizer)])
+                for key, g in zip(names, own, strict=True)
+            }
+            assert len(gradients) >= STEPS
+            assert_equal(gradients, {key: whole[key] for key in gradients}, f"{schedule} {name}")
 
 
 def groups(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
