@@ -10,11 +10,10 @@ from typing import Any, cast, get_args
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 import fxpipe.schedules as _library
 from fxpipe.compiler.objective import Objective, Reduction
-from fxpipe.compiler.options import Place, Tracer
+from fxpipe.compiler.options import Tracer
 from fxpipe.errors import InputError, near
 from fxpipe.ir.recipe import RECIPES, Recipe, find_recipe, fixed
 from fxpipe.ir.schedule import Schedule
@@ -23,96 +22,8 @@ from fxpipe.passes.schedule import Recompute, RecomputeLike
 from fxpipe.python_file import is_python, of_python
 from fxpipe.runtime.batch import BatchDims
 from fxpipe.runtime.choice import Dispatch
-from fxpipe.runtime.devices.cuda import home
-from fxpipe.runtime.ranks.group import RankGroup
-from fxpipe.runtime.ranks.meeting import meet
-from fxpipe.runtime.ranks.mesh import read_mesh
 
-Devices = int | Sequence[str | torch.device | torch.cuda.Stream] | DeviceMesh
 ScheduleLike = str | PathLike[str] | Schedule | Recipe | Callable[..., Any]
-
-
-def read_group(devices: Devices) -> tuple[RankGroup, list[Place]]:
-    """The ranks that run the devices' lists, and the devices: those of a mesh, one on each rank.
-
-    Raises:
-        InputError: a device does not exist, or the mesh has other dimensions than those of a pipe,
-            or its devices cannot exchange tensors.
-        RankError: a rank does not come, or cannot be reached.
-    """
-    if not isinstance(devices, DeviceMesh):
-        return RankGroup(), read_devices(devices)
-    pipeline, replicas = read_mesh(devices)
-    if devices.size() == 1:
-        return RankGroup(), read_devices([devices.device_type])
-    met = meet(devices, pipeline, replicas)
-    group = RankGroup(met)
-    return group, [
-        torch.device("cpu") if index is None else torch.device("cuda", index)
-        for index in met.devices[: len(group.pipeline)]
-    ]
-
-
-def read_devices(devices: int | Sequence[str | Place]) -> list[Place]:
-    """The device or CUDA stream of each position in the pipeline; CUDA devices have their index.
-
-    Raises:
-        InputError: the list is empty, or a device does not exist.
-    """
-    if isinstance(devices, bool) or not isinstance(devices, int | Sequence):
-        raise InputError(f'devices is {devices!r}; give a list such as ["cpu", "cpu"], or how many')
-    if isinstance(devices, int):
-        if devices < 1:
-            raise InputError(f"devices is {devices}; give at least 1")
-        if not torch.cuda.is_available():
-            return [torch.device("cpu")] * devices
-        if devices > torch.cuda.device_count():
-            raise InputError(
-                f"devices is {devices} and there are {torch.cuda.device_count()} CUDA devices; "
-                "name them one by one, where one may stand several times"
-            )
-        devices = [f"cuda:{index}" for index in range(devices)]
-    if isinstance(devices, str):
-        raise InputError(f"devices is the string {devices!r}; give a list, such as [{devices!r}]")
-    if not devices:
-        raise InputError('devices is empty; give at least one, such as ["cpu", "cpu"]')
-    found = [_place(device) for device in devices]
-    if len({home(place).type for place in found}) > 1:
-        raise InputError(
-            f"devices are {', '.join(map(str, found))}; name CPU devices or CUDA devices, not both"
-        )
-    streams = [place for place in found if isinstance(place, torch.cuda.Stream)]
-    for index, stream in enumerate(streams):
-        if stream in streams[:index]:
-            raise InputError(
-                f"{stream} stands twice in devices, which would compute one after the other; give "
-                f'each a stream of its own, or name "{stream.device}" twice'
-            )
-    return found
-
-
-def _place(name: str | Place) -> Place:
-    if isinstance(name, torch.cuda.Stream):
-        return name
-    try:
-        device = torch.device(name)
-        if not isinstance(name, str | torch.device):
-            raise TypeError
-    except (RuntimeError, TypeError):
-        raise InputError(f'there is no device {name!r}; name one such as "cpu"') from None
-    if device.type not in ("cpu", "cuda"):
-        raise InputError(
-            f'stages cannot run on {device}; name CPU or CUDA devices, such as ["cpu", "cpu"]'
-        )
-    if device.type == "cpu":
-        return device
-    if not torch.cuda.is_available():
-        raise InputError(f'there is no {device} here; name CPU devices, such as ["cpu", "cpu"]')
-    count = torch.cuda.device_count()
-    index = torch.cuda.current_device() if device.index is None else device.index
-    if index >= count:
-        raise InputError(f"there is no {device}; the CUDA devices are cuda:0 to cuda:{count - 1}")
-    return torch.device("cuda", index)
 
 
 def read_dispatch(dispatch: Any, place: torch.device) -> Dispatch | None:

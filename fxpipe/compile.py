@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from fxpipe.arguments import (
-    Devices,
     ScheduleLike,
     check_bucket_cap,
     check_clipping,
@@ -27,7 +26,6 @@ from fxpipe.arguments import (
     read_decides,
     read_dispatch,
     read_example,
-    read_group,
     read_leaf_modules,
     read_objective,
     read_recompute,
@@ -38,6 +36,7 @@ from fxpipe.compiler.compiler import Compiler
 from fxpipe.compiler.deciding import Deciding
 from fxpipe.compiler.objective import Loss, Reduction, Weight
 from fxpipe.compiler.options import Options, Tracer
+from fxpipe.devices import Devices, read_group
 from fxpipe.engine import Engine
 from fxpipe.errors import InputError
 from fxpipe.passes.inductor.compile_stages import StageCompiler

@@ -46,6 +46,7 @@ LAYERS = {
         "fxpipe.comparison",
         "fxpipe.compile",
         "fxpipe.compiler",
+        "fxpipe.devices",
         "fxpipe.engine",
         "fxpipe.inspection",
         "fxpipe.metrics",

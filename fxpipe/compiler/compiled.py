@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from fxpipe.compiler.timetable import Purpose
 from fxpipe.ir.instruction import Recompute
@@ -14,6 +15,15 @@ from fxpipe.ir.traced import Traced, Value
 from fxpipe.kernels.kernel import Discarding, Kernel
 from fxpipe.kernels.recompute import Rechecked
 from fxpipe.passes.tracing.loss_terms import Divisor
+
+
+class Kind(NamedTuple):
+    """What a call is for, and what it returns."""
+
+    purpose: Purpose
+    updates: bool
+    wants: tuple[bool, ...]
+    outputs: bool
 
 
 @dataclass(frozen=True)
@@ -82,3 +92,18 @@ class Compiled:
             ]
             for i, own in enumerate(self.kernels)
         ]
+
+
+def exchangeable(traced: Traced, plan: Plan, other: Traced, other_plan: Plan) -> bool:
+    """Whether one program can run micro-batches of both graphs: edges, outputs and buckets are
+    equal."""
+
+    def outputs(graph: Traced) -> list[str | None]:
+        return [out.name if isinstance(out, Value) else None for out in graph.outputs]
+
+    return (
+        plan.edges == other_plan.edges
+        and plan.buckets == other_plan.buckets
+        and traced.loss == other.loss
+        and outputs(traced) == outputs(other)
+    )

@@ -9,27 +9,27 @@ from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
 from fxpipe.compiler import passes
 from fxpipe.compiler.capturing import Capturing
-from fxpipe.compiler.compiled import Compiled
+from fxpipe.compiler.compiled import Compiled, Kind, exchangeable
 from fxpipe.compiler.front_end import Call
-from fxpipe.compiler.objective import Divided, divided, together, weighed
+from fxpipe.compiler.objective import Divided, divided, known_buffers, together, weighed
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.placement import Placement
 from fxpipe.compiler.plans import Graph, Plans
-from fxpipe.compiler.predict import Sizes, held_sizes, predicted_peaks, remedies
+from fxpipe.compiler.predict import Sizes, predicted_peaks, remedies, step_sizes
 from fxpipe.compiler.preflight import refuse_copied
 from fxpipe.compiler.timetable import Purpose, Timetable
 from fxpipe.errors import FxpipeError, InputError, PartitionError
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
-from fxpipe.ir.traced import Traced, Value
+from fxpipe.ir.traced import Traced
 from fxpipe.log import told
 from fxpipe.passes.graph.extents import extents
 from fxpipe.passes.graph.lazy_module import sources_forgotten
@@ -40,9 +40,7 @@ from fxpipe.passes.tracing.loss_terms import Divisor, loss_terms
 from fxpipe.runtime.batch import Batch, MicroBatches
 from fxpipe.runtime.choice import Choice
 from fxpipe.runtime.devices.cuda_graphs import CudaGraphs
-from fxpipe.runtime.weights.optimizer import state_size
 from fxpipe.signals import SignalsAtOperations
-from fxpipe.simulator.sizes import Sizes as StageSizes
 from fxpipe.torchtools.source import users_level
 from fxpipe.torchtools.state import untouched, without_collection
 
@@ -193,7 +191,7 @@ class Compiler:
             }
             plans = {size: self.plans.plan(call) for size, call in calls.items()}
             traced, plan = plans[sizes[0]]
-            if all(_exchangeable(traced, plan, *other) for other in plans.values()):
+            if all(exchangeable(traced, plan, *other) for other in plans.values()):
                 break
         else:
             raise InputError(
@@ -266,7 +264,12 @@ class Compiler:
             return micro  # by samples, as it is
         values: list[Divided] = []
         if counted:
-            values = divided(terms, micro, self._buffers(compiled), alone=replicas == 1)
+            values = divided(
+                terms,
+                micro,
+                known_buffers(compiled.traced, self.options.model),
+                alone=replicas == 1,
+            )
         parts = [(objective.counts(micro), values)]
         if replicas > 1:
             told = group.exchange("the weights", parts[0])
@@ -284,22 +287,6 @@ class Compiler:
             return replace(micro, weights=weights)
         cut = [weights[first : first + len(micro)] for first in range(0, len(weights), len(micro))]
         return replace(micro, weights=cut[micro.replica], all_weights=cut)
-
-    def _buffers(self, compiled: Compiled) -> Callable[[str], Tensor]:
-        """Name → buffer that says how losses are weighted."""
-        constants = compiled.traced.constants
-
-        def buffer(name: str) -> Tensor:
-            found = constants[name] if name in constants else self.options.model.get_buffer(name)
-            if found.is_meta:
-                raise InputError(
-                    f"buffer {name!r} says how losses are weighted, which every rank has to know, "
-                    'and has no data here; make it with data (device="cpu") where the model is '
-                    "built"
-                )
-            return found
-
-        return buffer
 
     def _terms_of(self, traced: Traced, split: Sequence[int]) -> tuple[Divisor | None, ...]:
         if traced.module not in self._terms:
@@ -349,19 +336,9 @@ class Compiler:
         whole = partial(self.lowered, plan, compiled.schedule, compiled.purpose, updates)
         return replace(compiled, traced=traced, plan=plan, whole=whole, samples=samples)
 
-    def sizes_of(self, compiled: Compiled, updates: bool) -> StageSizes:
-        """The bytes that the stages hold. Without ``optimizer=`` the state of an Adam that the
-        caller steps is included."""
-        state = compiled.traced.state_of(self.options.model)
-        sizes = held_sizes(compiled, self.options, state, None, stepping=updates)
-        if updates:
-            return sizes
-        more = {s: int(state_size(None) * size) for s, size in sizes.gradients.items()}
-        return replace(sizes, optimizer={s: size + more[s] for s, size in sizes.optimizer.items()})
-
     def _peaks(self, compiled: Compiled, updates: bool) -> list[float]:
         """Device → the most bytes that it is predicted to hold in a step."""
-        sizes = self.sizes_of(compiled, updates)
+        sizes = step_sizes(compiled, self.options, updates)
         return [*map(float, predicted_peaks(compiled.plan, compiled.whole(), sizes))]
 
     def _remedies(self, compiled: Compiled, graph: Graph, samples: int, updates: bool) -> str:
@@ -411,32 +388,8 @@ class Compiler:
         return program
 
 
-class Kind(NamedTuple):
-    """What a call is for, and what it returns."""
-
-    purpose: Purpose
-    updates: bool
-    wants: tuple[bool, ...]
-    outputs: bool
-
-
 def _wants(batch: Batch, input_gradients: bool) -> tuple[bool, ...]:
     """For each leaf of the batch: whether the call returns a gradient for it."""
     return tuple(
         input_gradients and isinstance(leaf, Tensor) and leaf.requires_grad for leaf in batch.leaves
-    )
-
-
-def _exchangeable(traced: Traced, plan: Plan, other: Traced, other_plan: Plan) -> bool:
-    """Whether one program can run micro-batches of both graphs: edges, outputs and buckets are
-    equal."""
-
-    def outputs(graph: Traced) -> list[str | None]:
-        return [out.name if isinstance(out, Value) else None for out in graph.outputs]
-
-    return (
-        plan.edges == other_plan.edges
-        and plan.buckets == other_plan.buckets
-        and traced.loss == other.loss
-        and outputs(traced) == outputs(other)
     )

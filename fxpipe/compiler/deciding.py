@@ -7,8 +7,9 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from fxpipe.compiler.compiled import Compiled
-from fxpipe.compiler.compiler import Compiler, Kind
+from fxpipe.compiler.compiled import Compiled, Kind
+from fxpipe.compiler.compiler import Compiler
+from fxpipe.compiler.predict import step_sizes
 from fxpipe.compiler.timetable import Timetable
 from fxpipe.errors import FxpipeError, InputError, PartitionError
 from fxpipe.ir.plan import Costs, Plan
@@ -269,7 +270,8 @@ class _Stages:
         """The plan for micro-batches of that size, and what its stages hold."""
         if samples not in self._sizes:
             made = self._compiler.resized(self._compiled, self._graph, samples, self._updates)
-            self._sizes[samples] = made.plan, self._compiler.sizes_of(made, self._updates)
+            sizes = step_sizes(made, self._compiler.options, self._updates)
+            self._sizes[samples] = made.plan, sizes
         return self._sizes[samples]
 
     def _predict(self, candidate: Candidate) -> Predicted | None:

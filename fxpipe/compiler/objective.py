@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from fxpipe.errors import InputError, told
+from fxpipe.ir.traced import Traced
 from fxpipe.passes.tracing.loss_terms import Divisor
 from fxpipe.runtime.batch import Batch, MicroBatches
 
@@ -244,3 +245,24 @@ def _near(ratios: Sequence[float], others: Sequence[float]) -> bool:
     return len(ratios) == len(others) and all(
         math.isclose(one, other, rel_tol=1e-5) for one, other in zip(ratios, others, strict=True)
     )
+
+
+def known_buffers(traced: Traced, model: nn.Module) -> Callable[[str], Tensor]:
+    """Name → buffer or constant that says how losses are weighted, for ``divided``.
+
+    Raises:
+        InputError: the buffer has no data.
+    """
+
+    def buffer(name: str) -> Tensor:
+        found = traced.constants.get(name)
+        if found is None:
+            found = model.get_buffer(name)
+        if found.is_meta:
+            raise InputError(
+                f"buffer {name!r} says how losses are weighted, which every rank has to know, "
+                'and has no data here; make it with data (device="cpu") where the model is built'
+            )
+        return found
+
+    return buffer

@@ -26,6 +26,7 @@ from fxpipe.ir.recipe import find_recipe
 from fxpipe.ir.schedule import Schedule
 from fxpipe.memory.held import plan_sizes
 from fxpipe.passes.graph.extents import Extent
+from fxpipe.runtime.weights.optimizer import state_size
 from fxpipe.runtime.weights.sharding import Shards
 from fxpipe.simulator import Simulation, simulate
 from fxpipe.simulator.analysis import company
@@ -133,6 +134,17 @@ def held_sizes(
         elsewhere=elsewhere,
         shards=options.shards,
     )
+
+
+def step_sizes(compiled: Compiled, options: Options, updates: bool) -> StageSizes:
+    """The bytes that the stages hold in a step. Without ``optimizer=`` the state of an Adam that
+    the caller steps is included."""
+    state = compiled.traced.state_of(options.model)
+    sizes = held_sizes(compiled, options, state, None, stepping=updates)
+    if updates:
+        return sizes
+    more = {s: int(state_size(None) * size) for s, size in sizes.gradients.items()}
+    return replace(sizes, optimizer={s: size + more[s] for s, size in sizes.optimizer.items()})
 
 
 def split_target(

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe import DeviceError, DeviceMemoryError, InputError
-from fxpipe.arguments import read_devices
+from fxpipe.devices import read_devices
 from fxpipe.passes.partition.measure import Stopwatch
 from fxpipe.runtime.choice import Dispatch
 from fxpipe.runtime.devices.cuda import CudaBackend, home
