@@ -25,7 +25,7 @@ from fxpipe.runtime.ranks.message import digest
 from fxpipe.saving import Saved
 from fxpipe.signals import SignalsAtOperations
 from fxpipe.simulator import Simulation
-from fxpipe.simulator.simulate import measured_run
+from fxpipe.simulator.measured import measured_run
 from fxpipe.torchtools.pytrees import together
 from fxpipe.turn import in_turn, in_turn_in_backward
 

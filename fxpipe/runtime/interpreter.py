@@ -20,7 +20,6 @@ import torch
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.plan import Stage
 from fxpipe.ir.program import Program
-from fxpipe.ir.task import KINDS
 from fxpipe.ir.value import (
     Buffer,
     deferred,
@@ -32,9 +31,8 @@ from fxpipe.ir.value import (
 )
 from fxpipe.kernels.kernel import Forwarded, Kernel
 from fxpipe.kernels.recompute import recomputing
-from fxpipe.runtime import copies
+from fxpipe.runtime import copies, own_task, replicas
 from fxpipe.runtime.host import Job
-from fxpipe.runtime.own_task import run_task
 from fxpipe.runtime.weights.clipping import norms_of
 
 if TYPE_CHECKING:
@@ -327,20 +325,6 @@ def _give_back(
         machine.store.values[buffer] = gradient
 
 
-def _run(machine: Machine, instruction: ins.Run) -> None:
-    stage, batch = instruction.stage, instruction.batch
-    names = [argument.target for argument in machine.stages[stage].parameters]
-    parameters = machine.weights.parameters(stage, machine.step + instruction.version)
-    sums = machine.store.gradients.get((stage, batch)) or [None] * len(names)
-    run_task(
-        KINDS[instruction.kind],
-        stage,
-        instruction.microbatch,
-        dict(zip(names, parameters, strict=True)),
-        {name: g for name, g in zip(names, sums, strict=True) if g is not None},
-    )
-
-
 def _free(machine: Machine, instruction: ins.Free) -> None:
     del machine.store.values[instruction.buffer]
 
@@ -351,32 +335,6 @@ def _barrier(machine: Machine, instruction: ins.Barrier) -> None:
 
 def _pause(machine: Machine, instruction: ins.Pause) -> None:
     """Nothing to do: the loop returns to the caller."""
-
-
-def _reduce_scatter(machine: Machine, instruction: ins.ReduceScatter) -> None:
-    stage, batch = instruction.stage, instruction.batch
-    gradients = machine.store.gradients.pop((stage, batch), [])
-    machine.channels.reduce_scatter(machine.device, stage, machine.step + batch, gradients, -1)
-
-
-def _all_gather(machine: Machine, instruction: ins.AllGather) -> None:
-    stage, batch = instruction.stage, instruction.batch
-    buckets = machine.program.buckets.get(stage, 1)
-    sums = machine.channels.all_gather(machine.device, stage, machine.step + batch, buckets)
-    machine.store.gradients[stage, batch] = sums
-
-
-def _take_part(machine: Machine, instruction: ins.TakePart) -> None:
-    stage, batch = instruction.stage, instruction.batch
-    buckets = machine.program.buckets.get(stage, 1)
-    part = machine.channels.take_part(machine.device, stage, machine.step + batch, buckets)
-    machine.store.gradients[stage, batch] = part
-
-
-def _gather_weights(machine: Machine, instruction: ins.GatherWeights) -> None:
-    stage, batch = instruction.stage, machine.step + instruction.batch
-    parts = machine.channels.gather_weights(machine.device, stage, batch)
-    machine.weights.gather(stage, batch + 1, parts)
 
 
 def _norm(machine: Machine, instruction: ins.Norm) -> None:
@@ -420,11 +378,11 @@ HANDLERS: Mapping[type[ins.Instruction], Callable[[Machine, Any], None]] = {
     ins.Backward: _backward,
     ins.InputGrad: _input_grad,
     ins.WeightGrad: _weight_grad,
-    ins.Run: _run,
-    ins.ReduceScatter: _reduce_scatter,
-    ins.AllGather: _all_gather,
-    ins.TakePart: _take_part,
-    ins.GatherWeights: _gather_weights,
+    ins.Run: own_task.run,
+    ins.ReduceScatter: replicas.reduce_scatter,
+    ins.AllGather: replicas.all_gather,
+    ins.TakePart: replicas.take_part,
+    ins.GatherWeights: replicas.gather_weights,
     ins.Share: copies.share,
     ins.Give: copies.give,
     ins.Add: copies.add,

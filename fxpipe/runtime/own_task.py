@@ -3,11 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from fxpipe.errors import InputError
-from fxpipe.ir.task import TaskContext, TaskKind
+from fxpipe.ir import instruction as ins
+from fxpipe.ir.task import KINDS, TaskContext, TaskKind
+
+if TYPE_CHECKING:
+    from fxpipe.runtime.interpreter import Machine
+
+
+def run(machine: Machine, instruction: ins.Run) -> None:
+    stage, batch = instruction.stage, instruction.batch
+    names = [argument.target for argument in machine.stages[stage].parameters]
+    parameters = machine.weights.parameters(stage, machine.step + instruction.version)
+    sums = machine.store.gradients.get((stage, batch)) or [None] * len(names)
+    run_task(
+        KINDS[instruction.kind],
+        stage,
+        instruction.microbatch,
+        dict(zip(names, parameters, strict=True)),
+        {name: g for name, g in zip(names, sums, strict=True) if g is not None},
+    )
 
 
 def run_task(

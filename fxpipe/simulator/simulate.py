@@ -1,9 +1,7 @@
-"""Simulate a program, or a schedule without a model, whose stages each hand on one value; or tell
-a real run like a simulation."""
+"""Simulate a program, or a schedule without a model, whose stages each hand on one value."""
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -26,8 +24,6 @@ from fxpipe.simulator.simulation import Events, Simulation, Span, Transfer
 from fxpipe.simulator.sizes import Sizes
 from fxpipe.simulator.sums import Sum, awaited_by, begun_by
 from fxpipe.text.program import print_instruction
-
-_SECOND = 1e9
 
 
 def simulate(
@@ -363,75 +359,3 @@ class _Ways:
         replicas, bucket = self._program.replicas, buffer.bucket_in(self._program)
         replica = 0 if what == "part" else replicas - 1
         return self._sizes.summing(stage, replica, replicas, what, bucket)
-
-
-def measured_run(
-    program: Program, steps: int, times: Sequence[Sequence[int]], sizes: Sizes | None = None
-) -> Simulation:
-    """What a run was, from the times of its instructions.
-
-    A value leaves when its send is done; that it arrives is part of its receive. What replicas
-    exchange is on its way until it is waited for. Where devices
-    have streams, a copy goes on beside computations: then a receive stands where its value is
-    first used, as in a simulation, and takes what is left of its copy.
-
-    Args:
-        program: one step of it.
-        steps: how many steps ran, and the flush after the last.
-        times: device → start and end of each instruction that it ran, in nanoseconds.
-        sizes: bytes of what devices hold.
-
-    Raises:
-        InputError: more or fewer instructions ran than the steps have.
-    """
-    flat = unroll(program, steps)
-    if [len(own) for own in times] != [2 * len(list_) for list_ in flat.lists]:
-        raise InputError(
-            f"what ran is not {steps} steps of program {program.name!r}: give batches that are "
-            "cut into as many micro-batches each"
-        )
-    if program.launches:
-        program = blocking(program)
-        late = unroll(program, steps)
-        times = [_rearranged(*own) for own in zip(flat.lists, times, late.lists, strict=True)]
-        flat = late
-    begin = min((own[0] for own in times if own), default=0)
-    events = Events(
-        tuple([(t - begin) / _SECOND for t in own[::2]] for own in times),
-        tuple([(t - begin) / _SECOND for t in own[1::2]] for own in times),
-    )
-    left: dict[Sum, int] = {}
-    for device, list_ in enumerate(flat.lists):
-        for position, instruction in enumerate(list_):
-            if isinstance(instruction, ins.Send | ins.Stash):
-                sent, target = events.ends[device][position], flat.destination(instruction)
-                events.transfers[instruction.buffer] = Transfer(
-                    instruction.buffer, device, target, position, sent, sent, sent
-                )
-            elif (begun := begun_by(instruction, program)) is not None:
-                left[begun] = position
-            elif isinstance(instruction, ins.Gathering):
-                awaited, here = awaited_by(instruction), events.ends[device][position]
-                for sums in [s for s in left if s[:3] == awaited[:3]]:  # all buckets
-                    at = left.pop(sums)
-                    sent = events.ends[device][at]
-                    events.transfers[sums] = Transfer(sums, device, device, at, sent, sent, here)
-    return Simulation(flat, program, steps, events, sizes, measured=True, seconds=True)
-
-
-def _rearranged(
-    launched: Sequence[ins.Instruction], times: Sequence[int], list_: Sequence[ins.Instruction]
-) -> list[int]:
-    """The starts and ends of a device's instructions where it does one after another: ``launched``
-    is the order in which they ran, and ``list_`` has arrivals where their values are used."""
-    found: defaultdict[ins.Instruction, deque[tuple[int, int]]] = defaultdict(deque)
-    for instruction, start, end in zip(launched, times[::2], times[1::2], strict=True):
-        found[instruction].append((start, end))
-    made: list[int] = []
-    before = min(times, default=0)
-    for instruction in list_:
-        start, end = found[instruction].popleft()
-        start = before if isinstance(instruction, ins.Arrival) else max(start, before)
-        before = max(start, end)
-        made += start, before
-    return made

@@ -24,7 +24,8 @@ from fxpipe.runtime import interpreter
 from fxpipe.runtime.interpreter import Machine
 from fxpipe.simulator import Simulation, Sizes
 from fxpipe.simulator.costs import Overheads, Rehearsal
-from fxpipe.simulator.simulate import chain, chain_program, measured_run
+from fxpipe.simulator.measured import measured_run
+from fxpipe.simulator.simulate import chain, chain_program
 from fxpipe.simulator.simulation import task_of
 from tests.oracles.stream_times import timed
 from tests.passes.lowering.test_streams import plain

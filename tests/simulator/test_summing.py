@@ -18,8 +18,8 @@ from fxpipe.ir.recipe import RECIPES, find_recipe
 from fxpipe.ir.schedule import Schedule
 from fxpipe.passes.schedule import add_reduce
 from fxpipe.simulator import Link, Simulation, Sizes
+from fxpipe.simulator.measured import measured_run
 from fxpipe.simulator.report import chrome_trace
-from fxpipe.simulator.simulate import measured_run
 from fxpipe.simulator.simulation import Transfer
 from fxpipe.simulator.sums import Sum
 
