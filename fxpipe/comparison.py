@@ -227,7 +227,7 @@ def _row(schedule: Schedule, times: Mapping[str, float], held: Sizes | None) -> 
     sizes = None if held is None else _cut_evenly(held, schedule.stages)
     found: Simulation = simulate_schedule(schedule, costs, sizes=sizes)
     time, bubble = found.makespan, found.bubble
-    if found.window.depth and found.again is not None:
+    if found.steps > 1 and found.again is not None:
         time, bubble = found.steady.period, abs(found.steady.bubble)
     most: float = max(found.device_stash) / each
     if sizes is not None:

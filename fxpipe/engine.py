@@ -195,9 +195,7 @@ class Engine:
         """The bytes of what the stages and their optimizers hold, on all ranks."""
         return self._sizes(compiled, self.progress.optimizers_of(compiled.plan), stepping=True)
 
-    def _sizes(
-        self, compiled: Compiled, own: Sequence[Optimizer | None], *, stepping: bool
-    ) -> Sizes:
+    def _sizes(self, compiled: Compiled, own: Sequence[Optimizer | None], stepping: bool) -> Sizes:
         state = self.progress.state_of(compiled.traced)
         return held_sizes(compiled, self._options, state, own, stepping=stepping)
 

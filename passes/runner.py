@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar, overload
 
-from fxpipe.errors import PassError, VerificationError
+from fxpipe.errors import InputError, PassError, VerificationError
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
@@ -222,3 +222,14 @@ def _verify(value: object, what: str) -> None:
             verify(value)
     except VerificationError as error:
         raise PassError(f"{what} an invalid {word}: {error}") from error
+
+
+def comes_after(program: Program, name: str, earlier: str) -> None:
+    """Check that a pass comes once, and after an earlier one.
+
+    Raises:
+        InputError: it does not.
+    """
+    if name in program.passes or earlier not in program.passes:
+        done = " ".join(program.passes) or "none"
+        raise InputError(f"{name} comes once and after {earlier}; the passes done are: {done}")

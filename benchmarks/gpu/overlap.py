@@ -30,6 +30,8 @@ from benchmarks.report import Figure, Grid
 from fxpipe.ir.instruction import Arrival, letter_of
 from fxpipe.ir.program import Program
 from fxpipe.ir.unroll import unroll
+from fxpipe.simulator import Simulation
+from fxpipe.simulator.measured import measured_run
 
 WARM_UP = 3
 STEPS = 3
@@ -131,17 +133,19 @@ def compile_(
 def profiled(compiled: Any, work: Workload) -> Covered:
     """By the pipe's own profile, before it lays instructions one behind another."""
     x, y = work.draw(work.batch)
-    times: list[Sequence[Sequence[int]]] = []
+    kept: list[tuple[Program, Sequence[Sequence[int]]]] = []
 
-    def keep(program: Program, steps: int, found: Sequence[Sequence[int]], *_: Any) -> Program:
-        times.append(found)
-        return unroll(program, steps)
+    def keep(
+        program: Program, steps: int, times: Sequence[Sequence[int]], *sizes: Any
+    ) -> Simulation:
+        kept.append((unroll(program, steps), times))
+        return measured_run(program, steps, times, *sizes)
 
     with compiled() as pipe, mock.patch("fxpipe.pipeline.measured_run", keep):
         for _ in range(WARM_UP):
             pipe.step(x, target=y)
-        flat: Any = pipe.profile(x, target=y, steps=STEPS)
-    return arrivals_under_tasks(flat, times[0])
+        pipe.profile(x, target=y, steps=STEPS)
+    return arrivals_under_tasks(*kept[0])
 
 
 def arrivals_under_tasks(flat: Program, times: Sequence[Sequence[int]]) -> Covered:

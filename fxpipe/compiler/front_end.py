@@ -22,7 +22,8 @@ from fxpipe.compiler.preflight import output_dims, own_loss, refuse_hidden
 from fxpipe.compiler.timetable import Purpose
 from fxpipe.errors import TraceError, way_out
 from fxpipe.ir.schedule import Schedule
-from fxpipe.ir.traced import Traced, Value, with_dims
+from fxpipe.ir.traced import SEED, Traced, Value, with_dims
+from fxpipe.passes.differentiate.differentiate import Wanted
 from fxpipe.passes.runner import run_all
 from fxpipe.passes.tracing.attach_loss import LossModule
 from fxpipe.passes.tracing.explain import differing_line
@@ -100,6 +101,30 @@ class Call:
 
         leaves = list(map(change, self.leaves, self.batch.dims))
         return replace(self, leaves=leaves, size=size)
+
+    def values(self, traced: Traced, *, wants: bool = False) -> dict[str, Any]:
+        """Input value of a graph → the micro-batch's leaf. With ``wants`` those whose gradients
+        are returned require them."""
+        values: dict[str, Any] = {}
+        for index, (name, leaf) in enumerate(zip(traced.inputs, self.leaves, strict=True)):
+            if name is not None:
+                wanted = wants and index < len(self.wants) and self.wants[index]
+                values[name] = leaf.detach().requires_grad_() if wanted else leaf
+        if traced.seeded:
+            values[SEED] = torch.zeros((), dtype=torch.int64)
+        return values
+
+    def wanted(self, traced: Traced) -> Wanted:
+        """The values of a graph whose gradients start the backwards."""
+        match self.purpose:
+            case "step":
+                assert traced.loss is not None
+                return Wanted(frozenset((traced.loss,)))
+            case "call":
+                names = (out.name for out in traced.outputs if isinstance(out, Value))
+                return Wanted(frozenset(names), inputs=True)
+            case "infer":
+                return Wanted()
 
     def _mapped(self, change: Callable[[Tensor], Tensor]) -> Call:
         leaves = pytree.tree_map_only(Tensor, change, self.leaves)

@@ -14,13 +14,11 @@ from fxpipe.compiler import passes
 from fxpipe.compiler.front_end import Call, FrontEnd
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.placement import Placement
-from fxpipe.compiler.timetable import Purpose
 from fxpipe.errors import TraceError
 from fxpipe.ir.plan import Costs, Plan
 from fxpipe.ir.schedule import Schedule
-from fxpipe.ir.traced import SEED, Traced, Value, with_dims
+from fxpipe.ir.traced import Traced, with_dims
 from fxpipe.log import noted
-from fxpipe.passes.differentiate.differentiate import Wanted
 from fxpipe.passes.partition.assignment import Assignment
 from fxpipe.passes.runner import run_all
 from fxpipe.torchtools.meta import standing_in
@@ -163,7 +161,7 @@ class Plans:
         for leaf in call.leaves:
             if isinstance(leaf, Tensor) and leaf.is_floating_point():
                 leaf.uniform_(generator=generator)
-        return _values(traced, call.leaves, call.wants)
+        return call.values(traced, wants=True)
 
     def any_size(self, graph: Graph, size: int) -> tuple[Traced, Plan]:
         """The same stages for micro-batches of another size; for any size if such a graph exists.
@@ -184,8 +182,8 @@ class Plans:
             FxpipeError: as ``any_size``.
         """
         with self._followed(graph, size) as (here, traced, assignment):
-            state, wanted = traced.state_of(self.options.model), _wanted(traced, here.purpose)
-            values = _values(traced, here.leaves)
+            state, wanted = traced.state_of(self.options.model), here.wanted(traced)
+            values = here.values(traced)
             return self._placement.costs_of(traced, assignment, values, state, wanted)
 
     def measured(self, call: Call, sizes: Sequence[int]) -> dict[int, Mapping[str, Any]]:
@@ -196,10 +194,10 @@ class Plans:
         found: dict[int, Mapping[str, Any]] = {}
         with self._gathered(replace(call.zeros(), fixed=False)) as here:
             traced = self._trace(here)
-            state, wanted = traced.state_of(self.options.model), _wanted(traced, call.purpose)
+            state, wanted = traced.state_of(self.options.model), call.wanted(traced)
             for size in dict.fromkeys((*sizes, call.size)):
                 if traced.accepts(size) and (size in sizes or not found):
-                    values = _values(traced, here.resized(size).leaves)
+                    values = here.resized(size).values(traced)
                     made = self._placement.measure(traced, values, state, wanted)
                     found[size] = {**made, "state": state}
         return found
@@ -265,9 +263,9 @@ class Plans:
             "assignment": graph.assignment,
             "owners": self._placement.owners,
             "stage_costs": self._placement.costs,
-            "values": _values(traced, call.leaves, call.wants),
+            "values": call.values(traced, wants=True),
             "state": traced.state_of(options.model),
-            "wanted": _wanted(traced, call.purpose),
+            "wanted": call.wanted(traced),
             "parted": call.parted,
             "fuse_accumulation": options.fuse_accumulation,
             "replicated": options.replicas > 1 and call.purpose != "infer",
@@ -309,7 +307,7 @@ class Plans:
         facts = {
             "traced": traced,
             "plan": plan,
-            "values": _values(traced, call.leaves, call.wants),
+            "values": call.values(traced, wants=True),
             "state": traced.state_of(model),
             "call": run,
             "differentiated": gradients,
@@ -346,8 +344,8 @@ class Plans:
             return kept
         *kind, own = key
         traced = self._trace(call)
-        values, state = _values(traced, call.leaves), traced.state_of(self.options.model)
-        wanted = _wanted(traced, call.purpose)
+        values, state = call.values(traced), traced.state_of(self.options.model)
+        wanted = call.wanted(traced)
         assignment = self._placement.place(
             traced, values, state, wanted, call.schedule.microbatches, step=call.purpose == "step"
         )
@@ -357,7 +355,7 @@ class Plans:
 
     def _relayed(self, call: Call, traced: Traced, assignment: Assignment) -> Graph:
         # a call without gradients uses the graph that was made for gradients
-        wanted = _wanted(traced, "step" if call.with_loss else "call")
+        wanted = replace(call, purpose="step" if call.with_loss else "call").wanted(traced)
         state = traced.state_of(self.options.model)
         trained = {a.name for a in traced.parameters if state[a.target].requires_grad}
         trained |= {name for name in traced.inputs if name is not None and wanted.inputs}
@@ -391,27 +389,3 @@ class Plans:
             alone = call.uniform and self.options.tracer == "export"
             fixed = alone and self._first.get(kind, call.size) == call.size
         return *kind, call.size if fixed else None
-
-
-def _values(traced: Traced, leaves: Sequence[Any], wants: Sequence[bool] = ()) -> dict[str, Any]:
-    """Input value → the micro-batch's leaf; leaves that want a gradient require it."""
-    values: dict[str, Any] = {}
-    for index, (name, leaf) in enumerate(zip(traced.inputs, leaves, strict=True)):
-        if name is not None:
-            wanted = index < len(wants) and wants[index]
-            values[name] = leaf.detach().requires_grad_() if wanted else leaf
-    if traced.seeded:
-        values[SEED] = torch.zeros((), dtype=torch.int64)
-    return values
-
-
-def _wanted(traced: Traced, purpose: Purpose) -> Wanted:
-    match purpose:
-        case "step":
-            assert traced.loss is not None
-            return Wanted(frozenset((traced.loss,)))
-        case "call":
-            names = (out.name for out in traced.outputs if isinstance(out, Value))
-            return Wanted(frozenset(names), inputs=True)
-        case "infer":
-            return Wanted()

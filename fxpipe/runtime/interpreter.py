@@ -156,6 +156,10 @@ class Machine:
                 return False
         return True
 
+    @property
+    def at_end(self) -> bool:
+        return self.position == len(self.program.lists[self.device])
+
     def begin(self, step: int, batches: range) -> None:
         """Prepare to run the list of another step; values of this step's batch are kept."""
         self.store.age(step - self.step)

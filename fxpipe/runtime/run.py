@@ -352,7 +352,7 @@ class FlushedRun(Run[LiveWeights]):
             self._channels.pause()
             if signals.held is not None:
                 signals.held.add_note("interrupted after the step, whose results are kept")
-            self._clear(values=all(map(_at_end, self.machines)))
+            self._clear(values=all(machine.at_end for machine in self.machines))
         return made
 
     def take_gradients(self) -> dict[str, Tensor]:
@@ -396,7 +396,3 @@ class FlushedRun(Run[LiveWeights]):
 
     def _gradients(self) -> dict[int, list[Tensor | None]]:
         return {s: g for m in self.machines for (s, _), g in m.store.gradients.items()}
-
-
-def _at_end(machine: Machine) -> bool:
-    return machine.position == len(machine.program.lists[machine.device])

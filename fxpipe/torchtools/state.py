@@ -1,4 +1,5 @@
-"""Run code with a model, PyTorch or Python in another state, and put the former one back."""
+"""Run code with a model, PyTorch or Python in another state, and put the former one back; and what
+a process sets once."""
 
 from __future__ import annotations
 
@@ -156,3 +157,13 @@ def to_device(leaves: Iterable[Any], device: torch.device) -> list[Any]:
         else leaf
         for leaf in leaves
     ]
+
+
+def keep_memory() -> None:
+    """Let glibc keep the memory of freed activations for the next ones.
+
+    By default glibc returns free memory above a threshold to the system, and every step faults the
+    same pages in again (a tenth of a small U-Net's step). The threshold rises when a large block
+    that was mapped separately is freed, up to blocks of 32 MiB; see mallopt(3), M_MMAP_THRESHOLD.
+    """
+    torch.empty(31 << 20, dtype=torch.uint8)

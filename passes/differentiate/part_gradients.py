@@ -71,8 +71,9 @@ class PartGradients:
                 continue
             named = f"Stage{stage.index}Bucket{kind}"
             graphs[kind], seconds = _split(deepcopy(graph), own, given, inputs, named, stage, kind)
+            total = sum(seconds)
             for share, time in zip(shares, seconds, strict=True):
-                share[kind] = time / sum(seconds)
+                share[kind] = time / total if total else 1 / len(own)
         buckets = [Bucket(tuple(each), share) for each, share in zip(own, shares, strict=True)]
         return replace(stage, kernel=replace(kernel, buckets=graphs), buckets=tuple(buckets))
 

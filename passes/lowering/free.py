@@ -8,7 +8,7 @@ from dataclasses import replace
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.program import Program
 from fxpipe.ir.value import Buffer
-from fxpipe.passes.lowering.lower import comes_after
+from fxpipe.passes.runner import comes_after
 from fxpipe.torchtools.state import without_collection
 
 

@@ -393,14 +393,3 @@ def _check_pause(schedule: Schedule) -> None:
                 f"{device} has {row[position]} at position {position}, after a backward; use one "
                 "that runs all forwards first, such as gpipe"
             )
-
-
-def comes_after(program: Program, name: str, earlier: str) -> None:
-    """Check that a pass comes once, and after an earlier one.
-
-    Raises:
-        InputError: it does not.
-    """
-    if name in program.passes or earlier not in program.passes:
-        done = " ".join(program.passes) or "none"
-        raise InputError(f"{name} comes once and after {earlier}; the passes done are: {done}")

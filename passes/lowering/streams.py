@@ -13,7 +13,7 @@ from fxpipe.ir import instruction as ins
 from fxpipe.ir.program import COMPUTE, Event, Launch, Program, arrivals
 from fxpipe.ir.value import Buffer
 from fxpipe.passes.lowering.launch_order import Launched, launch_order, source_of
-from fxpipe.passes.lowering.lower import comes_after
+from fxpipe.passes.runner import comes_after
 
 
 @dataclass(frozen=True)

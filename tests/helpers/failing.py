@@ -28,7 +28,7 @@ from tests.oracles.delayed_loop import DelayedLoop
 
 HANDLERS = interpreter.HANDLERS
 
-REPLICAS = {"ReduceScatter", "AllGather", "TakePart", "GatherWeights"}
+REPLICAS = {"PartialBackward", "ReduceScatter", "AllGather", "TakePart", "GatherWeights"}
 COPIES = {"Share", "Give", "Add"}
 KINDS = {kind.__name__ for kind in HANDLERS} - {"Pause"} - REPLICAS - COPIES
 """All kinds of instructions of a step. A pause is in a differentiable call alone, and some are in

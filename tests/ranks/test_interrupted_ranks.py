@@ -77,7 +77,7 @@ def test_an_interrupted_step_counts_on_all_ranks_or_on_none(everywhere: bool, si
 
 PARTS: list[tuple[Any, str]] = [
     (Skipping, "forward"),  # while the model is traced
-    (Compiler, "_lowered"),  # while its program is made
+    (Compiler, "lowered"),  # while its program is made
 ]
 
 
@@ -126,7 +126,7 @@ def test_ctrl_c_while_compiling_ends_it_on_all_ranks_and_the_pipe_compiles_later
     for step in zip(*ranks, strict=True):
         assert len({each.endswith(": done") for each in step}) == 1, step
     if everywhere:
-        assert all(told == ["forward: interrupted", "_lowered: interrupted"] for told in ranks)
+        assert all(told == ["forward: interrupted", "lowered: interrupted"] for told in ranks)
     else:
         first, second, third = ({"interrupted" in each for each in told} for told in ranks)
         assert first == third == {True, False} and second == {False}

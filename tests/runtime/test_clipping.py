@@ -54,23 +54,27 @@ def test_without_a_scaler_clipping_waits_for_no_device() -> None:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "devices", "microbatches", "case"),
+    ("schedule", "devices", "microbatches", "case", "scale"),
     [
-        ("1f1b", 3, 3, "unet"),
-        ("zb-v", 2, 4, "mlp"),
-        ("2bw", 2, 2, "transformer"),
-        ("2bw", 3, 4, "mlp"),
-        ("1f1b-async", 4, 2, "mlp"),
-        ("pipedream-vertical", 3, 1, "mlp"),
+        ("1f1b", 3, 3, "unet", None),
+        ("zb-v", 2, 4, "mlp", None),
+        ("zb-v", 2, 4, "mlp", 1024.0),
+        ("2bw", 2, 2, "transformer", None),
+        ("2bw", 3, 4, "mlp", 1024.0),
+        ("1f1b-async", 4, 2, "mlp", None),
+        ("pipedream-vertical", 3, 1, "mlp", None),
     ],
 )
 def test_gradients_are_clipped_by_the_norm_of_all_stages(
-    schedule: str, devices: int, microbatches: int, case: str
+    schedule: str, devices: int, microbatches: int, case: str, scale: float | None
 ) -> None:
+    """With a scaler by that of the gradients without its scale."""
     model, data = make(case, 8, 5)
     delay = max(add_clip(find_recipe(schedule)(devices, microbatches)).delays)
     expected = ClippedLoop.beside(model, SGD, microbatches, loss=LOSSES[case], delay=delay)
     options: dict[str, Any] = {"schedule": schedule, "loss": LOSSES[case], "clip_norm": LIMIT}
+    if scale is not None:
+        options["scaler"] = torch.amp.GradScaler("cpu", init_scale=scale)
     with compiled(model, devices, microbatches, **options) as pipe:
         assert pipe.grad_norm is None
         for x, y in data:

@@ -25,6 +25,7 @@ from fxpipe.runtime.failure import DeviceMemory, Unfinished
 from fxpipe.runtime.host import Job
 from fxpipe.runtime.interpreter import Machine, Stopped
 from fxpipe.runtime.weights.live import Weights
+from fxpipe.torchtools.state import keep_memory
 
 Jobs = SimpleQueue[Callable[[], None] | None]
 
@@ -112,7 +113,7 @@ def is_worker() -> bool:
 def _work(jobs: Jobs, done: list[int], threads: int, ready: threading.Event) -> None:
     torch.get_num_threads()  # makes this thread take torch's default now, not at a later first use
     torch.set_num_threads(threads)
-    _keep_memory()
+    keep_memory()
     ready.set()
     with torch.no_grad():
         while True:
@@ -122,16 +123,6 @@ def _work(jobs: Jobs, done: list[int], threads: int, ready: threading.Event) -> 
             job()
             done[0] += 1
             del job  # else it would keep the last run's tensors alive until the next job
-
-
-def _keep_memory() -> None:
-    """Let glibc keep the memory of freed activations for the next ones.
-
-    By default glibc returns free memory above a threshold to the system, and every step faults the
-    same pages in again (a tenth of a small U-Net's step). The threshold rises when a large block
-    that was mapped separately is freed, up to blocks of 32 MiB; see mallopt(3), M_MMAP_THRESHOLD.
-    """
-    torch.empty(31 << 20, dtype=torch.uint8)
 
 
 _running: weakref.WeakKeyDictionary[threading.Thread, Jobs] = weakref.WeakKeyDictionary()
