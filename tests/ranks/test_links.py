@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -164,6 +165,22 @@ def groups(size: int) -> list[RankGroup]:
         RankGroup(Met(rank, names, names, ("host",) * size, sockets[rank], 1, 5.0))
         for rank in range(size)
     ]
+
+
+@pytest.mark.parametrize(("cores", "spins"), [(1, False), (2, True), (3, True)])
+def test_a_rank_that_waits_keeps_a_core_busy_only_where_each_rank_has_one(
+    cores: int, spins: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    one, two = groups(2)
+    links, asked = one.links, list[float]()
+    assert links is not None
+    real, links._waiting = links._waiting, SimpleNamespace(poll=lambda t: asked.append(t) or [])  # type: ignore[assignment, func-returns-value]
+    links.pump(lambda: False, 0.001)
+    links._waiting = real
+    assert (len(asked) > 2) == spins and asked[-1] == 1.0 and not any(asked[:-1])
+    one.close()
+    two.close()
 
 
 def test_a_group_that_is_collected_says_goodbye() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import hashlib
+import os
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -362,7 +363,9 @@ def _links(group: RankGroup, met: Met) -> Links:
         if (here := reference()) is not None:
             here._lost(rank, why)
 
-    links = Links(met.sockets, deliver, lost, met.shared)
+    here = met.hosts.count(met.hosts[met.rank])
+    spins = here <= (os.cpu_count() or 1)  # else another rank may need the core
+    links = Links(met.sockets, deliver, lost, met.shared, spins=spins)
     weakref.finalize(group, links.end).atexit = False
     if not _groups:
         atexit.register(_close_all)

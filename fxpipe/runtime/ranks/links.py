@@ -37,6 +37,10 @@ CLOSED = "has closed its pipe or ended"
 SHORT = 0.01
 """Seconds after which the thread looks again where another one reads."""
 
+SPIN = 0.0002
+"""Seconds for which a thread that waits for a message asks again and again before it sleeps: waking
+a sleeping core takes as long, above all on a virtual machine."""
+
 _AT_ONCE = 64
 """Pieces that are read of one connection before the others have their turn."""
 
@@ -55,12 +59,15 @@ class Links:
         deliver: Callable[[int, Message], None],
         lost: Callable[[int, str], None],
         shared: Mapping[int, Shared] = MappingProxyType({}),
+        *,
+        spins: bool = False,
     ) -> None:
         """Start the thread.
 
         Args:
             sockets: rank → a connected socket to it.
             shared: rank → the memory that it shares with this one, where it does.
+            spins: whether a thread that waits may keep a core busy, see ``SPIN``.
             deliver: called by the thread that reads with a rank and a message from it.
             lost: called by that thread, once for a rank, with what has happened to it.
         """
@@ -84,6 +91,7 @@ class Links:
             self._waiting.register(peer.socket, select.POLLIN)
         self._pause = select.poll()
         self._pause.register(self._woken, select.POLLIN)
+        self._spin = SPIN if spins else 0.0
         self._pumped = self._looked = 0.0  # when a thread read itself, and when this one looked
         self._closing = False
         self._process = os.getpid()
@@ -121,7 +129,10 @@ class Links:
             self._pumped = time.monotonic()
             if arrived():
                 return
-            for descriptor, _ in self._waiting.poll(1000 * timeout):
+            found, until = self._waiting.poll(0), self._pumped + self._spin
+            while not found and time.monotonic() < until:
+                found = self._waiting.poll(0)
+            for descriptor, _ in found or self._waiting.poll(1000 * timeout):
                 if descriptor in self._by_socket:
                     self._read(self._by_socket[descriptor])
                 else:
