@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import fxpipe.schedules as library
-from fxpipe.ir.recipe import Recipe, one_each
+from fxpipe.ir.recipe import Recipe, find_recipe, one_each
 from fxpipe.passes.schedule import Recompute, modes_of
 from fxpipe.simulator.costs import Times
 from fxpipe.words import time_text
@@ -74,12 +74,15 @@ class Predicted:
 
 
 def one_stage_each(devices: int, *, stale: bool = False) -> list[Recipe]:
-    """The library's schedules that train with one stage a device, in order.
+    """The library's schedules that train with one stage a device, in order. On one device all of
+    them are as fast, and 1F1B keeps the least.
 
     Args:
         devices: how many.
         stale: whether batches may read weights that are older than the newest.
     """
+    if devices == 1:
+        return [find_recipe("1f1b")]
     found = []
     for name in library.__all__:
         recipe: Recipe = getattr(library, name)

@@ -17,6 +17,7 @@ from torch.nn.functional import mse_loss
 import fxpipe
 from fxpipe.ir.recipe import find_recipe
 from fxpipe.passes.partition.work import Transfer, Work
+from fxpipe.planner.candidates import one_stage_each
 from fxpipe.planner.choices import choices
 from fxpipe.planner.cluster import Cluster, Layout
 from fxpipe.planner.profile import Profile
@@ -281,3 +282,9 @@ def test_what_a_task_takes_besides_its_operations_counts_for_each() -> None:
         if (p, m) in seconds:  # a forward and a backward for each micro-batch that passes
             assert each.predicted.seconds == pytest.approx(seconds[p, m] + 2 * 0.5 * (m + p - 1))
     assert min(c.samples for c in taken.choices) >= min(c.samples for c in free.choices)
+
+
+def test_one_device_takes_the_order_that_keeps_least() -> None:
+    for stale in (False, True):
+        assert [recipe.name for recipe in one_stage_each(1, stale=stale)] == ["1f1b"]
+    assert len(one_stage_each(2)) > 2
