@@ -59,7 +59,7 @@ def batch(step: int, replica: int, samples: int = 8) -> tuple[Tensor, Tensor]:
 
 def pipe_of(mesh: DeviceMesh, **options: Any) -> fxpipe.Pipeline:
     devices = mesh["pp"].size()
-    stages = devices * (2 if options.get("schedule") == "interleaved-1f1b" else 1)
+    stages = devices * (2 if options.get("schedule") in ("interleaved-1f1b", "dualpipe-v") else 1)
     cuts = {1: [], 2: ["third"], 4: ["second", "third", "fourth"]}
     defaults: dict[str, Any] = {
         "microbatches": 4,
@@ -101,7 +101,11 @@ def looped(
     """The same in plain loops; clipped by the norm of parts where there are ``stages``."""
     model = made()
     made_by = OPTIMIZERS[optimizer](model.parameters())
-    plain = ReplicatedLoop(model, made_by, F.mse_loss, 4, lambda name: int(schedule == "2bw"))
+    late = {"2bw": ("first", "second", "third", "fourth"), "pipedream": ("first", "second")}
+    delayed = late.get(schedule, ())  # by a version; PipeDream's last stage reads the newest
+    plain = ReplicatedLoop(
+        model, made_by, F.mse_loss, 4, lambda name: int(name.startswith(delayed))
+    )
     plain.clip, plain.scale, plain.stages = clip_norm, scale, stages
     found: Results = {}
     for step in range(steps):
@@ -115,13 +119,23 @@ CASES: Mapping[str, dict[str, Any]] = {
     "1f1b": {"schedule": "1f1b", "optimizer": "adamw"},
     "zb-h1": {"schedule": "zb-h1", "optimizer": "adam"},
     "interleaved-1f1b": {"schedule": "interleaved-1f1b", "optimizer": "sgd"},
+    "dualpipe-v": {"schedule": "dualpipe-v", "optimizer": "adam"},
     "2bw": {"schedule": "2bw", "optimizer": "adamw"},
+    "pipedream": {"schedule": "pipedream", "optimizer": "sgd"},
     "clipped": {"clip_norm": 0.05, "optimizer": "sgd"},
     "clipped, 2bw": {"clip_norm": 0.05, "schedule": "2bw", "optimizer": "adam"},
     "scaled": {"scale": 256.0, "clip_norm": 0.05, "schedule": "zb-h1"},
 }
 SHAPES = {
-    (2, 2): ["1f1b", "interleaved-1f1b", "2bw", "clipped, 2bw", "scaled"],
+    (2, 2): [
+        "1f1b",
+        "interleaved-1f1b",
+        "dualpipe-v",
+        "2bw",
+        "pipedream",
+        "clipped, 2bw",
+        "scaled",
+    ],
     (3, 1): ["gpipe", "zb-h1", "2bw", "clipped"],
 }
 if DEEP:
