@@ -15,6 +15,7 @@ from torch import nn
 from fxpipe.arguments import read_example
 from fxpipe.compile import compile
 from fxpipe.compiler.front_end import Call
+from fxpipe.devices import read_devices
 from fxpipe.errors import InputError
 from fxpipe.ir.recipe import find_recipe
 from fxpipe.overheads import overheads
@@ -24,6 +25,7 @@ from fxpipe.pipeline import Pipeline
 from fxpipe.planner.choices import TrainingPlan, choices
 from fxpipe.planner.cluster import Cluster
 from fxpipe.planner.profile import Profile
+from fxpipe.runtime.devices.cuda import home
 from fxpipe.runtime.weights.optimizer import state_size
 from fxpipe.torchtools.state import untouched
 
@@ -35,7 +37,7 @@ _ELEMENTS = 1 << 20
 
 def plan_training(
     model: nn.Module,
-    cluster: Cluster | str,
+    cluster: Cluster | str | int | Sequence[str | torch.device],
     batch: int,
     *,
     example: Any,
@@ -43,7 +45,7 @@ def plan_training(
     schedules: Sequence[str] | None = None,
     recompute: bool = True,
     keep: int = 10,
-    device: str = "cpu",
+    device: str | torch.device | None = None,
     sizes: Sequence[int] = SIZES,
     **options: Any,
 ) -> TrainingPlan:
@@ -57,7 +59,8 @@ def plan_training(
 
     Args:
         model: the model; it is not changed.
-        cluster: the devices, or the text of ``Cluster.parse``.
+        cluster: the devices: a Cluster or the text of one, as ``Cluster.parse`` reads it; or those
+            of this machine as ``compile`` takes them, which ``Cluster.measured`` then measures.
         batch: samples of a step, over all replicas.
         example: a batch of any size, as ``compile`` takes it.
         stale: whether batches may read weights that are older than the newest, so that no flush is
@@ -66,7 +69,8 @@ def plan_training(
             with one stage a device.
         recompute: whether stages may recompute where memory does not suffice.
         keep: how many choices to return.
-        device: where the model is measured.
+        device: where the model is measured: by default on the first of this machine's devices that
+            ``cluster`` names, else on a CPU device.
         sizes: samples of the micro-batches for which it is measured.
         **options: of ``fxpipe.compile``, such as ``loss`` and ``optimizer``. The choices compile
             with them, too.
@@ -80,9 +84,12 @@ def plan_training(
         raise InputError(f"{min(given)} is what plan_training chooses; leave it out")
     if isinstance(cluster, str):
         cluster = Cluster.parse(cluster)
+    if not isinstance(cluster, Cluster):
+        places = [home(place) for place in read_devices(cluster)]
+        cluster, device = Cluster.measured(places), device or places[0]
     if not isinstance(batch, int) or batch < 1:
         raise InputError(f"batch is {batch!r}; give the samples of a step, at least 1")
-    with compile(model, [device], microbatches=1, **options) as pipe:
+    with compile(model, [device or "cpu"], microbatches=1, **options) as pipe:
         profile = _profile(pipe, example, [size for size in sizes if size <= batch] or [1])
     recipes = None if schedules is None else [find_recipe(name) for name in schedules]
     found = choices(

@@ -18,7 +18,7 @@ _UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12} | {
     f"{letter}i": float(1 << 10 * power) for power, letter in enumerate("KMGT", start=1)
 }
 _SECONDS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
-_NUMBER = re.compile(r"(inf|[0-9.]+(?:e[+-]?[0-9]+)?)([A-Za-z/]*)")
+_NUMBER = re.compile(r"(inf|(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[+-]?[0-9]+)?)([A-Za-z/]*)")
 _KEYS = {"device": ("memory", "speed"), "level": ("of", "bandwidth", "latency")}
 
 _BYTES, _TIMES = 1 << 24, 5
@@ -80,7 +80,7 @@ class Cluster:
         Raises:
             ParseError: a line has another form.
         """
-        device: dict[str, float] = {}
+        device: dict[str, float] | None = None
         levels: list[Level] = []
         for number, line in enumerate(text.splitlines(), start=1):
             words = line.partition("#")[0].split()
@@ -97,8 +97,12 @@ class Cluster:
                         number,
                         line.index(word) + 1,
                     )
+                if key in found:
+                    raise ParseError(f"{key}= stands twice", number, line.rindex(word) + 1)
                 found[key] = _value(key, value, number, line.index(word) + 1)
             if kind == "device":
+                if device is not None:
+                    raise ParseError("two lines are of the device; write one", number, 1)
                 device = found
                 continue
             link = Link(found.get("latency", 0.0), found.get("bandwidth", inf))
@@ -107,18 +111,25 @@ class Cluster:
             raise ParseError(
                 "no line says how many devices there are; give one such as host of=8", 1, 1
             )
-        return Cluster(tuple(levels), device.get("memory", inf), device.get("speed", 1.0))
+        return Cluster(tuple(levels), **(device or {}))
 
     @staticmethod
-    def measured(devices: Sequence[str]) -> Cluster:
-        """The devices of this machine as one host: their memory, and the way between the first two,
-        as copies of a few and of many bytes take."""
+    def measured(devices: Sequence[str | torch.device]) -> Cluster:
+        """The devices of this machine as one host: their memory, and the way from the first to the
+        last, as copies of a few and of many bytes take. CPU devices share their memory, so nothing
+        is copied between them.
+
+        Raises:
+            InputError: there are none.
+        """
+        if isinstance(devices, str) or not devices:
+            raise InputError(f'devices is {devices!r}; give a list, such as ["cuda:0", "cuda:1"]')
         places = [torch.device(device) for device in devices]
-        memory = inf
+        memory, link = inf, Link()
         if places[0].type == "cuda":
             memory = min(torch.cuda.get_device_properties(place).total_memory for place in places)
-        few, many = (_copying(places[0], places[-1], size) for size in (4, _BYTES))
-        link = Link(few, _BYTES / max(many - few, 1e-9))
+            few, many = (_copying(places[0], places[-1], size) for size in (4, _BYTES))
+            link = Link(few, _BYTES / max(many - few, 1e-9))
         return Cluster((Level("host", len(places), link),), memory)
 
     def layouts(self) -> Iterator[Layout]:
@@ -220,13 +231,12 @@ def _value(key: str, text: str, line: int, column: int) -> float:
 
 
 def _copying(source: torch.device, target: torch.device, size: int) -> float:
-    """Seconds to copy so many bytes, the least of several times."""
+    """Seconds to copy so many bytes between CUDA devices, the least of several times."""
     data = torch.zeros(size, dtype=torch.uint8, device=source)
     best = inf
     for _ in range(_TIMES):
         start = time.perf_counter()
         data.to(target, copy=True)
-        if target.type == "cuda":
-            torch.cuda.synchronize(target)
+        torch.cuda.synchronize(target)
         best = min(best, time.perf_counter() - start)
     return best

@@ -76,6 +76,9 @@ def test_a_cluster_is_read_from_a_few_lines_and_written_so_that_it_reads_the_sam
         ("host off=2", "line 1, column 6: 'off=2' is no setting"),
         ("host of=2.5", "of=2.5 is no such number"),
         ("\nhost of=2 bandwidth=fast", "line 2, column 11: bandwidth=fast"),
+        ("device memory=1.2.3GiB\nhost of=2", "line 1, column 8: memory=1.2.3GiB is no such"),
+        ("host of=2 of=3", "line 1, column 11: of= stands twice"),
+        ("device speed=2\ndevice speed=3\nhost of=2", "line 2, column 1: two lines"),
     ],
 )
 def test_a_text_that_is_no_cluster_is_refused(text: str, says: str) -> None:
@@ -268,6 +271,17 @@ def test_a_chosen_plan_compiles_and_trains_like_the_loop() -> None:
         beside.compile()
     with pytest.raises(fxpipe.InputError, match="schedule is what plan_training chooses"):
         fxpipe.plan_training(model, "host of=2", 8, example=(x,), schedule="1f1b")
+
+
+def test_devices_of_this_machine_stand_for_a_cluster_of_them() -> None:
+    """CPU devices hand over tensors in the memory that they share: nothing is sent."""
+    model, x = nn.Linear(2, 2), torch.ones(4, 2)
+    plan = fxpipe.plan_training(
+        model, 2, 8, example=((x,), {"target": x}), loss=mse_loss, sizes=(1,), schedules=["1f1b"]
+    )
+    assert plan.cluster == Cluster.parse("host of=2") == Cluster.measured(["cpu", "cpu"])
+    with pytest.raises(fxpipe.InputError, match="devices is 'cuda'"):
+        Cluster.measured("cuda")
 
 
 def test_what_a_task_takes_besides_its_operations_counts_for_each() -> None:
