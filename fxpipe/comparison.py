@@ -182,7 +182,8 @@ def compare(
             backward, of all that a device has of the model.
 
     Raises:
-        InputError: a cost is of no kind of task, or nothing is compiled or measured yet.
+        InputError: a cost is of no kind of task, there are no devices or micro-batches, or nothing
+            is compiled or measured yet.
     """
     given = dict(costs or {})
     for letter in given:
@@ -190,6 +191,7 @@ def compare(
             raise InputError(f"costs has no kind of task {letter!r}: {near(letter, KINDS)}")
     totals: dict[str, float] = {}
     held: Sizes | None = None
+    p, m = 4, 8
     if pipe is not None:
         measured = measured_costs(pipe.plan)
         if not measured and not {"F", "B"} <= given.keys():
@@ -197,10 +199,11 @@ def compare(
         for (letter, _), seconds in measured.items():
             totals[letter] = totals.get(letter, 0.0) + seconds
         schedule, held = pipe.schedule, pipe.simulate().sizes
-        devices = devices or schedule.devices
-        microbatches = microbatches or schedule.microbatches
-        totals = {letter: seconds / devices for letter, seconds in totals.items()}
-    p, m = devices or 4, microbatches or 8
+        p, m = schedule.devices, schedule.microbatches
+    p, m = devices if devices is not None else p, microbatches if microbatches is not None else m
+    if min(p, m) < 1:
+        raise InputError(f"devices is {p} and microbatches is {m}; give at least 1 of each")
+    totals = {letter: seconds / p for letter, seconds in totals.items()}
     times = {letter: kind.cost for letter, kind in KINDS.items()} if pipe is None else {}
     times |= totals | given
     if "B" in times and not set(_HALVES) & (given if "B" in given else totals | given).keys():

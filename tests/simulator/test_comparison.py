@@ -104,3 +104,5 @@ def test_a_pipe_that_is_cut_evenly_is_predicted_as_it_predicts_itself(schedule: 
 def test_costs_of_no_kind_of_task_are_refused() -> None:
     with pytest.raises(InputError, match="costs has no kind of task 'X'"):
         fxpipe.compare(costs={"X": 1})
+    with pytest.raises(fxpipe.InputError, match="devices is 4 and microbatches is 0"):
+        fxpipe.compare(microbatches=0)
