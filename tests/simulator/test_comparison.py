@@ -101,7 +101,7 @@ def test_a_pipe_that_is_cut_evenly_is_predicted_as_it_predicts_itself(schedule: 
         assert {row.name for row in found.rows} == {*RECIPES} - {"inference"}
 
 
-def test_costs_of_no_kind_of_task_are_refused() -> None:
+def test_what_cannot_be_compared_is_refused() -> None:
     with pytest.raises(InputError, match="costs has no kind of task 'X'"):
         fxpipe.compare(costs={"X": 1})
     with pytest.raises(fxpipe.InputError, match="devices is 4 and microbatches is 0"):
