@@ -48,6 +48,12 @@ class Certificate:
                     f"{own['idle']} until it can go backward, computes {own['work']} and updates "
                     f"in {own['update']}"
                 )
+            case "device":
+                return (
+                    f"{own['work']} of device {problem.placement[bound.stage]}'s work cannot "
+                    f"start before {own['before']}, {own['behind']} must follow on each part of "
+                    f"it, and it updates in {own['update']}"
+                )
             case "chain":
                 end = int(bound.terms["end"])
                 return (

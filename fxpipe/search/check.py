@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import inf
 
 from fxpipe.errors import Fault, VerificationError
@@ -23,7 +23,7 @@ def check_certificate(certificate: Certificate) -> tuple[str, ...]:
         faults += _levels(problem, schedule)
         if not _takes(problem, schedule, value):
             faults.append(Fault(f"the schedule takes longer than {value:g}", "do not trust it"))
-    shown = {"work": _work, "chain": _chain}.get(certificate.bound.why)
+    shown = {"work": _work, "chain": _chain, "device": _device}.get(certificate.bound.why)
     if shown is not None:
         least = shown(certificate)
         if certificate.bound.time > least * (1 + _CLOSE):
@@ -144,30 +144,20 @@ def _chain(certificate: Certificate) -> float:
     )
     m, end = problem.microbatches, int(terms["end"])
     f, b, w = problem.forward[stage], problem.backward[stage], problem.weight[stage]
-    saved, deferred = problem.saved[stage], problem.deferred[stage]
-    most = problem.memory[problem.placement[stage]]
     begin = 0 if problem.flush else end
     way = sum(problem.forward[begin:stage]) + sum(problem.down[begin:stage])
     way += sum(problem.backward[end:stage]) + sum(problem.up[end:stage])
     way += problem.weight[end] + _update(problem, problem.placement[end])
     trip = sum(problem.forward[stage:]) + sum(problem.backward[stage:])
     trip += sum(problem.down[stage:]) + sum(problem.up[stage:])
-    flying = 1  # micro-batches that find room at once
-    while flying < m and (flying + 1) * saved <= most * (1 + _CLOSE):
-        flying += 1
-    # A micro-batch begins its trip only when an earlier one has ended its own: where all between
-    # them take all room; or, weight gradient included, where what these leave takes all room.
-    waits = [(flying, trip)]
-    if deferred and flying * saved + deferred > most * (1 + _CLOSE):
-        waits[0] = flying, trip + min(b, w)
-    between = 1
-    while deferred and between < m and saved + between * deferred <= most * (1 + _CLOSE):
-        between += 1
-    waits += [(between, trip + w)] if deferred else []
+    saved, deferred = _saved(problem, stage), problem.deferred[stage]
+    most = problem.memory[problem.placement[stage]]
+    waits = list(_waits(problem, stage))
+    flying = waits[0][0]  # micro-batches that find room at once
     found = [trip + (m - 1) * max(f, b)]
-    for apart, each in waits:
+    for apart, more in waits:
         for rounds in range(1, (m - 1) // apart + 1):
-            found.append(rounds * each + trip + (m - 1 - rounds * apart) * max(f, b))
+            found.append(rounds * (trip + more) + trip + (m - 1 - rounds * apart) * max(f, b))
     idle = max(0.0, trip - b - flying * f)
     if m <= flying:
         found.append(m * (f + b) + idle)
@@ -183,3 +173,92 @@ def _chain(certificate: Certificate) -> float:
             least = min(least, weights * w + max(0.0, trip - f - (others + 1) * b))
         found.append(m * (f + b) + idle + least)
     return way + max(found)
+
+
+def _waits(problem: Problem, stage: int) -> Iterator[tuple[int, float]]:
+    """A micro-batch begins its trip only when an earlier one has ended its own, and so much later:
+    where all from there to here take all room; or, weight gradient included, where they do with the
+    least that they can keep."""
+    m, deferred = problem.microbatches, problem.deferred[stage]
+    most = problem.memory[problem.placement[stage]] * (1 + _CLOSE)
+    saved = _saved(problem, stage)
+    apart = 1
+    while apart < m and (apart + 1) * saved <= most:
+        apart += 1
+    crowded = deferred and apart * saved + deferred > most
+    yield apart, min(problem.backward[stage], problem.weight[stage]) if crowded else 0.0
+    least = min(saved, deferred)
+    if least:
+        apart = 1
+        while apart < m and saved + apart * least <= most:
+            apart += 1
+        yield apart, problem.weight[stage]
+
+
+def _saved(problem: Problem, stage: int) -> float:
+    """What a micro-batch that has not come back to a stage keeps on its device: there, and on the
+    stages before it."""
+    home, places = problem.placement[stage], problem.placement[: stage + 1]
+    return sum(one for one, place in zip(problem.saved, places, strict=False) if place == home)
+
+
+def _device(certificate: Certificate) -> float:
+    """A device's tasks that cannot start before a time, and behind which another one must pass: see
+    which these are, and add up how long they take."""
+    problem, terms = certificate.problem, certificate.bound.terms
+    m, device = problem.microbatches, problem.placement[certificate.bound.stage]
+    first = 0 if problem.flush else problem.placement.index(device)
+    forward, backward, weight = problem.forward, problem.backward, problem.weight
+    ended = [
+        w if problem.flush or home == device else 0.0
+        for w, home in zip(weight, problem.placement, strict=True)
+    ]
+    none = (0.0,) * problem.stages
+    heads = _earliest(problem, first, (forward, backward), (problem.down, problem.up), none)
+    # Backward in time, and from the last micro-batch to the first, all is alike, but for the weight
+    # gradients, which then come ahead.
+    tails = _earliest(problem, first, (backward, forward), (problem.up, problem.down), ended)
+    work = 0.0
+    for s in range(first, problem.stages):
+        if problem.placement[s] != device:
+            continue
+        late = 0.0
+        for i in range(m):
+            late = max(late, heads[1][s][i] + backward[s])
+            for head, took, tail in (
+                (heads[0][s][i], forward[s], tails[1][s][m - 1 - i]),
+                (heads[1][s][i], backward[s], tails[0][s][m - 1 - i]),
+                (late, weight[s], (m - 1 - i) * weight[s]),
+            ):
+                if head >= terms["before"] - _CLOSE * (1 + head):
+                    work += took if tail >= terms["behind"] - _CLOSE * (1 + tail) else 0.0
+            late += weight[s]
+    return terms["before"] + work + terms["behind"] + _update(problem, device) if work else 0.0
+
+
+def _earliest(
+    problem: Problem,
+    first: int,
+    took: tuple[Sequence[float], Sequence[float]],
+    ways: tuple[Sequence[float], Sequence[float]],
+    ahead: Sequence[float],
+) -> list[list[list[float]]]:
+    """On the way there and on the way back, stage → micro-batch → the earliest that it can start,
+    from one stage on, if each stage had a device for either way. On the way there the stage has so
+    much to do ahead of each micro-batch."""
+    m, last = problem.microbatches, problem.stages - 1
+    there, back = start = [[[0.0] * m for _ in problem.placement] for _ in range(2)]
+    waits = [list(_waits(problem, s)) for s in range(problem.stages)]
+    for i in range(m):
+        for s in range(first, last + 1):
+            times = [(i + 1) * ahead[s]]
+            times += [there[s][i - 1] + took[0][s]] if i else []
+            times += [there[s - 1][i] + took[0][s - 1] + ways[0][s - 1]] if s > first else []
+            times += [back[s][i - n] + took[1][s] + more for n, more in waits[s] if i >= n]
+            there[s][i] = max(times)
+        for s in range(last, first - 1, -1):
+            times = [there[s][i] + took[0][s]]
+            times += [back[s][i - 1] + took[1][s]] if i else []
+            times += [back[s + 1][i] + took[1][s + 1] + ways[1][s]] if s < last else []
+            back[s][i] = max(times)
+    return start

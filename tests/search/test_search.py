@@ -15,7 +15,7 @@ from fxpipe.errors import InputError, VerificationError
 from fxpipe.ir.plan import Costs as Measured
 from fxpipe.schedules.chimera import both_ways
 from fxpipe.search import exact
-from fxpipe.search.bounds import Bound, best_bound, chain_bounds, work_bounds
+from fxpipe.search.bounds import Bound, best_bound, chain_bounds, device_bounds, work_bounds
 from fxpipe.search.certificate import Certificate
 from fxpipe.search.library import library_orders
 from fxpipe.search.listing import list_schedule
@@ -84,6 +84,10 @@ def problems(stages: tuple[int, int], microbatches: tuple[int, int]) -> st.Searc
     )
 
 
+def all_bounds(problem: Problem) -> list[Bound]:
+    return [*work_bounds(problem), *chain_bounds(problem), *device_bounds(problem)]
+
+
 def searched(problem: Problem, passes: int = 300) -> Certificate:
     bound = best_bound(problem)
     local = Local(problem, Random(0))
@@ -107,7 +111,7 @@ def test_the_bound_is_not_above_the_best_order_nor_that_above_what_is_found(
 @settings(max_examples=15)
 def test_no_bound_of_any_kind_is_above_the_best_order_of_three_devices(problem: Problem) -> None:
     best = best_of_all(problem)
-    for bound in (*work_bounds(problem), *chain_bounds(problem)):
+    for bound in all_bounds(problem):
         assert bound.time <= best * (1 + 1e-9), bound
 
 
@@ -154,6 +158,26 @@ def test_list_schedules_find_nearly_all_optima_of_small_problems() -> None:
     assert sum(each < 1e-9 for each in above) >= 38
 
 
+def test_a_bound_counts_that_a_backward_in_part_may_leave_more_than_a_forward_saved() -> None:
+    """Three forwards find room before any input gradient, though no three weight gradients do."""
+    problem = Problem(
+        microbatches=3,
+        placement=(0, 1, 2),
+        forward=(1, 5, 5),
+        backward=(1, 5, 5),
+        weight=(1, 1, 1),
+        update=(0, 0, 0),
+        down=(0, 0),
+        up=(0, 0),
+        saved=(1, 1, 1),
+        deferred=(2, 0, 0),
+        memory=(4, 9, 9),
+    )
+    order = ((0, 0, 0, 1, 2, 1, 2, 1, 2), (3, 3, 3, 4, 5, 4, 5, 4, 5), (6, 7, 8, 6, 7, 8, 6, 7, 8))
+    assert fits(problem, order)
+    assert best_bound(problem).time <= value_of(problem, order) == 45
+
+
 SHARED = [(0, 0), (0, 0, 0), (0, 1, 0), (0, 1, 1), (0, 1, 1, 0)]
 
 
@@ -177,7 +201,7 @@ def shared(draw: st.DrawFn) -> Problem:
 @settings(max_examples=40)
 def test_where_stages_share_devices_the_bounds_hold_too(problem: Problem) -> None:
     best, found = best_of_all(problem), searched(problem, 100)
-    for bound in (*work_bounds(problem), *chain_bounds(problem)):
+    for bound in all_bounds(problem):
         assert bound.time <= best * (1 + 1e-9), bound
     assert best <= found.value * (1 + 1e-9)
     assert found.check() == ()
@@ -186,6 +210,34 @@ def test_where_stages_share_devices_the_bounds_hold_too(problem: Problem) -> Non
         assert order is not None
         assert value_of(problem, order) == pytest.approx(best)
         assert least == pytest.approx(best)
+
+
+@st.composite
+def larger(draw: st.DrawFn) -> Problem:
+    """Problems that the solver ends: one stage a device, two in turn, or the V."""
+    devices = draw(st.integers(2, 3))
+    placement = tuple(range(devices))
+    placement += draw(st.sampled_from([(), placement, placement[::-1]]))
+    stages = len(placement)
+    numbers = draw(st.lists(st.integers(1, 9), min_size=5, max_size=29))
+    shape = draw(st.integers(2, 4 if stages < 4 else 3)), draw(st.booleans()), draw(st.booleans())
+    one = problem_of(stages, shape[0], numbers, 1, shape[1] or stages > 4, shape[2])
+    least = replace(one, placement=placement, memory=(1000.0,) * devices).least_memory
+    share = draw(st.sampled_from([1, 1.3, 2, inf]))
+    return replace(one, placement=placement, memory=tuple(share * most for most in least))
+
+
+@needs_ortools
+@given(larger())
+@settings(max_examples=40)
+def test_no_bound_is_above_the_optimum_of_the_solver(problem: Problem) -> None:
+    """Whose own model is told of no bound."""
+    found = searched(problem, 30)
+    order, _ = exact.Exact(problem, found.value + 1, 0).solve(60, inf, 0)
+    assert order is not None
+    best = value_of(problem, order)
+    for bound in all_bounds(problem):
+        assert bound.time <= best * (1 + 1e-9), bound
 
 
 @needs_ortools
@@ -337,14 +389,14 @@ def test_a_certificate_that_was_changed_is_refused(proven: Certificate) -> None:
             wrong.check()
 
 
-@given(problems((1, 4), (1, 6)))
+@given(st.one_of(problems((1, 4), (1, 6)), shared(), larger()))
 def test_the_checker_follows_every_bound_and_refuses_more(problem: Problem) -> None:
     """Of a schedule that is far above all of them."""
     _, order, _ = list_schedule(
         problem, next(given_policies(problem)), [0.0] * problem.devices, inf
     )
     schedule, value = problem.schedule_of(tuple(map(tuple, order))), 10_000
-    for bound in (*work_bounds(problem), *chain_bounds(problem)):
+    for bound in all_bounds(problem):
         assert Certificate(problem, schedule, value, bound).check() == ()
         more = replace(bound, time=bound.time * 1.001)
         with pytest.raises(VerificationError, match="only"):
@@ -353,7 +405,9 @@ def test_the_checker_follows_every_bound_and_refuses_more(problem: Problem) -> N
 
 @needs_ortools
 def test_what_rests_on_the_solver_is_named() -> None:
-    found = search_schedule(UNEQUAL, 6, memory=2, work=60, exact=True)
+    costs: dict[Key, float] = {"F": 7, ("F", 2): 1, "I": 5, ("I", 1): 9, ("I", 2): 8, "U": 0}
+    costs |= {"W": 7, ("W", 1): 5, ("W", 2): 8}
+    found = search_schedule(costs, 4, memory=2, work=60, exact=True)
     assert found.certificate.bound.why == "solver"
     assert "CP-SAT" in found.certificate.check()[0]
     assert found.gap == 0
