@@ -285,30 +285,30 @@ def check_sharding(shard_optimizer: Any, optimizer: Any, predict: bool) -> None:
         )
 
 
-def read_recompute(recompute: Any, stages: int) -> RecomputeLike:
-    """Which stages recompute.
+def read_modes(option: str, given: Any, stages: int) -> RecomputeLike:
+    """Which stages recompute, or offload.
 
     Raises:
         InputError: a mode or a stage is unknown, or there are not as many modes as stages.
     """
-    known, modes = get_args(Recompute), [recompute]
-    if isinstance(recompute, Mapping):
-        wrong = [stage for stage in recompute if stage not in range(stages)]
+    known, modes = get_args(Recompute), [given]
+    if isinstance(given, Mapping):
+        wrong = [stage for stage in given if stage not in range(stages)]
         if wrong:
             known_stages = f"the stages are 0 to {stages - 1}"
-            raise InputError(f"recompute names stage {wrong[0]!r}; {known_stages}")
-        modes = list(recompute.values())
-    elif isinstance(recompute, Sequence) and not isinstance(recompute, str):
-        modes = list(recompute)
+            raise InputError(f"{option} names stage {wrong[0]!r}; {known_stages}")
+        modes = list(given.values())
+    elif isinstance(given, Sequence) and not isinstance(given, str):
+        modes = list(given)
         if len(modes) != stages:
             raise InputError(
-                f"recompute has {len(modes)} modes for {stages} stages; give one for each, or one "
+                f"{option} has {len(modes)} modes for {stages} stages; give one for each, or one "
                 "for all"
             )
     for mode in modes:
         if mode not in known:
-            raise InputError(f"there is no mode {mode!r} of recompute: {near(str(mode), known)}")
-    return cast(RecomputeLike, recompute)
+            raise InputError(f"there is no mode {mode!r} of {option}: {near(str(mode), known)}")
+    return cast(RecomputeLike, given)
 
 
 def check_clipping(clip_norm: Any, scaler: Any, optimizer: Any) -> None:

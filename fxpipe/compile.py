@@ -27,8 +27,8 @@ from fxpipe.arguments import (
     read_dispatch,
     read_example,
     read_leaf_modules,
+    read_modes,
     read_objective,
-    read_recompute,
     read_schedule,
 )
 from fxpipe.compiler.capturing import check_cuda_graphs
@@ -66,6 +66,7 @@ def compile(
     delay: int | None = None,
     predict: bool = False,
     recompute: RecomputeLike = "never",
+    offload: RecomputeLike = "never",
     clip_norm: float | None = None,
     scaler: torch.amp.GradScaler | None = None,
     loss: Loss | None = None,
@@ -131,6 +132,10 @@ def compile(
             keep only its inputs, and run its forward again before its backward. Or a mode for
             each stage: a list of modes, or a mapping from a stage's number to its mode; stages
             that are left out never recompute.
+        offload: the same modes: let a stage store what it keeps for its backward outside of its
+            device's memory, beside its computations, and fetch it in time: CUDA devices in pinned
+            host memory, CPU devices in a file without a name, in the folder of Python's
+            ``tempfile`` (TMPDIR). What is recomputed is not stored.
         loss: ``loss(output, *targets)`` → a scalar, or one loss per sample. None where the model
             returns the loss, alone or as ``.loss``. A parameter that the loss function reads from
             the model directly gets no gradient from it, and where batches overlap the loss reads
@@ -298,7 +303,8 @@ def compile(
             bucket_bytes=check_bucket_cap(bucket_cap_mb),
             clip_norm=clip_norm,
             scaler=scaler,
-            recompute=read_recompute(recompute, recipe.stages(len(places))),
+            recompute=read_modes("recompute", recompute, recipe.stages(len(places))),
+            offload=read_modes("offload", offload, recipe.stages(len(places))),
             batch_dims=read_batch_dims(batch_dims, model),
             deferred_batchnorm=deferred_batchnorm,
             partition=cuts,

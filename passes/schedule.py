@@ -14,17 +14,27 @@ after:   0: F0 F1 I0 W0 I1 W1 A U          1: F0 I0 F1 I1 W0 W1 A U
 
 before:  0: F0 B2' F1 B3' U' F2 B0 F3 B1         2: F0 B0 F1 B1 F2 B2 F3 B3 U
 after:   0: F0 B2' F1 B3' F2 B0 F3 B1 C' U'      2: F0 B0 F1 B1 F2 B2 F3 B3 C' U'
+
+``add_offload`` stores what a stage keeps elsewhere, and fetches it before its backward.
+
+before:  0: F0 F1 F2 F3 B0 B1 B2 B3 U
+after:   0: F0 O0 F1 O1 F2 O2 P0 F3 O3 P1 B0 P2 B1 P3 B2 B3 U
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Literal
+from math import inf
+from typing import Any, Literal
 
 from fxpipe.ir.recipe import Recipe
 from fxpipe.ir.schedule import Schedule
-from fxpipe.ir.task import BUILT_IN, Task
+from fxpipe.ir.task import BUILT_IN, KINDS, Task
+from fxpipe.ir.unroll import unroll_schedule
+from fxpipe.ir.walk import Wait, needs_of, walk
 
 
 def write_schedule(recipe: Recipe, devices: int, microbatches: int, short: bool) -> Schedule:
@@ -203,3 +213,125 @@ def _clipped(row: tuple[Task, ...]) -> tuple[Task, ...]:
     early = [task for task in row[:complete] if task.kind == "U"]
     clips = [replace(task, kind="C") for task in row if task.kind == "U"]
     return (*before, *clips, *early, *row[complete:])
+
+
+Costs = (
+    Mapping[str, float] | Mapping[tuple[str, int], float] | Mapping[str | tuple[str, int], float]
+)
+"""Letter of a kind of task, or letter and stage → its time. A stage's own time goes first."""
+
+
+def add_offload(schedule: Schedule, offload: RecomputeLike, costs: Costs | None = None) -> Schedule:
+    """Schedule → Schedule: an offload right after forwards, a prefetch before their backwards.
+
+    A prefetch begins as late as it can so that its backward need not wait for it, by ``costs``.
+    Where fewer than three tasks of the device come between a forward and its backward nothing is
+    offloaded: one runs while it is stored and one while it is fetched.
+
+    Args:
+        schedule: a valid one that offloads nowhere; others are left alone.
+        offload: which stages store what they keep. With "except_last" that of the last micro-batch
+            is kept. A micro-batch that is recomputed is not offloaded.
+        costs: letter of a kind of task, or (letter, stage) → time; by default the kind's own.
+    """
+    if "O" in schedule.kinds or not schedule.trains:
+        return schedule
+    modes = modes_of(offload, schedule.stages)
+    again = {(t.stage, t.microbatch) for row in schedule.rows for t in row if t.kind == "R"}
+    stored = {
+        (stage, i)
+        for stage, mode in enumerate(modes)
+        for i in range(schedule.microbatches - (mode == "except_last"))
+        if mode != "never" and (stage, i) not in again
+    }
+    takes = _costs(schedule, costs)
+    spans = _spans(schedule, takes)
+    rows = (tuple(_offloading(row, schedule.depth, stored, spans, takes)) for row in schedule.rows)
+    return replace(schedule, rows=tuple(rows))
+
+
+def _spans(
+    schedule: Schedule, takes: Callable[[str, int], float]
+) -> dict[Task, tuple[float, float]]:
+    """Start and end of tasks of micro-batches in some steps; batches count from the first."""
+    rows = unroll_schedule(schedule, 3 * schedule.depth + 2).rows
+    rows = tuple(tuple(task for task in row if task.microbatch is not None) for row in rows)
+    places = {task: (device, at) for device, row in enumerate(rows) for at, task in enumerate(row)}
+    needs, spans, free = needs_of(schedule), dict[Task, tuple[float, float]](), [0.0] * len(rows)
+    needed = [
+        [
+            [
+                before
+                for key in needs((task.kind, task.microbatch, task.stage or 0))
+                if (before := Task(*key, task.batch)) in places
+            ]
+            for task in row
+        ]
+        for row in rows
+    ]
+    waits: list[list[Wait]] = [
+        [(at, *places[before]) for at, own in enumerate(each) for before in own] for each in needed
+    ]
+
+    def clock(device: int, at: int) -> float:
+        task = rows[device][at]
+        start = max(free[device], *(spans[before][1] for before in needed[device][at]), 0.0)
+        free[device] = start + takes(task.kind, task.stage or 0)
+        spans[task] = start, free[device]
+        return free[device]
+
+    walk([len(row) for row in rows], waits, clock)
+    return spans
+
+
+def _costs(schedule: Schedule, costs: Costs | None) -> Callable[[str, int], float]:
+    """Letter and stage → time."""
+    given: dict[Any, float] = {letter: kind.cost for letter, kind in KINDS.items()}
+    given.update((costs or {}).items())
+    return lambda letter, stage: given.get((letter, stage), given[letter])
+
+
+def _offloading(
+    row: tuple[Task, ...],
+    depth: int,
+    stored: Collection[tuple[int | None, int | None]],
+    spans: Mapping[Task, tuple[float, float]],
+    takes: Callable[[str, int], float],
+) -> Iterator[Task]:
+    """A device's tasks, with what they store and fetch.
+
+    Several windows stand one after another, so that a forward and its backward are in one list.
+    ``spans`` counts batches from the first of its steps, so these are in the midst of them.
+    """
+    tasks = [
+        replace(task, batch=bool(depth) * (depth + 1) + window + task.batch)
+        for window in range(2 * depth + 1)
+        for task in row
+    ]
+    free = [0.0]  # when a device comes to each task
+    for task in tasks:
+        runs = task.microbatch is not None or depth
+        free.append(max(free[-1], spans.get(task, (0.0, 0.0))[1] if runs else 0.0))
+    forwards = {replace(t, kind="B"): at for at, t in enumerate(tasks) if t.kind == "F"}
+    offloads: set[int] = set()
+    prefetches: defaultdict[int, list[Task]] = defaultdict(list)
+    latest = inf
+    for at in reversed(range(len(tasks))):
+        task = tasks[at]
+        first = forwards.get(replace(task, kind="B"), at)
+        between = [k for k in range(first + 1, at) if tasks[k].microbatch is not None]
+        if task.kind not in "BI" or len(between) < 3 or (task.stage, task.microbatch) not in stored:
+            continue
+        assert task.stage is not None
+        latest = min(latest, spans[task][0]) - takes("P", task.stage)
+        place = max(bisect_right(free, latest, hi=at + 1) - 1, between[1] + 1)
+        if first < len(row):
+            window, position = divmod(place, len(row))
+            batch = row[first].batch - window
+            prefetches[position].insert(0, replace(task, kind="P", batch=batch))
+            offloads.add(first)
+    for position, task in enumerate(row):
+        yield from prefetches[position]
+        yield task
+        if position in offloads:
+            yield replace(task, kind="O")

@@ -47,6 +47,7 @@ class Options:
         clip_norm: the greatest norm that gradients may have; None for any.
         scaler: scales losses, as in mixed precision; None for no scaling.
         recompute: which stages run their forwards again instead of saving what backwards need.
+        offload: which stages store what backwards need outside of their device's memory.
         batch_dims: input → its dimension that is split.
         deferred_batchnorm: whether BatchNorm's statistics are updated once a step.
         partition: how the model is to be cut into stages.
@@ -82,6 +83,7 @@ class Options:
     clip_norm: float | None = None
     scaler: torch.amp.GradScaler | None = None
     recompute: RecomputeLike = "never"
+    offload: RecomputeLike = "never"
     batch_dims: BatchDims = field(default_factory=dict)
     deferred_batchnorm: bool = False
     partition: Partition = field(default_factory=Partition)

@@ -31,7 +31,13 @@ from fxpipe.passes.partition.balance import balance, cut_at, judge
 from fxpipe.passes.partition.cut import cut
 from fxpipe.passes.partition.measure import measure, measure_leaves
 from fxpipe.passes.runner import Pass
-from fxpipe.passes.schedule import add_clip, add_recompute, add_reduce, write_schedule
+from fxpipe.passes.schedule import (
+    add_clip,
+    add_offload,
+    add_recompute,
+    add_reduce,
+    write_schedule,
+)
 from fxpipe.passes.tracing.attach_loss import attach_leaf_loss, attach_loss, declare_own_loss
 from fxpipe.passes.tracing.explain import refuse_control_flow, refuse_entries, refuse_values
 from fxpipe.passes.tracing.leaf_calls import call_leaves, record_leaves
@@ -44,7 +50,8 @@ SCHEDULE = (
     Pass(write_schedule, "recipe, devices, microbatches, short", "schedule"),
     RECOMPUTE,
     Pass(add_reduce, "recomputing schedule, shards", "reducing schedule", when="replicated"),
-    Pass(add_clip, "reducing schedule", "schedule", when="clips"),
+    Pass(add_clip, "reducing schedule", "clipping schedule", when="clips"),
+    Pass(add_offload, "clipping schedule, offload", "schedule", when="offloads"),
 )
 """A recipe and a number of micro-batches → the schedule of a step or a call."""
 

@@ -56,6 +56,11 @@ class Timetable:
                 f"schedule {schedule.name!r} clips gradients, and nothing says by how much; give "
                 "compile(..., clip_norm=1.0), or leave its C out"
             )
+        if "O" in schedule.kinds and self._options.cuda_graphs:
+            raise InputError(
+                f"schedule {schedule.name!r} offloads what stages keep, which stays in the graphs "
+                "with cuda_graphs; leave one of them out"
+            )
         if purpose == "step" and not schedule.trains:
             raise InputError(
                 f"schedule {schedule.name!r} has no backward, and a step needs one; train with "
@@ -88,6 +93,8 @@ class Timetable:
             "short": microbatches < self._whole,
             "recompute": recompute,
             "recomputes": recompute != "never" and purpose != "infer",
+            "offload": self._options.offload,
+            "offloads": self._options.offload != "never" and purpose != "infer",
             "replicated": (self._options.replicas > 1 and purpose != "infer") or copied,
             "shards": self._options.shards,
             "clips": self._options.clips and purpose == "step",

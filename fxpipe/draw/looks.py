@@ -24,6 +24,7 @@ from fxpipe.draw.picture import (
     SKIP,
     SUM,
     TASKS,
+    UPDATE,
     tint,
 )
 from fxpipe.ir import instruction as ins
@@ -206,6 +207,9 @@ _MARKS: dict[type[ins.Instruction], Glyph] = {
     ins.Share: Glyph("w", Look(PAPER, INK)),
     ins.Add: Glyph("+", _GRADIENT),
     ins.Norm: Glyph("n", _GRADIENT),
+    ins.Offload: Glyph("o", Look(PAPER, UPDATE)),
+    ins.Prefetch: Glyph("f", Look(PAPER, UPDATE)),
+    ins.Await: Glyph("a", Look(PAPER, UPDATE)),
     ins.Free: Glyph("x", Look(OTHER, PAPER), height=0.4),
     ins.Barrier: Glyph("|", Look(FAINT, PAPER), height=1.0),
     ins.Pause: Glyph("||", Look(PARAMETER, PAPER), height=1.0),

@@ -42,6 +42,8 @@ TASKS: dict[str, str] = {
     "I": PARAMETER,
     "W": INPUT,
     "R": GRADIENT,
+    "O": FAINT,
+    "P": PAPER,
     "A": SUM,
     "C": SKIP,
     "U": UPDATE,

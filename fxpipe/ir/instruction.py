@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fxpipe.ir.value import Buffer
+from fxpipe.ir.value import Buffer, offloaded
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +50,29 @@ class Pop(Move):
 @dataclass(frozen=True, slots=True)
 class Free(Move):
     """Drop a buffer. Roughly: del buffers[b]."""
+
+
+@dataclass(frozen=True, slots=True)
+class Offload(Move):
+    """Begin to store what a stage keeps outside of the device's memory; never waits.
+
+    Free of what it kept waits for it. Roughly: buffers[b] = store.begin(buffers[saved]).
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class Prefetch(Move):
+    """Begin to bring it back. Roughly: buffers[b] = buffers.pop(offloaded).begin()."""
+
+    @property
+    def stored(self) -> Buffer:
+        """What is brought back."""
+        return offloaded(self.buffer.source, self.buffer.microbatch, self.buffer.batch)
+
+
+@dataclass(frozen=True, slots=True)
+class Await(Move):
+    """Wait until it is back. Roughly: buffers[b] = buffers.pop(fetching).wait()."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,7 +318,10 @@ class Update:
 Arrival = Load | Receive | Pop
 """What brings a value to a device."""
 
-Moving = Load | Output | Send | Receive | Stash | Pop | Free
+Offloading = Offload | Prefetch | Await
+"""What goes on beside the computations of a device, and what waits for that."""
+
+Moving = Load | Output | Send | Receive | Stash | Pop | Offloading | Free
 Computing = Forward | Recompute | PartialBackward | Backward | InputGrad | WeightGrad
 Gathering = AllGather | TakePart | GatherWeights
 """What waits for the other replicas."""
@@ -344,6 +370,9 @@ OPCODES: dict[str, type[Instruction]] = {
     "recv": Receive,
     "stash": Stash,
     "pop": Pop,
+    "offload": Offload,
+    "prefetch": Prefetch,
+    "await": Await,
     "forward": Forward,
     "recompute": Recompute,
     "partial_backward": PartialBackward,

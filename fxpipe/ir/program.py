@@ -18,10 +18,13 @@ from fxpipe.ir.value import (
     Edge,
     batch_mark,
     deferred,
+    fetched,
+    fetching,
     forward_buffer,
     gradient_buffer,
     gradient_groups,
     norm_buffer,
+    offloaded,
     outputs_of,
     saved,
     state,
@@ -42,6 +45,10 @@ Turn = tuple[int, int]
 
 COMPUTE = "compute"
 """The stream on which a device computes, and which all its memory belongs to."""
+
+
+OFFLOAD, PREFETCH = "offload", "prefetch"
+"""The streams on which a device stores what its stages keep, and fetches it again."""
 
 
 def arrivals(source: int) -> str:
@@ -192,6 +199,21 @@ class Program:
             found[x.stage] = max(found.get(x.stage, 2), x.bucket + 2)
         return found
 
+    @cached_property
+    def offloads(self) -> Mapping[tuple[int, int], int]:
+        """Stage and micro-batch of what is offloaded → the version that it reads, counted from its
+        batch."""
+        every = [x for own in self.lists for x in own]
+        stored = [x.buffer for x in every if isinstance(x, ins.Offload)]
+        forwards = (x for x in every if stored and isinstance(x, ins.Forward))
+        versions = {(x.stage, x.microbatch): x.version - x.batch for x in forwards}
+        keys = [(buffer.source, buffer.microbatch) for buffer in stored]
+        return {key: versions.get(key, 0) for key in keys}
+
+    def kept(self, stage: int, i: int, batch: int = 0) -> Buffer:
+        """What a stage's backward uses up: what its forward saved, or that fetched again."""
+        return (fetched if (stage, i) in self.offloads else saved)(stage, i, batch)
+
     def only(self, device: int) -> Program:
         """The same with the instructions of one device alone, and the depth and the window of all:
         what a process needs that runs this device."""
@@ -264,6 +286,14 @@ class Program:
         match instruction:  # the frequent ones first
             case ins.Send(buffer) | ins.Output(buffer) | ins.Stash(buffer):
                 return (buffer,)
+            case ins.Offload(Buffer(source=stage, microbatch=i, batch=b)):
+                # what the caller gives is the caller's: it is held until it is told from the rest
+                given = [edge for edge in self.edges_into[stage] if edge.source == HOST]
+                return (saved(stage, i, b), *[forward_buffer(edge, i, b) for edge in given])
+            case ins.Prefetch(Buffer(source=stage, microbatch=i, batch=b)):
+                return (offloaded(stage, i, b),)
+            case ins.Await(Buffer(source=stage, microbatch=i, batch=b)):
+                return (fetching(stage, i, b),)
             case ins.Move():
                 return ()
             case ins.Forward(stage, i, batch=b):
@@ -281,7 +311,7 @@ class Program:
             ):
                 edges = self.edges_from[stage]
                 returned = [gradient_buffer(edge, i, b) for edge in edges if edge.gradient]
-                return (*self._weights(stage, i, b), saved(stage, i, b), *returned)
+                return (*self._weights(stage, i, b), self.kept(stage, i, b), *returned)
             case ins.WeightGrad(stage, i, batch=b):
                 return (*self._weights(stage, i, b), deferred(stage, i, b))
             case ins.Add(stage, b):
@@ -294,6 +324,8 @@ class Program:
         """The buffers that an instruction makes on its device."""
         match instruction:
             case ins.Receive(buffer) | ins.Load(buffer) | ins.Pop(buffer):
+                return (buffer,)
+            case ins.Offload(buffer) | ins.Prefetch(buffer) | ins.Await(buffer):
                 return (buffer,)
             case ins.Move():
                 return ()
@@ -327,10 +359,14 @@ class Program:
         match instruction:
             case ins.Free(buffer):
                 return (buffer,)
+            case ins.Prefetch(Buffer(source=stage, microbatch=i, batch=b)):
+                return (offloaded(stage, i, b),)
+            case ins.Await(Buffer(source=stage, microbatch=i, batch=b)):
+                return (fetching(stage, i, b),)
             case ins.Move():
                 return ()
             case ins.Backward(stage, i, batch=b) | ins.InputGrad(stage, i, batch=b):
-                return (saved(stage, i, b),)
+                return (self.kept(stage, i, b),)
             case ins.WeightGrad(stage, i, batch=b):
                 return (deferred(stage, i, b),)
             case ins.Recompute(stage, i, batch=b):

@@ -82,10 +82,12 @@ KINDS: dict[str, TaskKind] = {
     kind.letter: kind
     for kind in (
         TaskKind("F", "forward", previous="F", cost=1.0),
-        TaskKind("B", "backward", follows="FR", next="BI", cost=2.0),
-        TaskKind("I", "input gradient", follows="FR", next="BI", cost=1.0),
+        TaskKind("B", "backward", follows="FROP", next="BI", cost=2.0),
+        TaskKind("I", "input gradient", follows="FROP", next="BI", cost=1.0),
         TaskKind("W", "weight gradient", follows="I", cost=1.0),
         TaskKind("R", "recompute", follows="F", cost=1.0),
+        TaskKind("O", "offload", follows="F", cost=1.0),
+        TaskKind("P", "prefetch", follows="O", cost=1.0),
         TaskKind("A", "reduce", per_microbatch=False, follows="BW", cost=0.1),
         TaskKind("C", "clip", per_microbatch=False, gathers="BWA", cost=0.1),
         TaskKind("U", "update", per_microbatch=False, follows="FBIWRAC", cost=0.5),
@@ -94,6 +96,9 @@ KINDS: dict[str, TaskKind] = {
 """Letter → kind, in the order of tables and legends."""
 
 BUILT_IN = frozenset(KINDS)
+
+BESIDE = "OP"
+"""The letters of tasks that run beside the others of their device, which only begin them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +158,16 @@ def W(microbatch: int, stage: int | None = None, *, batch: int = 0) -> Task:
 def R(microbatch: int, stage: int | None = None, *, batch: int = 0) -> Task:
     """Recompute: run the forward again, of which only the inputs were kept, before a backward."""
     return Task("R", microbatch, stage, batch)
+
+
+def O(microbatch: int, stage: int | None = None, *, batch: int = 0) -> Task:  # noqa: E743
+    """Offload: begin to store what the stage keeps, outside of the device's memory."""
+    return Task("O", microbatch, stage, batch)
+
+
+def P(microbatch: int, stage: int | None = None, *, batch: int = 0) -> Task:
+    """Prefetch: begin to bring back what was stored. The backward waits until it is there."""
+    return Task("P", microbatch, stage, batch)
 
 
 def A(stage: int | None = None, *, batch: int = 0) -> Task:

@@ -70,10 +70,23 @@ def gradient_groups(edges: Iterable[Edge]) -> tuple[tuple[Edge, ...], ...]:
 
 
 BufferKind = Literal[
-    "in", "act", "skip", "out", "grad", "saved", "deferred", "state", "norm", "weights", "sums"
+    "in",
+    "act",
+    "skip",
+    "out",
+    "grad",
+    "saved",
+    "offloaded",
+    "fetching",
+    "fetched",
+    "deferred",
+    "state",
+    "norm",
+    "weights",
+    "sums",
 ]
 
-KEPT = ("saved", "deferred", "state")
+KEPT = ("saved", "offloaded", "fetching", "fetched", "deferred", "state")
 """The kinds of what a stage keeps for itself."""
 
 COPIED = ("weights", "sums")
@@ -87,10 +100,11 @@ class Buffer(NamedTuple):
     gradient that comes back along it (so its source is the edge's target). A stage keeps for
     itself ``saved`` from forward to backward, ``deferred`` from the input-gradient half of its
     backward to the weight-gradient half, and ``state``, the buffers that its forward read, until
-    it recomputes. ``norm`` holds the norms of its gradients on their way to another stage.
-    ``weights`` holds its weights and buffers on their way to a copy on another device, ``sums``
-    what the copy has summed on its way back, gradients and the moments of BatchNorms; instead of a
-    micro-batch they name that device.
+    it recomputes. What it has saved is ``offloaded`` while it is stored elsewhere, ``fetching`` on
+    its way back, and then ``fetched``. ``norm`` holds the norms of its gradients on their way to
+    another stage. ``weights`` holds its weights and buffers on their way to a copy on another
+    device, ``sums`` what the copy has summed on its way back, gradients and the moments of
+    BatchNorms; instead of a micro-batch they name that device.
     """
 
     kind: BufferKind
@@ -122,6 +136,21 @@ def batch_mark(batch: int) -> str:
 def saved(stage: int, microbatch: int, batch: int = 0) -> Buffer:
     """What a stage keeps of a micro-batch for its backward."""
     return Buffer("saved", "", stage, stage, microbatch, batch)
+
+
+def offloaded(stage: int, microbatch: int, batch: int = 0) -> Buffer:
+    """What a stage has offloaded of it, from where its storing begins."""
+    return Buffer("offloaded", "", stage, stage, microbatch, batch)
+
+
+def fetching(stage: int, microbatch: int, batch: int = 0) -> Buffer:
+    """The same on its way back, in the device's memory from where it begins."""
+    return Buffer("fetching", "", stage, stage, microbatch, batch)
+
+
+def fetched(stage: int, microbatch: int, batch: int = 0) -> Buffer:
+    """The same once it is back."""
+    return Buffer("fetched", "", stage, stage, microbatch, batch)
 
 
 def deferred(stage: int, microbatch: int, batch: int = 0) -> Buffer:

@@ -23,6 +23,7 @@ from fxpipe.ir.program import Program
 from fxpipe.ir.value import (
     Buffer,
     deferred,
+    fetched,
     forward_buffer,
     gradient_buffer,
     norm_buffer,
@@ -31,7 +32,7 @@ from fxpipe.ir.value import (
 )
 from fxpipe.kernels.kernel import Forwarded, Kernel
 from fxpipe.kernels.recompute import recomputing
-from fxpipe.runtime import copies, own_task, replicas
+from fxpipe.runtime import copies, offload, own_task, replicas
 from fxpipe.runtime.host import Job
 from fxpipe.runtime.weights.clipping import norms_of
 
@@ -169,6 +170,18 @@ class Machine:
         """The kernel that runs a stage for a micro-batch."""
         return self.jobs[self.step + batch].kernels[microbatch][stage]
 
+    def weights_of(
+        self, stage: int, version: int
+    ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+        """A stage's parameters of a version, and its buffers as they were before the run."""
+        if self.program.copies:
+            return copies.weights(self, stage, version)
+        return self.weights.parameters(stage, self.step + version), self.weights.buffers(stage)
+
+    def store_away(self, memories: list[torch.Tensor]) -> offload.Away:
+        """Begin to store memory outside of the device."""
+        return offload.FileAway(self.device, memories)
+
     def named(self, buffer: Buffer) -> Buffer:
         """The buffer with its absolute batch number, as other devices name it."""
         return buffer._replace(batch=self.step + buffer.batch) if self.step else buffer
@@ -202,7 +215,7 @@ def _receive(machine: Machine, instruction: ins.Receive | ins.Pop) -> None:
 
 def _forward(machine: Machine, instruction: ins.Forward) -> None:
     stage, i, batch = instruction.stage, instruction.microbatch, instruction.batch
-    store, (weights, before) = machine.store, _weights(machine, instruction)
+    store, (weights, before) = machine.store, machine.weights_of(stage, instruction.version)
     arguments = zip(machine.stages[stage].buffers, before, strict=True)
     # what earlier micro-batches of this run wrote, else the model's
     buffers = [store.state.get(argument.target, buffer) for argument, buffer in arguments]
@@ -222,7 +235,8 @@ def _recompute(machine: Machine, instruction: ins.Recompute) -> None:
     stage, i, batch = instruction.stage, instruction.microbatch, instruction.batch
     buffers = machine.store.values.pop(state(stage, i, batch))
     with recomputing():
-        result = _run_forward(machine, instruction, _weights(machine, instruction)[0], buffers)
+        weights, _ = machine.weights_of(stage, instruction.version)
+        result = _run_forward(machine, instruction, weights, buffers)
     machine.store.keep(saved(stage, i, batch), result.saved)
 
 
@@ -239,19 +253,9 @@ def _run_forward(
         return kernel.forward(weights, buffers, [values[buffer] for buffer in inputs])
 
 
-def _weights(
-    machine: Machine, instruction: ins.Forward | ins.Recompute
-) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-    """The stage's parameters, and its buffers as they were before the run."""
-    stage, version = instruction.stage, instruction.version
-    if machine.program.copies:
-        return copies.weights(machine, stage, version)
-    return machine.weights.parameters(stage, machine.step + version), machine.weights.buffers(stage)
-
-
 def _backward(machine: Machine, instruction: ins.Backward) -> None:
     stage, i, batch = instruction.stage, instruction.microbatch, instruction.batch
-    kept = machine.store.take(saved(stage, i, batch))
+    kept = machine.store.take(_kept(machine, stage, i, batch))
     kernel, totals = machine.kernel(stage, i, batch), _totals(machine, instruction)
     if instruction.rest:
         inputs, sums = kernel.partial_backward("B", -1, kept, totals)
@@ -264,7 +268,7 @@ def _backward(machine: Machine, instruction: ins.Backward) -> None:
 def _partial_backward(machine: Machine, instruction: ins.PartialBackward) -> None:
     stage, i, batch = instruction.stage, instruction.microbatch, instruction.batch
     kind, bucket, store = instruction.kind, instruction.bucket, machine.store
-    buffer = saved(stage, i, batch) if kind == "B" else deferred(stage, i, batch)
+    buffer = _kept(machine, stage, i, batch) if kind == "B" else deferred(stage, i, batch)
     left = store.values[buffer]
     if kind == "B" and bucket == 0:
         left += _output_gradients(machine, instruction)
@@ -279,7 +283,8 @@ def _partial_backward(machine: Machine, instruction: ins.PartialBackward) -> Non
 
 def _input_grad(machine: Machine, instruction: ins.InputGrad) -> None:
     stage, i, batch = instruction.stage, instruction.microbatch, instruction.batch
-    kept = machine.store.values.pop(saved(stage, i, batch))  # counted until the weight gradient
+    buffer = _kept(machine, stage, i, batch)
+    kept = machine.store.values.pop(buffer)  # counted until the weight gradient
     kernel = machine.kernel(stage, i, batch)
     result = kernel.input_grad(kept, _output_gradients(machine, instruction))
     _give_back(machine, instruction, result.inputs)
@@ -294,6 +299,12 @@ def _weight_grad(machine: Machine, instruction: ins.WeightGrad) -> None:
         _, machine.store.gradients[stage, batch] = kernel.partial_backward("W", -1, left, totals)
     else:
         machine.store.gradients[stage, batch] = kernel.weight_grad(left, totals)
+
+
+def _kept(machine: Machine, stage: int, i: int, batch: int) -> Buffer:
+    """See Program.kept."""
+    offloads = machine.program.offloads
+    return fetched(stage, i, batch) if (stage, i) in offloads else saved(stage, i, batch)
 
 
 def _totals(
@@ -330,6 +341,8 @@ def _give_back(
 
 
 def _free(machine: Machine, instruction: ins.Free) -> None:
+    if instruction.buffer.kind == "saved":
+        offload.finish(machine, instruction)
     del machine.store.values[instruction.buffer]
 
 
@@ -376,6 +389,9 @@ HANDLERS: Mapping[type[ins.Instruction], Callable[[Machine, Any], None]] = {
     ins.Stash: _send,
     ins.Receive: _receive,
     ins.Pop: _receive,
+    ins.Offload: offload.begin,
+    ins.Prefetch: offload.prefetch,
+    ins.Await: offload.await_,
     ins.Forward: _forward,
     ins.Recompute: _recompute,
     ins.PartialBackward: _partial_backward,

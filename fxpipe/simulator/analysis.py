@@ -13,7 +13,7 @@ from fxpipe.ir.program import Program
 from fxpipe.ir.value import Buffer
 from fxpipe.ir.walk import Place
 from fxpipe.simulator.simulation import Simulation, Span, Transfer, task_of
-from fxpipe.simulator.sums import Sum, awaited_by
+from fxpipe.simulator.sums import Sum, awaited_by, beside
 
 _READERS = (ins.Forward, ins.Recompute, ins.Backward, ins.InputGrad, ins.WeightGrad, ins.Run)
 
@@ -33,7 +33,7 @@ class Idle:
         drain: after its last task of a micro-batch; its updates are not idle.
         waiting: another device → waiting in between until that one has made what comes next.
         copying: another device → waiting in between for transfers from it, or to it where they
-            do not overlap.
+            do not overlap; the device itself → for what it offloads or fetches.
         meeting: waiting in between until all devices have come to a barrier or a pause.
         summing: waiting in between until gradients are summed over the replicas, or weights
             gathered.
@@ -115,6 +115,8 @@ def idle_time(simulation: Simulation, device: int) -> Idle:
                 meeting += end - start
             case ins.AllGather() | ins.TakePart() | ins.GatherWeights():
                 summing += end - start
+            case x if beside(x) is not None:
+                _add(copying, device, end - start)
     known = warm_up + drain + sum(waiting.values()) + sum(copying.values()) + meeting + summing
     return Idle(warm_up, drain, waiting, copying, meeting, summing, max(total - known, 0))
 
@@ -141,11 +143,7 @@ def _backwards(simulation: Simulation) -> Iterator[Span | Transfer]:
         start, end = events.starts[device][position], events.ends[device][position]
         here = Span(device, start, end, instruction, position)
         match instruction:
-            case x if (
-                isinstance(x, ins.Receive | ins.Pop | ins.Gathering)
-                and _awaited(simulation, x).end > start
-            ):
-                transfer = _awaited(simulation, x)
+            case x if (transfer := _awaited(simulation, x)) is not None and transfer.end > start:
                 yield here._replace(start=transfer.end)
                 yield transfer
                 while transfer.start > transfer.ready:  # the link was taken
@@ -167,21 +165,23 @@ def _backwards(simulation: Simulation) -> Iterator[Span | Transfer]:
         position -= 1
 
 
-def _awaited(
-    simulation: Simulation, instruction: ins.Receive | ins.Pop | ins.Gathering
-) -> Transfer:
-    """What an instruction waits for."""
+def _awaited(simulation: Simulation, instruction: ins.Instruction) -> Transfer | None:
+    """What an instruction waits for, if it is a transfer."""
+    transfers = simulation.events.transfers
     if isinstance(instruction, ins.Gathering):
-        return simulation.events.transfers[awaited_by(instruction)]
-    return simulation.events.transfers[instruction.buffer]
+        return transfers[awaited_by(instruction)]
+    if isinstance(instruction, ins.Receive | ins.Pop):
+        return transfers[instruction.buffer]
+    moved = beside(instruction)
+    return None if moved is None else transfers[moved]
 
 
 def _before_on_link(simulation: Simulation) -> dict[Buffer | Sum, Buffer | Sum]:
     """Value → the one that took its link before it."""
-    latest: dict[tuple[int, int], Buffer | Sum] = {}
+    latest: dict[tuple[int, int, str], Buffer | Sum] = {}
     before: dict[Buffer | Sum, Buffer | Sum] = {}
     for buffer, transfer in simulation.events.transfers.items():
-        pair = transfer.source, transfer.target
+        pair = transfer.source, transfer.target, buffer.kind * (transfer.source == transfer.target)
         if pair in latest:
             before[buffer] = latest[pair]
         latest[pair] = buffer

@@ -8,7 +8,15 @@ from typing import Any, NamedTuple
 
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.program import Program
-from fxpipe.ir.value import Buffer, Edge, forward_buffer, gradient_buffer
+from fxpipe.ir.value import (
+    Buffer,
+    Edge,
+    fetching,
+    forward_buffer,
+    gradient_buffer,
+    offloaded,
+    saved,
+)
 from fxpipe.simulator.analysis import live_versions
 from fxpipe.simulator.sizes import Crossing, Passing, Sizes, Storage, Workspace
 
@@ -53,6 +61,7 @@ class Holding:
         self._list = program.lists[device]
         self._count: Counter[Hashable] = Counter()
         self._kept: dict[Buffer, tuple[Piece, ...]] = {}
+        self._stored: dict[tuple[int, int, int], list[Piece]] = {}
         self._forwards: Counter[int] = Counter()
         self._read: dict[tuple[int, int, int], int] = {}
         self._into = [{edge.value: edge for edge in edges} for edges in program.edges_into]
@@ -299,6 +308,17 @@ class Holding:
                     yield next(self._written(source, number))
                 for held in sizes.holds.get(source, ()):
                     yield self._near((held, False), source, i, batch)
+            case "offloaded":
+                pieces = self._kept[saved(source, i, batch)]
+                ours = Counter(piece.key for piece in pieces)
+                alone = [piece for piece in pieces if self._count[piece.key] == ours[piece.key]]
+                self._stored[source, i, batch] = alone
+                yield from [piece for piece in pieces if piece not in alone]
+            case "fetching":
+                yield from self._kept[offloaded(source, i, batch)]
+                yield from self._stored.pop((source, i, batch))
+            case "fetched":
+                yield from self._kept[fetching(source, i, batch)]
             case "deferred":
                 yield Piece("stash", buffer, sizes.deferred.get(source, 0))
                 for held in sizes.deferred_holds.get(source, ()):

@@ -22,7 +22,7 @@ from fxpipe.ir.walk import waits_of, walk
 from fxpipe.simulator.costs import Costs, Link, Links, Times, task_times
 from fxpipe.simulator.simulation import Events, Simulation, Span, Transfer
 from fxpipe.simulator.sizes import Sizes
-from fxpipe.simulator.sums import Sum, awaited_by, begun_by
+from fxpipe.simulator.sums import Sum, awaited_by, begun_by, beside
 from fxpipe.text.program import print_instruction
 
 
@@ -210,6 +210,7 @@ def run(
     ways = _Ways(program, links, sizes)
     met: list[dict[type[ins.Instruction], int]] = [{ins.Barrier: 0, ins.Pause: 0} for _ in lists]
     meetings: dict[tuple[type[ins.Instruction], int], float] = {}
+    lanes: dict[tuple[int, type[ins.Instruction]], float] = {}
     now: float = 0
     for device, stop in turns:
         starts, ends = events.starts[device], events.ends[device]
@@ -244,6 +245,22 @@ def run(
                             now = end
                     case ins.Receive(buffer) | ins.Pop(buffer):
                         now = max(now, transfers[buffer].end) + overhead
+                    case ins.Offload(buffer) | ins.Prefetch(buffer):
+                        now += overhead
+                        lane = device, type(instruction)
+                        letter, ready = "O", now
+                        if isinstance(instruction, ins.Prefetch):
+                            letter = "P"
+                            ready = max(now, transfers[instruction.stored].end)
+                        start = max(ready, lanes.get(lane, ready))
+                        end = lanes[lane] = start + times[letter, buffer.source]
+                        transfers[buffer] = Transfer(
+                            buffer, device, device, position, now, start, end
+                        )
+                        if not overlap:
+                            now = end
+                    case _ if (moved := beside(instruction)) is not None:
+                        now = max(now, transfers[moved].end) + overhead
                     case ins.Barrier() | ins.Pause():
                         kind = type(instruction)
                         meeting = kind, met[device][kind]

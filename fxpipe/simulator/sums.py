@@ -1,4 +1,5 @@
-"""What the replicas of a pipeline exchange: sums of gradients, and new weights."""
+"""What goes on beside the devices: replicas exchange sums of gradients and new weights; stages
+offload what they keep."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from typing import Literal, NamedTuple
 
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.program import Program
+from fxpipe.ir.value import Buffer, fetching, offloaded
 
 Summed = Literal["sum", "part", "weights"]
 """What replicas exchange: gradients until all have their sums, or, where optimizers are sharded,
@@ -57,4 +59,15 @@ def begun_by(instruction: ins.Instruction, program: Program) -> Sum | None:
             return Sum(stage, batch, "part" if stage in program.sharded else "sum", bucket)
         case ins.Update(stage, batch=batch) if stage in program.sharded:
             return Sum(stage, batch, "weights")
+    return None
+
+
+def beside(instruction: ins.Instruction) -> Buffer | None:
+    """What an instruction waits for that goes on beside its own device: that something is stored,
+    or fetched."""
+    match instruction:
+        case ins.Await(Buffer(_, _, stage, _, i, batch)):
+            return fetching(stage, i, batch)
+        case ins.Free(Buffer("saved", _, stage, _, i, batch)):
+            return offloaded(stage, i, batch)
     return None

@@ -328,6 +328,7 @@ _CHANGE = _Form(("reads", "writes"), lambda x: f"v{x.reads} -> v{x.writes}", _ch
 
 _FORMS: dict[str, tuple[_Form, ...]] = {
     **dict.fromkeys(("load", "output", "send", "recv", "stash", "pop", "free"), (_BUFFER,)),
+    **dict.fromkeys(("offload", "prefetch", "await"), (_BUFFER,)),
     **dict.fromkeys(("recompute", "input_grad"), (_TASK, _VERSION)),
     **dict.fromkeys(("backward", "weight_grad"), (_TASK, _VERSION, _REST)),
     "partial_backward": (_OWN, _VERSION, _BUCKET),

@@ -201,6 +201,9 @@ _OWN: dict[type[ins.Instruction], str] = {
 
 
 def _task(x: ins.Instruction) -> Task | None:
+    if isinstance(x, ins.Offload | ins.Prefetch):
+        letter = "O" if isinstance(x, ins.Offload) else "P"
+        return Task(letter, x.buffer.microbatch, x.buffer.source, x.buffer.batch)
     if isinstance(x, ins.Move | ins.Barrier | ins.Pause | ins.PartialBackward):
         return None
     kind = _OWN.get(type(x)) or ins.letter_of(x)
@@ -280,6 +283,9 @@ def _misrouted(instruction: ins.Moving, device: int, route: tuple[int, int] | No
         case ins.Free():
             right = device in route
             cure = "free it on a device that holds it"
+        case ins.Offload() | ins.Prefetch() | ins.Await():
+            kind = _MADE[type(instruction)]
+            right, cure = device == made and instruction.buffer.kind == kind, f"let it make {kind}"
         case ins.Load():
             right = made == HOST and used == device
             cure = "load what the caller gives, on the device that uses it"
@@ -303,6 +309,13 @@ def _misrouted(instruction: ins.Moving, device: int, route: tuple[int, int] | No
     if right:
         return None
     return f"the value goes from {_device_name(made)} to {_device_name(used)}", cure
+
+
+_MADE: dict[type[ins.Offloading], str] = {
+    ins.Offload: "offloaded",
+    ins.Prefetch: "fetching",
+    ins.Await: "fetched",
+}
 
 
 def _device_name(device: int) -> str:

@@ -156,7 +156,7 @@ class _Race:
             read.append((program.origin(x), x.buffer))
         ended: list[Hashable] = [(device, b) for b in program.ends(x)]
         late: list[tuple[Access, str, str]] = []  # those that need not be done when this one starts
-        if not isinstance(x, ins.Free):
+        if not isinstance(x, ins.Free | ins.Offload):
             for by in self.let_go[device].values():
                 if clock[by.stream] < by.number:
                     late.append((by, "takes memory that", "may still use"))
@@ -185,7 +185,7 @@ class _Race:
                 _, target = program.ends_of(x.buffer)
                 if target not in (HOST, device):
                     self.ended[what] = here  # before the copy that another device makes of it
-        if not isinstance(x, ins.Arrival):
+        if not isinstance(x, ins.Arrival | ins.Offload | ins.Prefetch):
             self.let_go[device][here.stream] = here
 
     def _told(self, other: Access, here: Access, does: str, did: str) -> Iterator[Fault]:

@@ -130,7 +130,7 @@ class Window:
         copied = here.device in self.schedule.devices_of(stage)[1:]
         own = part_of(self.schedule, task, here.device)
         first = self.spots.setdefault((task.kind, own, stage), here)
-        if copied and task.kind not in "FBIWRA":
+        if copied and task.kind not in "FBIWROPA":
             return (
                 f"device {here.device} has a copy of stage {stage}, which computes micro-batches "
                 f"and sums their gradients; its weights are on device {home}",
@@ -244,6 +244,7 @@ def complete(window: Window, updates: bool, replicas: int = 1) -> Iterator[Fault
                 lacks[KINDS["W" if halves == ["I"] else "I"].name].append(i)
             elif window.trains and not whole and not halves:
                 lacks["backward"].append(i)
+            yield from _offload(window, device, i, stage)
         for name, indices in lacks.items():
             yield Fault(
                 f"stage {stage} has no {name} of {microbatches_text(indices)}", "add it", device
@@ -258,6 +259,22 @@ def complete(window: Window, updates: bool, replicas: int = 1) -> Iterator[Fault
             if ("A", copy, stage) not in spots:
                 what = f"its copy of stage {stage} has no {window.kinds['A'].name}"
                 yield Fault(what, "let it give its gradients behind its last backward", copy)
+
+
+def _offload(window: Window, device: int, i: int, stage: int) -> Iterator[Fault]:
+    """What is stored comes back, and is what the backward needs."""
+    stored, back, again = (window.spots.get((kind, i, stage)) for kind in "OPR")
+    if stored is not None and again is not None:
+        yield window.fault(
+            stored,
+            f"stage {stage} recomputes micro-batch {i}, and so keeps nothing for its backward but "
+            "its inputs",
+            "remove it and its P, or the R",
+        )
+    if stored is not None and back is None:
+        yield window.fault(stored, "it is never fetched", "add its P before the backward")
+    elif back is not None and stored is None:
+        yield window.fault(back, "it fetches what is never stored", "add its O behind the forward")
 
 
 _INSTEAD = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from fxpipe.ir import instruction as ins
@@ -32,7 +32,13 @@ def free(program: Program) -> Program:
           send      act:z:1->2[0]
           free      act:z:1->2[0]
 
-    What a stage saved needs none: its backward uses it up.
+    What a stage saved needs none: its backward uses it up. What it offloads is freed once that is
+    stored, for which the free waits. So that it seldom does, and that no more is held than is
+    foreseen, it stands behind the next computation, which the storing overlaps::
+
+        offload   offloaded:1[0]
+        forward   s1[1] v0 keep
+        free      saved:1[0]
 
     Raises:
         InputError: the program's communication is not in place, or it is freed already.
@@ -46,11 +52,36 @@ def _freed(
     program: Program, instructions: tuple[ins.Instruction, ...]
 ) -> Iterator[ins.Instruction]:
     ends = _last_uses(program, instructions)
+    for position, x in enumerate(instructions):
+        if isinstance(x, ins.Offload):
+            stored = ends.pop(position, [])
+            ends.setdefault(_overlapped(instructions, position, x), []).extend(stored)
     for position, instruction in enumerate(instructions):
         yield instruction
         if position in ends:
             for buffer in ends[position]:
                 yield ins.Free(buffer)
+
+
+def _overlapped(instructions: Sequence[ins.Instruction], offload: int, what: ins.Offload) -> int:
+    """The position of the computation that storing overlaps, or of the last that is sent of it; or,
+    where what is stored is needed before or all devices meet, the one before that."""
+    computed = False
+    for position in range(offload + 1, len(instructions)):
+        match instructions[position]:
+            case ins.Compute():
+                if computed:
+                    return position - 1
+                computed = True
+            case ins.Send() | ins.Stash() | ins.Output():
+                pass
+            case ins.Prefetch(buffer) if buffer[2:5] == what.buffer[2:5]:
+                return position - 1
+            case ins.Barrier() | ins.Pause():
+                return position - 1
+            case _ if computed:
+                return position - 1
+    return len(instructions) - 1
 
 
 def _last_uses(

@@ -13,7 +13,8 @@ from fxpipe.ir import instruction as ins
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
-from fxpipe.ir.task import BUILT_IN, KINDS, Task
+from fxpipe.ir.task import BESIDE, BUILT_IN, KINDS, Task
+from fxpipe.ir.value import fetched, fetching, offloaded
 from fxpipe.torchtools.state import without_collection
 
 
@@ -56,6 +57,13 @@ class Lower:
           partial_backward B s1[1] v0 bucket 0
           backward  s1[1] v0 rest
           reduce_scatter s1
+
+    An O begins to store, a P begins to fetch, and the backward is parted from both by what waits::
+
+          offload   offloaded:1[0]
+          prefetch  fetching:1[0]
+          await     fetched:1[0]
+          backward  s1[0] v0
 
     With ``shards`` a replica waits for the sum of its own part alone, and updates that part of the
     weights. The others' parts are gathered as late as they can be: before the first task that reads
@@ -183,6 +191,14 @@ class Lower:
                 f"{len(self.plan.stages)}; cut the model into {schedule.stages} stages or make "
                 f"the schedule for {len(self.plan.stages)}"
             )
+        offloads = {task.stage for row in schedule.rows for task in row if task.kind == "O"}
+        for stage in self.plan.stages:
+            if stage.leaves and stage.index in offloads:
+                raise InputError(
+                    f"schedule {schedule.name!r} offloads what stage {stage.index} keeps, and its "
+                    "leaf modules keep what autograd alone knows; leave that stage out, or trace "
+                    "the modules"
+                )
         copied = any(schedule.working)
         if (self.replicas > 1 or copied) and schedule.trains and "A" not in schedule.kinds:
             who = "copies of a stage" if copied else f"{self.replicas} replicas"
@@ -235,6 +251,12 @@ class _Instructions:
             for task in row
             if task.kind == "R"
         }
+        self._fetched = {
+            (task.stage, task.microbatch)
+            for row in schedule.rows
+            for task in row
+            if task.kind == "P"
+        }
         self._updates = {
             task.stage: (-task.batch, position)
             for row in schedule.rows
@@ -286,6 +308,9 @@ class _Instructions:
             return ins.Clip(stage, batch)
         if i is None:
             return ins.Update(stage, batch, batch + 1, batch)
+        if kind in BESIDE:
+            made = offloaded(stage, i, batch) if kind == "O" else fetching(stage, i, batch)
+            return ins.Offload(made) if kind == "O" else ins.Prefetch(made)
         if kind == "F":
             again = (stage, i) in self._recomputed
             return ins.Forward(stage, i, version, batch, self.trains and not again, again)
@@ -296,9 +321,12 @@ class _Instructions:
         return (ins.Recompute if kind == "R" else ins.InputGrad)(stage, i, version, batch)
 
     def parts(self, task: Task) -> Iterator[ins.Instruction]:
-        """What runs the backward before a reduce up to its last bucket of gradients."""
+        """What waits until a backward has what it needs, and what runs one before a reduce up to
+        its last bucket of gradients."""
         stage, i = task.stage, task.microbatch
         assert stage is not None
+        if task.kind in "BI" and i is not None and (stage, i) in self._fetched:
+            yield ins.Await(fetched(stage, i, task.batch))
         for bucket in range(self._parts.get((task.kind, stage, i), 0)):
             assert i is not None
             version = task.batch - self._delay_of(stage, i)

@@ -10,7 +10,7 @@ from typing import ClassVar, NamedTuple
 
 from fxpipe.errors import InputError
 from fxpipe.ir import instruction as ins
-from fxpipe.ir.program import COMPUTE, Event, Launch, Program, arrivals
+from fxpipe.ir.program import COMPUTE, OFFLOAD, PREFETCH, Event, Launch, Program, arrivals
 from fxpipe.ir.value import Buffer
 from fxpipe.passes.lowering.launch_order import Launched, launch_order, source_of
 from fxpipe.passes.runner import comes_after
@@ -147,7 +147,7 @@ class _Events:
         needs: set[_Spot | None] = set()
         for buffer in program.reads(x):
             needs.add(_before(self._made.get((device, buffer[:5])), buffer))
-        if isinstance(x, ins.Arrival):
+        if isinstance(x, ins.Arrival | ins.Prefetch):
             needs.add(memory)
         if isinstance(x, ins.Receive | ins.Pop):
             needs.add(_before(self._made.get((program.origin(x), x.buffer[:5])), x.buffer))
@@ -177,6 +177,8 @@ def _before(spot: _Spot | None, buffer: Buffer) -> _Spot | None:
 def _stream(program: Program, instruction: ins.Instruction) -> str:
     if isinstance(instruction, ins.Arrival):
         return arrivals(source_of(program, instruction))
+    if isinstance(instruction, ins.Offload | ins.Prefetch):
+        return OFFLOAD if isinstance(instruction, ins.Offload) else PREFETCH
     return COMPUTE
 
 

@@ -75,8 +75,12 @@ class Lanes:
         return perf_counter_ns()
 
     def bring(self, stream: str, value: Any) -> Any:
-        assert stream.startswith("in")
+        assert stream.startswith("in") or stream == "prefetch"
         return value.clone() if isinstance(value, Tensor) else value
+
+    def take(self, value: Tensor) -> Tensor:
+        assert self.log[-1][1].startswith("offload")
+        return value.clone()
 
     def room(self, spec: ValueSpec) -> Tensor:
         return room(spec, torch.device("cpu"))

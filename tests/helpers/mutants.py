@@ -106,7 +106,7 @@ def _other_tasks(schedule: Schedule, task: Task) -> Iterator[tuple[str, Task]]:
     for batch in range(task.batch - 1, 2):
         if batch != task.batch:
             yield "change batch", replace(task, batch=batch)
-    for kind in "FBIWRAUX":
+    for kind in "FBIWROPAUX":
         if kind != task.kind:
             yield "change kind", replace(task, kind=kind)
 
@@ -186,7 +186,8 @@ def _other_moves(
                 kind=edge.kind, value=edge.value, source=edge.source, target=edge.target
             )
             yield "change value", make(other)
-    for kind in (ins.Load, ins.Output, ins.Send, ins.Receive, ins.Stash, ins.Pop, ins.Free):
+    moves = ins.Load, ins.Output, ins.Send, ins.Receive, ins.Stash, ins.Pop, ins.Free
+    for kind in (*moves, ins.Offload, ins.Prefetch, ins.Await):
         if kind is not make:
             yield "change opcode", kind(buffer)
 

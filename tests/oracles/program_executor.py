@@ -111,6 +111,8 @@ class _Run:
                 buffer = instruction.buffer
                 buffer = buffer._replace(batch=self.step + buffer.batch)
                 return self._move(device, instruction, buffer)
+            case ins.Offload() | ins.Prefetch() | ins.Await():
+                self._offload(device, instruction)
             case ins.Barrier() | ins.Pause():
                 return self._meet(device, instruction)
             case ins.Update(stage, reads, writes, batch):
@@ -196,6 +198,22 @@ class _Run:
                 self._compute(device, instruction, version, self.step + instruction.batch)
         return True
 
+    def _offload(self, device: int, x: ins.Offload | ins.Prefetch | ins.Await) -> None:
+        """What is stored is there still, until it is freed; what is fetched is there once."""
+        buffer = x.buffer._replace(batch=self.step + x.buffer.batch)
+        kinds: tuple[BufferKind, ...] = "saved", "offloaded", "fetching", "fetched"
+        number = [ins.Offload, ins.Prefetch, ins.Await].index(type(x))
+        if buffer.kind != kinds[number + 1]:
+            raise WrongError("it makes something else")
+        value = self._read(device, buffer._replace(kind=kinds[number]))
+        if isinstance(x, ins.Offload):
+            for e in self.program.edges:
+                if (e.source, e.target) == (HOST, buffer.source):
+                    self._read(device, Buffer("in", e.value, HOST, e.target, *buffer[4:]))
+        else:
+            del self.memory[device][buffer._replace(kind=kinds[number])]
+        self._write(device, buffer, value)
+
     def _move(self, device: int, instruction: ins.Instruction, buffer: Buffer) -> bool:
         memory = self.memory[device]
         match instruction:
@@ -246,6 +264,9 @@ class _Run:
         def back(e: Edge) -> Buffer:
             return Buffer("grad", e.value, e.target, e.source, i, batch)
 
+        stored = [x.buffer for own in self.program.lists for x in own if isinstance(x, ins.Offload)]
+        away = (stage, i) in [(buffer.source, buffer.microbatch) for buffer in stored]
+        kept: BufferKind = "fetched" if away else "saved"
         begun = self.begun.pop((stage, batch), None)
         here = _kind(instruction)
         if begun is not None and begun[:3] != (here, i, version):
@@ -258,7 +279,7 @@ class _Run:
                 self._there(stage, batch)
                 if here not in ("B", "W"):
                     raise WrongError("there is no such backward")
-                self._read(device, own("saved" if here == "B" else "deferred"))
+                self._read(device, own(kept if here == "B" else "deferred"))
                 for e in edges:
                     if here == "B" and e.source == stage and e.gradient:
                         self._read(device, back(e))
@@ -276,26 +297,26 @@ class _Run:
                 ]
                 if isinstance(instruction, ins.Recompute):
                     take("state")
-                    kept = tensor("forward", self.model.weights[stage, version], *inputs)
-                    self._write(device, own("saved"), kept)
+                    again = tensor("forward", self.model.weights[stage, version], *inputs)
+                    self._write(device, own("saved"), again)
                     return
                 copies = self._copies(stage)
                 copy = 1 + copies.index(device) if device in copies else 0
-                kept = self.model.forward(stage, version, inputs, copy)
+                made = self.model.forward(stage, version, inputs, copy)
                 for e in edges:
                     if e.source == stage:
                         buffer = Buffer(e.kind, e.value, e.source, e.target, i, batch)
-                        self._write(device, buffer, tensor(kept, e.value))
+                        self._write(device, buffer, tensor(made, e.value))
                 if instruction.keeps:
-                    self._write(device, own("saved"), kept)
+                    self._write(device, own("saved"), made)
                 if instruction.again:
-                    self._write(device, own("state"), kept)
+                    self._write(device, own("state"), made)
             case ins.Backward() | ins.InputGrad():
-                kept = take("saved")
+                forward = take(kept)
                 arriving = [
                     self._read(device, back(e)) for e in edges if e.source == stage and e.gradient
                 ]
-                found = self.model.gradient(stage, version, kept, arriving)
+                found = self.model.gradient(stage, version, forward, arriving)
                 for e in edges:
                     if e.target == stage and e.gradient:
                         self._write(device, back(e), tensor(found, e.value))

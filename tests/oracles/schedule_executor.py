@@ -88,9 +88,9 @@ class _Run:
         if s is None or not 0 <= s <= last:
             raise _Wrong
         copied = bool(self.schedule.copies) and device in self.schedule.copies[s]
-        if self.schedule.placement[s] != device and not (copied and kind in "FBIWRA"):
+        if self.schedule.placement[s] != device and not (copied and kind in "FBIWROPA"):
             raise _Wrong
-        if KINDS[kind].per_microbatch and i not in self.own[s][device] and kind in "FBIWR":
+        if KINDS[kind].per_microbatch and i not in self.own[s][device] and kind in "FBIWROP":
             raise _Wrong  # its forward is nowhere, or on another device
         if i not in (self.every if KINDS[kind].per_microbatch else [None]):
             raise _Wrong
@@ -104,11 +104,12 @@ class _Run:
             ready = s == 0 or has("F", s - 1)
         elif kind in "BI":
             ready = has("F", s) and (s == last or has("BI", s + 1))
+            ready = ready and has("O", s) == has("P", s)
         elif kind == "W":
             ready = has("I", s)
-        elif kind == "R":
-            ready = has("F", s)
-            if has("BI", s):
+        elif kind in "ROP":
+            ready = has("O" if kind == "P" else "F", s)
+            if has("BI", s) or (kind != "P" and has("RO", s)):
                 raise _Wrong
         elif kind == "A":
             ready = self.added[s, batch][device] == sorted(self.own[s][device])
@@ -170,6 +171,8 @@ class _Run:
             if any(own != sorted(own) for own in self.forwards[s].values()):
                 return False
             for b in range(self.steps):
+                if {*self.done["O", s, b]} != {*self.done["P", s, b]}:
+                    return False
                 halves = self.done["I", s, b], self.done["W", s, b]
                 if sorted(halves[0], key=str) != sorted(halves[1], key=str):
                     return False

@@ -248,7 +248,7 @@ def every_opcode() -> list[Program]:
     paused = Lower(skipping(3), updates=False, pause=True)(find_recipe("gpipe")(3, 2))
     again = Schedule.parse(
         "schedule again stages=3 microbatches=1 delay=0\nplace 0 | 1 | 2\n"
-        "0: F0 R0 B0 U\n1: F0 I0 W0 U\n2: F0 B0 U\n"
+        "0: F0 R0 B0 U\n1: F0 I0 W0 U\n2: F0 O0 P0 B0 U\n"
     )
     programs = [paused, Lower(chain(2), replicas=2)(add_reduce(CLIPPING))]
     programs.append(Lower(chain(2), replicas=2, shards=True)(add_reduce(CLIPPING)))

@@ -13,7 +13,18 @@ from fxpipe.errors import ParseError
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.program import Event, Launch, Program
 from fxpipe.ir.recipe import RECIPES
-from fxpipe.ir.value import COPIED, HOST, KEPT, Buffer, BufferKind, Edge, saved
+from fxpipe.ir.value import (
+    COPIED,
+    HOST,
+    KEPT,
+    Buffer,
+    BufferKind,
+    Edge,
+    fetched,
+    fetching,
+    offloaded,
+    saved,
+)
 from fxpipe.passes.lowering.communicate import communicate
 from fxpipe.passes.lowering.free import free
 from fxpipe.passes.lowering.lower import Lower
@@ -50,6 +61,9 @@ LINES: dict[str, tuple[ins.Instruction, str]] = {
     "add": (ins.Add(2, -1), "add s2'"),
     "norm": (ins.Norm(2), "norm s2"),
     "clip": (ins.Clip(2, -1), "clip s2'"),
+    "offload": (ins.Offload(offloaded(1, 2)), "offload offloaded:1[2]"),
+    "prefetch": (ins.Prefetch(fetching(1, 2, -1)), "prefetch fetching:1[2']"),
+    "await": (ins.Await(fetched(1, 2)), "await fetched:1[2]"),
     "free": (ins.Free(saved(1, 2)), "free saved:1[2]"),
     "barrier": (ins.Barrier(), "barrier"),
     "pause": (ins.Pause(), "pause"),
@@ -153,6 +167,7 @@ INSTRUCTIONS = st.one_of(
         st.builds(made, buffers())
         for made in (ins.Load, ins.Output, ins.Send, ins.Receive, ins.Stash, ins.Pop, ins.Free)
     ),
+    *(st.builds(made, buffers()) for made in (ins.Offload, ins.Prefetch, ins.Await)),
     st.builds(ins.Forward, SMALL, SMALL, VERSIONS, BATCHES, st.booleans(), st.booleans()),
     *(st.builds(made, SMALL, SMALL, VERSIONS, BATCHES) for made in (ins.Recompute, ins.InputGrad)),
     *(

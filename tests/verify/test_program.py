@@ -19,7 +19,7 @@ from fxpipe.ir.task import KINDS, define_task
 from fxpipe.passes.lowering.communicate import communicate
 from fxpipe.passes.lowering.free import free
 from fxpipe.passes.lowering.lower import Lower
-from fxpipe.passes.schedule import add_clip, add_reduce
+from fxpipe.passes.schedule import add_clip, add_offload, add_reduce
 from fxpipe.schedules import cdp_v2, chimera, gpipe, one_f_one_b, two_bw, zb_h1
 from fxpipe.verify.program import verify_program
 from tests.helpers.lines import lines
@@ -163,6 +163,10 @@ CASES = LIBRARY | {
     "stale, with a flush": (replace(gpipe(2, 2), delay=1), True, False),
     "no two delays alike": (replace(gpipe(3, 1), delay=(2, 1, 0)), True, False),
     "delays of micro-batches": (replace(gpipe(2, 3), delay=((0, 2, 1), (1, 0))), True, False),
+    "offload": (add_offload(gpipe(2, 4), "always"), True, False),
+    "offload, halves": (add_offload(zb_h1(3, 5), "except_last"), True, False),
+    "offload, overlap": (add_offload(two_bw(3, 3), {0: "always"}), True, False),
+    "offload, pause": (add_offload(gpipe(2, 4), "always"), False, True),
     "own tasks, cyclic": (with_own_tasks(recomputing(cdp_v2(3, 3))), True, False),
 }
 """Name → schedule, whether it is lowered with updates, and with a pause."""
@@ -286,6 +290,7 @@ def test_no_class_of_edits_is_left_out() -> None:
     once = {"ReduceScatter", "AllGather", "TakePart", "GatherWeights", "Norm", "Clip", "Update"}
     once |= {"Share", "Give", "Add"}
     moved = {"Load", "Output", "Send", "Receive", "Stash", "Pop", "Free"}
+    moved |= {"Offload", "Prefetch", "Await"}
     wanted = {
         (edit, kind)
         for edit in ("drop", "duplicate", "swap", "move", "give away")

@@ -15,7 +15,7 @@ from fxpipe.errors import Fault, VerificationError
 from fxpipe.ir.recipe import RECIPES, Recipe
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import KINDS, A, B, F, Task, U, define_task
-from fxpipe.passes.schedule import add_reduce
+from fxpipe.passes.schedule import add_offload, add_reduce
 from fxpipe.schedules import one_f_one_b
 from fxpipe.verify.schedule import verify_schedule
 from tests.helpers.faults import faults_of
@@ -51,7 +51,8 @@ def test_a_valid_schedule_is_returned_as_it_is(recipe: Recipe) -> None:
 
 
 RIGHT_FAULTS = {
-    "drop": "has no (forward|backward|(input|weight) gradient|update|reduce)|it comes before",
+    "drop": "has no (forward|backward|(input|weight) gradient|update|reduce)|it comes before|"
+    "is never (fetched|stored)",
     "duplicate": "it is there already",
     "give away": "stage .* is on device",
     "change placement": "is on device|is placed on device|later step|next step|deadlock",
@@ -69,7 +70,8 @@ COPIED_FAULTS = {
 
 
 REDUCING = "reducing zb-h1", "reducing dualpipe-v", "reducing pipedream"
-EDITED = (*RECIPES, "recomputing", "own tasks", *REDUCING)
+OFFLOADING = "offloading gpipe", "offloading zb-h1", "offloading 2bw"
+EDITED = (*RECIPES, "recomputing", "own tasks", *REDUCING, *OFFLOADING)
 
 
 def edits_of(name: str) -> Iterator[tuple[str, str, Schedule]]:
@@ -102,7 +104,7 @@ def test_no_class_of_edits_is_left_out() -> None:
     tried = Counter((edit, kind) for name in EDITED for edit, kind, _ in edits_of(name))
     edits = "drop", "duplicate", "swap", "move", "give away"
     changes = "change stage", "change micro-batch", "change kind", "change batch"
-    wanted = {(edit, kind) for edit in (*edits, *changes) for kind in "FBIWRUANL"}
+    wanted = {(edit, kind) for edit in (*edits, *changes) for kind in "FBIWROPUANL"}
     wanted |= {
         ("change placement", "-"),
         ("change delay", "-"),
@@ -129,6 +131,9 @@ def made(name: str, devices: int, microbatches: int) -> Schedule:
         return RECIPES[name](devices, microbatches)
     if name.startswith("reducing "):
         return add_reduce(RECIPES[name.partition(" ")[2]](devices, microbatches))
+    if name.startswith("offloading "):
+        schedule = RECIPES[name.partition(" ")[2]](devices, max(microbatches, devices))
+        return add_offload(schedule, "except_last")
     schedule = RECIPES["1f1b" if name == "recomputing" else "1f1b-async"](devices, microbatches)
     rows: list[list[Task]] = [[] for _ in schedule.rows]
     for device, row in enumerate(schedule.rows):
@@ -141,6 +146,9 @@ def made(name: str, devices: int, microbatches: int) -> Schedule:
             if name == "own tasks" and task.kind == "F":
                 rows[device].append(replace(task, kind="L"))
     return replace(schedule, rows=tuple(map(tuple, rows)))
+
+
+KINDS_OF_A_MICRO_BATCH = ("FB", "FB", "FRB", "FIW", "FOPB", "FOPIW", "FROPB", "FOB")
 
 
 def shuffled(draw: st.DrawFn) -> Schedule:
@@ -157,12 +165,13 @@ def shuffled(draw: st.DrawFn) -> Schedule:
         tasks = []
         for stage in (stage for stage in range(stages) if placement[stage] == device):
             for i in range(microbatches):
-                kinds = draw(st.sampled_from(["FB", "FB", "FRB", "FIW"]))
+                kinds = draw(st.sampled_from(KINDS_OF_A_MICRO_BATCH))
                 tasks += [Task(kind, i, stage, draw(batches)) for kind in kinds]
             tasks += [A(stage, batch=draw(batches))] * reduces
             tasks.append(U(stage, batch=draw(batches)))
         if draw(st.booleans()):
-            tasks.sort(key=lambda task: (-task.batch, "FRBIWAU".index(task.kind), task.microbatch))
+            order = "FROPBIWAU"
+            tasks.sort(key=lambda task: (-task.batch, order.index(task.kind), task.microbatch))
         else:
             tasks = draw(st.permutations(tasks))
         rows.append(tuple(tasks))

@@ -83,6 +83,11 @@ class CudaLanes:
         """See Lanes.bring: copies the tensors in any container, except integer scalars."""
         return pytree.tree_map_only(Tensor, lambda tensor: self._copied(stream, tensor), value)
 
+    def take(self, value: Tensor) -> Tensor:
+        """See Lanes.take; torch keeps pinned memory until copies of it are done."""
+        pinned = torch.empty_like(value, device="cpu", pin_memory=True)
+        return pinned.copy_(value, non_blocking=True)
+
     def room(self, spec: ValueSpec) -> Tensor:
         """See Lanes.room."""
         with torch.cuda.stream(self.stream(COMPUTE)):

@@ -18,12 +18,13 @@ from torch import Tensor
 
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.plan import Stage, ValueSpec
-from fxpipe.ir.program import COMPUTE, Event, Launch, Program
+from fxpipe.ir.program import COMPUTE, PREFETCH, Event, Launch, Program
 from fxpipe.ir.value import Buffer
 from fxpipe.runtime.devices.backend import Backend, Channels
 from fxpipe.runtime.failure import Given, Unfinished
 from fxpipe.runtime.host import Job
 from fxpipe.runtime.interpreter import HANDLERS, Machine, Stopped
+from fxpipe.runtime.offload import Away
 from fxpipe.runtime.weights.live import Weights
 from fxpipe.text.program import print_instruction
 
@@ -45,6 +46,10 @@ class Lanes(Protocol):
 
     def bring(self, stream: str, value: Any) -> Any:
         """A copy of a value in the device's own memory, made by a stream."""
+        ...
+
+    def take(self, value: Tensor) -> Tensor:
+        """A copy in the host's memory, made by the current stream."""
         ...
 
     def room(self, spec: ValueSpec) -> Tensor:
@@ -189,6 +194,24 @@ class Events:
             self._changed.notify_all()
 
 
+class HostAway:
+    """A device's memory in that of its host. Streams copy it, and events say when. See Away."""
+
+    def __init__(self, lanes: Lanes, memories: list[Tensor]) -> None:
+        """Begin to copy, on the current stream."""
+        self._lanes = lanes
+        self._stored = [lanes.take(memory) for memory in memories]
+
+    def wait(self) -> None:
+        """See Away.wait: the stream has waited for an event."""
+
+    def fetch(self) -> list[Tensor]:
+        """See Away.fetch."""
+        fetched = [self._lanes.bring(PREFETCH, each) for each in self._stored]
+        self._stored.clear()
+        return fetched
+
+
 class LaunchingChannels(Channels):
     """Channels between devices with streams: values by reference, which the receiver copies.
 
@@ -246,6 +269,10 @@ class LaunchingMachine(Machine):
             if type(self._launch_next()) is ins.Pause:
                 return False
         return True
+
+    def store_away(self, memories: list[Tensor]) -> Away:
+        """See Machine.store_away."""
+        return HostAway(self.lanes, memories)
 
     def _launch_next(self) -> ins.Instruction:
         """Launch the instruction at ``position``, and return it."""

@@ -1,0 +1,196 @@
+"""Stores what stages keep outside of their device's memory, and fetches it again.
+
+Of what a forward has saved for its backward the memory is stored that nobody else holds: neither
+the model, nor the caller, nor a value that is on its way. What is fetched are the same tensors, in
+new memory: those that shared some do so again.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import IO, TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from fxpipe.ir import instruction as ins
+from fxpipe.ir.value import fetching, offloaded, saved
+
+if TYPE_CHECKING:
+    from fxpipe.runtime.interpreter import Machine
+
+
+class Away(Protocol):
+    """Memory on its way out of a device, or back."""
+
+    def wait(self) -> None:
+        """Wait until it is stored, so that it can be freed, or until it is back."""
+        ...
+
+    def fetch(self) -> list[Tensor]:
+        """Begin to bring it back, into new memory."""
+        ...
+
+
+class _Place(NamedTuple):
+    """Where a tensor lay: in which memory, and how."""
+
+    memory: int
+    dtype: torch.dtype
+    shape: torch.Size
+    strides: tuple[int, ...]
+    offset: int
+
+    def tensor(self, memories: Sequence[Tensor]) -> Tensor:
+        """The same in other memory."""
+        storage = memories[self.memory].untyped_storage()
+        made = torch.empty(0, dtype=self.dtype, device=storage.device)
+        return made.set_(storage, self.offset, self.shape, self.strides)
+
+
+class Offloaded(NamedTuple):
+    """What a stage has saved for a micro-batch, while its memory is elsewhere.
+
+    Attributes:
+        values: those that stay, and where the others lay.
+        away: the memory of the others.
+    """
+
+    values: list[Any]
+    away: Away
+
+
+def begin(machine: Machine, instruction: ins.Offload) -> None:
+    """See ins.Offload."""
+    _, _, stage, _, i, batch = instruction.buffer
+    values, key = machine.store.values, saved(stage, i, batch)
+    mine = values[key]
+    held = {0, *(_memory(t) for t in _tensors(v for b, v in values.items() if b != key))}
+    held |= {_memory(t) for t in machine.store.state.values()}
+    weights, buffers = machine.weights_of(stage, batch + machine.program.offloads[stage, i])
+    held |= {_memory(t) for t in (*weights, *buffers)}
+    memories: dict[int, Tensor] = {}
+    numbers: dict[int, int] = {}
+    kept: list[Any] = []
+    for value in mine:
+        if type(value) is not Tensor or not _plain(value) or _memory(value) in held:
+            kept.append(value)
+            continue
+        number = numbers.setdefault(_memory(value), len(numbers))
+        if number not in memories:
+            storage = value.untyped_storage()
+            memories[number] = torch.empty(0, dtype=torch.uint8, device=value.device).set_(storage)
+        offset = int(value.storage_offset())
+        kept.append(_Place(number, value.dtype, value.shape, value.stride(), offset))
+    away = machine.store_away(list(memories.values()))
+    values[instruction.buffer] = Offloaded(kept, away)
+
+
+def finish(machine: Machine, instruction: ins.Free) -> None:
+    """Wait until what a stage has saved is stored, and may be freed."""
+    _, _, stage, _, i, batch = instruction.buffer
+    stored = machine.store.values.get(offloaded(stage, i, batch))
+    if stored is not None:  # or it is on its way back
+        stored.away.wait()
+
+
+def prefetch(machine: Machine, instruction: ins.Prefetch) -> None:
+    """See ins.Prefetch."""
+    _, _, stage, _, i, batch = instruction.buffer
+    kept, away = machine.store.values.pop(offloaded(stage, i, batch))
+    memories = away.fetch()
+    values = [x.tensor(memories) if isinstance(x, _Place) else x for x in kept]
+    machine.store.values[instruction.buffer] = Offloaded(values, away)
+
+
+def await_(machine: Machine, instruction: ins.Await) -> None:
+    """See ins.Await."""
+    _, _, stage, _, i, batch = instruction.buffer
+    values, away = machine.store.values.pop(fetching(stage, i, batch))
+    away.wait()
+    machine.store.values[instruction.buffer] = values
+
+
+def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:
+    return (leaf for leaf in pytree.tree_leaves(list(values)) if isinstance(leaf, Tensor))
+
+
+def _plain(value: Tensor) -> bool:
+    """Whether a tensor is its elements in memory, and no more."""
+    return value.layout is torch.strided and not (value.is_conj() or value.is_neg())
+
+
+def _memory(value: Tensor) -> int:
+    """The address of a tensor's memory; 0 where it has none."""
+    return value.untyped_storage().data_ptr() if value.layout is torch.strided else 0
+
+
+class FileAway:
+    """Memory in a file that is in no folder: it is gone with the process, however that ends.
+
+    It is in the folder of Python's ``tempfile``, which TMPDIR says.
+    """
+
+    def __init__(self, device: int, memories: list[Tensor]) -> None:
+        """Begin to write, in a thread of the device's own."""
+        self._device = device
+        self._sizes = [memory.nbytes for memory in memories]
+        self._file: IO[bytes] | None = None
+        self._begin("offload", self._write, memories)
+
+    def wait(self) -> None:
+        """See Away.wait. Raises what writing or reading has raised."""
+        self._done.result()
+
+    def fetch(self) -> list[Tensor]:
+        """See Away.fetch."""
+        memories = [torch.empty(size, dtype=torch.uint8) for size in self._sizes]
+        stored = self._done
+
+        def read(memories: list[Tensor]) -> None:
+            stored.result()
+            self._read(memories)
+
+        self._begin("prefetch", read, memories)
+        return memories
+
+    def _begin(self, way: str, job: Callable[[list[Tensor]], None], memories: list[Tensor]) -> None:
+        given = [memories]  # emptied by the job, so that nothing holds the memory when it is done
+        key = os.getpid(), way, self._device  # a forked process has no threads of its parent
+        if key not in _threads:
+            _threads[key] = ThreadPoolExecutor(1, f"fxpipe {way} {self._device}")
+        self._done = _threads[key].submit(lambda: job(given.pop()))
+
+    def _write(self, memories: list[Tensor]) -> None:
+        self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - until it is read
+        for place, part in _parts(memories):
+            while part:
+                written = os.pwrite(self._file.fileno(), part, place)
+                place, part = place + written, part[written:]
+
+    def _read(self, memories: list[Tensor]) -> None:
+        assert self._file is not None
+        with self._file:
+            for place, part in _parts(memories):
+                while part:
+                    read = os.preadv(self._file.fileno(), [part], place)
+                    if not read:
+                        raise OSError("the file of what a stage has stored has lost some of it")
+                    place, part = place + read, part[read:]
+
+
+_threads: dict[tuple[int, str, int], ThreadPoolExecutor] = {}
+
+
+def _parts(memories: Iterable[Tensor]) -> Iterator[tuple[int, memoryview]]:
+    """Where each memory stands in the file, and its bytes."""
+    place = 0
+    for memory in memories:
+        size = memory.nbytes
+        yield place, memoryview((ctypes.c_char * size).from_address(memory.data_ptr())).cast("B")
+        place += size
