@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 from itertools import groupby
+from textwrap import wrap
 from typing import Protocol
 
 import torch
@@ -29,9 +30,12 @@ def time_text(seconds: float) -> str:
 
 
 _STYLE = (
-    "white-space: pre; overflow-x: auto; line-height: 1.2; font-size: 85%; "
+    "white-space: pre; overflow-x: auto; line-height: 1.2; margin: 0; padding: 0.3em 0; "
     "font-family: 'DejaVu Sans Mono', Menlo, Consolas, 'Liberation Mono', monospace"
 )
+
+_PROSE = 100
+"""The length of lines that are no rows of tables."""
 
 _DRAWN = 4000
 """Of more things a notebook is shown no picture: it would take seconds and be a thicket."""
@@ -54,8 +58,23 @@ def shown(value: _Drawable, things: int) -> dict[str, str]:
 
 
 def preformatted(text: str) -> str:
-    """Text as HTML that keeps its lines."""
-    return f'<pre style="{_STYLE}">{escape(text)}</pre>'
+    """Text as HTML that keeps its lines; only sentences go on in the next one.
+
+    Where it is wider than the page its letters are smaller, down to 8 pixels; then it scrolls.
+    """
+    lines = [
+        part
+        for line in text.splitlines()
+        for part in (wrap(line, _PROSE) if line[:1].isalpha() else [line])
+    ]
+    # a letter is 0.61 times as wide as it is high
+    fitting = 100 / 0.61 / max(map(len, lines), default=1)
+    size = f"font-size: 85%; font-size: clamp(8px, {fitting:.3f}cqw, 85%)"
+    text = escape("\n".join(lines))
+    return (
+        '<div style="container-type: inline-size; width: 100%">'
+        f'<pre style="{_STYLE}; {size}">{text}</pre></div>'
+    )
 
 
 def table_text(table: Table, width: int) -> str:

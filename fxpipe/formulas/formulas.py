@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 from math import lcm
 
-from sympy import Eq, Expr, Rational, Symbol, expand, solve, true
+from sympy import Basic, Eq, Expr, Rational, Symbol, expand, mathml, solve, true
 from sympy.core.relational import (
     GreaterThan,
     LessThan,
@@ -134,6 +135,23 @@ class Formulas:
         return "\n".join(lines)
 
     __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        """The same for notebooks, as MathML, which browsers show without a network."""
+        rows = []
+        for quantity in QUANTITIES:
+            shown, where = "no closed form found", ""
+            if quantity in self.found:
+                formula = self.found[quantity]
+                shown = _math(formula.expression)
+                where = "" if formula.where is true else f"for {_math(formula.where)}"
+            rows.append(f"<tr><td>{quantity}</td><td>{shown}</td><td>{where}</td></tr>")
+        given = "".join(f", given {_math(each)}" for each in self.given)
+        return f"{escape(self.name)}{given}<table>{''.join(rows)}</table>"
+
+
+def _math(expression: Basic) -> str:
+    return f'<math displaystyle="true">{mathml(expression, printer="presentation")}</math>'
 
 
 @dataclass(frozen=True)

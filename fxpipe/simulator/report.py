@@ -28,9 +28,9 @@ from fxpipe.words import bytes_text, plural, table_text
 LEGEND = """\
 bubble: the share of the devices' time that is idle until the last micro-batch is through. By cause:
 before the first task (warm-up), for another device's task (waits for), for transfers (copies), for
-all devices (together), the rest in between (other), after the last task (drain). stash: the most
-micro-batches kept for backward; versions: of the weights"""
-"""What the columns of the table mean."""
+all devices (together), for other replicas (sums), the rest in between (other), after the last task
+(drain). stash: the most micro-batches kept for backward; versions: of the weights"""
+"""What the columns of the table mean, of which those with nothing in them are left out."""
 
 Event = dict[str, Any]
 
@@ -43,21 +43,10 @@ _INSIDE = 1e-3
 def simulation_table(simulation: Simulation) -> str:
     """A row a device: busy, idle by cause, and what it keeps, as text."""
     program = simulation.program
-    table = Table(title=_title(simulation), title_justify="left")
-    for heading in ("device", "stages"):
-        table.add_column(heading)
     several = program.replicas > 1
-    for heading in (
-        *("busy", "warm-up", "waits for", "copies", "together"),
-        *(("sums",) if several else ()),
-        *("other", "drain"),
-    ):
-        table.add_column(heading, justify="right")
-    for heading in ("stash", "versions"):
-        table.add_column(heading, justify="right")
-    if simulation.sizes is not None:
-        table.add_column("peak memory, predicted", justify="right")
-        peaks = peak_texts(simulation)
+    headings = ["device", "stages", "busy", "warm-up", "waits for", "copies", "together", "sums"]
+    headings += ["other", "drain", "stash", "versions"]
+    rows: list[list[str]] = []
     end = simulation.through or 1
     for device, idle in enumerate(simulation.idle):
         held = program.held_by(device)
@@ -69,15 +58,19 @@ def simulation_table(simulation: Simulation) -> str:
             _by_device(idle.waiting, end),
             _by_device(idle.copying, end),
             _share(idle.meeting, end),
-            *([_share(idle.summing, end)] if several else ()),
+            _share(idle.summing, end),
             _share(idle.other, end),
             _share(idle.drain, end),
             ", ".join(str(simulation.stash[stage]) for stage in held),
             ", ".join(str(simulation.weight_versions[stage]) for stage in held),
         ]
-        if simulation.sizes is not None:
-            row.append(f"{peaks[device]} at {_time(simulation, simulation.memory[device].time)}")
-        table.add_row(*row)
+        rows.append(row)
+    table = Table(title=_title(simulation), title_justify="left")
+    told = [at for at in range(len(headings)) if any(row[at] for row in rows)]
+    for at in told:
+        table.add_column(headings[at], justify="left" if at < 2 else "right")
+    for row in rows:
+        table.add_row(*(row[at] for at in told))
     lines = [table_text(table, _WIDTH)]
     if simulation.sizes is not None:
         lines.append(_memory(simulation))
@@ -113,15 +106,17 @@ def _memory(simulation: Simulation) -> str:
     parts = [part for part in PARTS if any(each.parts[part] for each in simulation.memory)]
     table = Table(title="memory at its peak, predicted", title_justify="left")
     table.add_column("device")
-    for heading in (*parts, "together"):
+    for heading in ("peak", "at", *parts):
         table.add_column(heading, justify="right")
     table.add_column("while")
+    peaks = peak_texts(simulation)
     for device, memory in enumerate(simulation.memory):
         own = simulation.program.lists[device]
         table.add_row(
             str(device),
+            peaks[device],
+            _time(simulation, memory.time),
             *(bytes_text(memory.parts[part]) for part in parts),
-            bytes_text(memory.peak),
             print_instruction(own[memory.position]) if own else "",
         )
     return table_text(table, _WIDTH)

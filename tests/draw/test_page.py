@@ -248,3 +248,18 @@ def test_the_boxes_are_as_many_as_a_screen_shows_however_many_tasks_there_are(sh
     assert len(data["at"]) < 2 * 1300
     told = browser.execute_script("return fxpipe.tell(0, fxpipe.views[0].boxes.data, 0)")
     assert "tasks, F0@0 to F" in told
+
+
+@pytest.mark.parametrize("width", [600, 1000])
+def test_a_wide_table_fits_the_page_of_a_notebook(width: int, browser: Any, tmp_path: Path) -> None:
+    simulation = simulate_schedule(zb_v(8, 16), links=Link(latency=0.25))
+    table = simulation._repr_html_()
+    path = tmp_path / "table.html"
+    path.write_text(f'<meta charset="utf-8"><div style="width: {width}px">{table}</div>', "utf-8")
+    browser.get(path.as_uri())
+    room, needed, size, font = browser.execute_script(
+        "const pre = document.querySelector('pre'), style = getComputedStyle(pre)\n"
+        "return [pre.clientWidth, pre.scrollWidth, parseFloat(style.fontSize), style.fontFamily]"
+    )
+    assert room == width and needed <= width
+    assert 8 <= size <= 0.85 * 16 and "monospace" in font

@@ -322,7 +322,12 @@ def test_the_table_tells_it_all() -> None:
     sizes = Sizes({"y0": 2048}, {0: 1024, 1: 0}, parameters=weights, gradients=weights)
     text = str(find_recipe("2bw")(2, 3).simulate({"F": 1, "B": 2, "U": 0}, sizes=sizes))
     assert "2bw, simulated: 2 devices, 3 micro-batches, 8 steps" in text
-    assert "3.0 MiB at" in text
+    headings = [line.replace("┃", " ").split() for line in text.splitlines() if "┃" in line]
+    assert headings == [
+        ["device", "stages", "busy", "warm-up", "waits", "for", "drain", "stash", "versions"],
+        ["device", "peak", "at", "parameters", "versions", "gradients", "stash", "values", "while"],
+    ]
+    assert "│ 0      │ 3.0 MiB │" in text
     assert "memory at its peak" in text and "versions" in text
     assert "makespan 75, bubble 4.0%; in the long run a step takes 9, bubble 0.0%" in text
 
