@@ -94,9 +94,9 @@ class Comparison:
         unit = "micro-batches kept for backward by" if not self.measured else "held at most by"
         lines = [
             table_text(table, _WIDTH),
-            "time: of a step, in the long run where batches overlap; bubble: the share of the "
-            "devices'",
-            f"time that is idle; memory: {unit} the fullest device; versions: of the weights",
+            "time: of a step, in the long run where batches overlap; versions: of the weights",
+            "bubble: the share of the devices' time that is idle",
+            f"memory: {unit} the fullest device",
             *(f"left out: {', '.join(names)} ({why})" for why, names in reasons.items()),
         ]
         return "\n".join(lines)

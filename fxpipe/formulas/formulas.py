@@ -145,7 +145,8 @@ class Formulas:
                 formula = self.found[quantity]
                 shown = _math(formula.expression)
                 where = "" if formula.where is true else f"for {_math(formula.where)}"
-            rows.append(f"<tr><td>{quantity}</td><td>{shown}</td><td>{where}</td></tr>")
+            cells = (f'<td style="text-align: left">{t}</td>' for t in (quantity, shown, where))
+            rows.append(f"<tr>{''.join(cells)}</tr>")
         given = "".join(f", given {_math(each)}" for each in self.given)
         return f"{escape(self.name)}{given}<table>{''.join(rows)}</table>"
 
