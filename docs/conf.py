@@ -54,5 +54,14 @@ def formula(translator: HTML5Translator, node: nodes.Element) -> None:
     raise nodes.SkipNode
 
 
+def relative_paths(app: Sphinx, page: nodes.document) -> None:
+    """Name the files of a difference as they are named in the repository."""
+    for block in page.findall(nodes.literal_block):
+        if block.get("language") == "udiff":
+            text = block.astext().replace(f"{HERE.parent}/", "")
+            block.replace_self(nodes.literal_block(text, text, **block.attributes))
+
+
 def setup(app: Sphinx) -> None:
+    app.connect("doctree-read", relative_paths)
     app.add_html_math_renderer("mathml", (formula, None), (formula, None))

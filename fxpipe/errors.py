@@ -14,8 +14,13 @@ if TYPE_CHECKING:
 class FxpipeError(Exception):
     """Base of all errors of this library. Its text names the thing and says what to do.
 
-    docs/errors.md has a section for each of them.
+    docs/errors.md has a section for each of them, which a note names below the text.
     """
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        known = next(each for each in type(self).__mro__ if each.__module__ == __name__)
+        self.add_note(f"see docs/errors.md#{known.__name__.lower()}")
 
 
 class InputError(FxpipeError):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import re
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
@@ -164,3 +166,14 @@ def test_every_error_has_a_section() -> None:
     names = {each.__name__ for each in made if issubclass(each, errors.FxpipeError)}
     page = (DOCS / "errors.md").read_text()
     assert set(re.findall(r"^## (\w+)$", page, re.MULTILINE)) == names - {"FxpipeError"}
+
+
+def test_an_error_ends_with_the_place_of_its_section() -> None:
+    class Mine(errors.ParseError):
+        pass
+
+    own, copied = Mine("a name is missing", 2, 7), copy.copy(errors.InputError("no devices"))
+    for error, section in ((own, "parseerror"), (copied, "inputerror")):
+        *_, text, link = traceback.format_exception(error)
+        assert text.endswith(f"{error}\n")
+        assert link == f"see docs/errors.md#{section}\n"

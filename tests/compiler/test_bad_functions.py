@@ -147,7 +147,8 @@ def test_a_trace_error_is_short_and_the_rest_is_in_the_debug_log(
         stepped(Branching(), tracer="symbolic")
     lines = "".join(traceback.format_exception(raised.value)).splitlines()
     assert len(lines) < 20
-    assert lines[-1] == f"fxpipe.errors.TraceError: {raised.value}"
+    link = "see docs/errors.md#traceerror"
+    assert lines[-2:] == [f"fxpipe.errors.TraceError: {raised.value}", link]
     assert not any("torch/fx" in line for line in lines)
     told = caplog.text
     assert "torch/fx" in told and "Traceback" in told

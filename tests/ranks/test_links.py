@@ -299,7 +299,7 @@ def test_an_exchange_that_was_complete_where_a_rank_failed_later_is_complete_her
     assert heard(hearing, end, 10) == {1: "one", 2: "two"}
     with pytest.raises(RankError, match=r"rank 1 .* failed: ValueError: no") as raised:
         heard(hearing, Exchange(4, 3, "more"))
-    assert raised.value.rank == 1 and "the traceback" in raised.value.__notes__[0]
+    assert raised.value.rank == 1 and "the traceback" in raised.value.__notes__[-1]
 
 
 def test_a_failure_before_an_exchange_was_complete_ends_it() -> None:
