@@ -1,11 +1,7 @@
-"""PipeDream-2BW beside 1F1B: idle time and speed on devices of exact tasks, and on a real U-Net;
-and how much of the sums of gradients over replicas hides, on paper and in a run.
+"""PipeDream-2BW beside 1F1B: idle time and speed on devices of exact tasks, and on a real U-Net.
 
 Virtual devices: the real worker threads and the real interpreter run a model whose tasks all take
 the same time, most of it asleep, so that any number of devices fits on one processor.
-
-Sums: each rank is a process. What it sends to other replicas is held back as long as a link of a
-given rate would take, one message after another; everything else goes as it is.
 
 Run it with ``python -m benchmarks.overlap`` on a machine with nothing else to do.
 """
@@ -13,35 +9,22 @@ Run it with ``python -m benchmarks.overlap`` on a machine with nothing else to d
 from __future__ import annotations
 
 import argparse
-import math
-import multiprocessing
-import queue
 import sys
-import tempfile
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Sequence
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from rich.console import Console
 from rich.progress import track
-from torch import distributed, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch import nn
 from torch.nn.functional import mse_loss
-from torch.utils._pytree import tree_leaves
 
 import fxpipe
 from benchmarks.machine import describe
 from benchmarks.report import Figure, Grid, Report, timed
 from examples.unet import UNet
-from fxpipe.ir import instruction as ins
 from fxpipe.ir.plan import Bucket
-from fxpipe.runtime.ranks.summing import Adding, Part
-from fxpipe.simulator import Link, Simulation
-from fxpipe.simulator.sums import Sum
 
 TASK = 0.04
 """Seconds of a forward and of a backward on a virtual device."""
@@ -52,27 +35,6 @@ BATCHES = 4
 UNET_BATCH = (32, 3, 64, 64)
 UNET_BLOCK = 5
 """Steps of one schedule before it is the other's turn."""
-
-
-LAYERS, WIDTH = 8, 256
-"""Of the model whose gradients are summed: 2 MiB of them."""
-
-SUMS = (
-    "sums of gradients",
-    "bytes a rank sends, a step",
-    "hides, on paper",
-    "hides, measured",
-    "difference",
-    "step, ms",
-)
-
-ADDING = ("replicas", "ms after the last part of 25 MiB, in order", "ms, as they come")
-
-STEPS = 2
-"""Of a round in which gradients are summed."""
-
-LINK = 1.5 * TASK
-"""Seconds that its bytes take on the way from a replica to the others."""
 
 
 def lengthen(kernel: Any, buckets: Sequence[Bucket] = ()) -> None:
@@ -185,183 +147,6 @@ def on_the_unet(microbatches: int, rounds: int) -> list[str]:
     ]
 
 
-class Case(NamedTuple):
-    """A run whose sums of gradients are measured.
-
-    Attributes:
-        schedule: its name.
-        replicas: how many there are.
-        devices: of each.
-        options: of ``fxpipe.compile``.
-    """
-
-    schedule: str
-    replicas: int
-    devices: int
-    options: Mapping[str, Any]
-
-    def __str__(self) -> str:
-        told = ", ".join(f"{name}={value}" for name, value in self.options.items())
-        return f"{self.schedule}, {self.replicas} × {self.devices} ranks, {told}"
-
-
-CASES = (
-    Case("1f1b", 2, 1, {"bucket_cap_mb": math.inf}),
-    Case("1f1b", 2, 1, {"bucket_cap_mb": 0.5}),
-    Case("1f1b", 2, 1, {"bucket_cap_mb": 0.5, "shard_optimizer": True}),
-    Case("1f1b", 2, 2, {"bucket_cap_mb": 0.25}),
-    Case("2bw", 2, 2, {"bucket_cap_mb": 0.25}),
-    Case("1f1b", 3, 1, {"bucket_cap_mb": 0.5, "ordered_sums": True}),
-    Case("1f1b", 3, 1, {"bucket_cap_mb": 0.5, "ordered_sums": False}),
-)
-
-
-class Summed(NamedTuple):
-    """What a replica found in a round.
-
-    Attributes:
-        waits: seconds of each wait for other replicas, device by device in its order.
-        predicted: of all of them in the simulation.
-        link: seconds in which something is on its way to other replicas.
-        step: of a step.
-        sent: bytes of a step that a rank has sent for it.
-    """
-
-    waits: Sequence[float]
-    predicted: float
-    link: float
-    step: float
-    sent: int
-
-
-def hold_back(group: Any, rate: float) -> None:
-    """Let tensors for the other replicas take as long as on a link of so many bytes a second."""
-    links, waiting = group.links, queue.SimpleQueue[tuple[float, int, Any]]()
-    send = links.send
-    free = 0.0
-
-    def post(rank: int, message: Any) -> None:
-        nonlocal free
-        tensors = [x for x in tree_leaves(message.value) if isinstance(x, torch.Tensor)]
-        if rank not in group.twins or not tensors:
-            send(rank, message)
-            return
-        free = max(free, time.perf_counter()) + sum(x.nbytes for x in tensors) / rate
-        waiting.put((free, rank, message))
-
-    def carry() -> None:
-        while True:
-            end, rank, message = waiting.get()
-            time.sleep(max(end - time.perf_counter(), 0))
-            send(rank, message)
-
-    links.send = post
-    threading.Thread(target=carry, daemon=True).start()
-
-
-def waits(found: Simulation) -> list[float]:
-    """Seconds of each wait for other replicas."""
-    return [s.time for s in found.instructions() if isinstance(s.instruction, ins.Gathering)]
-
-
-def _sum(case: Case, rank: int, meeting: str, rounds: int, end: Connection) -> None:
-    """Runs as one rank, and sends what it found."""
-    torch.set_num_threads(1)
-    count = case.replicas * case.devices
-    distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=count)
-    mesh = init_device_mesh("cpu", (case.replicas, case.devices), mesh_dim_names=("dp", "pp"))
-    torch.manual_seed(0)
-    x = torch.rand(4, WIDTH)
-    half = LAYERS // 2
-    pipe = fxpipe.compile(
-        nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))),
-        mesh,
-        schedule=case.schedule,
-        microbatches=4,
-        loss=mse_loss,
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01),
-        partition=[str(half)] if case.devices == 2 else "auto",
-        example=((x,), {"target": x}),
-        **case.options,
-    )
-    for stage in pipe.plan.stages:
-        lengthen(stage.kernel, stage.buckets)
-    pipe.step(x, target=x)
-    pipe.flush()
-    group = pipe._group
-    rate = max(pipe.simulate(steps=1).summed(case.replicas - 1)) / LINK
-    hold_back(group, rate)
-    own = range(case.devices)
-    ways: dict[tuple[int, int], Link] = {(a, b): Link() for a in own for b in own}
-    ways |= {(a, a): Link(bandwidth=rate) for a in own}
-    found: list[Summed] = []
-    for _ in range(rounds):
-        before = group.summed
-        made = pipe.profile(x, target=x, steps=STEPS)
-        paper = pipe.simulate(costs=made.costs, links=ways, steps=STEPS)
-        link = sum(t.end - t.start for t in paper.transfers if isinstance(t.buffer, Sum))
-        sent = (group.summed - before) // STEPS
-        found.append(Summed(waits(made), sum(waits(paper)), link, made.makespan / STEPS, sent))
-    end.send(found if group.device == 0 else [])
-    pipe.close()
-    distributed.destroy_process_group()
-
-
-def on_slow_links(case: Case, rounds: int) -> list[list[Summed]]:
-    """Replica → its figures, of each round."""
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder:
-        pipes = [context.Pipe() for _ in range(case.replicas * case.devices)]
-        ranks = [
-            context.Process(target=_sum, args=(case, rank, f"file://{folder}/meet", rounds, end))
-            for rank, (_, end) in enumerate(pipes)
-        ]
-        for process in ranks:
-            process.start()
-        for _, end in pipes:
-            end.close()  # so that a rank that has ended is noticed
-        found = [here.recv() for here, _ in pipes]
-        for process in ranks:
-            process.join()
-    return [each for each in found if each]
-
-
-def summing_row(case: Case, rounds: int) -> list[str]:
-    """A row of the table: what hides on paper and in the run, in the median of the rounds.
-
-    Of each wait the shortest of all replicas counts: the last one to begin it waits for the link
-    alone, and the others for that one, too.
-    """
-    paper, real = [], []
-    for replicas in zip(*(found := on_slow_links(case, rounds)), strict=True):
-        waited = sum(map(min, zip(*(each.waits for each in replicas), strict=True)))
-        real.append(1 - waited / replicas[0].link)
-        paper.append(1 - replicas[0].predicted / replicas[0].link)
-    return [
-        str(case),
-        f"{found[0][0].sent:,}",
-        f"{median(paper):.3f}",
-        f"{median(real):.3f}",
-        f"{median(real) - median(paper):+.3f}",
-        f"{1e3 * median(each.step for each in found[0]):.1f}",
-    ]
-
-
-def adding_row(replicas: int, rounds: int) -> list[str]:
-    """A row of the table: what is left to do when the last replica's part of a bucket has come."""
-    parts = [Part([torch.rand(25 * 2**18 // replicas)], [((1,), (1,))]) for _ in range(replicas)]
-    row = [str(replicas)]
-    for ordered in (True, False):
-        seconds: list[float] = []
-        for _ in range(10 * rounds):
-            sums = Adding(replicas, ordered)
-            for replica in range(replicas - 1):
-                sums.take(replica, parts[replica])
-            seconds.append(timed(lambda: sums.take(replicas - 1, parts[-1]))[1])  # noqa: B023
-        row.append(f"{1e3 * median(seconds):.2f}")
-    return row
-
-
 def ideal(work: Sequence[float], microbatches: int) -> float:
     """How many times faster steps without a flush are, for stages of such work a micro-batch."""
     with_flush = sum(work) + (microbatches - 1) * max(work)
@@ -371,14 +156,7 @@ def ideal(work: Sequence[float], microbatches: int) -> float:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Time steps that overlap without a flush.")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only-sums", action="store_true", help="print what sums gradients alone")
-    given = parser.parse_args()
-    rounds, machine = given.rounds, describe()
-    summed = [summing_row(case, rounds) for case in track(CASES, "sums")]
-    sums = [Grid(SUMS, summed), Grid(ADDING, [adding_row(n, rounds) for n in (2, 3, 8)])]
-    if given.only_sums:
-        Console().print(*(grid.table() for grid in sums))
-        return 0
+    rounds, machine = parser.parse_args().rounds, describe()
     torch.set_num_threads(2)  # one for each device of the U-Net
     exact = [on_virtual_devices(p, rounds) for p in track((2, 4, 8), "virtual devices")]
     unet = [on_the_unet(m, rounds) for m in (2, 8)]
@@ -398,24 +176,17 @@ def main() -> int:
             ),
             unet,
         ),
-        *sums,
     ]
     figures = [
         Figure("idle time, furthest from its formula", worst([float(row[3]) for row in exact])),
         Figure(
             "least share of the ideal speed on virtual devices", min(float(r[6]) for r in exact)
         ),
-        Figure(
-            "hidden share of sums, furthest from the simulated one",
-            max((float(row[4]) for row in summed), key=abs),
-        ),
     ]
     settings = {
         "virtual devices": f"m = p, T = {BATCHES}, forward and backward of {1e3 * TASK:g} ms each",
         "U-Net": "examples.unet.UNet(channels=3, base=16, depth=3), Adam, two CPU devices",
         "batch": "×".join(str(size) for size in UNET_BATCH),
-        "sums": f"{LAYERS} layers of {WIDTH} × {WIDTH}, m = 4, tasks as above, a link on which the "
-        f"bytes of a step take {1e3 * LINK:g} ms in each direction",
         "rounds": rounds,
     }
     title = "Steps without a flush: PipeDream-2BW beside 1F1B"
