@@ -15,13 +15,14 @@ from fxpipe.ir.plan import Bucket, Plan
 from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import KINDS, B, F, I, R, Task, U, W, define_task
+from fxpipe.ir.unroll import unroll
 from fxpipe.ir.value import HOST, Buffer, Edge
 from fxpipe.passes.lowering.communicate import communicate
 from fxpipe.passes.lowering.free import free
 from fxpipe.passes.lowering.lower import Lower
 from fxpipe.passes.runner import run
-from fxpipe.passes.schedule import add_reduce
-from fxpipe.schedules import gpipe, inference, one_f_one_b, two_bw
+from fxpipe.passes.schedule import add_recompute, add_reduce
+from fxpipe.schedules import gpipe, inference, one_f_one_b, pipedream, two_bw
 from fxpipe.text.program import print_instruction
 from tests.helpers.lines import lines
 from tests.helpers.plans import chain, plan_of, skipping
@@ -294,6 +295,24 @@ def test_overlapping_batches_read_the_version_of_their_own_batch() -> None:
         ins.Backward(0, 0, version=-3, batch=-1),
         ins.Update(0, reads=-1, writes=0, batch=-1),
     )
+
+
+@pytest.mark.parametrize("recipe", [two_bw, pipedream])
+def test_a_value_is_freed_in_the_window_that_reads_it_last(recipe: Callable[..., Schedule]) -> None:
+    schedule = add_recompute(recipe(3, 4), "always")
+    windows = unroll(whole(schedule, skipping(3)), 4)  # the list of one shows no order of reads
+    late = 0
+    for own in windows.lists:
+        last: dict[Buffer, int] = {}
+        for position, instruction in enumerate(own):
+            for buffer in windows.reads(instruction):
+                last[buffer] = position
+        for position, instruction in enumerate(own):
+            if isinstance(instruction, ins.Free):
+                between = own[last[instruction.buffer] + 1 : position]
+                assert all(isinstance(x, ins.Free) for x in between), str(instruction)
+                late += isinstance(own[last[instruction.buffer]], ins.Recompute)
+    assert late
 
 
 def moves(program: Program, device: int) -> list[ins.Instruction]:
