@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from fxpipe.compiler.compiled import Compiled
 from fxpipe.compiler.compiler import Compiler
 from fxpipe.compiler.options import Options
-from fxpipe.compiler.predict import Sizes, predict
+from fxpipe.compiler.predict import Sizes, given_links, predict
 from fxpipe.engine import Engine
 from fxpipe.errors import InputError
 from fxpipe.ir.plan import Plan, Stage
@@ -270,14 +270,13 @@ class Inspected(nn.Module):
     ) -> Simulation:
         """Predict the time and the memory of a training step.
 
-        The costs are measured when this is called for the first time, in seconds: each stage runs a
-        micro-batch, alone and beside the others, and its update on copies, until the times are
-        stable. What a machine itself takes for an instruction, to hand a value over and around a
-        step is added. ``profile`` replaces the times by those of real steps. ``step_time`` is
-        what a step is predicted to take, and ``range`` says how sure that is. ``costs`` overrides
-        all of these; over several ranks, on devices with streams and with leaf modules they are
-        the times of each stage alone that were measured when it was compiled. The sizes are those
-        of the plan. See ``fxpipe.simulator.simulate``.
+        The first call measures the costs, in seconds, in rehearsed steps: real ones of random
+        numbers, whose results are dropped and whose updates are those of copies. ``profile``
+        replaces these times by those of real steps. ``step_time`` is what a step is predicted to
+        take, and ``range`` how sure that is. ``costs`` overrides all of these; over several ranks,
+        on devices with streams and with leaf modules they are those of each stage alone, measured
+        when it was compiled. ``links`` are by default those of a ``Partition``, or a hand-over to
+        another thread. See ``fxpipe.simulator.simulate``.
 
         ``memory`` has the peak of each device in bytes, as the table shows it, and its parts: what
         is always allocated, by storage, and what the nodes of the running graph hold. It counts
@@ -290,12 +289,13 @@ class Inspected(nn.Module):
             InputError: nothing is compiled or measured yet, or an argument does not fit.
         """
         known = None if costs else self._rehearsals.of(self._compiled())
+        links = links or (None if costs else given_links(self._options))
         return self._predicted(costs, rehearsal=known, links=links, overlap=overlap, steps=steps)
 
     def _predicted(self, costs: Costs | None = None, **settings: Any) -> Simulation:
         compiled = self._compiled()
-        held = self._engine.held(compiled)
-        return predict(compiled.plan, compiled.whole(), held, costs, **settings)
+        sizes = self._engine.held(compiled)
+        return predict(compiled.plan, compiled.whole(), sizes, costs, **settings)
 
     def _compiled(self) -> Compiled:
         if self._shown is None:

@@ -1,21 +1,28 @@
-"""What a machine takes besides the work of tasks: measured once on it and kept.
+"""What steps teach: how long tasks take as they run, and what a machine takes besides.
 
-Steps of a pipe over two devices that has no work in it run on one thread.
+The latter is measured once on a machine and kept, in steps of a pipe over two devices.
 """
 
 from __future__ import annotations
 
 import platform
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from functools import cache
-from statistics import mean
-from time import perf_counter_ns
-from types import SimpleNamespace
-from typing import Any
+from itertools import chain as joined
+from math import sqrt
+from operator import itemgetter
+from statistics import mean, median, quantiles, stdev
+from time import perf_counter
+from types import MappingProxyType, SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
 
 from fxpipe.ir import instruction as ins
+from fxpipe.ir.program import Program
 from fxpipe.ir.recipe import find_recipe
+from fxpipe.ir.unroll import unroll
 from fxpipe.kernels.kernel import Backwarded, Forwarded
 from fxpipe.passes.inductor.libraries import Libraries
 from fxpipe.runtime import choice
@@ -23,12 +30,104 @@ from fxpipe.runtime.devices.backend import Backend, Worker
 from fxpipe.runtime.host import Job
 from fxpipe.runtime.run import FlushedRun
 from fxpipe.runtime.weights.live import LiveWeights
-from fxpipe.simulator.costs import Overheads
-from fxpipe.simulator.simulate import chain, chain_program
+from fxpipe.simulator.costs import Overheads, Rehearsal
+from fxpipe.simulator.simulate import chain, chain_program, simulate
 from fxpipe.torchtools.state import processors
 
-_STEPS, _MICROBATCHES = 30, 8
-"""Steps without work, and micro-batches in each, that overheads are measured in."""
+_STEPS, _MICROBATCHES = 12, 8
+"""Steps in a round, and micro-batches in each, that overheads are measured in."""
+
+_ROUNDS, _AFTER = 4, 3
+"""Rounds; and of how many steps the median is compared with what earlier steps predict."""
+
+_WIDTH = 192
+"""Rows and columns of the matrices that a task multiplies where there is work to do."""
+
+_STUDENT = (6.31, 2.92, 2.35, 2.13, 2.02, 1.94, 1.9, 1.86, 1.83, 1.81)
+"""Student's t that nine of ten differences stay below, by degrees of freedom from 1."""
+
+_AT_ONCE = ins.Load, ins.Output, ins.Send, ins.Stash, ins.Free
+"""Instructions that neither compute nor wait."""
+
+
+class Took(NamedTuple):
+    """What a step, or several in a row, took.
+
+    Attributes:
+        seconds: from the call to the return.
+        times: device → start and end of each of its instructions, in nanoseconds.
+    """
+
+    seconds: float
+    times: Sequence[Sequence[int]]
+
+
+def learned(
+    program: Program,
+    took: Sequence[Took],
+    known: Overheads,
+    *,
+    serial: bool = False,
+    steps: int = 1,
+    shares: Mapping[int, float] = MappingProxyType({}),
+) -> Rehearsal:
+    """How long tasks and instructions of a program take, from the middle half of some runs of it,
+    so that its simulation takes as long as these. An instruction begins where its thread has
+    finished the one before.
+
+    Args:
+        program: the program that ran.
+        took: its runs.
+        known: overheads, for what these do not show.
+        serial: whether one thread runs the lists of all devices.
+        steps: how many steps each run has.
+        shares: stage → the share of its update that ran, where that is not all of it.
+    """
+    lists = (unroll(program, steps) if steps > 1 or program.depth else program).lists
+    tasks: dict[tuple[str, int], list[float]] = defaultdict(list)
+    others: list[float] = []
+    middle = _middle(took)
+    for run in middle:
+        lanes = [
+            [*zip(own[::2], own[1::2], list_, strict=True)]
+            for own, list_ in zip(run.times, lists, strict=True)
+        ]
+        for lane in [sorted(joined(*lanes), key=itemgetter(0))] if serial else lanes:
+            before = lane[0][0] if lane else 0
+            for _, end, instruction in lane:
+                seconds, before = 1e-9 * (end - before), end
+                letter = ins.letter_of(instruction)
+                if letter is not None:
+                    tasks[letter, instruction.stage].append(seconds)  # type: ignore[union-attr]
+                elif isinstance(instruction, _AT_ONCE):
+                    others.append(seconds)
+    costs = {key: mean(own) for key, own in tasks.items()}
+    each = mean(others) if others else known.instruction
+    made = Rehearsal(costs, Overheads(each, known.task, known.hand_over), serial)
+    found = simulate(
+        program, made.known, links=made.links, overhead=each, serial=serial, steps=steps
+    )
+    whole = mean(run.seconds for run in middle)
+    beside = max(whole - found.makespan, 0.0) / steps
+    costs |= {("U", s): costs["U", s] / share for s, share in shares.items() if ("U", s) in costs}
+    every = [run.seconds for run in took]
+    overheads = Overheads(each, known.task, known.hand_over, beside, known.error)
+    return Rehearsal(costs, overheads, serial, spread(every) + known.error)
+
+
+def _middle(took: Sequence[Took]) -> Sequence[Took]:
+    """The half that is neither quick nor slow."""
+    ordered = sorted(took, key=itemgetter(0))
+    return ordered[len(took) // 4 : len(took) - len(took) // 4]
+
+
+def spread(seconds: Sequence[float]) -> float:
+    """By which share one more time differs from the mean of these, in nine of ten cases."""
+    count = len(seconds)
+    if count < 2:
+        return 0.0
+    student = _STUDENT[min(count - 1, len(_STUDENT)) - 1]
+    return student * stdev(seconds) * sqrt(1 + 1 / count) / mean(seconds)
 
 
 @cache
@@ -40,50 +139,62 @@ def overheads() -> Overheads:
     return Overheads(**kept, hand_over=choice.hand_over())
 
 
-class _NoWork:
-    """A kernel that computes nothing."""
+class _Work:
+    """A kernel that multiplies a matrix by itself, or computes nothing."""
 
-    def __init__(self, gradients: int) -> None:
-        self._gradients = gradients
+    def __init__(self, gradients: int, matrix: torch.Tensor | None = None) -> None:
+        self._gradients, self._matrix = gradients, matrix
 
     def forward(self, parameters: Any, buffers: Any, inputs: list[Any]) -> Forwarded:
         inputs.clear()
-        return Forwarded([None], [], [])
+        return Forwarded([self._made()], [], [])
 
     def backward(self, saved: Any, gradients: Any, totals: Any = ()) -> Backwarded:
-        return Backwarded([None] * self._gradients, [])  # type: ignore[list-item]
+        return Backwarded([self._made()] * self._gradients, [])  # type: ignore[list-item]
+
+    def _made(self) -> torch.Tensor | None:
+        return None if self._matrix is None else self._matrix @ self._matrix
 
 
 def _measured_overheads() -> dict[str, float]:
-    """From steps of a pipe over two devices that has no work in it: all but the hand-over."""
-    plan, program = chain(2), chain_program(find_recipe("1f1b")(2, _MICROBATCHES))
-    host: Any = SimpleNamespace(
-        give=lambda buffer: None, take=lambda buffer, value: None, wants=lambda buffer: False
-    )
-    kernels: Any = [[_NoWork(0), _NoWork(1)]] * _MICROBATCHES
-    job = Job(kernels, host, None, ())
-    every = [instruction for own in program.lists for instruction in own]
-    worker = Worker("fxpipe-measure", 1)
-    found: dict[str, list[float]] = {"instruction": [], "task": [], "step": []}
+    """From steps of a pipe over two devices: all but the hand-over."""
+    program = chain_program(find_recipe("1f1b")(2, _MICROBATCHES))
+    workers = [Worker(f"fxpipe-measure-{i}", 1) for i in range(2)]
+    found: dict[str, list[float]] = {"instruction": [], "task": [], "step": [], "error": []}
     try:
-        for _ in range(_STEPS):
-            times: list[list[int]] = [[], []]
-            weights = LiveWeights(plan.stages, {}, [None, None], onto_grad=False)
-            start = perf_counter_ns()
-            run = FlushedRun(program, plan, [worker], Backend(), weights, times=times)
-            run.feed(job)
-            run.advance(lambda: None)
-            seconds = perf_counter_ns() - start
-            spans = [pair for own in times for pair in zip(own[::2], own[1::2], strict=True)]
-            inside = max(end for _, end in spans) - min(start for start, _ in spans)
-            between = (inside - sum(end - start for start, end in spans)) / len(spans)
-            apart: dict[bool, list[int]] = {True: [], False: []}
-            for instruction, (start, end) in zip(every, spans, strict=True):
-                apart[ins.letter_of(instruction) is not None].append(end - start)
-            found["instruction"].append(mean(apart[False]) + between)
-            found["task"].append(mean(apart[True]) + between)
-            found["step"].append(seconds - inside)
+        for _ in range(_ROUNDS):
+            least = learned(program, _steps(program, workers[:1]), Overheads(), serial=True)
+            found["instruction"].append(least.overheads.instruction)
+            found["task"].append(mean(least.costs.values()))
+            found["step"].append(least.overheads.step)
+            each = [took.seconds for took in _steps(program, workers, torch.ones(_WIDTH, _WIDTH))]
+            before, after = mean(each[: _STEPS // 2]), each[_STEPS // 2 :]
+            later = [median(after[i : i + _AFTER]) for i in range(len(after) - _AFTER + 1)]
+            errors = [max(one / before, before / one) - 1 for one in later]
+            found["error"].append(quantiles(errors, n=10, method="inclusive")[-1])
     finally:
-        worker.close()
+        for worker in workers:
+            worker.close()
     # the least: it is kept, and must not depend on what else the machine does now
-    return {name: 1e-9 * min(own) for name, own in found.items()}
+    return {name: min(own) for name, own in found.items()}
+
+
+def _steps(
+    program: Program, workers: Sequence[Worker], matrix: torch.Tensor | None = None
+) -> list[Took]:
+    """Steps of a pipe whose stages have this work in them, after one that warms up."""
+    plan = chain(2)
+    host: Any = SimpleNamespace(
+        give=lambda buffer: matrix, take=lambda buffer, value: None, wants=lambda buffer: False
+    )
+    kernels: Any = [[_Work(0, matrix), _Work(1, matrix)]] * _MICROBATCHES
+    job, made = Job(kernels, host, None, ()), []
+    for _ in range(_STEPS + 1):
+        times: list[list[int]] = [[], []]
+        weights = LiveWeights(plan.stages, {}, [None, None], onto_grad=False)
+        start = perf_counter()
+        run = FlushedRun(program, plan, workers, Backend(), weights, times=times)
+        run.feed(job)
+        run.advance(lambda: None)
+        made.append(Took(perf_counter() - start, times))
+    return made[1:]

@@ -20,6 +20,7 @@ from fxpipe.compiler.predict import split_target
 from fxpipe.compiler.timetable import Purpose
 from fxpipe.engine import Engine
 from fxpipe.errors import InputError
+from fxpipe.overheads import Took
 from fxpipe.runtime.batch import Intake, MicroBatches
 from fxpipe.runtime.ranks.message import digest
 from fxpipe.saving import Saved
@@ -245,7 +246,7 @@ class Pipeline(Saved):
             seconds = perf_counter() - start
         compiled = self._compiled()
         found = measured_run(self.program, steps, times, self._engine.held(compiled))
-        self._rehearsals.learn(compiled, found, seconds / steps)
+        self._rehearsals.learn(compiled, Took(seconds, times), steps)
         return found
 
     # its life
@@ -296,7 +297,9 @@ class Pipeline(Saved):
         if not self._compiler.decides(micro):
             return micro
         with self._engine.quiet():
-            count = self._compiler.decide(micro, updates=self._engine.updates)
+            count = self._compiler.decide(
+                micro, updates=self._engine.updates, rehearse=self._rehearsals.rehearse
+            )
         self._intake = replace(self._intake, microbatches=count)
         return micro.batch.in_parts(count, micro.replica)
 

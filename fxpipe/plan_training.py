@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import inf
@@ -14,6 +14,7 @@ from torch import nn
 
 from fxpipe.arguments import read_example
 from fxpipe.compile import compile
+from fxpipe.compiler.compiled import Compiled
 from fxpipe.compiler.front_end import Call
 from fxpipe.devices import read_devices
 from fxpipe.errors import InputError
@@ -27,6 +28,7 @@ from fxpipe.planner.cluster import Cluster
 from fxpipe.planner.profile import Profile
 from fxpipe.runtime.devices.cuda import home
 from fxpipe.runtime.weights.optimizer import state_size
+from fxpipe.simulator.costs import Overheads, Rehearsal
 from fxpipe.torchtools.state import untouched
 
 SIZES = (2, 8)
@@ -53,9 +55,10 @@ def plan_training(
     micro-batches, schedule and recomputation, by simulations with measured times.
 
     All stages take one device each, and all replicas are alike. The model is traced once, measured
-    for micro-batches of a few sizes, and cut once for each number of stages; times of other sizes
-    lie on a line through those, so that what any task takes at least counts. What cannot be among
-    the fastest by a closed form is not simulated.
+    for micro-batches of a few sizes, operation by operation and, on a CPU, as a whole in rehearsed
+    steps, and cut once for each number of stages; times of other sizes lie on a line through those,
+    so that what any task takes at least counts. What cannot be among the fastest by a closed form
+    is not simulated.
 
     Args:
         model: the model; it is not changed.
@@ -121,25 +124,50 @@ def _profile(pipe: Pipeline, example: Any, sizes: Sequence[int]) -> Profile:
     trained = {k: n for k, n in footprint.resident.items() if state[k].requires_grad}
     atoms = atoms_of(traced, first["costs"], replace(footprint, resident=trained))
 
-    def seconds(costs: dict[str, NodeCost]) -> dict[str, list[float]]:
+    besides = overheads() if pipe.devices[0].type == "cpu" else Overheads()
+
+    def seconds(size: int) -> dict[str, list[float]]:
+        costs: dict[str, NodeCost] = measured[size]["costs"]
         each = [[costs[node.name] for node in nodes] for nodes in atoms.nodes]
-        return {
+        found = {
             "F": [sum(cost.forward for cost in own) for own in each],
             "B": [sum(cost.backward for cost in own) for own in each],
             "I": [sum(cost.input_grad for cost in own) for own in each],
             "W": [sum(cost.weight_grad for cost in own) for own in each],
         }
+        known = ran[size]
+        if known is None:
+            return found
+        # the parts of a whole that takes what it takes as it runs
+        whole = {x: max(known.costs[x, 0] - besides.task, 0.0) for x in "FB"}
+        share = {x: seconds / (sum(found[x]) or 1.0) for x, seconds in whole.items()}
+        return {x: [t * share["F" if x == "F" else "B"] for t in own] for x, own in found.items()}
 
-    ratio = state_size(options.optimizer)
+    ran = {size: _rehearsed(pipe, call, made, size) for size, made in measured.items()}
+    ratio, last = state_size(options.optimizer), ran[samples]
+    update = (3 + 2 * ratio) / 3 * _adding(pipe.devices[0])
+    if last is not None and ("U", 0) in last.costs:
+        update = last.costs["U", 0] / (sum(trained.values()) or 1)
     return Profile(
         atoms.work,
         samples,
-        {size: seconds(made["costs"]) for size, made in measured.items()},
+        {size: seconds(size) for size in measured},
         ratio,
-        (3 + 2 * ratio) / 3 * _adding(pipe.devices[0]),
-        overheads().task if pipe.devices[0].type == "cpu" else 0.0,
+        update,
+        besides,
         atoms.layers,
     )
+
+
+def _rehearsed(pipe: Pipeline, call: Call, made: Mapping[str, Any], size: int) -> Rehearsal | None:
+    """The times of the whole model as one stage; None where it cannot be rehearsed."""
+    compiler, traced, plan = pipe._compiler, made["traced"], made["plan"]
+    schedule, updates = compiler.timetable.schedule(1, "step"), pipe._engine.updates
+    program = compiler.lowered(plan, schedule, "step", updates)
+    compiled = Compiled(
+        traced, plan, (), schedule, program, lambda: program, "step", size, threads=1
+    )
+    return pipe._rehearsals.rehearse(compiled, call)
 
 
 def _adding(device: torch.device) -> float:

@@ -41,8 +41,13 @@ from fxpipe.runtime.batch import Batch, MicroBatches
 from fxpipe.runtime.choice import Choice
 from fxpipe.runtime.devices.cuda_graphs import CudaGraphs
 from fxpipe.signals import SignalsAtOperations
+from fxpipe.simulator.costs import Rehearsal
 from fxpipe.torchtools.source import users_level
 from fxpipe.torchtools.state import untouched, without_collection
+
+Rehearse = Callable[[Compiled, Call], Rehearsal | None]
+"""Takes the times of a call's program, as it runs, with another call for an example of its batch;
+see ``Rehearsals``."""
 
 
 class Compiler:
@@ -138,7 +143,7 @@ class Compiler:
         """Whether it is still to be decided what a step of this batch is like."""
         return False
 
-    def decide(self, micro: MicroBatches, *, updates: bool) -> int:
+    def decide(self, micro: MicroBatches, *, updates: bool, rehearse: Rehearse) -> int:
         """Decide it; returns into how many micro-batches the batch is to be split."""
         return len(micro)
 

@@ -154,15 +154,6 @@ class Plans:
         """The graph that a plan was made from."""
         return next(g for g in self.graphs.values() if g.traced.module is traced.module)
 
-    def example(self, traced: Traced, samples: int) -> dict[str, Any]:
-        """Inputs of a micro-batch of so many samples, by name: random ones, or zeros where they are
-        whole numbers."""
-        call, generator = self.graph_of(traced).call.zeros().resized(samples), torch.Generator()
-        for leaf in call.leaves:
-            if isinstance(leaf, Tensor) and leaf.is_floating_point():
-                leaf.uniform_(generator=generator)
-        return call.values(traced, wants=True)
-
     def any_size(self, graph: Graph, size: int) -> tuple[Traced, Plan]:
         """The same stages for micro-batches of another size; for any size if such a graph exists.
 

@@ -29,14 +29,11 @@ from fxpipe.passes.graph.extents import Extent
 from fxpipe.runtime.weights.optimizer import state_size
 from fxpipe.runtime.weights.sharding import Shards
 from fxpipe.simulator import Simulation, simulate
-from fxpipe.simulator.analysis import company
-from fxpipe.simulator.costs import Costs, Key, Link, Links, Rehearsal, Times, measured_costs
+from fxpipe.simulator.costs import Costs, Key, Link, Links, Rehearsal, measured_costs
 from fxpipe.simulator.sizes import Sizes as StageSizes
 from fxpipe.words import bytes_text, plural, preformatted, table_text
 
 _MOST = 1 << 20
-_REFINED = 2
-"""How often a simulation tells how many devices compute beside a task, for the next one."""
 
 _LESS_MEMORY = ("1f1b", "interleaved-1f1b", "zb-h1", "v-half", "v-min")
 """Schedules with a flush that keep fewer micro-batches than others of the same placement."""
@@ -72,21 +69,19 @@ def predict(
                 "nothing was measured on this plan; give costs=, such as those of pipe.profile(...)"
             )
         return replace(run(every, links=links), seconds=True)
-    overheads, serial = rehearsal.overheads, rehearsal.serial
-    if links is None and not serial:
-        links = Link(overheads.hand_over)
-    run = partial(run, links=links, overhead=overheads.instruction, serial=serial)
-    shares: Times = {}
-    found = run(known | rehearsal.costs(shares))
-    for _ in range(0 if serial else _REFINED):
-        shares = company(found)
-        found = run(known | rehearsal.costs(shares))
+    found = run(
+        known | rehearsal.known,
+        links=rehearsal.links if links is None else links,
+        overhead=rehearsal.overheads.instruction,
+        serial=rehearsal.serial,
+    )
+    return replace(found, seconds=True, outside=rehearsal.overheads.step, off=rehearsal.off)
 
-    def between() -> tuple[float, float]:
-        low, high = (run(known | rehearsal.costs(shares, which)).makespan for which in (0, 2))
-        return low, high
 
-    return replace(found, seconds=True, outside=overheads.step, between=between)
+def given_links(options: Options) -> Links | None:
+    """The ways between devices that a ``Partition`` gives; None where it gives none."""
+    known = options.partition.links(len(options.devices))
+    return {pair: Link(*way) for pair, way in known.items()} or None
 
 
 def predicted_peaks(plan: Plan, program: Program, sizes: StageSizes) -> list[int]:

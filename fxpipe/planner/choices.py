@@ -281,12 +281,14 @@ class _Predictor:
                 links=layout.links,
                 sizes=self._stages.sizes(samples),
                 replicas=layout.replicas,
+                overhead=self._stages.profile.overheads.instruction,
             )
         except FxpipeError:  # it is not for so many devices and micro-batches
             return None
         seconds, idle = found.makespan, found.bubble
         if found.steps > 1:  # batches overlap
             seconds, idle = found.steady.period, abs(found.steady.bubble)
+        seconds += self._stages.profile.overheads.step
         self._simulations[candidate] = found
         peaks = tuple(float(memory.peak) for memory in found.memory)
         return Predicted(candidate, seconds, peaks, idle)

@@ -9,6 +9,7 @@ from functools import cache
 from fxpipe.passes.partition.solver.solve import solve
 from fxpipe.passes.partition.work import Machine, Work
 from fxpipe.planner.candidates import Affine
+from fxpipe.simulator.costs import Overheads
 from fxpipe.simulator.sizes import Sizes
 
 KINDS = "FBIW"
@@ -25,7 +26,7 @@ class Profile:
         seconds: samples of a micro-batch → letter of a task → atom → seconds.
         state: bytes of optimizer state for each byte of a parameter.
         update: seconds of an update for each byte of a parameter.
-        task: seconds that a task takes besides its operations.
+        overheads: what a machine takes besides the operations of tasks.
         layers: atom → what it belongs to, for names.
     """
 
@@ -34,7 +35,7 @@ class Profile:
     seconds: Mapping[int, Mapping[str, Sequence[float]]]
     state: float = 0.0
     update: float = 0.0
-    task: float = 0.0
+    overheads: Overheads = field(default_factory=Overheads)
     layers: tuple[str, ...] = field(default=(), repr=False)
 
     def cut(self, stages: int, speed: float = 1.0) -> Stages | None:
@@ -75,7 +76,7 @@ class Stages:
             for size, seconds in self.profile.seconds.items()
         }
         found = {
-            (kind, s): self.profile.task
+            (kind, s): self.profile.overheads.task
             + Affine({size: sums[kind][s] for size, sums in known.items()})(samples) / self.speed
             for kind in KINDS
             for s in range(self.count)

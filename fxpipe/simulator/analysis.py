@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import isclose
@@ -12,7 +11,7 @@ from fxpipe.ir import instruction as ins
 from fxpipe.ir.program import Program
 from fxpipe.ir.value import Buffer
 from fxpipe.ir.walk import Place
-from fxpipe.simulator.simulation import Simulation, Span, Transfer, task_of
+from fxpipe.simulator.simulation import Simulation, Span, Transfer
 from fxpipe.simulator.sums import Sum, awaited_by, beside
 
 _READERS = (ins.Forward, ins.Recompute, ins.Backward, ins.InputGrad, ins.WeightGrad, ins.Run)
@@ -53,28 +52,6 @@ class Idle:
     def total(self) -> float:
         waits = sum(self.waiting.values()) + sum(self.copying.values())
         return self.warm_up + self.drain + waits + self.meeting + self.summing + self.other
-
-
-def company(simulation: Simulation) -> dict[tuple[str, int], float]:
-    """Letter and stage → which share of the other devices compute while these tasks run, on
-    average."""
-    events = [(s.start, 1) for s in simulation.spans] + [(s.end, -1) for s in simulation.spans]
-    moments, work = [0.0], [0.0]  # until each moment, of all devices
-    busy = 0
-    for moment, change in sorted(events):
-        work.append(work[-1] + busy * (moment - moments[-1]))
-        moments.append(moment)
-        busy += change
-    beside: dict[tuple[str, int], float] = {}
-    total: dict[tuple[str, int], float] = {}
-    for span in simulation.spans:
-        task = task_of(span.instruction)
-        assert task.stage is not None
-        key = task.kind, task.stage
-        first, last = bisect_left(moments, span.start), bisect_left(moments, span.end)
-        beside[key] = beside.get(key, 0.0) + work[last] - work[first] - span.time
-        total[key] = total.get(key, 0.0) + span.time * (simulation.devices - 1)
-    return {key: beside[key] / all_ if all_ else 1.0 for key, all_ in total.items()}
 
 
 def idle_time(simulation: Simulation, device: int) -> Idle:

@@ -111,6 +111,7 @@ def simulate_schedule(
     *,
     links: Links | None = None,
     overlap: bool = True,
+    overhead: float = 0,
     sizes: Sizes | None = None,
     steps: int | None = None,
     replicas: int = 1,
@@ -133,7 +134,8 @@ def simulate_schedule(
         schedule = add_reduce(schedule, shards)
     buckets = {} if sizes is None else sizes.buckets
     program = chain_program(schedule, replicas=replicas, shards=shards, buckets=buckets)
-    return simulate(program, costs, links=links, overlap=overlap, sizes=sizes, steps=steps)
+    settings: dict[str, Any] = {"links": links, "overlap": overlap, "overhead": overhead}
+    return simulate(program, costs, sizes=sizes, steps=steps, **settings)
 
 
 def default_steps(program: Program) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import permutations
 from numbers import Real
 from typing import Any
 
@@ -37,7 +38,7 @@ class Partition:
         device_speeds: one for each device, relative to each other: 2 is twice as fast as 1.
         link_bandwidth: bytes a second between devices: one number, or a row for each sending
             device with one number for each receiving device. What a stage sends and receives then
-            counts as its time.
+            counts as its time, and predictions have these links.
         link_latency: seconds for each value that is sent between devices, in the same form.
     """
 
@@ -69,6 +70,15 @@ class Partition:
     def limits(self, devices: int) -> tuple[float, ...]:
         """Device → the bytes that it may hold; infinite for None; empty if there is no limit."""
         return _each("memory_limits", self.memory_limits, devices, gaps=True)
+
+    def links(self, devices: int) -> dict[tuple[int, int], tuple[float, float]]:
+        """(From, to) → seconds for each value, and bytes a second; empty if nothing is given."""
+        rate = _pairs("link_bandwidth", self.link_bandwidth, devices, "bytes a second")
+        delay = _pairs("link_latency", self.link_latency, devices, "seconds", zero=True)
+        return {
+            (a, b): (delay[a][b] if delay else 0.0, rate[a][b] if rate else math.inf)
+            for a, b in permutations(range(devices if rate or delay else 0), 2)
+        }
 
     def machine(self, schedule: Schedule, names: Sequence[str]) -> Machine:
         """The devices as the stages of a schedule see them: speeds, limits and links by stage.

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 import re
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import fxpipe
-from fxpipe.compiler import deciding
+from fxpipe.compiler import candidates
 from fxpipe.ir.recipe import find_recipe
 from fxpipe.planner.candidates import (
     Affine,
@@ -24,14 +25,16 @@ from fxpipe.planner.candidates import (
     least_seconds,
     one_stage_each,
 )
-from fxpipe.simulator import simulate_schedule
-from fxpipe.simulator.costs import Key, times_of
+from fxpipe.rehearsal import Rehearsals
+from fxpipe.simulator import Sizes, simulate_schedule
+from fxpipe.simulator.costs import Key, Link, Rehearsal, times_of
+from fxpipe.words import time_text
 from tests.oracles.loop import train
 
 
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deciding, "SECONDS", 0.5)
+    monkeypatch.setattr(candidates, "SECONDS", 0.5)
 
 
 def layers() -> nn.Sequential:
@@ -187,6 +190,53 @@ def test_times_between_and_beyond_those_that_are_known_lie_on_lines() -> None:
     assert [of(size) for size in (1, 2, 4, 8, 20)] == [4, 5, 7, 11, 23]
     assert [Affine({4: 8.0})(size) for size in (1, 8)] == [2, 16]
     assert Affine({2: 1.0, 4: 8.0})(1) == 0.5  # never below a share of what is known
+
+
+def rehearsed(halves: bool, samples: int) -> dict[tuple[str, int], float]:
+    """Seconds of tasks that cost something for any number of samples."""
+    both = {("F", 0): 0.1 + 0.02 * samples, ("F", 1): 0.1 + 0.03 * samples}
+    if not halves:
+        return both | {("B", s): 0.3 + 0.05 * samples for s in (0, 1)}
+    return both | {(x, s): 0.18 + 0.025 * samples for x in "IW" for s in (0, 1)}
+
+
+@pytest.mark.parametrize(
+    "links", [{}, {"link_bandwidth": 600.0}, {"link_bandwidth": 5e3, "link_latency": 4.0}]
+)
+def test_it_takes_the_fastest_of_what_was_rehearsed(
+    links: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Against all schedules and numbers of micro-batches, simulated with the same times and links:
+    a linear layer sends 16 floats for each sample, and gets as many back."""
+    sizes: list[int] = []
+
+    def rehearse(self: Rehearsals, compiled: Any, call: Any) -> Rehearsal:
+        sizes.append(compiled.samples)
+        return Rehearsal(rehearsed("I" in compiled.schedule.kinds, compiled.samples))
+
+    monkeypatch.setattr(Rehearsals, "rehearse", rehearse)
+    x, y = batch(32)
+    cut = fxpipe.Partition(at=["4"], **links)
+    with (
+        caplog.at_level("INFO", "fxpipe"),
+        pipe_of(layers(), schedule="auto", partition=cut) as pipe,
+    ):
+        pipe.step(x, target=y)
+        taken = pipe.schedule.name, pipe.schedule.microbatches
+    assert sorted(sizes) == [4, 4, 8, 8, 16, 16]
+    link = Link(links.get("link_latency", 0.0), links.get("link_bandwidth", math.inf))
+    found = {}
+    for recipe in one_stage_each(2):
+        for m in (2, 4, 8, 16, 32):
+            made = recipe(2, m)
+            times = rehearsed(False, 32 // m) | rehearsed("I" in made.kinds, 32 // m)
+            costs = cast(dict[Key, float], times | {("U", s): 0.0 for s in (0, 1)})
+            bytes_ = Sizes(values={"y0": 32 // m * 16 * 4})
+            ran = simulate_schedule(made, costs, links=link, sizes=bytes_)
+            found[recipe.name, m] = ran.makespan
+    assert found[taken] <= 1.01 * min(found.values())
+    told = re.search(r"takes .* \((.*), predicted\)", caplog.text)
+    assert told is not None and told[1] == time_text(found[taken])
 
 
 def test_limits_that_are_given_twice_and_delays_are_refused() -> None:

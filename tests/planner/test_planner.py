@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from math import inf
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,8 @@ from fxpipe.planner.candidates import one_stage_each
 from fxpipe.planner.choices import choices
 from fxpipe.planner.cluster import Cluster, Layout
 from fxpipe.planner.profile import Profile
-from fxpipe.simulator.costs import Link
+from fxpipe.rehearsal import Rehearsals
+from fxpipe.simulator.costs import Link, Overheads, Rehearsal
 from tests.oracles.loop import train
 
 CLUSTER = """
@@ -287,7 +289,9 @@ def test_devices_of_this_machine_stand_for_a_cluster_of_them() -> None:
 def test_what_a_task_takes_besides_its_operations_counts_for_each() -> None:
     cluster, schedule = hosts((4, inf)), [find_recipe("1f1b")]
     free = choices(chain(4), cluster, 16, recipes=schedule, keep=100)
-    taken = choices(replace(chain(4), task=0.5), cluster, 16, recipes=schedule, keep=100)
+    taken = choices(
+        replace(chain(4), overheads=Overheads(task=0.5)), cluster, 16, recipes=schedule, keep=100
+    )
     seconds = {
         (c.stages, c.predicted.candidate.microbatches): c.predicted.seconds for c in free.choices
     }
@@ -296,6 +300,38 @@ def test_what_a_task_takes_besides_its_operations_counts_for_each() -> None:
         if (p, m) in seconds:  # a forward and a backward for each micro-batch that passes
             assert each.predicted.seconds == pytest.approx(seconds[p, m] + 2 * 0.5 * (m + p - 1))
     assert min(c.samples for c in taken.choices) >= min(c.samples for c in free.choices)
+
+
+def test_a_plan_has_the_times_of_the_model_as_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one device the step takes what the whole took when it was rehearsed."""
+    sizes: list[int] = []
+
+    def rehearse(self: Rehearsals, compiled: Any, call: Any) -> Rehearsal | None:
+        made = rehearsed(self, compiled, call)
+        assert made is not None and {*made.costs} == {(x, 0) for x in "FBU"}
+        sizes.append(compiled.samples)
+        return Rehearsal({("F", 0): 5.0 + compiled.samples, ("B", 0): 20.0, ("U", 0): 3.0})
+
+    rehearsed = Rehearsals.rehearse
+    monkeypatch.setattr(Rehearsals, "rehearse", rehearse)
+    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
+    x = torch.ones(4, 8)
+    plan = fxpipe.plan_training(
+        model,
+        "host of=1",
+        8,
+        example=((x,), {"target": x}),
+        loss=nn.functional.mse_loss,
+        optimizer=torch.optim.SGD,
+        schedules=["gpipe"],
+        keep=100,
+    )
+    assert sorted(sizes) == [2, 8]
+    alone = {each.samples: each.predicted.seconds for each in plan.choices}
+    assert alone
+    for samples, seconds in alone.items():  # the forward is on a line through both sizes
+        count = 8 // samples
+        assert seconds == pytest.approx(count * (5.0 + samples + 20.0) + 3.0, rel=0.01)
 
 
 def test_one_device_takes_the_order_that_keeps_least() -> None:

@@ -1,0 +1,302 @@
+"""The candidates for a step over stages that are made: rehearsed if possible, and predicted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from itertools import product
+
+from fxpipe.compiler.compiled import Compiled
+from fxpipe.compiler.compiler import Compiler, Rehearse
+from fxpipe.compiler.predict import given_links, predict, step_sizes
+from fxpipe.errors import FxpipeError, InputError, PartitionError
+from fxpipe.ir.plan import Costs, Plan
+from fxpipe.ir.program import Program
+from fxpipe.ir.recipe import Recipe, find_recipe
+from fxpipe.ir.schedule import Schedule
+from fxpipe.ir.task import Task
+from fxpipe.overheads import overheads
+from fxpipe.passes.schedule import modes_of
+from fxpipe.planner.candidates import (
+    Affine,
+    Candidate,
+    Modes,
+    Predicted,
+    best_of,
+    evaluate,
+    least_seconds,
+    microbatch_counts,
+    one_stage_each,
+)
+from fxpipe.search.search import search_schedule
+from fxpipe.simulator.costs import Overheads, Rehearsal, measured_costs
+from fxpipe.simulator.sizes import Sizes
+
+SECONDS = 10.0
+"""How long a schedule is searched for, at most."""
+
+_ROUNDS = 4
+"""How often, at most, with less memory each time, until the whole program fits."""
+
+
+_REHEARSED = "1f1b", "zb-h1"
+"""What is rehearsed: a schedule whose backwards are whole, and one with halves."""
+
+_SIZES = 3
+"""For how many numbers of micro-batches that is done: the smallest ones."""
+
+
+class Stages:
+    """The stages that a model was cut into, as candidates use them.
+
+    Attributes:
+        rehearsed: whether steps over them were rehearsed, or cannot be.
+    """
+
+    rehearsed = False
+
+    def __init__(
+        self,
+        compiler: Compiler,
+        limits: Sequence[float],
+        compiled: Compiled,
+        size: int,
+        updates: bool,
+    ) -> None:
+        """Nothing is predicted yet.
+
+        Args:
+            compiler: has the options, and lowers.
+            limits: device → the bytes that it may hold.
+            compiled: a step of these stages.
+            size: the samples of a batch.
+            updates: whether a step updates the weights.
+        """
+        self._compiler, self._compiled, self._updates = compiler, compiled, updates
+        self._size, self._options = size, compiler.options
+        self._graph = compiler.plans.graph_of(compiled.traced)
+        self._limits, self._links = limits, given_links(compiler.options)
+        self._limited = any(limit < math.inf for limit in self._limits)
+        self._calls: dict[int, Compiled] = {}
+        self._sizes: dict[int, Sizes] = {}
+        # kind of backward → samples of a micro-batch → what a step taught
+        self._taught: dict[str, dict[int, Rehearsal]] = {}
+        self._measured = {compiled.samples: self._of_operations(compiled.plan)}
+
+    def _of_operations(self, plan: Plan) -> Rehearsal:
+        """The times of the operations of each stage, as they were measured one by one, with what
+        comes to that. That of several processes would have to be the same in all, and streams hide
+        theirs."""
+        here = self._options.group.size == 1 and not self._options.places
+        besides = overheads() if here else Overheads()
+        costs = {key: besides.task + time for key, time in measured_costs(plan).items()}
+        return Rehearsal(costs, besides, serial=here and self._compiled.threads == 1)
+
+    def rehearse(self, rehearse: Rehearse) -> None:
+        """Take the times of steps as they run, for a few sizes of micro-batches; where that is not
+        possible, measure the operations for a further size."""
+        self.rehearsed = True
+        counts, modes = [len(self._compiled.kernels)], self._modes
+        chooses = self._options.decides == "auto"
+        if chooses and self._limited and self._options.recompute == "never":
+            modes = modes_of("always", len(modes))
+        if chooses and self._options.microbatches is None:
+            counts = microbatch_counts(self._size, len(self._limits))[:_SIZES]
+        for count, name in product(counts, _REHEARSED):
+            candidate, samples = Candidate(find_recipe(name), count, modes), self._samples(count)
+            predicted = self._predict(candidate)
+            if predicted is None or not predicted.fits(self._limits):
+                continue
+            with suppress(FxpipeError):  # it takes micro-batches of one size alone
+                schedule, program = self._lowered(candidate)
+                call = replace(self._at(samples), schedule=schedule, program=program)
+                made = rehearse(call, self._graph.call)
+                if made is not None:
+                    kind = "I" if "I" in schedule.kinds else "B"
+                    self._taught.setdefault(kind, {})[samples] = made
+        own = self._compiled.samples
+        other = own // 4 if own >= 8 else min(4 * own, self._size)
+        if chooses and len(counts) > 1 and not self._taught and other != own:
+            with suppress(FxpipeError):
+                at_other = self._compiler.plans.costs_at(self._graph, other)
+                stages = [replace(s, costs=at_other[s.index]) for s in self._compiled.plan.stages]
+                plan = replace(self._compiled.plan, stages=tuple(stages))
+                self._measured[other] = self._of_operations(plan)
+
+    @property
+    def _modes(self) -> Modes:
+        return modes_of(self._options.recompute, len(self._limits))
+
+    def fastest(self) -> Predicted:
+        """The best of the library's schedules, numbers of micro-batches and recomputations."""
+        options, devices = self._options, len(self._limits)
+        counts = [options.microbatches] if options.microbatches else None
+        ways = [
+            (recipe, count)
+            for recipe in one_stage_each(devices)
+            for count in counts or microbatch_counts(self._size, devices)
+        ]
+        free = options.recompute == "never"
+        found = evaluate(
+            ways, None if free else self._modes, self._limits, self._least, self._predict
+        )
+        if not found:
+            raise InputError("no schedule of the library can run these stages; name one yourself")
+        return best_of([each for each in found if each.fits(self._limits)] or found[:1])
+
+    def searched(self) -> Predicted:
+        """The best schedule that a search finds, with as many micro-batches as are given."""
+        count, memory = len(self._compiled.kernels), self._limits
+        for _ in range(_ROUNDS):
+            recipe = _as_recipe(self._search(count, memory))
+            made = self._predict(Candidate(recipe, count, self._modes))
+            if made is None:
+                raise InputError("these stages cannot run in halves; name a schedule yourself")
+            found = made
+            over = found.over(self._limits)
+            if not any(over):
+                break
+            memory = tuple(most - more for most, more in zip(memory, over, strict=True))
+        return found
+
+    def _search(self, count: int, memory: Sequence[float]) -> Schedule:
+        """A schedule for the stages' times and bytes, each stage handing one value to the next."""
+        times, devices = dict(self._known(self._samples(count), "I").known), len(memory)
+        modes, sizes = self._modes, None
+        again = [stage for stage, mode in enumerate(modes) if mode != "never"]
+        times |= {(x, s): times[x, s] + times["R", s] for x in "BI" for s in again}
+        if self._limited:
+            samples = self._samples(count)
+            sizes = _of_a_chain(self._at(samples).plan, self._held(samples), again)
+
+        def search() -> tuple[str, str]:
+            try:
+                found = search_schedule(
+                    times,
+                    count,
+                    placement=range(devices),
+                    memory=memory if sizes else None,
+                    sizes=sizes,
+                    seconds=SECONDS,
+                )
+            except InputError as error:  # of the memory; all ranks are to know it
+                return "", str(error)
+            return str(found.schedule), ""
+
+        text, why = self._options.group.share("the schedule", search)
+        if why:
+            raise PartitionError(f'{why}; schedule="auto" chooses recomputation and micro-batches')
+        return Schedule.parse(text)
+
+    def _samples(self, count: int) -> int:
+        """Those of a micro-batch, where the batch is split into so many."""
+        return -(-self._size // count)
+
+    def _known(self, samples: int, kinds: Collection[str]) -> Rehearsal:
+        """The times in micro-batches of so many samples, where a schedule has these tasks. They lie
+        on lines between the sizes that are known; what comes to tasks is that of the nearest."""
+        first, second = ("B", "I") if "I" in kinds else ("I", "B")
+        found = self._measured
+        costs: dict[tuple[str, int], float] = {}
+        for known in (self._measured, self._taught.get(first), self._taught.get(second)):
+            if known:
+                found, sizes = known, {at: each.known for at, each in known.items()}
+                common = set.intersection(*map(set, sizes.values()))
+                costs |= {
+                    key: Affine({at: own[key] for at, own in sizes.items()})(samples)
+                    for key in common
+                }
+        nearest = min(found, key=lambda at: abs(math.log(at / samples)))
+        return replace(found[nearest], costs=costs)
+
+    def costs(self, count: int) -> Mapping[int, Costs]:
+        """Stage → what it costs, where the batch is split into so many micro-batches."""
+        times = self._known(self._samples(count), "I").costs
+        return {s: Costs(*(times[x, s] for x in "FBIW")) for s in range(len(self._limits))}
+
+    def _least(self, recipe: Recipe, count: int) -> float:
+        devices = len(self._limits)
+        known = self._known(self._samples(count), recipe(devices, count).kinds)
+        return least_seconds(known.costs, recipe, count, devices) + known.overheads.step
+
+    def _at(self, samples: int) -> Compiled:
+        """The same stages for micro-batches of that size."""
+        if samples not in self._calls:
+            self._calls[samples] = self._compiler.resized(
+                self._compiled, self._graph, samples, self._updates
+            )
+        return self._calls[samples]
+
+    def _held(self, samples: int) -> Sizes:
+        """What these hold."""
+        if samples not in self._sizes:
+            own = self._at(samples)
+            self._sizes[samples] = step_sizes(own, self._compiler.options, self._updates)
+        return self._sizes[samples]
+
+    def _lowered(self, candidate: Candidate) -> tuple[Schedule, Program]:
+        """The schedule and the program of a candidate. Raises FxpipeError where these stages cannot
+        run it."""
+        timetable = self._compiler.timetable.changed(
+            recipe=candidate.recipe, recompute=candidate.recompute
+        )
+        schedule = timetable.schedule(candidate.microbatches, "step")
+        leaves = self._compiled.traced.leaves
+        if "I" in schedule.kinds and ("I" not in self._compiled.schedule.kinds or leaves):
+            raise InputError("these stages have no backwards in halves")
+        sized = self._limited or self._links
+        plan = self._at(self._samples(candidate.microbatches)).plan if sized else None
+        plan = plan or self._compiled.plan
+        return schedule, self._compiler.lowered(plan, schedule, "step", self._updates)
+
+    def _predict(self, candidate: Candidate) -> Predicted | None:
+        """What a step is predicted to need; None where these stages cannot run it."""
+        samples, sizes = self._samples(candidate.microbatches), Sizes()
+        try:
+            schedule, program = self._lowered(candidate)
+            if self._limited or self._links:
+                sizes = self._held(samples)
+        except FxpipeError:
+            return None
+        known = self._known(samples, schedule.kinds)
+        found = predict(self._compiled.plan, program, sizes, rehearsal=known, links=self._links)
+        peaks = [float(stash * samples) for stash in found.device_stash]
+        if self._limited:
+            peaks = [float(memory.peak) for memory in found.memory]
+        return Predicted(candidate, found.step_time, tuple(peaks), found.bubble)
+
+
+def _as_recipe(schedule: Schedule) -> Recipe:
+    """A schedule that was found, as a recipe; fewer micro-batches leave out the last ones."""
+
+    def tasks(device: int, devices: int, microbatches: int) -> list[Task]:
+        return [t for t in schedule.rows[device] if (t.microbatch or 0) < microbatches]
+
+    return Recipe("search", tasks)
+
+
+def _of_a_chain(plan: Plan, held: Sizes, again: Collection[int]) -> Sizes:
+    """The same bytes where each stage hands all that it sends to the next one. A stage that
+    recomputes keeps what it saves for one micro-batch at a time."""
+    stages = range(len(plan.stages))
+    sent: dict[str, int] = {}
+    for edge in plan.edges:
+        if edge.source in stages and edge.target in stages:
+            size = held.values.get(edge.value, 0)
+            sent[f"y{edge.source}"] = sent.get(f"y{edge.source}", 0) + size
+    keeps = dict(held.saved)
+    return replace(
+        held,
+        values=sent,
+        saved={s: 0 if s in again else keeps.get(s, 0) for s in stages},
+        optimizer={s: held.optimizer.get(s, 0) + keeps.get(s, 0) * (s in again) for s in stages},
+        holds={},
+        deferred_holds={},
+        deferred_gradients={},
+        places={},
+        laid_out={},
+        runs={},
+        adding={},
+    )
