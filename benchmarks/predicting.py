@@ -2,7 +2,8 @@
 
 Five models, schedules, numbers of micro-batches, recomputation and cuts; each row is printed as
 soon as it is known. Every row has a pipe of its own, which is compiled, predicted, measured, and
-predicted again with the times of a profile.
+predicted again with the times of a profile. At last ``schedule="auto"`` chooses for three of the
+models, and its steps run in turn with those of the row that was measured to be the fastest.
 
 Run it with ``python -m benchmarks.predicting`` on a machine with nothing else to do; ``--quick``
 takes every seventh row.
@@ -15,6 +16,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
+from operator import attrgetter
 from statistics import median, quantiles
 from time import perf_counter
 from typing import Any
@@ -34,8 +36,10 @@ DEVICES = ("cpu", "cpu")
 MICROBATCHES = (2, 4, 8)
 SCHEDULES = ("gpipe", "1f1b", "zb-h1")
 RECOMPUTE = ("never", "always")
+CHOOSING = ("U-Net", "GPT-2", "ResNet")
 QUICK = 7
 WARM_UP = 2
+NEAR = 0.1
 
 
 @dataclass(frozen=True)
@@ -105,7 +109,7 @@ class Row:
 
     Attributes:
         predicted: by the pipe before any step of it was timed.
-        low: the lower end of the prediction's range.
+        low: the lower end of the prediction's range, in which nine of ten steps are expected.
         high: its upper end.
         measured: the median of several steps.
         corrected: predicted after a profile.
@@ -125,6 +129,10 @@ class Row:
     @property
     def ratio(self) -> float:
         return self.predicted / self.measured
+
+    @property
+    def name(self) -> str:
+        return f"{self.schedule}, m = {self.microbatches}, {self.recompute}, {self.cut}"
 
     def cells(self) -> list[str]:
         times = (self.predicted, self.low, self.high, self.measured)
@@ -154,20 +162,25 @@ def configurations() -> Iterator[tuple[str, str, int, str, str]]:
                 yield name, *rest, cut
 
 
-def run(name: str, schedule: str, microbatches: int, recompute: Any, cut: str, rounds: int) -> Row:
-    """Predict and measure one configuration."""
+def pipe_of(name: str, cut: str = "balanced", **options: Any) -> fxpipe.Pipeline:
+    """A pipe that trains a model, always from the same weights."""
     case = CASES[name]
     torch.manual_seed(0)
-    x, y = case.batch()
-    with fxpipe.compile(
+    return fxpipe.compile(
         case.build(),
         DEVICES,
-        schedule=schedule,
-        microbatches=microbatches,
-        recompute=recompute,
         loss=case.loss,
         optimizer=torch.optim.Adam,
         partition=[case.early] if cut == "early" else "auto",
+        **options,
+    )
+
+
+def run(name: str, schedule: str, microbatches: int, recompute: str, cut: str, rounds: int) -> Row:
+    """Predict and measure one configuration."""
+    x, y = CASES[name].batch()
+    with pipe_of(
+        name, cut, schedule=schedule, microbatches=microbatches, recompute=recompute
     ) as pipe:
         for _ in range(WARM_UP):
             pipe.step(x, target=y)
@@ -177,6 +190,35 @@ def run(name: str, schedule: str, microbatches: int, recompute: Any, cut: str, r
         corrected = pipe.simulate().step_time
     times = (found.step_time, *found.range, seconds, corrected)
     return Row(name, schedule, microbatches, recompute, cut, *times)
+
+
+def choice(name: str, rows: Sequence[Row], rounds: int) -> list[Figure]:
+    """What ``schedule="auto"`` chooses, and how its steps compare with those of the fastest row,
+    run in turn; and the row with the shortest prediction beside the fastest one."""
+    best, likely = (min(rows, key=attrgetter(key)) for key in ("measured", "predicted"))
+    x, y = CASES[name].batch()
+    options = {"microbatches": best.microbatches, "recompute": best.recompute}
+    fastest = pipe_of(name, best.cut, schedule=best.schedule, **options)
+    with pipe_of(name, schedule="auto") as pipe, fastest as other:
+        _, deciding = timed(lambda: pipe.step(x, target=y))
+        both = (pipe, other)
+        times: list[list[float]] = [[], []]
+        for _ in range(WARM_UP + rounds):
+            for each, own in zip(both, times, strict=True):
+                own.append(timed(lambda each=each: each.step(x, target=y))[1])  # type: ignore[misc]
+        chosen = f"{pipe.schedule.name}, m = {pipe.schedule.microbatches}"
+    ours, theirs = (median(own[WARM_UP:]) for own in times)
+    return [
+        Figure(f"{name}, choice of auto", f"{chosen} ({1e3 * ours:.1f} ms)"),
+        Figure(f"{name}, fastest row", f"{best.name} ({1e3 * theirs:.1f} ms)"),
+        Figure(f"{name}, choice of auto, measured over the fastest row", ours / theirs),
+        Figure(f"{name}, first step with its choice", deciding, "s"),
+        Figure(f"{name}, fastest predicted row", likely.name),
+        Figure(
+            f"{name}, fastest predicted row, measured over the fastest row",
+            likely.measured / best.measured,
+        ),
+    ]
 
 
 def summary(rows: Sequence[Row]) -> list[Figure]:
@@ -196,7 +238,12 @@ def summary(rows: Sequence[Row]) -> list[Figure]:
                     Figure(f"{name}, {word}, off by, 90th percentile", tail, "%"),
                 ]
     inside = sum(row.low <= row.measured <= row.high for row in rows)
-    return [*figures, Figure("measured within the range", f"{inside} of {len(rows)}")]
+    near = sum(abs(row.ratio - 1) <= NEAR for row in rows)
+    return [
+        *figures,
+        Figure(f"predicted within {100 * NEAR:.0f} %", f"{near} of {len(rows)}"),
+        Figure("measured within the range", f"{inside} of {len(rows)}"),
+    ]
 
 
 def main() -> int:
@@ -215,6 +262,10 @@ def main() -> int:
         rows.append(run(*each, arguments.rounds))
         print(*rows[-1].cells(), sep=" | ", flush=True)
     figures = [*summary(rows), Figure("all rows", perf_counter() - start, "s")]
+    for name in CHOOSING:
+        own = [row for row in rows if row.model == name]
+        figures += choice(name, own, arguments.rounds) if own else []
+    figures.append(Figure("all", perf_counter() - start, "s"))
     if arguments.quick or arguments.model:
         print(*(f"{figure.name}: {figure}" for figure in figures), sep="\n")
         return 0
