@@ -14,11 +14,11 @@ from torch.optim import Optimizer
 from fxpipe.ir.plan import Plan, Stage
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.value import outputs_of
-from fxpipe.kernels.graph import GraphKernel
+from fxpipe.kernels.graph import BucketGraph, GraphKernel
 from fxpipe.kernels.inductor import compiled
 from fxpipe.memory.optimizer import optimizer_memory
 from fxpipe.passes.graph.liveness import Liveness, liveness
-from fxpipe.simulator.sizes import Crossing, GraphInput, Sizes, Storage, Workspace
+from fxpipe.simulator.sizes import Crossing, GraphInput, Left, Sizes, Storage, Workspace
 from fxpipe.torchtools.pytrees import size_in_bytes
 
 
@@ -134,6 +134,7 @@ def plan_sizes(
         laid_out={key: size for each in kept.values() for key, size in each.laid_out.items()},
         runs={key: run for each in kept.values() for key, run in each.runs.items()},
         adding={key: run for each in kept.values() for key, run in each.adding.items()},
+        left={key: left for each in kept.values() for key, left in each.left.items()},
         unknown=frozenset(s.index for s in plan.stages) - kept.keys(),
     )
 
@@ -191,6 +192,7 @@ class GraphMemory:
         self.places: dict[tuple[int, str, bool], Storage] = {}
         self.adding: dict[tuple[str, int], Workspace] = {}
         self.runs = {(letter, stage.index): Workspace((0,)) for letter in "FRBIW"}
+        self.left: dict[tuple[str, int], Left] = {}
         self.laid_out: dict[tuple[int, str, bool], int] = {}
         self.saved_state = 0
         self.saved, self.deferred = self._forward(), Kept()
@@ -199,7 +201,9 @@ class GraphMemory:
         if kernel.input_grad_graph is not None:
             self.deferred = self._backward("I", kernel.input_grad_graph)
         if kernel.weight_grad_graph is not None:
-            self._weight_grad(kernel.weight_grad_graph)
+            self._run("W", kernel.weight_grad_graph, self.deferred)
+        for letter, graphs in kernel.buckets.items():
+            self._in_buckets(letter, graphs)
 
     def _forward(self) -> Kept:
         stage, kernel = self._stage, self._kernel
@@ -229,44 +233,47 @@ class GraphMemory:
 
     def _backward(self, letter: str, module: fx.GraphModule) -> Kept:
         """Count backward, or its first half; returns what that keeps for the second."""
-        graph = module.graph
-        arguments, returned = _ends(graph)
-        names = outputs_of(self._plan.edges_from(self._stage.index))
-        crossings = [(names[index], True) for index in self._kernel.gradient_outputs]
-        first = len(self.saved.lies_in)
-        gradients, totals = arguments[first:][: len(crossings)], arguments[first + len(crossings) :]
-        live = liveness(graph, self.saved.lies_in, totals)
-        known = _given(live, arguments, self.saved)
-        edges = [e for e in self._plan.edges_from(self._stage.index) if e.gradient]
+        live, known, returned = self._run(letter, module, self.saved, ends=True)
         into = [e for e in self._plan.edges_into(self._stage.index) if e.gradient]
-        for (name, _), node in zip(crossings, gradients, strict=True):
-            parts = sum(edge.value == name for edge in edges)
-            memory = _Memory("gradient", name) if parts == 1 else _SUM
-            known.update(dict.fromkeys(live.of[node], memory))
-        laid_out = self._lay_out(live, crossings, gradients, self._kernel.gradient_strides)
-        run = _workspace(live, known, ("value",), laid_out)
-        self.runs[letter, self._stage.index] = _as_measured(run, module, totals)
-        if totals:
-            later = liveness(graph, self.saved.lies_in)
-            same = _carried(live, known, later, arguments, totals)
-            run = _workspace(later, same, ("value",), laid_out)
-            self.adding[letter, self._stage.index] = _as_measured(run, module)
         for edge, node in zip(into, returned, strict=False):
             self._place(edge.value, True, live, node, known)
         return _kept(live, returned[self._kernel.input_gradients :], known)
 
-    def _weight_grad(self, module: fx.GraphModule) -> None:
-        graph = module.graph
-        arguments, _ = _ends(graph)
-        totals = arguments[len(self.deferred.lies_in) :]
-        key, used_up = ("W", self._stage.index), ("value", "gradient")
-        live = liveness(graph, self.deferred.lies_in, totals)
-        known = _given(live, arguments, self.deferred)
-        run = _workspace(live, known, used_up)
-        self.runs[key] = _as_measured(run, module, totals)
-        later = liveness(graph, self.deferred.lies_in)
-        same = _carried(live, known, later, arguments, totals)
-        self.adding[key] = _as_measured(_workspace(later, same, used_up), module)
+    def _in_buckets(self, letter: str, graphs: Sequence[BucketGraph]) -> None:
+        """Count a backward that runs bucket by bucket of gradients."""
+        kept = self.deferred if letter == "W" else self.saved
+        for bucket, own in enumerate(graphs):
+            name = f"{letter}{bucket if own is not graphs[-1] else -1}"
+            live, known, returned = self._run(name, own.graph, kept, ends=name == "B0")
+            kept = _kept(live, returned[: own.left], known)
+            self.left[name, self._stage.index] = Left(kept.bytes, kept.values, kept.gradients)
+
+    def _run(
+        self, name: str, module: fx.GraphModule, kept: Kept, *, ends: bool = False
+    ) -> tuple[Liveness, dict[int, _Memory], list[Any]]:
+        """Count a graph ``[kept, output gradients, totals]`` of a backward, under the letter
+        ``name``. ``ends`` tells that it gets the gradients of the stage's outputs."""
+        arguments, returned = _ends(module.graph)
+        names = outputs_of(self._plan.edges_from(self._stage.index))
+        crossings = [(names[index], True) for index in self._kernel.gradient_outputs if ends]
+        strides = self._kernel.gradient_strides if ends else ()
+        first = len(kept.lies_in)
+        gradients, totals = arguments[first:][: len(crossings)], arguments[first + len(crossings) :]
+        live = liveness(module.graph, kept.lies_in, totals)
+        known = _given(live, arguments, kept)
+        edges = [e for e in self._plan.edges_from(self._stage.index) if e.gradient]
+        for (value, _), node in zip(crossings, gradients, strict=True):
+            parts = sum(edge.value == value for edge in edges)
+            memory = _Memory("gradient", value) if parts == 1 else _SUM
+            known.update(dict.fromkeys(live.of[node], memory))
+        laid_out = self._lay_out(live, crossings, gradients, strides)
+        key, used_up = (name, self._stage.index), ("value", "gradient")
+        self.runs[key] = _as_measured(_workspace(live, known, used_up, laid_out), module, totals)
+        if totals:
+            later = liveness(module.graph, kept.lies_in)
+            same = _carried(live, known, later, arguments, totals)
+            self.adding[key] = _as_measured(_workspace(later, same, used_up, laid_out), module)
+        return live, known, returned
 
     def _lay_out(
         self,

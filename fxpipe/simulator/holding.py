@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.program import Program
 from fxpipe.ir.value import (
     Buffer,
     Edge,
+    deferred,
     fetching,
     forward_buffer,
     gradient_buffer,
@@ -18,7 +19,8 @@ from fxpipe.ir.value import (
     saved,
 )
 from fxpipe.simulator.analysis import live_versions
-from fxpipe.simulator.sizes import Crossing, Passing, Sizes, Storage, Workspace
+from fxpipe.simulator.sizes import Crossing, Passing, Piece, Sizes, Storage, Workspace
+from fxpipe.simulator.sums import Gradients, Key, graph_of
 
 PARTS = ("parameters", "optimizer", "versions", "undo", "gradients", "stash", "values", "workspace")
 """What memory is made of: one version of the parameters; optimizer state and buffers; further
@@ -30,14 +32,6 @@ _ADDING = (ins.PartialBackward, ins.Backward, ins.WeightGrad)
 """What adds to sums of gradients."""
 
 
-class Piece(NamedTuple):
-    """A piece of memory: the part of PARTS that it counts as, what is in it, and its size."""
-
-    part: str
-    key: Hashable
-    bytes: int
-
-
 class Holding:
     """What a device holds.
 
@@ -46,16 +40,21 @@ class Holding:
         parts: now, part → bytes.
     """
 
-    def __init__(self, program: Program, sizes: Sizes, device: int, *, apart: bool) -> None:
+    def __init__(
+        self, program: Program, sizes: Sizes, device: int, *, apart: bool, overlaps: bool
+    ) -> None:
         """Before the first instruction: parameters and what else is always there.
 
-        ``apart`` tells that stages read differently late, so that one may be ahead of the slowest
-        by more versions than its batches read.
+        Args:
+            program: all steps in a row.
+            sizes: the bytes of everything.
+            device: which one.
+            apart: whether stages read differently late, so that one may be ahead of the slowest by
+                more versions than its batches read.
+            overlaps: whether its batches overlap.
         """
-        self.program = program
-        self.sizes = sizes
-        self.device = device
-        self._apart = apart
+        self.program, self.sizes, self.device = program, sizes, device
+        self._apart, self._overlaps = apart, overlaps
         self.bytes = 0
         self.parts: Counter[str] = Counter(dict.fromkeys(PARTS, 0))
         self._list = program.lists[device]
@@ -75,8 +74,11 @@ class Holding:
             if isinstance(x, ins.Compute):
                 self._delays[x.stage] = max(self._delays[x.stage], x.batch - x.version)
         self._made: list[Piece] = []
+        self._used_up: tuple[Piece, ...] = ()
+        self._away: list[Key] = []
+        self._landing = 0
         self._inside = False
-        self._updated = {(x.stage, x.batch) for x in self._list if isinstance(x, ins.Update)}
+        self._gradients = Gradients(program, sizes, device)
         self._undo: dict[int, list[Piece]] = {}
         self._ungathered: dict[tuple[int, int], Piece] = {}
         writes = [x.writes for x in self._list if isinstance(x, ins.Update)]
@@ -87,15 +89,36 @@ class Holding:
                 self._add("parameters", sizes.parameters.get(stage, 0))
                 self._add("optimizer", sizes.optimizer.get(stage, 0))
 
-    def reach(self, time: float, everywhere: Mapping[int, float]) -> None:
-        """Let go of what nobody can go back to any more: the versions that all stages have now."""
+    def reach(
+        self, time: float, everywhere: Mapping[int, float], summed: Mapping[Key, float]
+    ) -> None:
+        """Let go of what nobody can go back to any more, the versions that all stages have now, and
+        of the sums of gradients of which the replicas have each other's parts."""
+        self._landing = 0
+        for key in [key for key in self._away if summed.get(key, 0) <= time]:
+            self._land(*key)
         for version in [v for v in self._undo if everywhere[v] <= time]:
             self._slowest = max(self._slowest, version)
-            for piece in self._undo.pop(version):
-                self._release(piece)
+            self._release(*self._undo.pop(version))
+
+    def _own(self, stage: int) -> int:
+        """Bytes of the part of a stage's gradients that is summed here over the replicas."""
+        return self._gradients.bytes(stage, None, self.program.replicas)
+
+    def _land(self, stage: int, batch: int, bucket: int) -> None:
+        """Add up what the replicas, which are in step, have of a bucket, and keep the own part."""
+        self._away.remove((stage, batch, bucket))
+        whole = self._gradients.sum_of(stage, batch, bucket)
+        self._landing = max(self._landing, self.bytes + whole.bytes)
+        self._release(whole)
+        self._take(self._gradients.part_of(stage, batch, bucket))
 
     def run(self, position: int) -> int:
         """Begin an instruction. Returns the most bytes while it runs."""
+        level = self._run(position)
+        return max(level, self._landing)
+
+    def _run(self, position: int) -> int:
         instruction = self._list[position]
         before = self.bytes
         workspace = self._workspace(instruction)
@@ -105,24 +128,23 @@ class Holding:
             self._begin(instruction)
         for buffer in self.program.writes(instruction):
             pieces = self._kept[buffer] = tuple(filter(None, self._pieces(buffer)))
-            for piece in pieces:
-                self._take(piece)
+            self._take(*pieces)
         if isinstance(instruction, _ADDING):
             before += self._accumulate(instruction.stage, instruction.batch)
+        if isinstance(instruction, ins.PartialBackward):
+            self._leave(instruction)
+        if isinstance(instruction, ins.AllGather | ins.TakePart):
+            for key in [k for k in self._away if k[:2] == (instruction.stage, instruction.batch)]:
+                self._land(*key)
         more = 0
         match instruction:
             case ins.Update():
                 more = self._update(instruction, position)
-            case ins.ReduceScatter(stage, batch):
-                self._take(self._parts(stage, batch, -1))
-            case ins.AllGather(stage, batch):
-                # by now the parts have gone, and the sums come in their place, twice while joined
-                come = sum(piece.bytes for piece in self._come(stage, batch))
-                more = self.sizes.gradients.get(stage, 0) - come
-            case ins.TakePart(stage, batch):
-                self._take(self._part(stage, batch))
-            case ins.GatherWeights(stage):
-                more = self.sizes.gradients.get(stage, 0)  # what has come is joined in new memory
+            case ins.AllGather(stage) | ins.GatherWeights(stage):
+                # the parts of the others come, and all are joined: where batches overlap, new
+                # weights in the memory of an older version
+                again = not (self._overlaps and isinstance(instruction, ins.GatherWeights))
+                more = (1 + again) * self.sizes.gradients.get(stage, 0) - self._own(stage)
         if workspace is None:
             return self.bytes + more
         return before + self._peak(instruction, workspace)
@@ -138,29 +160,26 @@ class Holding:
     def finish(self, position: int) -> None:
         instruction = self._list[position]
         for buffer in self.program.ends(instruction):
-            for piece in self._kept.pop(buffer):
-                self._release(piece)
+            self._release(*self._kept.pop(buffer))
         if isinstance(instruction, ins.Forward):
             self._end(instruction)
         elif isinstance(instruction, ins.Update):
-            stage, batch = instruction.stage, instruction.batch
-            for piece in (self._sums(stage, batch), self._part(stage, batch)):
-                if piece.key in self._count:
-                    self._release(piece)
-        elif isinstance(instruction, ins.PartialBackward):
-            self._take(self._parts(instruction.stage, instruction.batch, instruction.bucket))
-        elif isinstance(instruction, ins.AllGather | ins.TakePart):
-            stage, batch = instruction.stage, instruction.batch
-            for piece in self._come(stage, batch):
-                self._release(piece)
-            if isinstance(instruction, ins.TakePart):
-                self._release(self._sums(stage, batch))
+            of = instruction.stage, instruction.batch
+            ended = (*self._gradients.sums(*of), *self._gradients.parts(*of))
+            self._release(*(piece for piece in ended if piece.key in self._count))
+        elif isinstance(instruction, ins.PartialBackward | ins.ReduceScatter):
+            self._release(*self._used_up)
+            self._used_up, bucket = (), getattr(instruction, "bucket", -1)
+            self._away.append((instruction.stage, instruction.batch, bucket))
+        elif isinstance(instruction, ins.AllGather):
+            self._take(*self._gradients.sums(instruction.stage, instruction.batch))
+            self._release(*self._gradients.parts(instruction.stage, instruction.batch))
         elif isinstance(instruction, ins.GatherWeights):
             stage, batch = instruction.stage, instruction.batch
             if (undo := self._ungathered.pop((stage, batch), None)) is not None:
                 self._release(undo)
         elif isinstance(instruction, ins.Give):  # the buffer holds them from now on
-            self._release(self._sums(instruction.stage, instruction.batch))
+            self._release(*self._gradients.sums(instruction.stage, instruction.batch))
 
     def _begin(self, forward: ins.Forward) -> None:
         """A forward reads the newest values of the buffers that its stage writes, and makes new
@@ -168,26 +187,37 @@ class Holding:
         stage = forward.stage
         self._read[stage, forward.microbatch, forward.batch] = self._forwards[stage]
         self._forwards[stage] += 1
-        for piece in self._written(stage, self._forwards[stage]):
-            self._take(piece)
+        self._take(*self._written(stage, self._forwards[stage]))
 
     def _end(self, forward: ins.Forward) -> None:
         """The values that it read are no longer the newest."""
         if number := self._read[forward.stage, forward.microbatch, forward.batch]:
-            for piece in self._written(forward.stage, number):
-                self._release(piece)
+            self._release(*self._written(forward.stage, number))
 
     def _accumulate(self, stage: int, batch: int) -> int:
         """Hold a stage's sums of gradients. Returns what they start from: copies."""
-        piece = self._sums(stage, batch)
-        if piece.key in self._count:
+        if self._gradients.sum_of(stage, batch, -1).key in self._count:
             return 0
-        self._take(piece)
+        self._take(*self._gradients.sums(stage, batch))
         return self._started(stage)
 
     def _started(self, stage: int) -> int:
         """Bytes of gradients that a stage's first ones of a step are added to; none on a copy."""
         return self.sizes.started.get(stage, 0) if self._owns(stage) else 0
+
+    def _leave(self, part: ins.PartialBackward) -> None:
+        """Hold what a part of a backward leaves, in place of what was kept for it."""
+        left = self.sizes.left.get(graph_of(part))  # type: ignore[arg-type]
+        if left is None:
+            return
+        stage, i, batch = part.stage, part.microbatch, part.batch
+        buffer = (saved if part.kind == "B" else deferred)(stage, i, batch)
+        found = [p for p in self._kept[buffer] if p.key[0] == "written"]
+        found.append(Piece("stash", ("left", buffer, part.bucket), left.bytes))
+        held = [*((v, False) for v in left.values), *((v, True) for v in left.gradients)]
+        found += filter(None, (self._near(each, stage, i, batch) for each in held))
+        self._used_up, self._kept[buffer] = self._kept[buffer], tuple(found)
+        self._take(*found)
 
     def _update(self, update: ins.Update, position: int) -> int:
         """Hold a new version, and what undoes it. Returns what the update needs besides."""
@@ -201,10 +231,11 @@ class Holding:
         self._older[stage] = more
         self._add("versions", more)
         size = self.sizes.undo.get(stage, 0)
-        gathers = stage in self.program.sharded and not self.program.depth
+        gathers = stage in self.program.sharded and not self._overlaps
         if gathers:  # the step can go back until its weights are gathered: so far it has a part
-            part = self._part(stage, update.batch).bytes
-            size = max(size - self.sizes.gradients.get(stage, 0), 0) + part
+            whole = self.sizes.gradients.get(stage, 0)
+            size = max(size - whole, 0)
+            size += self._own(stage)
         undo = Piece("undo", ("undo", stage, update.writes), size)
         self._take(undo)
         if gathers:
@@ -213,36 +244,12 @@ class Holding:
             self._undo.setdefault(update.writes, []).append(undo)
         return self.sizes.updating.get(stage, 0)
 
-    def _sums(self, stage: int, batch: int) -> Piece:
-        """A stage's sums of gradients; those that no update uses are the caller's, for good."""
-        of = batch if (stage, batch) in self._updated or not self._owns(stage) else None
-        return Piece("gradients", ("gradients", stage, of), self.sizes.gradients.get(stage, 0))
-
-    def _parts(self, stage: int, batch: int, bucket: int) -> Piece:
-        """What the other replicas have of the part of a bucket that is summed here."""
-        replicas = self.program.replicas
-        of = bucket if stage in self.program.buckets else None
-        size = (replicas - 1) * self.sizes.part(stage, replicas - 1, replicas, of)
-        return Piece("gradients", ("parts", stage, batch, bucket), size)
-
-    def _come(self, stage: int, batch: int) -> list[Piece]:
-        """The same of all buckets."""
-        buckets = self.program.buckets.get(stage, 1)
-        return [self._parts(stage, batch, bucket) for bucket in range(-1, buckets - 1)]
-
-    def _part(self, stage: int, batch: int) -> Piece:
-        """The sum of that part, where it is all that a replica keeps."""
-        replicas = self.program.replicas
-        part = self.sizes.part(stage, replicas - 1, replicas)
-        return Piece("gradients", ("part", stage, batch), part)
-
     def _workspace(self, instruction: ins.Instruction) -> Workspace | None:
-        letter = ins.letter_of(instruction)
-        if letter is None:
+        key = graph_of(instruction)
+        if key is None:
             return None
-        key = letter, instruction.stage  # type: ignore[union-attr]
         if isinstance(instruction, _ADDING):
-            sums = self._sums(instruction.stage, instruction.batch).key
+            sums = self._gradients.sum_of(instruction.stage, instruction.batch, -1).key
             if sums in self._count or self._started(instruction.stage):
                 return self.sizes.adding.get(key, self.sizes.runs.get(key))
         return self.sizes.runs.get(key)
@@ -260,7 +267,8 @@ class Holding:
 
     def _freed(self, instruction: Any, workspace: Workspace) -> Iterator[Passing]:
         """What an instruction alone still holds of what it was given."""
-        ended = Counter(p.key for b in self.program.ends(instruction) for p in self._kept[b])
+        gone = [p for b in self.program.ends(instruction) for p in self._kept[b]]
+        ended = Counter(p.key for p in (*gone, *self._used_up))
         alone: dict[Hashable, Passing] = {}
         for crossing, _, last in workspace.freed:
             at = instruction.stage, instruction.microbatch, instruction.batch
@@ -274,17 +282,19 @@ class Holding:
         self.parts[part] += size
         self.bytes += size
 
-    def _take(self, piece: Piece) -> None:
-        self._count[piece.key] += 1
-        if self._count[piece.key] == 1:
-            self._add(piece.part, piece.bytes)
-            self._made.append(piece)
+    def _take(self, *pieces: Piece) -> None:
+        for piece in pieces:
+            self._count[piece.key] += 1
+            if self._count[piece.key] == 1:
+                self._add(piece.part, piece.bytes)
+                self._made.append(piece)
 
-    def _release(self, piece: Piece) -> None:
-        self._count[piece.key] -= 1
-        if not self._count[piece.key]:
-            del self._count[piece.key]
-            self._add(piece.part, -piece.bytes)
+    def _release(self, *pieces: Piece) -> None:
+        for piece in pieces:
+            self._count[piece.key] -= 1
+            if not self._count[piece.key]:
+                del self._count[piece.key]
+                self._add(piece.part, -piece.bytes)
 
     def _pieces(self, buffer: Buffer) -> Iterator[Piece | None]:
         kind, value, source, target, i, batch = buffer
@@ -296,7 +306,7 @@ class Holding:
             case "sums" if self._owns(source):
                 yield Piece("gradients", buffer, sizes.crossing(buffer))
             case "sums":
-                yield self._sums(source, batch)
+                yield from self._gradients.sums(source, batch)
             case "grad":
                 yield self._gradient(Edge(target, source, value), i, batch)
             case "state":

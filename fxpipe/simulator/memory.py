@@ -11,6 +11,7 @@ from fxpipe.ir import instruction as ins
 from fxpipe.simulator.holding import Holding
 from fxpipe.simulator.simulation import Simulation
 from fxpipe.simulator.sizes import Sizes
+from fxpipe.simulator.sums import Sum
 
 
 @dataclass(frozen=True)
@@ -43,11 +44,14 @@ def memory_over_time(simulation: Simulation, sizes: Sizes) -> tuple[Memory, ...]
     its receive is posted. One piece of memory that several buffers hold counts once, until the last
     of them is gone.
     """
-    everywhere, program = _updated(simulation), simulation.program
-    computed = (x for own in program.lists for x in own if isinstance(x, ins.Compute))
-    apart = len({x.batch - x.version for x in computed}) > 1
+    everywhere, window = _updated(simulation), simulation.window
+    computed = (x for own in window.lists for x in own if isinstance(x, ins.Compute))
+    made = {
+        "apart": len({x.batch - x.version for x in computed}) > 1,
+        "overlaps": window.depth > 0,
+    }
     return tuple(
-        _memory(simulation, Holding(program, sizes, device, apart=apart), everywhere)
+        _memory(simulation, Holding(simulation.program, sizes, device, **made), everywhere)
         for device in range(simulation.devices)
     )
 
@@ -93,9 +97,14 @@ def _memory(simulation: Simulation, holding: Holding, everywhere: Mapping[int, f
     levels: list[int] = []
     early = deque(_early(simulation, holding))
     waiting: dict[int, int] = {}
+    summed = {
+        (sum_.stage, sum_.batch, sum_.bucket): transfer.end
+        for sum_, transfer in simulation.events.transfers.items()
+        if isinstance(sum_, Sum) and sum_.what != "weights"
+    }
     peak, parts = -1, dict(holding.parts)
     for position, start in enumerate(starts):
-        holding.reach(start, everywhere)
+        holding.reach(start, everywhere, summed)
         while early and early[0][0] <= start:
             _, received, size = early.popleft()
             waiting[received] = size

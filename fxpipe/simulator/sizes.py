@@ -4,16 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fxpipe.ir.value import Buffer, part_of
-from fxpipe.simulator.sums import Summed
 
 if TYPE_CHECKING:
     from fxpipe.ir.plan import Bucket
+    from fxpipe.simulator.sums import Summed
 
 Crossing = tuple[str, bool]
 """A value that crosses between stages, by name, and whether its gradient is meant."""
+
+
+class Piece(NamedTuple):
+    """A piece of memory: the part of ``holding.PARTS`` that it counts as, what is in it, and its
+    size."""
+
+    part: str
+    key: tuple[Any, ...]
+    bytes: int
 
 
 class GraphInput(NamedTuple):
@@ -40,6 +49,20 @@ class Passing(NamedTuple):
 
     bytes: int
     last: int
+
+
+class Left(NamedTuple):
+    """What a backward that stops at a bucket of gradients leaves for the next part of it.
+
+    Attributes:
+        bytes: of what nothing else holds.
+        values: values between stages that it holds.
+        gradients: values whose gradients it holds.
+    """
+
+    bytes: int
+    values: frozenset[str] = frozenset()
+    gradients: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -132,8 +155,10 @@ class Sizes:
         laid_out: (stage, value, whether its gradient) → bytes of the copy that the stage makes
             where it comes from another device, in another layout than the stage's graphs want.
         runs: letter of a task and stage → what its graph adds while it runs; where it is missing,
-            all that it makes counts from its start, and what it uses up until its end.
+            all that it makes counts from its start, and what it uses up until its end. The part of
+            a backward up to bucket 0 has the letter B0 or W0, and the last part B-1 or W-1.
         adding: the same for a task that adds to sums of gradients that are there already.
+        left: the same letters of parts and stage → what such a part leaves for the next one.
         early: how many values from each other device may be in memory before their receives.
             Infinite on ranks, which read a value as soon as it arrives; on ranks with streams as
             many receives as they post ahead.
@@ -161,6 +186,7 @@ class Sizes:
     laid_out: Mapping[tuple[int, str, bool], int] = field(default_factory=dict)
     runs: Mapping[tuple[str, int], Workspace] = field(default_factory=dict)
     adding: Mapping[tuple[str, int], Workspace] = field(default_factory=dict)
+    left: Mapping[tuple[str, int], Left] = field(default_factory=dict)
     early: float = 0
     unknown: frozenset[int] = frozenset()
 

@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.program import Program
 from fxpipe.ir.value import Buffer, fetching, offloaded
+from fxpipe.simulator.sizes import Piece, Sizes
 
 Summed = Literal["sum", "part", "weights"]
 """What replicas exchange: gradients until all have their sums, or, where optimizers are sharded,
@@ -71,3 +72,60 @@ def beside(instruction: ins.Instruction) -> Buffer | None:
         case ins.Free(Buffer("saved", _, stage, _, i, batch)):
             return offloaded(stage, i, batch)
     return None
+
+
+Key = tuple[int, int, int]
+"""Stage, batch and bucket of gradients."""
+
+
+class Gradients:
+    """The memory of the sums of gradients on a device, bucket by bucket as in ``Sum``."""
+
+    def __init__(self, program: Program, sizes: Sizes, device: int) -> None:
+        """Nothing is summed yet."""
+        self._program, self._sizes, self._device = program, sizes, device
+        own = program.lists[device]
+        self._updated = {(x.stage, x.batch) for x in own if isinstance(x, ins.Update)}
+        self._bytes: dict[tuple[int, int | None, int], int] = {}
+
+    def sums(self, stage: int, batch: int) -> list[Piece]:
+        """A stage's sums; the first one is complete last."""
+        return [self.sum_of(stage, batch, bucket) for bucket in self._buckets(stage)]
+
+    def parts(self, stage: int, batch: int) -> list[Piece]:
+        """The parts of these that are summed here over the replicas."""
+        return [self.part_of(stage, batch, bucket) for bucket in self._buckets(stage)]
+
+    def sum_of(self, stage: int, batch: int, bucket: int) -> Piece:
+        """A bucket of the sums; those that no update uses are the caller's, for good."""
+        copied = self._program.placement[stage] != self._device
+        of = batch if (stage, batch) in self._updated or copied else None
+        return Piece("gradients", ("sum", stage, of, bucket), self.bytes(stage, bucket, 1))
+
+    def part_of(self, stage: int, batch: int, bucket: int) -> Piece:
+        """The part of a bucket that is summed here."""
+        size = self.bytes(stage, bucket, self._program.replicas)
+        return Piece("gradients", ("part", stage, batch, bucket), size)
+
+    def bytes(self, stage: int, bucket: int | None, replicas: int) -> int:
+        """What the last of so many replicas sums of a bucket, or with None of all gradients."""
+        key = stage, bucket if stage in self._program.buckets else None, replicas
+        if key not in self._bytes:
+            self._bytes[key] = self._sizes.part(stage, replicas - 1, replicas, key[1])
+        return self._bytes[key]
+
+    def _buckets(self, stage: int) -> range:
+        return range(-1, self._program.buckets.get(stage, 1) - 1)
+
+
+def graph_of(instruction: ins.Instruction) -> tuple[str, int] | None:
+    """The letter and stage of a task's graph in ``Sizes.runs``; None for other instructions."""
+    letter = ins.letter_of(instruction)
+    if letter is None:
+        return None
+    match instruction:
+        case ins.PartialBackward(bucket=bucket):
+            letter = f"{letter}{bucket}"
+        case ins.Backward(rest=True) | ins.WeightGrad(rest=True):
+            letter = f"{letter}-1"
+    return letter, instruction.stage  # type: ignore[union-attr]

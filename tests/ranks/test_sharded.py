@@ -209,18 +209,28 @@ def test_optimizer_state_is_divided_by_the_replicas_and_as_many_bytes_are_sent()
 
 
 def peaks(mesh: DeviceMesh) -> list[tuple[int, int]]:
-    """The predicted and the counted peak of memory of steps with a flush."""
+    """The predicted and the counted peak of memory of steps: of a few samples, of which the update
+    is the largest part, and of many."""
     found = []
-    for shards, cap, rows in ((True, math.inf, 512), (True, 0.05, 16), (False, 0.05, 512)):
+    for schedule, shards, cap, rows, kind in (
+        ("1f1b", True, math.inf, 512, "adam"),
+        ("1f1b", True, 0.05, 16, "adam"),
+        ("1f1b", True, 0.1, 16, "sgd"),
+        ("1f1b", False, 0.1, 2048, "adam"),
+        ("zb-h1", True, 0.1, 512, "sgd"),
+        ("2bw", False, math.inf, 16, "adam"),
+        ("2bw", True, math.inf, 16, "adam"),
+    ):
         torch.manual_seed(0)
         layers = [each for _ in range(4) for each in (nn.Linear(128, 128), nn.Tanh())]
         x = torch.randn(rows, 128)
         with fxpipe.compile(
             nn.Sequential(*layers),
             mesh,
+            schedule=schedule,
             loss=F.mse_loss,
             microbatches=4,
-            optimizer=OPTIMIZERS["adam"],
+            optimizer=OPTIMIZERS[kind],
             shard_optimizer=shards,
             bucket_cap_mb=cap,
         ) as pipe:

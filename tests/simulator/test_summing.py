@@ -179,11 +179,20 @@ def test_the_parts_of_others_are_held_until_they_are_summed() -> None:
     def level(kind: type[ins.ReduceScatter | ins.AllGather], stage: int) -> int:
         return levels[str(kind(stage))]
 
-    assert level(ins.ReduceScatter, 1) == 30 + 20
-    assert level(ins.ReduceScatter, 0) == 330 + 20 + 200
-    assert level(ins.AllGather, 1) == 330 + 30 + 200  # the sums, and once more as they are joined
-    assert level(ins.AllGather, 0) == 330 + 300
+    # a third of the sums stays here, and is all that there is until all thirds are joined
+    assert level(ins.ReduceScatter, 1) == 30
+    assert level(ins.ReduceScatter, 0) == 10 + 300
+    assert level(ins.AllGather, 1) == 10 + 300 + 200 + 100  # stage 0 is summed meanwhile
+    assert level(ins.AllGather, 0) == 30 + 100 + 200 + 300
     assert found.memory[0].peak == 630
+
+
+def test_the_sums_are_held_while_the_parts_are_on_their_way() -> None:
+    free = dict.fromkeys("FBAU", 0)
+    sizes, slow = Sizes(gradients={0: 300, 1: 30}), {(0, 0): Link(latency=5)}
+    late = TWO.simulate(free, replicas=3, sizes=sizes, links=slow)
+    levels = dict(zip(map(str, late.program.lists[0]), late.memory[0].levels, strict=True))
+    assert levels[str(ins.ReduceScatter(0))] == 330
 
 
 def test_updates_that_come_late_for_the_sums_need_no_fewer_copies_of_the_weights() -> None:
@@ -302,11 +311,11 @@ def test_with_shards_a_replica_keeps_the_sum_of_its_part_alone() -> None:
     room = Sizes(gradients={0: 300, 1: 30})
     found = TWO.simulate(free, replicas=3, sizes=room, shards=True)
     levels = dict(zip(map(str, found.program.lists[0]), found.memory[0].levels, strict=True))
-    assert levels[str(ins.ReduceScatter(0))] == 330 + 20 + 200
-    assert levels[str(ins.TakePart(1))] == 330 + 20 + 200 + 10
-    assert levels[str(ins.TakePart(0))] == 300 + 200 + 10 + 100
+    assert levels[str(ins.ReduceScatter(0))] == 10 + 300
+    assert levels[str(ins.TakePart(1))] == 10 + 300 + 200 + 100  # stage 0 is summed meanwhile
+    assert levels[str(ins.TakePart(0))] == 10 + 100
     # an update makes new weights of the part, which are there until all are gathered
     assert levels[str(ins.Update(0))] == 10 + 100 + 100
     assert levels[str(ins.Update(1))] == 10 + 100 + 10
-    assert levels[str(ins.GatherWeights(0))] == 100 + 10 + 300
-    assert levels[str(ins.GatherWeights(1))] == 10 + 30
+    assert levels[str(ins.GatherWeights(0))] == 10 + 100 + 200 + 300
+    assert levels[str(ins.GatherWeights(1))] == 10 + 20 + 30

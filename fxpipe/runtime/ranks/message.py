@@ -122,8 +122,9 @@ def unpacking(borrowed: Borrowed | None = None) -> Iterator[memoryview | Message
             for layout in layouts
         ]
         yield from (view for _, room in made if room is not None and len(view := _bytes(room)))
-        tensors = [_laid_out(tensor, room) for tensor, room in made]
-        yield Message(kind, _tuples(key), _nested(tree, tensors))
+        message = [Message(kind, _tuples(key), _nested(tree, [_laid_out(*each) for each in made]))]
+        del made  # its tensors are to live no longer than who gets them says
+        yield message.pop()
 
 
 class _Flat:

@@ -117,6 +117,8 @@ class VersionedWeights(Weights):
                 self._elsewhere[replica][stage] = version
             else:
                 self._stages[stage].newest = version
+            if not self._stopped:
+                self._forget()
             self._lock.notify_all()
 
     def _at(self, version: int) -> None:
