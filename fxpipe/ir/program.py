@@ -192,6 +192,11 @@ class Program:
         return frozenset(parts)
 
     @cached_property
+    def clips(self) -> bool:
+        """Whether norms of gradients are taken, to clip them."""
+        return any(isinstance(x, ins.Norm) for own in self.lists for x in own)
+
+    @cached_property
     def buckets(self) -> Mapping[int, int]:
         """Stage → into how many buckets its gradients go, where it is more than one."""
         found: dict[int, int] = {}

@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from fxpipe.errors import RankError
-from fxpipe.ir import instruction as ins
 from fxpipe.ir.program import Program
 from fxpipe.ir.value import Buffer
 from fxpipe.runtime.devices.backend import Backend, Channels
@@ -59,8 +58,7 @@ class RankChannels(Channels):
         assert group.links is not None
         self._group, self._links, self._jobs = group, group.links, jobs
         self._overlaps = program.depth > 0
-        self._sharded = program.sharded
-        self._clips = any(isinstance(x, ins.Norm) for own in program.lists for x in own)
+        self._sharded, self._clips = program.sharded, program.clips
         self._followed = program.followed
         self._together: dict[int, tuple[list[Buffer], list[Any]]] = {}
         self._unsent: list[tuple[Any, Any]] = []

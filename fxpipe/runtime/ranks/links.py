@@ -34,8 +34,8 @@ computes for some seconds without letting other threads run."""
 CLOSED = "has closed its pipe or ended"
 """Why a rank is gone that has said goodbye."""
 
-SHORT = 0.01
-"""Seconds after which the thread looks again where another one reads."""
+SHORT = 0.03
+"""Seconds for which a thread counts as one that reads, after it has waited for a message."""
 
 SPIN = 0.0002
 """Seconds for which a thread that waits for a message asks again and again before it sleeps: waking
@@ -202,9 +202,9 @@ class Links:
     def _serve(self) -> None:
         last, deadline = time.monotonic(), float("inf")
         while True:
-            if self._served():
-                self._pause.poll(1000 * SHORT)
-                _drain(self._woken)
+            if (rest := self._served()) > 0:
+                if self._pause.poll(1000 * rest):
+                    _drain(self._woken)
                 continue
             for key, events in self._selector.select(BEAT / 2 if not self._closing else 0.05):
                 peer: Peer | None = key.data
@@ -237,12 +237,13 @@ class Links:
                 if now > deadline or all(peer.gone for peer in self._peers.values()):
                     return
 
-    def _served(self) -> bool:
-        """Whether a thread that waits reads what arrives, so that this one need not wake up for
-        every message, and nothing has to be written."""
+    def _served(self) -> float:
+        """For how many seconds another thread may read what arrives, so that this one need not wake
+        up for every message: it has just waited for one, and nothing has to be written."""
         now = time.monotonic()
-        served = now - self._pumped < 3 * SHORT and now - self._looked < BEAT
-        return served and not self._closing and not any(p.unsent for p in self._peers.values())
+        if self._closing or any(peer.unsent for peer in self._peers.values()):
+            return 0.0
+        return min(self._pumped + SHORT, self._looked + BEAT) - now
 
     def _look(self, peer: Peer, now: float) -> None:
         """Ask for what a connection needs now: to be written, a sign of life, or to be given up."""

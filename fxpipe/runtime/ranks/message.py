@@ -10,8 +10,9 @@ import ctypes
 import hashlib
 import json
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -200,7 +201,7 @@ class _Flat:
         """Write a tensor into shared memory, laid out as it is, if there is some left."""
         _, shape, strides, start = layout
         span = _span(shape, strides)
-        if self._lent is None or span > 4 * value.numel() or _overlaps(value):
+        if self._lent is None or span > 4 * value.numel() or _overlaps(shape, strides):
             return False
         slot = self._lent.take((start + span) * value.element_size())
         if slot is None:
@@ -220,18 +221,20 @@ def _once(value: Tensor) -> Tensor:
     return value.as_strided(shape, strides)
 
 
-def _span(shape: Sequence[int], strides: Sequence[int]) -> int:
+@lru_cache
+def _span(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
     """How many elements there are from a tensor's first to its last."""
     if 0 in shape:
         return 0
     return 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
 
 
-def _overlaps(value: Tensor) -> bool:
-    """Whether some of its elements may be in the same place."""
+@lru_cache
+def _overlaps(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Whether elements may be in the same place that are not one, repeated along a dimension."""
     span = 1
-    for stride, n in sorted(zip(value.stride(), value.shape, strict=True)):
-        if n > 1 and stride < span:
+    for stride, n in sorted(zip(strides, shape, strict=True)):
+        if n > 1 and 0 < stride < span:
             return True
         span += (n - 1) * stride
     return False
@@ -240,7 +243,7 @@ def _overlaps(value: Tensor) -> bool:
 def _dense(value: Tensor) -> Tensor:
     """The same on the CPU, with elements that fill the memory from the first to the last."""
     sent = value if value.is_cpu else value.cpu()
-    if not sent.is_contiguous() and _span(sent.shape, sent.stride()) != sent.numel():
+    if not sent.is_contiguous() and _span(tuple(sent.shape), sent.stride()) != sent.numel():
         sent = sent.clone(memory_format=torch.contiguous_format)  # it has gaps, or overlaps itself
     return sent
 
@@ -250,7 +253,7 @@ def _room(
 ) -> tuple[Tensor, Tensor]:
     """Memory for a tensor, as it will be used and as its bytes arrive; often the same memory."""
     dtype = _DTYPES[name]
-    memory = torch.empty(start + _span(shape, strides), dtype=dtype)
+    memory = torch.empty(start + _span(tuple(shape), tuple(strides)), dtype=dtype)
     made = memory.as_strided(shape, strides, start)
     if sent == shape and order == strides:
         return made, made
@@ -271,7 +274,7 @@ def _shared(
     if borrowed is None:
         raise ValueError("a tensor in shared memory, and none is shared")
     memory = torch.frombuffer(borrowed.view(Slot(*slot)), dtype=_DTYPES[name])
-    if min(start, *strides, 0) < 0 or start + _span(shape, strides) > len(memory):
+    if min(start, *strides, 0) < 0 or start + _span(tuple(shape), tuple(strides)) > len(memory):
         raise ValueError(f"a tensor beyond the end of its {Slot(*slot)}")
     return memory.as_strided(shape, strides, start), None
 
@@ -316,5 +319,5 @@ def _nested(tree: Any, tensors: list[Tensor]) -> Any:
     return made._coalesced_(tree["coalesced"])
 
 
-def _tuples(key: Any) -> Any:
-    return tuple(map(_tuples, key)) if isinstance(key, list) else key
+def _tuples(key: list[Any]) -> tuple[Any, ...]:
+    return tuple([_tuples(item) if isinstance(item, list) else item for item in key])
