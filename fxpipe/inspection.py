@@ -22,7 +22,7 @@ from fxpipe.ir.plan import Plan, Stage
 from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.traced import Traced
-from fxpipe.kernels.inductor import compiled as compiled_graph
+from fxpipe.kernels.inductor import peak_of
 from fxpipe.metrics import Meter
 from fxpipe.passes.partition.assignment import Verdict
 from fxpipe.rehearsal import Rehearsals
@@ -364,7 +364,7 @@ def _libraries(plan: Plan) -> str:
         for stage in plan.stages
     ]
     counts = [
-        f"{sum(compiled_graph(graph) is not None for graph in own)} of {len(own) - own.count(None)}"
+        f"{sum(peak_of(graph) is not None for graph in own)} of {len(own) - own.count(None)}"
         for own in graphs
     ]
     made = any(not count.startswith("0 ") for count in counts)

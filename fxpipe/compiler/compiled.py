@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from fxpipe.compiler.options import Options
 from fxpipe.compiler.timetable import Purpose
 from fxpipe.ir.instruction import Recompute
 from fxpipe.ir.plan import Plan, ValueSpec
@@ -14,6 +15,7 @@ from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.traced import Traced, Value
 from fxpipe.kernels.kernel import Discarding, Kernel
 from fxpipe.kernels.recompute import Rechecked
+from fxpipe.passes.inductor.compile_stages import peaks_of, take_peaks
 from fxpipe.passes.tracing.loss_terms import Divisor
 
 
@@ -107,3 +109,20 @@ def exchangeable(traced: Traced, plan: Plan, other: Traced, other_plan: Plan) ->
         and traced.loss == other.loss
         and outputs(traced) == outputs(other)
     )
+
+
+def agree_on_plans(options: Options, schedule: Schedule, plans: Sequence[Plan]) -> None:
+    """Check that all ranks have made the same plans, each for a size of micro-batch, and hear what
+    the others have compiled of them, which has other peaks of memory. Raises RankError."""
+    first, group = plans[0], options.group
+    trained = [[each.target for each in stage.parameters] for stage in first.stages]
+    own = [s.index for s in first.stages if options.stage_compiler and options.owns(s.index)]
+    told = group.agree(
+        "the compiled plan",
+        f"{schedule}\n{trained}",
+        own=str(first),
+        value=[peaks_of(plan, own) for plan in plans],
+    )
+    for rank in group.pipeline:
+        for plan, peaks in zip(plans, told[rank], strict=True):
+            take_peaks(plan, peaks)

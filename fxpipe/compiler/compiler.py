@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fxpipe.compiler import passes
 from fxpipe.compiler.capturing import Capturing
-from fxpipe.compiler.compiled import Compiled, Kind, exchangeable
+from fxpipe.compiler.compiled import Compiled, Kind, agree_on_plans, exchangeable
 from fxpipe.compiler.front_end import Call
 from fxpipe.compiler.objective import Divided, divided, known_buffers, together, weighed
 from fxpipe.compiler.options import Options
@@ -214,9 +214,7 @@ class Compiler:
         if kind.outputs:
             traced = self.plans.output_dims(calls[sizes[0]], traced)
         if self.options.group.size > 1:  # the text takes time, and not every value has one
-            trained = [[each.target for each in stage.parameters] for stage in plan.stages]
-            common = f"{schedule}\n{trained}"
-            self.options.group.agree("the compiled plan", common, own=str(plan))
+            agree_on_plans(self.options, schedule, [made for _, made in plans.values()])
         program, whole = self._program(plan, schedule, purpose, kind.updates)
         by_size = {
             size: self.capturing.captured(plan, schedule, program)

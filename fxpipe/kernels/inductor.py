@@ -119,6 +119,10 @@ class Library:
         self.run = _called(path) if path.suffix == ".so" else _loaded(path, device)
 
 
+ELSEWHERE = "peak of the library"
+"""Where a graph notes what another rank has told of the library that runs it there."""
+
+
 class Compiled:
     """Runs a graph by its library, with the boxed calling convention of the graph.
 
@@ -164,6 +168,15 @@ def compiled(module: fx.GraphModule | None) -> Compiled | None:
     """What runs a graph module; None where it runs as it is."""
     found = None if module is None else vars(module).get("forward")
     return found if isinstance(found, Compiled) else None
+
+
+def peak_of(module: fx.GraphModule | None) -> int | None:
+    """The most bytes that a call of a graph's library adds, here or on the rank that runs it; None
+    where it runs as it is."""
+    found = compiled(module)
+    if found is None:
+        return None if module is None else module.meta.get(ELSEWHERE)
+    return found.peak
 
 
 def _loaded(path: Path, device: torch.device) -> Callable[[list[Tensor]], Sequence[Tensor]]:

@@ -15,7 +15,7 @@ from fxpipe.ir.plan import Plan, Stage
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.value import outputs_of
 from fxpipe.kernels.graph import BucketGraph, GraphKernel
-from fxpipe.kernels.inductor import compiled
+from fxpipe.kernels.inductor import peak_of
 from fxpipe.memory.optimizer import optimizer_memory
 from fxpipe.passes.graph.liveness import Liveness, liveness
 from fxpipe.simulator.sizes import Crossing, GraphInput, Left, Sizes, Storage, Workspace
@@ -387,10 +387,10 @@ def _as_measured(
 ) -> Workspace:
     """The memory of a graph that runs compiled, where it is measured: its peak, and what is left at
     the return. What it frees besides counts until then. ``begun`` are the sums that it makes."""
-    library = compiled(module)
-    if library is None:
+    peak = peak_of(module)
+    if peak is None:
         return run
-    peak = library.peak + _bytes(node.meta["val"] for node in begun)
+    peak += _bytes(node.meta["val"] for node in begun)
     freed = tuple(each._replace(last=1) for each in run.freed)
     laid_out = tuple(each._replace(last=1) for each in run.laid_out)
     return Workspace((peak, run.levels[-1]), freed, laid_out)

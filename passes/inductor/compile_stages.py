@@ -13,7 +13,7 @@ What inductor cannot compile runs as it is, and so does, under "auto", what that
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -23,7 +23,7 @@ from torch import Tensor, fx
 
 from fxpipe.ir.plan import Plan, Stage
 from fxpipe.kernels.graph import GraphKernel
-from fxpipe.kernels.inductor import Compiled, Look, Wiring
+from fxpipe.kernels.inductor import ELSEWHERE, Compiled, Look, Wiring, peak_of
 from fxpipe.log import noted
 from fxpipe.passes.graph.lazy_module import lazy_module
 from fxpipe.passes.graph.liveness import liveness
@@ -73,6 +73,31 @@ class CompileStages:
             for stage in plan.stages
         )
         return replace(plan, stages=tuple(stages))
+
+
+def peaks_of(plan: Plan, own: Collection[int]) -> dict[int, list[int | None]]:
+    """For the other ranks: own stage → for each of its graphs the most bytes that a call of its
+    library adds, None where it runs as it is."""
+    return {index: [*map(peak_of, _graphs(plan.stages[index]))] for index in own}
+
+
+def take_peaks(plan: Plan, peaks: Mapping[int, Sequence[int | None]]) -> None:
+    """Note what another rank has told of its stages."""
+    for index, found in peaks.items():
+        for graph, peak in zip(_graphs(plan.stages[index]), found, strict=True):
+            graph.meta[ELSEWHERE] = peak
+
+
+def _graphs(stage: Stage) -> list[fx.GraphModule]:
+    found: list[fx.GraphModule] = []
+
+    def see(graph: fx.GraphModule) -> fx.GraphModule:
+        found.append(graph)
+        return graph
+
+    if isinstance(stage.kernel, GraphKernel):
+        stage.kernel.mapped(see)
+    return found
 
 
 class Job:

@@ -78,8 +78,10 @@ class Libraries:
         return None
 
     def write(self, key: str, record: Record) -> None:
-        """Keep what is known of a graph."""
-        self._dump(asdict(record), self._path(key, ".json"))
+        """Keep what is known of a graph, unless another process was faster: what was measured first
+        counts for all ranks of a host."""
+        if self.record(key) is None:
+            self._dump(asdict(record), self._path(key, ".json"))
 
     def load(self, key: str, suffix: str, device: torch.device) -> Library:
         """A library; all who use it share it."""

@@ -335,7 +335,7 @@ def test_the_memory_of_a_library_is_measured(folder: Path) -> None:
         assert pipe.simulate().memory[0].peak >= 2 * weights + 3 * value
 
 
-def ran(mesh: DeviceMesh, schedule: str) -> tuple[float, list[bool]]:
+def ran(mesh: DeviceMesh, schedule: str) -> tuple[float, list[bool], str, list[int]]:
     torch.manual_seed(0)
     model = Net()
     x, y = batch()
@@ -349,7 +349,8 @@ def ran(mesh: DeviceMesh, schedule: str) -> tuple[float, list[bool]]:
         stage_compiler="inductor",
         deferred_batchnorm=schedule == "chimera",
     ) as pipe:
-        return float(pipe.step(x, target=y)), [each is not None for each in graphs(pipe)]
+        loss, own = float(pipe.step(x, target=y)), [each is not None for each in graphs(pipe)]
+        return loss, own, str(pipe), [memory.peak for memory in pipe.simulate().memory]
 
 
 @pytest.mark.timeout(300)
@@ -361,12 +362,56 @@ def test_a_rank_compiles_its_own_stages_and_those_of_which_it_has_copies(
     with made(None) as pipe:
         expected = float(pipe.step(x, target=y))
     told = on_ranks(2, ran, schedule, timeout=200)
-    assert [loss for loss, _ in told] == pytest.approx([expected] * 2, rel=1e-5)
+    assert [loss for loss, *_ in told] == pytest.approx([expected] * 2, rel=1e-5)
     both = schedule == "chimera"
-    assert [compiled for _, compiled in told] == [
+    assert [compiled for _, compiled, *_ in told] == [
         [True, True, both, both],
         [both, both, True, True],
     ]
+    (*_, shown, peaks), (*_, other, others) = told
+    assert shown == other and "by stage: 2 of 2, 2 of 2" in shown
+    assert peaks == others
+
+
+@pytest.mark.parametrize("first", [(1.0, 0.5), (1.0, 2.0)])
+def test_what_was_measured_first_counts_for_all_processes_of_a_host(
+    first: tuple[float, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    one, other = libraries.Libraries(), libraries.Libraries()
+    (tmp_path / "fxpipe" / "key.json").write_text("what a broken disk has left")
+    (tmp_path / "fxpipe" / "key.so").touch()
+    one.write("key", libraries.Record(seconds=first))
+    other.write("key", libraries.Record(seconds=(7.0, 7.0)))
+    for each in (one, other):
+        assert (found := each.record("key")) is not None and (*found.seconds,) == first
+
+
+def on_replicas(mesh: DeviceMesh) -> tuple[list[bool], dict[str, Tensor]]:
+    """Gradients over two replicas, each with a batch of its own."""
+    torch.manual_seed(0)
+    model = Net()
+    x, y = batch()
+    own = slice(6 * (at := mesh.get_local_rank("dp")), 6 * (at + 1))
+    with fxpipe.compile(model, mesh, microbatches=3, loss=mse_loss, stage_compiler="auto") as pipe:
+        pipe.step(x[own], target=y[own])
+        compiled = [each is not None for each in graphs(pipe)]
+        named = pipe.named_parameters()
+        return compiled, {name: each.grad for name, each in named if each.grad is not None}
+
+
+@pytest.mark.skipif(not DEEP, reason="it compiles for half a minute")
+@pytest.mark.timeout(300)
+def test_replicas_choose_alike_what_is_compiled_and_have_the_same_gradients(folder: Path) -> None:
+    (compiled, ours), (others, theirs) = on_ranks(2, on_replicas, replicas=2, timeout=200)
+    assert compiled == others
+    torch.manual_seed(0)
+    model = Net()
+    for x, y in zip(*(each.chunk(6) for each in batch()), strict=True):
+        (mse_loss(model(x), y) / 6).backward()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(ours[name], theirs[name])
+        torch.testing.assert_close(ours[name], parameter.grad)
 
 
 def test_what_excludes_it_is_refused_by_name() -> None:
