@@ -280,6 +280,50 @@ def test_a_rank_that_waits_for_one_that_knows_of_a_lost_one_is_told_of_the_lost_
         group.close()
 
 
+def test_what_a_lost_rank_had_said_counts_though_another_one_tells_first_that_it_is_lost() -> None:
+    one, two, three = groups(3)
+    told: list[BaseException] = []
+
+    def call(group: RankGroup, count: int) -> None:
+        try:
+            for _ in range(count):
+                with group.calling("step"):
+                    group.settle(None)
+        except RankError as error:
+            told.append(error)
+
+    assert two.links is not None and three.links is not None
+    threads = [threading.Thread(target=call, args=each) for each in ((one, 2), (two, 2))]
+    for thread in threads:
+        thread.start()
+    call(three, 1)
+    assert soon(lambda: one.call == two.call == 2)
+    with two.links._reading:
+        begin, end = (2, 0, "the begin of a call"), (2, 1, "end")
+        three.links.send_all(Message("said", begin, ["step", 0, ""]))
+        three.links.send_all(Message("said", end))
+        for peer in three.links._peers.values():  # as the end of its process does
+            peer.socket.shutdown(socket.SHUT_RDWR)
+        assert soon(lambda: 2 in one.hearing.gone)
+        two.links._read(two.links._peers[0])
+    for thread in threads:
+        thread.join()
+    assert not told, "a rank rolls back what the other one counts"
+    assert soon(lambda: 2 in two.hearing.gone)
+    for group in (one, two, three):
+        group.close()
+
+
+def test_a_rank_that_another_one_has_lost_is_given_up_soon_though_it_lives() -> None:
+    one, two, three = groups(3)
+    assert one.links is not None
+    one.links.send(1, Message("gone", (2,), "cannot be reached any more"))
+    assert soon(lambda: 2 in two.hearing.gone and 1 in three.hearing.gone)
+    assert two.hearing.gone == {2: "cannot be reached any more"}
+    for group in (one, two, three):
+        group.close()
+
+
 # what an exchange holds to, whatever order messages come in
 
 NAMES = tuple(f"rank {rank} (host, process {rank})" for rank in range(3))

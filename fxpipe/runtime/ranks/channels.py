@@ -317,7 +317,7 @@ def _sums(stage: int, replica: int, batch: int, bucket: int) -> Buffer:
 
 def _values(run: Any, buffers: Sequence[Buffer], values: Sequence[Any]) -> Message:
     """What brings values to another rank."""
-    return Message("values", (run, [*map(tuple, buffers)]), [*values])
+    return Message("values", (run, [tuple(each) for each in buffers]), [*values])
 
 
 class RankBackend(Backend):

@@ -339,8 +339,8 @@ class RankGroup:
                 self.delivery.stop(error)
         elif message.kind == "gone":
             (other,) = message.key
-            if other != self.rank:
-                self.delivery.stop(self.hearing.lose(other, str(message.value)))
+            if other != self.rank and self.links is not None:
+                self.links.doubt(other, str(message.value))
         else:
             self.delivery.deliver(rank, message)
 

@@ -31,6 +31,9 @@ SILENCE = 30.0
 is. A process that ends is noticed at once. One that is busy is alive, even where an extension
 computes for some seconds without letting other threads run."""
 
+DOUBT = 0.5
+"""Seconds in which a rank that another one has lost may still be read, as far as it has come."""
+
 CLOSED = "has closed its pipe or ended"
 """Why a rank is gone that has said goodbye."""
 
@@ -115,6 +118,12 @@ class Links:
             packed = pack(message)
             for peer in peers:
                 self._send(peer, packed)
+
+    def doubt(self, rank: int, why: str) -> None:
+        """Another rank has lost this one. It is given up here, too, but what it has sent before is
+        read first: the others count it. Its own connection mostly ends at the same time."""
+        self._peers[rank].doubt = why, time.monotonic()
+        self._notify()
 
     def pump(self, arrived: Callable[[], bool], timeout: float) -> None:
         """Wait until something was delivered: here, or, while another thread reads, by that one.
@@ -241,7 +250,8 @@ class Links:
         """For how many seconds another thread may read what arrives, so that this one need not wake
         up for every message: it has just waited for one, and nothing has to be written."""
         now = time.monotonic()
-        if self._closing or any(peer.unsent for peer in self._peers.values()):
+        busy = (peer.unsent or (peer.doubt[0] and not peer.gone) for peer in self._peers.values())
+        if self._closing or any(busy):
             return 0.0
         return min(self._pumped + SHORT, self._looked + BEAT) - now
 
@@ -251,10 +261,12 @@ class Links:
             return
         if now - peer.spoke > BEAT:
             self._send(peer, pack(Message("beat")))
-        silent = f"has given no sign of life for {SILENCE:.0f} s"
-        if why := peer.broken or (silent if now - peer.heard > SILENCE else ""):
+        why, since = peer.doubt
+        if now - peer.heard > SILENCE:
+            why, since = f"has given no sign of life for {SILENCE:.0f} s", 0.0
+        if peer.broken or (why and now - since > DOUBT):
             with self._reading:
-                self._give_up(peer, why)
+                self._give_up(peer, peer.broken or why)
             return
         wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.unsent else 0)
         with suppress(KeyError, ValueError):  # another thread may give it up meanwhile
@@ -287,6 +299,12 @@ class Links:
             self._give_up(peer, f"has sent something that cannot be read ({told(error)})")
 
     def _give_up(self, peer: Peer, why: str) -> None:
+        for other in self._peers.values():  # this one may have left because of them
+            doubt, _ = other.doubt
+            if doubt and not other.gone and other is not peer and not self._closing:
+                other.doubt = "", 0.0
+                self._read(other)
+                self._give_up(other, doubt)
         if peer.gone:
             return
         peer.gone = why

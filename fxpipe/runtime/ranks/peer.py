@@ -33,6 +33,7 @@ class Peer:
         heard: when something last came from it.
         gone: why there is no connection any more; empty while there is one.
         broken: the error of a write; empty while there was none.
+        doubt: why another rank has lost it, and when that was told; empty while none has.
         arriving: reads messages, see ``unpacking``.
         space: the memory that is filled next.
         filled: how many of its bytes are filled.
@@ -45,6 +46,7 @@ class Peer:
         self.unsent: deque[tuple[deque[memoryview], Packed]] = deque()
         self.spoke = self.heard = time.monotonic()
         self.gone = self.broken = ""
+        self.doubt = "", 0.0
         self.lent, self.borrowed = shared
         self.arriving = unpacking(self.borrowed)
         first = next(self.arriving)
