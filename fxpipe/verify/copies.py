@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from fxpipe.errors import Fault
-from fxpipe.verify.tasks import Window
+from fxpipe.ir.schedule import Schedule
+
+if TYPE_CHECKING:
+    from fxpipe.verify.tasks import Window
+
+Wrong = tuple[str, str]
+"""What is wrong with something, and what to do about it."""
 
 
 def copies_faults(
@@ -33,12 +40,30 @@ def copies_faults(
 
 
 def together(window: Window) -> Iterator[Fault]:
-    """All tasks of a micro-batch on a stage are on one device, its own or that of a copy."""
+    """All tasks of a micro-batch on a stage are on one device, its own or that of a copy; where a
+    user has defined one of them, on its own."""
     schedule = window.schedule
     for (kind, i, stage), spot in window.spots.items() if schedule.copies else ():
         if i is None or kind == "A" or ("F", i, stage) not in window.spots:
             continue
-        device = schedule.device_of(stage, i)
-        if spot.device != device and spot.device in schedule.devices_of(stage):
+        device, defined = schedule.device_of(stage, i), window.kinds.get(kind)
+        if defined is not None and defined.run is not None:
+            wrong = away(schedule, stage, i)
+            if wrong is not None and spot.device == schedule.placement[stage]:
+                yield window.fault(spot, *wrong)
+        elif spot.device != device and spot.device in schedule.devices_of(stage):
             what = f"the forward of micro-batch {i} on stage {stage} is on device {device}"
             yield window.fault(spot, what, "move it there, or the forward here")
+
+
+def away(schedule: Schedule, stage: int, microbatch: int | None) -> Wrong | None:
+    """What is wrong with a user's task for a micro-batch that a copy of the stage computes."""
+    home = schedule.placement[stage]
+    device = home if microbatch is None else schedule.device_of(stage, microbatch)
+    if device == home:
+        return None
+    return (
+        f"it needs the weights of stage {stage}, on device {home}, and a copy on device "
+        f"{device} computes the forward of micro-batch {microbatch}",
+        f"move that forward to device {home} as well, or define a task that comes once a step",
+    )

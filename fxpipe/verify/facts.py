@@ -24,7 +24,8 @@ from fxpipe.ir.value import (
 )
 from fxpipe.ir.walk import Place
 from fxpipe.text.program import print_instruction
-from fxpipe.verify.tasks import Spot, Window, Wrong, wrong_batch
+from fxpipe.verify.copies import Wrong
+from fxpipe.verify.tasks import Spot, Window, wrong_batch
 
 _KINDS = {
     kind.letter: kind

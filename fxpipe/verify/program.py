@@ -14,12 +14,11 @@ from fxpipe.ir.walk import Key, needs_of
 from fxpipe.text.program import print_instruction
 from fxpipe.torchtools.state import without_collection
 from fxpipe.verify import flow, races
-from fxpipe.verify.copies import copies_faults, together
+from fxpipe.verify.copies import Wrong, copies_faults, together
 from fxpipe.verify.facts import Facts, Step
 from fxpipe.verify.plan import edge_faults
 from fxpipe.verify.tasks import (
     Window,
-    Wrong,
     ascending,
     complete,
     counts_faults,

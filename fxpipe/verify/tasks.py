@@ -26,6 +26,7 @@ from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import KINDS, Task, TaskKind
 from fxpipe.ir.unroll import FURTHEST
 from fxpipe.ir.walk import Key, Place, Wait, part_of, walk
+from fxpipe.verify.copies import Wrong, away
 from fxpipe.words import numbers_text
 
 _MISSING = 10_000
@@ -34,9 +35,6 @@ _MISSING = 10_000
 _LINES = {"F": "forwards", "B": "gradients", "W": "gradients"}
 """What takes the micro-batches in order: buffers such as BatchNorm's statistics are written, and
 gradients are added, in that order."""
-
-Wrong = tuple[str, str]
-"""What is wrong with something, and what to do about it."""
 
 
 class Spot(NamedTuple):
@@ -131,7 +129,7 @@ class Window:
         own = part_of(self.schedule, task, here.device)
         first = self.spots.setdefault((task.kind, own, stage), here)
         if copied and task.kind not in "FBIWROPA":
-            return (
+            return away(self.schedule, stage, own) or (
                 f"device {here.device} has a copy of stage {stage}, which computes micro-batches "
                 f"and sums their gradients; its weights are on device {home}",
                 "move it there",

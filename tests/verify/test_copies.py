@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxpipe.errors import ParseError, VerificationError
+from fxpipe.ir import task
 from fxpipe.ir.recipe import find_recipe
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import Task
@@ -57,6 +58,27 @@ def test_a_backward_on_another_device_than_its_forward_is_told_where_that_is() -
     )
     assert fault.what == "the forward of micro-batch 1 on stage 0 is on device 1"
     assert fault.cure == "move it there, or the forward here"
+
+
+@pytest.mark.parametrize(("row", "near"), [(0, "B0@0"), (1, "B1@0")])
+def test_a_task_of_ones_own_for_a_micro_batch_of_a_copy_is_refused_with_one_way_out(
+    row: int, near: str
+) -> None:
+    task.define_task(
+        "X", "extra", run=lambda context: None, cost=1.0, follows="B", per_microbatch=True
+    )
+    try:
+        rows = [*RIGHT]
+        rows[0] = rows[0].replace("B0@0", "B0@0 X0@0")
+        assert accepts(Schedule.parse(HEAD + "\n".join(rows)))
+        rows[row] = rows[row].replace(near, f"{near} X1@0")
+        fault = fault_of(HEAD + "\n".join(rows))
+        assert "a copy on device 1 computes the forward of micro-batch 1" in fault.what
+        assert fault.cure.startswith("move that forward to device 0 as well, or define a task that")
+        moved = "0: F0@0 F1@0 F1@1 B1@1 A@1 B0@0 X0@0 B1@0 X1@0 A@0 U@0", "1: F0@1 B0@1 A@1 U@1"
+        assert accepts(Schedule.parse(HEAD + "\n".join(moved)))
+    finally:
+        del task.KINDS["X"]
 
 
 @pytest.mark.parametrize(
