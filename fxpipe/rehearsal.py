@@ -118,6 +118,7 @@ class _Steps:
         self._program = program
         self._count = count = compiled.schedule.microbatches
         self._batch = _random(call, compiled.samples * count)
+        self._arguments = self._batch.unflatten(self._batch.leaves)
         self._kernels = [[stage.kernel for stage in plan.stages if stage.kernel]] * count
         self._updates: dict[int, _Update] = {}
         state = engine.progress.state_of(compiled.traced)
@@ -142,6 +143,9 @@ class _Steps:
         times: list[list[int]] = [[] for _ in self._program.lists]
         start = perf_counter()
         with SignalsAtOperations():
+            args, kwargs, targets = self._arguments
+            options = compiler.options
+            Batch.of(options.model, args, kwargs, targets, options.batch_dims)  # it takes a while
             micro = self._batch.in_parts(self._count)
             compiler.known(micro, compiled.purpose, updates=engine.updates)
             traced = compiled.traced
