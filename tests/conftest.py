@@ -12,6 +12,7 @@ import gc
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,17 @@ import torch
 
 import fxpipe
 from fxpipe.runtime import choice
+from tests.helpers.remembered import remembering
 
 TESTS = Path(__file__).parent
 GOLDEN = TESTS / "golden"
 QUICK = ("draw", "ir", "partition/solver", "schedules", "simulator", "text", "verify")
+REMEMBERING = ("ranks", "runtime")
+"""Folders whose tests are of what compiled models do: the passes trace a like model once, but for
+files that are marked with ``traces``."""
+
+LONGEST = ("ranks", "test_examples.py", "test_notebooks.py")
+"""What begins first, so that no worker is left with the longest tests when the others are done."""
 
 Golden = Callable[[str, str], None]
 """``golden(name, text)``: the text equals that of the file ``name``."""
@@ -43,8 +51,12 @@ def pytest_configure() -> None:
         raise pytest.UsageError(f"QUICK in {__file__} names folders that are not there: {lost}")
 
 
+def within(path: Path, places: tuple[str, ...]) -> bool:
+    return any(path.is_relative_to(TESTS / place) for place in places)
+
+
 def in_quick_folder(path: Path) -> bool:
-    return any(path.is_relative_to(TESTS / folder) for folder in QUICK)
+    return within(path, QUICK)
 
 
 def is_quick(item: pytest.Item) -> bool:
@@ -62,6 +74,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         slow = [item for item in items if not is_quick(item)]
         items[:] = [item for item in items if is_quick(item)]
         config.hook.pytest_deselected(items=slow)
+    items.sort(key=lambda item: (not within(item.path, LONGEST), is_quick(item)))
 
 
 def pytest_collection_finish() -> None:
@@ -90,6 +103,13 @@ def quick_tests_stay_quick(request: pytest.FixtureRequest, monkeypatch: pytest.M
     monkeypatch.setattr(fxpipe, "compile", refuse)
     monkeypatch.setattr(torch.export, "export", refuse)
     monkeypatch.setattr(subprocess, "Popen", refuse)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def like_models_are_traced_once(request: pytest.FixtureRequest) -> Iterator[None]:
+    traces = request.node.get_closest_marker("traces") is not None
+    with remembering() if within(request.path, REMEMBERING) and not traces else nullcontext():
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from tests.helpers.remembered import remembering
+
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["tests.helpers.forked"])
 
@@ -105,7 +107,8 @@ def _run(
             )
             shape = (size,) if replicas is None else (replicas, size // replicas)
             mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "pp")[-len(shape) :])
-            torch.save(function(mesh, *args), Path(folder, f"result-{rank}"))
+            with remembering():
+                torch.save(function(mesh, *args), Path(folder, f"result-{rank}"))
         except BaseException:
             traceback.print_exc(file=errors)
         finally:

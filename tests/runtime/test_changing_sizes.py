@@ -19,6 +19,8 @@ from fxpipe.passes.graph.extents import BATCH
 from fxpipe.passes.tracing.trace import trace
 from tests.oracles import loop
 
+pytestmark = pytest.mark.traces
+
 
 @pytest.fixture
 def traces(monkeypatch: pytest.MonkeyPatch) -> list[str]:

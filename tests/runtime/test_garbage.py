@@ -17,6 +17,8 @@ import fxpipe
 from fxpipe.kernels.graph import GraphKernel
 from fxpipe.torchtools.state import without_collection
 
+pytestmark = pytest.mark.traces
+
 
 @without_collection()
 def collects(fail: bool = False) -> bool:

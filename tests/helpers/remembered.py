@@ -1,0 +1,181 @@
+"""What the passes make of models that tests compile again and again, remembered in a process.
+
+Tests of what runs compile the same few models hundreds of times. Tracing one, and measuring its
+nodes, is a function of the model's structure and of the batch's, and its results are frozen: inside
+``remembering`` the lists of passes in ``LISTS`` run once for each. All else runs every time: the
+model and its loss as they are, with their guards; the cut, the derivatives, the check of the plan
+against the model; schedules and programs. Tests of the passes do not use it, nor those that are
+marked with ``traces``.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, is_dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from fxpipe.compiler import front_end, passes, placement
+from fxpipe.ir.plan import Plan
+from fxpipe.ir.traced import Traced
+from fxpipe.passes.runner import Pass, run_all
+
+LISTS = (passes.TRACE, passes.JOIN, passes.SINGLE, passes.MEASURE)
+
+PLAIN = (
+    *(type(None), bool, int, float, complex, str, bytes, type, range, slice),
+    *(torch.dtype, torch.device, torch.layout, torch.Size, pytree.TreeSpec),
+    *(types.BuiltinFunctionType, type(torch.ops.aten.add)),
+)
+"""Values that are their own keys."""
+
+RESULTS = ("traced", "plan", "costs")
+"""What is asked of those lists."""
+
+BY_SHAPE = ("args", "kwargs", "targets", "values", "state")
+"""Facts with tensors that are inputs of graphs; the data of all others may be part of a graph."""
+
+_made: dict[Any, dict[str, Any]] = {}
+_known: dict[int, Any] = {}  # what was made, and the graphs of it, by their identity
+
+
+class _Unknown(Exception):
+    """A value of which it is not known all that a trace may depend on."""
+
+
+@contextmanager
+def remembering() -> Iterator[None]:
+    """Inside, compilers of this process take what was made for a like model before."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (front_end, placement):
+            patch.setattr(module, "run_all", run_once)
+        yield
+
+
+def run_once(given: Sequence[Pass], facts: Mapping[str, Any]) -> dict[str, Any]:
+    """As ``run_all``, but a list of ``LISTS`` does not run where it has run on like facts."""
+    key: Any = None
+    if any(given is each for each in LISTS):
+        reads = {name for each in given for name, _ in each.needs}
+        reads |= {each.when.removeprefix("not ") for each in given}
+        try:
+            own = {name: _key(_shapes(name, facts[name])) for name in reads & facts.keys()}
+            key = tuple(map(id, given)), tuple(sorted(own.items())), _around()
+            hash(key)
+        except (_Unknown, TypeError):
+            key = None
+    if key is None:
+        return run_all(given, facts)
+    if key not in _made:
+        made = run_all(given, facts)
+        names = [name for each in given for name, _ in each.makes if name in RESULTS]
+        _made[key] = {name: made[name] for name in names if name in made}
+        for value in _made[key].values():
+            graph = value.module if isinstance(value, Traced) else value
+            _known[id(graph)] = graph
+    return {**facts, **_made[key]}
+
+
+def _around() -> tuple[Any, ...]:
+    """What is set for all of torch."""
+    return (
+        torch.get_default_dtype(),
+        torch.is_grad_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        torch.get_autocast_dtype("cpu"),
+        torch.are_deterministic_algorithms_enabled(),
+    )
+
+
+def _key(value: Any) -> Any:
+    """Equal for values of which a trace cannot tell one from the other."""
+    if isinstance(value, PLAIN):
+        return type(value).__name__, value
+    if isinstance(value, Traced):  # its other fields come from its graph
+        rest = value.outputs, value.writes, value.deferred, value.loss
+        return _same(value.module), _key(rest)
+    if isinstance(value, Plan):
+        return _same(value)
+    if isinstance(value, nn.Module):
+        return _module(value)
+    if isinstance(value, types.FunctionType):
+        cells = [cell.cell_contents for cell in value.__closure__ or ()]
+        return value.__code__, _key(cells), _key(value.__defaults__), _key(value.__kwdefaults__)
+    if isinstance(value, partial):
+        return "partial", _key(value.func), _key(value.args), _key(value.keywords)
+    if isinstance(value, Mapping):
+        return "mapping", tuple((_key(k), _key(v)) for k, v in value.items())
+    if isinstance(value, Set):
+        return frozenset(map(_key, value))
+    if type(value) in (list, tuple) or isinstance(value, type({}.values())):
+        return "sequence", tuple(map(_key, value))
+    if is_dataclass(value) and not isinstance(value, type):
+        return type(value), tuple([_key(getattr(value, each.name)) for each in fields(value)])
+    raise _Unknown
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """All of a tensor but its data."""
+
+    of: Any
+
+
+def _shapes(name: str, value: Any) -> Any:
+    if name not in BY_SHAPE:
+        return value
+    return pytree.tree_map_only(Tensor, lambda tensor: _Shape(_tensor(tensor)), value)
+
+
+def _same(value: object) -> int:
+    """The identity of a value that was made here; another one may be at its address later."""
+    if id(value) not in _known:
+        raise _Unknown
+    return id(value)
+
+
+def _tensor(value: Tensor) -> Any:
+    known = type(value) in (Tensor, nn.Parameter, nn.Buffer)
+    if not known or value.layout is not torch.strided or vars(value):
+        raise _Unknown
+    shape = tuple(value.shape), value.stride(), value.dtype, str(value.device)
+    return type(value), *shape, value.requires_grad, value.is_leaf, value.is_inference()
+
+
+EMPTY = nn.Module()
+
+
+def _module(model: nn.Module) -> Any:
+    """The code of a module's parts, their attributes, and which of them and of the tensors are the
+    same object."""
+    places: dict[int, int] = {}
+
+    def place(part: Any) -> int:
+        return places.setdefault(id(part), len(places))
+
+    found: list[Any] = []
+    for name, part in model.named_modules(remove_duplicate=False):
+        if "<locals>" in type(part).__qualname__:  # a class of its own in each test
+            raise _Unknown
+        own = vars(part)
+        plain = [(key, _key(own[key])) for key in own if key not in vars(EMPTY)]
+        if any(own[key] for key in own if "hook" in key and key in vars(EMPTY)):
+            raise _Unknown
+        tensors = [
+            (key, tensor if tensor is None else (place(tensor), _tensor(tensor)))
+            for key, tensor in (*part._parameters.items(), *part._buffers.items())
+        ]
+        kept = frozenset(part._non_persistent_buffers_set)
+        code = type(part), _key(type(part).forward)  # a test may put another one there
+        found.append((name, place(part), *code, part.training, kept, *plain, *tensors))
+    return tuple(found)
+
+
+__all__ = ["remembering", "run_once"]

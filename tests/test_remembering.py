@@ -1,0 +1,129 @@
+"""What tests remember of a model stands for like models, and for no other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fxpipe
+from fxpipe.passes import runner
+from tests.helpers import remembered
+
+Options = Mapping[str, Any]
+
+
+class Model(nn.Module):
+    """Two layers, and an attribute that is part of its graph."""
+
+    def __init__(self, scale: float = 2.0) -> None:
+        super().__init__()
+        self.first, self.drop, self.last = nn.Linear(4, 4), nn.Dropout(0.0), nn.Linear(4, 4)
+        self.scale = scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.drop(self.first(x)) * self.scale)
+        return out
+
+
+def frozen() -> Model:
+    model = Model()
+    model.first.weight.requires_grad_(False)
+    return model
+
+
+def tied() -> Model:
+    model = Model()
+    model.last.weight = model.first.weight
+    return model
+
+
+def dropping() -> Model:
+    model = Model()
+    model.drop.p = 0.5
+    return model
+
+
+def half_as_much(out: Tensor, target: Tensor) -> Tensor:
+    return F.mse_loss(out, target) / 2
+
+
+OTHERS: Mapping[str, tuple[Callable[[], nn.Module], Options]] = {
+    "an attribute": (lambda: Model(3.0), {}),
+    "a frozen weight": (frozen, {}),
+    "a tied weight": (tied, {}),
+    "an attribute of a part": (dropping, {}),
+    "another dtype": (lambda: Model().double(), {}),
+    "the loss": (Model, {"loss": half_as_much}),
+    "the size of micro-batches": (Model, {"microbatches": 4}),
+}
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The lists of passes that run."""
+    ran: list[str] = []
+
+    def run_all(given: Any, facts: Mapping[str, Any]) -> dict[str, Any]:
+        ran.extend(each.name for each in given)
+        return runner.run_all(given, facts)
+
+    monkeypatch.setattr(remembered, "run_all", run_all)
+    monkeypatch.setattr(remembered, "_made", {})
+    return ran
+
+
+def step(model: nn.Module, **options: Any) -> Tensor:
+    """The loss of a step."""
+    given = {"microbatches": 2, "loss": F.mse_loss, "partition": ["last"], **options}
+    torch.manual_seed(0)
+    dtype = next(model.parameters()).dtype
+    for parameter in model.parameters():
+        nn.init.normal_(parameter)
+    x = torch.ones(8, 4, dtype=dtype)
+    with remembered.remembering(), fxpipe.compile(model, 2, **given) as pipe:
+        loss: Tensor = pipe.step(x, target=x)
+    return loss
+
+
+def measured(made: list[str]) -> int:
+    return made.count("measure")
+
+
+def test_a_like_model_is_traced_and_measured_once(made: list[str]) -> None:
+    first = step(Model())
+    before = list(made)
+    assert "export" in before and measured(before) == 1
+    assert torch.equal(step(Model()), first)
+    after = made[len(before) :]
+    assert "export" not in after and not measured(after)
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_a_model_that_differs_is_traced_for_itself(made: list[str], what: str) -> None:
+    model, options = OTHERS[what]
+    step(Model())
+    before = measured(made)
+    step(model(), **options)
+    assert measured(made) == before + 1
+
+
+def test_another_forward_is_traced_for_itself(
+    made: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = step(Model())
+    monkeypatch.setattr(Model, "forward", lambda self, x: self.last(self.first(x)))
+    assert not torch.equal(step(Model()), first)
+
+
+def test_a_model_with_a_tensor_for_an_attribute_is_never_remembered(made: list[str]) -> None:
+    for scale in (1.0, 2.0):
+        model = Model()
+        model.scale = torch.tensor(scale)  # type: ignore[assignment]
+        before = measured(made)
+        step(model)
+        assert measured(made) == before + 1
