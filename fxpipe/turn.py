@@ -27,10 +27,11 @@ from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 
-from fxpipe.errors import TraceError
+from fxpipe.errors import FxpipeError, PassError, TraceError
 from fxpipe.log import LOGGER
 from fxpipe.runtime.devices.backend import Worker, is_worker
 from fxpipe.signals import SignalsAtOperations, raise_held
+from fxpipe.torchtools.source import called_by_ours
 
 POLL = 0.01
 """Seconds after which a thread that waits to trace checks again, also for signals."""
@@ -181,8 +182,15 @@ def _taking(method: M, *, in_backward: bool) -> M:
     def taking(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             return self._turn.take(method, (self, *args), kwargs, in_backward=in_backward)
-        except TraceError as error:  # it names the user's line; where in PyTorch is for the log
-            LOGGER.debug("a model cannot be traced", exc_info=error)
-            raise error.with_traceback(None) from None
+        except PassError:  # where in the library is what matters
+            raise
+        except FxpipeError as error:  # it names the user's place; where else is for the log
+            LOGGER.debug("a call fails", exc_info=error)
+            error.__traceback__ = None
+            if isinstance(error, TraceError):
+                raise error from None
+            if error.__cause__ is not None:
+                error.__cause__.__traceback__ = called_by_ours(error.__cause__.__traceback__)
+            raise error
 
     return cast(M, torch.compiler.disable(taking))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import linecache
 import re
 import sys
@@ -20,6 +21,7 @@ _OURS = tuple(
     for base in (Path(__file__).parents[1],)
     for path in (base, (base / "passes").resolve(), (base / "schedules").resolve())
 )
+_CONTEXTS = contextlib.__file__
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
 
 
@@ -82,6 +84,20 @@ def _innermost(frames: list[tuple[str, int, str]]) -> str:
             code = linecache.getline(filename, line).strip()
             return f"{filename}:{line}, in {function}" + (f": {code}" if code else "")
     return ""
+
+
+def called_by_ours(tb: TracebackType | None) -> TracebackType | None:
+    """A traceback from the first line of the user's own code; where there is none, from where this
+    library calls PyTorch; where it does not, all of it."""
+    first, below = None, tb
+    while below is not None:
+        file = below.tb_frame.f_code.co_filename
+        if not file.startswith((*_OURS, _CONTEXTS)):
+            if is_users(file):
+                return below
+            first = first or below
+        below = below.tb_next
+    return first or tb
 
 
 def of_frame(frame: FrameType, line: int) -> str:

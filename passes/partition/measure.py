@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from fxpipe.errors import InputError, told
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.traced import Traced
 from fxpipe.kernels.graph import GraphKernel
@@ -194,6 +195,7 @@ class _Timer(fx.Interpreter):
         self, module: fx.GraphModule, watch: Stopwatch, times: _Times, scratch: Scratch | None
     ) -> None:
         super().__init__(module, garbage_collect_values=True)
+        self.extra_traceback = False
         self._watch = watch
         self._times = times
         self._scratch = scratch
@@ -287,6 +289,7 @@ def measure_leaves(
 class _Meter(fx.Interpreter):
     def __init__(self, module: fx.GraphModule, watch: Stopwatch) -> None:
         super().__init__(module, garbage_collect_values=True)
+        self.extra_traceback = False
         self._watch = watch
         self.costs: dict[str, NodeCost] = {}
 
@@ -324,7 +327,13 @@ class _Meter(fx.Interpreter):
             return 0.0
         ones = [torch.ones_like(output) for output in outputs]
         start = self._watch.mark()
-        torch.autograd.grad(outputs, sources, ones, allow_unused=True)
+        try:
+            torch.autograd.grad(outputs, sources, ones, allow_unused=True)
+        except Exception as error:
+            raise InputError(
+                f"the backward of {n.target!r} fails on the first micro-batch ({told(error)}); "
+                "correct it"
+            ) from error
         (seconds,) = self._watch.seconds([(start, self._watch.mark())])
         return seconds
 

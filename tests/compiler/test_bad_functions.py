@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+import fxpipe
 from fxpipe import (
     B,
     F,
@@ -273,3 +274,45 @@ def test_a_schedule_function_that_yields_no_tasks_is_refused(
     function: Callable[..., Any], part: str
 ) -> None:
     refused(InputError, lambda: stepped(schedule=function), part)
+
+
+class FailsBack(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise ValueError("no way back")
+
+
+class Leaf(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return FailsBack.apply(x)  # type: ignore[no-any-return, no-untyped-call]
+
+
+@pytest.mark.parametrize(
+    ("call", "last", "shown"),
+    [
+        (lambda: stepped(None, X[:, :3]), "Tiny fails on the first micro-batch", "F.linear"),
+        (lambda: stepped(loss=lambda output: output.sum()), "too many positional", ""),
+        (lambda: stepped(devices=64), "cut into at most", ""),
+        (
+            lambda: stepped(nn.Sequential(Tiny(), Leaf()), leaf_modules=[Leaf]),
+            "the backward of '1' fails on the first micro-batch (ValueError: no way back)",
+            'raise ValueError("no way back")',
+        ),
+    ],
+    ids=["shapes", "loss", "devices", "backward"],
+)
+def test_an_error_fits_a_screen_and_the_rest_is_in_the_debug_log(
+    call: Callable[[], object], last: str, shown: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("DEBUG", "fxpipe"), pytest.raises(fxpipe.FxpipeError) as raised:
+        call()
+    text = "".join(traceback.format_exception(raised.value))
+    assert text.count("\n") < 45
+    assert last in text.splitlines()[-2] and shown in text
+    ours = [line for line in text.splitlines() if 'File "' in line and "/fxpipe/" in line]
+    assert all("turn.py" in line or "tests" in line for line in ours)
+    assert "in step\n" in caplog.text
