@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -141,20 +141,25 @@ class Stopwatch:
     is measured.
     """
 
-    def __init__(self, device: torch.device | None = None) -> None:
-        """Measure on a CUDA device, or on the host."""
+    def __init__(
+        self,
+        device: torch.device | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """Measure on a CUDA device, or on the host by a clock."""
         self._device = device
+        self._clock = clock
 
     @classmethod
-    def of(cls, values: Iterable[Any]) -> Stopwatch:
+    def of(cls, values: Iterable[Any], clock: Callable[[], float] = time.perf_counter) -> Stopwatch:
         """The stopwatch for operations on these values."""
         places = (value.device for value in values if isinstance(value, Tensor))
-        return cls(next((place for place in places if place.type == "cuda"), None))
+        return cls(next((place for place in places if place.type == "cuda"), None), clock)
 
     def mark(self) -> Any:
         """A mark after everything that was called so far."""
         if self._device is None:
-            return time.perf_counter()
+            return self._clock()
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event

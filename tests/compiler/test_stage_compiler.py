@@ -19,6 +19,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.functional import mse_loss
 from torch.optim import SGD
 
@@ -26,6 +27,7 @@ import fxpipe
 from fxpipe.errors import InputError
 from fxpipe.kernels.inductor import Compiled, compiled
 from fxpipe.passes.inductor import libraries
+from fxpipe.passes.inductor.worker import LARGE, MULTIPLIES, multiply_by_onednn
 from tests.helpers.profiles import DEEP
 from tests.helpers.ranks import on_ranks
 
@@ -284,6 +286,28 @@ def test_whole_numbers_may_be_indices(folder: Path) -> None:
     ):
         assert torch.equal(pipe(torch.tensor([0, 2])), model(torch.tensor([0, 2])))
         assert None not in graphs(pipe)
+
+
+@pytest.mark.skipif(not MULTIPLIES, reason="this build of torch lacks MKL or oneDNN")
+def test_large_products_are_given_to_onednn_and_are_the_same_to_rounding(folder: Path) -> None:
+    side = round(LARGE ** (1 / 3)) + 1
+
+    def products(a: Tensor, b: Tensor, bias: Tensor) -> list[Tensor]:
+        # the last two, a sum of matrices and a small product, are not given
+        return [a @ b, a.T @ b.T, torch.addmm(bias, a, b), torch.addmm(a, a, b), a[:9] @ b]
+
+    torch.manual_seed(0)
+    given = torch.randn(side, side), torch.randn(side, side), torch.randn(side)
+    graph = make_fx(products, tracing_mode="fake")(*given)
+    multiply_by_onednn(graph.graph)
+    graph.recompile()
+    assert str(graph.graph).count("mkldnn._linear_pointwise") == 3
+    assert all(map(partial(torch.allclose, atol=1e-3), graph(*given), products(*given)))
+    layer = nn.Linear(side, side)
+    with fxpipe.compile(layer, ["cpu"], microbatches=1, stage_compiler="inductor") as pipe:
+        with torch.no_grad():
+            assert torch.allclose(pipe(given[0]), layer(given[0]), atol=1e-5)
+        assert any(b"_linear_pointwise" in path.read_bytes() for path in folder.glob("*.so"))
 
 
 def test_what_is_not_compiled_runs_as_it_is_and_is_recorded(
