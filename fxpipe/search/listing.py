@@ -27,7 +27,8 @@ class Habit(NamedTuple):
             the weight gradient itself.
         room: the same where a forward waits for memory.
         most: so many weight gradients wait at most, before one goes first.
-        hold: a forward waits for an input gradient that comes before this part of it were done.
+        hold: a forward waits for an input gradient that comes before this part of it were done;
+            and on a device's first stage for a forward on its later ones.
     """
 
     limit: int
@@ -65,6 +66,7 @@ def list_schedule(
     down, up = problem.down, problem.up
     habits = policy.habits
     need = _needs(problem)
+    first = [own[0] if own else -1 for own in held]
     caps = [most * (1 + 1e-12) for most in problem.memory]
     nf, ni, nw = [0] * (last + 1), [0] * (last + 1), [0] * (last + 1)
     at_f = [[inf] * m for _ in range(last + 1)]
@@ -85,7 +87,8 @@ def list_schedule(
         now, d = heappop(heap)
         if due[d] != now:
             continue
-        best, code, soon, soon_i, blocked, waits = inf, -1, inf, inf, -1, -1
+        best, code, blocked, waits = inf, -1, -1, -1
+        soon = soon_i = soon_f = inf
         for s in held[d]:
             habit = habits[s]
             i, j = nf[s], ni[s]
@@ -94,6 +97,8 @@ def list_schedule(
                 if when > now:
                     if when < soon:
                         soon = when
+                    if s != first[d] and when < soon_f:
+                        soon_f = when
                 elif level[d] + need[s] > caps[d]:
                     blocked = s
                 elif i + habit[1] < best:
@@ -108,8 +113,11 @@ def list_schedule(
             if splits and nw[s] < j and (waits < 0 or nw[s] < nw[waits]):
                 waits = s
         soon = min(soon, soon_i)
-        if code >= 0 and not code % 3 and soon_i < now + habits[code // 3][6] * took_f[code // 3]:
-            code = -1
+        if code >= 0 and not code % 3:
+            s = code // 3
+            awaited = min(soon_i, soon_f) if s == first[d] else soon_i
+            if awaited < now + habits[s][6] * took_f[s]:
+                code = -1
         if waits >= 0:
             if ni[waits] - nw[waits] > habits[waits][5]:
                 code = 3 * waits + 2

@@ -97,15 +97,16 @@ def given_policies(problem: Problem) -> Iterator[Policy]:
     single = all(len(own) <= 1 for own in problem.held)
     yield from greedy_policies(problem)
     styles = ("input", "turns", "forward") if single else ("ideal", "deep", "input", "forward")
+    others = ((0.0, 0.0), (1.0, 0.0)) if single else ((0.0, 1.0), (0.0, 0.0))
     for style in styles:
         for share in (1.0, 1.1, 0.85, 1.25, 0.7, inf):
             limits = limits_of(problem, share)
             for gap in _GAPS:
-                for room_gap in (0.0, 1.0):
+                for room_gap, hold in others:
                     yield Policy(
                         tuple(
                             Habit(
-                                limit, *turns(problem, style, s, limit), gap, room_gap, 10**6, 0.0
+                                limit, *turns(problem, style, s, limit), gap, room_gap, 10**6, hold
                             )
                             for s, limit in enumerate(limits)
                         )

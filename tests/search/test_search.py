@@ -18,7 +18,7 @@ from fxpipe.search import exact
 from fxpipe.search.bounds import Bound, best_bound, chain_bounds, device_bounds, work_bounds
 from fxpipe.search.certificate import Certificate
 from fxpipe.search.library import library_orders
-from fxpipe.search.listing import list_schedule
+from fxpipe.search.listing import Habit, Policy, list_schedule
 from fxpipe.search.local import Local, given_policies, random_policy
 from fxpipe.search.problem import Order, Problem
 from fxpipe.search.read import Given, problems_of
@@ -320,6 +320,20 @@ def test_with_ample_memory_the_v_and_one_stage_each_reach_the_bound() -> None:
         costs = {("F", s): 3 + s % 3 for s in range(stages)} | {"I": 4, "W": 3, "U": 0}
         found = search_schedule(costs, 12, devices=4, placement=placement, work=400, exact=False)
         assert found.gap <= 0.01
+
+
+@pytest.mark.parametrize(("hold", "third"), [(0.0, 0), (0.3, 0), (1.0, 6)])
+def test_a_first_stage_may_wait_for_a_forward_that_a_later_one_is_about_to_get(
+    hold: float, third: int
+) -> None:
+    """At 6 the device could go on with its first stage until 9; its other one is due at 7."""
+    costs: dict[Key, float] = {"F": 3, ("F", 1): 4, "I": 3, "W": 3, "U": 0}
+    given = Given(costs, 4, 2, (0, 1, 0), None, None, None, None, True)
+    problem = problems_of(given)[0]
+    habit = Habit(4, 0.0, -1e9, 1.0, 0.0, 10**6, hold)
+    first = habit._replace(turn=10.0)
+    _, order, _ = list_schedule(problem, Policy((first, habit, habit)), [0.0, 0.0], inf)
+    assert order[0][:3] == [0, 0, third]
 
 
 def test_without_a_placement_all_ways_to_place_the_stages_are_searched() -> None:
