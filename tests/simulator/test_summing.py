@@ -246,7 +246,7 @@ def test_the_table_and_the_trace_tell_of_sums() -> None:
     drawn = json.loads(found.draw().pipe("json"))
     assert {"sum:0[0]", "sum:1[0]"} <= {edge.get("tooltip") for edge in drawn["edges"]}
     assert "gradients are summed over the replicas" in str(drawn)
-    assert " · 2 replicas · " in str(drawn) and ", 2 replicas, " in text
+    assert " · 2 replicas · " in str(drawn) and ", 2 replicas, " in " ".join(text.split())
     told = [event for event in chrome_trace(found)["traceEvents"] if event["ph"] in "XM"]
     slices = {event["name"].partition("@")[0] for event in told if event["ph"] == "X"}
     assert {"sum:0[0]", "sum:1[0]", "A"} <= slices
