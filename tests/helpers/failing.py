@@ -18,7 +18,7 @@ import fxpipe
 from fxpipe import RankError
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.recipe import Recipe
-from fxpipe.ir.task import B, F, Task, U
+from fxpipe.ir.task import B, F, O, P, Task, U
 from fxpipe.runtime import interpreter
 from fxpipe.text.program import print_instruction
 from tests.helpers.ranks import DeviceMesh
@@ -53,10 +53,21 @@ def with_own_task() -> Recipe:
     return Recipe("mine", rows)
 
 
+def with_offload() -> Recipe:
+    """All forwards and all backwards; what the first keeps is elsewhere meanwhile."""
+
+    def rows(device: int, devices: int, microbatches: int) -> Iterator[Task]:
+        yield from (F(0), O(0), *map(F, range(1, microbatches)), P(0))
+        yield from (*map(B, range(microbatches)), U())
+
+    return Recipe("offloading", rows)
+
+
 OPTIONS: Mapping[str, Callable[[], dict[str, Any]]] = {
     "1f1b": lambda: {"recompute": "always", "clip_norm": 0.1},
     "zb-h1": lambda: {"schedule": "zb-h1"},
     "own": lambda: {"schedule": with_own_task()},
+    "offload": lambda: {"schedule": with_offload()},
 }
 """Options that together have all kinds of instructions of a step, with three ranks."""
 
