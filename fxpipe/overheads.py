@@ -22,16 +22,19 @@ import torch
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.program import Program
 from fxpipe.ir.recipe import find_recipe
+from fxpipe.ir.task import BESIDE
 from fxpipe.ir.unroll import unroll
 from fxpipe.kernels.kernel import Backwarded, Forwarded
 from fxpipe.passes.inductor.libraries import Libraries
 from fxpipe.runtime import choice
 from fxpipe.runtime.devices.backend import Backend, Worker
 from fxpipe.runtime.host import Job
+from fxpipe.runtime.offload import FileAway
 from fxpipe.runtime.run import FlushedRun
 from fxpipe.runtime.weights.live import LiveWeights
 from fxpipe.simulator.costs import Overheads, Rehearsal
 from fxpipe.simulator.simulate import chain, chain_program, simulate
+from fxpipe.simulator.sums import beside
 from fxpipe.torchtools.state import processors
 
 _STEPS, _MICROBATCHES = 12, 8
@@ -99,19 +102,20 @@ def learned(
                 letter = ins.letter_of(instruction)
                 if letter is not None:
                     tasks[letter, instruction.stage].append(seconds)  # type: ignore[union-attr]
-                elif isinstance(instruction, _AT_ONCE):
+                elif isinstance(instruction, _AT_ONCE) and beside(instruction) is None:
                     others.append(seconds)
     costs = {key: mean(own) for key, own in tasks.items()}
     each = mean(others) if others else known.instruction
     made = Rehearsal(costs, Overheads(each, known.task, known.hand_over), serial)
+    away = {(way, stage): 0.0 for way in BESIDE for stage in range(program.stages)}
     found = simulate(
-        program, made.known, links=made.links, overhead=each, serial=serial, steps=steps
+        program, away | made.known, links=made.links, overhead=each, serial=serial, steps=steps
     )
     whole = mean(run.seconds for run in middle)
-    beside = max(whole - found.makespan, 0.0) / steps
+    outside = max(whole - found.makespan, 0.0) / steps
     costs |= {("U", s): costs["U", s] / share for s, share in shares.items() if ("U", s) in costs}
     every = [run.seconds for run in took]
-    overheads = Overheads(each, known.task, known.hand_over, beside, known.error)
+    overheads = Overheads(each, known.task, known.hand_over, outside, known.error)
     return Rehearsal(costs, overheads, serial, spread(every) + known.error)
 
 
@@ -137,6 +141,32 @@ def overheads() -> Overheads:
     here = platform.node(), processors(), platform.python_version(), str(torch.__version__)
     kept = Libraries().kept(f"least {Overheads()} on {here}", _measured_overheads)
     return Overheads(**kept, hand_over=choice.hand_over())
+
+
+@cache
+def away_rates(place: str) -> tuple[float, float]:
+    """Bytes a second that a device of this type stores outside of its memory, and that it fetches
+    again; measured in each process."""
+    memory = torch.ones(1 << 25, dtype=torch.uint8, device=place)
+    stored, fetched = [], []
+    for _ in range(3):
+        start = perf_counter()
+        if memory.is_cpu:
+            away = FileAway(-1, [memory])
+            away.wait()
+            between = perf_counter()
+            away.fetch()
+            away.wait()
+        else:
+            pinned = torch.empty_like(memory, device="cpu", pin_memory=True)
+            start = perf_counter()
+            pinned.copy_(memory)
+            between = perf_counter()
+            memory.copy_(pinned)
+            torch.accelerator.synchronize()
+        stored.append(between - start)
+        fetched.append(perf_counter() - between)
+    return memory.nbytes / min(stored), memory.nbytes / min(fetched)
 
 
 class _Work:

@@ -323,7 +323,7 @@ def _offloading(
         if task.kind not in "BI" or len(between) < 3 or (task.stage, task.microbatch) not in stored:
             continue
         assert task.stage is not None
-        latest = min(latest, spans[task][0]) - takes("P", task.stage)
+        latest = min(latest, spans.get(task, (0.0, 0.0))[0]) - takes("P", task.stage)
         place = max(bisect_right(free, latest, hi=at + 1) - 1, between[1] + 1)
         if first < len(row):
             window, position = divmod(place, len(row))

@@ -44,6 +44,7 @@ from fxpipe.passes.tracing.leaf_calls import call_leaves, record_leaves
 from fxpipe.passes.tracing.symbolic import trace_symbolically
 from fxpipe.passes.tracing.trace import export
 
+OFFLOAD = Pass(add_offload, "clipping schedule, offload", "schedule", when="offloads")
 RECOMPUTE = Pass(add_recompute, "schedule, recompute", "recomputing schedule", when="recomputes")
 
 SCHEDULE = (
@@ -51,7 +52,7 @@ SCHEDULE = (
     RECOMPUTE,
     Pass(add_reduce, "recomputing schedule, shards", "reducing schedule", when="replicated"),
     Pass(add_clip, "reducing schedule", "clipping schedule", when="clips"),
-    Pass(add_offload, "clipping schedule, offload", "schedule", when="offloads"),
+    OFFLOAD,
 )
 """A recipe and a number of micro-batches → the schedule of a step or a call."""
 

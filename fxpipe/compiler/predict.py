@@ -25,6 +25,7 @@ from fxpipe.ir.program import Program
 from fxpipe.ir.recipe import find_recipe
 from fxpipe.ir.schedule import Schedule
 from fxpipe.memory.held import plan_sizes
+from fxpipe.overheads import away_rates
 from fxpipe.passes.graph.extents import Extent
 from fxpipe.runtime.weights.optimizer import state_size
 from fxpipe.runtime.weights.sharding import Shards
@@ -62,6 +63,7 @@ def predict(
     given: dict[Key, float] = dict((costs or {}).items())
     # costs that are given for a kind of task replace those that were measured for it
     known = {key: t for key, t in measured_costs(plan).items() if key[0] not in given}
+    known |= {key: t for key, t in _away_costs(plan, program, sizes).items() if key[0] not in given}
     run = partial(simulate, program, overlap=overlap, sizes=sizes, steps=steps)
     if rehearsal is None or given:
         if not (every := known | given):
@@ -82,6 +84,15 @@ def given_links(options: Options) -> Links | None:
     """The ways between devices that a ``Partition`` gives; None where it gives none."""
     known = options.partition.links(len(options.devices))
     return {pair: Link(*way) for pair, way in known.items()} or None
+
+
+def _away_costs(plan: Plan, program: Program, sizes: StageSizes) -> dict[tuple[str, int], float]:
+    """How long it takes to store what a stage keeps of a micro-batch, and to fetch it."""
+    if not program.offloads or not measured_costs(plan):
+        return {}
+    place = next((spec.device for spec in plan.specs.values()), "cpu")
+    rates = zip("OP", away_rates(place), strict=True)
+    return {(way, stage): n / rate for way, rate in rates for stage, n in sizes.saved.items()}
 
 
 def predicted_peaks(plan: Plan, program: Program, sizes: StageSizes) -> list[int]:
@@ -265,13 +276,16 @@ def remedies(
     """
     own = schedule.microbatches
     again = [('recompute="always"', timetable.changed(recompute="always"), own)]
+    stored = [('offload="always"', timetable.changed(offload="always"), own)]
     names = [name for name in _LESS_MEMORY if name != schedule.name]
     others = [(f'schedule="{n}"', timetable.changed(recipe=find_recipe(n)), own) for n in names]
     counts = [own * 2**power for power in range(1, (samples // own).bit_length())]
     finer = [(f"microbatches={count}", timetable, count) for count in counts]
-    found = [text for kind in (again, others, finer) for text in _first(kind, fits)]
+    found = [text for kind in (again, stored, others, finer) for text in _first(kind, fits)]
     if not found:
-        return "no recompute, schedule or number of micro-batches is predicted to be enough"
+        return (
+            "no recompute, offload, schedule or number of micro-batches is predicted to be enough"
+        )
     return f"predicted to be enough with the same stages: {' or '.join(found)}"
 
 

@@ -74,10 +74,18 @@ class Timetable:
         Args:
             microbatches: into how many micro-batches the present batch is split.
         """
-        recipe, recompute = self._options.recipe, self._options.recompute
-        schedule = recipe(len(self._options.devices), recipe.microbatches or microbatches)
-        facts = {"schedule": schedule, "recompute": recompute, "recomputes": recompute != "never"}
-        return passes.RECOMPUTE(facts) if passes.RECOMPUTE.runs(facts) else schedule
+        recipe, options = self._options.recipe, self._options
+        schedule = recipe(len(options.devices), recipe.microbatches or microbatches)
+        facts: dict[str, Any] = {
+            "recompute": options.recompute,
+            "recomputes": options.recompute != "never",
+            "offload": options.offload,
+            "offloads": options.offload != "never",
+        }
+        for each in (passes.RECOMPUTE, passes.OFFLOAD):
+            if each.runs(facts):
+                schedule = each(facts | {"schedule": schedule})
+        return schedule
 
     def changed(self, **options: Any) -> Timetable:
         """A timetable with some options changed."""

@@ -40,7 +40,8 @@ def schedule_grid(
         1: .  F0 B0--- F1 B1--- .  .  U
 
     A task at fault has a ``!``, one that never runs has a ``?``, and the faults are listed below.
-    Where several steps are shown, ``F0b1`` belongs to the second batch.
+    Where several steps are shown, ``F0b1`` belongs to the second batch. What a device stores and
+    fetches beside its tasks has rows of its own below, ``0O`` and ``0P``.
 
     Args:
         schedule: what to show.
@@ -74,7 +75,7 @@ class _Grid:
         self._steps = steps
         self._marks = marks
         self._never = set(timeline.unrun)
-        self._end = timeline.end
+        self._end, self._beside = timeline.end, timeline.beside
         spans = [s for s in (*timeline.spans, *timeline.unrun) if s.end > s.start]
         times = [s.end - s.start for s in spans if s.task.microbatch is not None] or [1.0]
         least = _SHORT * median(times)
@@ -96,7 +97,8 @@ class _Grid:
 
     def bands(self, width: int | None) -> Iterator[str]:
         """The lines, each no longer than ``width``."""
-        heads = [f"{device}: " for device in range(len(self._rows))]
+        devices = range(len(self._rows) - len(self._beside))
+        heads = [f"{row}: " for row in (*devices, *(f"{d}{letter}" for d, letter in self._beside))]
         indent = max(map(len, heads), default=0)
         whole = self._column(self._end)
         room = whole if width is None else width - indent

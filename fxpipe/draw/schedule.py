@@ -77,7 +77,7 @@ def draw_schedule(
     chart = Chart(
         Canvas("schedule"),
         _title(schedule, timeline, steps, marks),
-        _row_labels(schedule, marks),
+        _row_labels(schedule, timeline, marks),
         timeline.end,
         fitted.scale,
         gap=GAP if marks.faults else 0.35 if boxes.versions else 0.2,
@@ -151,9 +151,10 @@ def _draw_tasks(
     return whole
 
 
-def _row_labels(drawn: Schedule | Program, marks: Marks) -> list[str]:
-    """The label of each device's row."""
-    return [marks.label(device, row_label(drawn, device)) for device in range(drawn.devices)]
+def _row_labels(drawn: Schedule | Program, timeline: Timeline[Task], marks: Marks) -> list[str]:
+    """The label of each device's row, and of those beside them."""
+    own = [marks.label(device, row_label(drawn, device)) for device in range(drawn.devices)]
+    return own + [f"device {device} · {KINDS[letter].name}" for device, letter in timeline.beside]
 
 
 def row_label(drawn: Schedule | Program, device: int) -> str:
@@ -224,11 +225,11 @@ def draw_simulations(*simulations: Simulation) -> Picture:
     canvas = Canvas("simulation")
     charts: list[Chart] = []
     # All frames are drawn before the first box, as their bands are under the arrows.
-    for simulation, (_, boxes) in zip(simulations, drawn, strict=True):
+    for simulation, (timeline, boxes) in zip(simulations, drawn, strict=True):
         chart = Chart(
             canvas,
             simulation_title(simulation, measured),
-            _row_labels(simulation.program, mark(())),
+            _row_labels(simulation.program, timeline, mark(())),
             end,
             fitted.scale,
             top=charts[-1].bottom + _BETWEEN if charts else 0.0,

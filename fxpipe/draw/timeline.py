@@ -13,6 +13,7 @@ from fxpipe.errors import Fault
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import BUILT_IN, KINDS, Task
 from fxpipe.ir.unroll import unroll_schedule
+from fxpipe.ir.value import Buffer
 from fxpipe.ir.walk import Place, Wait, Waits, needs_of, part_of, walk
 from fxpipe.simulator.costs import Costs, times_of
 from fxpipe.simulator.simulate import chain_program, simulate
@@ -45,12 +46,15 @@ class Timeline(Generic[T]):
         spans: what runs.
         unrun: what never runs, from when its row waits for ever.
         bubble: the idle fraction of the devices' time; None where nothing was simulated.
+        beside: for each of the last rows the device beside which it runs, and the letter of what
+            runs there.
     """
 
     devices: int
     spans: tuple[Span[T], ...]
     unrun: tuple[Span[T], ...] = ()
     bubble: float | None = None
+    beside: tuple[tuple[int, str], ...] = ()
 
     @cached_property
     def stuck(self) -> tuple[Span[T], ...]:
@@ -72,7 +76,19 @@ def simulated(simulation: Simulation, unit: float = 1.0) -> Timeline[Task]:
         Span(s.device, s.position, s.start * unit, s.end * unit, task_of(s.instruction))
         for s in simulation.spans
     ]
-    return Timeline(simulation.devices, tuple(spans), (), simulation.bubble)
+    letters = {"offloaded": "O", "fetching": "P"}
+    moved = [t for t in simulation.transfers if t.buffer.kind in letters]
+    beside = sorted({(t.source, letters[t.buffer.kind]) for t in moved})
+    for t in moved:
+        assert isinstance(t.buffer, Buffer)
+        letter, (_, _, stage, _, i, batch) = letters[t.buffer.kind], t.buffer
+        row, task = (
+            simulation.devices + beside.index((t.source, letter)),
+            Task(letter, i, stage, batch),
+        )
+        spans.append(Span(row, t.position, t.start * unit, t.end * unit, task))
+    rows = simulation.devices + len(beside)
+    return Timeline(rows, tuple(spans), (), simulation.bubble, tuple(beside))
 
 
 def timeline_of(
@@ -95,6 +111,9 @@ def timeline_of(
         # in the flush, what receives a norm may stand a few tasks before the clip that reads it
         program = chain_program(schedule, frees=False)
         return simulated(simulate(program, costs, steps=count)), count, marks
+    if not marks.faults and "O" in schedule.kinds:  # they run beside the others of their device
+        found = simulate(chain_program(schedule), costs, steps=count or None)
+        return simulated(found), count, marks
     timeline = _run(schedule, costs, count)
     if marks.faults or timeline.unrun:
         return timeline, count, marks

@@ -10,9 +10,10 @@ from __future__ import annotations
 import ctypes
 import os
 import tempfile
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import IO, TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -140,7 +141,6 @@ class FileAway:
         """Begin to write, in a thread of the device's own."""
         self._device = device
         self._sizes = [memory.nbytes for memory in memories]
-        self._file: IO[bytes] | None = None
         self._begin("offload", self._write, memories)
 
     def wait(self) -> None:
@@ -168,20 +168,20 @@ class FileAway:
 
     def _write(self, memories: list[Tensor]) -> None:
         self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - until it is read
+        self._close = weakref.finalize(self, self._file.close)
         for place, part in _parts(memories):
             while part:
                 written = os.pwrite(self._file.fileno(), part, place)
                 place, part = place + written, part[written:]
 
     def _read(self, memories: list[Tensor]) -> None:
-        assert self._file is not None
-        with self._file:
-            for place, part in _parts(memories):
-                while part:
-                    read = os.preadv(self._file.fileno(), [part], place)
-                    if not read:
-                        raise OSError("the file of what a stage has stored has lost some of it")
-                    place, part = place + read, part[read:]
+        for place, part in _parts(memories):
+            while part:
+                read = os.preadv(self._file.fileno(), [part], place)
+                if not read:
+                    raise OSError("the file of what a stage has stored has lost some of it")
+                place, part = place + read, part[read:]
+        self._close()
 
 
 _threads: dict[tuple[int, str, int], ThreadPoolExecutor] = {}

@@ -9,9 +9,10 @@ from fxpipe.errors import InputError
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.program import Program
 from fxpipe.ir.unroll import blocking, unroll
+from fxpipe.ir.value import Buffer
 from fxpipe.simulator.simulation import Events, Simulation, Transfer
 from fxpipe.simulator.sizes import Sizes
-from fxpipe.simulator.sums import Sum, awaited_by, begun_by
+from fxpipe.simulator.sums import Sum, awaited_by, begun_by, beside
 
 _SECOND = 1e9
 
@@ -22,7 +23,7 @@ def measured_run(
     """What a run was, from the times of its instructions.
 
     A value leaves when its send is done; that it arrives is part of its receive. What replicas
-    exchange is on its way until it is waited for. Where devices
+    exchange, and what they offload, is on its way until it is waited for. Where devices
     have streams, a copy goes on beside computations: then a receive stands where its value is
     first used, as in a simulation, and takes what is left of its copy.
 
@@ -52,6 +53,7 @@ def measured_run(
         tuple([(t - begin) / _SECOND for t in own[1::2]] for own in times),
     )
     left: dict[Sum, int] = {}
+    begun_at: dict[Buffer, int] = {}
     for device, list_ in enumerate(flat.lists):
         for position, instruction in enumerate(list_):
             if isinstance(instruction, ins.Send | ins.Stash):
@@ -59,6 +61,12 @@ def measured_run(
                 events.transfers[instruction.buffer] = Transfer(
                     instruction.buffer, device, target, position, sent, sent, sent
                 )
+            elif isinstance(instruction, ins.Offload | ins.Prefetch):
+                begun_at[instruction.buffer] = position
+            elif (moved := beside(instruction)) is not None:
+                at, here = begun_at.pop(moved), events.ends[device][position]
+                sent = events.ends[device][at]
+                events.transfers[moved] = Transfer(moved, device, device, at, sent, sent, here)
             elif (begun := begun_by(instruction, program)) is not None:
                 left[begun] = position
             elif isinstance(instruction, ins.Gathering):

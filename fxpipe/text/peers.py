@@ -256,6 +256,8 @@ def _inexpressible(schedule: Schedule) -> Iterator[str]:
         kind = KINDS[letter]
         if letter == "R":
             yield ("it has no recompute: leave R out, and let stages call torch.utils.checkpoint")
+        elif letter == "O":
+            yield "it offloads nothing: leave O and P out"
         elif letter == "C":
             yield "it has no clip: leave C out, and clip behind step() in the loop"
         elif kind.run is not None:

@@ -195,9 +195,8 @@ class Lower:
         for stage in self.plan.stages:
             if stage.leaves and stage.index in offloads:
                 raise InputError(
-                    f"schedule {schedule.name!r} offloads what stage {stage.index} keeps, and its "
-                    "leaf modules keep what autograd alone knows; leave that stage out, or trace "
-                    "the modules"
+                    f"schedule {schedule.name!r} offloads what stage {stage.index} keeps, and with "
+                    "leaf modules autograd keeps it for itself; leave offload out, or trace them"
                 )
         copied = any(schedule.working)
         if (self.replicas > 1 or copied) and schedule.trains and "A" not in schedule.kinds:

@@ -135,9 +135,9 @@ def read_partition(partition: Any, memory_limits: Any = None) -> Partition:
 
 def stash_peaks(schedule: Schedule) -> tuple[int, ...]:
     """Stage → the most micro-batches whose saved values it holds at once: from their forward, or
-    their recompute if they have one, to their backward."""
+    their recompute if they have one, to their backward; but for while they are stored elsewhere."""
     again = {(t.stage, t.microbatch) for row in schedule.rows for t in row if t.kind == "R"}
-    return _peaks(schedule, lambda t: t.kind == "R" or (t.stage, t.microbatch) not in again)
+    return _peaks(schedule, lambda t: t.kind in "RP" or (t.stage, t.microbatch) not in again)
 
 
 def arrival_peaks(schedule: Schedule) -> tuple[int, ...]:
@@ -152,16 +152,22 @@ def _peaks(schedule: Schedule, begins: Callable[[Task], bool]) -> tuple[int, ...
     for row in schedule.rows:
         held = [0] * schedule.stages
         last = "W" if any(task.kind == "W" for task in row) else "B"
+        leaving: list[int] = []  # the stages of what is being stored, until the next task is done
         for step in range(schedule.depth + 1):
             for task in row:
                 stage = task.stage
                 if stage is None or step + task.batch < 0:
                     continue
-                if task.kind in ("F", "R") and begins(task):
+                if task.kind == "O" and begins(replace(task, kind="P")):
+                    leaving.append(stage)
+                    continue
+                if task.kind in "FRP" and begins(task):
                     held[stage] += 1
                 elif task.kind in ("B", last):
                     held[stage] -= 1
                 peaks[stage] = max(peaks[stage], held[stage])
+                while leaving and task.kind != "P":
+                    held[leaving.pop()] -= 1
     return tuple(peaks)
 
 

@@ -107,6 +107,44 @@ def test_recomputing_lowers_the_peak_as_predicted() -> None:
     assert real == sorted(real, reverse=True)
 
 
+@pytest.mark.parametrize(
+    ("make", "schedule", "devices"),
+    [(unet, "gpipe", 2), (unet, "looped-bfs", 2), (transformer, "gpipe", 2)],
+)
+def test_storing_elsewhere_lowers_the_peak_as_predicted(
+    make: Any, schedule: str, devices: int
+) -> None:
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"schedule": schedule, "optimizer": partial(Adam, lr=1e-3)}
+    kept, stored = (
+        trained(make(), devices, offload=mode, **options) for mode in ("never", "always")
+    )
+    assert error(*stored) < 0.01
+    assert sum(m.peak for m in stored[0].memory) < 0.9 * sum(m.peak for m in kept[0].memory)
+    assert sum(each.peak for each in stored[1]) < 0.9 * sum(each.peak for each in kept[1])
+
+
+def test_a_device_holds_what_is_predicted_while_some_is_stored_and_some_recomputed() -> None:
+    torch.manual_seed(0)
+    options: dict[str, Any] = {
+        "offload": {0: "always", 1: "except_last"},
+        "recompute": {2: "always"},
+    }
+    predicted, found = trained(
+        transformer(),
+        3,
+        schedule="gpipe",
+        optimizer=partial(Adam, lr=1e-3),
+        partition=["blocks.1", "head"],
+        **options,
+    )
+    for device, (memory, real) in enumerate(zip(predicted.memory, found, strict=True)):
+        for x, level, bytes_ in zip(
+            predicted.program.lists[device], memory.levels, real.levels, strict=True
+        ):
+            assert abs(level - bytes_) <= 64, (device, print_instruction(x))
+
+
 def test_the_parts_add_up_to_the_peak_and_are_shown() -> None:
     torch.manual_seed(0)
     predicted, _ = trained(unet(), schedule="1f1b", optimizer=partial(Adam, lr=1e-3))

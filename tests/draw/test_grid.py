@@ -163,3 +163,23 @@ def test_the_usual_time_is_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_an_empty_schedule_has_a_grid() -> None:
     assert schedule_grid(Schedule("empty", 1, (0,), ((),)), faults=()) == ""
+
+
+def test_what_is_stored_and_fetched_runs_beside_the_others() -> None:
+    schedule = Schedule.parse(
+        "schedule x stages=1 microbatches=4 delay=0\nplace 0\n"
+        "0: F0 O0 F1 O1 F2 P0 F3 B0 P1 B1 B2 B3 U\n"
+    )
+    assert schedule.grid() == (
+        "    0     2     4     6     8     10    12\n"
+        " 0: F0 F1 F2 F3 B0--- .  B1--- B2--- B3--- U\n"
+        "0O: .  O0 O1 .  .  .  .  .  .  .  .  .  .\n"
+        "0P: .  .  .  P0 .  .  P1 .  .  .  .  .  ."
+    )
+    # F2 waits until what F0 kept is stored, F3 likewise, B0 and B1 until it is there again
+    assert schedule.grid(costs={"O": 2, "P": 3}) == (
+        "    0     2     4     6     8     10    12    14    16    18\n"
+        " 0: F0 F1 .  F2 .  F3 .  .  B0--- .  .  .  B1--- B2--- B3--- U\n"
+        "0O: .  O0--- O1--- .  .  .  .  .  .  .  .  .  .  .  .  .  .\n"
+        "0P: .  .  .  .  .  P0------ .  .  P1------ .  .  .  .  .  ."
+    )

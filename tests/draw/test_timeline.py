@@ -184,13 +184,13 @@ def test_a_valid_schedule_runs_as_a_simulator_of_a_few_lines_runs_it(
     st.sampled_from(sorted(RECIPES)),
     st.integers(1, 5),
     st.integers(1, 8),
-    st.lists(st.integers(0, 5), min_size=8, max_size=8),
+    st.lists(st.integers(0, 5), min_size=10, max_size=10),
     st.sampled_from(["never", "always", "except_last"]),
     st.booleans(),
     st.booleans(),
     st.integers(1, 4),
 )
-@example("1f1b-async", 5, 3, [1, 1, 2, 1, 1, 1, 1, 1], "never", False, True, 2)
+@example("1f1b-async", 5, 3, [1, 1, 2, 1, 1, 1, 1, 1, 1, 1], "never", False, True, 2)
 def test_a_valid_schedule_has_the_times_of_its_simulation(
     name: str,
     p: int,

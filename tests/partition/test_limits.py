@@ -296,4 +296,4 @@ def test_what_a_refusal_proposes_is_enough(
         found = peaks(make, limits, at, **{**options, **given})
         assert all(peak <= limit for peak, limit in zip(found, limits, strict=True))
     if not proposed:
-        assert "no recompute, schedule or number of micro-batches is predicted to be enough" in text
+        assert "no recompute, offload, schedule or number of micro-batches is" in text
