@@ -22,6 +22,10 @@ class FxpipeError(Exception):
         known = next(each for each in type(self).__mro__ if each.__module__ == __name__)
         self.add_note(f"see docs/errors.md#{known.__name__.lower()}")
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """The same error with what it carries, as a pool of processes hands it over."""
+        return type(self).__new__, (type(self), *self.args), vars(self)
+
 
 class InputError(FxpipeError):
     """An argument of a call is wrong: devices, micro-batches, batch sizes, loss, optimizer."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import pickle
 import re
 import traceback
 from collections.abc import Iterator
@@ -172,8 +173,11 @@ def test_an_error_ends_with_the_place_of_its_section() -> None:
     class Mine(errors.ParseError):
         pass
 
-    own, copied = Mine("a name is missing", 2, 7), copy.copy(errors.InputError("no devices"))
-    for error, section in ((own, "parseerror"), (copied, "inputerror")):
+    own, other = Mine("a name is missing", 2, 7), errors.RankError("it is gone", rank=1)
+    copied, handed_over = copy.copy(own), pickle.loads(pickle.dumps(other))
+    assert vars(copied) == vars(own) and vars(handed_over) == vars(other)
+    links = (own, "parseerror"), (copied, "parseerror"), (handed_over, "rankerror")
+    for error, section in links:
         *_, text, link = traceback.format_exception(error)
         assert text.endswith(f"{error}\n")
         assert link == f"see docs/errors.md#{section}\n"
