@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import ClassVar
 
-from fxpipe.errors import InputError
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import BESIDE, BUILT_IN, KINDS, Task
 from fxpipe.ir.value import fetched, fetching, offloaded
+from fxpipe.passes.lowering.lowerable import check_lowering
 from fxpipe.torchtools.state import without_collection
 
 
@@ -116,7 +116,13 @@ class Lower:
                 sum the gradients of several replicas or of copies, or a task needs what no replica
                 has whole.
         """
-        self._check(schedule)
+        check_lowering(
+            schedule,
+            self.plan,
+            pause=self.pause,
+            replicas=self.replicas,
+            shards=self.shards and self.updates,
+        )
         edges = self.plan.edges
         buckets = [len(stage.buckets) for stage in self.plan.stages]
         one = _Instructions(schedule, self.updates, self.replicas, self.shards, buckets)
@@ -183,37 +189,6 @@ class Lower:
     def _is_nothing(self, task: Task) -> bool:
         """Whether no instruction is made of a task."""
         return (task.kind == "U" and not self.updates) or (task.kind == "A" and self.replicas == 1)
-
-    def _check(self, schedule: Schedule) -> None:
-        if schedule.stages != len(self.plan.stages):
-            raise InputError(
-                f"schedule {schedule.name!r} is for {schedule.stages} stages and the plan has "
-                f"{len(self.plan.stages)}; cut the model into {schedule.stages} stages or make "
-                f"the schedule for {len(self.plan.stages)}"
-            )
-        offloads = {task.stage for row in schedule.rows for task in row if task.kind == "O"}
-        for stage in self.plan.stages:
-            if stage.leaves and stage.index in offloads:
-                raise InputError(
-                    f"schedule {schedule.name!r} offloads what stage {stage.index} keeps, and with "
-                    "leaf modules autograd keeps it for itself; leave offload out, or trace them"
-                )
-        copied = any(schedule.working)
-        if (self.replicas > 1 or copied) and schedule.trains and "A" not in schedule.kinds:
-            who = "copies of a stage" if copied else f"{self.replicas} replicas"
-            raise InputError(
-                f"schedule {schedule.name!r} has no A, and the gradients of {who} would never be "
-                "summed; add them with add_reduce, or write A yourself"
-            )
-        if self.replicas > 1 and schedule.copies:
-            raise InputError(
-                f"schedule {schedule.name!r} has copies of stages, and {self.replicas} replicas of "
-                "the pipeline; use a schedule without copies, or one replica"
-            )
-        if self.shards and self.updates and self.replicas > 1:
-            _check_own_tasks(schedule)
-        if self.pause:
-            _check_pause(schedule)
 
 
 class _Instructions:
@@ -379,44 +354,3 @@ def _gathers(schedule: Schedule, updates: bool) -> Mapping[tuple[int, int], list
                     break
             found[device, position].append((task.stage, batch))
     return found
-
-
-def _check_own_tasks(schedule: Schedule) -> None:
-    """Raises InputError where a user's task would need the sums of gradients, which no replica has
-    where each updates a part."""
-    for device, row in enumerate(schedule.rows):
-        summed: set[int | None] = set()
-        for _, position in sorted((-task.batch, at) for at, task in enumerate(row)):
-            task = row[position]
-            kind = KINDS[task.kind]
-            if task.kind == "A":
-                summed.add(task.stage)
-            elif task.stage in summed and "gradients" in (*kind.reads, *kind.writes):
-                raise InputError(
-                    f"task {task} of schedule {schedule.name!r}, device {device}, position "
-                    f"{position}, needs the gradients that A has summed, and with sharded "
-                    "optimizers each replica has a part of them; let it come before A, or leave "
-                    "shard_optimizer out"
-                )
-
-
-def _check_pause(schedule: Schedule) -> None:
-    if not schedule.trains:
-        raise InputError(
-            f"schedule {schedule.name!r} has no backward to pause before; lower it without pause"
-        )
-    if schedule.overlaps:
-        raise InputError(
-            f"schedule {schedule.name!r} lets batches overlap and cannot be paused; use one with a "
-            "flush, such as gpipe"
-        )
-    for device, row in enumerate(schedule.rows):
-        kinds = [task.kind for task in row]
-        first = next((at for at, kind in enumerate(kinds) if kind in "BI"), len(kinds))
-        if "F" in kinds[first:]:
-            position = kinds.index("F", first)
-            raise InputError(
-                f"schedule {schedule.name!r} cannot pause between forward and backward: device "
-                f"{device} has {row[position]} at position {position}, after a backward; use one "
-                "that runs all forwards first, such as gpipe"
-            )

@@ -1,0 +1,88 @@
+"""What cannot be lowered, and a way out."""
+
+from __future__ import annotations
+
+from fxpipe.errors import InputError
+from fxpipe.ir.plan import Plan
+from fxpipe.ir.schedule import Schedule
+from fxpipe.ir.task import KINDS
+
+
+def check_lowering(
+    schedule: Schedule, plan: Plan, *, pause: bool, replicas: int, shards: bool
+) -> None:
+    """Check that a schedule can be lowered over a plan; the arguments are those of ``Lower``.
+
+    Raises:
+        InputError: it cannot.
+    """
+    if schedule.stages != len(plan.stages):
+        raise InputError(
+            f"schedule {schedule.name!r} is for {schedule.stages} stages and the plan has "
+            f"{len(plan.stages)}; cut the model into {schedule.stages} stages or make "
+            f"the schedule for {len(plan.stages)}"
+        )
+    offloads = {task.stage for row in schedule.rows for task in row if task.kind == "O"}
+    for stage in plan.stages:
+        if stage.leaves and stage.index in offloads:
+            raise InputError(
+                f"schedule {schedule.name!r} offloads what stage {stage.index} keeps, and with "
+                "leaf modules autograd keeps it for itself; leave offload out, or trace them"
+            )
+    copied = any(schedule.working)
+    if (replicas > 1 or copied) and schedule.trains and "A" not in schedule.kinds:
+        who = "copies of a stage" if copied else f"{replicas} replicas"
+        raise InputError(
+            f"schedule {schedule.name!r} has no A, and the gradients of {who} would never be "
+            "summed; add them with add_reduce, or write A yourself"
+        )
+    if replicas > 1 and schedule.copies:
+        raise InputError(
+            f"schedule {schedule.name!r} has copies of stages, and {replicas} replicas of "
+            "the pipeline; use a schedule without copies, or one replica"
+        )
+    if shards and replicas > 1:
+        _check_own_tasks(schedule)
+    if pause:
+        _check_pause(schedule)
+
+
+def _check_own_tasks(schedule: Schedule) -> None:
+    """Raises InputError where a user's task would need the sums of gradients, which no replica has
+    where each updates a part."""
+    for device, row in enumerate(schedule.rows):
+        summed: set[int | None] = set()
+        for _, position in sorted((-task.batch, at) for at, task in enumerate(row)):
+            task = row[position]
+            kind = KINDS[task.kind]
+            if task.kind == "A":
+                summed.add(task.stage)
+            elif task.stage in summed and "gradients" in (*kind.reads, *kind.writes):
+                raise InputError(
+                    f"task {task} of schedule {schedule.name!r}, device {device}, position "
+                    f"{position}, needs the gradients that A has summed, and with sharded "
+                    "optimizers each replica has a part of them; let it come before A, or leave "
+                    "shard_optimizer out"
+                )
+
+
+def _check_pause(schedule: Schedule) -> None:
+    if not schedule.trains:
+        raise InputError(
+            f"schedule {schedule.name!r} has no backward to pause before; lower it without pause"
+        )
+    if schedule.overlaps:
+        raise InputError(
+            f"schedule {schedule.name!r} lets batches overlap and cannot be paused; use one with a "
+            "flush, such as gpipe"
+        )
+    for device, row in enumerate(schedule.rows):
+        kinds = [task.kind for task in row]
+        first = next((at for at, kind in enumerate(kinds) if kind in "BI"), len(kinds))
+        if "F" in kinds[first:]:
+            position = kinds.index("F", first)
+            raise InputError(
+                f"schedule {schedule.name!r} cannot pause between forward and backward: device "
+                f"{device} has {row[position]} at position {position}, after a backward; use one "
+                "that runs all forwards first, such as gpipe"
+            )
