@@ -90,6 +90,36 @@ def test_a_step_returns_when_pinned_memory_of_the_callers_is_read(
         assert len(waited) == (schedule == "1f1b")
 
 
+def test_what_stages_offload_lies_in_pinned_memory_and_nobody_waits(
+    cuda: Cuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    model = Tiny()
+    plain = copy.deepcopy(model)
+    pinned: list[int] = []
+    like = torch.empty_like
+
+    def empty_like(value: Tensor, pin_memory: bool = False, **options: Any) -> Tensor:
+        pinned.extend([value.nbytes] * pin_memory)
+        return like(value, **options)
+
+    monkeypatch.setattr(torch, "empty_like", empty_like)
+    monkeypatch.setattr(Event, "synchronize", lambda self: pytest.fail("the host waits"))
+    monkeypatch.setattr(Tensor, "is_pinned", lambda self: self.dtype is torch.uint8)
+    monkeypatch.setattr(Tensor, "pin_memory", Tensor.clone)
+    options: dict[str, Any] = {"schedule": "gpipe", "optimizer": adam}
+    pipe, _ = on_cuda(model, offload="always", **options)
+    other = fxpipe.compile(
+        plain, ["cpu"] * 2, loss=nn.functional.cross_entropy, microbatches=4, **options
+    )
+    with pipe, other, within(60):
+        for seed in range(3):
+            x, y = batch(8, seed)
+            assert torch.equal(pipe.step(x, target=y), other.step(x, target=y))
+        assert len(pinned) >= 3 * len(pipe.program.offloads) > 0
+    loop.assert_same(model.state_dict(), plain.state_dict())
+
+
 def test_a_batch_of_one_repeated_row_and_a_dense_one_after_it_train_as_the_loop(
     cuda: Cuda,
 ) -> None:

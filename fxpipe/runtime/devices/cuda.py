@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from fxpipe.ir.plan import ValueSpec
-from fxpipe.ir.program import COMPUTE
+from fxpipe.ir.program import COMPUTE, PREFETCH
 from fxpipe.runtime.devices.cuda_graphs import ALONE, Streams
 from fxpipe.runtime.devices.launching import Launcher, room
 from fxpipe.runtime.failure import DeviceMemory, Unfinished
@@ -144,7 +144,7 @@ class CudaLanes:
         if value.device.type != "cuda":
             pinned = value if value.is_pinned() else value.pin_memory()
             made.copy_(pinned, non_blocking=True)
-            if pinned is value:
+            if pinned is value and stream != PREFETCH:  # what was offloaded is nobody's to change
                 self._reading = self.mark(stream)
             return made
         if value.device == self.device:
