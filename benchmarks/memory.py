@@ -1,4 +1,5 @@
-"""Predicted memory beside counted, device by device: schedules and modes of recomputation.
+"""Predicted memory beside counted, device by device: schedules and modes of recomputation; and what
+is recomputed or offloaded where devices have half of the memory.
 
 CPU devices count by storage what is alive while steps run, each as one with memory of its own.
 Run it with ``python -m benchmarks.memory``; ``benchmarks.gpu.memory`` asks torch's allocator.
@@ -11,6 +12,8 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from statistics import median
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +27,7 @@ from benchmarks.models.gpt2 import GPT2, next_words
 from benchmarks.models.unet import UNet
 from benchmarks.report import RESULTS, Figure, Grid, Report
 from examples.plain import one_thread
-from fxpipe.words import bytes_text
+from fxpipe.words import bytes_text, time_text
 
 SCHEDULES = ("gpipe", "1f1b", "zb-h1", "2bw")
 MODES = ("never", "except_last", "always")
@@ -91,17 +94,20 @@ def works(tiny: bool) -> list[Work]:
     ]
 
 
-def measure(work: Work, schedule: str, mode: Any, devices: int, microbatches: int) -> list[Row]:
-    """Device → predicted and counted."""
+def measure(
+    work: Work, devices: int, seconds: list[str] | None = None, **options: Any
+) -> list[Row]:
+    """Device → predicted and counted.
+
+    Args:
+        work: what is trained.
+        devices: on how many.
+        seconds: gets what a step does, and how long it takes as predicted, and as measured.
+        **options: of ``compile``.
+    """
     torch.manual_seed(0)
     with fxpipe.compile(
-        work.model(),
-        ["cpu"] * devices,
-        schedule=schedule,
-        microbatches=microbatches,
-        loss=work.loss,
-        optimizer=Adam,
-        recompute=mode,
+        work.model(), ["cpu"] * devices, loss=work.loss, optimizer=Adam, **options
     ) as pipe:
         pipe.prepare(work.inputs, target=work.target)
         with counted(pipe) as found:
@@ -111,10 +117,58 @@ def measure(work: Work, schedule: str, mode: Any, devices: int, microbatches: in
                         device.clear()
                 pipe.step(work.inputs, target=work.target)
             pipe.flush()
+        if seconds is not None:
+            times = []
+            for _ in range(2 + STEPS):
+                start = perf_counter()
+                pipe.step(work.inputs, target=work.target)
+                times.append(perf_counter() - start)
+            tasks = {(t.kind, str(t.stage)) for row in pipe.schedule.rows for t in row}
+            does = [pipe.schedule.name]
+            for letter, word in (("R", "recompute"), ("O", "offload")):
+                if stages := sorted(stage for kind, stage in tasks if kind == letter):
+                    does.append(f"{word} {', '.join(stages)}")
+            predicted = time_text(pipe.simulate().step_time)
+            seconds += ["; ".join(does), predicted, time_text(median(times[2:]))]
         return [
             Row(memory.peak, device.peak, dict(memory.parts))
             for memory, device in zip(pipe.simulate().memory, found, strict=True)
         ]
+
+
+def halved(work: Work, schedule: str, microbatches: int) -> Grid:
+    """A model on two devices with all kept, recomputed or offloaded, and what is chosen where each
+    may hold half of what the first takes."""
+    cells: list[tuple[str, ...]] = []
+    limits: list[int] = []
+    ways: dict[str, dict[str, Any]] = {
+        "all kept": {"schedule": schedule},
+        "all recomputed": {"schedule": schedule, "recompute": "always"},
+        "all offloaded": {"schedule": schedule, "offload": "always"},
+        "half of the memory": {"schedule": "auto", "memory_limits": limits},
+    }
+    for way, options in ways.items():
+        told: list[str] = []
+        try:
+            rows = measure(work, 2, told, microbatches=microbatches, **options)
+        except fxpipe.PartitionError as error:
+            cells.append(
+                (
+                    f"{work.name}, {schedule}: {way}",
+                    f"refused: {str(error).partition(';')[0]}",
+                    *4 * ("",),
+                )
+            )
+            continue
+        limits = limits or [row.predicted // 2 for row in rows]
+        ways["half of the memory"]["memory_limits"] = limits
+        figures = [
+            f"{bytes_text(row.predicted)} ({row.error:+.2f} % of {bytes_text(row.counted)})"
+            for row in rows
+        ]
+        cells.append((f"{work.name}, {schedule}: {way}", *told, *figures))
+    heads = ("way", "does", "predicted step", "measured step", "device 0", "device 1")
+    return Grid(heads, cells)
 
 
 def main(given: Sequence[str] | None = None) -> int:
@@ -133,8 +187,10 @@ def main(given: Sequence[str] | None = None) -> int:
             for schedule in own.schedules:
                 for mode in own.modes:
                     what = f"{work.name}, {schedule}, recompute {mode}"
-                    rows = measure(work, schedule, mode, own.devices, own.microbatches)
+                    options = {"schedule": schedule, "recompute": mode}
+                    rows = measure(work, own.devices, microbatches=own.microbatches, **options)
                     found += [(what, device, row) for device, row in enumerate(rows)]
+        limited = [halved(works(own.tiny)[0], name, own.microbatches) for name in ("gpipe", "1f1b")]
     errors = [row.error for _, _, row in found]
     largest = max(found, key=lambda each: abs(each[2].error))
     figures = [
@@ -166,7 +222,7 @@ def main(given: Sequence[str] | None = None) -> int:
         "predicted": "the peak of pipe.simulate(), and what it is made of",
     }
     title = "Memory of every device, predicted and counted"
-    grids = [Grid(heads, cells)]
+    grids = [Grid(heads, cells), *limited]
     Report("memory", title, settings, figures, machine, grids).publish(own.output)
     return 0
 

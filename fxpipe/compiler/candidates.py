@@ -139,8 +139,17 @@ class Stages:
             for count in counts or microbatch_counts(self._size, devices)
         ]
         free = options.recompute == "never"
+        stored = modes_of(options.offload, devices)
+        # each rank would measure by itself how fast it stores, and they could choose differently
+        alone = options.group.size == 1 and not options.cuda_graphs
+        chosen = free and alone and options.offload == "never"
         found = evaluate(
-            ways, None if free else self._modes, self._limits, self._least, self._predict
+            ways,
+            None if free else self._modes,
+            self._limits,
+            self._least,
+            self._predict,
+            offload=None if chosen else stored,
         )
         if not found:
             raise InputError("no schedule of the library can run these stages; name one yourself")
@@ -240,7 +249,9 @@ class Stages:
         """The schedule and the program of a candidate. Raises FxpipeError where these stages cannot
         run it."""
         timetable = self._compiler.timetable.changed(
-            recipe=candidate.recipe, recompute=candidate.recompute
+            recipe=candidate.recipe,
+            recompute=candidate.recompute,
+            offload=candidate.offload or self._options.offload,
         )
         schedule = timetable.schedule(candidate.microbatches, "step")
         leaves = self._compiled.traced.leaves

@@ -82,7 +82,13 @@ class Deciding(Compiler):
                 least_of_all = min(nearest, key=lambda each: sum(each.over(limits)))
                 raise PartitionError(_refusal(least_of_all, limits, options.names)) from why
             choice = found.candidate
-            self._follow(before.changed(recipe=choice.recipe, recompute=choice.recompute))
+            self._follow(
+                before.changed(
+                    recipe=choice.recipe,
+                    recompute=choice.recompute,
+                    offload=choice.offload or options.offload,
+                )
+            )
         self._size = size
         noted(f'schedule="{options.decides}" takes {found}')
         return choice.microbatches

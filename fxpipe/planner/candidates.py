@@ -1,14 +1,16 @@
-"""Which schedule, how many micro-batches, which stages recompute: the fastest step that fits."""
+"""Which schedule, how many micro-batches, which stages recompute or offload: the fastest step that
+fits."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, product
+from math import inf, prod
 
 import fxpipe.schedules as library
 from fxpipe.ir.recipe import Recipe, find_recipe, one_each
-from fxpipe.passes.schedule import Recompute, modes_of
+from fxpipe.passes.schedule import Recompute
 from fxpipe.simulator.costs import Times
 from fxpipe.words import time_text
 
@@ -27,22 +29,24 @@ class Candidate:
         recipe: its schedule.
         microbatches: into how many a batch is split.
         recompute: stage → its mode.
+        offload: the same; empty for no stage.
     """
 
     recipe: Recipe
     microbatches: int
     recompute: Modes
+    offload: Modes = ()
 
     def __str__(self) -> str:
         text = f'schedule="{self.recipe.name}", microbatches={self.microbatches}'
-        if set(self.recompute) == {"never"}:
-            return text
-        if len(set(self.recompute)) == 1:
-            return f'{text}, recompute="{self.recompute[0]}"'
-        again = ", ".join(
-            f'{s}: "{mode}"' for s, mode in enumerate(self.recompute) if mode != "never"
-        )
-        return f"{text}, recompute={{{again}}}"
+        for option, modes in (("recompute", self.recompute), ("offload", self.offload)):
+            some = {s: mode for s, mode in enumerate(modes) if mode != "never"}
+            if some and len(set(modes)) == 1:
+                text += f', {option}="{modes[0]}"'
+            elif some:
+                listed = ", ".join(f'{stage}: "{mode}"' for stage, mode in some.items())
+                text += f", {option}={{{listed}}}"
+        return text
 
 
 @dataclass(frozen=True)
@@ -115,18 +119,19 @@ def evaluate(
     least: Callable[[Recipe, int], float],
     predict: Callable[[Candidate], Predicted | None],
     keep: int = 1,
+    offload: Modes | None = (),
 ) -> list[Predicted]:
     """Predict candidates, those that could be fastest first, until no other one can be among the
     ``keep`` fastest that fit. First those that fit, then those that lack least.
 
     Args:
         ways: the schedules with their numbers of micro-batches.
-        recompute: which stages recompute; None to choose: no stage, or those on devices that hold
-            too much else, or all.
+        recompute: which stages recompute; None to choose: none, or enough so that all fits.
         limits: device → the bytes that it may hold.
         least: what no step takes less time than.
         predict: what a candidate needs; None if it cannot run.
         keep: how many are asked for.
+        offload: which stages offload, empty for none; None to choose, together with ``recompute``.
     """
     found: list[Predicted] = []
     bounds = sorted(((least(*way), way) for way in ways), key=lambda each: each[0])
@@ -134,7 +139,8 @@ def evaluate(
         fast = sorted(each.seconds for each in found if each.fits(limits))
         if len(fast) >= keep and bound > _EXACT * fast[keep - 1]:
             break
-        found += _variants(Candidate(recipe, microbatches, recompute or ()), limits, predict)
+        given = Candidate(recipe, microbatches, recompute or (), offload or ())
+        found += variants(given, limits, predict, offloads=offload is None)
     return sorted(found, key=lambda each: (sum(each.over(limits)), each.seconds))
 
 
@@ -145,30 +151,92 @@ def best_of(found: Sequence[Predicted]) -> Predicted:
     return min(fast, key=lambda each: max(each.peaks, default=0.0))
 
 
-def _variants(
+def variants(
     candidate: Candidate,
     limits: Sequence[float],
     predict: Callable[[Candidate], Predicted | None],
-) -> Iterable[Predicted]:
-    """A candidate as it is, or with so much recomputation that it fits, if there is so much."""
+    *,
+    offloads: bool = False,
+) -> list[Predicted]:
+    """A candidate as it is, or with so much recomputed, or offloaded, that it fits.
+
+    What a device holds depends on what its own stage does, hardly on the others. So what all
+    stages do alike tells which ways each device has; keeping all is the fastest where it fits.
+    All combinations of the other ways are predicted, or, where these are more than ``_MOST``, those
+    that differ in one stage from the best so far, until none of them is faster.
+
+    Args:
+        candidate: what is given of it is not chosen: any recomputation.
+        limits: device → the bytes that it may hold.
+        predict: what a candidate needs; None if it cannot run.
+        offloads: whether stages may offload.
+    """
     if candidate.recompute:
         made = predict(candidate)
         return [] if made is None else [made]
     stages = len(limits)
-    modes = modes_of("never", stages)
-    found: list[Predicted] = []
-    while True:
-        made = predict(replace(candidate, recompute=modes))
-        if made is None:
-            return found
-        found.append(made)
-        full = {device for device, lacks in enumerate(made.over(limits)) if lacks}
-        more = list(modes)
-        for device in full:
-            more[device] = "always"
-        if tuple(more) == modes:
-            return found
-        modes = tuple(more)
+    known: dict[tuple[str, ...], Predicted | None] = {}
+
+    def of(ways: tuple[str, ...]) -> Predicted | None:
+        if ways not in known:
+            chosen = replace(candidate, recompute=_modes(ways, "recompute"))
+            if offloads:
+                chosen = replace(chosen, offload=_modes(ways, "offload"))
+            known[ways] = predict(chosen)
+        return known[ways]
+
+    kinds = ("keep", "offload", "recompute") if offloads else ("keep", "recompute")
+    alike = {}
+    for kind in kinds:
+        if (made := of((kind,) * stages)) is not None:
+            alike[kind] = made.over(limits)
+            if kind == "keep" and made.fits(limits):
+                return [made]
+    if not alike:
+        return []
+    ways = [_ways({kind: over[device] for kind, over in alike.items()}) for device in range(stages)]
+    if prod(map(len, ways)) <= _MOST:
+        for each in product(*ways):
+            of(each)
+    else:
+        best = tuple(own[-1] for own in ways)
+        while best != (best := _exchanged(best, ways, of, limits)):
+            pass
+    return [made for made in known.values() if made is not None]
+
+
+_MOST = 16
+"""So many combinations of what full devices may do are predicted at most."""
+
+
+def _modes(ways: Sequence[str], option: str) -> Modes:
+    return tuple("always" if way == option else "never" for way in ways)
+
+
+def _ways(over: Mapping[str, float]) -> list[str]:
+    """What a device may do, by what it then lacks: keep all where that fits, or else what fits, or
+    what lacks least."""
+    least = min(over.values())
+    fitting = [kind for kind, lacks in over.items() if lacks == least]
+    return fitting[:1] if fitting[0] == "keep" else fitting
+
+
+def _exchanged(
+    best: tuple[str, ...],
+    ways: Sequence[Sequence[str]],
+    of: Callable[[tuple[str, ...]], Predicted | None],
+    limits: Sequence[float],
+) -> tuple[str, ...]:
+    """The best of these ways and all that differ from them on one device."""
+    tried = [best]
+    for device, own in enumerate(ways):
+        tried += [(*best[:device], way, *best[device + 1 :]) for way in own if way != best[device]]
+
+    def needs(each: tuple[str, ...]) -> tuple[float, float]:
+        made = of(each)
+        return (inf, inf) if made is None else (sum(made.over(limits)), made.seconds)
+
+    return min(tried, key=needs)
 
 
 def microbatch_counts(batch: int, devices: int) -> list[int]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import random
 import re
+from collections.abc import Sequence
 from typing import Any, cast
 
 import pytest
@@ -14,8 +16,11 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import fxpipe
+from benchmarks.counted import counted
+from benchmarks.models.unet import UNet
 from fxpipe.compiler import candidates
 from fxpipe.ir.recipe import find_recipe
+from fxpipe.passes.schedule import add_offload, add_recompute
 from fxpipe.planner.candidates import (
     Affine,
     Candidate,
@@ -24,6 +29,7 @@ from fxpipe.planner.candidates import (
     evaluate,
     least_seconds,
     one_stage_each,
+    variants,
 )
 from fxpipe.rehearsal import Rehearsals
 from fxpipe.simulator import Sizes, simulate_schedule
@@ -172,6 +178,87 @@ def test_the_fastest_that_fits_is_that_of_all_candidates() -> None:
         if fitting:
             assert found.seconds <= 1.02 * min(each.seconds for each in fitting)
         assert len(tried) < all_tried / 2
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_stages_recompute_or_store_as_costs_least_of_all_ways(seed: int) -> None:
+    """Against every combination of what stages may do, simulated."""
+    draw = random.Random(seed)
+    stages, recipe = draw.choice((2, 3)), find_recipe(draw.choice(("gpipe", "1f1b", "zb-h1")))
+    times = {
+        (letter, s): draw.uniform(0.5, 2) * (5 if letter in "OP" and draw.random() < 0.3 else 1)
+        for letter in "FBIWROPU"
+        for s in range(stages)
+    }
+    saved = {s: draw.randint(50, 100) for s in range(stages)}
+    sizes = Sizes(values={f"y{s}": 5 for s in saved}, saved=saved, deferred=saved)
+
+    def predict(candidate: Candidate) -> Predicted:
+        recomputing = add_recompute(recipe(stages, 6), candidate.recompute)
+        schedule = add_offload(recomputing, candidate.offload, times)
+        found = simulate_schedule(schedule, times, sizes=sizes)
+        peaks = tuple(float(memory.peak) for memory in found.memory)
+        return Predicted(candidate, found.makespan, peaks)
+
+    modes = ("never", "never"), ("always", "never"), ("never", "always")
+    everything = [
+        predict(Candidate(recipe, 6, *zip(*ways, strict=True)))
+        for ways in itertools.product(modes, repeat=stages)
+    ]
+    most = everything[0].peaks
+    for share in (1.0, 0.8, 0.5, 0.3):
+        limits = [share * peak for peak in most]
+        found = variants(Candidate(recipe, 6, ()), limits, predict, offloads=True)
+        fitting = [each.seconds for each in everything if each.fits(limits)]
+        ours = [each.seconds for each in found if each.fits(limits)]
+        assert bool(ours) == bool(fitting)
+        assert not fitting or min(ours) == pytest.approx(min(fitting))
+
+
+def test_of_many_ways_no_change_on_one_device_is_faster() -> None:
+    recipe, stages = find_recipe("gpipe"), 8
+    draw = random.Random(0)
+    cost = [{"keep": 1.0, "offload": draw.random() + 1, "recompute": 1.5} for _ in range(stages)]
+
+    def seconds(ways: Sequence[str]) -> float:  # a neighbour that does otherwise is waited for
+        alone = sum(own[way] for own, way in zip(cost, ways, strict=True))
+        return alone + 0.2 * sum(a != b for a, b in itertools.pairwise(ways))
+
+    def predict(candidate: Candidate) -> Predicted:
+        pairs = zip(candidate.recompute, candidate.offload, strict=True)
+        ways = [
+            "recompute" if r != "never" else "offload" if o != "never" else "keep" for r, o in pairs
+        ]
+        return Predicted(candidate, seconds(ways), tuple(2.0 - (way != "keep") for way in ways))
+
+    found = variants(Candidate(recipe, 8, ()), (1.0,) * stages, predict, offloads=True)
+    best = min(each.seconds for each in found if each.fits((1.0,) * stages))
+    every = itertools.product(("offload", "recompute"), repeat=stages)
+    assert len(found) < 2**stages and best <= 1.05 * min(map(seconds, every))
+
+
+def test_half_of_the_memory_is_enough_with_what_is_recomputed_or_stored() -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(16, 3, 16, 16), torch.randn(16, 1, 16, 16)
+    options: Any = {"microbatches": 8, "loss": mse_loss, "optimizer": torch.optim.Adam}
+
+    def ran(**more: Any) -> tuple[list[int], list[int], list[str]]:
+        with fxpipe.compile(UNet(2, 8, depth=2), ["cpu"] * 2, **options, **more) as pipe:
+            pipe.prepare(x, target=y)
+            predicted = [memory.peak for memory in pipe.simulate().memory]
+            with counted(pipe) as found:
+                for step in range(3):
+                    if step == 2:
+                        for device in found:
+                            device.clear()
+                    pipe.step(x, target=y)
+            return predicted, [device.peak for device in found], sorted(pipe.schedule.kinds)
+
+    all_kept, _, _ = ran(schedule="gpipe")
+    limits = [peak // 2 for peak in all_kept]
+    predicted, real, _ = ran(schedule="auto", memory_limits=limits)
+    for peak, held, limit in zip(predicted, real, limits, strict=True):
+        assert peak <= limit and peak == pytest.approx(held, rel=0.03)
 
 
 def test_no_step_takes_less_than_the_closed_form() -> None:
