@@ -28,7 +28,8 @@ from fxpipe.draw.schedule import row_label
 from fxpipe.draw.timeline import Span, Timeline, sketch
 from fxpipe.errors import Fault
 from fxpipe.ir import instruction as ins
-from fxpipe.ir.program import COMPUTE, Program
+from fxpipe.ir.launch import COMPUTE
+from fxpipe.ir.program import Program
 from fxpipe.ir.value import Buffer
 from fxpipe.ir.walk import Place, Wait, usual_cost, waits_of
 from fxpipe.text.program import print_instruction

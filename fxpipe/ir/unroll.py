@@ -12,7 +12,8 @@ from typing import TypeVar
 
 from fxpipe.errors import InputError
 from fxpipe.ir import instruction as ins
-from fxpipe.ir.program import Launch, Program
+from fxpipe.ir.launch import Launch
+from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
 
 Item = TypeVar("Item")

@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 from fxpipe.errors import Fault, InputError
 from fxpipe.ir import instruction as ins
-from fxpipe.ir.program import COMPUTE, Launch, Program, Turn
+from fxpipe.ir.launch import COMPUTE, Launch
+from fxpipe.ir.program import Program, Turn
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import KINDS, Task
 from fxpipe.ir.value import Buffer

@@ -26,7 +26,6 @@ from fxpipe.ir.value import (
     fetched,
     forward_buffer,
     gradient_buffer,
-    norm_buffer,
     saved,
     state,
 )
@@ -34,7 +33,7 @@ from fxpipe.kernels.kernel import Forwarded, Kernel
 from fxpipe.kernels.recompute import recomputing
 from fxpipe.runtime import copies, offload, own_task, replicas
 from fxpipe.runtime.host import Job
-from fxpipe.runtime.weights.clipping import norms_of
+from fxpipe.runtime.weights import clipping
 
 if TYPE_CHECKING:
     from fxpipe.runtime.devices.backend import Channels
@@ -354,25 +353,6 @@ def _pause(machine: Machine, instruction: ins.Pause) -> None:
     """Nothing to do: the loop returns to the caller."""
 
 
-def _norm(machine: Machine, instruction: ins.Norm) -> None:
-    stage, batch = instruction.stage, instruction.batch
-    norms = norms_of(machine.store.gradients.get((stage, batch), []))
-    if stage in machine.program.sharded:
-        norms = machine.channels.all_norms(machine.device, stage, machine.step + batch, norms)
-    for other in range(machine.program.stages):
-        machine.store.values[norm_buffer(stage, other, batch)] = norms
-
-
-def _clip(machine: Machine, instruction: ins.Clip) -> None:
-    stage, batch, store = instruction.stage, instruction.batch, machine.store
-    stages = range(machine.program.stages)
-    norms = [norm for s in stages for norm in store.values[norm_buffer(s, stage, batch)]]
-    absolute = machine.step + batch
-    clipping = machine.jobs[absolute].clipping
-    if clipping is not None:
-        clipping.clip(absolute, store.gradients.get((stage, batch), []), norms)
-
-
 def _update(machine: Machine, instruction: ins.Update) -> None:
     stage, step = instruction.stage, machine.step
     gradients = machine.store.gradients.pop((stage, instruction.batch), [])
@@ -406,8 +386,8 @@ HANDLERS: Mapping[type[ins.Instruction], Callable[[Machine, Any], None]] = {
     ins.Share: copies.share,
     ins.Give: copies.give,
     ins.Add: copies.add,
-    ins.Norm: _norm,
-    ins.Clip: _clip,
+    ins.Norm: clipping.share_norms,
+    ins.Clip: clipping.clip,
     ins.Free: _free,
     ins.Barrier: _barrier,
     ins.Pause: _pause,

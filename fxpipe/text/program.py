@@ -8,7 +8,8 @@ from typing import Any, NamedTuple, cast, get_args
 
 from fxpipe.errors import ParseError, near
 from fxpipe.ir import instruction as ins
-from fxpipe.ir.program import COMPUTE, Event, Launch, Program
+from fxpipe.ir.launch import COMPUTE, Event, Launch
+from fxpipe.ir.program import Program
 from fxpipe.ir.value import COPIED, HOST, KEPT, Buffer, BufferKind, Edge, batch_mark
 from fxpipe.text.scan import Line, end_of, is_name, lines_of, print_title
 from fxpipe.text.schedule import parse_place, print_place

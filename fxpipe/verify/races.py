@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from fxpipe.errors import Fault
 from fxpipe.ir import instruction as ins
-from fxpipe.ir.program import Event
+from fxpipe.ir.launch import Event
 from fxpipe.ir.task import KINDS
 from fxpipe.ir.unroll import shifted
 from fxpipe.ir.value import HOST

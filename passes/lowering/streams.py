@@ -10,7 +10,8 @@ from typing import ClassVar, NamedTuple
 
 from fxpipe.errors import InputError
 from fxpipe.ir import instruction as ins
-from fxpipe.ir.program import COMPUTE, OFFLOAD, PREFETCH, Event, Launch, Program, arrivals
+from fxpipe.ir.launch import COMPUTE, OFFLOAD, PREFETCH, Event, Launch, arrivals
+from fxpipe.ir.program import Program
 from fxpipe.ir.value import Buffer
 from fxpipe.passes.lowering.launch_order import Launched, launch_order, source_of
 from fxpipe.passes.runner import comes_after

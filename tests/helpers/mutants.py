@@ -8,7 +8,8 @@ from dataclasses import replace
 from typing import TypeVar
 
 from fxpipe.ir import instruction as ins
-from fxpipe.ir.program import Launch, Program
+from fxpipe.ir.launch import Launch
+from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import Task
 

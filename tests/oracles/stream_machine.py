@@ -19,8 +19,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from fxpipe.ir import instruction as ins
+from fxpipe.ir.launch import Event
 from fxpipe.ir.plan import Stage
-from fxpipe.ir.program import Event, Program
+from fxpipe.ir.program import Program
 from fxpipe.ir.value import Buffer
 from fxpipe.runtime.interpreter import HANDLERS, Machine, Store
 from tests.oracles.stream_memory import Held, Layout, Memory, layout_of, poison

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fxpipe.ir import instruction as ins
-from fxpipe.ir.program import Event, Launch, Program
+from fxpipe.ir.launch import Event, Launch
+from fxpipe.ir.program import Program
 from fxpipe.ir.value import Buffer
 
 Node = tuple[int, int, int]

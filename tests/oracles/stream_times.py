@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from fxpipe.ir import instruction as ins
-from fxpipe.ir.program import Event, Program
+from fxpipe.ir.launch import Event
+from fxpipe.ir.program import Program
 from fxpipe.ir.task import KINDS
 
 

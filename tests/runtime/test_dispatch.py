@@ -19,7 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fxpipe
 from fxpipe.errors import InputError, VerificationError
 from fxpipe.ir import instruction as ins
-from fxpipe.ir.program import Launch, Program
+from fxpipe.ir.launch import Launch
+from fxpipe.ir.program import Program
 from fxpipe.ir.recipe import RECIPES
 from fxpipe.passes.lowering.communicate import communicate
 from fxpipe.passes.lowering.free import free

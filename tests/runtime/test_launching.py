@@ -272,7 +272,7 @@ def test_a_failure_that_nobody_asked_about_is_told_when_the_next_step_begins() -
 
 
 def test_who_waits_for_an_event_is_woken_when_the_run_stops() -> None:
-    from fxpipe.ir.program import Event, Launch
+    from fxpipe.ir.launch import Event, Launch
     from fxpipe.runtime.devices.launching import Events
     from fxpipe.runtime.interpreter import Stopped
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from fxpipe.errors import ParseError
 from fxpipe.ir import instruction as ins
-from fxpipe.ir.program import Event, Launch, Program
+from fxpipe.ir.launch import Event, Launch
+from fxpipe.ir.program import Program
 from fxpipe.ir.recipe import RECIPES
 from fxpipe.ir.value import (
     COPIED,

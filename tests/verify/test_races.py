@@ -9,7 +9,8 @@ import pytest
 
 from fxpipe.errors import VerificationError
 from fxpipe.ir.instruction import Forward, Receive
-from fxpipe.ir.program import Event, Launch, Program
+from fxpipe.ir.launch import Event, Launch
+from fxpipe.ir.program import Program
 from fxpipe.ir.recipe import RECIPES
 from fxpipe.passes.lowering.communicate import communicate
 from fxpipe.passes.lowering.free import free

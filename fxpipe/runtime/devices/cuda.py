@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from fxpipe.ir.launch import COMPUTE, PREFETCH
 from fxpipe.ir.plan import ValueSpec
-from fxpipe.ir.program import COMPUTE, PREFETCH
 from fxpipe.runtime.devices.cuda_graphs import ALONE, Streams
 from fxpipe.runtime.devices.launching import Launcher, room
 from fxpipe.runtime.failure import DeviceMemory, Unfinished

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from fxpipe.ir import instruction as ins
+from fxpipe.ir.launch import COMPUTE, PREFETCH, Event, Launch
 from fxpipe.ir.plan import Stage, ValueSpec
-from fxpipe.ir.program import COMPUTE, PREFETCH, Event, Launch, Program
+from fxpipe.ir.program import Program
 from fxpipe.ir.value import Buffer
 from fxpipe.runtime.devices.backend import Backend, Channels
 from fxpipe.runtime.failure import Given, Unfinished

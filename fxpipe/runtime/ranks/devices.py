@@ -26,8 +26,9 @@ from torch import Tensor
 
 from fxpipe.errors import InputError
 from fxpipe.ir import instruction as ins
+from fxpipe.ir.launch import arrivals
 from fxpipe.ir.plan import ValueSpec
-from fxpipe.ir.program import Program, arrivals
+from fxpipe.ir.program import Program
 from fxpipe.ir.value import Buffer
 from fxpipe.runtime.devices.backend import Backend
 from fxpipe.runtime.devices.cuda import CudaBackend, CudaPlace

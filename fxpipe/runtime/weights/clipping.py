@@ -4,13 +4,39 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.amp import GradScaler
 
 from fxpipe.errors import CheckpointError
+from fxpipe.ir import instruction as ins
+from fxpipe.ir.value import norm_buffer
+
+if TYPE_CHECKING:
+    from fxpipe.runtime.interpreter import Machine
+
+
+def share_norms(machine: Machine, instruction: ins.Norm) -> None:
+    """See ins.Norm."""
+    stage, batch = instruction.stage, instruction.batch
+    norms = norms_of(machine.store.gradients.get((stage, batch), []))
+    if stage in machine.program.sharded:
+        norms = machine.channels.all_norms(machine.device, stage, machine.step + batch, norms)
+    for other in range(machine.program.stages):
+        machine.store.values[norm_buffer(stage, other, batch)] = norms
+
+
+def clip(machine: Machine, instruction: ins.Clip) -> None:
+    """See ins.Clip."""
+    stage, batch, store = instruction.stage, instruction.batch, machine.store
+    stages = range(machine.program.stages)
+    norms = [norm for s in stages for norm in store.values[norm_buffer(s, stage, batch)]]
+    absolute = machine.step + batch
+    how = machine.jobs[absolute].clipping
+    if how is not None:
+        how.clip(absolute, store.gradients.get((stage, batch), []), norms)
 
 
 class Clipping:

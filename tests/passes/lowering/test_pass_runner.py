@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -116,8 +115,9 @@ def test_the_fields_of_a_pass_come_from_the_facts() -> None:
 def test_a_pass_in_the_wrong_place_is_refused_by_name(
     passes: tuple[Pass, ...], message: str
 ) -> None:
-    with pytest.raises(PassError, match=f"^{re.escape(message)}$"):
+    with pytest.raises(PassError) as raised:
         run_all(passes, {"x": 1, "z": 2})
+    assert str(raised.value) == message
 
 
 def test_a_pass_that_need_not_run_counts_as_one_that_has() -> None:

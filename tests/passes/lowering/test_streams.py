@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from fxpipe.draw.program import rows_of, sketch_program
 from fxpipe.errors import InputError
 from fxpipe.ir import instruction as ins
-from fxpipe.ir.program import Event, Launch, Program
+from fxpipe.ir.launch import Event, Launch
+from fxpipe.ir.program import Program
 from fxpipe.ir.recipe import RECIPES, Recipe
 from fxpipe.ir.unroll import blocking, unroll
 from fxpipe.passes.lowering.communicate import communicate
