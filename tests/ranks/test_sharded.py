@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Sequence
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,9 +16,7 @@ import fxpipe
 from benchmarks.counted import counted
 from fxpipe.errors import InputError
 from fxpipe.ir.program import Program
-from fxpipe.runtime.ranks.summing import cut
-from fxpipe.runtime.weights.optimizer_copies import frozen
-from fxpipe.runtime.weights.sharding import ShardedStage, Shards, refuse_others
+from fxpipe.runtime.weights.sharding import refuse_others
 from tests.helpers.profiles import DEEP
 from tests.helpers.ranks import DeviceMesh, on_ranks
 from tests.helpers.tiny import Tiny
@@ -29,7 +25,6 @@ from tests.ranks.test_replicas import (
     CASES,
     OPTIMIZERS,
     STEPS,
-    Model,
     Results,
     assert_equal,
     batch,
@@ -38,7 +33,6 @@ from tests.ranks.test_replicas import (
     pipe_of,
     trained,
 )
-from tests.ranks.test_replicas_together import Broken, go_on
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -248,185 +242,6 @@ def test_the_memory_of_a_step_of_replicas_is_as_predicted() -> None:
     for found in on_ranks(2, peaks, replicas=2):
         for predicted, held in found:
             assert predicted == pytest.approx(held, rel=0.03), found
-
-
-def whole(named_parameters: Any) -> torch.optim.Optimizer:
-    """One optimizer of the whole model."""
-    return torch.optim.AdamW([{"params": [p]} for _, p in named_parameters], lr=0.01)
-
-
-def continued(
-    mesh: DeviceMesh | int,
-    load: Path | None,
-    save: Path | None,
-    steps: tuple[int, int],
-    shards: bool,
-    schedule: str,
-) -> Any:
-    """The state after some steps, from one checkpoint and to another."""
-    assert isinstance(mesh, DeviceMesh)
-    replica = mesh["dp"].get_local_rank()
-    given: Any = OPTIMIZERS["adamw"] if schedule == "2bw" else whole
-    with pipe_of(mesh, schedule=schedule, shard_optimizer=shards, optimizer=given) as pipe:
-        if schedule == "2bw":  # else the state waits until there are stages
-            x, y = batch(0, replica)
-            pipe.prepare(x, target=y)
-        return go_on(pipe, replica, load, save, steps)
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
-def test_checkpoints_go_from_sharded_optimizers_to_whole_ones_and_back(
-    tmp_path: Path, schedule: str
-) -> None:
-    one, two, three = (tmp_path / name for name in "abc")
-    on_ranks(4, continued, None, one, (0, 2), True, schedule, replicas=2)
-    on_ranks(2, continued, one, two, (2, 3), False, schedule, replicas=2)
-    ranks = on_ranks(2, continued, two, three, (3, 5), True, schedule, replicas=2)
-    expected = looped(2, "adamw", 5, schedule=schedule)
-    assert_equal(ranks[1], {key: expected[key] for key in ranks[1]}, schedule)
-    with fxpipe.compile(
-        Model(), 1, loss=F.mse_loss, schedule=schedule, optimizer=OPTIMIZERS["adamw"]
-    ) as pipe:
-        x, y = batch(0, 0)
-        pipe.prepare(x, target=y)
-        pipe.load(three)
-        assert pipe.batches == 5
-        assert state_bytes(pipe) == 2 * 4 * sum(p.numel() for p in pipe.parameters())
-        assert_equal(pipe.state_dict(), ranks[0], schedule)
-
-
-def failing(mesh: DeviceMesh) -> dict[str, Any]:
-    """What is left after an optimizer has failed on one rank."""
-    replica, device = mesh.get_local_rank("dp"), mesh.get_local_rank("pp")
-    found: dict[str, Any] = {}
-    for schedule, shards in (("1f1b", True), ("2bw", False), ("2bw", True)):
-        breaks = False
-
-        def optimizer(parameters: Any) -> torch.optim.Optimizer:
-            made = torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
-
-            def before(*_: Any) -> None:
-                if breaks and (replica, device) == (1, 1):  # noqa: B023
-                    raise Broken("here")
-
-            made.register_step_pre_hook(before)
-            return made
-
-        with pipe_of(mesh, schedule=schedule, optimizer=optimizer, shard_optimizer=shards) as pipe:
-            for step in range(3):
-                x, y = batch(step, replica)
-                pipe.step(x, target=y)
-            pipe.flush()
-            weights = pipe.state_dict(full=True)
-            breaks = True
-            with pytest.raises(fxpipe.ExecutionError, match=r"here"):
-                pipe.step(*batch(3, replica)[:1], target=batch(3, replica)[1])
-                pipe.flush()
-            breaks = False
-            assert pipe.batches == 3
-            assert_equal(pipe.state_dict(full=True), weights, schedule)
-            for step in range(3, 5):
-                x, y = batch(step, replica)
-                pipe.step(x, target=y)
-            pipe.flush()
-            found[f"{schedule} {shards}"] = pipe.state_dict(full=True)
-    return found
-
-
-def test_after_a_failure_weights_and_optimizers_are_as_they_were_on_all_ranks() -> None:
-    ranks = on_ranks(4, failing, replicas=2)
-    for found in ranks:
-        expected = looped(2, "sgd", 5)
-        own = found["1f1b True"]
-        assert_equal(own, {key: expected[key] for key in own}, "1f1b")
-        assert_equal(found["2bw True"], ranks[0]["2bw False"], "2bw")
-
-
-def hollow(mesh: DeviceMesh, folder: Path) -> list[Results]:
-    """The states of a model that was built on the meta device and gets its values later."""
-    replica, found = mesh.get_local_rank("dp"), []
-    for load in (False, True):
-        with torch.device("meta"):
-            model = Model()
-        x, y = batch(0, replica)
-        with fxpipe.compile(
-            model,
-            mesh,
-            loss=F.mse_loss,
-            microbatches=4,
-            schedule="2bw",
-            optimizer=OPTIMIZERS["adamw"],
-            shard_optimizer=True,
-            partition=["third"],
-            example=((x,), {"target": y}),
-        ) as pipe:
-            assert any(pipe.optimizers)  # are made before there are values
-            if load:
-                pipe.load(folder)
-            else:
-                pipe.load_state_dict(made().state_dict())
-            for step in range(pipe.batches, 3):
-                x, y = batch(step, replica)
-                pipe.step(x, target=y)
-            pipe.flush()
-            if not load:
-                pipe.save(folder)
-                for step in range(3, 5):
-                    x, y = batch(step, replica)
-                    pipe.step(x, target=y)
-                pipe.flush()
-            found.append(pipe.state_dict())
-    return found
-
-
-def test_a_model_gets_its_values_after_its_optimizers_are_made(tmp_path: Path) -> None:
-    for found in on_ranks(4, hollow, tmp_path / "run", replicas=2):
-        for steps, state in zip((5, 3), found, strict=True):
-            expected = looped(2, "adamw", steps, schedule="2bw")
-            assert_equal(state, {key: expected[key] for key in state}, str(steps))
-
-
-def test_a_stage_goes_back_to_a_version_with_its_optimizer_and_parts() -> None:
-    alone = nn.Linear(3, 5)
-    plain = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
-    stages = []
-    for replica in range(2):
-        own = dict(copy.deepcopy(alone).named_parameters())
-        optimizer = torch.optim.SGD(own.values(), lr=0.1, momentum=0.9)
-        shards = Shards(optimizer, [*own.values()], replica, 2)
-        stages.append(ShardedStage(own, optimizer, 1, shards))
-        stages[-1].restart(0)
-    gradients = [{name: torch.randn_like(p) for name, p in alone.named_parameters()} for _ in "123"]
-
-    made_of: dict[int, list[list[Tensor]]] = {}
-
-    def update(number: int) -> None:
-        made_of[number + 1] = []
-        for replica, stage in enumerate(stages):
-            parts = {n: cut([g], 2)[replica].pieces[0] for n, g in gradients[number].items()}
-            assert stage.optimizer is not None
-            stage.update(parts, [*map(frozen, stage.optimizer.param_groups)], number)
-            made_of[number + 1].append(stage.parts())
-
-    def gather(version: int) -> None:
-        for stage in stages:
-            stage.gather(version, made_of[version], version - 1)
-
-    update(0)
-    update(1)  # its parts are never gathered
-    gather(1)
-    update(2)
-    for stage in stages:
-        stage.return_to(1)
-    for number in (1, 2):
-        update(number)
-        gather(number + 1)
-    for each in gradients:
-        for name, parameter in alone.named_parameters():
-            parameter.grad = each[name]
-        plain.step()
-    for stage in stages:
-        assert_equal(dict(stage.parameters), dict(alone.named_parameters()), "weights")
 
 
 class Normed(torch.optim.Optimizer):
