@@ -5,135 +5,26 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import shutil
-from collections import defaultdict
-from collections.abc import Iterator
 from functools import partial
-from itertools import chain
 from pathlib import Path
-from subprocess import Popen
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.functional import mse_loss
-from torch.optim import SGD
 
 import fxpipe
 from fxpipe.errors import InputError
-from fxpipe.kernels.inductor import Compiled, compiled
 from fxpipe.passes.inductor import libraries
 from fxpipe.passes.inductor.worker import LARGE, MULTIPLIES, multiply_by_onednn
-from tests.helpers.profiles import DEEP
-from tests.helpers.ranks import on_ranks
+from tests.helpers.stage_libraries import MICROBATCHES, Net, batch, graphs, made
 
 pytestmark = pytest.mark.skipif(
     not libraries.can_compile(), reason="there is no C++ compiler, which inductor needs"
 )
-
-MICROBATCHES = 3
-
-
-class Lent:
-    """A process that compiles, as one of Popen; it is kept for the next who needs one."""
-
-    def __init__(self, process: Popen[str], kept: list[Popen[str]]) -> None:
-        self.process, self.kept = process, kept
-        self.stdin, self.stdout = process.stdin, process.stdout
-
-    def __enter__(self) -> Lent:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.kept.append(self.process)
-
-    def kill(self) -> None:
-        """It has answered all that it was asked."""
-
-
-class Processes:
-    """Those that compile: each takes long to start, and there is one set for each cache folder."""
-
-    def __init__(self) -> None:
-        self.kept: defaultdict[str, list[Popen[str]]] = defaultdict(list)
-
-    def __call__(self, command: Any, env: dict[str, str], **options: Any) -> Lent:
-        kept = self.kept[env["TORCHINDUCTOR_CACHE_DIR"]]
-        return Lent(kept.pop() if kept else Popen(command, env=env, **options), kept)
-
-    def end(self) -> None:
-        """End them all."""
-        for process in chain.from_iterable(self.kept.values()):
-            with process:
-                process.kill()
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The libraries of this file's tests: what one has compiled the others load, those of other
-    workers among them. The processes that compile are shared, too."""
-    base = tmp_path_factory.getbasetemp()
-    path = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "inductor"
-    processes = Processes()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(path))
-        patch.setenv("AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL", "O0")  # what calls the kernels
-        patch.setattr(libraries, "Popen", processes)
-        patch.setattr(libraries, "processors", lambda: 1)
-        yield path / "fxpipe"
-    processes.end()
-
-
-class Net(nn.Module):
-    """Two parts with a skip across, BatchNorm, and a weight that both read."""
-
-    def __init__(self, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.layer = nn.Linear(5, 8)
-        self.rest = nn.Sequential(nn.BatchNorm1d(8), nn.Dropout(dropout))
-        self.last = nn.Linear(8, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = torch.tanh(self.rest(self.layer(x))) @ self.layer.weight
-        y: Tensor = self.last(torch.nn.functional.gelu(h @ self.layer.weight.T)) + x
-        return y
-
-
-def made(
-    compiler: Any, schedule: str = "1f1b", dropout: float = 0.0, **options: Any
-) -> fxpipe.Pipeline:
-    torch.manual_seed(0)
-    optimizer = partial(SGD, lr=0.1, momentum=0.5)
-    return fxpipe.compile(
-        Net(dropout),
-        ["cpu", "cpu"],
-        schedule=schedule,
-        microbatches=MICROBATCHES,
-        partition=["last"],
-        loss=mse_loss,
-        optimizer=optimizer,
-        stage_compiler=compiler,
-        **options,
-    )
-
-
-def batch() -> tuple[Tensor, Tensor]:
-    torch.manual_seed(1)
-    return torch.randn(12, 5), torch.randn(12, 5)
-
-
-def graphs(pipe: fxpipe.Pipeline) -> list[Compiled | None]:
-    """What runs each graph of the stages that computes anything."""
-    found = []
-    for stage in pipe.plan.stages:
-        for graph in (stage.forward, stage.backward, stage.input_grad, stage.weight_grad):
-            if graph is not None and any(n.op == "call_function" for n in graph.graph.nodes):
-                found.append(compiled(graph))
-    return found
 
 
 def gradients(pipe: fxpipe.Pipeline, x: Tensor, y: Tensor, halves: bool) -> dict[str, Tensor]:
@@ -359,44 +250,6 @@ def test_the_memory_of_a_library_is_measured(folder: Path) -> None:
         assert pipe.simulate().memory[0].peak >= 2 * weights + 3 * value
 
 
-def ran(mesh: DeviceMesh, schedule: str) -> tuple[float, list[bool], str, list[int]]:
-    torch.manual_seed(0)
-    model = Net()
-    x, y = batch()
-    with fxpipe.compile(
-        model,
-        mesh,
-        schedule=schedule,
-        microbatches=3,
-        partition=["last"],
-        loss=mse_loss,
-        stage_compiler="inductor",
-        deferred_batchnorm=schedule == "chimera",
-    ) as pipe:
-        loss, own = float(pipe.step(x, target=y)), [each is not None for each in graphs(pipe)]
-        return loss, own, str(pipe), [memory.peak for memory in pipe.simulate().memory]
-
-
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("schedule", ["1f1b", "chimera"] if DEEP else ["1f1b"])
-def test_a_rank_compiles_its_own_stages_and_those_of_which_it_has_copies(
-    schedule: str, folder: Path
-) -> None:
-    x, y = batch()
-    with made(None) as pipe:
-        expected = float(pipe.step(x, target=y))
-    told = on_ranks(2, ran, schedule, timeout=200)
-    assert [loss for loss, *_ in told] == pytest.approx([expected] * 2, rel=1e-5)
-    both = schedule == "chimera"
-    assert [compiled for _, compiled, *_ in told] == [
-        [True, True, both, both],
-        [both, both, True, True],
-    ]
-    (*_, shown, peaks), (*_, other, others) = told
-    assert shown == other and "by stage: 2 of 2, 2 of 2" in shown
-    assert peaks == others
-
-
 @pytest.mark.parametrize("first", [(1.0, 0.5), (1.0, 2.0)])
 def test_what_was_measured_first_counts_for_all_processes_of_a_host(
     first: tuple[float, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -409,33 +262,6 @@ def test_what_was_measured_first_counts_for_all_processes_of_a_host(
     other.write("key", libraries.Record(seconds=(7.0, 7.0)))
     for each in (one, other):
         assert (found := each.record("key")) is not None and (*found.seconds,) == first
-
-
-def on_replicas(mesh: DeviceMesh) -> tuple[list[bool], dict[str, Tensor]]:
-    """Gradients over two replicas, each with a batch of its own."""
-    torch.manual_seed(0)
-    model = Net()
-    x, y = batch()
-    own = slice(6 * (at := mesh.get_local_rank("dp")), 6 * (at + 1))
-    with fxpipe.compile(model, mesh, microbatches=3, loss=mse_loss, stage_compiler="auto") as pipe:
-        pipe.step(x[own], target=y[own])
-        compiled = [each is not None for each in graphs(pipe)]
-        named = pipe.named_parameters()
-        return compiled, {name: each.grad for name, each in named if each.grad is not None}
-
-
-@pytest.mark.skipif(not DEEP, reason="it compiles for half a minute")
-@pytest.mark.timeout(300)
-def test_replicas_choose_alike_what_is_compiled_and_have_the_same_gradients(folder: Path) -> None:
-    (compiled, ours), (others, theirs) = on_ranks(2, on_replicas, replicas=2, timeout=200)
-    assert compiled == others
-    torch.manual_seed(0)
-    model = Net()
-    for x, y in zip(*(each.chunk(6) for each in batch()), strict=True):
-        (mse_loss(model(x), y) / 6).backward()
-    for name, parameter in model.named_parameters():
-        assert torch.equal(ours[name], theirs[name])
-        torch.testing.assert_close(ours[name], parameter.grad)
 
 
 def test_what_excludes_it_is_refused_by_name() -> None:

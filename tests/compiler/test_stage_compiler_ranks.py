@@ -1,0 +1,86 @@
+"""Ranks compile the stages that they run, and agree on what is compiled."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.functional import mse_loss
+
+import fxpipe
+from fxpipe.passes.inductor import libraries
+from tests.helpers.profiles import DEEP
+from tests.helpers.ranks import on_ranks
+from tests.helpers.stage_libraries import Net, batch, graphs, made
+
+pytestmark = pytest.mark.skipif(
+    not libraries.can_compile(), reason="there is no C++ compiler, which inductor needs"
+)
+
+
+def ran(mesh: DeviceMesh, schedule: str) -> tuple[float, list[bool], str, list[int]]:
+    torch.manual_seed(0)
+    model = Net()
+    x, y = batch()
+    with fxpipe.compile(
+        model,
+        mesh,
+        schedule=schedule,
+        microbatches=3,
+        partition=["last"],
+        loss=mse_loss,
+        stage_compiler="inductor",
+        deferred_batchnorm=schedule == "chimera",
+    ) as pipe:
+        loss, own = float(pipe.step(x, target=y)), [each is not None for each in graphs(pipe)]
+        return loss, own, str(pipe), [memory.peak for memory in pipe.simulate().memory]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("schedule", ["1f1b", "chimera"] if DEEP else ["1f1b"])
+def test_a_rank_compiles_its_own_stages_and_those_of_which_it_has_copies(
+    schedule: str, folder: Path
+) -> None:
+    x, y = batch()
+    with made(None) as pipe:
+        expected = float(pipe.step(x, target=y))
+    told = on_ranks(2, ran, schedule, timeout=200)
+    assert [loss for loss, *_ in told] == pytest.approx([expected] * 2, rel=1e-5)
+    both = schedule == "chimera"
+    assert [compiled for _, compiled, *_ in told] == [
+        [True, True, both, both],
+        [both, both, True, True],
+    ]
+    (*_, shown, peaks), (*_, other, others) = told
+    assert shown == other and "by stage: 2 of 2, 2 of 2" in shown
+    assert peaks == others
+
+
+def on_replicas(mesh: DeviceMesh) -> tuple[list[bool], dict[str, Tensor]]:
+    """Gradients over two replicas, each with a batch of its own."""
+    torch.manual_seed(0)
+    model = Net()
+    x, y = batch()
+    own = slice(6 * (at := mesh.get_local_rank("dp")), 6 * (at + 1))
+    with fxpipe.compile(model, mesh, microbatches=3, loss=mse_loss, stage_compiler="auto") as pipe:
+        pipe.step(x[own], target=y[own])
+        compiled = [each is not None for each in graphs(pipe)]
+        named = pipe.named_parameters()
+        return compiled, {name: each.grad for name, each in named if each.grad is not None}
+
+
+@pytest.mark.skipif(not DEEP, reason="it compiles for half a minute")
+@pytest.mark.timeout(300)
+def test_replicas_choose_alike_what_is_compiled_and_have_the_same_gradients(folder: Path) -> None:
+    (compiled, ours), (others, theirs) = on_ranks(2, on_replicas, replicas=2, timeout=200)
+    assert compiled == others
+    torch.manual_seed(0)
+    model = Net()
+    for x, y in zip(*(each.chunk(6) for each in batch()), strict=True):
+        (mse_loss(model(x), y) / 6).backward()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(ours[name], theirs[name])
+        torch.testing.assert_close(ours[name], parameter.grad)

@@ -1,0 +1,101 @@
+"""A model whose stages inductor compiles, and the processes that compile, which tests share."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from functools import partial
+from itertools import chain
+from subprocess import Popen
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+from torch.optim import SGD
+
+import fxpipe
+from fxpipe.kernels.inductor import Compiled, compiled
+
+MICROBATCHES = 3
+
+
+class Lent:
+    """A process that compiles, as one of Popen; it is kept for the next who needs one."""
+
+    def __init__(self, process: Popen[str], kept: list[Popen[str]]) -> None:
+        self.process, self.kept = process, kept
+        self.stdin, self.stdout = process.stdin, process.stdout
+
+    def __enter__(self) -> Lent:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kept.append(self.process)
+
+    def kill(self) -> None:
+        """It has answered all that it was asked."""
+
+
+class Processes:
+    """Those that compile: each takes long to start, and there is one set for each cache folder."""
+
+    def __init__(self) -> None:
+        self.kept: defaultdict[str, list[Popen[str]]] = defaultdict(list)
+
+    def __call__(self, command: Any, env: dict[str, str], **options: Any) -> Lent:
+        kept = self.kept[env["TORCHINDUCTOR_CACHE_DIR"]]
+        return Lent(kept.pop() if kept else Popen(command, env=env, **options), kept)
+
+    def end(self) -> None:
+        """End them all."""
+        for process in chain.from_iterable(self.kept.values()):
+            with process:
+                process.kill()
+
+
+class Net(nn.Module):
+    """Two parts with a skip across, BatchNorm, and a weight that both read."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 8)
+        self.rest = nn.Sequential(nn.BatchNorm1d(8), nn.Dropout(dropout))
+        self.last = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.rest(self.layer(x))) @ self.layer.weight
+        y: Tensor = self.last(torch.nn.functional.gelu(h @ self.layer.weight.T)) + x
+        return y
+
+
+def made(
+    compiler: Any, schedule: str = "1f1b", dropout: float = 0.0, **options: Any
+) -> fxpipe.Pipeline:
+    torch.manual_seed(0)
+    optimizer = partial(SGD, lr=0.1, momentum=0.5)
+    return fxpipe.compile(
+        Net(dropout),
+        ["cpu", "cpu"],
+        schedule=schedule,
+        microbatches=MICROBATCHES,
+        partition=["last"],
+        loss=mse_loss,
+        optimizer=optimizer,
+        stage_compiler=compiler,
+        **options,
+    )
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1)
+    return torch.randn(12, 5), torch.randn(12, 5)
+
+
+def graphs(pipe: fxpipe.Pipeline) -> list[Compiled | None]:
+    """What runs each graph of the stages that computes anything."""
+    found = []
+    for stage in pipe.plan.stages:
+        for graph in (stage.forward, stage.backward, stage.input_grad, stage.weight_grad):
+            if graph is not None and any(n.op == "call_function" for n in graph.graph.nodes):
+                found.append(compiled(graph))
+    return found
