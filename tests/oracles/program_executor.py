@@ -6,18 +6,14 @@ computed: two are equal when they come from the same operations on the same inpu
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
 from dataclasses import replace
 
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.program import Program
 from fxpipe.ir.task import KINDS
 from fxpipe.ir.value import HOST, Buffer, BufferKind, Edge, norm_buffer
+from tests.oracles.program_devices import Devices, WrongError
 from tests.oracles.symbolic_loop import Model, tensor
-
-
-class WrongError(Exception):
-    """What ran is not a step."""
 
 
 def steps_to_tell(program: Program) -> int:
@@ -37,15 +33,11 @@ def program_is_right(program: Program, expected: Model, steps: int = 1) -> bool:
         return False
 
 
-class _Run:
+class _Run(Devices):
     """One run of some steps and the flush; the favourite device goes on whenever it can."""
 
     def __init__(self, program: Program, favourite: int, steps: int) -> None:
-        self.program = program
-        self.model = Model.fresh(program.stages)
-        self.memory: list[dict[Buffer, int]] = [{} for _ in program.lists]
-        self.wires: defaultdict[tuple[int, int], deque[tuple[Buffer, int]]] = defaultdict(deque)
-        self.loaded: set[Buffer] = set()
+        super().__init__(program)
         self.summed: set[tuple[int, int]] = set()
         self.parts: set[tuple[int, int]] = set()  # stages' sums that a replica has a part of
         self.apart: set[tuple[int, int]] = set()  # stages' versions whose parts are not gathered
@@ -53,12 +45,6 @@ class _Run:
         self.complete: set[tuple[int, int]] = set()  # stages' sums of which but one bucket has left
         self.copied: dict[tuple[int, int, int], list[int]] = {}
         self.sums: dict[int, list[int]] = {}
-        self.where = {
-            (x.stage, x.microbatch): device
-            for device, own in enumerate(program.lists)
-            for x in own
-            if isinstance(x, ins.Forward) and device in self._copies(x.stage)
-        }
         instructions = [x for own in program.lists for x in own]
         self.updates = any(isinstance(x, ins.Update) for x in instructions)
         self.flush = any(isinstance(x, ins.Barrier) for x in instructions)
@@ -198,57 +184,6 @@ class _Run:
                 self._compute(device, instruction, version, self.step + instruction.batch)
         return True
 
-    def _offload(self, device: int, x: ins.Offload | ins.Prefetch | ins.Await) -> None:
-        """What is stored is there still, until it is freed; what is fetched is there once."""
-        buffer = x.buffer._replace(batch=self.step + x.buffer.batch)
-        kinds: tuple[BufferKind, ...] = "saved", "offloaded", "fetching", "fetched"
-        number = [ins.Offload, ins.Prefetch, ins.Await].index(type(x))
-        if buffer.kind != kinds[number + 1]:
-            raise WrongError("it makes something else")
-        value = self._read(device, buffer._replace(kind=kinds[number]))
-        if isinstance(x, ins.Offload):
-            for e in self.program.edges:
-                if (e.source, e.target) == (HOST, buffer.source):
-                    self._read(device, Buffer("in", e.value, HOST, e.target, *buffer[4:]))
-        else:
-            del self.memory[device][buffer._replace(kind=kinds[number])]
-        self._write(device, buffer, value)
-
-    def _move(self, device: int, instruction: ins.Instruction, buffer: Buffer) -> bool:
-        memory = self.memory[device]
-        match instruction:
-            case ins.Load():
-                gradient = buffer.kind == "grad"
-                if gradient and not self.resumed:
-                    return False
-                if buffer in self.loaded:
-                    raise WrongError("loaded twice")
-                self.loaded.add(buffer)
-                origin = "gradient" if gradient else "caller"
-                value = tensor(origin, buffer.value, buffer.microbatch, buffer.batch)
-                self._write(device, buffer, value)
-            case ins.Output():
-                of, gradient = (buffer.value, buffer.source), buffer.kind == "grad"
-                key = *of, gradient, buffer.microbatch, buffer.batch
-                if key in self.model.given:
-                    raise WrongError("handed over twice")
-                self.model.given[key] = self._read(device, buffer)
-            case ins.Send() | ins.Stash():
-                pair = device, self._ends(buffer)[1]
-                self.wires[pair].append((buffer, self._read(device, buffer)))
-            case ins.Receive() | ins.Pop():
-                wire = self.wires[self._ends(buffer)[0], device]
-                if not wire:
-                    return False
-                name, value = wire.popleft()
-                if name != buffer:
-                    raise WrongError("another value arrives")
-                self._write(device, buffer, value)
-            case ins.Free():
-                self._read(device, buffer)
-                del memory[buffer]
-        return True
-
     def _compute(self, device: int, instruction: ins.Compute, version: int, batch: int) -> None:
         stage, i = instruction.stage, instruction.microbatch
         edges, memory = self.program.edges, self.memory[device]
@@ -341,25 +276,6 @@ class _Run:
         to = self.copied.setdefault((stage, device, batch), []) if copied else None
         self.model.add(stage, batch, found, version, to)
 
-    def _copies(self, stage: int) -> tuple[int, ...]:
-        copies = self.program.copies
-        return copies[stage] if 0 <= stage < len(copies) else ()
-
-    def _copied(self, kind: BufferKind, stage: int, copy: int, batch: int) -> Buffer:
-        return Buffer(kind, "", stage, stage, copy, self.step + batch)
-
-    def _ends(self, buffer: Buffer) -> tuple[int, int]:
-        """The devices that send and receive a value."""
-        placement = self.program.placement
-        if buffer.kind in ("weights", "sums"):
-            ends = placement[buffer.source], buffer.microbatch
-            return ends if buffer.kind == "weights" else (ends[1], ends[0])
-        if buffer.kind == "norm":
-            return placement[buffer.source], placement[buffer.target]
-        i = buffer.microbatch
-        source = self.where.get((buffer.source, i), placement[buffer.source])
-        return source, self.where.get((buffer.target, i), placement[buffer.target])
-
     def _meet(self, device: int, instruction: ins.Barrier | ins.Pause) -> bool:
         """Whether all devices have come to their meeting of this number."""
         number = self.met[device]
@@ -387,10 +303,6 @@ class _Run:
             self.resumed = True
         return True
 
-    def _at_home(self, device: int, stage: int) -> None:
-        if not 0 <= stage < self.program.stages or self.program.placement[stage] != device:
-            raise WrongError("there is no such stage on this device")
-
     def _check(self, device: int, stage: int, version: int) -> None:
         if (stage, version) not in self.model.weights:
             raise WrongError("there are no such weights")
@@ -404,16 +316,6 @@ class _Run:
     def _whole(self, stage: int, version: int) -> None:
         if (stage, version) in self.apart:
             raise WrongError("there are only parts of these weights")
-
-    def _read(self, device: int, buffer: Buffer) -> int:
-        if buffer not in self.memory[device]:
-            raise WrongError(f"{buffer} is not there")
-        return self.memory[device][buffer]
-
-    def _write(self, device: int, buffer: Buffer, value: int) -> None:
-        if buffer in self.memory[device]:
-            raise WrongError(f"{buffer} is there already")
-        self.memory[device][buffer] = value
 
 
 def _batch(instruction: ins.Instruction) -> int:
