@@ -1,4 +1,4 @@
-"""The search against every order, its bounds against the optimum, and its certificates."""
+"""What a search finds, what it says of that, and its certificates."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from math import inf
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import fxpipe
@@ -15,245 +15,27 @@ from fxpipe.errors import InputError, VerificationError
 from fxpipe.ir.plan import Costs as Measured
 from fxpipe.schedules.chimera import both_ways
 from fxpipe.search import exact
-from fxpipe.search.bounds import Bound, best_bound, chain_bounds, device_bounds, work_bounds
+from fxpipe.search.bounds import Bound
 from fxpipe.search.certificate import Certificate
 from fxpipe.search.library import library_orders
 from fxpipe.search.listing import Habit, Policy, list_schedule
-from fxpipe.search.local import Local, given_policies, random_policy
-from fxpipe.search.problem import Order, Problem
+from fxpipe.search.local import given_policies, random_policy
+from fxpipe.search.problem import Problem
 from fxpipe.search.read import Given, problems_of
 from fxpipe.search.search import Found, search_schedule
-from fxpipe.search.timing import fits, times_of, value_of
+from fxpipe.search.timing import fits, value_of
 from fxpipe.simulator import Link, Sizes
 from fxpipe.simulator.costs import Key
 from fxpipe.simulator.simulate import chain
-from tests.oracles.every_order import Row, best_of_all, least_time
-
-needs_ortools = pytest.mark.skipif(
-    not exact.available(), reason="ortools is not installed: pip install fxpipe[search]"
+from tests.helpers.search_problems import (
+    UNEQUAL,
+    all_bounds,
+    larger,
+    needs_ortools,
+    problem_of,
+    problems,
+    shared,
 )
-
-UNEQUAL: dict[Key, float] = {
-    ("F", 0): 2,
-    ("F", 1): 1,
-    ("F", 2): 3,
-    "I": 2,
-    ("I", 1): 4,
-    "W": 1,
-    "U": 0,
-}
-
-
-def problem_of(
-    stages: int, microbatches: int, numbers: list[int], room: float, whole: bool, flush: bool
-) -> Problem:
-    """A stage a device, of times and bytes from a list that is gone through in turn."""
-    turn = iter(numbers * 20)
-
-    def some(count: int = stages) -> tuple[float, ...]:
-        return tuple(next(turn) for _ in range(count))
-
-    saved, deferred = some(), some()
-    least = [max(a, c) for a, c in zip(saved, deferred, strict=True)]
-    return Problem(
-        microbatches,
-        tuple(range(stages)),
-        some(),
-        some(),
-        (0.0,) * stages if whole else some(),
-        some(),
-        some(stages - 1),
-        some(stages - 1),
-        saved,
-        (0.0,) * stages if whole else deferred,
-        tuple(max(room * a, most) for a, most in zip(saved, least, strict=True)),
-        whole,
-        flush,
-    )
-
-
-def problems(stages: tuple[int, int], microbatches: tuple[int, int]) -> st.SearchStrategy[Problem]:
-    return st.builds(
-        problem_of,
-        st.integers(*stages),
-        st.integers(*microbatches),
-        st.lists(st.integers(1, 9), min_size=5, max_size=29),
-        st.sampled_from([1, 1.5, 2, 2.5, 3, inf]),
-        st.booleans(),
-        st.booleans(),
-    )
-
-
-def all_bounds(problem: Problem) -> list[Bound]:
-    return [*work_bounds(problem), *chain_bounds(problem), *device_bounds(problem)]
-
-
-def searched(problem: Problem, passes: int = 300) -> Certificate:
-    bound = best_bound(problem)
-    local = Local(problem, Random(0))
-    local.run(bound.time, lambda: local.passes < passes)
-    assert local.best is not None
-    return Certificate(problem, problem.schedule_of(local.best), local.value, bound)
-
-
-@given(problems((2, 2), (1, 3)))
-@settings(max_examples=60)
-def test_the_bound_is_not_above_the_best_order_nor_that_above_what_is_found(
-    problem: Problem,
-) -> None:
-    best, found = best_of_all(problem), searched(problem)
-    assert found.bound.time <= best * (1 + 1e-9)
-    assert best <= found.value * (1 + 1e-9)
-    assert found.check() == ()
-
-
-@given(problems((3, 3), (2, 2)))
-@settings(max_examples=15)
-def test_no_bound_of_any_kind_is_above_the_best_order_of_three_devices(problem: Problem) -> None:
-    best = best_of_all(problem)
-    for bound in all_bounds(problem):
-        assert bound.time <= best * (1 + 1e-9), bound
-
-
-def named(problem: Problem, order: Order) -> list[Row]:
-    """The tasks of an order by name, updates left out."""
-    return [
-        tuple(
-            (t.kind.replace("B", "I"), t.microbatch or 0, t.stage or 0)
-            for t in row
-            if t.kind != "U"
-        )
-        for row in problem.schedule_of(order).rows
-    ]
-
-
-@given(problems((1, 4), (1, 5)), st.integers(0, 10**6))
-def test_an_order_is_worth_its_longest_way_or_greatest_mean(problem: Problem, seed: int) -> None:
-    policy = random_policy(problem, Random(seed))
-    _, rows, _ = list_schedule(problem, policy, [0.0] * problem.devices, inf)
-    order = tuple(map(tuple, rows))
-    assert value_of(problem, order) == pytest.approx(least_time(problem, named(problem, order)))
-
-
-def test_a_device_may_begin_late_where_steps_follow_one_another() -> None:
-    """The second device ends late: of its weight gradients, which come last."""
-    times: dict[Key, float] = {("F", 0): 10, "F": 1, "I": 1, ("W", 0): 1, "W": 9, "U": 0}
-    given = Given(times, 4, 2, None, None, None, None, None, False)
-    problem = problems_of(given)[0]
-    order = ((0, 0, 0, 0, 1, 2, 1, 2, 1, 2, 1, 2), (3, 4, 3, 4, 3, 4, 3, 4, 5, 5, 5, 5))
-    starts, ends = times_of(problem, order, [0.0, 0.0])
-    first = max(end - start for start, end in zip(starts, ends, strict=True))
-    assert value_of(problem, order) == least_time(problem, named(problem, order)) < first
-
-
-def test_list_schedules_find_nearly_all_optima_of_small_problems() -> None:
-    random = Random(5)
-    above = []
-    for _ in range(40):
-        numbers = [random.randint(1, 9) for _ in range(23)]
-        room = random.choice([1, 1.5, 2, inf])
-        problem = problem_of(2, random.randint(2, 3), numbers, room, False, random.random() < 0.5)
-        above.append(searched(problem).value / best_of_all(problem) - 1)
-    assert min(above) >= -1e-9
-    assert sum(each < 1e-9 for each in above) >= 38
-
-
-def test_a_bound_counts_that_a_backward_in_part_may_leave_more_than_a_forward_saved() -> None:
-    """Three forwards find room before any input gradient, though no three weight gradients do."""
-    problem = Problem(
-        microbatches=3,
-        placement=(0, 1, 2),
-        forward=(1, 5, 5),
-        backward=(1, 5, 5),
-        weight=(1, 1, 1),
-        update=(0, 0, 0),
-        down=(0, 0),
-        up=(0, 0),
-        saved=(1, 1, 1),
-        deferred=(2, 0, 0),
-        memory=(4, 9, 9),
-    )
-    order = ((0, 0, 0, 1, 2, 1, 2, 1, 2), (3, 3, 3, 4, 5, 4, 5, 4, 5), (6, 7, 8, 6, 7, 8, 6, 7, 8))
-    assert fits(problem, order)
-    assert best_bound(problem).time <= value_of(problem, order) == 45
-
-
-SHARED = [(0, 0), (0, 0, 0), (0, 1, 0), (0, 1, 1), (0, 1, 1, 0)]
-
-
-@st.composite
-def shared(draw: st.DrawFn) -> Problem:
-    """Stages that share devices, few enough to try all orders."""
-    placement = draw(st.sampled_from(SHARED))
-    stages, devices = len(placement), max(placement) + 1
-    microbatches = draw(st.integers(1, 2 if stages * devices <= 6 else 1))
-    whole = stages * devices * microbatches > 4
-    numbers = draw(st.lists(st.integers(1, 9), min_size=5, max_size=29))
-    one = problem_of(stages, microbatches, numbers, 1, whole, draw(st.booleans()))
-    memory = [0.0] * devices
-    for home, most in zip(placement, one.memory, strict=True):
-        memory[home] += most
-    share = draw(st.sampled_from([1, 1.5, inf]))
-    return replace(one, placement=placement, memory=tuple(share * most for most in memory))
-
-
-@given(shared())
-@settings(max_examples=40)
-def test_where_stages_share_devices_the_bounds_hold_too(problem: Problem) -> None:
-    best, found = best_of_all(problem), searched(problem, 100)
-    for bound in all_bounds(problem):
-        assert bound.time <= best * (1 + 1e-9), bound
-    assert best <= found.value * (1 + 1e-9)
-    assert found.check() == ()
-    if exact.available():
-        order, least = exact.Exact(problem, found.value + 1, found.bound.time).solve(60, inf, 0)
-        assert order is not None
-        assert value_of(problem, order) == pytest.approx(best)
-        assert least == pytest.approx(best)
-
-
-@st.composite
-def larger(draw: st.DrawFn) -> Problem:
-    """Problems that the solver ends: one stage a device, two in turn, or the V."""
-    devices = draw(st.integers(2, 3))
-    placement = tuple(range(devices))
-    placement += draw(st.sampled_from([(), placement, placement[::-1]]))
-    stages = len(placement)
-    numbers = draw(st.lists(st.integers(1, 9), min_size=5, max_size=29))
-    shape = draw(st.integers(2, 4 if stages < 4 else 3)), draw(st.booleans()), draw(st.booleans())
-    one = problem_of(stages, shape[0], numbers, 1, shape[1] or stages > 4, shape[2])
-    least = replace(one, placement=placement, memory=(1000.0,) * devices).least_memory
-    share = draw(st.sampled_from([1, 1.3, 2, inf]))
-    return replace(one, placement=placement, memory=tuple(share * most for most in least))
-
-
-@needs_ortools
-@given(larger())
-@settings(max_examples=40)
-def test_no_bound_is_above_the_optimum_of_the_solver(problem: Problem) -> None:
-    """Whose own model is told of no bound."""
-    found = searched(problem, 30)
-    order, _ = exact.Exact(problem, found.value + 1, 0).solve(60, inf, 0)
-    assert order is not None
-    best = value_of(problem, order)
-    for bound in all_bounds(problem):
-        assert bound.time <= best * (1 + 1e-9), bound
-
-
-@needs_ortools
-@given(problems((2, 3), (2, 3)).filter(lambda p: p.stages * p.microbatches < 9))
-@settings(max_examples=25)
-def test_the_solver_ends_at_the_best_of_all_orders(problem: Problem) -> None:
-    best, found = best_of_all(problem), searched(problem, 1)
-    assert found.value >= best * (1 - 1e-9)
-    model = exact.Exact(problem, found.value, found.bound.time)
-    order = problem.order_of(found.schedule)
-    assert order is not None
-    model.hint(order)
-    better, least = model.solve(60, inf, 0)
-    value = found.value if better is None else value_of(problem, better)
-    assert value == pytest.approx(best)
-    assert least == pytest.approx(best)
 
 
 @given(problems((1, 5), (1, 6)), st.integers(0, 10**6))

@@ -1,0 +1,155 @@
+"""Bounds, list schedules and the solver against the best of all orders."""
+
+from __future__ import annotations
+
+from math import inf
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fxpipe.search import exact
+from fxpipe.search.bounds import best_bound
+from fxpipe.search.listing import list_schedule
+from fxpipe.search.local import random_policy
+from fxpipe.search.problem import Order, Problem
+from fxpipe.search.read import Given, problems_of
+from fxpipe.search.timing import fits, times_of, value_of
+from fxpipe.simulator.costs import Key
+from tests.helpers.search_problems import (
+    all_bounds,
+    larger,
+    needs_ortools,
+    problem_of,
+    problems,
+    searched,
+    shared,
+)
+from tests.oracles.every_order import Row, best_of_all, least_time
+
+
+@given(problems((2, 2), (1, 3)))
+@settings(max_examples=60)
+def test_the_bound_is_not_above_the_best_order_nor_that_above_what_is_found(
+    problem: Problem,
+) -> None:
+    best, found = best_of_all(problem), searched(problem)
+    assert found.bound.time <= best * (1 + 1e-9)
+    assert best <= found.value * (1 + 1e-9)
+    assert found.check() == ()
+
+
+@given(problems((3, 3), (2, 2)))
+@settings(max_examples=15)
+def test_no_bound_of_any_kind_is_above_the_best_order_of_three_devices(problem: Problem) -> None:
+    best = best_of_all(problem)
+    for bound in all_bounds(problem):
+        assert bound.time <= best * (1 + 1e-9), bound
+
+
+def named(problem: Problem, order: Order) -> list[Row]:
+    """The tasks of an order by name, updates left out."""
+    return [
+        tuple(
+            (t.kind.replace("B", "I"), t.microbatch or 0, t.stage or 0)
+            for t in row
+            if t.kind != "U"
+        )
+        for row in problem.schedule_of(order).rows
+    ]
+
+
+@given(problems((1, 4), (1, 5)), st.integers(0, 10**6))
+def test_an_order_is_worth_its_longest_way_or_greatest_mean(problem: Problem, seed: int) -> None:
+    policy = random_policy(problem, Random(seed))
+    _, rows, _ = list_schedule(problem, policy, [0.0] * problem.devices, inf)
+    order = tuple(map(tuple, rows))
+    assert value_of(problem, order) == pytest.approx(least_time(problem, named(problem, order)))
+
+
+def test_a_device_may_begin_late_where_steps_follow_one_another() -> None:
+    """The second device ends late: of its weight gradients, which come last."""
+    times: dict[Key, float] = {("F", 0): 10, "F": 1, "I": 1, ("W", 0): 1, "W": 9, "U": 0}
+    given = Given(times, 4, 2, None, None, None, None, None, False)
+    problem = problems_of(given)[0]
+    order = ((0, 0, 0, 0, 1, 2, 1, 2, 1, 2, 1, 2), (3, 4, 3, 4, 3, 4, 3, 4, 5, 5, 5, 5))
+    starts, ends = times_of(problem, order, [0.0, 0.0])
+    first = max(end - start for start, end in zip(starts, ends, strict=True))
+    assert value_of(problem, order) == least_time(problem, named(problem, order)) < first
+
+
+def test_list_schedules_find_nearly_all_optima_of_small_problems() -> None:
+    random = Random(5)
+    above = []
+    for _ in range(40):
+        numbers = [random.randint(1, 9) for _ in range(23)]
+        room = random.choice([1, 1.5, 2, inf])
+        problem = problem_of(2, random.randint(2, 3), numbers, room, False, random.random() < 0.5)
+        above.append(searched(problem).value / best_of_all(problem) - 1)
+    assert min(above) >= -1e-9
+    assert sum(each < 1e-9 for each in above) >= 38
+
+
+def test_a_bound_counts_that_a_backward_in_part_may_leave_more_than_a_forward_saved() -> None:
+    """Three forwards find room before any input gradient, though no three weight gradients do."""
+    problem = Problem(
+        microbatches=3,
+        placement=(0, 1, 2),
+        forward=(1, 5, 5),
+        backward=(1, 5, 5),
+        weight=(1, 1, 1),
+        update=(0, 0, 0),
+        down=(0, 0),
+        up=(0, 0),
+        saved=(1, 1, 1),
+        deferred=(2, 0, 0),
+        memory=(4, 9, 9),
+    )
+    order = ((0, 0, 0, 1, 2, 1, 2, 1, 2), (3, 3, 3, 4, 5, 4, 5, 4, 5), (6, 7, 8, 6, 7, 8, 6, 7, 8))
+    assert fits(problem, order)
+    assert best_bound(problem).time <= value_of(problem, order) == 45
+
+
+@given(shared())
+@settings(max_examples=40)
+def test_where_stages_share_devices_the_bounds_hold_too(problem: Problem) -> None:
+    best, found = best_of_all(problem), searched(problem, 100)
+    for bound in all_bounds(problem):
+        assert bound.time <= best * (1 + 1e-9), bound
+    assert best <= found.value * (1 + 1e-9)
+    assert found.check() == ()
+    if exact.available():
+        order, least = exact.Exact(problem, found.value + 1, found.bound.time).solve(60, inf, 0)
+        assert order is not None
+        assert value_of(problem, order) == pytest.approx(best)
+        assert least == pytest.approx(best)
+
+
+@needs_ortools
+@given(larger())
+@settings(max_examples=40)
+def test_no_bound_is_above_the_optimum_of_the_solver(problem: Problem) -> None:
+    """Whose own model is told of no bound."""
+    found = searched(problem, 30)
+    order, _ = exact.Exact(problem, found.value + 1, 0).solve(60, inf, 0)
+    assert order is not None
+    best = value_of(problem, order)
+    for bound in all_bounds(problem):
+        assert bound.time <= best * (1 + 1e-9), bound
+
+
+@needs_ortools
+@given(problems((2, 3), (2, 3)).filter(lambda p: p.stages * p.microbatches < 9))
+@settings(max_examples=25)
+def test_the_solver_ends_at_the_best_of_all_orders(problem: Problem) -> None:
+    best, found = best_of_all(problem), searched(problem, 1)
+    assert found.value >= best * (1 - 1e-9)
+    model = exact.Exact(problem, found.value, found.bound.time)
+    order = problem.order_of(found.schedule)
+    assert order is not None
+    model.hint(order)
+    better, least = model.solve(60, inf, 0)
+    value = found.value if better is None else value_of(problem, better)
+    assert value == pytest.approx(best)
+    assert least == pytest.approx(best)
