@@ -15,11 +15,14 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
 import fxpipe
+from fxpipe.ir.recipe import RECIPES
+from fxpipe.ir.task import KINDS
 from fxpipe.runtime import choice
 from tests.helpers.remembered import remembering
 
@@ -109,6 +112,13 @@ def quick_tests_stay_quick(request: pytest.FixtureRequest, monkeypatch: pytest.M
 def like_models_are_traced_once(request: pytest.FixtureRequest) -> Iterator[None]:
     traces = request.node.get_closest_marker("traces") is not None
     with remembering() if within(request.path, REMEMBERING) and not traces else nullcontext():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def what_is_defined_stays_in_its_test() -> Iterator[None]:
+    """Schedules and kinds of tasks that a test names are gone after it."""
+    with patch.dict(RECIPES), patch.dict(KINDS):
         yield
 
 

@@ -239,9 +239,14 @@ def peaks(mesh: DeviceMesh) -> list[tuple[int, int]]:
 
 
 def test_the_memory_of_a_step_of_replicas_is_as_predicted() -> None:
+    """Where batches overlap, it depends on the other replica's pace what is held at once: there the
+    prediction is the most that there can be."""
     for found in on_ranks(2, peaks, replicas=2):
-        for predicted, held in found:
+        *flushed, whole, sharded = found
+        for predicted, held in flushed:
             assert predicted == pytest.approx(held, rel=0.03), found
+        for predicted, held in (whole, sharded):
+            assert held / 1.03 <= predicted < 2 * held, found
 
 
 class Normed(torch.optim.Optimizer):
