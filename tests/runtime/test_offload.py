@@ -79,6 +79,37 @@ def test_gradients_are_those_of_the_loop(schedule: Any, devices: int, options: A
     loop.assert_same(dict(model.named_buffers()), dict(alone.named_buffers()))
 
 
+def test_what_others_hold_stays_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights, buffers and the caller's batch are kept for backward, too; storing frees nothing."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.weight = nn.Linear(8, 8), nn.Parameter(torch.randn(4, 2))
+            self.register_buffer("scale", torch.randn(8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tanh(self.layer(x) * self.scale) * self.weight.flatten() * x
+
+    model, x, y = nn.Sequential(Scaled(), Scaled()), torch.randn(8, 8), torch.randn(8, 8)
+    held = [*model.parameters(), *model.buffers(), x, y]
+    count = 0
+    begin = FileAway.__init__
+
+    def storing(self: FileAway, device: int, memories: list[Tensor]) -> None:
+        nonlocal count
+        count += len(memories)
+        theirs = {tensor.untyped_storage().data_ptr() for tensor in held}
+        assert theirs.isdisjoint(memory.untyped_storage().data_ptr() for memory in memories)
+        begin(self, device, memories)
+
+    monkeypatch.setattr(FileAway, "__init__", storing)
+    options: dict[str, Any] = {"schedule": "gpipe", "microbatches": 4, "offload": "always"}
+    with fxpipe.compile(model, 2, loss=nn.functional.mse_loss, **options) as pipe:
+        pipe.step(x, target=y)
+    assert count
+
+
 def test_steps_that_overlap_are_those_of_the_delayed_loop() -> None:
     model, data = make("mlp", 8, 5)
     expected = DelayedLoop.beside(model, ADAMW, 4)
