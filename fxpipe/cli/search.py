@@ -29,9 +29,9 @@ def add_search(parser: ArgumentParser) -> None:
     add("--costs", metavar="F=1,I=1,W=1", help="how long tasks take: F=1,F@3=1.5; with B whole")
     add(
         "--placement",
-        metavar="each|v|loop=N",
-        help="one stage a device, the V, or N stages a device in turn; without it all ways are "
-        "searched in which the stages of --costs can be placed",
+        metavar="each|v|loop=N|search",
+        help="one stage a device, the V, N stages a device in turn, or the best of all ways to put "
+        "the stages of --costs on the devices; without it the usual ones are searched",
     )
     add("--memory", metavar="N[,N...]", help="micro-batches, or units of --keeps, a device holds")
     add(
@@ -110,21 +110,23 @@ def library_table(found: Found) -> str:
     return "\n".join([table_text(table, _WIDTH), "", *rest])
 
 
-def _stages(placement: Placement | None, devices: int | None, named: list[tuple[str, int]]) -> int:
+def _stages(
+    placement: Placement | str | None, devices: int | None, named: list[tuple[str, int]]
+) -> int:
     """How many stages there can be at most."""
     most = 1 + max((stage for _, stage in named), default=0)
-    return max(most, devices or 1, len(placement(devices or 1)) if placement is not None else 0)
+    return max(most, devices or 1, len(placement(devices or 1)) if callable(placement) else 0)
 
 
-def _placement(text: str | None) -> Placement | None:
-    if text is None:
-        return None
+def _placement(text: str | None) -> Placement | str | None:
+    if text is None or text == "search":
+        return text
     word, _, count = text.partition("=")
     if text in ("each", "v"):
         return {"each": one_each, "v": vee}[text]
     if word == "loop" and count.isdecimal():
         return round_robin(int(count))
-    raise InputError(f"--placement is {text!r}; write each, v, or loop=2 for two stages a device")
+    raise InputError(f"--placement is {text!r}; write each, v, search, or loop=2 for two a device")
 
 
 def _memory(given: Namespace, stages: int) -> tuple[float | list[float] | None, Sizes | None]:

@@ -18,12 +18,16 @@ class Certificate:
         schedule: the best schedule that was found.
         value: its time: of one step, or, where steps follow one another, of each of them.
         bound: the time that no schedule of the problem can be below, and why.
+        wide: where the placement was searched, too: the same with each stage on a device of its
+            own, with the most memory and the shortest ways that there are. The bound is then one
+            for every placement that leaves no device empty.
     """
 
     problem: Problem
     schedule: Schedule
     value: float
     bound: Bound
+    wide: Problem | None = None
 
     @property
     def gap(self) -> float:
@@ -38,19 +42,21 @@ class Certificate:
     @property
     def reason(self) -> str:
         """Why no schedule can be below the bound, with its numbers."""
-        bound, problem = self.bound, self.problem
+        bound, problem = self.bound, self.wide or self.problem
+        device = f"device {problem.placement[bound.stage]}"
+        if self.wide is not None:
+            device = f"the device of stage {bound.stage}"
         own = {key: f"{number:.6g}" for key, number in bound.terms.items()}
         match bound.why:
             case "work":
-                device = problem.placement[bound.stage]
                 return (
-                    f"device {device} waits {own['before']} for its first micro-batch, idles "
+                    f"{device} waits {own['before']} for its first micro-batch, idles "
                     f"{own['idle']} until it can go backward, computes {own['work']} and updates "
                     f"in {own['update']}"
                 )
             case "device":
                 return (
-                    f"{own['work']} of device {problem.placement[bound.stage]}'s work cannot "
+                    f"{own['work']} of {device}'s work cannot "
                     f"start before {own['before']}, {own['behind']} must follow on each part of "
                     f"it, and it updates in {own['update']}"
                 )
@@ -61,13 +67,21 @@ class Certificate:
                     f"the first forward to the last input gradient, {own['up']} back to stage "
                     f"{end}, and {own['after']} for what follows there"
                 )
+            case "spread":
+                return (
+                    f"however stages are put on {self.problem.devices} devices, one of them waits "
+                    f"for its first micro-batch and computes for {own['longest']} in all, and "
+                    f"updates take {own['update']}"
+                )
         return "CP-SAT found no schedule below it, and searched them all"
 
     def __str__(self) -> str:
         what = "a step" if self.problem.flush else "each of many steps"
         gap = "optimal" if self.optimal else f"within {100 * self.gap:.2g}% of the best"
+        none = "none" if self.wide is None else "on any placement none"
         return (
-            f"{what} takes {self.value:.6g}; none takes less than {self.bound.time:.6g} ({gap}):\n"
+            f"{what} takes {self.value:.6g}; {none} takes less than {self.bound.time:.6g} ({gap}):"
+            "\n"
             f"{self.reason}"
         )
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from math import inf
 
 from fxpipe.errors import Fault, VerificationError
@@ -23,9 +25,18 @@ def check_certificate(certificate: Certificate) -> tuple[str, ...]:
         faults += _levels(problem, schedule)
         if not _takes(problem, schedule, value):
             faults.append(Fault(f"the schedule takes longer than {value:g}", "do not trust it"))
-    shown = {"work": _work, "chain": _chain, "device": _device}.get(certificate.bound.why)
-    if shown is not None:
-        least = shown(certificate)
+    ways: dict[str, Callable[[Certificate], float]] = {
+        "work": _work,
+        "chain": _chain,
+        "device": _device,
+        "spread": partial(_spread, devices=problem.devices),
+    }
+    shown = ways.get(certificate.bound.why)
+    wide = certificate.wide or problem
+    if not _easier(problem, wide):
+        faults.append(Fault("the problem of all placements is not easier", "do not trust it"))
+    elif shown is not None:
+        least = shown(replace(certificate, problem=wide))
         if certificate.bound.time > least * (1 + _CLOSE):
             what = f"the bound is {certificate.bound.time:g}, and only {least:g} follows"
             faults.append(Fault(what, "do not trust it"))
@@ -103,6 +114,47 @@ def _ends(problem: Problem, schedule: Schedule, begins: list[float]) -> list[flo
                 places[device] += 1
                 moved = True
     return now
+
+
+def _easier(problem: Problem, wide: Problem) -> bool:
+    """Whether each schedule of a problem is no slower in another, which is it but for the memory
+    and the ways, or has a device for each stage."""
+    same = replace(wide, memory=problem.memory, placement=problem.placement)
+    ways = zip((*wide.down, *wide.up), (*problem.down, *problem.up), strict=True)
+    alone = wide.placement == tuple(range(wide.stages)) or wide.placement == problem.placement
+    return (
+        replace(same, down=problem.down, up=problem.up) == problem
+        and all(one <= other for one, other in ways)
+        and alone
+        and all(
+            wide.memory[wide.placement[s]] >= problem.memory[home]
+            for s, home in enumerate(problem.placement)
+        )
+    )
+
+
+def _spread(certificate: Certificate, devices: int) -> float:
+    """The bound, if it is no more than the mean of all devices, or if no way to put the stages on
+    devices, tried in turn, leaves them all below it."""
+    problem, time = certificate.problem, certificate.bound.terms["longest"]
+    work, head = [], []
+    for s in range(problem.stages):
+        each = problem.forward[s] + problem.backward[s] + problem.weight[s]
+        work.append(problem.microbatches * each + (0.0 if problem.flush else problem.update[s]))
+        head.append(sum(problem.forward[:s]) + sum(problem.down[:s]) if problem.flush else 0.0)
+    after = max(max(problem.update), sum(problem.update) / devices) if problem.flush else 0.0
+    mean = (sum(work) + sum(sorted(head)[:devices])) / devices
+    if time <= mean * (1 + _CLOSE):
+        return time + after
+    level: set[tuple[float, ...]] = {()}  # the devices' times, sorted, of all ways that stay below
+    for own, first in zip(work, head, strict=True):
+        more = {
+            (*full[:at], full[at] + own, *full[at + 1 :])
+            for full in level
+            for at in range(len(full))
+        } | {(*full, first + own) for full in level if len(full) < devices}
+        level = {tuple(sorted(full)) for full in more if max(full) < time * (1 - _CLOSE)}
+    return 0.0 if level else time + after
 
 
 def _work(certificate: Certificate) -> float:

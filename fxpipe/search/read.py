@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 
 from fxpipe.errors import InputError
@@ -14,6 +14,9 @@ from fxpipe.simulator.sizes import Sizes
 
 _LETTERS = "FBIWU"
 
+Places = tuple[int, ...]
+"""Stage → its device."""
+
 
 @dataclass(frozen=True)
 class Given:
@@ -22,12 +25,17 @@ class Given:
     costs: Costs
     microbatches: int
     devices: int | None
-    placement: Sequence[int] | Placement | None
+    placement: Sequence[int] | Placement | str | None
     whole: bool | None
     memory: float | Sequence[float] | None
     sizes: Sizes | None
     links: Links | None
     flush: bool
+
+    def __post_init__(self) -> None:
+        devices = self.devices
+        if devices is not None and (not isinstance(devices, int) or devices < 1):
+            raise InputError(f"devices is {devices!r}; give at least 1")
 
     def limits(self, devices: int) -> tuple[float, ...]:
         """Device → the most that it may hold."""
@@ -40,6 +48,20 @@ class Given:
                 "one for all"
             )
         return tuple(memory)
+
+    def on(self, places: Places) -> Given:
+        """The same with this placement."""
+        return replace(self, placement=places)
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """How many stages and devices there are, where no placement is given."""
+        named = [key[1] for key in self.costs if not isinstance(key, str)]
+        if self.devices is None and not named:
+            raise InputError("nothing tells how many stages there are; give devices=, such as 4")
+        stages = max(named) + 1 if named else self.devices or 1
+        devices = self.devices or stages
+        return max(stages, devices), devices
 
 
 def problems_of(given: Given) -> list[Problem]:
@@ -58,7 +80,7 @@ def problems_of(given: Given) -> list[Problem]:
     if whole is None and "B" in letters and letters & set("IW"):
         kinds = [False, True]
     problems = []
-    for placement in _placements(given):
+    for placement in placements_of(given):
         times = times_of(len(placement), _LETTERS, given.costs)
         if "B" not in letters:
             times |= {("B", s): times["I", s] + times["W", s] for s in range(len(placement))}
@@ -66,21 +88,38 @@ def problems_of(given: Given) -> list[Problem]:
     return problems
 
 
-def _placements(given: Given) -> list[tuple[int, ...]]:
-    """The placements to search; without any, each way to put the stages on the devices."""
-    named = [key[1] for key in given.costs if not isinstance(key, str)]
-    devices, placement = given.devices, given.placement
-    if devices is not None and (not isinstance(devices, int) or devices < 1):
-        raise InputError(f"devices is {devices!r}; give at least 1")
+def apart(given: Given) -> list[Problem]:
+    """Each stage on a device of its own, with the most memory of all devices and the shortest ways:
+    where no placement can be faster than the best schedule."""
+    stages, devices = given.counts
+    links = given.links
+    if stages > devices:
+        links = None  # neighbours may share a device
+    elif isinstance(links, Mapping) and links:
+        every = links.values()
+        links = Link(min(link.latency for link in every), max(link.bandwidth for link in every))
+    most = None if given.memory is None else max(given.limits(devices))
+    return problems_of(replace(given, placement=range(stages), memory=most, links=links))
+
+
+def placements_of(given: Given) -> list[Places]:
+    """The placements to search; without any, each usual way to put the stages on the devices."""
+    placement = given.placement
+    if isinstance(placement, str):
+        if placement != "search":
+            raise InputError(
+                f'placement is {placement!r}; give "search", the device of each stage, or a '
+                "function such as fxpipe.vee"
+            )
+        placement = None
     if placement is not None and not callable(placement):
         held = tuple(placement)
         if not held or set(held) != set(range(max(held) + 1)):
             raise InputError(f"placement is {held}; give each stage a device, from 0 on")
         return [held]
-    if devices is None and not named:
-        raise InputError("nothing tells how many stages there are; give devices=, such as 4")
+    stages, devices = given.counts
     if placement is not None:
-        places = placement(devices or max(named) + 1)
+        places = placement(devices)
         alone = tuple(each for each in places if not isinstance(each, tuple))
         if len(alone) < len(places):
             raise InputError(
@@ -88,8 +127,6 @@ def _placements(given: Given) -> list[tuple[int, ...]]:
                 "device for each stage"
             )
         return [alone]
-    stages = max(named) + 1 if named else devices or 1
-    devices = devices or stages
     if stages <= devices:
         return [one_each(devices)]
     found = [tuple(s * devices // stages for s in range(stages))]
@@ -101,7 +138,7 @@ def _placements(given: Given) -> list[tuple[int, ...]]:
 
 
 def _problem(
-    given: Given, placement: tuple[int, ...], times: Mapping[tuple[str, int], float], whole: bool
+    given: Given, placement: Places, times: Mapping[tuple[str, int], float], whole: bool
 ) -> Problem:
     stages, devices = range(len(placement)), max(placement) + 1
     sizes = given.sizes

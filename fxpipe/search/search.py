@@ -17,8 +17,9 @@ from fxpipe.search.bounds import Bound, best_bound
 from fxpipe.search.certificate import Certificate
 from fxpipe.search.library import Library, library_orders
 from fxpipe.search.local import Local
+from fxpipe.search.placing import best_placements, spread_bound
 from fxpipe.search.problem import Problem
-from fxpipe.search.read import Given, problems_of
+from fxpipe.search.read import Given, apart, problems_of
 from fxpipe.search.timing import value_of
 from fxpipe.simulator.costs import Costs, Links, measured_costs
 from fxpipe.simulator.sizes import Sizes
@@ -28,6 +29,9 @@ _SHARE = 0.1
 
 _WORTH = 100
 """List schedules that count as much as a second of the solver's own measure."""
+
+_FINALISTS = 2
+"""Placements whose schedules are searched, where the placement is, too."""
 
 _TIGHTENED = 6
 """How often memory is held back, at most, until a simulation fits."""
@@ -41,7 +45,8 @@ class Found:
         schedule: the best schedule.
         certificate: what it takes, and what no schedule of its placement can be below.
         others: the certificates of the other placements, and of whole backwards beside halves,
-            where these were searched, too.
+            where these were searched, too. With ``placement="search"`` that of the schedule with
+            the bound for its own placement, while ``certificate`` has the one for all of them.
         library: name of each library schedule → its time under the same costs, or why it is none to
             compare with.
     """
@@ -59,7 +64,9 @@ class Found:
     @property
     def bound(self) -> float:
         """The time that no schedule of all that were searched can be below."""
-        return min(each.bound.time for each in (self.certificate, *self.others))
+        every = (self.certificate, *self.others)
+        wide = [each for each in every if each.wide is not None]
+        return min(each.bound.time for each in wide or every)
 
     @property
     def gap(self) -> float:
@@ -76,7 +83,7 @@ def search_schedule(
     microbatches: int,
     *,
     devices: int | None = None,
-    placement: Sequence[int] | Placement | None = None,
+    placement: Sequence[int] | Placement | str | None = None,
     whole: bool | None = None,
     memory: float | Sequence[float] | None = None,
     sizes: Sizes | None = None,
@@ -99,7 +106,8 @@ def search_schedule(
         devices: how many; by default one for each stage that ``costs`` names.
         placement: the device of each stage, or a function such as ``fxpipe.vee``. By default one
             stage a device; where there are more stages than devices, round robin, the V and
-            neighbours together are searched.
+            neighbours together are searched. "search" for all ways to put the stages on the
+            devices that leave none empty, and a bound that holds for all of them.
         whole: True for backwards in one piece, False for their halves, None for whichever of the
             two ``costs`` names, or for both.
         memory: the most that each device may hold, one number or one for each device: in bytes of
@@ -132,11 +140,13 @@ def search_schedule(
         if not costs:
             raise InputError("the plan's stages were not measured; give costs={letter: time}")
     given = Given(costs, microbatches, devices, placement, whole, memory, sizes, links, flush)
-    problems = problems_of(given)
-    budget = _Budget(
-        seconds / len(problems), work, seed, solver.available() if exact is None else exact
-    )
-    found = [_search(problem, given, budget) for problem in problems]
+    budget = _Budget(seconds, work, seed, solver.available() if exact is None else exact)
+    if placement == "search":
+        found = _search_placements(given, budget)
+    else:
+        problems = problems_of(given)
+        share = replace(budget, seconds=seconds / len(problems))
+        found = [_search(problem, given, share) for problem in problems]
     best, library = min(found, key=lambda one: one[0].value)
     times = {name: each if isinstance(each, str) else each[0] for name, each in library.items()}
     others = tuple(one for one, _ in found if one is not best)
@@ -151,6 +161,43 @@ class _Budget:
     work: int | None
     seed: int
     exact: bool
+
+
+def _search_placements(given: Given, budget: _Budget) -> list[tuple[Certificate, Library]]:
+    """Placements in half of the time, and in the rest the schedules of the best ones."""
+    started, (_, devices) = perf_counter(), given.counts
+    bounds = {}
+    for wide in apart(given):
+        each = best_bound(wide), spread_bound(wide, devices)
+        bounds[wide] = max(each, key=lambda bound: bound.time)
+
+    def go_on(passes: int) -> bool:
+        if budget.work is not None:
+            return passes < budget.work / 2
+        return perf_counter() - started < budget.seconds / 2
+
+    least = min(bound.time for bound in bounds.values()) * (1 + 1e-12)
+    places = best_placements(given, Random(budget.seed), go_on, least)
+    problems = [p for each in places[:_FINALISTS] for p in problems_of(given.on(each))]
+    problems = problems or problems_of(given)  # which says what does not fit
+    left = max(0.1, budget.seconds - (perf_counter() - started))
+    share = replace(budget, seconds=left / len(problems))
+    if budget.work is not None:
+        share = replace(share, work=max(1, budget.work // 2 // len(problems)))
+    found, refused = [], []
+    for problem in problems:
+        try:
+            found.append(_search(problem, given, share))
+        except InputError as error:  # it needs more memory in a simulation
+            refused.append(error)
+    if not found:
+        raise refused[0]
+    for wide, bound in bounds.items():
+        own = [one for one in found if one[0].problem.whole == wide.whole]
+        if own:
+            best, library = min(own, key=lambda one: one[0].value)
+            found.insert(0, (replace(best, bound=bound, wide=wide), library))
+    return found
 
 
 def _search(problem: Problem, given: Given, budget: _Budget) -> tuple[Certificate, Library]:

@@ -190,7 +190,7 @@ def test_the_text_of_a_searched_schedule_is_one(
         (["--memory", "much"], "--memory is 'much'"),
         (["--keeps", "F=1"], "give --memory, too"),
         (["--memory", "4", "--keeps", "B=1"], "--keeps has 'B'"),
-        (["--placement", "w"], "write each, v, or loop=2"),
+        (["--placement", "w"], "write each, v, search, or loop=2"),
     ],
 )
 def test_a_search_for_something_impossible_is_refused(

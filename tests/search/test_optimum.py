@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import product
 from math import inf
 from random import Random
 
@@ -13,6 +15,7 @@ from fxpipe.search import exact
 from fxpipe.search.bounds import best_bound
 from fxpipe.search.listing import list_schedule
 from fxpipe.search.local import random_policy
+from fxpipe.search.placing import spread_bound
 from fxpipe.search.problem import Order, Problem
 from fxpipe.search.read import Given, problems_of
 from fxpipe.search.timing import fits, times_of, value_of
@@ -124,6 +127,36 @@ def test_where_stages_share_devices_the_bounds_hold_too(problem: Problem) -> Non
         assert order is not None
         assert value_of(problem, order) == pytest.approx(best)
         assert least == pytest.approx(best)
+
+
+@given(problems((3, 3), (1, 2)))
+@settings(max_examples=20)
+def test_the_bound_of_all_placements_is_not_above_the_best_of_any(problem: Problem) -> None:
+    memory = (sum(problem.least_memory) * 2,) * 2
+    least = inf
+    for places in product((0, 1), repeat=3):
+        if set(places) == {0, 1}:
+            least = min(least, best_of_all(replace(problem, placement=places, memory=memory)))
+    wide = replace(problem, memory=memory[:1] * 3, down=(0, 0), up=(0, 0))
+    for bound in (*all_bounds(wide), spread_bound(wide, 2)):
+        assert bound.time <= least * (1 + 1e-9), bound
+
+
+@given(problems((2, 5), (1, 4)), st.integers(1, 3))
+@settings(max_examples=40)
+def test_work_is_spread_as_evenly_as_any_placement_can(problem: Problem, devices: int) -> None:
+    def longest(places: tuple[int, ...]) -> float:
+        times = []
+        for device in set(places):
+            own = [s for s, place in enumerate(places) if place == device]
+            before = sum(problem.forward[: own[0]]) + sum(problem.down[: own[0]])
+            each = [problem.forward[s] + problem.backward[s] + problem.weight[s] for s in own]
+            update = 0 if problem.flush else sum(problem.update[s] for s in own)
+            times.append(before * problem.flush + problem.microbatches * sum(each) + update)
+        return max(times)
+
+    best = min(map(longest, product(range(devices), repeat=problem.stages)))
+    assert spread_bound(problem, devices).terms["longest"] == pytest.approx(best)
 
 
 @needs_ortools

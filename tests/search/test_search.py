@@ -127,6 +127,55 @@ def test_without_a_placement_all_ways_to_place_the_stages_are_searched() -> None
     assert found.bound == min(e.bound.time for e in (found.certificate, *found.others))
 
 
+def test_a_searched_placement_is_no_worse_and_its_bound_holds_for_all() -> None:
+    random = Random(1)
+    costs: dict[Key, float] = {(x, s): random.randint(2, 9) for x in "FIW" for s in range(5)}
+    settings = {"devices": 2, "memory": 5, "exact": False}
+    usual = search_schedule(costs, 4, **settings, work=200)  # type: ignore[arg-type]
+    found = search_schedule(costs, 4, **settings, placement="search", work=600)  # type: ignore[arg-type]
+    assert found.value < usual.value
+    assert found.bound <= found.value
+    assert found.certificate.wide is not None
+    assert "on any placement none" in str(found)
+    own = found.others[0]
+    assert (own.wide, own.schedule) == (None, found.schedule)
+    for certificate in (found.certificate, *found.others):
+        assert certificate.check() == ()
+    easier = replace(found.certificate.wide, forward=(1,) * 5)
+    longer = replace(found.certificate.bound, time=found.bound + 1, terms={"longest": inf})
+    for wrong in (
+        replace(found.certificate, wide=easier),
+        replace(found.certificate, bound=longer),
+        replace(found.certificate, wide=replace(found.certificate.wide, memory=(1.0,) * 5)),
+    ):
+        with pytest.raises(VerificationError):
+            wrong.check()
+
+
+def test_a_device_with_more_memory_gets_the_stages_that_need_it() -> None:
+    """The first stage keeps the most micro-batches, and the second device has the room."""
+    costs: dict[Key, float] = {"F": 1, "B": 2, "U": 0}
+    settings = {"devices": 3, "memory": [1, 3, 2], "work": 60, "exact": False}
+    fixed = search_schedule(costs, 6, **settings)  # type: ignore[arg-type]
+    found = search_schedule(costs, 6, **settings, placement="search")  # type: ignore[arg-type]
+    assert found.schedule.placement == (1, 2, 0)
+    assert found.value == 24 < fixed.value
+
+
+def test_a_searched_placement_keeps_what_no_usual_one_has_room_for() -> None:
+    """Two large stages in a row, and two small ones: each large one beside a small one, not as
+    neighbours."""
+    sizes = Sizes(saved={0: 6, 1: 5, 2: 1, 3: 2, 4: 1})
+    costs: dict[Key, float] = {"F": 1, "B": 2, ("F", 4): 1, "U": 0}
+    settings = {"devices": 2, "memory": 8, "sizes": sizes, "work": 60, "exact": False}
+    with pytest.raises(InputError, match="may keep 8"):
+        search_schedule(costs, 4, **settings)  # type: ignore[arg-type]
+    places = search_schedule(costs, 4, **settings, placement="search").schedule.placement  # type: ignore[arg-type]
+    assert places[0] == places[2] != places[1] or places[0] == places[3] != places[1]
+    with pytest.raises(InputError, match="may keep 6"):
+        search_schedule(costs, 4, **settings | {"memory": 6}, placement="search")  # type: ignore[arg-type]
+
+
 def test_whole_backwards_and_halves_are_both_searched_where_both_have_a_time() -> None:
     found = search_schedule(
         {"F": 2, "B": 3, "I": 2, "W": 2, "U": 0}, 4, devices=2, work=50, exact=False
@@ -245,6 +294,7 @@ def test_the_measured_times_of_a_plan_are_searched_with() -> None:
         ({"memory": 0.5}, "one micro-batch takes 1"),
         ({"memory": [3, 3]}, "2 numbers for 3 devices"),
         ({"placement": (0, 2)}, "give each stage a device"),
+        ({"placement": "vee"}, 'placement is .vee.; give "search"'),
         ({"placement": both_ways, "devices": 3}, "a search keeps each stage on one device"),
         ({"seconds": 0}, "seconds is 0"),
         ({"links": {}}, r"links\[0, 1\]"),
