@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from fxpipe.ir import instruction as ins
@@ -17,15 +18,13 @@ from fxpipe.ir.value import (
     HOST,
     Buffer,
     Edge,
+    Operands,
     deferred,
     fetched,
     fetching,
     forward_buffer,
-    gradient_buffer,
-    gradient_groups,
     norm_buffer,
     offloaded,
-    outputs_of,
     saved,
     state,
     sums_buffer,
@@ -100,9 +99,19 @@ class Program:
         return self._grouped([edge.source for edge in self.edges])
 
     @cached_property
-    def values_from(self) -> tuple[tuple[str, ...], ...]:
-        """Stage → the values that it makes, each once, in the order of ``edges``."""
-        return tuple(map(outputs_of, self.edges_from))
+    def operands(self) -> Mapping[tuple[int, int, int], Operands]:
+        """Stage, micro-batch and batch → the buffers of what its lists compute of it."""
+        every = (x for own in self.lists for x in own if isinstance(x, ins.Compute))
+        keys = {(x.stage, x.microbatch, x.batch) for x in every if x.stage < self.stages}
+        return {key: self._operands(*key) for key in keys}
+
+    def _operands_of(self, x: ins.Compute) -> Operands:
+        key = x.stage, x.microbatch, x.batch
+        return self.operands.get(key) or self._operands(*key)
+
+    def _operands(self, stage: int, i: int, b: int) -> Operands:
+        kept, into, away = self.kept(stage, i, b), self.edges_into[stage], self.edges_from[stage]
+        return Operands.of(kept, into, away)
 
     @cached_property
     def turns(self) -> tuple[Turn, ...]:
@@ -192,11 +201,6 @@ class Program:
                 groups[stage].append(edge)
         return tuple(map(tuple, groups))
 
-    @cached_property
-    def gradients_of(self) -> tuple[tuple[tuple[Edge, ...], ...], ...]:
-        """Stage → for each value that gets a gradient, its edges in the order of the sum."""
-        return tuple(gradient_groups(edges) for edges in self.edges_from)
-
     def copies_of(self, stage: int) -> tuple[int, ...]:
         """The further devices that compute micro-batches of a stage."""
         return self.copies[stage] if self.copies and 0 <= stage < self.stages else ()
@@ -247,30 +251,18 @@ class Program:
                 # what the caller gives is the caller's: it is held until it is told from the rest
                 given = [edge for edge in self.edges_into[stage] if edge.source == HOST]
                 return (saved(stage, i, b), *[forward_buffer(edge, i, b) for edge in given])
-            case ins.Prefetch(Buffer(source=stage, microbatch=i, batch=b)):
-                return (offloaded(stage, i, b),)
-            case ins.Await(Buffer(source=stage, microbatch=i, batch=b)):
-                return (fetching(stage, i, b),)
             case ins.Move():
-                return ()
-            case ins.Forward(stage, i, batch=b):
-                inputs = [forward_buffer(edge, i, b) for edge in self.edges_into[stage]]
-                return (*self._weights(stage, i, b), *inputs)
-            case ins.Recompute(stage, i, batch=b):
-                inputs = [forward_buffer(edge, i, b) for edge in self.edges_into[stage]]
-                return (*self._weights(stage, i, b), state(stage, i, b), *inputs)
-            case ins.PartialBackward(stage, i, batch=b, kind="W"):
-                return (*self._weights(stage, i, b), deferred(stage, i, b))
-            case (
-                ins.Backward(stage, i, batch=b)
-                | ins.PartialBackward(stage, i, batch=b)
-                | ins.InputGrad(stage, i, batch=b)
-            ):
-                edges = self.edges_from[stage]
-                returned = [gradient_buffer(edge, i, b) for edge in edges if edge.gradient]
-                return (*self._weights(stage, i, b), self.kept(stage, i, b), *returned)
-            case ins.WeightGrad(stage, i, batch=b):
-                return (*self._weights(stage, i, b), deferred(stage, i, b))
+                return self.ends(instruction) if isinstance(instruction, ins.Offloading) else ()
+            case ins.Compute(stage, i, batch=b):
+                weights, own = self._weights(stage, i, b), self._operands_of(instruction)
+                match instruction:
+                    case ins.Forward():
+                        return (*weights, *own.inputs)
+                    case ins.Recompute():
+                        return (*weights, state(stage, i, b), *own.inputs)
+                    case ins.WeightGrad() | ins.PartialBackward(kind="W"):
+                        return (*weights, deferred(stage, i, b))
+                return (*weights, own.kept, *chain(*own.gradients))
             case ins.Add(stage, b):
                 return tuple([sums_buffer(stage, copy, b) for copy in self.copies_of(stage)])
             case ins.Clip(stage, b):
@@ -287,18 +279,15 @@ class Program:
             case ins.Move():
                 return ()
             case ins.Forward(stage, i, keeps=keeps, again=again, batch=b):
-                made = [forward_buffer(edge, i, b) for edge in self.edges_from[stage]]
-                if keeps:
-                    made.append(saved(stage, i, b))
-                if again:
-                    made.append(state(stage, i, b))
-                return tuple(made)
+                own = self._operands_of(instruction)
+                kept = [saved(stage, i, b)] * keeps + [state(stage, i, b)] * again
+                return (*chain(*own.outputs), *kept)
             case ins.Recompute(stage, i, batch=b):
                 return (saved(stage, i, b),)
-            case ins.Backward(stage, i, batch=b):
-                return self._input_gradients(stage, i, b)
+            case ins.Backward():
+                return self._operands_of(instruction).returned
             case ins.InputGrad(stage, i, batch=b):
-                return (deferred(stage, i, b), *self._input_gradients(stage, i, b))
+                return (deferred(stage, i, b), *self._operands_of(instruction).returned)
             case ins.Norm(stage, b):
                 return tuple([norm_buffer(stage, other, b) for other in range(self.stages)])
             case ins.Share(stage, b):
@@ -306,10 +295,6 @@ class Program:
             case ins.Give(stage, copy, b):
                 return (sums_buffer(stage, copy, b),)
         return ()
-
-    def _input_gradients(self, stage: int, i: int, batch: int) -> tuple[Buffer, ...]:
-        edges = self.edges_into[stage]
-        return tuple([gradient_buffer(edge, i, batch) for edge in edges if edge.gradient])
 
     def ends(self, instruction: ins.Instruction) -> tuple[Buffer, ...]:
         """The buffers whose life on the device ends with an instruction."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -186,3 +186,39 @@ def forward_buffer(edge: Edge, microbatch: int, batch: int = 0) -> Buffer:
 def gradient_buffer(edge: Edge, microbatch: int, batch: int = 0) -> Buffer:
     """The buffer of the gradient that comes back along an edge."""
     return Buffer("grad", edge.value, edge.target, edge.source, microbatch, batch)
+
+
+class Operands(NamedTuple):
+    """The buffers of one micro-batch of a stage.
+
+    Attributes:
+        inputs: what its forward reads.
+        outputs: for each value that its forward makes, a buffer for each consumer.
+        saved: what its forward keeps.
+        kept: what its backward uses up: the same, or that fetched again.
+        gradients: for each value that gets a gradient, its parts in the order of the sum.
+        returned: the gradients of its inputs.
+    """
+
+    inputs: tuple[Buffer, ...]
+    outputs: tuple[tuple[Buffer, ...], ...]
+    saved: Buffer
+    kept: Buffer
+    gradients: tuple[tuple[Buffer, ...], ...]
+    returned: tuple[Buffer, ...]
+
+    @staticmethod
+    def of(kept: Buffer, into: Sequence[Edge], away: Sequence[Edge]) -> Operands:
+        """Name them by what the stage's backward uses up, and the edges that its forward reads and
+        writes."""
+        stage, i, batch = kept.source, kept.microbatch, kept.batch
+        by_value = [[e for e in away if e.value == value] for value in outputs_of(away)]
+        returned = gradient_groups(away)
+        return Operands(
+            tuple([forward_buffer(edge, i, batch) for edge in into]),
+            tuple([tuple([forward_buffer(e, i, batch) for e in edges]) for edges in by_value]),
+            saved(stage, i, batch),
+            kept,
+            tuple([tuple([gradient_buffer(e, i, batch) for e in edges]) for edges in returned]),
+            tuple([gradient_buffer(edge, i, batch) for edge in into if edge.gradient]),
+        )

@@ -20,15 +20,7 @@ import torch
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.plan import Stage
 from fxpipe.ir.program import Program
-from fxpipe.ir.value import (
-    Buffer,
-    deferred,
-    fetched,
-    forward_buffer,
-    gradient_buffer,
-    saved,
-    state,
-)
+from fxpipe.ir.value import Buffer, deferred, state
 from fxpipe.kernels.kernel import Forwarded, Kernel
 from fxpipe.kernels.recompute import recomputing
 from fxpipe.runtime import copies, offload, own_task, replicas
@@ -221,13 +213,14 @@ def _forward(machine: Machine, instruction: ins.Forward) -> None:
     if instruction.again:
         store.values[state(stage, i, batch)] = list(buffers)
     result = _run_forward(machine, instruction, weights, buffers)
-    made = dict(zip(machine.program.values_from[stage], result.outputs, strict=True))
-    for edge in machine.program.edges_from[stage]:
-        store.values[forward_buffer(edge, i, batch)] = made[edge.value]
+    own = machine.program.operands[stage, i, batch]
+    for consumers, value in zip(own.outputs, result.outputs, strict=True):
+        for buffer in consumers:
+            store.values[buffer] = value
     for write, value in zip(machine.stages[stage].writes, result.writes, strict=True):
         store.state[write.target] = value
     if instruction.keeps:
-        store.keep(saved(stage, i, batch), result.saved)
+        store.keep(own.saved, result.saved)
 
 
 def _recompute(machine: Machine, instruction: ins.Recompute) -> None:
@@ -236,7 +229,7 @@ def _recompute(machine: Machine, instruction: ins.Recompute) -> None:
     with recomputing():
         weights, _ = machine.weights_of(stage, instruction.version)
         result = _run_forward(machine, instruction, weights, buffers)
-    machine.store.keep(saved(stage, i, batch), result.saved)
+    machine.store.keep(machine.program.operands[stage, i, batch].saved, result.saved)
 
 
 def _run_forward(
@@ -246,15 +239,15 @@ def _run_forward(
     buffers: Sequence[torch.Tensor],
 ) -> Forwarded:
     stage, i, batch = instruction.stage, instruction.microbatch, instruction.batch
-    edges, values = machine.program.edges_into[stage], machine.store.values
-    kernel, inputs = machine.kernel(stage, i, batch), [forward_buffer(e, i, batch) for e in edges]
-    with copies.turn(machine, stage) if machine.program.copies else nullcontext():
-        return kernel.forward(weights, buffers, [values[buffer] for buffer in inputs])
+    program, values = machine.program, machine.store.values
+    inputs = [values[buffer] for buffer in program.operands[stage, i, batch].inputs]
+    with copies.turn(machine, stage) if program.copies else nullcontext():
+        return machine.kernel(stage, i, batch).forward(weights, buffers, inputs)
 
 
 def _backward(machine: Machine, instruction: ins.Backward) -> None:
     stage, i, batch = instruction.stage, instruction.microbatch, instruction.batch
-    kept = machine.store.take(_kept(machine, stage, i, batch))
+    kept = machine.store.take(machine.program.operands[stage, i, batch].kept)
     kernel, totals = machine.kernel(stage, i, batch), _totals(machine, instruction)
     if instruction.rest:
         inputs, sums = kernel.partial_backward("B", -1, kept, totals)
@@ -267,7 +260,8 @@ def _backward(machine: Machine, instruction: ins.Backward) -> None:
 def _partial_backward(machine: Machine, instruction: ins.PartialBackward) -> None:
     stage, i, batch = instruction.stage, instruction.microbatch, instruction.batch
     kind, bucket, store = instruction.kind, instruction.bucket, machine.store
-    buffer = _kept(machine, stage, i, batch) if kind == "B" else deferred(stage, i, batch)
+    own = machine.program.operands[stage, i, batch]
+    buffer = own.kept if kind == "B" else deferred(stage, i, batch)
     left = store.values[buffer]
     if kind == "B" and bucket == 0:
         left += _output_gradients(machine, instruction)
@@ -282,7 +276,7 @@ def _partial_backward(machine: Machine, instruction: ins.PartialBackward) -> Non
 
 def _input_grad(machine: Machine, instruction: ins.InputGrad) -> None:
     stage, i, batch = instruction.stage, instruction.microbatch, instruction.batch
-    buffer = _kept(machine, stage, i, batch)
+    buffer = machine.program.operands[stage, i, batch].kept
     kept = machine.store.values.pop(buffer)  # counted until the weight gradient
     kernel = machine.kernel(stage, i, batch)
     result = kernel.input_grad(kept, _output_gradients(machine, instruction))
@@ -298,12 +292,6 @@ def _weight_grad(machine: Machine, instruction: ins.WeightGrad) -> None:
         _, machine.store.gradients[stage, batch] = kernel.partial_backward("W", -1, left, totals)
     else:
         machine.store.gradients[stage, batch] = kernel.weight_grad(left, totals)
-
-
-def _kept(machine: Machine, stage: int, i: int, batch: int) -> Buffer:
-    """See Program.kept."""
-    offloads = machine.program.offloads
-    return fetched(stage, i, batch) if (stage, i) in offloads else saved(stage, i, batch)
 
 
 def _totals(
@@ -322,21 +310,18 @@ def _output_gradients(
     machine: Machine, instruction: ins.Backward | ins.PartialBackward | ins.InputGrad
 ) -> list[torch.Tensor]:
     """The gradient of each of the stage's values that gets one, summed over its consumers."""
-    i, batch, values = instruction.microbatch, instruction.batch, machine.store.values
-    return [
-        reduce(add, [values[gradient_buffer(edge, i, batch)] for edge in edges])
-        for edges in machine.program.gradients_of[instruction.stage]
-    ]
+    key = instruction.stage, instruction.microbatch, instruction.batch
+    groups, values = machine.program.operands[key].gradients, machine.store.values
+    return [reduce(add, [values[buffer] for buffer in group]) for group in groups]
 
 
 def _give_back(
     machine: Machine, instruction: ins.Backward | ins.InputGrad, gradients: Sequence[torch.Tensor]
 ) -> None:
     """The gradients of the stage's inputs, each to the edge that brought the input."""
-    edges = [e for e in machine.program.edges_into[instruction.stage] if e.gradient]
-    for edge, gradient in zip(edges, gradients, strict=True):
-        buffer = gradient_buffer(edge, instruction.microbatch, instruction.batch)
-        machine.store.values[buffer] = gradient
+    key = instruction.stage, instruction.microbatch, instruction.batch
+    returned = machine.program.operands[key].returned
+    machine.store.values.update(zip(returned, gradients, strict=True))
 
 
 def _free(machine: Machine, instruction: ins.Free) -> None:
