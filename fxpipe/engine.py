@@ -135,8 +135,9 @@ class Engine:
             draw_seed(traced)
             return found
 
-        self._weigh(compiled, host, 0)
-        run = self._flushed(compiled, host, state, optimizers, onto_grad=not self.updates)
+        host.weigh_loss(*self._dtype_and_scale(compiled, 0))
+        run = self._flushed(compiled, state, optimizers, onto_grad=not self.updates)
+        run.feed(Job(self._kernels(compiled), host, self._clipping, compiled.specs))
         try:
             made = run.advance(result)
         finally:
@@ -145,7 +146,7 @@ class Engine:
                 if self._clipping is not None:
                     self._clipping.settle(1)
         self.stashed = run.peak_kept
-        self._took(compiled, run.busy, micro, backward=True)
+        self._took(compiled, run.busy, len(micro), backward=True)
         return made
 
     def infer(self, compiled: Compiled, micro: MicroBatches) -> list[Any]:
@@ -158,14 +159,14 @@ class Engine:
             return found
 
         made = run.advance(result)
-        self._took(compiled, run.busy, micro, backward=False)
+        self._took(compiled, run.busy, len(micro), backward=False)
         return made
 
     def call(self, compiled: Compiled, micro: MicroBatches) -> list[Any]:
         """The flat outputs of the model for a batch, whose backward drains the pipeline."""
         host, run = self._called(compiled, micro)
         made = differentiable_call(compiled, host, run, self._turn, self._options.group)
-        self._took(compiled, run.busy, micro, backward=False)
+        self._took(compiled, run.busy, len(micro), backward=False)
         return made
 
     @contextmanager
@@ -208,7 +209,8 @@ class Engine:
         """Raises InputError where the pipe can run nothing any more."""
         if self.closed:
             raise InputError("the pipe is closed; compile the model again")
-        self._options.group.check()
+        if self._options.ranks:
+            self._options.group.check()
         if self._overlapping is not None:
             self._overlapping.check()
         for worker in self._workers:
@@ -271,11 +273,12 @@ class Engine:
         run = self._overlapped(compiled, optimizers)
         number = run.count
         if run.busy_step is not None:
-            self._took(compiled, run.busy_step, host.micro, backward=True)
+            self._took(compiled, run.busy_step, len(host.micro), backward=True)
         if self._clipping is not None:
             # whether later batches update may not be decided yet
             self._clipping.settle(number - 2 - compiled.schedule.depth)
-        dtype = self._weigh(compiled, host, number)
+        dtype, scale = self._dtype_and_scale(compiled, number)
+        host.weigh_loss(dtype, scale)
         draw_seed(compiled.traced)
         turn = self._turn
         loss = PendingLoss(dtype, lambda: turn.take(run.wait_for, [number]))
@@ -291,29 +294,24 @@ class Engine:
         seed: int = self._options.group.share("seed", lambda: next_seed(traced))
         return seed
 
-    def _weigh(self, compiled: Compiled, host: BatchHost, batch: int) -> torch.dtype:
-        """Give each micro-batch's loss its weight, and its gradient the scaler's scale as well.
-
-        Returns:
-            The dtype of the losses.
-        """
+    def _dtype_and_scale(self, compiled: Compiled, batch: int) -> tuple[torch.dtype, float]:
+        """The dtype of a batch's losses, and the scaler's scale for their gradients."""
         assert compiled.traced.loss is not None
-        dtype = compiled.plan.specs[compiled.traced.loss].dtype
         scale = 1.0 if self._clipping is None else self._clipping.begin(batch)
-        host.weigh_loss(dtype, scale)
-        return dtype
+        return compiled.plan.specs[compiled.traced.loss].dtype, scale
 
     def _called(self, compiled: Compiled, micro: MicroBatches) -> tuple[BatchHost, FlushedRun]:
         traced = compiled.traced
         host = BatchHost(traced, micro, compiled.results, self._seed(traced), self._place)
         none = [None] * len(compiled.plan.stages)
         state = self.progress.state_of(traced)
-        return host, self._flushed(compiled, host, state, none, onto_grad=False)
+        run = self._flushed(compiled, state, none, onto_grad=False)
+        run.feed(Job(self._kernels(compiled), host, self._clipping, compiled.specs))
+        return host, run
 
     def _flushed(
         self,
         compiled: Compiled,
-        host: BatchHost,
         state: Mapping[str, Tensor],
         optimizers: Sequence[Optimizer | None],
         *,
@@ -327,9 +325,7 @@ class Engine:
             deferred=compiled.traced.deferred,
             shards=self.progress.shards,
         )
-        run = self._run(FlushedRun, compiled, weights, optimizers)
-        run.feed(Job(self._kernels(compiled), host, self._clipping, compiled.specs))
-        return run
+        return self._run(FlushedRun, compiled, weights, optimizers)
 
     def _overlapped(
         self, compiled: Compiled, optimizers: Sequence[Optimizer | None]
@@ -392,8 +388,8 @@ class Engine:
         return compiled.rechecked() if self._options.recompute_check else compiled.kernels
 
     def _took(
-        self, compiled: Compiled, seconds: float, micro: MicroBatches, *, backward: bool
+        self, compiled: Compiled, seconds: float, microbatches: int, *, backward: bool
     ) -> None:
         """Judge by the processor time of a run whether one thread is still the better choice."""
         if self._choice.trials:
-            self._choice.took(compiled.plan, seconds, len(micro), backward=backward)
+            self._choice.took(compiled.plan, seconds, microbatches, backward=backward)

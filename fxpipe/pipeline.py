@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from time import perf_counter
 from types import MethodType
@@ -123,12 +124,16 @@ class Pipeline(Saved):
             ExecutionError: an instruction raised; the weights are as before the step, unless the
                 message says otherwise.
         """
-        with SignalsAtOperations() as signals, self._group.calling("step"):
+        ranks = self._options.ranks
+        called = self._group.calling("step") if ranks else nullcontext()
+        with SignalsAtOperations() as signals, called:
             self._refuse_hooks()
-            micro = self._decided(self._take(args, kwargs, target, step=True))
-            compiled = self._ready(
-                micro, "step", updates=self._engine.updates, outputs=return_output
-            )
+            self._engine.check()
+            micro = self._intake.take(args, kwargs, target, step=True)
+            kind = {"updates": self._engine.updates, "outputs": return_output}
+            compiled = None if ranks else self._compiler.known(micro, "step", **kind)
+            if compiled is None:
+                compiled, micro = self._ready(micro, "step", **kind)
             self._check_data(compiled)
             micro = self._compiler.weighed(compiled, micro)
             if not all(micro.weights):
@@ -177,11 +182,12 @@ class Pipeline(Saved):
             InputError, TraceError, ExecutionError: as in ``step``.
         """
         with self._group.calling("call of the pipe"):
-            micro = self._take(args, kwargs, step=False)
+            self._engine.check()
+            micro = self._intake.take(args, kwargs, step=False)
             self.flush()
             differentiable = self.training and torch.is_grad_enabled()
             purpose: Purpose = "call" if differentiable else "infer"
-            compiled = self._ready(micro, purpose, input_gradients=differentiable)
+            compiled, micro = self._ready(micro, purpose, input_gradients=differentiable)
             self._check_data(compiled)
             micro = self._compiler.weighed(compiled, micro)
             run = self._engine.call if differentiable else self._engine.infer
@@ -201,19 +207,18 @@ class Pipeline(Saved):
             InputError, TraceError, PartitionError: what the first ``step`` would raise.
         """
         with self._group.calling("prepare"):
-            micro = self._take(args, kwargs, target, step=True)
+            self._engine.check()
+            micro = self._intake.take(args, kwargs, target, step=True)
             can_step = target is not None or self._options.loss is None
             if can_step and self.training:
                 try:
-                    micro = self._decided(micro)
-                    self._shown = self._ready(
-                        micro, "step", updates=self._engine.updates, outputs=False
-                    )
+                    kind = {"updates": self._engine.updates, "outputs": False}
+                    self._shown, _ = self._ready(micro, "step", **kind)
                     return
                 except InputError:
                     if self._options.loss is not None:
                         raise
-            self._shown = self._ready(micro, "call", input_gradients=True)
+            self._shown, _ = self._ready(micro, "call", input_gradients=True)
 
     @in_turn
     def profile(self, *args: Any, target: Any = None, steps: int = 1, **kwargs: Any) -> Simulation:
@@ -286,23 +291,6 @@ class Pipeline(Saved):
                 "they are, or train by pipe(x) and backward, which run those of the pipe"
             )
 
-    def _take(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any = None, *, step: bool
-    ) -> MicroBatches:
-        self._engine.check()
-        return self._intake.take(args, kwargs, target, step=step)
-
-    def _decided(self, micro: MicroBatches) -> MicroBatches:
-        """The same batch in as many micro-batches as the compiler decides, if it does."""
-        if not self._compiler.decides(micro):
-            return micro
-        with self._engine.quiet():
-            count = self._compiler.decide(
-                micro, updates=self._engine.updates, rehearse=self._rehearsals.rehearse
-            )
-        self._intake = replace(self._intake, microbatches=count)
-        return micro.batch.in_parts(count, micro.replica)
-
     def _check_data(self, compiled: Compiled) -> None:
         """Raises InputError where a stage of this process reads or writes what has no data, and
         RankError at the first call where the stage has other values in another replica."""
@@ -327,8 +315,18 @@ class Pipeline(Saved):
             self._group.agree("the model's values", "", twins="\n".join(texts))
         self._filled = compiled
 
-    def _ready(self, micro: MicroBatches, purpose: Purpose, **wanted: bool) -> Compiled:
-        """The compiled program for a call; while it is compiled, nothing else runs."""
+    def _ready(
+        self, micro: MicroBatches, purpose: Purpose, **wanted: bool
+    ) -> tuple[Compiled, MicroBatches]:
+        """The compiled program for a call, and its batch in as many micro-batches as the compiler
+        decides, if it does. While it is compiled, nothing else runs."""
+        if purpose == "step" and self._compiler.decides(micro):
+            with self._engine.quiet():
+                count = self._compiler.decide(
+                    micro, updates=self._engine.updates, rehearse=self._rehearsals.rehearse
+                )
+            self._intake = replace(self._intake, microbatches=count)
+            micro = micro.batch.in_parts(count, micro.replica)
         known = self._compiler.known(micro, purpose, **wanted)
         compiles = known is None
         if self._group.size > 1:
@@ -339,9 +337,9 @@ class Pipeline(Saved):
             if self._group.replicas > 1 and any(each for _, each in ranks):
                 self.flush()
         if known is not None and not compiles:
-            return known
+            return known, micro
         with self._engine.quiet():
-            return self._compiler.compile(micro, purpose, **wanted)
+            return self._compiler.compile(micro, purpose, **wanted), micro
 
     def _described(
         self, micro: MicroBatches, purpose: Purpose, wanted: Mapping[str, bool], *, compiles: bool

@@ -111,7 +111,7 @@ def _profile(pipe: Pipeline, example: Any, sizes: Sequence[int]) -> Profile:
     """The model measured for micro-batches of these sizes."""
     args, kwargs = read_example(example)
     named = {name: value for name, value in kwargs.items() if name != "target"}
-    micro = pipe._take(args, named, kwargs.get("target"), step=True)
+    micro = pipe._intake.take(args, named, kwargs.get("target"), step=True)
     compiler, options = pipe._compiler, pipe._options
     schedule = compiler.timetable.schedule(1, "step")
     leaves, size = micro.leaves[0], micro.batch.size

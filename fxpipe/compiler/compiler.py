@@ -78,6 +78,7 @@ class Compiler:
         self.timetable = Timetable(options)
         self._placement = Placement(options, self.timetable)
         self.plans = Plans(options, self._placement)
+        self._guards = self.plans.front_end.guards
         self._known: dict[Any, tuple[Compiled, list[tuple[Traced, Plan]]]] = {}
         self._programs: dict[Any, Program] = {}
         self._terms = WeakKeyDictionary[nn.Module, tuple[Divisor | None, ...]]()
@@ -99,8 +100,9 @@ class Compiler:
         if found is None:
             return None
         compiled, plans = found
-        for traced, plan in plans:
-            self.plans.settle(traced, plan, compiled.schedule)
+        if self.options.places:
+            for traced, plan in plans:
+                self.plans.settle(traced, plan, compiled.schedule)
         return compiled
 
     def compile(
@@ -241,9 +243,9 @@ class Compiler:
 
     def _key(self, micro: MicroBatches, kind: Kind) -> tuple[Any, ...]:
         """All that a call's compiled form depends on; the number of the variant comes first."""
-        state = self.plans.look()
+        state = self._guards.state()
         if state[0] != self._variant:
-            kept = self.plans.front_end.guards.kept
+            kept = self._guards.kept
             self._known = {key: made for key, made in self._known.items() if key[0][0] in kept}
             self._variant = state[0]
         return state, micro.batch.key, micro.batch.size, len(micro), kind, self.choice.changes

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any
 
-from torch import Tensor, nn
+import torch
+from torch import nn
 
 from fxpipe.compiler.looking import OUTSIDE, Look, Reads, top
 from fxpipe.compiler.options import Options
@@ -43,8 +44,6 @@ class Guards:
 
     Attributes:
         kept: the numbers of the variants whose graphs are kept.
-        modules: the model's modules, as ``variant`` found them.
-        parameters: the model's parameters, as ``variant`` found them.
     """
 
     def __init__(self, options: Options, leaves: Mapping[str, nn.Module]) -> None:
@@ -98,6 +97,16 @@ class Guards:
         finally:
             put_back(before)
             self._seen = None
+
+    def state(self) -> tuple[Any, ...]:
+        """All that traces depend on besides the call. Its first item is the variant's number."""
+        variant, seen = self.variant(), self._seen
+        assert seen is not None
+        flags = tuple([module.training for module in seen.modules])
+        trained = tuple([parameter.requires_grad for parameter in seen.parameters])
+        device = self._options.places[0].type if self._options.places else "cpu"
+        cast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
+        return variant, flags, trained, cast, torch.get_default_dtype()
 
     def variant(self) -> int:
         """The number of the variant that the model is in now; a new one if its state is new."""
@@ -154,16 +163,6 @@ class Guards:
     @property
     def kept(self) -> set[int]:
         return {variant.number for variant in self._variants}
-
-    @property
-    def modules(self) -> list[nn.Module]:
-        assert self._seen is not None
-        return self._seen.modules
-
-    @property
-    def parameters(self) -> list[Tensor]:
-        assert self._seen is not None
-        return self._seen.parameters
 
 
 def _read(code: CodeType, module: dict[str, Any], reads: Reads) -> bool:

@@ -145,7 +145,7 @@ class Options:
         copies = self.recipe.copies(len(self.devices))
         return self.owns(stage) or (bool(copies) and self.group.device in copies[stage])
 
-    @property
+    @cached_property
     def ranks(self) -> bool:
         """Whether the devices are those of several ranks."""
         return self.group.size > 1

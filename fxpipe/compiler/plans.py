@@ -73,22 +73,14 @@ class Plans:
         self._variants: set[int] = set()
         self._state: tuple[Any, ...] = ()
 
-    def look(self) -> tuple[Any, ...]:
+    def look(self) -> None:
         """Look at the state that traces depend on besides the call; to be called before ``plan``.
 
         Graphs of variants that were not used for long are forgotten.
-
-        Returns:
-            A key of the state. Its first item is the number of the variant, see ``Guards``.
         """
         guards = self.front_end.guards
-        variant = guards.variant()
-        flags = tuple([module.training for module in guards.modules])
-        trained = tuple([parameter.requires_grad for parameter in guards.parameters])
-        device = self.options.places[0].type if self.options.places else "cpu"
-        cast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
-        self._state = variant, flags, trained, cast, torch.get_default_dtype()
-        if variant not in self._variants:
+        self._state = guards.state()
+        if self._state[0] not in self._variants:
             kept = self._variants = guards.kept
             self.graphs = {k: g for k, g in self.graphs.items() if k[0][0] in kept}
             self._plans = {k: p for k, p in self._plans.items() if k[0][0] in kept}
@@ -98,7 +90,6 @@ class Plans:
             self._dims = {k: dims for k, dims in self._dims.items() if k[0][0] in kept}
             known = {id(graph.traced) for graph in self.graphs.values()}
             self._checked = {like for like in self._checked if like[0] in known}
-        return self._state
 
     def plan(self, call: Call) -> tuple[Traced, Plan]:
         """The whole model's graph and its plan, whose stages are on their devices.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import threading
 from collections.abc import Iterator
@@ -12,22 +13,35 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import fxpipe
+from fxpipe.runtime.batch import Batch, MicroBatches
+from fxpipe.runtime.host import BatchHost, Job
 
 ROOT = Path(fxpipe.__file__).parent.parent
 
-MOST = 18
+MOST = 15
 """Files of the library that such a step calls functions of, in any thread."""
+
+BATCH = Batch | MicroBatches | BatchHost | Job
+"""The forms that a batch takes on its way, after that of the step's arguments."""
 
 
 class Entered:
-    """The files of the library whose functions are called, as long as ``on``."""
+    """The files of the library whose functions are called, as long as ``on``.
 
-    def __init__(self) -> None:
+    Attributes:
+        files: all of them.
+        way: the folders of the functions that are given the batch, one after another.
+        x: the batch's only input.
+    """
+
+    def __init__(self, x: Tensor) -> None:
         self.on = False
         self.files: set[str] = set()
+        self.way: list[str] = []
+        self.x = x
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
         path = Path(frame.f_code.co_filename)
@@ -35,6 +49,16 @@ class Entered:
             name = path.relative_to(ROOT).as_posix()
             if name.startswith(("fxpipe/", "passes/", "schedules/")):
                 self.files.add(name)
+                folder = name.rpartition("/")[0]
+                if self._is_given(frame) and self.way[-1:] != [folder]:
+                    self.way.append(folder)
+
+    def _is_given(self, frame: FrameType) -> bool:
+        given = inspect.getargvalues(frame)
+        values = [given.locals[name] for name in given.args if name != "self"]
+        values += [given.locals.get(given.varargs or "")]
+        tuples = [each for value in values if isinstance(value, tuple) for each in value]
+        return any(isinstance(v, BATCH) for v in values) or any(v is self.x for v in tuples)
 
     @contextmanager
     def profiling(self) -> Iterator[None]:
@@ -54,7 +78,7 @@ def test_a_step_like_an_earlier_one_goes_through_few_files(dispatch: Any) -> Non
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6))
     x, y = torch.randn(8, 6), torch.randn(8, 6)
-    entered = Entered()
+    entered = Entered(x)
     with (
         entered.profiling(),
         fxpipe.compile(
@@ -74,3 +98,5 @@ def test_a_step_like_an_earlier_one_goes_through_few_files(dispatch: Any) -> Non
     assert "fxpipe/runtime/interpreter.py" in entered.files
     assert "fxpipe/kernels/graph.py" in entered.files
     assert len(entered.files) <= MOST, sorted(entered.files)
+    returns = [folder for i, folder in enumerate(entered.way) if folder in entered.way[:i]]
+    assert entered.way[0] == "fxpipe" and len(returns) <= 2, entered.way
