@@ -212,13 +212,11 @@ class Discarding(Wrapping):
         return Backwarded(made.inputs, list(totals) or [None] * len(made.parameters))
 
     def weight_grad(self, deferred: list[Any], totals: Totals = ()) -> list[Tensor | None]:
-        """See Kernel.weight_grad."""
         made = self.kernel.weight_grad(deferred)
         return list(totals) or [None] * len(made)
 
     def partial_backward(
         self, kind: str, bucket: int, left: list[Any], totals: Totals = ()
     ) -> Partial:
-        """See Kernel.partial_backward."""
         made = self.kernel.partial_backward(kind, bucket, left)
         return Partial(made.left, list(totals) or [None] * len(made.parameters))

@@ -223,12 +223,10 @@ class CudaBackend(Launcher):
         super().__init__(self.lanes, [str(lanes.device) for lanes in self.lanes], first)
 
     def begin(self) -> None:
-        """See Backend.begin."""
         for lanes in self.lanes:
             lanes.begin()
 
     def end(self) -> None:
-        """See Backend.end."""
         for lanes in self.lanes:
             lanes.end()
 
@@ -237,14 +235,11 @@ class CudaBackend(Launcher):
         return self.lanes[device].nanoseconds(times)
 
     def memory(self, device: int) -> DeviceMemory:
-        """See Backend.memory."""
         return self.lanes[device].memory()
 
     def generators(self) -> Mapping[str, torch.Generator]:
-        """See Backend.generators."""
         devices = dict.fromkeys(lanes.device for lanes in self.lanes)
         return {str(d): torch.cuda.default_generators[d.index or 0] for d in devices}
 
     def unfinished(self, error: BaseException) -> Sequence[Unfinished]:
-        """See Backend.unfinished."""
         return self.left() if is_late(error) else ()

@@ -240,7 +240,6 @@ class LaunchingChannels(Channels):
         """A device has been given its list, or all up to a pause, which ends at these marks."""
 
     def stop(self) -> None:
-        """See Channels.stop."""
         self.events.stop()
         super().stop()
 
@@ -272,7 +271,6 @@ class LaunchingMachine(Machine):
         return True
 
     def store_away(self, memories: list[Tensor]) -> Away:
-        """See Machine.store_away."""
         return HostAway(self.lanes, memories)
 
     def _launch_next(self) -> ins.Instruction:
@@ -353,7 +351,6 @@ class Launcher(Backend):
         weights: Weights,
         first: int,
     ) -> Machine:
-        """See Backend.machine."""
         return LaunchingMachine(
             program,
             device,
@@ -369,7 +366,6 @@ class Launcher(Backend):
         )
 
     def computing(self, device: int) -> AbstractContextManager[None]:
-        """See Backend.computing."""
         return self._lanes[device].on(COMPUTE, "statistics")
 
     def left(self) -> list[Unfinished]:

@@ -80,7 +80,6 @@ class RankChannels(Channels):
             failed(self.failure)
 
     def put(self, device: int, buffer: Buffer, value: Any) -> None:
-        """See Channels.put."""
         if device == self._group.device:
             super().put(device, buffer, value)
             return
@@ -92,13 +91,11 @@ class RankChannels(Channels):
             self._links.send(self._group.pipeline[device], _values(self._run, buffers, values))
 
     def start(self) -> None:
-        """See Channels.start."""
         self.running = True
         if (failure := self.failure or self._group.failure) is not None:
             self.fail(failure)
 
     def pause(self) -> None:
-        """See Channels.pause."""
         self.running = False
 
     def publish(self, buffer: Buffer, value: Any) -> None:
@@ -111,7 +108,6 @@ class RankChannels(Channels):
             self.flush()
 
     def flush(self) -> None:
-        """See Channels.flush."""
         if self._unsent:
             unsent, self._unsent = self._unsent, []
             pipeline = self._group.pipeline
@@ -125,23 +121,19 @@ class RankChannels(Channels):
         return buffer.value == self._jobs[buffer.batch].host.shared
 
     def fed(self, batch: int) -> None:
-        """See Channels.fed."""
         with self._group.hearing.changed:
             for buffer, value, replica in self._outputs.pop(batch, []):
                 self._jobs[batch].host.take(buffer, value, replica)
 
     def updated(self, stage: int, version: int) -> None:
-        """See Channels.updated."""
         self._links.send_all(Message("updated", (self._run, stage, version)))
 
     def when_updated(self, updated: Callable[[int, int, int], None]) -> None:
-        """See Channels.when_updated."""
         self._updated = updated
 
     def pool(
         self, device: int, step: int, values: dict[str, Tensor], *, whole: bool
     ) -> list[dict[str, Tensor]]:
-        """See Channels.pool."""
         twins, own = self._group.twins, self._group.replica
         made: list[dict[str, Tensor]] = []
         if whole or own == 0:
@@ -153,7 +145,6 @@ class RankChannels(Channels):
         return made
 
     def get(self, device: int, buffer: Buffer) -> Any:
-        """See Channels.get."""
         arrived, inbox = self._arrived[device], self._inboxes[device]
         while buffer not in arrived:
             message = self._next(inbox)
@@ -173,7 +164,6 @@ class RankChannels(Channels):
     def reduce_scatter(
         self, device: int, stage: int, batch: int, gradients: list[Tensor | None], bucket: int
     ) -> None:
-        """See Channels.reduce_scatter."""
         key, own = (stage, batch, bucket), self._group.replica
         parts = cut(gradients, self._group.replicas)
         for rank, part in zip(self._group.twins, parts, strict=True):
@@ -184,7 +174,6 @@ class RankChannels(Channels):
             self._add(own, key, parts[own])
 
     def all_gather(self, device: int, stage: int, batch: int, buckets: int) -> list[Tensor | None]:
-        """See Channels.all_gather."""
         replicas = range(self._group.replicas)
         return merged(
             [
@@ -220,7 +209,6 @@ class RankChannels(Channels):
                 self._links.send(twin, _values(self._run, [buffer], [value]))
 
     def take_part(self, device: int, stage: int, batch: int, buckets: int) -> list[Tensor | None]:
-        """See Channels.take_part."""
         found = [_sums(stage, self._group.replica, batch, k) for k in range(-1, buckets - 1)]
         return merged([Part(*self.get(device, buffer)).pieces for buffer in found])
 
@@ -233,7 +221,6 @@ class RankChannels(Channels):
         return found
 
     def give_weights(self, device: int, stage: int, batch: int, parts: list[Tensor]) -> None:
-        """See Channels.give_weights."""
         buffer = _of_replica("weights", stage, self._group.replica, batch)
         with self._group.hearing.changed:
             size = sum(part.nbytes for part in parts)
@@ -242,7 +229,6 @@ class RankChannels(Channels):
         super().put(device, buffer, parts)
 
     def gather_weights(self, device: int, stage: int, batch: int) -> list[list[Tensor]]:
-        """See Channels.gather_weights."""
         replicas = range(self._group.replicas)
         return [self.get(device, _of_replica("weights", stage, r, batch)) for r in replicas]
 
@@ -261,7 +247,6 @@ class RankChannels(Channels):
             self._links.send_all(Message("left", (self._run,), failure_of(explain())))
 
     def stop(self) -> None:
-        """See Channels.stop."""
         super().stop()
         self._met.put(None)
         self._links.stir()
@@ -329,11 +314,9 @@ class RankBackend(Backend):
         self.replica, self.replicas = group.replica, group.replicas
 
     def devices(self, program: Program) -> Sequence[int]:
-        """See Backend.devices."""
         return (self._group.device,)
 
     def channels(self, program: Program, threads: int, jobs: Mapping[int, Job]) -> Channels:
-        """See Backend.channels."""
         return RankChannels(program, self._group, jobs, self._ordered_sums)
 
     def memory(self, device: int) -> DeviceMemory:
@@ -346,22 +329,17 @@ class RankBackend(Backend):
 
     @property
     def rolls_back(self) -> bool:
-        """See Backend.rolls_back."""
         return self._group.called
 
     def announce(self, error: BaseException) -> None:
-        """See Backend.announce."""
         self._group.announce(error)
 
     def recovered(self, version: int, value: Any = None) -> tuple[int, list[Any]]:
-        """See Backend.recovered."""
         return self._group.recovered(version, value)
 
     def kept(self) -> None:
-        """See Backend.kept."""
         self._group.kept += 1
 
     def settle(self, value: Any) -> list[Any]:
-        """See Backend.settle."""
         values = [*map(self._group.settle(value).__getitem__, self._group.pipeline)]
         return [values.pop(self._group.device), *values]

@@ -122,7 +122,6 @@ class DeviceChannels(RankChannels, LaunchingChannels):
                 self._post(machine, source, awaited, self._program.window)
 
     def put(self, device: int, buffer: Buffer, value: Any) -> None:
-        """See Channels.put."""
         spec = self._spec(buffer)
         if spec is None:
             super().put(device, buffer, value)
@@ -141,7 +140,6 @@ class DeviceChannels(RankChannels, LaunchingChannels):
             self._sent[buffer] = sent, self._pairs.send(device, sent)
 
     def arrive(self, machine: LaunchingMachine, stream: str, buffer: Buffer) -> Any:
-        """See LaunchingChannels.arrive."""
         if self._spec(buffer) is None:
             return super().arrive(machine, stream, buffer)
         source = self._program.placement[buffer.source]
@@ -154,7 +152,6 @@ class DeviceChannels(RankChannels, LaunchingChannels):
         return first.room
 
     def leave(self, buffer: Buffer) -> None:
-        """See LaunchingChannels.leave."""
         if buffer in self._sent:
             with self._explained():
                 self._sent[buffer][1].wait()
@@ -169,7 +166,6 @@ class DeviceChannels(RankChannels, LaunchingChannels):
             time.sleep(LOOK)
 
     def stop(self) -> None:
-        """See Channels.stop."""
         super().stop()
         self._stopped.set()
         self._pairs.give_up()
@@ -231,7 +227,6 @@ class DeviceRanks(RankBackend, Launcher):
     _pairs: PairGroups
 
     def channels(self, program: Program, threads: int, jobs: Mapping[int, Job]) -> DeviceChannels:
-        """See Backend.channels."""
         return DeviceChannels(program, self._group, jobs, self._pairs)
 
     def end(self) -> None:
@@ -240,7 +235,6 @@ class DeviceRanks(RankBackend, Launcher):
         super().end()
 
     def close(self) -> None:
-        """See Backend.close."""
         self._pairs.close()
 
 

@@ -302,7 +302,6 @@ class LiveWeights(Weights):
         }
 
     def parameters(self, stage: int, version: int) -> Sequence[torch.Tensor]:
-        """See Weights.parameters."""
         return self._gathered.get(stage) or self._parameters[stage]
 
     def gradients(self, stage: int) -> Sequence[torch.Tensor | None]:
@@ -338,7 +337,6 @@ class LiveWeights(Weights):
         return [] if shards is None else shards.trained(parameters)
 
     def gather(self, stage: int, version: int, parts: Sequence[Sequence[torch.Tensor]]) -> None:
-        """See Weights.gather."""
         pieces = zip(*parts, strict=True)
         self._gathered[stage] = [
             joined(parameter, next(pieces)) if parameter.requires_grad else parameter

@@ -157,7 +157,6 @@ class ShardedStage(StageWeights):
         return self._made
 
     def restart(self, version: int) -> None:
-        """See StageWeights.restart."""
         super().restart(version)
         self._made = version
         self._shards.follow()
@@ -193,11 +192,9 @@ class ShardedStage(StageWeights):
         return changed
 
     def parts(self) -> list[Tensor]:
-        """See StageWeights.parts."""
         return self._shards.trained(list(self.parameters.values()))
 
     def gather(self, version: int, parts: Sequence[Sequence[Tensor]], slowest: int) -> None:
-        """See StageWeights.gather."""
         self.refuse_changed()
         now, spare = self.live[self.newest], retire(self.live, min(version - self.delay, slowest))
         pieces = zip(*parts, strict=True)

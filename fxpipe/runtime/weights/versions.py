@@ -240,7 +240,6 @@ class VersionedWeights(Weights):
                     self._groups[index, batch] = groups
 
     def parameters(self, stage: int, version: int) -> Sequence[Tensor]:
-        """See Weights.parameters."""
         tensors = self._stages[stage].read(version)
         return [
             tensors[name] if name in tensors else self._state[name] for name in self._names[stage]
@@ -249,7 +248,6 @@ class VersionedWeights(Weights):
     def update(
         self, stage: int, reads: int, writes: int, gradients: Sequence[Tensor | None]
     ) -> list[Tensor]:
-        """See Weights.update."""
         own = self._stages[stage]
         kept = own.newest + 1 - own.delay
         waits = self._awaits and not own.sharded
