@@ -11,8 +11,7 @@ from fxpipe.compiler.options import Place
 from fxpipe.errors import InputError
 from fxpipe.runtime.devices.cuda import home
 from fxpipe.runtime.ranks.group import RankGroup
-from fxpipe.runtime.ranks.meeting import meet
-from fxpipe.runtime.ranks.mesh import read_mesh
+from fxpipe.runtime.ranks.meeting import meet, read_mesh
 
 Devices = int | Sequence[str | torch.device | torch.cuda.Stream] | DeviceMesh
 

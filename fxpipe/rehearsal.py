@@ -36,7 +36,7 @@ from fxpipe.runtime.batch import Batch
 from fxpipe.runtime.host import BatchHost, Job
 from fxpipe.runtime.run import FlushedRun
 from fxpipe.runtime.weights.live import LiveWeights
-from fxpipe.runtime.weights.optimizer_copies import alone, frozen
+from fxpipe.runtime.weights.optimizer_state import alone, frozen
 from fxpipe.signals import SignalsAtOperations
 from fxpipe.simulator.costs import Rehearsal
 

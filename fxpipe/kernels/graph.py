@@ -43,7 +43,7 @@ class GraphKernel:
         gradient_strides: the strides that each of these was traced with.
         input_gradients: how many gradients of inputs the backward graph returns.
         parameter_gradients: for each parameter whether the backward graph returns its gradient.
-        input_grad_graph: ``[saved, gradients]`` → input gradients, deferred; see ``parted``.
+        input_grad_graph: ``[saved, gradients]`` → input gradients, deferred; see ``part_backward``.
         weight_grad_graph: ``[deferred, totals]`` → new totals; None if there are none.
         functional_weight_grad: ``[deferred]`` → parameter gradients, likewise.
         buckets: letter of a backward task → for each bucket of gradients the graph
@@ -90,20 +90,6 @@ class GraphKernel:
         flat = self.backward_graph.forward(arguments)
         count = self.input_gradients
         return Backwarded(list(flat[:count]), self._totals(flat[count:], totals))
-
-    def parted(
-        self,
-        input_grad_graph: fx.GraphModule,
-        weight_grad_graph: fx.GraphModule | None,
-        functional_weight_grad: fx.Graph | None,
-    ) -> GraphKernel:
-        """The same kernel with its backward split into input and weight gradients."""
-        return replace(
-            self,
-            input_grad_graph=input_grad_graph,
-            weight_grad_graph=weight_grad_graph,
-            functional_weight_grad=functional_weight_grad,
-        )
 
     def mapped(self, change: Callable[[fx.GraphModule], fx.GraphModule]) -> GraphKernel:
         """The same kernel with ``change`` applied to all of its graph modules."""

@@ -23,7 +23,7 @@ from fxpipe.ir.program import Program
 from fxpipe.ir.value import Buffer, deferred, state
 from fxpipe.kernels.kernel import Forwarded, Kernel
 from fxpipe.kernels.recompute import recomputing
-from fxpipe.runtime import copies, offload, own_task, replicas
+from fxpipe.runtime import copies, offload, own_task
 from fxpipe.runtime.host import Job
 from fxpipe.runtime.weights import clipping
 
@@ -324,6 +324,25 @@ def _give_back(
     machine.store.values.update(zip(returned, gradients, strict=True))
 
 
+def _reduce_scatter(machine: Machine, instruction: ins.ReduceScatter) -> None:
+    stage, batch = instruction.stage, instruction.batch
+    gradients = machine.store.gradients.pop((stage, batch), [])
+    machine.channels.reduce_scatter(machine.device, stage, machine.step + batch, gradients, -1)
+
+
+def _take_sums(machine: Machine, instruction: ins.AllGather | ins.TakePart) -> None:
+    stage, batch, channels = instruction.stage, instruction.batch, machine.channels
+    take = channels.all_gather if isinstance(instruction, ins.AllGather) else channels.take_part
+    count, number = machine.program.buckets.get(stage, 1), machine.step + batch
+    machine.store.gradients[stage, batch] = take(machine.device, stage, number, count)
+
+
+def _gather_weights(machine: Machine, instruction: ins.GatherWeights) -> None:
+    stage, batch = instruction.stage, machine.step + instruction.batch
+    parts = machine.channels.gather_weights(machine.device, stage, batch)
+    machine.weights.gather(stage, batch + 1, parts)
+
+
 def _free(machine: Machine, instruction: ins.Free) -> None:
     if instruction.buffer.kind == "saved":
         offload.finish(machine, instruction)
@@ -364,10 +383,10 @@ HANDLERS: Mapping[type[ins.Instruction], Callable[[Machine, Any], None]] = {
     ins.InputGrad: _input_grad,
     ins.WeightGrad: _weight_grad,
     ins.Run: own_task.run,
-    ins.ReduceScatter: replicas.reduce_scatter,
-    ins.AllGather: replicas.all_gather,
-    ins.TakePart: replicas.take_part,
-    ins.GatherWeights: replicas.gather_weights,
+    ins.ReduceScatter: _reduce_scatter,
+    ins.AllGather: _take_sums,
+    ins.TakePart: _take_sums,
+    ins.GatherWeights: _gather_weights,
     ins.Share: copies.share,
     ins.Give: copies.give,
     ins.Add: copies.add,

@@ -66,10 +66,12 @@ def _parted(stage: Stage) -> Kernel | None:
     deferred = crossing(late, of_parameters, early)
     first = extract(arguments, (n for n in work if n in early), [*of_inputs, *deferred])
     then = extract(deferred, late, of_parameters)
-    return kernel.parted(
-        runnable(first, f"Stage{stage.index}InputGrad"),
-        runnable(deepcopy(then), f"Stage{stage.index}WeightGrad", 0) if of_parameters else None,
-        then if of_parameters else None,
+    name = f"Stage{stage.index}WeightGrad"
+    return replace(
+        kernel,
+        input_grad_graph=runnable(first, f"Stage{stage.index}InputGrad"),
+        weight_grad_graph=runnable(deepcopy(then), name, 0) if of_parameters else None,
+        functional_weight_grad=then if of_parameters else None,
     )
 
 

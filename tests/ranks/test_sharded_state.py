@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import fxpipe
 from fxpipe.runtime.ranks.summing import cut
-from fxpipe.runtime.weights.optimizer_copies import frozen
+from fxpipe.runtime.weights.optimizer_state import frozen
 from fxpipe.runtime.weights.sharding import ShardedStage, Shards
 from tests.helpers.ranks import DeviceMesh, on_ranks
 from tests.ranks.test_replicas import (

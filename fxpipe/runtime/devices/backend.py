@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from queue import SimpleQueue
 from time import thread_time
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +26,8 @@ from fxpipe.runtime.host import Job
 from fxpipe.runtime.interpreter import Machine, Stopped
 from fxpipe.runtime.weights.live import Weights
 from fxpipe.torchtools.state import keep_memory
+
+T = TypeVar("T")
 
 Jobs = SimpleQueue[Callable[[], None] | None]
 
@@ -203,25 +205,23 @@ class Channels:
         """Wait for a value sent to a device. Raises Stopped when the run is stopped."""
         arrived, inbox = self._arrived[device], self._inboxes[device]
         while buffer not in arrived:
-            message = inbox.get()
-            if message is None:
-                raise Stopped
+            message = self._next(inbox)
             arrived[message[0]] = message[1]
             del message
         return arrived.pop(buffer)
 
+    def _next(self, queue: SimpleQueue[T | None]) -> T:
+        """The next item of a queue. Raises Stopped when the run is stopped."""
+        item = queue.get()
+        if item is None:
+            raise Stopped
+        return item
+
     def reduce_scatter(
         self, device: int, stage: int, batch: int, gradients: list[torch.Tensor | None], bucket: int
     ) -> None:
-        """Take a bucket of a stage's gradients and begin to sum it over the replicas; never waits.
-
-        Args:
-            device: the device of the stage.
-            stage: the stage.
-            batch: whose gradients they are.
-            gradients: one for each parameter, None where it is in another bucket.
-            bucket: which one; −1 for the last.
-        """
+        """Take a bucket of a stage's gradients of a batch, None where a parameter is in another
+        one, and begin to sum it over the replicas; never waits. The last bucket is −1."""
         raise NotImplementedError("one process runs one replica")
 
     def all_gather(

@@ -15,7 +15,6 @@ from fxpipe.ir.value import Buffer
 from fxpipe.runtime.devices.backend import Backend, Channels
 from fxpipe.runtime.failure import DeviceMemory
 from fxpipe.runtime.host import Job, alone
-from fxpipe.runtime.interpreter import Stopped
 from fxpipe.runtime.ranks.group import RankGroup
 from fxpipe.runtime.ranks.hearing import POLL, failure_of
 from fxpipe.runtime.ranks.message import Message
@@ -144,22 +143,11 @@ class RankChannels(Channels):
             made.append(values if replica == own else self.get(device, buffer))
         return made
 
-    def get(self, device: int, buffer: Buffer) -> Any:
-        arrived, inbox = self._arrived[device], self._inboxes[device]
-        while buffer not in arrived:
-            message = self._next(inbox)
-            arrived[message[0]] = message[1]
-            del message
-        return arrived.pop(buffer)
-
     def _next(self, queue: SimpleQueue[T | None]) -> T:
-        """The next item of a queue that messages fill. Raises Stopped when the run is stopped."""
+        """See Channels; messages of other ranks fill the queue."""
         while queue.empty():
             self._links.pump(lambda: not queue.empty(), POLL)
-        item = queue.get()
-        if item is None:
-            raise Stopped
-        return item
+        return super()._next(queue)
 
     def reduce_scatter(
         self, device: int, stage: int, batch: int, gradients: list[Tensor | None], bucket: int

@@ -14,8 +14,14 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from fxpipe.errors import InputError, RankError
-from fxpipe.runtime.ranks.delivery import Delivery
-from fxpipe.runtime.ranks.hearing import RECOVERY, Exchange, Hearing, difference, failure_of
+from fxpipe.runtime.ranks.hearing import (
+    RECOVERY,
+    Delivery,
+    Exchange,
+    Hearing,
+    difference,
+    failure_of,
+)
 from fxpipe.runtime.ranks.links import CLOSED, Links
 from fxpipe.runtime.ranks.message import Message
 from fxpipe.signals import signals_at_operations

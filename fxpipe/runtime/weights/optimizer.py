@@ -12,8 +12,7 @@ from torch.optim import Optimizer
 
 from fxpipe.errors import InputError, told
 from fxpipe.runtime.weights.live import settings
-from fxpipe.runtime.weights.optimizer_copies import alone
-from fxpipe.runtime.weights.optimizer_state import placed
+from fxpipe.runtime.weights.optimizer_state import alone, placed
 
 OptimizerLike = (
     Optimizer

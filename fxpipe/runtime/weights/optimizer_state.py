@@ -1,9 +1,11 @@
-"""The state of all stages' optimizers by names in the model, to save it and load it anywhere."""
+"""The state of all stages' optimizers by names in the model, to save it and load it anywhere; and
+copies of an optimizer with other parameter groups, to step in its place."""
 
 from __future__ import annotations
 
 import copy
 import reprlib
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +16,6 @@ from torch.optim import Optimizer
 
 from fxpipe.errors import CheckpointError, told
 from fxpipe.runtime.weights.live import copied, settings
-from fxpipe.runtime.weights.optimizer_copies import alone
 from fxpipe.torchtools.pytrees import pieces
 
 
@@ -74,6 +75,39 @@ class Parts:
     def whole(self) -> Tensor:
         """All of it. Raises RuntimeError where a part is missing."""
         return torch.cat([part for _, part in sorted(self.tensors.items())]).view(*self.shape)
+
+
+def twin(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> Any:
+    """A copy of an optimizer with these groups and the same state and attributes.
+
+    Step it with ``type(optimizer).step``, as the attribute ``step`` may be a scheduler's wrapper.
+    """
+    made = object.__new__(type(optimizer))
+    made.__dict__.update(vars(optimizer))
+    made.__dict__.pop("step", None)
+    made.param_groups = list(groups)
+    return made
+
+
+def alone(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> Any:
+    """The same with a state of its own, which is empty, with copies of what a step may change in
+    place, and without hooks."""
+    made = twin(optimizer, groups)
+    for key, value in [*vars(made).items()]:
+        if key.startswith("_optimizer_") and key.endswith("_hooks"):
+            vars(made)[key] = OrderedDict()
+        elif isinstance(value, Tensor | list | dict) and key != "param_groups":
+            vars(made)[key] = value.clone() if isinstance(value, Tensor) else value.copy()
+    made.state = defaultdict(dict)
+    return made
+
+
+def frozen(group: dict[str, Any]) -> dict[str, Any]:
+    """The same as a copy: a learning rate may be a tensor, which can be changed in place."""
+    return {
+        key: value.detach().clone() if isinstance(value, Tensor) else value
+        for key, value in settings(group).items()
+    }
 
 
 Optimizers = Sequence[Optimizer | None]
@@ -203,7 +237,7 @@ class _Trial:
         parameter = nn.Parameter(torch.zeros_like(self._parameter))
         parameter.grad = torch.zeros_like(parameter)
         groups = [{**group, "params": []} for group in self._optimizer.param_groups]
-        groups[self._index] |= {**_own(values), "params": [parameter]}
+        groups[self._index] |= {**copied(values), "params": [parameter]}
         stepped = alone(self._optimizer, groups)
         if state:
             stepped.state[parameter] = state
@@ -303,7 +337,7 @@ def _settings(
     held = [names[parameter] for parameter in group["params"]]
     if not held:
         like = (g.settings for g in saved.groups if (g.kind, g.index) == (kind, index))
-        return _own(next(like, {}))
+        return {**copied(next(like, {}))}
     first = saved.groups[saved.parameters[held[0]].group]
     for name in held[1:]:
         other = saved.groups[saved.parameters[name].group]
@@ -314,14 +348,7 @@ def _settings(
                 f"{key!r} in the checkpoint; let the optimizer function part them as then, or, if "
                 "it goes by the stage, call prepare() before restore()"
             )
-    return _own(first.settings)
-
-
-def _own(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of settings for one group: a learning rate that is a tensor is changed in place."""
-    return {
-        k: v.clone() if isinstance(v, Tensor) else copy.deepcopy(v) for k, v in settings.items()
-    }
+    return {**copied(first.settings)}
 
 
 def _same(one: GroupState, other: GroupState) -> bool:

@@ -21,8 +21,13 @@ from torch.optim import Optimizer
 from fxpipe.errors import InputError, told
 from fxpipe.ir.value import part_of
 from fxpipe.runtime.weights.live import OptimizerSnapshot, copied, fill
-from fxpipe.runtime.weights.optimizer_copies import alone, frozen
-from fxpipe.runtime.weights.optimizer_state import OptimizerState, ParameterState, Parts
+from fxpipe.runtime.weights.optimizer_state import (
+    OptimizerState,
+    ParameterState,
+    Parts,
+    alone,
+    frozen,
+)
 from fxpipe.runtime.weights.stage_weights import StageWeights, retire, step_with
 from fxpipe.torchtools.meta import become
 

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from fxpipe.errors import InputError
 from fxpipe.runtime.weights.live import OptimizerSnapshot, settings
-from fxpipe.runtime.weights.optimizer_copies import frozen, twin
+from fxpipe.runtime.weights.optimizer_state import frozen, twin
 from fxpipe.runtime.weights.prediction import predict
 
 Buffers = dict[str, Tensor]

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 from fxpipe.ir.plan import Stage
 from fxpipe.runtime.weights.live import Weights
-from fxpipe.runtime.weights.optimizer_copies import frozen
+from fxpipe.runtime.weights.optimizer_state import frozen
 from fxpipe.runtime.weights.prediction import check_predictable
 from fxpipe.runtime.weights.sharding import ShardedStage, Shards
 from fxpipe.runtime.weights.stage_weights import Buffers, History, StageWeights
