@@ -33,7 +33,7 @@ from fxpipe.arguments import (
 )
 from fxpipe.compiler.capturing import check_cuda_graphs
 from fxpipe.compiler.compiler import Compiler
-from fxpipe.compiler.deciding import Deciding
+from fxpipe.compiler.deciding import Deciding, Where
 from fxpipe.compiler.objective import Loss, Reduction, Weight
 from fxpipe.compiler.options import Options, Tracer
 from fxpipe.devices import Devices, read_group
@@ -283,6 +283,8 @@ def compile(
         # until it is decided what a step is like, calls have the stages of this schedule
         known = "zb-h1" if decides else schedule
         recipe, microbatches = read_schedule(known, len(places), microbatches, delay)
+        where = Where()
+        recipe = recipe.placed(where) if decides else recipe
         check_flag("predict", predict)
         recipe = recipe.predicting() if predict else recipe
         check_overlap(recipe, optimizer)
@@ -325,7 +327,7 @@ def compile(
         )
         given = None if example is None else read_example(example)
         choice = Choice(1 if group.size > 1 else len(places), options.dispatch)
-        compiler = (Deciding if decides else Compiler)(options, choice)
+        compiler = Deciding(options, choice, where) if decides else Compiler(options, choice)
         pipe = Pipeline(options, compiler, Engine(options, choice))
         failed.callback(pipe.close)
         group.agree("what fxpipe.compile was given", options.text if group.size > 1 else "")

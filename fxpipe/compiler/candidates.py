@@ -17,9 +17,10 @@ from fxpipe.ir.program import Program
 from fxpipe.ir.recipe import Recipe, find_recipe
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import Task
-from fxpipe.overheads import overheads
+from fxpipe.overheads import away_rates, overheads
 from fxpipe.passes.schedule import modes_of
 from fxpipe.planner.candidates import (
+    EXACT,
     Affine,
     Candidate,
     Modes,
@@ -27,22 +28,23 @@ from fxpipe.planner.candidates import (
     best_of,
     evaluate,
     least_seconds,
+    library_over,
     microbatch_counts,
-    one_stage_each,
 )
 from fxpipe.search.search import search_schedule
 from fxpipe.simulator.costs import Overheads, Rehearsal, measured_costs
 from fxpipe.simulator.sizes import Sizes
 
-SECONDS = 10.0
-"""How long a schedule is searched for, at most."""
+SECONDS, BESIDE = 10.0, 1.0
+"""How long a schedule is searched for at most, by itself and beside those of the library."""
 
 _ROUNDS = 4
 """How often, at most, with less memory each time, until the whole program fits."""
 
-
-_REHEARSED = "1f1b", "zb-h1"
-"""What is rehearsed: a schedule whose backwards are whole, and one with halves."""
+FAMILIES = (("zb-h1", "1f1b"), ("v-half",), ("interleaved-1f1b",))
+"""Where the stages may be: one on each device, or two. The stages are made for the first schedule,
+which keeps few micro-batches, and what is rehearsed are these, with backwards in halves or whole.
+"""
 
 _SIZES = 3
 """For how many numbers of micro-batches that is done: the smallest ones."""
@@ -75,14 +77,21 @@ class Stages:
             updates: whether a step updates the weights.
         """
         self._compiler, self._compiled, self._updates = compiler, compiled, updates
+        self._home = compiled.schedule.placement
         self._size, self._options = size, compiler.options
         self._graph = compiler.plans.graph_of(compiled.traced)
         self._limits, self._links = limits, given_links(compiler.options)
         self._limited = any(limit < math.inf for limit in self._limits)
+        group, device = compiler.options.group, compiler.options.here.type
+        # on ranks those of the first, so that all choose alike
+        self._away = None
+        if group.size > 1:
+            self._away = group.share("how fast tensors are stored", lambda: away_rates(device))
         self._calls: dict[int, Compiled] = {}
         self._sizes: dict[int, Sizes] = {}
         # kind of backward → samples of a micro-batch → what a step taught
         self._taught: dict[str, dict[int, Rehearsal]] = {}
+        self._ran: set[tuple[str, int]] = set()  # which of these were rehearsed over these stages
         self._measured = {compiled.samples: self._of_operations(compiled.plan)}
 
     def _of_operations(self, plan: Plan) -> Rehearsal:
@@ -94,28 +103,23 @@ class Stages:
         costs = {key: besides.task + time for key, time in measured_costs(plan).items()}
         return Rehearsal(costs, besides, serial=here and self._compiled.threads == 1)
 
-    def rehearse(self, rehearse: Rehearse) -> None:
-        """Take the times of steps as they run, for a few sizes of micro-batches; where that is not
-        possible, measure the operations for a further size."""
+    def learn(self, rehearse: Rehearse, like: Stages | None = None) -> None:
+        """Take the times of steps as they run, for a few sizes of micro-batches, or those that
+        other stages have taught; where that is not possible, measure the operations for a further
+        size."""
         self.rehearsed = True
+        if like is not None and like._taught:
+            self._learn_from(like)
+            return
         counts, modes = [len(self._compiled.kernels)], self._modes
         chooses = self._options.decides == "auto"
         if chooses and self._limited and self._options.recompute == "never":
             modes = modes_of("always", len(modes))
         if chooses and self._options.microbatches is None:
             counts = microbatch_counts(self._size, len(self._limits))[:_SIZES]
-        for count, name in product(counts, _REHEARSED):
-            candidate, samples = Candidate(find_recipe(name), count, modes), self._samples(count)
-            predicted = self._predict(candidate)
-            if predicted is None or not predicted.fits(self._limits):
-                continue
-            with suppress(FxpipeError):  # it takes micro-batches of one size alone
-                schedule, program = self._lowered(candidate)
-                call = replace(self._at(samples), schedule=schedule, program=program)
-                made = rehearse(call, self._graph.call)
-                if made is not None:
-                    kind = "I" if "I" in schedule.kinds else "B"
-                    self._taught.setdefault(kind, {})[samples] = made
+        names = next(own for own in FAMILIES if self._place(find_recipe(own[0])) == self._home)
+        for count, name in product(counts, reversed(names)):
+            self._rehearse(rehearse, Candidate(find_recipe(name), count, modes))
         own = self._compiled.samples
         other = own // 4 if own >= 8 else min(4 * own, self._size)
         if chooses and len(counts) > 1 and not self._taught and other != own:
@@ -125,9 +129,45 @@ class Stages:
                 plan = replace(self._compiled.plan, stages=tuple(stages))
                 self._measured[other] = self._of_operations(plan)
 
+    def _rehearse(self, rehearse: Rehearse, candidate: Candidate) -> None:
+        """Take the times of steps of this candidate, if it is predicted to fit."""
+        predicted, samples = self.predict(candidate), self._samples(candidate.microbatches)
+        if predicted is None or not predicted.fits(self._limits):
+            return
+        with suppress(FxpipeError):  # it takes micro-batches of one size alone
+            schedule, program = self._lowered(candidate)
+            call = replace(self._at(samples), schedule=schedule, program=program)
+            made = rehearse(call, self._graph.call)
+            if made is not None:
+                kind = "I" if "I" in schedule.kinds else "B"
+                self._taught.setdefault(kind, {})[samples] = made
+                self._ran.add((kind, samples))
+
+    def _learn_from(self, other: Stages) -> None:
+        """Take the times of the whole model that other stages of it have taught, until these are
+        rehearsed themselves: each stage gets its share by its operations."""
+        own = self._measured[self._compiled.samples]
+        weights = self._held(self._compiled.samples).gradients
+        shares = {**own.costs} | {("U", s): float(size) for s, size in weights.items()}
+        for kind, known in other._taught.items():
+            for samples, ran in known.items():
+                costs: dict[tuple[str, int], float] = {}
+                for letter in {letter for letter, _ in ran.costs}:
+                    each = overheads().task if letter != "U" else 0.0
+                    stages = [s for x, s in ran.costs if x == letter]
+                    whole = sum(max(ran.costs[letter, s] - each, 0.0) for s in stages)
+                    total = sum(shares.get((letter, s), 0.0) for s in range(len(self._home)))
+                    for s in range(len(self._home)):
+                        part = shares.get((letter, s), 0.0) / (total or 1.0)
+                        costs[letter, s] = each + whole * part
+                self._taught.setdefault(kind, {})[samples] = replace(ran, costs=costs)
+
+    def _place(self, recipe: Recipe) -> tuple[int, ...]:
+        return recipe.place(len(self._limits))
+
     @property
     def _modes(self) -> Modes:
-        return modes_of(self._options.recompute, len(self._limits))
+        return modes_of(self._options.recompute, len(self._home))
 
     def fastest(self) -> Predicted:
         """The best of the library's schedules, numbers of micro-batches and recomputations."""
@@ -135,46 +175,74 @@ class Stages:
         counts = [options.microbatches] if options.microbatches else None
         ways = [
             (recipe, count)
-            for recipe in one_stage_each(devices)
+            for recipe in library_over(devices, lambda _: self._home)
             for count in counts or microbatch_counts(self._size, devices)
         ]
         free = options.recompute == "never"
-        stored = modes_of(options.offload, devices)
-        # each rank would measure by itself how fast it stores, and they could choose differently
-        alone = options.group.size == 1 and not options.cuda_graphs
-        chosen = free and alone and options.offload == "never"
+        stored = modes_of(options.offload, len(self._home))
+        chosen = free and options.offload == "never" and not options.cuda_graphs
         found = evaluate(
             ways,
             None if free else self._modes,
             self._limits,
             self._least,
-            self._predict,
+            self.predict,
             offload=None if chosen else stored,
         )
         if not found:
             raise InputError("no schedule of the library can run these stages; name one yourself")
         return best_of([each for each in found if each.fits(self._limits)] or found[:1])
 
-    def searched(self) -> Predicted:
-        """The best schedule that a search finds, with as many micro-batches as are given."""
+    def confirmed(self, found: Predicted, rehearse: Rehearse) -> Predicted:
+        """The best candidate with times that were rehearsed over these stages, or the same with a
+        schedule that is searched for, if that is faster."""
+        choice = found.candidate
+        if self._taught and not self._ran:
+            self._rehearse(rehearse, choice)
+            found = self.predict(choice) or found
+        least = self._least(choice.recipe, choice.microbatches)
+        if not found.fits(self._limits) or found.seconds <= EXACT * least:
+            return found
+        with suppress(FxpipeError):
+            made = self.searched(choice, BESIDE)
+            if made.fits(self._limits) and made.seconds * EXACT < found.seconds:
+                return made
+        return found
+
+    def may_be_beaten(self, seconds: float) -> bool:
+        """Whether other stages of the model could take less, if their devices were never idle."""
+        devices, count = len(self._limits), self._options.microbatches
+        floors = []
+        for each in [count] if count else microbatch_counts(self._size, devices):
+            known = self._known(self._samples(each), "FB")
+            work = sum(t for (letter, _), t in known.costs.items() if letter in "FB")
+            floors.append(each * work / (1 if known.serial else devices) + known.overheads.step)
+        return seconds > EXACT * min(floors)
+
+    def searched(
+        self, candidate: Candidate | None = None, seconds: float | None = None
+    ) -> Predicted:
+        """The best schedule that a search finds, with the micro-batches and the recomputation that
+        are given, or those of a candidate."""
         count, memory = len(self._compiled.kernels), self._limits
+        given = candidate or Candidate(find_recipe("1f1b"), count, self._modes)
         for _ in range(_ROUNDS):
-            recipe = _as_recipe(self._search(count, memory))
-            made = self._predict(Candidate(recipe, count, self._modes))
+            recipe = _as_recipe(self._search(given, memory, seconds or SECONDS))
+            made = self.predict(replace(given, recipe=recipe))
             if made is None:
                 raise InputError("these stages cannot run in halves; name a schedule yourself")
             found = made
             over = found.over(self._limits)
-            if not any(over):
+            if not any(over) or candidate is not None:
                 break
             memory = tuple(most - more for most, more in zip(memory, over, strict=True))
         return found
 
-    def _search(self, count: int, memory: Sequence[float]) -> Schedule:
+    def _search(self, given: Candidate, memory: Sequence[float], seconds: float) -> Schedule:
         """A schedule for the stages' times and bytes, each stage handing one value to the next."""
-        times, devices = dict(self._known(self._samples(count), "I").known), len(memory)
-        modes, sizes = self._modes, None
-        again = [stage for stage, mode in enumerate(modes) if mode != "never"]
+        count, halves = given.microbatches, "I" in self._compiled.schedule.kinds
+        times, sizes = dict(self._known(self._samples(count), "I" if halves else "B").known), None
+        again = [stage for stage, mode in enumerate(given.recompute) if mode != "never"]
         times |= {(x, s): times[x, s] + times["R", s] for x in "BI" for s in again}
         if self._limited:
             samples = self._samples(count)
@@ -185,10 +253,11 @@ class Stages:
                 found = search_schedule(
                     times,
                     count,
-                    placement=range(devices),
+                    placement=self._home,
+                    whole=None if halves else True,
                     memory=memory if sizes else None,
                     sizes=sizes,
-                    seconds=SECONDS,
+                    seconds=seconds,
                 )
             except InputError as error:  # of the memory; all ranks are to know it
                 return "", str(error)
@@ -223,12 +292,15 @@ class Stages:
     def costs(self, count: int) -> Mapping[int, Costs]:
         """Stage → what it costs, where the batch is split into so many micro-batches."""
         times = self._known(self._samples(count), "I").costs
-        return {s: Costs(*(times[x, s] for x in "FBIW")) for s in range(len(self._limits))}
+        return {s: Costs(*(times[x, s] for x in "FBIW")) for s in range(len(self._home))}
 
     def _least(self, recipe: Recipe, count: int) -> float:
         devices = len(self._limits)
         known = self._known(self._samples(count), recipe(devices, count).kinds)
-        return least_seconds(known.costs, recipe, count, devices) + known.overheads.step
+        least = least_seconds(known.costs, recipe, count, devices)
+        if known.serial:  # one thread does the work of all
+            least = count * sum(t for (letter, _), t in known.costs.items() if letter in "FB")
+        return least + known.overheads.step
 
     def _at(self, samples: int) -> Compiled:
         """The same stages for micro-batches of that size."""
@@ -262,7 +334,7 @@ class Stages:
         plan = plan or self._compiled.plan
         return schedule, self._compiler.lowered(plan, schedule, "step", self._updates)
 
-    def _predict(self, candidate: Candidate) -> Predicted | None:
+    def predict(self, candidate: Candidate) -> Predicted | None:
         """What a step is predicted to need; None where these stages cannot run it."""
         samples, sizes = self._samples(candidate.microbatches), Sizes()
         try:
@@ -272,11 +344,21 @@ class Stages:
         except FxpipeError:
             return None
         known = self._known(samples, schedule.kinds)
-        found = predict(self._compiled.plan, program, sizes, rehearsal=known, links=self._links)
-        peaks = [float(stash * samples) for stash in found.device_stash]
-        if self._limited:
-            peaks = [float(memory.peak) for memory in found.memory]
-        return Predicted(candidate, found.step_time, tuple(peaks), found.bubble)
+        found = predict(
+            self._compiled.plan,
+            program,
+            sizes,
+            rehearsal=known,
+            links=self._links,
+            away=self._away,
+        )
+
+        def held() -> tuple[float, ...]:
+            if self._limited:
+                return tuple(float(memory.peak) for memory in found.memory)
+            return tuple(float(stash * samples) for stash in found.device_stash)
+
+        return Predicted(candidate, found.step_time, held, found.bubble)
 
 
 def _as_recipe(schedule: Schedule) -> Recipe:
@@ -285,7 +367,7 @@ def _as_recipe(schedule: Schedule) -> Recipe:
     def tasks(device: int, devices: int, microbatches: int) -> list[Task]:
         return [t for t in schedule.rows[device] if (t.microbatch or 0) < microbatches]
 
-    return Recipe("search", tasks)
+    return Recipe("search", tasks, placement=lambda devices: schedule.placement)
 
 
 def _of_a_chain(plan: Plan, held: Sizes, again: Collection[int]) -> Sizes:

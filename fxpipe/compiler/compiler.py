@@ -173,18 +173,31 @@ class Compiler:
         if self.options.group.size == 1:
             yield
             return
-        kept = [self, self.plans, self._placement, *self._placement.kept]
-        before = [(each, {**vars(each)}) for each in kept]
-        for each, values in before:
-            vars(each).update({k: copy(v) for k, v in values.items() if type(v) in (dict, set)})
+        restore = self._kept()
         try:
             yield
             self.options.group.exchange("the compilation", held=True)
         except BaseException:
+            restore()
+            raise
+
+    @property
+    def _parts(self) -> Sequence[object]:
+        """What changes here when something is compiled."""
+        return self, self.plans, self._placement, *self._placement.kept
+
+    def _kept(self) -> Callable[[], None]:
+        """Keep what was made so far; returns what restores it, and forgets what was made since."""
+        before = [(each, {**vars(each)}) for each in self._parts]
+        for each, values in before:
+            vars(each).update({k: copy(v) for k, v in values.items() if type(v) in (dict, set)})
+
+        def restore() -> None:
             for each, values in before:
                 vars(each).clear()
                 vars(each).update(values)
-            raise
+
+        return restore
 
     def _compile(self, micro: MicroBatches, kind: Kind) -> Compiled:
         self.plans.look()

@@ -50,10 +50,12 @@ def predict(
     links: Links | None = None,
     overlap: bool = True,
     steps: int | None = None,
+    away: tuple[float, float] | None = None,
 ) -> Simulation:
     """Simulate a program with the costs that were measured on its plan.
 
     Args:
+        away: bytes a second that are stored and fetched by offloads; by default as measured.
         rehearsal: the times of its tasks as they run; without it those of each stage alone count,
             and instructions that compute nothing take no time.
 
@@ -63,7 +65,8 @@ def predict(
     given: dict[Key, float] = dict((costs or {}).items())
     # costs that are given for a kind of task replace those that were measured for it
     known = {key: t for key, t in measured_costs(plan).items() if key[0] not in given}
-    known |= {key: t for key, t in _away_costs(plan, program, sizes).items() if key[0] not in given}
+    stored = _away_costs(plan, program, sizes, away)
+    known |= {key: t for key, t in stored.items() if key[0] not in given}
     run = partial(simulate, program, overlap=overlap, sizes=sizes, steps=steps)
     if rehearsal is None or given:
         if not (every := known | given):
@@ -86,13 +89,15 @@ def given_links(options: Options) -> Links | None:
     return {pair: Link(*way) for pair, way in known.items()} or None
 
 
-def _away_costs(plan: Plan, program: Program, sizes: StageSizes) -> dict[tuple[str, int], float]:
+def _away_costs(
+    plan: Plan, program: Program, sizes: StageSizes, rates: tuple[float, float] | None
+) -> dict[tuple[str, int], float]:
     """How long it takes to store what a stage keeps of a micro-batch, and to fetch it."""
     if not program.offloads or not measured_costs(plan):
         return {}
     place = next((spec.device for spec in plan.specs.values()), "cpu")
-    rates = zip("OP", away_rates(place), strict=True)
-    return {(way, stage): n / rate for way, rate in rates for stage, n in sizes.saved.items()}
+    ways = zip("OP", rates or away_rates(place), strict=True)
+    return {(way, stage): n / rate for way, rate in ways for stage, n in sizes.saved.items()}
 
 
 def predicted_peaks(plan: Plan, program: Program, sizes: StageSizes) -> list[int]:

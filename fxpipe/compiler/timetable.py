@@ -8,7 +8,7 @@ from typing import Any, Literal
 from fxpipe.compiler import passes
 from fxpipe.compiler.options import Options
 from fxpipe.errors import InputError, PassError, VerificationError
-from fxpipe.ir.recipe import Recipe, find_recipe
+from fxpipe.ir.recipe import Placement, Recipe, find_recipe
 from fxpipe.ir.schedule import Schedule
 from fxpipe.passes.runner import run_all
 
@@ -67,6 +67,11 @@ class Timetable:
                 'another, such as "1f1b", and call the pipe for inference'
             )
         return schedule
+
+    @property
+    def place(self) -> Placement:
+        """Gives the places of the stages."""
+        return self._options.recipe.placement
 
     def for_placing(self, microbatches: int) -> Schedule:
         """The schedule by whose memory needs the model is cut. It is never run, nor verified.

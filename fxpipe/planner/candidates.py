@@ -4,17 +4,20 @@ fits."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise, product
 from math import inf, prod
 
 import fxpipe.schedules as library
-from fxpipe.ir.recipe import Recipe, find_recipe, one_each
+from fxpipe.errors import InputError
+from fxpipe.ir.recipe import Placement, Recipe, find_recipe, one_each
 from fxpipe.passes.schedule import Recompute
 from fxpipe.simulator.costs import Times
 from fxpipe.words import time_text
 
-_EXACT = 1.01
+EXACT = 1.01
 """Times that differ by less are equal, as measured times are no exacter; then memory decides."""
 
 Modes = tuple[Recompute, ...]
@@ -56,14 +59,19 @@ class Predicted:
     Attributes:
         candidate: it.
         seconds: of a step; where batches overlap, in the long run.
-        peaks: device → the most bytes that it holds.
+        held: device → the most bytes that it holds; or what counts them, where that takes a while.
         idle: the share of the devices' time that is idle.
     """
 
     candidate: Candidate
     seconds: float
-    peaks: tuple[float, ...]
+    held: tuple[float, ...] | Callable[[], tuple[float, ...]]
     idle: float = 0.0
+
+    @cached_property
+    def peaks(self) -> tuple[float, ...]:
+        """Device → the most bytes that it holds."""
+        return self.held() if callable(self.held) else self.held
 
     def __str__(self) -> str:
         return f"{self.candidate} ({time_text(self.seconds)}, predicted)"
@@ -77,12 +85,13 @@ class Predicted:
         return tuple(max(0.0, p - most) for p, most in zip(self.peaks, limits, strict=True))
 
 
-def one_stage_each(devices: int, *, stale: bool = False) -> list[Recipe]:
-    """The library's schedules that train with one stage a device, in order. On one device all of
+def library_over(devices: int, place: Placement = one_each, *, stale: bool = False) -> list[Recipe]:
+    """The library's schedules that train with their stages at these places. On one device all of
     them are as fast, and 1F1B keeps the least.
 
     Args:
         devices: how many.
+        place: where the stages are.
         stale: whether batches may read weights that are older than the newest.
     """
     if devices == 1:
@@ -90,26 +99,30 @@ def one_stage_each(devices: int, *, stale: bool = False) -> list[Recipe]:
     found = []
     for name in library.__all__:
         recipe: Recipe = getattr(library, name)
-        if recipe.place(devices) == one_each(devices) and not any(recipe.copies(devices)):
+        if recipe.place(devices) == place(devices) and not any(recipe.copies(devices)):
             made = recipe(devices, 2 * devices)
             if made.trains and (stale or not (made.overlaps or any(made.delays))):
                 found.append(recipe)
     return found
 
 
-def least_seconds(times: Times, recipe: Recipe, microbatches: int, stages: int) -> float:
-    """A time that no step of one stage a device takes less than: each stage has its work to do.
-    With a flush it begins when its first micro-batch comes, and its last one has to go back."""
-    made = recipe(stages, microbatches)
+def least_seconds(times: Times, recipe: Recipe, microbatches: int, devices: int) -> float:
+    """A time that no step takes less than: each device has its work to do. With a flush it begins
+    when its first micro-batch comes, and its last one has to go back."""
+    made = recipe(devices, microbatches)
     halves, flush = "I" in made.kinds, not made.overlaps
-    down, up, least = 0.0, 0.0, 0.0
-    for s in range(stages):
+    work, later = [0.0] * devices, [0.0] * devices
+    down, up, ways = 0.0, 0.0, dict[int, tuple[float, float]]()
+    for s, home in enumerate(made.placement):
         forward, back = times["F", s], times["I" if halves else "B", s]
-        later = times["W", s] if halves else 0.0
-        both = microbatches * (forward + back)
-        least = max(least, both + microbatches * later + flush * down, both + flush * (down + up))
+        work[home] += microbatches * (forward + back)
+        later[home] += microbatches * times["W", s] if halves else 0.0
+        ways.setdefault(home, (down, up))
         down, up = down + forward, up + back
-    return least
+    return max(
+        work[home] + max(later[home] + flush * way, flush * (way + back))
+        for home, (way, back) in ways.items()
+    )
 
 
 def evaluate(
@@ -120,6 +133,7 @@ def evaluate(
     predict: Callable[[Candidate], Predicted | None],
     keep: int = 1,
     offload: Modes | None = (),
+    worth: float = inf,
 ) -> list[Predicted]:
     """Predict candidates, those that could be fastest first, until no other one can be among the
     ``keep`` fastest that fit. First those that fit, then those that lack least.
@@ -132,22 +146,27 @@ def evaluate(
         predict: what a candidate needs; None if it cannot run.
         keep: how many are asked for.
         offload: which stages offload, empty for none; None to choose, together with ``recompute``.
+        worth: a step that takes more seconds than this is of no use.
     """
     found: list[Predicted] = []
-    bounds = sorted(((least(*way), way) for way in ways), key=lambda each: each[0])
-    for bound, (recipe, microbatches) in bounds:
+    bounds: list[tuple[float, tuple[Recipe, int]]] = []
+    for way in ways:
+        with suppress(InputError):  # it is not for so many devices and micro-batches
+            bounds.append((least(*way), way))
+    for bound, (recipe, microbatches) in sorted(bounds, key=lambda each: each[0]):
         fast = sorted(each.seconds for each in found if each.fits(limits))
-        if len(fast) >= keep and bound > _EXACT * fast[keep - 1]:
+        most = min(worth, EXACT * fast[keep - 1]) if len(fast) >= keep else worth
+        if bound > most:
             break
         given = Candidate(recipe, microbatches, recompute or (), offload or ())
-        found += variants(given, limits, predict, offloads=offload is None)
+        found += variants(given, limits, predict, offloads=offload is None, worth=most)
     return sorted(found, key=lambda each: (sum(each.over(limits)), each.seconds))
 
 
 def best_of(found: Sequence[Predicted]) -> Predicted:
     """Of those that are as fast as the first, the one that holds the least."""
     first = found[0]
-    fast = [each for each in found if each.seconds <= _EXACT * first.seconds]
+    fast = [each for each in found if each.seconds <= EXACT * first.seconds]
     return min(fast, key=lambda each: max(each.peaks, default=0.0))
 
 
@@ -157,11 +176,12 @@ def variants(
     predict: Callable[[Candidate], Predicted | None],
     *,
     offloads: bool = False,
+    worth: float = inf,
 ) -> list[Predicted]:
     """A candidate as it is, or with so much recomputed, or offloaded, that it fits.
 
-    What a device holds depends on what its own stage does, hardly on the others. So what all
-    stages do alike tells which ways each device has; keeping all is the fastest where it fits.
+    What a device holds depends on what its own stages do, hardly on the others. So what all
+    stages do alike tells which ways each stage has; keeping all is the fastest where it fits.
     All combinations of the other ways are predicted, or, where these are more than ``_MOST``, those
     that differ in one stage from the best so far, until none of them is faster.
 
@@ -170,11 +190,12 @@ def variants(
         limits: device → the bytes that it may hold.
         predict: what a candidate needs; None if it cannot run.
         offloads: whether stages may offload.
+        worth: where nothing is recomputed or offloaded and a step takes longer, it is of no use.
     """
     if candidate.recompute:
         made = predict(candidate)
-        return [] if made is None else [made]
-    stages = len(limits)
+        return [] if made is None or made.seconds > worth else [made]
+    home = candidate.recipe.place(len(limits))
     known: dict[tuple[str, ...], Predicted | None] = {}
 
     def of(ways: tuple[str, ...]) -> Predicted | None:
@@ -188,13 +209,18 @@ def variants(
     kinds = ("keep", "offload", "recompute") if offloads else ("keep", "recompute")
     alike = {}
     for kind in kinds:
-        if (made := of((kind,) * stages)) is not None:
+        if (made := of((kind,) * len(home))) is not None:
+            if kind == "keep" and made.seconds > worth:
+                return []
             alike[kind] = made.over(limits)
             if kind == "keep" and made.fits(limits):
                 return [made]
     if not alike:
         return []
-    ways = [_ways({kind: over[device] for kind, over in alike.items()}) for device in range(stages)]
+    ways = [
+        _ways({kind: over[device] for kind, over in alike.items()}, home.count(device))
+        for device in home
+    ]
     if prod(map(len, ways)) <= _MOST:
         for each in product(*ways):
             of(each)
@@ -206,19 +232,21 @@ def variants(
 
 
 _MOST = 16
-"""So many combinations of what full devices may do are predicted at most."""
+"""So many combinations of what stages may do are predicted at most."""
 
 
 def _modes(ways: Sequence[str], option: str) -> Modes:
     return tuple("always" if way == option else "never" for way in ways)
 
 
-def _ways(over: Mapping[str, float]) -> list[str]:
-    """What a device may do, by what it then lacks: keep all where that fits, or else what fits, or
-    what lacks least."""
+def _ways(over: Mapping[str, float], stages: int) -> list[str]:
+    """What a stage may do, by what its device then lacks: keep all where that fits, or else what
+    fits, or what lacks least; and keep all where another of its device's ``stages`` may not."""
     least = min(over.values())
     fitting = [kind for kind, lacks in over.items() if lacks == least]
-    return fitting[:1] if fitting[0] == "keep" else fitting
+    if fitting[0] == "keep":
+        return ["keep"]
+    return ["keep", *fitting] if stages > 1 and "keep" in over else fitting
 
 
 def _exchanged(
@@ -227,10 +255,10 @@ def _exchanged(
     of: Callable[[tuple[str, ...]], Predicted | None],
     limits: Sequence[float],
 ) -> tuple[str, ...]:
-    """The best of these ways and all that differ from them on one device."""
+    """The best of these ways and all that differ from them in one stage."""
     tried = [best]
-    for device, own in enumerate(ways):
-        tried += [(*best[:device], way, *best[device + 1 :]) for way in own if way != best[device]]
+    for stage, own in enumerate(ways):
+        tried += [(*best[:stage], way, *best[stage + 1 :]) for way in own if way != best[stage]]
 
     def needs(each: tuple[str, ...]) -> tuple[float, float]:
         made = of(each)

@@ -23,8 +23,8 @@ from fxpipe.planner.candidates import (
     best_of,
     evaluate,
     least_seconds,
+    library_over,
     microbatch_counts,
-    one_stage_each,
 )
 from fxpipe.planner.cluster import Cluster, Layout
 from fxpipe.planner.profile import Profile, Stages
@@ -218,7 +218,7 @@ def choices(
             continue
         limits = (cluster.memory,) * layout.stages
         predictor = _Predictor(cut, layout, batch // layout.replicas)
-        named = recipes if recipes is not None else one_stage_each(layout.stages, stale=stale)
+        named = recipes if recipes is not None else library_over(layout.stages, stale=stale)
         ways = [
             (recipe, count)
             for recipe in named

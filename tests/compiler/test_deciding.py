@@ -19,7 +19,7 @@ import fxpipe
 from benchmarks.counted import counted
 from benchmarks.models.unet import UNet
 from fxpipe.compiler import candidates
-from fxpipe.ir.recipe import find_recipe
+from fxpipe.ir.recipe import Placement, find_recipe, one_each, round_robin, vee
 from fxpipe.passes.schedule import add_offload, add_recompute
 from fxpipe.planner.candidates import (
     Affine,
@@ -28,12 +28,12 @@ from fxpipe.planner.candidates import (
     best_of,
     evaluate,
     least_seconds,
-    one_stage_each,
+    library_over,
     variants,
 )
 from fxpipe.rehearsal import Rehearsals
 from fxpipe.simulator import Sizes, simulate_schedule
-from fxpipe.simulator.costs import Key, Link, Rehearsal, times_of
+from fxpipe.simulator.costs import Key, Link, Overheads, Rehearsal, times_of
 from fxpipe.words import time_text
 from tests.oracles.loop import train
 
@@ -146,7 +146,7 @@ def test_the_fastest_that_fits_is_that_of_all_candidates() -> None:
     """Against all of them simulated, over times and memory that are given."""
     unequal: dict[Key, float] = {("F", 1): 2.0, "B": 2.5, "I": 1.2, "W": 1.2, "R": 1.0}
     times = times_of(3, "FBIWRU", unequal)
-    ways = [(recipe, m) for recipe in one_stage_each(3) for m in (3, 6, 12)]
+    ways = [(recipe, m) for recipe in library_over(3) for m in (3, 6, 12)]
     tried: list[Candidate] = []
 
     def predict(candidate: Candidate) -> Predicted:
@@ -262,7 +262,7 @@ def test_half_of_the_memory_is_enough_with_what_is_recomputed_or_stored() -> Non
 
 
 def test_no_step_takes_less_than_the_closed_form() -> None:
-    for recipe in one_stage_each(4, stale=True):
+    for recipe in library_over(4, stale=True):
         unequal: dict[Key, float] = {("F", 2): 3.0, "B": 1.0, "I": 0.7, "W": 0.6, "U": 0.0}
         equal: dict[Key, float] = {"F": 1.0, "B": 2.0, "U": 0.0}
         for costs in (equal, unequal):
@@ -313,7 +313,7 @@ def test_it_takes_the_fastest_of_what_was_rehearsed(
     assert sorted(sizes) == [4, 4, 8, 8, 16, 16]
     link = Link(links.get("link_latency", 0.0), links.get("link_bandwidth", math.inf))
     found = {}
-    for recipe in one_stage_each(2):
+    for recipe in library_over(2):
         for m in (2, 4, 8, 16, 32):
             made = recipe(2, m)
             times = rehearsed(False, 32 // m) | rehearsed("I" in made.kinds, 32 // m)
@@ -324,6 +324,58 @@ def test_it_takes_the_fastest_of_what_was_rehearsed(
     assert found[taken] <= 1.01 * min(found.values())
     told = re.search(r"takes .* \((.*), predicted\)", caplog.text)
     assert told is not None and told[1] == time_text(found[taken])
+
+
+@pytest.mark.parametrize(
+    ("whole", "given", "place"),
+    [
+        ({"B": 2.0, "I": 1.0, "W": 1.0}, 0.0, vee),  # halves fill what is idle at the turn of a V
+        ({"B": 2.0, "I": 2.0, "W": 2.0}, 0.0, round_robin(2)),  # halves take twice as long
+        ({"B": 2.0, "I": 1.0, "W": 1.0}, 9.0, one_each),  # whatever is handed over takes long
+    ],
+)
+def test_the_stages_are_where_the_fastest_step_has_them(
+    whole: dict[str, float], given: float, place: Placement, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against all schedules with one stage a device, the V and round robin, simulated with the same
+    times; then the step is that of the loop, and a larger batch keeps the stages."""
+
+    def times(stages: int, letters: str, samples: float) -> dict[tuple[str, int], float]:
+        each = {"F": 1.0, **whole}
+        return {(x, s): each[x] * samples / stages for x in letters for s in range(stages)}
+
+    def rehearse(self: Rehearsals, compiled: Any, call: Any) -> Rehearsal:
+        stages = len(compiled.plan.stages)
+        letters = "FIW" if "I" in compiled.schedule.kinds else "FB"
+        return Rehearsal(times(stages, letters, compiled.samples), Overheads(hand_over=given))
+
+    monkeypatch.setattr(Rehearsals, "rehearse", rehearse)
+    monkeypatch.setattr(
+        candidates, "measured_costs", lambda plan: times(len(plan.stages), "FBIW", 1.0)
+    )
+    monkeypatch.setattr(candidates, "overheads", Overheads)
+    model = layers()
+    alone = copy.deepcopy(model)
+    ran = {}
+    for at in (one_each, vee, round_robin(2)):
+        for recipe in library_over(4, at):
+            for m in (4, 8):
+                made = recipe(4, m)
+                costs = cast(dict[Key, float], times(made.stages, "FBIW", 8 / m))
+                free = {("U", s): 0.0 for s in range(made.stages)}
+                found = simulate_schedule(made, costs | free, links=Link(given))
+                ran[recipe.name, m] = found.makespan
+    with fxpipe.compile(model, ["cpu"] * 4, loss=mse_loss, schedule="auto") as pipe:
+        assert_steps_like_the_loop(pipe, alone, 8)
+        taken = pipe.schedule
+        held = [[a.target for a in stage.parameters] for stage in pipe.plan.stages]
+        assert_steps_like_the_loop(pipe, alone, 16)
+        assert held == [[a.target for a in stage.parameters] for stage in pipe.plan.stages]
+    assert taken.placement == place(4)
+    costs = cast(dict[Key, float], times(taken.stages, "FBIW", 8 / taken.microbatches))
+    free = {("U", s): 0.0 for s in range(taken.stages)}
+    ours = simulate_schedule(taken, costs | free, links=Link(given)).makespan
+    assert ours <= 1.01 * min(ran.values())
 
 
 def test_limits_that_are_given_twice_and_delays_are_refused() -> None:

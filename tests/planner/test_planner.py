@@ -18,7 +18,7 @@ from torch.nn.functional import mse_loss
 import fxpipe
 from fxpipe.ir.recipe import find_recipe
 from fxpipe.passes.partition.work import Transfer, Work
-from fxpipe.planner.candidates import one_stage_each
+from fxpipe.planner.candidates import library_over
 from fxpipe.planner.choices import choices
 from fxpipe.planner.cluster import Cluster, Layout
 from fxpipe.planner.profile import Profile
@@ -336,5 +336,5 @@ def test_a_plan_has_the_times_of_the_model_as_it_runs(monkeypatch: pytest.Monkey
 
 def test_one_device_takes_the_order_that_keeps_least() -> None:
     for stale in (False, True):
-        assert [recipe.name for recipe in one_stage_each(1, stale=stale)] == ["1f1b"]
-    assert len(one_stage_each(2)) > 2
+        assert [recipe.name for recipe in library_over(1, stale=stale)] == ["1f1b"]
+    assert len(library_over(2)) > 2
