@@ -109,9 +109,10 @@ def compile(
             one. With "search" the first step searches for one, for at most ten seconds, with the
             times that its stages were measured to take, and within ``memory_limits``; see
             ``search_schedule``. With "auto" it takes the fastest that is predicted to keep
-            ``memory_limits`` of the library's schedules with a flush and a stage a device, with
-            as many micro-batches and as much recomputation and offloading as are best, where they
-            are not given. A larger batch than all before decides anew. docs/planner.md tells more.
+            ``memory_limits`` of the library's schedules with a flush, with one stage a device or
+            two, and one that it searches for, with as many micro-batches and as much recomputation
+            and offloading as are best, where they are not given. A larger batch than all before
+            decides anew. docs/planner.md tells more.
         microbatches: into how many parts a batch is split; by default four per device. A batch of
             fewer samples, as the last of an epoch may be, is split into single samples.
         memory_limits: bytes that devices may hold: one number for all, or a list with one for each

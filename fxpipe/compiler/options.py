@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from functools import cached_property
 from math import inf
 from typing import Any, Literal
 
@@ -120,7 +119,7 @@ class Options:
         """Whether each replica updates a part of the weights."""
         return self.shard_optimizer and self.replicas > 1
 
-    @cached_property
+    @property
     def placement(self) -> tuple[int, ...]:
         """Stage → the device that runs it, in training steps and in calls."""
         return self.recipe.place(len(self.devices))
