@@ -48,12 +48,7 @@ class Engine:
     """
 
     def __init__(self, options: Options, choice: Choice) -> None:
-        """Start the workers.
-
-        Args:
-            options: the arguments of ``compile``.
-            choice: how many threads run the devices' lists.
-        """
+        """Start the workers: as many threads as ``choice`` may need to run the devices' lists."""
         backend = backend_of(options.group, options.here, options.devices, options.ordered_sums)
         clipping = Clipping(options.clip_norm, options.scaler) if options.clips else None
         self.progress = Progress(
@@ -106,16 +101,8 @@ class Engine:
         *,
         with_output: bool,
     ) -> Any:
-        """Train on a batch.
-
-        Args:
-            compiled: the compiled step.
-            micro: the inputs and targets.
-            with_output: whether the model's output is wanted as well.
-
-        Returns:
-            The loss, or the pair of loss and output. See ``Pipeline.step``, also for errors.
-        """
+        """Train on a batch. Returns the loss, or with ``with_output`` the pair of loss and output.
+        See ``Pipeline.step``, also for errors."""
         traced = compiled.traced
         assert traced.loss is not None
         keep = frozenset({traced.loss}) | (compiled.results if with_output else frozenset())

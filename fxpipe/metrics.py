@@ -45,10 +45,8 @@ class Meter:
 def measured(program: Program, times: Mapping[int, Sequence[int]]) -> dict[str, Any]:
     """The bubble of a step, and the seconds in which each stage computed.
 
-    Args:
-        program: the program that ran.
-        times: device → start and end of its instructions in nanoseconds, for those devices that
-            were measured.
+    ``times`` has, for each device that was measured, start and end of its instructions in
+    nanoseconds.
     """
     spans: list[tuple[float, float]] = []
     seconds: dict[int, float] = {}

@@ -48,11 +48,7 @@ class Turn:
     _every: ClassVar[weakref.WeakValueDictionary[int, Turn]] = weakref.WeakValueDictionary()
 
     def __init__(self, workers: Sequence[Worker]) -> None:
-        """No thread is inside.
-
-        Args:
-            workers: the pipe's threads.
-        """
+        """No thread is inside; ``workers`` are the pipe's."""
         self._workers = workers
         self._threads = frozenset(worker.thread for worker in workers)
         self._lock = threading.RLock()
@@ -71,12 +67,8 @@ class Turn:
     ) -> R:
         """Call a function as the only thread inside, besides the pipe's own workers.
 
-        Args:
-            do: the function.
-            args: its arguments.
-            kwargs: its keyword arguments.
-            in_backward: whether backward passes call it; it does not wait for those of others,
-                which may wait for this one's in turn.
+        One that backward passes call, ``in_backward``, does not wait for those of others, which may
+        wait for this one's in turn.
         """
         me = threading.get_ident()
         if self._inside == me or threading.current_thread() in self._threads:

@@ -118,11 +118,8 @@ class Kernel(Protocol):
     def input_grad(self, saved: list[Any], gradients: list[torch.Tensor]) -> InputGraded:
         """Compute the inputs' gradients: the half of ``backward`` that other stages wait for.
 
-        Both halves together give ``backward``'s gradients to the bit. Empties both lists.
-
-        Args:
-            saved: as for ``backward``.
-            gradients: as for ``backward``.
+        Both halves together give ``backward``'s gradients to the bit. Empties both lists, which are
+        as for ``backward``.
 
         Raises:
             PassError: the stage's backward is not parted.
@@ -130,11 +127,8 @@ class Kernel(Protocol):
         ...
 
     def weight_grad(self, deferred: list[Any], totals: Totals = ()) -> list[torch.Tensor | None]:
-        """Compute the parameters' gradients, the other half. Returns the sums as in Backwarded.
-
-        Args:
-            deferred: what ``input_grad`` returned for it; emptied.
-            totals: as for ``backward``.
+        """Compute the parameters' gradients, the other half, of what ``input_grad`` deferred, which
+        is emptied. ``totals`` is as for ``backward``. Returns the sums as in Backwarded.
 
         Raises:
             PassError: the stage's backward is not parted.

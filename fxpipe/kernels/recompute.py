@@ -43,13 +43,7 @@ class Rechecked(Wrapping):
     """
 
     def __init__(self, kernel: Kernel, stage: int, microbatch: int) -> None:
-        """Nothing ran yet.
-
-        Args:
-            kernel: the kernel to wrap.
-            stage: the stage's number, for messages.
-            microbatch: the only micro-batch that it runs.
-        """
+        """Nothing ran yet; ``microbatch`` is the only one that it runs."""
         super().__init__(kernel)
         self._stage = stage
         self._microbatch = microbatch

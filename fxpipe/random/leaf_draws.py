@@ -38,15 +38,11 @@ _NOW = _Now()
 
 
 def draw_from(x: Any, seed: torch.Tensor, node: int, others_too: bool = False) -> Any:
-    """A graph node right before a leaf module: it sets the seed and the node number for the draws
-    of that module, and returns ``x``.
+    """A graph node right before a leaf module: it sets the micro-batch's seed and the number of the
+    module's node for the draws of that module, and returns ``x``, an input of it.
 
-    Args:
-        x: an input of the module.
-        seed: the seed of the micro-batch.
-        node: the number of the module's node.
-        others_too: whether the module draws from Python's or NumPy's global generator as well. The
-            caller makes sure that no other thread does meanwhile, and restores these generators.
+    With ``others_too`` the module draws from Python's or NumPy's global generator as well. The
+    caller makes sure that no other thread does meanwhile, and restores these generators.
     """
     _NOW.seed, _NOW.node, _NOW.drawn = int(seed.item()), node, 0
     if others_too:

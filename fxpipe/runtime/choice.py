@@ -53,12 +53,7 @@ class Choice:
     """
 
     def __init__(self, devices: int, dispatch: Dispatch | None) -> None:
-        """Nothing is chosen yet.
-
-        Args:
-            devices: the number of devices.
-            dispatch: the choice for all plans, if the user gave one.
-        """
+        """Nothing is chosen yet, unless the user gave ``dispatch`` for all plans."""
         self.most = 1 if dispatch == "thread" else devices
         self._given = dispatch is not None or devices == 1
         # the kernel of the first stage identifies the plan
@@ -84,7 +79,7 @@ class Choice:
         The first choice may have been made for smaller micro-batches.
 
         Args:
-            plan: the plan.
+            plan: what ran.
             seconds: processor time of the thread.
             microbatches: how many it ran.
             backward: whether it ran backwards, too.

@@ -110,12 +110,9 @@ class BatchHost:
                     self._complete()
 
     def weigh_loss(self, dtype: torch.dtype, scale: float = 1.0) -> None:
-        """Give each micro-batch's loss its weight in the loss of the batch.
-
-        Args:
-            dtype: the dtype of the loss.
-            scale: an additional factor for the gradients, which the reported loss does not have.
-        """
+        """Give each micro-batch's loss, which has this dtype, its weight in the loss of the
+        batch. ``scale`` is an additional factor for the gradients, which the reported loss does
+        not have."""
         assert self.traced.loss is not None
         scaled = [weight * scale for weight in self.micro.weights]
         self.gradients[self.traced.loss] = torch.tensor(scaled, dtype=dtype).unbind()
@@ -320,12 +317,8 @@ class PendingLoss(Tensor):
 
     @staticmethod
     def __new__(cls, dtype: torch.dtype, wait: Callable[[], None]) -> PendingLoss:
-        """A loss without a value yet.
-
-        Args:
-            dtype: the dtype of the value.
-            wait: returns once ``come`` was called, or raises the error that prevents it.
-        """
+        """A loss without a value yet; ``wait`` returns once ``come`` was called, or raises the
+        error that prevents it."""
         pending: PendingLoss = torch.Tensor._make_subclass(cls, torch.zeros((), dtype=dtype))
         with torch._C.DisableTorchFunctionSubclass():
             pending._value = torch.zeros((), dtype=dtype)

@@ -118,10 +118,7 @@ class Machine:
     times: list[Any] | None = None
 
     def run(self, end: int | None = None) -> bool:
-        """Run the list from ``position`` on.
-
-        Args:
-            end: the position to stop at; by default the list's end.
+        """Run the list from ``position`` to ``end``, by default the list's end.
 
         Returns:
             True at the end, False at a pause, after which it can be called again.

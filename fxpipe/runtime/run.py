@@ -228,10 +228,7 @@ class Run(Generic[W]):
     ) -> None:
         """Handle reports until ``done``. Raises the first failure, or a signal's exception.
 
-        Args:
-            signals: holds the signals meanwhile.
-            done: whether to return.
-            rolls_back: whether a failure can be rolled back now; else the next wait does it.
+        Unless ``rolls_back``, a failure cannot be rolled back now, and the next wait does it.
         """
         interrupt: BaseException | None = None
         try:

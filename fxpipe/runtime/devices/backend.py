@@ -42,12 +42,7 @@ class Worker:
     """
 
     def __init__(self, name: str, threads: int) -> None:
-        """Start the thread.
-
-        Args:
-            name: for debuggers.
-            threads: intra-op threads of its operations.
-        """
+        """Start the thread. ``threads`` is the number of intra-op threads of its operations."""
         self._jobs: Jobs = SimpleQueue()
         self._given, self._done = 0, [0]
         self._process = os.getpid()
@@ -150,12 +145,8 @@ class Driver:
     """
 
     def __init__(self, machines: Sequence[Machine], turns: Sequence[Turn]) -> None:
-        """Nothing has run yet.
-
-        Args:
-            machines: the machines that it runs.
-            turns: which machine runs next, and up to where; see ``Program.turns``.
-        """
+        """Nothing has run yet. ``turns`` says which machine runs next, and up to where; see
+        ``Program.turns``."""
         self.machines = tuple(machines)
         self.at = self.machines[0]
         self.busy = 0.0
@@ -184,12 +175,8 @@ class Channels:
     """
 
     def __init__(self, program: Program, threads: int) -> None:
-        """Make empty channels.
-
-        Args:
-            program: the program that runs.
-            threads: how many threads run the lists; at a barrier each waits for the others.
-        """
+        """Make empty channels. At a barrier each of the threads that run the lists waits for the
+        others."""
         self.stopping = False
         self._inboxes: list[SimpleQueue[tuple[Buffer, Any] | None]] = [
             SimpleQueue() for _ in program.lists
@@ -294,10 +281,8 @@ class Channels:
 
     def left(self, explain: Callable[[], BaseException]) -> None:
         """Tell other processes, if any, that a device here has failed and leaves the run.
-
-        Args:
-            explain: makes the error to tell; not called where there is nobody to tell it to.
-        """
+        ``explain`` makes the error to tell; it is not called where there is nobody to tell it
+        to."""
 
     def stop(self) -> None:
         """Wake every device that waits; each leaves its list at its next instruction."""

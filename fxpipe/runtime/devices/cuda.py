@@ -37,11 +37,8 @@ class CudaLanes:
     """The streams of one device of a program, kept from run to run. See Lanes."""
 
     def __init__(self, place: CudaPlace) -> None:
-        """Make the compute stream; other streams are made at their first use.
-
-        Args:
-            place: the device, to compute on a new stream there, or the stream to compute on.
-        """
+        """Make the compute stream on a device, or compute on a stream that is given; other streams
+        are made at their first use."""
         self.device = home(place)
         self._made = Streams()
         computing = (
@@ -213,12 +210,8 @@ class CudaBackend(Launcher):
     """CUDA devices. See Backend."""
 
     def __init__(self, places: Sequence[CudaPlace], first: int = 0) -> None:
-        """Make the streams.
-
-        Args:
-            places: each device's CUDA device or stream; devices may be repeated.
-            first: the number of the first of them in the program.
-        """
+        """Make the streams of each device's CUDA device or stream; devices may be repeated.
+        ``first`` is the number of the first of them in the program."""
         self.lanes = [CudaLanes(place) for place in places]
         super().__init__(self.lanes, [str(lanes.device) for lanes in self.lanes], first)
 

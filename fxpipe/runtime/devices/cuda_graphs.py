@@ -51,13 +51,8 @@ class Streams:
         return stream
 
     def make(self, device: torch.device, *, computes: bool = False) -> torch.cuda.Stream:
-        """Make a stream.
-
-        Args:
-            device: the CUDA device.
-            computes: whether it is a compute stream, which is not shared. A stream for copies is
-                shared with other copies if necessary.
-        """
+        """Make a stream. A compute stream is not shared; one for copies is shared with other copies
+        if necessary."""
         with _lock:
             others = [pair for each in _all for pair in each._own]
             computing = [stream for stream, own in others if own]

@@ -92,12 +92,7 @@ class Trail:
     """
 
     def __init__(self, device: int, place: str) -> None:
-        """Nothing is launched yet.
-
-        Args:
-            device: the device's index in the program.
-            place: the device's name in messages.
-        """
+        """Nothing is launched yet; messages call the device ``place``."""
         self._device, self._place = device, place
         self._streams: dict[str, _Stream] = {}
         self._lock = threading.Lock()
@@ -117,12 +112,8 @@ class Trail:
                 own.marked.append((mark, own.passed + len(own.open)))
 
     def look(self, stream: str, reached: Callable[[Any], bool]) -> None:
-        """Find out which marks a stream has reached.
-
-        Args:
-            stream: its name.
-            reached: whether a mark is reached; it raises an error that the device reports.
-        """
+        """Find out which marks a stream has reached; ``reached`` raises an error that the device
+        reports."""
         with self._lock:
             own = self._streams.get(stream)
             while own is not None and own.marked and reached(own.marked[0][0]):
@@ -132,11 +123,8 @@ class Trail:
                     own.passed += 1
 
     def unfinished(self, reached: Callable[[Any], bool]) -> list[Unfinished]:
-        """The streams that may not have finished all their instructions.
-
-        Args:
-            reached: as for ``look``; it may raise where the device has failed.
-        """
+        """The streams that may not have finished all their instructions; ``reached`` may raise
+        where the device has failed."""
         for name in tuple(self._streams):
             with suppress(RuntimeError):
                 self.look(name, reached)
@@ -154,9 +142,8 @@ class Events:
     def __init__(self, program: Program, devices: Sequence[int] | None = None) -> None:
         """No event is recorded yet.
 
-        Args:
-            program: the program that runs; it tells how often each event is waited for.
-            devices: those that this process runs; by default all.
+        The program tells how often each event is waited for. ``devices`` are those that this
+        process runs, by default all.
         """
         own = range(program.devices) if devices is None else devices
         launches = [launch for device in own for launch in program.launches[device]]

@@ -44,14 +44,8 @@ class RankChannels(Channels):
         jobs: Mapping[int, Job],
         ordered_sums: bool = True,
     ) -> None:
-        """Make empty channels.
-
-        Args:
-            program: the program that runs.
-            group: the ranks.
-            jobs: batch → its inputs and outputs.
-            ordered_sums: whether gradients are summed in the order of the replicas.
-        """
+        """Make empty channels; with ``ordered_sums`` gradients are summed in the order of the
+        replicas."""
         super().__init__(program, 1)
         self.failure: RankError | None = None
         assert group.links is not None

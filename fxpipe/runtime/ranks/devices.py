@@ -242,12 +242,7 @@ class CudaRanks(DeviceRanks, CudaBackend):
     """Runs the list of this rank's CUDA device. See Backend."""
 
     def __init__(self, group: RankGroup, device: torch.device) -> None:
-        """Make the streams.
-
-        Args:
-            group: the ranks.
-            device: this one's.
-        """
+        """Make the streams of this rank's device."""
         RankBackend.__init__(self, group)
         CudaBackend.__init__(self, [device], group.rank)
         self._pairs = PairGroups(group, device)
@@ -266,14 +261,8 @@ class CudaRanks(DeviceRanks, CudaBackend):
 def backend_of(
     group: RankGroup, here: torch.device, devices: Sequence[CudaPlace], ordered_sums: bool
 ) -> Backend:
-    """What runs a pipe's devices, on one rank or on several.
-
-    Args:
-        group: the ranks.
-        here: the device of this one.
-        devices: those of the pipe, if there is one rank.
-        ordered_sums: whether gradients are summed in the order of the replicas.
-    """
+    """What runs a pipe's devices, on several ranks of which this one has the device ``here``, or on
+    one, which has all ``devices``."""
     cuda = here.type == "cuda"
     if group.size > 1:
         return CudaRanks(group, here) if cuda else RankBackend(group, ordered_sums)

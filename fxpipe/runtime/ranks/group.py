@@ -155,11 +155,7 @@ class RankGroup:
         return bool(self._what)
 
     def give_up(self, why: str) -> None:
-        """Let all later calls fail, on every rank.
-
-        Args:
-            why: the reason, after this one's name.
-        """
+        """Let all later calls fail, on every rank; ``why`` is told after this one's name."""
         self._given_up = why
 
     def check(self) -> None:

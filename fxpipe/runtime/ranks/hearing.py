@@ -67,12 +67,8 @@ class Hearing:
     """
 
     def __init__(self, names: Sequence[str], rank: int) -> None:
-        """Nothing is told yet.
-
-        Args:
-            names: rank → what messages call it.
-            rank: the number of this one.
-        """
+        """Nothing is told yet. ``rank`` is the number of this one, and messages call them
+        ``names``."""
         self.changed = threading.RLock()
         self.news = 0
         self.gone: dict[int, str] = {}
@@ -196,16 +192,8 @@ class Hearing:
         return bool(said)
 
     def _refuse(self, exchange: Exchange, missing: Sequence[int], long: bool) -> bool:
-        """Raise where the values of the missing ranks cannot come.
-
-        Args:
-            exchange: which exchange.
-            missing: the ranks.
-            long: whether a rank has recovered for long.
-
-        Returns:
-            Whether a rank recovers from a failure that was not told yet.
-        """
+        """Raise where the values of the missing ranks cannot come; ``long`` says whether a rank has
+        recovered for long. Returns whether one recovers from a failure that was not told yet."""
         recovers = False
         after = exchange.about == RECOVERY
         failure = self.failure(exchange.call, exchange.number)
@@ -239,11 +227,7 @@ class Delivery:
     """The channels of the runs of a group of ranks, and messages for those not opened yet."""
 
     def __init__(self, changed: AbstractContextManager[object]) -> None:
-        """No channels are open.
-
-        Args:
-            changed: held while a message is delivered.
-        """
+        """No channels are open; ``changed`` is held while a message is delivered."""
         self._changed = changed
         self._key: Key = 0, 0
         self._channels = weakref.WeakValueDictionary[Key, "RankChannels"]()

@@ -126,12 +126,8 @@ class Links:
         self._notify()
 
     def pump(self, arrived: Callable[[], bool], timeout: float) -> None:
-        """Wait until something was delivered: here, or, while another thread reads, by that one.
-
-        Args:
-            arrived: whether what the caller waits for is there.
-            timeout: seconds to wait at most.
-        """
+        """Wait until something was delivered, or for so many seconds: here, or, while another
+        thread reads, by that one. ``arrived`` says whether what the caller waits for is there."""
         if not self._reading.acquire(timeout=timeout):
             return
         try:

@@ -267,9 +267,7 @@ def within(store: Any, name: str) -> Any:
 def interruptibly(work: Callable[[], T], look: Callable[[], None]) -> T:
     """The result of a call that would not let Python handle signals; another thread makes it.
 
-    Args:
-        work: the call.
-        look: called again and again meanwhile; what it raises ends the wait.
+    ``look`` is called again and again meanwhile; what it raises ends the wait.
     """
     made: list[T] = []
     failed: list[BaseException] = []

@@ -65,15 +65,8 @@ class Packed:
 
 
 def pack(message: Message, lent: Lent | None = None) -> Packed:
-    """The bytes of a message.
-
-    Args:
-        message: what is sent.
-        lent: memory for its large tensors, of the process that it is sent to.
-
-    Raises:
-        InputError: its value has something in it that cannot be sent.
-    """
+    """The bytes of a message; its large tensors go to memory that is lent to the process that gets
+    it. Raises InputError where its value has something in it that cannot be sent."""
     flat = _Flat(lent)
     try:
         tree = flat.of(message.value)
@@ -100,11 +93,8 @@ def digest(tensor: Tensor) -> str:
 
 
 def unpacking(borrowed: Borrowed | None = None) -> Iterator[memoryview | Message]:
-    """Read messages one after another: yields memory to fill, or a message that is complete.
-
-    Args:
-        borrowed: the memory in which the process that sends them writes large tensors.
-    """
+    """Read messages one after another: yields memory to fill, or a message that is complete. Large
+    tensors are in memory that is borrowed from the process that sends them."""
     while True:
         prefix = bytearray(PREFIX.size)
         yield memoryview(prefix)

@@ -46,12 +46,7 @@ class PairGroups:
     """The process groups of one rank. Each has two members: 0 sends and 1 receives."""
 
     def __init__(self, group: RankGroup, device: torch.device) -> None:
-        """There are none yet.
-
-        Args:
-            group: the ranks.
-            device: where this one's tensors are.
-        """
+        """There are none yet; this rank's tensors are on ``device``."""
         self.device = device
         self._rank = group
         self._groups: dict[Pair, Any] = {}

@@ -77,13 +77,8 @@ class Clipping:
         return scale
 
     def clip(self, batch: int, gradients: list[Tensor | None], norms: Sequence[Tensor]) -> None:
-        """Unscale and clip a stage's gradients in place; with a scaler, drop them where not finite.
-
-        Args:
-            batch: the batch that they belong to.
-            gradients: one for each parameter of the stage.
-            norms: the norms of all gradients of all stages, in the order of the stages.
-        """
+        """Unscale and clip a stage's gradients of a batch in place, by the norms of all gradients
+        of all stages, in their order; with a scaler, drop them where not finite."""
         own = [gradient for gradient in gradients if gradient is not None]
         unscale = 1 / self._scales.get(batch, 1.0)
         total = torch.linalg.vector_norm(torch.stack(list(norms))) if norms else torch.zeros(())

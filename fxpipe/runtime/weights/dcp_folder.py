@@ -48,15 +48,8 @@ class Writer(FileSystemWriter):
     """Writes a folder, or the part of one process."""
 
     def write(self, values: dict[str, Any], rank: int) -> Tensor:
-        """Write files, and sync them to disk.
-
-        Args:
-            values: nested dicts; their keys give what is in them a path.
-            rank: the number of this process.
-
-        Returns:
-            What ``complete`` wants to know of them.
-        """
+        """Write files, and sync them to disk. The keys of the nested dicts give what is in them a
+        path; ``rank`` is the number of this process. Returns what ``complete`` wants to know."""
         planner = DefaultSavePlanner()
         planner.set_up_planner(values, is_coordinator=True)
         self.set_up_storage_writer(True)
@@ -69,14 +62,8 @@ class Writer(FileSystemWriter):
         return torch.frombuffer(bytearray(pickle.dumps(metadata)), dtype=torch.uint8)
 
     def complete(self, parts: Sequence[Tensor]) -> None:
-        """Write the metadata of all files.
-
-        Args:
-            parts: what ``write`` has returned in each process.
-
-        Raises:
-            OSError: a file is missing, or cannot be written.
-        """
+        """Write the metadata of all files, of what ``write`` has returned in each process. Raises
+        OSError where a file is missing, or cannot be written."""
         whole = Metadata({}, planner_data={})
         results: list[WriteResult] = []
         for part in parts:

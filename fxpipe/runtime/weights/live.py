@@ -138,13 +138,8 @@ class Weights:
         state: Mapping[str, torch.Tensor],
         deferred: Sequence[DeferredNorm] = (),
     ) -> None:
-        """Look up a plan's tensors.
-
-        Args:
-            stages: the plan's stages.
-            state: name in the model → parameter, buffer or constant.
-            deferred: the BatchNorm calls whose statistics are updated once per batch.
-        """
+        """Look up a plan's tensors, by their names in the model. The statistics of deferred
+        BatchNorms are updated once per batch."""
         self._state = state
         self._deferred = deferred
         self._names = [[a.target for a in stage.parameters] for stage in stages]
@@ -163,12 +158,9 @@ class Weights:
         return bool(self._deferred)
 
     def pooled(self, written: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        """What all replicas together have written: name → value. The moments of BatchNorms are
-        those of all replicas, and every other buffer is that of the first one.
-
-        Args:
-            written: replica → name → the newest value.
-        """
+        """What all replicas together have written: name → value, of replica → name → the newest
+        one. The moments of BatchNorms are those of all replicas, and every other buffer is that of
+        the first one."""
         names = [norm.moments for norm in self._deferred if norm.moments in written[0]]
         merged = {name: moments.merged([own[name] for own in written]) for name in names}
         return written[0] | merged
@@ -365,9 +357,8 @@ class LiveWeights(Weights):
     ) -> None:
         """Write the results of a run to the model.
 
-        Args:
-            state: name in the model → the last micro-batch's value of a buffer.
-            gradients: stage → summed gradients, for ``.grad``.
+        ``state`` has the last micro-batch's value of each buffer, by its name in the model, and
+        ``gradients`` the sums of each stage, for ``.grad``.
         """
         with torch.no_grad():
             for stage, values in self._gathered.items():

@@ -66,10 +66,7 @@ class GivenOptimizer:
         return self.whole or make_optimizer(self._given, [*self._model.parameters()])
 
     def of(self, parameters: Mapping[str, Tensor]) -> Optimizer:
-        """The optimizer of a stage.
-
-        Args:
-            parameters: name in the model → parameter, or what stands for it.
+        """The optimizer of a stage, whose parameters, or what stands for them, are given by name.
 
         Raises:
             InputError: the function raises, returns no optimizer, one over other parameters, or one

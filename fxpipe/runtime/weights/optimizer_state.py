@@ -258,13 +258,8 @@ _KINDS = (Tensor, int | float, str, list | tuple, dict)
 
 def _alike(own: Any, other: Any, *, exactly: bool = False) -> bool:
     """Whether a value that was read can replace an optimizer's own value. None matches anything,
-    and a number matches a tensor of one number.
-
-    Args:
-        own: the optimizer's value.
-        other: the value that was read.
-        exactly: whether tensors must have the same shape and dtype.
-    """
+    and a number matches a tensor of one number. ``exactly``: tensors must have the same shape and
+    dtype."""
     if own is None or other is None:
         return True
     if _is_number(own):

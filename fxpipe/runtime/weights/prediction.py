@@ -40,11 +40,8 @@ def predict(
 ) -> None:
     """Change weights in place by some predicted updates, each like the optimizer's momentum.
 
-    Args:
-        optimizer: the optimizer, with its state after the last update.
-        groups: the settings of its groups at that update.
-        weights: parameter → the tensor to change.
-        updates: the number of updates.
+    The optimizer has its state after the last update, at which its groups had these settings.
+    ``weights`` is parameter → the tensor to change.
     """
     for group, settings in zip(optimizer.param_groups, groups, strict=True):
         for parameter in group["params"]:

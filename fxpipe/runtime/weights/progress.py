@@ -205,12 +205,8 @@ class Progress:
         self._history = None
 
     def checkpoint(self, extra: Any = None, *, changed: bool) -> Checkpoint:
-        """Everything needed to go on; no batch may be in flight. Tensors are not copied.
-
-        Args:
-            extra: the user's own values.
-            changed: whether a process has changed parameters.
-        """
+        """Everything needed to go on, with the user's own values; no batch may be in flight.
+        Tensors are not copied. ``changed`` says whether a process has changed parameters."""
         names = self._names()
         gradients = {name: p.grad for p, name in names.items() if p.grad is not None}
         return Checkpoint(

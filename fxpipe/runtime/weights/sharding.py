@@ -46,14 +46,8 @@ class Shards:
         replica: int,
         replicas: int,
     ) -> None:
-        """Let an optimizer train a replica's parts of the parameters that it was made with.
-
-        Args:
-            optimizer: a new one; its groups and their settings stay.
-            parameters: all of the stage.
-            replica: the number of this one.
-            replicas: how many there are.
-        """
+        """Let a new optimizer train a replica's parts of a stage's parameters, all of which it was
+        made with; its groups and their settings stay."""
         self._replica, self._replicas = replica, replicas
         self.of: dict[nn.Parameter, nn.Parameter]
         self.of = {p: nn.Parameter(self._cut(p.data), p.requires_grad) for p in parameters}

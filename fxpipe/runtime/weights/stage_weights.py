@@ -178,13 +178,8 @@ class StageWeights:
         return []
 
     def gather(self, version: int, parts: Sequence[Sequence[Tensor]], slowest: int) -> None:
-        """Take the parts of a version that the updates of all replicas have made.
-
-        Args:
-            version: the version.
-            parts: replica → its ``parts``.
-            slowest: the newest version that every stage has; it is kept for a roll-back.
-        """
+        """Take the parts of a version that the updates of all replicas have made, replica → its
+        ``parts``. ``slowest``, the newest version that every stage has, is kept for a roll-back."""
 
     def update(
         self,

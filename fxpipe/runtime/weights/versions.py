@@ -185,14 +185,11 @@ class VersionedWeights(Weights):
         self.bind(stages, state, deferred)
 
     def follow(self, delays: Sequence[int], *, awaits: bool) -> None:
-        """Read as late as another schedule says; no batch may be in flight.
+        """Read as late as another schedule says; no batch may be in flight. Where that is later
+        than before, the oldest version that a stage has stands for those that it has no more.
 
-        Where that is later than before, the oldest version that a stage has stands for those that
-        it has no more.
-
-        Args:
-            delays: stage → by how many versions its batches read behind the newest.
-            awaits: whether an update may wait for another stage's.
+        ``delays`` are by how many versions the batches of each stage read behind the newest, and
+        ``awaits`` says whether an update may wait for another stage's.
         """
         self._awaits = awaits
         for stage, delay in zip(self._stages, delays, strict=True):
@@ -204,12 +201,8 @@ class VersionedWeights(Weights):
         return any(stage.changed() for stage in self._own)
 
     def history(self, *, changed: bool) -> History:
-        """The versions for a checkpoint; no batch may be in flight.
-
-        Args:
-            changed: whether the parameters were changed since the last batch, so that the next one
-                reads no older version.
-        """
+        """The versions for a checkpoint; no batch may be in flight. Where parameters were
+        ``changed`` since the last batch, the next one reads no older version."""
         newest = self.slowest
         if changed:
             return History(newest, newest)
@@ -305,11 +298,8 @@ class VersionedWeights(Weights):
         self._stopped = False
 
     def gathered(self, written: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The values of the buffers that a device has written in a batch's forwards.
-
-        Args:
-            written: name → the newest value, or the moments for a deferred statistic.
-        """
+        """The values of the buffers that a device has written in a batch's forwards: of the newest
+        values by name, or of the moments for a deferred statistic."""
         return moments.commit(self._deferred, {**self._state, **written}, written)
 
     def trim(self) -> None:
