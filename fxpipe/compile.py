@@ -136,7 +136,7 @@ def compile(
         offload: the same modes: let a stage store what it keeps for its backward outside of its
             device's memory, beside its computations, and fetch it in time: CUDA devices in pinned
             host memory, CPU devices in a file without a name, in the folder of Python's
-            ``tempfile`` (TMPDIR). What is recomputed is not stored.
+            ``tempfile`` (TMPDIR). Where it recomputes these are its inputs.
         loss: ``loss(output, *targets)`` → a scalar, or one loss per sample. None where the model
             returns the loss, alone or as ``.loss``. A parameter that the loss function reads from
             the model directly gets no gradient from it, and where batches overlap the loss reads

@@ -224,25 +224,24 @@ Costs = (
 def add_offload(schedule: Schedule, offload: RecomputeLike, costs: Costs | None = None) -> Schedule:
     """Schedule → Schedule: an offload right after forwards, a prefetch before their backwards.
 
-    A prefetch begins as late as it can so that its backward need not wait for it, by ``costs``.
-    Where fewer than three tasks of the device come between a forward and its backward nothing is
-    offloaded: one runs while it is stored and one while it is fetched.
+    A prefetch begins as late as it can so that its backward, or the recompute of its micro-batch,
+    need not wait for it, by ``costs``. Where fewer than three tasks of the device come between a
+    forward and that nothing is offloaded: one runs while it is stored and one while it is fetched.
 
     Args:
         schedule: a valid one that offloads nowhere; others are left alone.
         offload: which stages store what they keep. With "except_last" that of the last micro-batch
-            is kept. A micro-batch that is recomputed is not offloaded.
+            is kept.
         costs: letter of a kind of task, or (letter, stage) → time; by default the kind's own.
     """
     if "O" in schedule.kinds or not schedule.trains:
         return schedule
     modes = modes_of(offload, schedule.stages)
-    again = {(t.stage, t.microbatch) for row in schedule.rows for t in row if t.kind == "R"}
     stored = {
         (stage, i)
         for stage, mode in enumerate(modes)
         for i in range(schedule.microbatches - (mode == "except_last"))
-        if mode != "never" and (stage, i) not in again
+        if mode != "never"
     }
     takes = _costs(schedule, costs)
     spans = _spans(schedule, takes)
@@ -313,14 +312,16 @@ def _offloading(
         runs = task.microbatch is not None or depth
         free.append(max(free[-1], spans.get(task, (0.0, 0.0))[1] if runs else 0.0))
     forwards = {replace(t, kind="B"): at for at, t in enumerate(tasks) if t.kind == "F"}
+    again = {(t.stage, t.microbatch) for t in row if t.kind == "R"}
     offloads: set[int] = set()
     prefetches: defaultdict[int, list[Task]] = defaultdict(list)
     latest = inf
     for at in reversed(range(len(tasks))):
         task = tasks[at]
-        first = forwards.get(replace(task, kind="B"), at)
+        first, key = forwards.get(replace(task, kind="B"), at), (task.stage, task.microbatch)
         between = [k for k in range(first + 1, at) if tasks[k].microbatch is not None]
-        if task.kind not in "BI" or len(between) < 3 or (task.stage, task.microbatch) not in stored:
+        needs = "R" if key in again else "BI"
+        if task.kind not in needs or len(between) < 3 or key not in stored:
             continue
         assert task.stage is not None
         latest = min(latest, spans.get(task, (0.0, 0.0))[0]) - takes("P", task.stage)

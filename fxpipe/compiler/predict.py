@@ -282,6 +282,8 @@ def remedies(
     own = schedule.microbatches
     again = [('recompute="always"', timetable.changed(recompute="always"), own)]
     stored = [('offload="always"', timetable.changed(offload="always"), own)]
+    both = timetable.changed(recompute="always", offload="always")
+    stored.append(('recompute="always" with offload="always"', both, own))
     names = [name for name in _LESS_MEMORY if name != schedule.name]
     others = [(f'schedule="{n}"', timetable.changed(recipe=find_recipe(n)), own) for n in names]
     counts = [own * 2**power for power in range(1, (samples // own).bit_length())]

@@ -22,7 +22,6 @@ from fxpipe.ir.value import (
     deferred,
     fetched,
     fetching,
-    forward_buffer,
     norm_buffer,
     offloaded,
     saved,
@@ -166,19 +165,25 @@ class Program:
         return found
 
     @cached_property
-    def offloads(self) -> Mapping[tuple[int, int], int]:
-        """Stage and micro-batch of what is offloaded → the version that it reads, counted from its
-        batch."""
+    def offloads(self) -> Mapping[tuple[int, int], ins.Forward]:
+        """Stage and micro-batch of what is offloaded → its forward."""
         every = [x for own in self.lists for x in own]
         stored = [x.buffer for x in every if isinstance(x, ins.Offload)]
-        forwards = (x for x in every if stored and isinstance(x, ins.Forward))
-        versions = {(x.stage, x.microbatch): x.version - x.batch for x in forwards}
-        keys = [(buffer.source, buffer.microbatch) for buffer in stored]
-        return {key: versions.get(key, 0) for key in keys}
+        keys = {(buffer.source, buffer.microbatch) for buffer in stored}
+        forwards = (x for x in every if keys and isinstance(x, ins.Forward))
+        return {key: x for x in forwards if (key := (x.stage, x.microbatch)) in keys}
 
     def kept(self, stage: int, i: int, batch: int = 0) -> Buffer:
-        """What a stage's backward uses up: what its forward saved, or that fetched again."""
-        return (fetched if (stage, i) in self.offloads else saved)(stage, i, batch)
+        """What a stage's backward uses up: what was saved for it, or that fetched again."""
+        forward = self.offloads.get((stage, i))
+        return (fetched if forward and not forward.again else saved)(stage, i, batch)
+
+    def stored(self, stage: int, i: int, batch: int = 0) -> tuple[Buffer, ...]:
+        """What an offload takes: what a stage's forward saved, or all that its recompute reads."""
+        forward = self.offloads.get((stage, i))
+        if forward and forward.again:
+            return (state(stage, i, batch), *self._operands(stage, i, batch).inputs)
+        return (saved(stage, i, batch),)
 
     def only(self, device: int) -> Program:
         """The same with the instructions of one device alone, and the depth and the window of all:
@@ -248,9 +253,10 @@ class Program:
             case ins.Send(buffer) | ins.Output(buffer) | ins.Stash(buffer):
                 return (buffer,)
             case ins.Offload(Buffer(source=stage, microbatch=i, batch=b)):
-                # what the caller gives is the caller's: it is held until it is told from the rest
-                given = [edge for edge in self.edges_into[stage] if edge.source == HOST]
-                return (saved(stage, i, b), *[forward_buffer(edge, i, b) for edge in given])
+                # what the caller gives is held until it is told from the rest
+                inputs = self._operands(stage, i, b).inputs
+                given = [buffer for buffer in inputs if buffer.kind == "in"]
+                return tuple(dict.fromkeys((*self.stored(stage, i, b), *given)))
             case ins.Move():
                 return self.ends(instruction) if isinstance(instruction, ins.Offloading) else ()
             case ins.Compute(stage, i, batch=b):
@@ -258,6 +264,8 @@ class Program:
                 match instruction:
                     case ins.Forward():
                         return (*weights, *own.inputs)
+                    case ins.Recompute() if (stage, i) in self.offloads:
+                        return (*weights, fetched(stage, i, b))
                     case ins.Recompute():
                         return (*weights, state(stage, i, b), *own.inputs)
                     case ins.WeightGrad() | ins.PartialBackward(kind="W"):
@@ -312,7 +320,7 @@ class Program:
             case ins.WeightGrad(stage, i, batch=b):
                 return (deferred(stage, i, b),)
             case ins.Recompute(stage, i, batch=b):
-                return (state(stage, i, b),)
+                return ((fetched if (stage, i) in self.offloads else state)(stage, i, b),)
         return ()
 
     def destination(self, instruction: ins.Send | ins.Stash) -> int:

@@ -85,7 +85,7 @@ KINDS: dict[str, TaskKind] = {
         TaskKind("B", "backward", follows="FROP", next="BI", cost=2.0),
         TaskKind("I", "input gradient", follows="FROP", next="BI", cost=1.0),
         TaskKind("W", "weight gradient", follows="I", cost=1.0),
-        TaskKind("R", "recompute", follows="F", cost=1.0),
+        TaskKind("R", "recompute", follows="FP", cost=1.0),
         TaskKind("O", "offload", follows="F", cost=1.0),
         TaskKind("P", "prefetch", follows="O", cost=1.0),
         TaskKind("A", "reduce", per_microbatch=False, follows="BW", cost=0.1),
@@ -161,12 +161,13 @@ def R(microbatch: int, stage: int | None = None, *, batch: int = 0) -> Task:
 
 
 def O(microbatch: int, stage: int | None = None, *, batch: int = 0) -> Task:  # noqa: E743
-    """Offload: begin to store what the stage keeps, outside of the device's memory."""
+    """Offload: begin to store what the stage keeps, outside of the device's memory; with an R these
+    are its inputs."""
     return Task("O", microbatch, stage, batch)
 
 
 def P(microbatch: int, stage: int | None = None, *, batch: int = 0) -> Task:
-    """Prefetch: begin to bring back what was stored. The backward waits until it is there."""
+    """Prefetch: begin to bring back what was stored. The backward, or R, waits for it."""
     return Task("P", microbatch, stage, batch)
 
 

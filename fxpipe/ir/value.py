@@ -100,11 +100,11 @@ class Buffer(NamedTuple):
     gradient that comes back along it (so its source is the edge's target). A stage keeps for
     itself ``saved`` from forward to backward, ``deferred`` from the input-gradient half of its
     backward to the weight-gradient half, and ``state``, the buffers that its forward read, until
-    it recomputes. What it has saved is ``offloaded`` while it is stored elsewhere, ``fetching`` on
-    its way back, and then ``fetched``. ``norm`` holds the norms of its gradients on their way to
-    another stage. ``weights`` holds its weights and buffers on their way to a copy on another
-    device, ``sums`` what the copy has summed on its way back, gradients and the moments of
-    BatchNorms; instead of a micro-batch they name that device.
+    it recomputes. What it has saved, or what its recompute reads, is ``offloaded`` while it is
+    stored elsewhere, ``fetching`` on its way back, and then ``fetched``. ``norm`` holds the norms
+    of its gradients on their way to another stage. ``weights`` holds its weights and buffers on
+    their way to a copy on another device, ``sums`` what the copy has summed on its way back,
+    gradients and the moments of BatchNorms; instead of a micro-batch they name that device.
     """
 
     kind: BufferKind

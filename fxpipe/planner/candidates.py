@@ -206,9 +206,11 @@ def variants(
             known[ways] = predict(chosen)
         return known[ways]
 
-    kinds = ("keep", "offload", "recompute") if offloads else ("keep", "recompute")
-    alike = {}
+    kinds = ("keep", "offload", "recompute", "both") if offloads else ("keep", "recompute")
+    alike: dict[str, tuple[float, ...]] = {}
     for kind in kinds:
+        if kind == "both" and not any(alike.get("recompute", (1.0,))):
+            break  # storing the inputs besides gains nothing
         if (made := of((kind,) * len(home))) is not None:
             if kind == "keep" and made.seconds > worth:
                 return []
@@ -236,16 +238,19 @@ _MOST = 16
 
 
 def _modes(ways: Sequence[str], option: str) -> Modes:
-    return tuple("always" if way == option else "never" for way in ways)
+    return tuple("always" if way in (option, "both") else "never" for way in ways)
 
 
 def _ways(over: Mapping[str, float], stages: int) -> list[str]:
     """What a stage may do, by what its device then lacks: keep all where that fits, or else what
-    fits, or what lacks least; and keep all where another of its device's ``stages`` may not."""
+    fits, or what lacks least, both only where recomputing alone lacks more; and keep all where
+    another of its device's ``stages`` may not."""
     least = min(over.values())
     fitting = [kind for kind, lacks in over.items() if lacks == least]
     if fitting[0] == "keep":
         return ["keep"]
+    if "recompute" in fitting and "both" in fitting:
+        fitting.remove("both")
     return ["keep", *fitting] if stages > 1 and "keep" in over else fitting
 
 

@@ -20,7 +20,7 @@ import torch
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.plan import Stage
 from fxpipe.ir.program import Program
-from fxpipe.ir.value import Buffer, deferred, state
+from fxpipe.ir.value import Buffer, deferred, fetched, state
 from fxpipe.kernels.kernel import Forwarded, Kernel
 from fxpipe.kernels.recompute import recomputing
 from fxpipe.runtime import copies, offload, own_task
@@ -222,10 +222,12 @@ def _forward(machine: Machine, instruction: ins.Forward) -> None:
 
 def _recompute(machine: Machine, instruction: ins.Recompute) -> None:
     stage, i, batch = instruction.stage, instruction.microbatch, instruction.batch
-    buffers = machine.store.values.pop(state(stage, i, batch))
+    away = (stage, i) in machine.program.offloads  # then its inputs are in there, too
+    kept = machine.store.values.pop((fetched if away else state)(stage, i, batch))
+    count = len(machine.stages[stage].buffers)
     with recomputing():
         weights, _ = machine.weights_of(stage, instruction.version)
-        result = _run_forward(machine, instruction, weights, buffers)
+        result = _run_forward(machine, instruction, weights, kept[:count], kept[count:])
     machine.store.keep(machine.program.operands[stage, i, batch].saved, result.saved)
 
 
@@ -234,10 +236,11 @@ def _run_forward(
     instruction: ins.Forward | ins.Recompute,
     weights: Sequence[torch.Tensor],
     buffers: Sequence[torch.Tensor],
+    given: Sequence[Any] = (),
 ) -> Forwarded:
     stage, i, batch = instruction.stage, instruction.microbatch, instruction.batch
     program, values = machine.program, machine.store.values
-    inputs = [values[buffer] for buffer in program.operands[stage, i, batch].inputs]
+    inputs = [*given] or [values[each] for each in program.operands[stage, i, batch].inputs]
     with copies.turn(machine, stage) if program.copies else nullcontext():
         return machine.kernel(stage, i, batch).forward(weights, buffers, inputs)
 
@@ -341,7 +344,7 @@ def _gather_weights(machine: Machine, instruction: ins.GatherWeights) -> None:
 
 
 def _free(machine: Machine, instruction: ins.Free) -> None:
-    if instruction.buffer.kind == "saved":
+    if instruction.buffer.kind in ("saved", "state"):
         offload.finish(machine, instruction)
     del machine.store.values[instruction.buffer]
 

@@ -1,8 +1,8 @@
 """Stores what stages keep outside of their device's memory, and fetches it again.
 
-Of what a forward has saved for its backward the memory is stored that nobody else holds: neither
-the model, nor the caller, nor a value that is on its way. What is fetched are the same tensors, in
-new memory: those that shared some do so again.
+Of what a forward has saved for its backward, or of what a recompute will read, the memory is stored
+that nobody else holds: neither the model, nor the caller, nor a value that is on its way. What is
+fetched are the same tensors, in new memory: those that shared some do so again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from fxpipe.ir import instruction as ins
-from fxpipe.ir.value import fetching, offloaded, saved
+from fxpipe.ir.value import fetching, offloaded
 
 if TYPE_CHECKING:
     from fxpipe.runtime.interpreter import Machine
@@ -55,7 +55,7 @@ class _Place(NamedTuple):
 
 
 class Offloaded(NamedTuple):
-    """What a stage has saved for a micro-batch, while its memory is elsewhere.
+    """What a stage keeps of a micro-batch, while its memory is elsewhere.
 
     Attributes:
         values: those that stay, and where the others lay.
@@ -69,11 +69,13 @@ class Offloaded(NamedTuple):
 def begin(machine: Machine, instruction: ins.Offload) -> None:
     """See ins.Offload."""
     _, _, stage, _, i, batch = instruction.buffer
-    values, key = machine.store.values, saved(stage, i, batch)
-    mine = values[key]
-    held = {0, *(_memory(t) for t in _tensors(v for b, v in values.items() if b != key))}
+    values, program = machine.store.values, machine.program
+    stored, forward = program.stored(stage, i, batch), program.offloads[stage, i]
+    mine = [*values[stored[0]], *(values[given] for given in stored[1:])]
+    others = [v for b, v in values.items() if b not in stored or b.kind == "in"]
+    held = {0, *map(_memory, _tensors(others))}
     held |= {_memory(t) for t in machine.store.state.values()}
-    weights, buffers = machine.weights_of(stage, batch + machine.program.offloads[stage, i])
+    weights, buffers = machine.weights_of(stage, batch + forward.version - forward.batch)
     held |= {_memory(t) for t in (*weights, *buffers)}
     memories: dict[int, Tensor] = {}
     numbers: dict[int, int] = {}
@@ -93,7 +95,7 @@ def begin(machine: Machine, instruction: ins.Offload) -> None:
 
 
 def finish(machine: Machine, instruction: ins.Free) -> None:
-    """Wait until what a stage has saved is stored, and may be freed."""
+    """Wait until what a stage keeps is stored, and may be freed."""
     _, _, stage, _, i, batch = instruction.buffer
     stored = machine.store.values.get(offloaded(stage, i, batch))
     if stored is not None:  # or it is on its way back

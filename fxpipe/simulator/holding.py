@@ -27,7 +27,6 @@ PARTS = ("parameters", "optimizer", "versions", "undo", "gradients", "stash", "v
 versions; what an update can be undone with; sums of gradients; what is kept for backward; values
 and gradients between stages; and what the running instruction makes and has not used up."""
 
-
 _ADDING = (ins.PartialBackward, ins.Backward, ins.WeightGrad)
 """What adds to sums of gradients."""
 
@@ -319,8 +318,9 @@ class Holding:
                 for held in sizes.holds.get(source, ()):
                     yield self._near((held, False), source, i, batch)
             case "offloaded":
-                pieces = self._kept[saved(source, i, batch)]
-                ours = Counter(piece.key for piece in pieces)
+                stored = self.program.stored(source, i, batch)
+                pieces = [piece for each in stored for piece in self._kept[each]]
+                ours = Counter(p.key for b in stored if b.kind != "in" for p in self._kept[b])
                 alone = [piece for piece in pieces if self._count[piece.key] == ours[piece.key]]
                 self._stored[source, i, batch] = alone
                 yield from [piece for piece in pieces if piece not in alone]

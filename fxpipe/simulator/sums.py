@@ -69,7 +69,7 @@ def beside(instruction: ins.Instruction) -> Buffer | None:
     match instruction:
         case ins.Await(Buffer(_, _, stage, _, i, batch)):
             return fetching(stage, i, batch)
-        case ins.Free(Buffer("saved", _, stage, _, i, batch)):
+        case ins.Free(Buffer("saved" | "state", _, stage, _, i, batch)):
             return offloaded(stage, i, batch)
     return None
 

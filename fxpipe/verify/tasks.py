@@ -260,17 +260,10 @@ def complete(window: Window, updates: bool, replicas: int = 1) -> Iterator[Fault
 
 
 def _offload(window: Window, device: int, i: int, stage: int) -> Iterator[Fault]:
-    """What is stored comes back, and is what the backward needs."""
-    stored, back, again = (window.spots.get((kind, i, stage)) for kind in "OPR")
-    if stored is not None and again is not None:
-        yield window.fault(
-            stored,
-            f"stage {stage} recomputes micro-batch {i}, and so keeps nothing for its backward but "
-            "its inputs",
-            "remove it and its P, or the R",
-        )
+    """What is stored comes back."""
+    stored, back = (window.spots.get((kind, i, stage)) for kind in "OP")
     if stored is not None and back is None:
-        yield window.fault(stored, "it is never fetched", "add its P before the backward")
+        yield window.fault(stored, "it is never fetched", "add its P before the backward or R")
     elif back is not None and stored is None:
         yield window.fault(back, "it fetches what is never stored", "add its O behind the forward")
 

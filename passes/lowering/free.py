@@ -33,8 +33,9 @@ def free(program: Program) -> Program:
           free      act:z:1->2[0]
 
     What a stage saved needs none: its backward uses it up. What it offloads is freed once that is
-    stored, for which the free waits. So that it seldom does, and that no more is held than is
-    foreseen, it stands behind the next computation, which the storing overlaps::
+    stored, for which the free waits, where the stage recomputes that of its state. So that it
+    seldom does, and that no more is held than is foreseen, it stands behind the next computation,
+    which the storing overlaps::
 
         offload   offloaded:1[0]
         forward   s1[1] v0 keep

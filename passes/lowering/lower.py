@@ -58,7 +58,8 @@ class Lower:
           backward  s1[1] v0 rest
           reduce_scatter s1
 
-    An O begins to store, a P begins to fetch, and the backward is parted from both by what waits::
+    An O begins to store, a P begins to fetch, and the backward, or an R, is parted from both by
+    what waits::
 
           offload   offloaded:1[0]
           prefetch  fetching:1[0]
@@ -295,11 +296,12 @@ class _Instructions:
         return (ins.Recompute if kind == "R" else ins.InputGrad)(stage, i, version, batch)
 
     def parts(self, task: Task) -> Iterator[ins.Instruction]:
-        """What waits until a backward has what it needs, and what runs one before a reduce up to
-        its last bucket of gradients."""
+        """What waits until a backward or a recompute has what it needs, and what runs a backward
+        before a reduce up to its last bucket of gradients."""
         stage, i = task.stage, task.microbatch
         assert stage is not None
-        if task.kind in "BI" and i is not None and (stage, i) in self._fetched:
+        needs = "R" if (stage, i) in self._recomputed else "BI"
+        if task.kind in needs and i is not None and (stage, i) in self._fetched:
             yield ins.Await(fetched(stage, i, task.batch))
         for bucket in range(self._parts.get((task.kind, stage, i), 0)):
             assert i is not None

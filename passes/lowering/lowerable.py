@@ -22,12 +22,22 @@ def check_lowering(
             f"{len(plan.stages)}; cut the model into {schedule.stages} stages or make "
             f"the schedule for {len(plan.stages)}"
         )
-    offloads = {task.stage for row in schedule.rows for task in row if task.kind == "O"}
+    stored, again = (
+        {
+            (task.stage, task.microbatch)
+            for row in schedule.rows
+            for task in row
+            if task.kind == kind
+        }
+        for kind in "OR"
+    )
+    offloads = {stage for stage, _ in stored - again}
     for stage in plan.stages:
         if stage.leaves and stage.index in offloads:
             raise InputError(
                 f"schedule {schedule.name!r} offloads what stage {stage.index} keeps, and with "
-                "leaf modules autograd keeps it for itself; leave offload out, or trace them"
+                "leaf modules autograd keeps it for itself; leave offload out, recompute, or "
+                "trace them"
             )
     copied = any(schedule.working)
     if (replicas > 1 or copied) and schedule.trains and "A" not in schedule.kinds:

@@ -137,12 +137,13 @@ def stash_peaks(schedule: Schedule) -> tuple[int, ...]:
     """Stage → the most micro-batches whose saved values it holds at once: from their forward, or
     their recompute if they have one, to their backward; but for while they are stored elsewhere."""
     again = {(t.stage, t.microbatch) for row in schedule.rows for t in row if t.kind == "R"}
-    return _peaks(schedule, lambda t: t.kind in "RP" or (t.stage, t.microbatch) not in again)
+    return _peaks(schedule, lambda t: t.kind == "R" or (t.stage, t.microbatch) not in again)
 
 
 def arrival_peaks(schedule: Schedule) -> tuple[int, ...]:
-    """Stage → the most micro-batches that are between their forward and their backward at once."""
-    return _peaks(schedule, lambda task: task.kind == "F")
+    """Stage → the most micro-batches that are between their forward and their backward at once, but
+    for while they are stored elsewhere."""
+    return _peaks(schedule, lambda task: task.kind in "FP")
 
 
 def _peaks(schedule: Schedule, begins: Callable[[Task], bool]) -> tuple[int, ...]:

@@ -200,7 +200,7 @@ def test_stages_recompute_or_store_as_costs_least_of_all_ways(seed: int) -> None
         peaks = tuple(float(memory.peak) for memory in found.memory)
         return Predicted(candidate, found.makespan, peaks)
 
-    modes = ("never", "never"), ("always", "never"), ("never", "always")
+    modes = itertools.product(("never", "always"), repeat=2)
     everything = [
         predict(Candidate(recipe, 6, *zip(*ways, strict=True)))
         for ways in itertools.product(modes, repeat=stages)

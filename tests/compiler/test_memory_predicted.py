@@ -108,27 +108,35 @@ def test_recomputing_lowers_the_peak_as_predicted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "schedule", "devices"),
-    [(unet, "gpipe", 2), (unet, "looped-bfs", 2), (transformer, "gpipe", 2)],
+    ("make", "schedule", "recompute", "share"),
+    [
+        (unet, "gpipe", "never", 0.9),
+        (unet, "looped-bfs", "never", 0.9),
+        (transformer, "gpipe", "never", 0.9),
+        (unet, "gpipe", "always", 0.99),
+    ],
 )
 def test_storing_elsewhere_lowers_the_peak_as_predicted(
-    make: Any, schedule: str, devices: int
+    make: Any, schedule: str, recompute: str, share: float
 ) -> None:
     torch.manual_seed(0)
     options: dict[str, Any] = {"schedule": schedule, "optimizer": partial(Adam, lr=1e-3)}
-    kept, stored = (
-        trained(make(), devices, offload=mode, **options) for mode in ("never", "always")
-    )
+    if recompute != "never":
+        options |= {"recompute": recompute, "partition": ["ups.0"]}
+    kept, stored = (trained(make(), offload=mode, **options) for mode in ("never", "always"))
     assert error(*stored) < 0.01
-    assert sum(m.peak for m in stored[0].memory) < 0.9 * sum(m.peak for m in kept[0].memory)
-    assert sum(each.peak for each in stored[1]) < 0.9 * sum(each.peak for each in kept[1])
+    assert sum(m.peak for m in stored[0].memory) < share * sum(m.peak for m in kept[0].memory)
+    assert sum(each.peak for each in stored[1]) < share * sum(each.peak for each in kept[1])
 
 
-def test_a_device_holds_what_is_predicted_while_some_is_stored_and_some_recomputed() -> None:
+@pytest.mark.parametrize("again", [{2: "always"}, {0: "always", 1: "always"}], ids=str)
+def test_a_device_holds_what_is_predicted_while_some_is_stored_and_some_recomputed(
+    again: dict[int, str],
+) -> None:
     torch.manual_seed(0)
     options: dict[str, Any] = {
         "offload": {0: "always", 1: "except_last"},
-        "recompute": {2: "always"},
+        "recompute": again,
     }
     predicted, found = trained(
         transformer(),

@@ -25,6 +25,9 @@ class Devices:
         self.loaded: set[Buffer] = set()
         self.step = 0
         self.resumed = False
+        every = [x for own in program.lists for x in own]
+        self.again = {(x.stage, x.microbatch) for x in every if isinstance(x, ins.Recompute)}
+        self.inputs: dict[int, list[int]] = {}
         self.where = {
             (x.stage, x.microbatch): device
             for device, own in enumerate(program.lists)
@@ -35,15 +38,22 @@ class Devices:
     def _offload(self, device: int, x: ins.Offload | ins.Prefetch | ins.Await) -> None:
         """What is stored is there still, until it is freed; what is fetched is there once."""
         buffer = x.buffer._replace(batch=self.step + x.buffer.batch)
-        kinds: tuple[BufferKind, ...] = "saved", "offloaded", "fetching", "fetched"
+        again = (buffer.source, buffer.microbatch) in self.again
+        kept: BufferKind = "state" if again else "saved"
+        kinds: tuple[BufferKind, ...] = kept, "offloaded", "fetching", "fetched"
         number = [ins.Offload, ins.Prefetch, ins.Await].index(type(x))
         if buffer.kind != kinds[number + 1]:
             raise WrongError("it makes something else")
         value = self._read(device, buffer._replace(kind=kinds[number]))
         if isinstance(x, ins.Offload):
-            for e in self.program.edges:
-                if (e.source, e.target) == (HOST, buffer.source):
-                    self._read(device, Buffer("in", e.value, HOST, e.target, *buffer[4:]))
+            inputs = [
+                self._read(device, Buffer(e.kind, e.value, e.source, e.target, *buffer[4:]))
+                for e in self.program.edges
+                if e.target == buffer.source and (again or e.source == HOST)
+            ]
+            if again:
+                value = tensor("inputs", *inputs)
+                self.inputs[value] = inputs
         else:
             del self.memory[device][buffer._replace(kind=kinds[number])]
         self._write(device, buffer, value)

@@ -201,7 +201,7 @@ class _Run(Devices):
 
         stored = [x.buffer for own in self.program.lists for x in own if isinstance(x, ins.Offload)]
         away = (stage, i) in [(buffer.source, buffer.microbatch) for buffer in stored]
-        kept: BufferKind = "fetched" if away else "saved"
+        kept: BufferKind = "fetched" if away and (stage, i) not in self.again else "saved"
         begun = self.begun.pop((stage, batch), None)
         here = _kind(instruction)
         if begun is not None and begun[:3] != (here, i, version):
@@ -224,6 +224,11 @@ class _Run(Devices):
                 if rest != (begun is not None):
                     raise WrongError("it runs another part of a backward")
         match instruction:
+            case ins.Recompute() if away:
+                inputs = self.inputs[take("fetched")]
+                again = tensor("forward", self.model.weights[stage, version], *inputs)
+                self._write(device, own("saved"), again)
+                return
             case ins.Forward() | ins.Recompute():
                 inputs = [
                     self._read(device, Buffer(e.kind, e.value, e.source, e.target, i, batch))

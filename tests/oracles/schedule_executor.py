@@ -109,7 +109,8 @@ class _Run:
             ready = has("I", s)
         elif kind in "ROP":
             ready = has("O" if kind == "P" else "F", s)
-            if has("BI", s) or (kind != "P" and has("RO", s)):
+            ready = ready and (kind != "R" or has("O", s) == has("P", s))
+            if has("BIR", s) or (kind == "O" and has("O", s)):
                 raise _Wrong
         elif kind == "A":
             ready = self.added[s, batch][device] == sorted(self.own[s][device])

@@ -23,7 +23,7 @@ from fxpipe.ir.recipe import find_recipe
 from fxpipe.passes.partition.options import Partition, arrival_peaks, stash_peaks
 from fxpipe.passes.partition.solver.solve import solve
 from fxpipe.passes.partition.work import Load, Machine, Transfer, Work
-from fxpipe.passes.schedule import add_recompute
+from fxpipe.passes.schedule import add_offload, add_recompute
 from fxpipe.text.schedule import parse_schedule
 from tests.helpers.profiles import deep
 
@@ -195,6 +195,14 @@ def test_what_is_recomputed_is_saved_for_one_micro_batch() -> None:
     )
     assert stash_peaks(partly) == (1,)
     assert arrival_peaks(partly) == (3,)
+
+
+def test_what_is_stored_elsewhere_is_held_for_three_micro_batches() -> None:
+    """One is fetched while one is stored and one computed."""
+    again = add_recompute(find_recipe("gpipe")(2, 6), ["always", "never"])
+    assert (stash_peaks(again), arrival_peaks(again)) == ((1, 6), (6, 6))
+    stored = add_offload(again, "always")
+    assert (stash_peaks(stored), arrival_peaks(stored)) == ((1, 3), (3, 3))
 
 
 def loads(*memory: float) -> list[Load]:

@@ -19,7 +19,7 @@ from fxpipe.ir.task import KINDS, define_task
 from fxpipe.passes.lowering.communicate import communicate
 from fxpipe.passes.lowering.free import free
 from fxpipe.passes.lowering.lower import Lower
-from fxpipe.passes.schedule import add_clip, add_offload, add_reduce
+from fxpipe.passes.schedule import add_clip, add_offload, add_recompute, add_reduce
 from fxpipe.schedules import cdp_v2, chimera, gpipe, one_f_one_b, two_bw, zb_h1
 from fxpipe.verify.program import verify_program
 from tests.helpers.lines import lines
@@ -166,6 +166,16 @@ CASES = LIBRARY | {
     "offload": (add_offload(gpipe(2, 4), "always"), True, False),
     "offload, halves": (add_offload(zb_h1(3, 5), "except_last"), True, False),
     "offload, overlap": (add_offload(two_bw(3, 3), {0: "always"}), True, False),
+    "offload, recompute": (
+        add_offload(add_recompute(gpipe(2, 4), "except_last"), "always"),
+        True,
+        False,
+    ),
+    "offload, recompute, overlap": (
+        add_offload(add_recompute(two_bw(3, 3), "always"), "always"),
+        True,
+        False,
+    ),
     "offload, pause": (add_offload(gpipe(2, 4), "always"), False, True),
     "own tasks, cyclic": (with_own_tasks(recomputing(cdp_v2(3, 3))), True, False),
 }

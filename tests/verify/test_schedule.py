@@ -15,7 +15,7 @@ from fxpipe.errors import Fault, VerificationError
 from fxpipe.ir.recipe import RECIPES, Recipe
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import KINDS, A, B, F, Task, U, define_task
-from fxpipe.passes.schedule import add_offload, add_reduce
+from fxpipe.passes.schedule import add_offload, add_recompute, add_reduce
 from fxpipe.schedules import one_f_one_b
 from fxpipe.verify.schedule import verify_schedule
 from tests.helpers.faults import faults_of
@@ -70,7 +70,7 @@ COPIED_FAULTS = {
 
 
 REDUCING = "reducing zb-h1", "reducing dualpipe-v", "reducing pipedream"
-OFFLOADING = "offloading gpipe", "offloading zb-h1", "offloading 2bw"
+OFFLOADING = "offloading gpipe", "offloading zb-h1", "offloading 2bw", "offloading both gpipe"
 EDITED = (*RECIPES, "recomputing", "own tasks", *REDUCING, *OFFLOADING)
 
 
@@ -132,7 +132,9 @@ def made(name: str, devices: int, microbatches: int) -> Schedule:
     if name.startswith("reducing "):
         return add_reduce(RECIPES[name.partition(" ")[2]](devices, microbatches))
     if name.startswith("offloading "):
-        schedule = RECIPES[name.partition(" ")[2]](devices, max(microbatches, devices))
+        schedule = RECIPES[name.split()[-1]](devices, max(microbatches, devices))
+        if "both" in name:
+            schedule = add_recompute(schedule, "always")
         return add_offload(schedule, "except_last")
     schedule = RECIPES["1f1b" if name == "recomputing" else "1f1b-async"](devices, microbatches)
     rows: list[list[Task]] = [[] for _ in schedule.rows]

@@ -42,15 +42,18 @@ def test_a_prefetch_that_takes_long_comes_early() -> None:
     ]
 
 
-def test_what_has_offloads_or_recomputes_is_left_alone() -> None:
+def test_what_has_offloads_is_left_alone() -> None:
     schedule = RECIPES["gpipe"](2, 4)
     stored = add_offload(schedule, {1: "except_last"})
     assert add_offload(stored, "always") is stored
     assert {task.stage for row in stored.rows for task in row if task.kind == "O"} == {1}
     assert max(t.microbatch or 0 for row in stored.rows for t in row if t.kind == "O") < 3
-    again = add_recompute(schedule, ["always", "never"])
-    both = add_offload(again, "always").verify()
-    assert {task.stage for row in both.rows for task in row if task.kind == "O"} == {1}
+
+
+def test_with_a_recompute_a_prefetch_comes_before_it() -> None:
+    again = add_recompute(RECIPES["gpipe"](1, 5), "except_last")
+    row = " ".join(map(str, add_offload(again, "always").verify().rows[0])).replace("@0", "")
+    assert row == "F0 O0 F1 O1 F2 O2 F3 O3 P0 F4 O4 R0 P1 B0 R1 P2 B1 R2 P3 B2 R3 P4 B3 B4 U"
 
 
 @pytest.mark.parametrize(
@@ -63,7 +66,8 @@ def test_what_has_offloads_or_recomputes_is_left_alone() -> None:
         ("F0 P0 O0 F1 B0 B1 U", "P0@0: it comes before O0@0"),
         ("O0 F0 P0 F1 B0 B1 U", "O0@0: it comes before F0@0"),
         ("F0 O0 F1 O0 P0 B0 B1 U", "O0@0: it is there already"),
-        ("F0 O0 F1 P0 R0 B0 B1 U", "O0@0: stage 0 recomputes micro-batch 0"),
+        ("F0 O0 F1 R0 P0 B0 B1 U", "R0@0: it comes before P0@0"),
+        ("F0 R0 O0 F1 P0 B0 B1 U", "R0@0: it comes before P0@0"),
     ],
 )
 def test_what_is_wrong_is_told_by_name(row: str, fault: str) -> None:
