@@ -15,6 +15,7 @@ from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
@@ -140,9 +141,23 @@ def _written_over(node: fx.Node) -> Iterator[fx.Node]:
                 yield given
 
 
+_aten = torch.ops.aten
+_WHOLE_LOSSES = {
+    _aten.mse_loss.default,
+    _aten.smooth_l1_loss.default,
+    _aten.soft_margin_loss.default,
+    _aten.binary_cross_entropy.default,
+}
+"""Losses that write the loss of each element first, and then their sum into the same memory, which
+keeps its size."""
+
+
 def _storages(node: fx.Node) -> Iterator[tuple[int, int]]:
     """The storages of a node's example value, with their bytes."""
+    least = 0
+    if node.target in _WHOLE_LOSSES:
+        least = max(operand.meta["val"].nbytes for operand in node.all_input_nodes)
     for leaf in pytree.tree_leaves(node.meta.get("val")):
         if isinstance(leaf, Tensor):
             for storage in (piece.untyped_storage() for piece in pieces(leaf)):
-                yield storage._cdata, int(storage.nbytes())
+                yield storage._cdata, max(int(storage.nbytes()), least)
