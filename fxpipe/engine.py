@@ -23,7 +23,6 @@ from fxpipe.runtime.choice import Choice
 from fxpipe.runtime.devices.backend import Worker
 from fxpipe.runtime.host import BatchHost, Job, PendingLoss, draw_seed, next_seed
 from fxpipe.runtime.overlapping import OverlappingRun
-from fxpipe.runtime.ranks.clocks import ahead
 from fxpipe.runtime.ranks.devices import backend_of
 from fxpipe.runtime.run import FlushedRun, Run
 from fxpipe.runtime.weights.clipping import Clipping
@@ -173,7 +172,7 @@ class Engine:
         finally:
             self._times = []
         own = [self._backend.nanoseconds(device, each) for device, each in enumerate(taken)]
-        clocks = ahead(self._options.group)
+        clocks = self._backend.clocks()
         ranks = [*zip(clocks, self._options.group.exchange("times", own), strict=True)]
         ranks = [ranks[rank] for rank in self._options.group.pipeline]
         times += ([t - more for more, its in ranks for t in its[d]] for d in range(devices))

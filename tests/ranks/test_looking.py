@@ -21,7 +21,9 @@ from fxpipe.simulator import simulate
 from tests.helpers.ranks import DeviceMesh, on_ranks
 
 HOUR = 3600 * 10**9
-CLOCKS = [f"fxpipe.runtime.{module}.perf_counter_ns" for module in ("interpreter", "ranks.clocks")]
+CLOCKS = [
+    f"fxpipe.runtime.{module}.perf_counter_ns" for module in ("interpreter", "ranks.channels")
+]
 
 COSTS = {"F": 1, "B": 2, "U": 1}
 

@@ -22,33 +22,20 @@ if TYPE_CHECKING:
     from fxpipe.runtime.weights.sharding import Shards
 
 
-class _Before:
-    """A snapshot of a stage's parameters and its optimizer, to restore them exactly."""
-
-    def __init__(self, parameters: Sequence[torch.Tensor], optimizer: Optimizer) -> None:
-        self._parameters = parameters
-        self._values = clones(parameters)
-        self._optimizer = OptimizerSnapshot(optimizer)
-
-    def put_back(self) -> None:
-        """Make it so again."""
-        for parameter, value in zip(self._parameters, self._values, strict=True):
-            parameter.copy_(value)
-        self._optimizer.put_back()
-
-
 _PARAMETERS = ("params", "param_names")
 """What a parameter group has besides settings."""
 
 
 class OptimizerSnapshot:
-    """A copy of an optimizer's state, its groups' settings and its plain attributes.
+    """A copy of an optimizer's state, its groups' settings and its plain attributes; and of
+    parameters that change with it.
 
     The optimizer's ``load_state_dict`` could not restore it exactly: it casts the state to the
     dtypes of the parameters.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, parameters: Sequence[torch.Tensor] = ()) -> None:
+        self._parameters, self._values = parameters, clones(parameters)
         self._optimizer = optimizer
         states = all_copied([*optimizer.state.values()])
         self._state = dict(zip(optimizer.state, states, strict=True))
@@ -57,6 +44,8 @@ class OptimizerSnapshot:
 
     def put_back(self) -> None:
         """Make it so again."""
+        for parameter, value in zip(self._parameters, self._values, strict=True):
+            parameter.copy_(value)
         self._optimizer.state.clear()
         self._optimizer.state.update(self._state)
         for group, values in self._groups:
@@ -273,7 +262,7 @@ class LiveWeights(Weights):
         ]
         self._optimizers = optimizers
         self._onto_grad = onto_grad
-        self._before: list[_Before | OptimizerSnapshot] = []
+        self._before: list[OptimizerSnapshot] = []
         self._shards = shards
         self._gathered: dict[int, list[torch.Tensor]] = {}
 
@@ -312,7 +301,7 @@ class LiveWeights(Weights):
         shards, parameters = self._shards.get(optimizer), self._parameters[stage]
         with self._updating():
             if shards is None:
-                self._before.append(_Before(parameters, optimizer))
+                self._before.append(OptimizerSnapshot(optimizer, parameters))
             else:
                 self._before.append(OptimizerSnapshot(optimizer))
                 shards.follow()

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from fxpipe.errors import InputError, told
 from fxpipe.ir.value import part_of
-from fxpipe.runtime.weights.live import OptimizerSnapshot, copied, fill
+from fxpipe.runtime.weights.live import copied, fill
 from fxpipe.runtime.weights.optimizer_state import (
     OptimizerState,
     ParameterState,
@@ -28,7 +28,7 @@ from fxpipe.runtime.weights.optimizer_state import (
     alone,
     frozen,
 )
-from fxpipe.runtime.weights.stage_weights import StageWeights, retire, step_with
+from fxpipe.runtime.weights.stage_weights import StageWeights, retire
 from fxpipe.torchtools.meta import become
 
 
@@ -169,25 +169,10 @@ class ShardedStage(StageWeights):
     ) -> list[dict[str, Any]]:
         """Make the own part of the next version; the gradients are parts, too."""
         self.refuse_changed()
-        assert self.optimizer is not None
-        before = OptimizerSnapshot(self.optimizer)
         parts = {name: self._shards.of[p] for name, p in self.parameters.items()}
-        old = {name: part.data for name, part in parts.items()}
-        self._shards.hold()
-        try:
-            for name, part in parts.items():
-                part.grad = gradients.get(name)
-            changed = step_with(self.optimizer, groups)
-        except BaseException:
-            before.put_back()
-            for name, part in parts.items():
-                part.data = old[name]
-            raise
-        finally:
-            for part in parts.values():
-                part.grad = None
+        memory = {n: p.data.clone() if p.requires_grad else p.data for n, p in parts.items()}
+        changed = self._step(parts, memory, gradients, groups)
         self._made += 1
-        self.undo[self._made] = before
         return changed
 
     def parts(self) -> list[Tensor]:

@@ -204,26 +204,40 @@ class StageWeights:
             self.newest += 1
             retire(self.live, needed)
             return []
-        before = OptimizerSnapshot(self.optimizer)
         tensors = _copied(self.live[self.newest], retire(self.live, needed))
-        own = {name: parameter.grad for name, parameter in self.parameters.items()}
-        try:
-            for name, parameter in self.parameters.items():
-                parameter.data = tensors[name].detach()
-                parameter.grad = gradients.get(name)
-            changed = step_with(self.optimizer, groups)
-        except BaseException:
-            before.put_back()
-            self._show(self.live[self.newest])
-            raise
-        finally:
-            for name, parameter in self.parameters.items():
-                parameter.grad = own[name]
-        self.undo[self.newest + 1] = before
+        memory = {name: tensor.detach() for name, tensor in tensors.items()}
+        changed = self._step(self.parameters, memory, gradients, groups)
         self._append(tensors)
         if self.predicts:
             self._predict(groups)
         self.most = max(self.most, len(self.live) + len(self.predicted))
+        return changed
+
+    def _step(
+        self,
+        trained: Mapping[str, nn.Parameter],
+        memory: Mapping[str, Tensor],
+        gradients: Mapping[str, Tensor | None],
+        groups: Sequence[dict[str, Any]],
+    ) -> list[dict[str, Any]]:
+        """Step the optimizer with what it trains in other memory, which has the newest version.
+        See ``update``; after a failure all is as it was."""
+        assert self.optimizer is not None
+        before = OptimizerSnapshot(self.optimizer)
+        own = {name: (parameter.data, parameter.grad) for name, parameter in trained.items()}
+        try:
+            for name, parameter in trained.items():
+                parameter.data, parameter.grad = memory[name], gradients.get(name)
+            changed = step_with(self.optimizer, groups)
+        except BaseException:
+            before.put_back()
+            for name, parameter in trained.items():
+                parameter.data = own[name][0]
+            raise
+        finally:
+            for name, parameter in trained.items():
+                parameter.grad = own[name][1]
+        self.undo[self.made + 1] = before
         return changed
 
     def _append(self, tensors: Buffers) -> None:
