@@ -29,9 +29,14 @@ from tests.helpers.remembered import remembering
 TESTS = Path(__file__).parent
 GOLDEN = TESTS / "golden"
 QUICK = ("draw", "ir", "partition/solver", "schedules", "simulator", "text", "verify")
-REMEMBERING = ("ranks", "runtime")
-"""Folders whose tests are of what compiled models do: the passes trace a like model once, but for
-files that are marked with ``traces``."""
+REMEMBERING = (
+    "models/test_exactness.py",
+    "models/test_split_training.py",
+    "ranks",
+    "runtime",
+)
+"""Files and folders whose tests are of what compiled models do: the passes trace and
+differentiate a like model once, but for tests and files that are marked with ``traces``."""
 
 LONGEST = ("ranks", "test_examples.py", "test_notebooks.py")
 """What begins first, so that no worker is left with the longest tests when the others are done."""
@@ -108,7 +113,7 @@ def quick_tests_stay_quick(request: pytest.FixtureRequest, monkeypatch: pytest.M
     monkeypatch.setattr(subprocess, "Popen", refuse)
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(autouse=True)
 def like_models_are_traced_once(request: pytest.FixtureRequest) -> Iterator[None]:
     traces = request.node.get_closest_marker("traces") is not None
     with remembering() if within(request.path, REMEMBERING) and not traces else nullcontext():

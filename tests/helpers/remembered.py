@@ -1,11 +1,11 @@
 """What the passes make of models that tests compile again and again, remembered in a process.
 
-Tests of what runs compile the same few models hundreds of times. Tracing one, and measuring its
-nodes, is a function of the model's structure and of the batch's, and its results are frozen: inside
-``remembering`` the lists of passes in ``LISTS`` run once for each. All else runs every time: the
-model and its loss as they are, with their guards; the cut, the derivatives, the check of the plan
-against the model; schedules and programs. Tests of the passes do not use it, nor those that are
-marked with ``traces``.
+Tests of what runs compile the same few models hundreds of times. Tracing one, measuring its nodes,
+cutting it at given places and writing down its derivatives are functions of the model's structure
+and of the batch's, and their results are frozen: inside ``remembering`` the lists of passes in
+``LISTS`` run once for each. All else runs every time: the model and its loss as they are, with
+their guards; the choice of the cut; the check of the plan against the model; schedules and
+programs. Tests of the passes do not use it, nor those that are marked with ``traces``.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from fxpipe.compiler import front_end, passes, placement
+from fxpipe.compiler import front_end, passes, placement, plans
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.traced import Traced
 from fxpipe.passes.runner import Pass, run_all
 
-LISTS = (passes.TRACE, passes.JOIN, passes.SINGLE, passes.MEASURE)
+LISTS = (passes.TRACE, passes.JOIN, passes.SINGLE, passes.MEASURE, passes.FIT, passes.PLAN)
 
 PLAIN = (
     *(type(None), bool, int, float, complex, str, bytes, type, range, slice),
@@ -36,7 +36,7 @@ PLAIN = (
 )
 """Values that are their own keys."""
 
-RESULTS = ("traced", "plan", "costs")
+RESULTS = ("traced", "plan", "costs", "assignment")
 """What is asked of those lists."""
 
 BY_SHAPE = ("args", "kwargs", "targets", "values", "state")
@@ -54,7 +54,7 @@ class _Unknown(Exception):
 def remembering() -> Iterator[None]:
     """Inside, compilers of this process take what was made for a like model before."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (front_end, placement):
+        for module in (front_end, placement, plans):
             patch.setattr(module, "run_all", run_once)
         yield
 
@@ -98,6 +98,8 @@ def _key(value: Any) -> Any:
     """Equal for values of which a trace cannot tell one from the other."""
     if isinstance(value, PLAIN):
         return type(value).__name__, value
+    if isinstance(value, Traced) and value.leaves:  # these are the model's own objects
+        raise _Unknown
     if isinstance(value, Traced):  # its other fields come from its graph
         rest = value.outputs, value.writes, value.deferred, value.loss
         return _same(value.module), _key(rest)

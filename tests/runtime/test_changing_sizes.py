@@ -19,8 +19,6 @@ from fxpipe.passes.graph.extents import BATCH
 from fxpipe.passes.tracing.trace import trace
 from tests.oracles import loop
 
-pytestmark = pytest.mark.traces
-
 
 @pytest.fixture
 def traces(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -50,6 +48,7 @@ def batch(samples: int, *shape: int) -> tuple[Tensor, Tensor]:
     return x, y
 
 
+@pytest.mark.traces
 @pytest.mark.parametrize(
     ("samples", "expected"),
     [
@@ -98,6 +97,7 @@ class Sized(nn.Module):
         return z
 
 
+@pytest.mark.traces
 def test_a_model_that_is_not_dynamic_is_traced_once_a_size(traces: list[str]) -> None:
     model = Sized().double()
     alone = copy.deepcopy(model)
@@ -140,6 +140,7 @@ class Recurrent(nn.Module):
         return y
 
 
+@pytest.mark.traces
 @pytest.mark.parametrize("model", [Random, Recurrent])
 def test_masks_do_not_depend_on_which_graph_draws_them(
     traces: list[str], model: Callable[[], nn.Module]
@@ -160,6 +161,7 @@ def test_masks_do_not_depend_on_which_graph_draws_them(
     loop.assert_same(alone[1], shared[1], 1e-12)
 
 
+@pytest.mark.traces
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
 @pytest.mark.parametrize(
     ("model", "shape"),
@@ -232,6 +234,7 @@ def test_outputs_are_joined_along_the_batch(
     assert len(traces) <= 4  # a step and a call, each for one size and for any
 
 
+@pytest.mark.traces
 def test_sizes_are_expressions_whatever_was_traced_first(traces: list[str]) -> None:
     def extents(first: int) -> Any:
         torch.manual_seed(0)
@@ -276,6 +279,7 @@ def test_sizes_of_a_model_that_takes_no_zeros_are_those_of_its_one_size() -> Non
         pipe.step(x, target=y)
 
 
+@pytest.mark.traces
 @pytest.mark.parametrize("outputs", [False, True])
 def test_no_batch_is_kept(outputs: bool) -> None:
     model = mlp().double()

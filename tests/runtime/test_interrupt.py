@@ -267,6 +267,7 @@ def calling_at_node(number: int, call: Callable[[], None]) -> Iterator[list[int]
         yield made
 
 
+@pytest.mark.traces
 def test_an_interrupt_while_compiling_leaves_no_trace() -> None:
     def compiled() -> fxpipe.Pipeline:
         torch.manual_seed(0)

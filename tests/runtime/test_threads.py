@@ -105,6 +105,7 @@ def test_steps_from_several_threads_add_up_to_the_gradients_of_all_their_batches
     assert torch.equal(counted["1.num_batches_tracked"], expected["1.num_batches_tracked"])
 
 
+@pytest.mark.traces
 def test_models_compiled_in_several_threads_at_once_are_each_as_if_alone() -> None:
     x, y = batches(1)[0]
 
