@@ -6,6 +6,7 @@ The latter is measured once on a machine and kept, in steps of a pipe over two d
 from __future__ import annotations
 
 import platform
+import tempfile
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -22,8 +23,8 @@ import torch
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.program import Program
 from fxpipe.ir.recipe import find_recipe
-from fxpipe.ir.task import BESIDE
 from fxpipe.ir.unroll import unroll
+from fxpipe.ir.value import Buffer
 from fxpipe.kernels.kernel import Backwarded, Forwarded
 from fxpipe.passes.inductor.libraries import Libraries
 from fxpipe.runtime import choice
@@ -76,7 +77,8 @@ def learned(
 ) -> Rehearsal:
     """How long tasks and instructions of a program take, from the middle half of some runs of it,
     so that its simulation takes as long as these. An instruction begins where its thread has
-    finished the one before.
+    finished the one before. What is stored or fetched took at most until somebody had waited for
+    it, and as long as the quickest of its stage.
 
     Args:
         program: the program that ran.
@@ -89,6 +91,7 @@ def learned(
     lists = (unroll(program, steps) if steps > 1 or program.depth else program).lists
     tasks: dict[tuple[str, int], list[float]] = defaultdict(list)
     others: list[float] = []
+    away: dict[tuple[str, int], float] = {}
     middle = _middle(took)
     for run in middle:
         lanes = [
@@ -97,19 +100,29 @@ def learned(
         ]
         for lane in [sorted(joined(*lanes), key=itemgetter(0))] if serial else lanes:
             before = lane[0][0] if lane else 0
+            begun: dict[Buffer, float] = {}
+            idle: dict[tuple[str, int], float] = {}  # since when nothing is stored, or fetched
             for _, end, instruction in lane:
                 seconds, before = 1e-9 * (end - before), end
                 letter = ins.letter_of(instruction)
+                if isinstance(instruction, ins.Offload | ins.Prefetch):
+                    begun[instruction.buffer] = end
+                elif (moved := beside(instruction)) is not None:
+                    way = "O" if moved.kind == "offloaded" else "P"
+                    on = way, program.device_of(moved.source, moved.microbatch)
+                    took_ = 1e-9 * (end - max(begun.pop(moved), idle.get(on, 0)))
+                    idle[on], key = end, (way, moved.source)
+                    away[key] = min(away.get(key, took_), took_)
                 if letter is not None:
                     tasks[letter, instruction.stage].append(seconds)  # type: ignore[union-attr]
                 elif isinstance(instruction, _AT_ONCE) and beside(instruction) is None:
                     others.append(seconds)
-    costs = {key: mean(own) for key, own in tasks.items()}
     each = mean(others) if others else known.instruction
+    costs = {key: mean(own) for key, own in tasks.items()}
+    costs |= {key: max(seconds - each, 0.0) for key, seconds in away.items()}
     made = Rehearsal(costs, Overheads(each, known.task, known.hand_over), serial)
-    away = {(way, stage): 0.0 for way in BESIDE for stage in range(program.stages)}
     found = simulate(
-        program, away | made.known, links=made.links, overhead=each, serial=serial, steps=steps
+        program, made.known, links=made.links, overhead=each, serial=serial, steps=steps
     )
     whole = mean(run.seconds for run in middle)
     outside = max(whole - found.makespan, 0.0) / steps
@@ -138,18 +151,28 @@ def spread(seconds: Sequence[float]) -> float:
 def overheads() -> Overheads:
     """Those of this machine; measured once on it and kept, but for the hand-over, which is measured
     in each process."""
-    here = platform.node(), processors(), platform.python_version(), str(torch.__version__)
-    kept = Libraries().kept(f"least {Overheads()} on {here}", _measured_overheads)
+    kept = Libraries().kept(f"least {Overheads()} on {_here()}", _measured_overheads)
     return Overheads(**kept, hand_over=choice.hand_over())
+
+
+def _here() -> tuple[object, ...]:
+    """What tells this machine from others."""
+    return platform.node(), processors(), platform.python_version(), str(torch.__version__)
 
 
 @cache
 def away_rates(place: str) -> tuple[float, float]:
     """Bytes a second that a device of this type stores outside of its memory, and that it fetches
-    again; measured in each process."""
+    again; measured once on this machine, and for each folder of temporary files, and kept."""
+    what = f"away {place} {tempfile.gettempdir()} on {_here()}"
+    stored, fetched = Libraries().kept(what, lambda: _measured_rates(place))
+    return stored, fetched
+
+
+def _measured_rates(place: str) -> tuple[float, float]:
     memory = torch.ones(1 << 25, dtype=torch.uint8, device=place)
     stored, fetched = [], []
-    for _ in range(3):
+    for _ in range(_ROUNDS):
         start = perf_counter()
         if memory.is_cpu:
             away = FileAway(-1, [memory])

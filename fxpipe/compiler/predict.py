@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from statistics import mean
 from typing import Any
 
 from rich.table import Table
@@ -24,6 +25,7 @@ from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import Program
 from fxpipe.ir.recipe import find_recipe
 from fxpipe.ir.schedule import Schedule
+from fxpipe.ir.value import HOST
 from fxpipe.memory.held import plan_sizes
 from fxpipe.overheads import away_rates
 from fxpipe.passes.graph.extents import Extent
@@ -32,6 +34,7 @@ from fxpipe.runtime.weights.sharding import Shards
 from fxpipe.simulator import Simulation, simulate
 from fxpipe.simulator.costs import Costs, Key, Link, Links, Rehearsal, measured_costs
 from fxpipe.simulator.sizes import Sizes as StageSizes
+from fxpipe.torchtools.state import processors
 from fxpipe.words import bytes_text, plural, preformatted, table_text
 
 _MOST = 1 << 20
@@ -65,7 +68,8 @@ def predict(
     given: dict[Key, float] = dict((costs or {}).items())
     # costs that are given for a kind of task replace those that were measured for it
     known = {key: t for key, t in measured_costs(plan).items() if key[0] not in given}
-    stored = _away_costs(plan, program, sizes, away)
+    place = next((spec.device for spec in plan.specs.values()), "cpu")
+    stored = _away_costs(plan, program, sizes, away or place)
     known |= {key: t for key, t in stored.items() if key[0] not in given}
     run = partial(simulate, program, overlap=overlap, sizes=sizes, steps=steps)
     if rehearsal is None or given:
@@ -79,6 +83,11 @@ def predict(
         links=rehearsal.links if links is None else links,
         overhead=rehearsal.overheads.instruction,
         serial=rehearsal.serial,
+        # threads that store take turns with those of the devices, where these take all processors;
+        # steps that have stored have taught what is left of that
+        beside=place != "cpu"
+        or (1 if rehearsal.serial else program.devices) < processors()
+        or stored.keys() <= rehearsal.costs.keys(),
     )
     return replace(found, seconds=True, outside=rehearsal.overheads.step, off=rehearsal.off)
 
@@ -90,14 +99,22 @@ def given_links(options: Options) -> Links | None:
 
 
 def _away_costs(
-    plan: Plan, program: Program, sizes: StageSizes, rates: tuple[float, float] | None
+    plan: Plan, program: Program, sizes: StageSizes, rates: tuple[float, float] | str
 ) -> dict[tuple[str, int], float]:
-    """How long it takes to store what a stage keeps of a micro-batch, and to fetch it."""
+    """How long it takes to store what a stage keeps of a micro-batch, and to fetch it, by the rates
+    or those of a type of device."""
     if not program.offloads or not measured_costs(plan):
         return {}
-    place = next((spec.device for spec in plan.specs.values()), "cpu")
-    ways = zip("OP", rates or away_rates(place), strict=True)
-    return {(way, stage): n / rate for way, rate in ways for stage, n in sizes.saved.items()}
+    stored: dict[int, list[int]] = {}
+    for (stage, _), forward in program.offloads.items():
+        inputs = {edge.value: edge.source for edge in program.edges_into[stage]}
+        held = inputs if forward.again else sizes.holds.get(stage, ())
+        moved = [value for value in held if inputs.get(value) != HOST]
+        size = 0 if forward.again else sizes.saved.get(stage, 0)
+        size += sum(sizes.values.get(value, 0) for value in moved)
+        stored.setdefault(stage, []).append(size)
+    ways = zip("OP", away_rates(rates) if isinstance(rates, str) else rates, strict=True)
+    return {(way, s): mean(sizes) / rate for way, rate in ways for s, sizes in stored.items()}
 
 
 def predicted_peaks(plan: Plan, program: Program, sizes: StageSizes) -> list[int]:

@@ -22,7 +22,8 @@ from fxpipe.ir.walk import waits_of, walk
 from fxpipe.simulator.costs import Costs, Link, Links, Times, task_times
 from fxpipe.simulator.simulation import Events, Simulation, Span, Transfer
 from fxpipe.simulator.sizes import Sizes
-from fxpipe.simulator.sums import Sum, awaited_by, begun_by, beside
+from fxpipe.simulator.sums import Sum, awaited_by, begun_by
+from fxpipe.simulator.sums import beside as awaits
 from fxpipe.text.program import print_instruction
 
 
@@ -37,6 +38,7 @@ def simulate(
     sizes: Sizes | None = None,
     steps: int | None = None,
     stuck_ok: bool = False,
+    beside: bool = True,
 ) -> Simulation:
     """Run a program on paper.
 
@@ -60,6 +62,7 @@ def simulate(
         steps: how many steps in a row, and the flush after the last; by default one, or, where
             batches overlap, enough for everything to have come into its stride.
         stuck_ok: simulate also a program that gets stuck, up to there.
+        beside: whether a device computes while it stores and fetches what it offloads.
 
     Raises:
         InputError: costs, links, sizes or steps do not fit, the program's communication is not in
@@ -86,6 +89,7 @@ def simulate(
         "overhead": overhead,
         "serial": serial,
         "sizes": sizes,
+        "beside": beside,
     }
     events = run(flat, walked.turns, times, **settings)
     stuck = tuple(
@@ -204,6 +208,7 @@ def run(
     overhead: float = 0,
     serial: bool = False,
     sizes: Sizes | None = None,
+    beside: bool = True,
 ) -> Events:
     """Give every instruction its time, in an order in which they can run; see ``simulate``."""
     lists = program.lists
@@ -259,9 +264,9 @@ def run(
                         transfers[buffer] = Transfer(
                             buffer, device, device, position, now, start, end
                         )
-                        if not overlap:
+                        if not (overlap and beside):
                             now = end
-                    case _ if (moved := beside(instruction)) is not None:
+                    case _ if (moved := awaits(instruction)) is not None:
                         now = max(now, transfers[moved].end) + overhead
                     case ins.Barrier() | ins.Pause():
                         kind = type(instruction)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Iterator
 from statistics import mean
 from typing import Any
@@ -21,6 +22,7 @@ from fxpipe.ir.recipe import find_recipe
 from fxpipe.ir.unroll import blocking, unroll
 from fxpipe.overheads import Took, learned, spread
 from fxpipe.passes.lowering.streams import Streams
+from fxpipe.passes.schedule import add_offload
 from fxpipe.runtime import interpreter
 from fxpipe.runtime.interpreter import Machine
 from fxpipe.simulator import Simulation, Sizes, simulate
@@ -188,6 +190,18 @@ def test_what_a_run_took_is_predicted_of_its_program(name: str, steps: int, seri
     assert made.step_time == pytest.approx(ran.makespan / steps + 6.0)
 
 
+@pytest.mark.parametrize("stores", [1.0, 30.0])
+def test_what_a_run_stored_and_fetched_took_what_was_waited_for_it(stores: float) -> None:
+    program = chain_program(add_offload(find_recipe("gpipe")(3, 6), "always"))
+    costs = {"F": 3.0, "B": 5.0, "U": 7.0, "O": stores, "P": 1.5 * stores}
+    ran = simulate(program, costs, links=Link(0.75), overhead=0.25)
+    found = learned(program, [Took(ran.makespan, clocked(ran))] * 4, Overheads(hand_over=0.75))
+    for key in itertools.product("OP", range(3)) if stores == 30.0 else ():
+        assert found.costs[key] == pytest.approx(costs[key[0]], rel=0.02)
+    made = predict(chain(3), program, Sizes({}), rehearsal=found)
+    assert made.step_time == pytest.approx(ran.makespan, rel=0.02)
+
+
 def test_a_run_that_was_held_up_does_not_count() -> None:
     program = chain_program(find_recipe("1f1b")(2, 2))
 
@@ -272,7 +286,7 @@ def test_a_step_takes_no_times() -> None:
 def places(values: Any) -> dict[int, int]:
     """Where tensors begin → their bytes; a micro-batch's input is a part of the batch's."""
     tensors = [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
-    return {t.data_ptr(): t.numel() * t.element_size() for t in tensors}
+    return {t.data_ptr(): t.nbytes for t in tensors}
 
 
 @pytest.fixture
@@ -291,6 +305,9 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, list[int]]]:
                     fixed |= places(machine.weights.buffers(stage))
             store = machine.store
             live = places([list(store.values.values()), store.gradients, store.state])
+            # a loss lies in memory that was made for all that it is the mean of
+            made = [value for buffer, value in store.values.items() if buffer.kind == "out"]
+            live |= {t.data_ptr(): t.untyped_storage().nbytes() for t in made}
             found[machine.device].append(
                 sum(size for key, size in live.items() if key not in fixed)
             )
