@@ -87,12 +87,8 @@ def explained(
 ) -> ExecutionError:
     """The error to raise for an exception of the instruction that a machine is running.
 
-    Args:
-        machine: the machine.
-        cause: the exception.
-        consequence: what it means for the weights, one clause; empty where that is not known yet.
-        backend: runs the devices' lists.
-        expected: predicts what the devices hold.
+    ``consequence`` is what it means for the weights, one clause, empty where that is not known yet.
+    ``expected`` predicts what the devices hold.
     """
     if isinstance(cause, ExecutionError):
         return cause
@@ -130,11 +126,8 @@ def explained_late(
 ) -> DeviceError | None:
     """The error for a failure that a device reports late; None where ``cause`` is none of these.
 
-    Args:
-        cause: the exception.
-        when: what was running when it was raised, one clause.
-        backend: runs the devices' lists.
-        noticed: the device that reported it, if known; its suspects come first.
+    ``when`` is what was running when it was raised, one clause. The suspects of the device that has
+    noticed it, if known, come first.
     """
     left = sorted(backend.unfinished(cause), key=lambda each: each.device != noticed)
     if not left:

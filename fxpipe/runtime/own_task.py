@@ -38,12 +38,8 @@ def run_task(
 ) -> None:
     """Call a task's function, with copies of what it may not change.
 
-    Args:
-        kind: the kind of task, which says what it reads and writes.
-        stage: the stage that it runs on.
-        microbatch: the micro-batch that it runs for; None for a task that runs once per step.
-        parameters: name in the model → each of the stage's parameters.
-        gradients: name in the model → the sum of its gradients, where there is one yet.
+    Parameters, and the sums of gradients where there are some yet, are those of the stage, by their
+    names in the model. There is no micro-batch for a task that runs once per step.
 
     Raises:
         InputError: the function changed a tensor in place that it does not declare to write.

@@ -79,18 +79,11 @@ class Run(Generic[W]):
         times: Sequence[list[Any]] = (),
         expected: Expected | None = None,
     ) -> None:
-        """Nothing runs yet.
+        """Nothing runs yet. The program is verified, and there is one worker for each device, or
+        one for all; ``first`` is the number of the first step.
 
-        Args:
-            program: a verified program.
-            plan: the plan that it was lowered from.
-            workers: one for each device, or one for all.
-            backend: runs the devices' lists.
-            weights: parameters and buffers.
-            first: the number of the first step.
-            times: device → the list for the times of its instructions, see Machine; by default no
-                times are taken.
-            expected: predicts what the devices hold, for messages.
+        ``times`` has for each device the list for the times of its instructions, see Machine; by
+        default no times are taken. ``expected`` predicts what the devices hold, for messages.
         """
         self.program = program
         self.threads = len(workers)

@@ -96,16 +96,8 @@ Add = Callable[[tuple[str, ...], Tensor], dict[str, str]]
 
 
 def encode(checkpoint: Checkpoint, add: Add, parts: Iterable[str] = EVERYTHING) -> dict[str, Any]:
-    """A checkpoint as JSON, which names the tensors that ``add`` was given.
-
-    Args:
-        checkpoint: what is kept.
-        add: adds a tensor.
-        parts: the attributes to encode.
-
-    Raises:
-        CheckpointError: it holds a value of a kind that has no such form.
-    """
+    """These parts of a checkpoint as JSON, which names the tensors that ``add`` was given. Raises
+    CheckpointError where it holds a value of a kind that has no such form."""
     return {name: _encode(getattr(checkpoint, name), (name,), add) for name in parts}
 
 

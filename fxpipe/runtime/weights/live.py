@@ -243,14 +243,12 @@ class LiveWeights(Weights):
         deferred: Sequence[DeferredNorm] = (),
         shards: Mapping[Optimizer, Shards] = MappingProxyType({}),
     ) -> None:
-        """Bind stages to tensors.
+        """Bind stages to tensors, see ``bind``, and to their optimizers.
 
         Args:
-            stages: the plan's stages.
-            state: name in the model → parameter, buffer or constant.
+            stages, state, deferred: as for ``bind``.
             optimizers: stage → its optimizer; None for a stage that has none.
             onto_grad: whether the sums of gradients start from ``.grad`` and then replace it.
-            deferred: the BatchNorm calls whose statistics ``commit`` updates.
             shards: optimizer → the parts of parameters that it trains in place of the whole.
         """
         super().__init__()

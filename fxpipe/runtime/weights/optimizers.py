@@ -113,14 +113,8 @@ class StageOptimizers:
         return state
 
     def restoring(self, saved: OptimizerState, plan: Plan | None) -> Callable[[], None]:
-        """Check that the optimizers can go on from a state.
-
-        Args:
-            saved: the state.
-            plan: the stages, if they are known.
-
-        Returns:
-            A function that loads the state.
+        """Check that the optimizers can go on from a state; the plan has the stages, if they are
+        known. Returns a function that loads the state.
 
         Raises:
             CheckpointError: the state is of other optimizers.

@@ -164,12 +164,8 @@ class Progress:
         return self._history is not None and self._marks() != self._restored
 
     def versions_of(self, plan: Plan, schedule: Schedule, *, changed: bool) -> VersionedWeights:
-        """The versions for a schedule whose batches overlap.
-
-        Args:
-            plan: the plan, with its stages.
-            schedule: the schedule, with the delay of each stage.
-            changed: whether a process has changed parameters.
+        """The versions for a schedule whose batches overlap; ``changed`` says whether a process has
+        changed parameters.
 
         Raises:
             InputError: weights are to be predicted, and an optimizer has no momentum.

@@ -169,14 +169,8 @@ class VersionedWeights(Weights):
         *,
         changed: bool,
     ) -> None:
-        """Bind a plan; no batch may be in flight.
-
-        Args:
-            stages: the plan's stages.
-            state: name in the model → parameter, buffer or constant.
-            deferred: the BatchNorm calls whose statistics are updated once per batch.
-            changed: whether the parameters, changed since the last batch, become the only version.
-        """
+        """Bind a plan, see ``bind``; no batch may be in flight. Where parameters were ``changed``
+        since the last batch, they become the only version."""
         if changed:
             self.base = self.slowest
             for stage in self._stages:
