@@ -150,9 +150,9 @@ class Exact:
             for i in range(m):
                 for j in range(m):
                     literal: Any
-                    if _precedes(one, i, other, j):
+                    if precedes(one, i, other, j):
                         literal = 1
-                    elif _precedes(other, j, one, i):
+                    elif precedes(other, j, one, i):
                         literal = 0
                     else:
                         literal = model.new_bool_var("")
@@ -243,7 +243,7 @@ def tick_of(problem: Problem) -> tuple[float, bool]:
     return max(problem.work) / problem.microbatches / _FINE, False
 
 
-def _precedes(one: int, i: int, other: int, j: int) -> bool:
+def precedes(one: int, i: int, other: int, j: int) -> bool:
     """Whether a task comes before another in every order."""
     (s, kind), (u, behind) = divmod(one, 3), divmod(other, 3)
     if i > j or kind == 2:

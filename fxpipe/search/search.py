@@ -13,6 +13,7 @@ from fxpipe.ir.plan import Plan
 from fxpipe.ir.recipe import Placement
 from fxpipe.ir.schedule import Schedule
 from fxpipe.search import exact as solver
+from fxpipe.search import windows
 from fxpipe.search.bounds import Bound, best_bound
 from fxpipe.search.certificate import Certificate
 from fxpipe.search.library import Library, library_orders
@@ -24,8 +25,14 @@ from fxpipe.search.timing import value_of
 from fxpipe.simulator.costs import Costs, Links, measured_costs
 from fxpipe.simulator.sizes import Sizes
 
-_SHARE = 0.1
-"""Of the time, for the local search, where the solver follows."""
+_FIRST = 0.1
+"""Of the time, for list schedules, where windows and then the solver follow."""
+
+_THEN = 0.3, 0.7
+"""Of the time, until when windows are done anew: where the solver soon ends, and where it needs
+long for more pairs of tasks than ``_QUICK``."""
+
+_QUICK = 10_000
 
 _WORTH = 100
 """List schedules that count as much as a second of the solver's own measure."""
@@ -234,7 +241,7 @@ def _search(problem: Problem, given: Given, budget: _Budget) -> tuple[Certificat
 
 
 def _solve(problem: Problem, bound: Bound, budget: _Budget) -> tuple[Certificate, Library]:
-    """Local search, and then the solver where it is there and the problem is small."""
+    """Local search, and then, where the solver is there and all is small, windows and it."""
     started = perf_counter()
     local = Local(problem, Random(budget.seed))
     library = library_orders(problem)
@@ -249,9 +256,12 @@ def _solve(problem: Problem, bound: Bound, budget: _Budget) -> tuple[Certificate
             return lambda: local.passes < most
         return lambda: perf_counter() - started < share * budget.seconds
 
-    local.run(bound.time * (1 + 1e-12), lasting(_SHARE if small else 1.0))
+    enough = bound.time * (1 + 1e-12)
+    local.run(enough, lasting(_FIRST if small else 1.0))
     assert local.best is not None
     local.offer(value_of(problem, local.best), local.best)
+    if small:
+        windows.improve(local, enough, lasting(_THEN[solver.literals(problem) > _QUICK]))
     if small and local.value > bound.time * (1 + 1e-9):
         model = solver.Exact(problem, local.value, bound.time)
         model.hint(local.best)
