@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -31,6 +32,9 @@ from fxpipe.words import bytes_text, time_text
 
 SCHEDULES = ("gpipe", "1f1b", "zb-h1", "2bw")
 MODES = ("never", "except_last", "always")
+LASTING = ("parameters", "optimizer", "gradients")
+"""The parts of a peak that neither recomputing nor offloading lessens."""
+
 STEPS = 3
 """Counted steps in a row, after as many that are not: where batches overlap they do."""
 
@@ -124,7 +128,7 @@ def measure(
                 pipe.step(work.inputs, target=work.target)
                 times.append(perf_counter() - start)
             tasks = {(t.kind, str(t.stage)) for row in pipe.schedule.rows for t in row}
-            does = [pipe.schedule.name]
+            does = [f"{pipe.schedule.name}, {pipe.schedule.microbatches} micro-batches"]
             for letter, word in (("R", "recompute"), ("O", "offload")):
                 if stages := sorted(stage for kind, stage in tasks if kind == letter):
                     does.append(f"{word} {', '.join(stages)}")
@@ -137,38 +141,52 @@ def measure(
 
 
 def halved(work: Work, schedule: str, microbatches: int) -> Grid:
-    """A model on two devices with all kept, recomputed or offloaded, and what is chosen where each
-    may hold half of what the first takes."""
+    """A model on two devices with all kept, recomputed, offloaded or both, and what is chosen where
+    each may hold half of what the first takes: with as many micro-batches, and with any number."""
     cells: list[tuple[str, ...]] = []
     limits: list[int] = []
     ways: dict[str, dict[str, Any]] = {
         "all kept": {"schedule": schedule},
         "all recomputed": {"schedule": schedule, "recompute": "always"},
         "all offloaded": {"schedule": schedule, "offload": "always"},
+        "both": {"schedule": schedule, "recompute": "always", "offload": "always"},
         "half of the memory": {"schedule": "auto", "memory_limits": limits},
+        "half, any micro-batches": {
+            "schedule": "auto",
+            "memory_limits": limits,
+            "microbatches": None,
+        },
     }
     for way, options in ways.items():
         told: list[str] = []
         try:
-            rows = measure(work, 2, told, microbatches=microbatches, **options)
+            rows = measure(work, 2, told, **{"microbatches": microbatches, **options})
         except fxpipe.PartitionError as error:
             cells.append(
                 (
                     f"{work.name}, {schedule}: {way}",
-                    f"refused: {str(error).partition(';')[0]}",
+                    f"refused: {str(error).partition('; or give')[0]}",
                     *4 * ("",),
                 )
             )
             continue
-        limits = limits or [row.predicted // 2 for row in rows]
-        ways["half of the memory"]["memory_limits"] = limits
+        limits[:] = limits or [row.predicted // 2 for row in rows]
         figures = [
-            f"{bytes_text(row.predicted)} ({row.error:+.2f} % of {bytes_text(row.counted)})"
+            f"{bytes_text(row.predicted)} ({row.error:+.2f} % of {bytes_text(row.counted)}); "
+            f"{bytes_text(sum(row.parts[part] for part in LASTING))} for weights"
             for row in rows
         ]
         cells.append((f"{work.name}, {schedule}: {way}", *told, *figures))
     heads = ("way", "does", "predicted step", "measured step", "device 0", "device 1")
     return Grid(heads, cells)
+
+
+def stored_in() -> str:
+    """The folder in which offloads store, and the file system that it is on."""
+    folder = Path(tempfile.gettempdir()).resolve()
+    mounts = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
+    on = max((m for m in mounts if folder.is_relative_to(m[1])), key=lambda m: len(m[1]))
+    return f"{folder}, {on[2]} on {on[0]}"
 
 
 def main(given: Sequence[str] | None = None) -> int:
@@ -220,6 +238,7 @@ def main(given: Sequence[str] | None = None) -> int:
         "optimizer": "Adam",
         "counted": f"the most bytes of storages alive at once in {STEPS} steps, after as many",
         "predicted": "the peak of pipe.simulate(), and what it is made of",
+        "stored in": stored_in(),
     }
     title = "Memory of every device, predicted and counted"
     grids = [Grid(heads, cells), *limited]
