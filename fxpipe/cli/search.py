@@ -46,6 +46,8 @@ def add_search(parser: ArgumentParser) -> None:
         default=True,
         help="the least time for one step; with --no-flush, a step where many follow one another",
     )
+    given = "batches mix, and read weights at most N versions old; the least time for each"
+    add("--delay", type=int, default=0, metavar="N", help=given)
     add("--seconds", type=float, default=10.0, metavar="T", help="the longest that it may take")
     add("--work", type=int, metavar="N", help="list schedules to try, instead of --seconds")
     add("--seed", type=int, default=0, metavar="N", help="of the random choices")
@@ -73,6 +75,7 @@ def run_search(given: Namespace) -> bool:
         sizes=sizes,
         links=Link(given.latency) if given.latency else None,
         flush=given.flush,
+        delay=given.delay,
         seconds=given.seconds,
         work=given.work,
         seed=given.seed,

@@ -35,7 +35,10 @@ class Bound:
 
 def best_bound(problem: Problem) -> Bound:
     """The greatest of all that are known without a solver."""
-    found = (*work_bounds(problem), *chain_bounds(problem), *device_bounds(problem))
+    if problem.delay:
+        found = tuple(mixing_bounds(problem))
+    else:
+        found = (*work_bounds(problem), *chain_bounds(problem), *device_bounds(problem))
     return max(found, key=lambda bound: bound.time)
 
 
@@ -112,6 +115,36 @@ def device_bounds(problem: Problem) -> Iterator[Bound]:
         time, head, work = max(found)
         terms = {"before": head, "work": work, "behind": tail, "update": problem.last[device]}
         yield Bound(time + tail + problem.last[device], "device", own[0], terms)
+
+
+def mixing_bounds(problem: Problem) -> Iterator[Bound]:
+    """Where batches mix. For each device: all its work; and what a batch keeps there, for the least
+    time. For each stage: so many micro-batches find room at once, each for the time of a trip; and
+    from a batch's first forward to its update, for which a later batch waits."""
+    m = problem.microbatches
+    for device, own in enumerate(problem.held):
+        if not own:
+            continue
+        terms = {"before": 0.0, "work": problem.work[device], "idle": 0.0}
+        terms["update"] = problem.last[device]
+        yield Bound(sum(terms.values()), "work", own[0], terms)
+        most = problem.memory[device]
+        if most == inf:
+            continue
+        kept = sum(
+            problem.saved[s] * lag(problem, s) + problem.deferred[s] * problem.weight[s]
+            for s in own
+        )
+        yield Bound(m * kept / most, "memory", own[0], {"kept": m * kept, "memory": most})
+        for s in own:
+            saved = _saved(problem, s)
+            if saved:
+                at_once = float(floor(most / saved + _CLOSE))
+                terms = {"at once": at_once, "trip": lag(problem, s)}
+                yield Bound(m * terms["trip"] / at_once, "room", s, terms)
+    for s in range(problem.stages):
+        time = middle(problem, s)[0] + problem.weight[s] + problem.update[s]
+        yield Bound(time / (problem.delay + 1), "cycle", s, {"time": time})
 
 
 def _deciding_tail(jobs: list[tuple[float, float, float]]) -> float:

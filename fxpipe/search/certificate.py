@@ -67,6 +67,21 @@ class Certificate:
                     f"the first forward to the last input gradient, {own['up']} back to stage "
                     f"{end}, and {own['after']} for what follows there"
                 )
+            case "memory":
+                return (
+                    f"{device} keeps what a batch needs for the least time: {own['kept']} in all, "
+                    f"of {own['memory']} at any time"
+                )
+            case "room":
+                return (
+                    f"{own['at once']} micro-batches at once find room on stage {bound.stage}, and "
+                    f"each is there for at least {own['trip']}"
+                )
+            case "cycle":
+                return (
+                    f"stage {bound.stage} takes {own['time']} from a batch's first forward to its "
+                    f"update, which is there {problem.delay + 1} batches later"
+                )
             case "spread":
                 return (
                     f"however stages are put on {self.problem.devices} devices, one of them waits "

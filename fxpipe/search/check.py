@@ -25,13 +25,13 @@ def check_certificate(certificate: Certificate) -> tuple[str, ...]:
         faults += _levels(problem, schedule)
         if not _takes(problem, schedule, value):
             faults.append(Fault(f"the schedule takes longer than {value:g}", "do not trust it"))
-    ways: dict[str, Callable[[Certificate], float]] = {
-        "work": _work,
-        "chain": _chain,
-        "device": _device,
-        "spread": partial(_spread, devices=problem.devices),
-    }
+    ways: dict[str, Callable[[Certificate], float]] = {"chain": _chain, "device": _device}
+    if problem.delay:
+        ways = {"memory": _memory, "room": _room, "cycle": _cycle}
+    ways |= {"work": _work, "spread": partial(_spread, devices=problem.devices)}
     shown = ways.get(certificate.bound.why)
+    if shown is None and certificate.bound.why != "solver":
+        faults.append(Fault("the bound is of no kind that holds here", "do not trust it"))
     wide = certificate.wide or problem
     if not _easier(problem, wide):
         faults.append(Fault("the problem of all placements is not easier", "do not trust it"))
@@ -51,22 +51,31 @@ def _shape(problem: Problem, schedule: Schedule) -> Iterator[Fault]:
     kinds = {"F", "B", "U"} if problem.whole else {"F", "I", "W", "U"}
     if schedule.placement != problem.placement or schedule.microbatches != problem.microbatches:
         yield Fault("the schedule has other stages or micro-batches", "give the problem's own")
-    if schedule.delay != (not problem.flush) or schedule.depth or schedule.kinds != kinds:
+    delay = max(schedule.delays)
+    older = delay > problem.delay if problem.delay else schedule.depth or delay == problem.flush
+    if older or schedule.kinds != kinds:
         yield Fault("the schedule has other tasks, or reads older weights", "search for it anew")
 
 
 def _levels(problem: Problem, schedule: Schedule) -> Iterator[Fault]:
-    """Count what each device keeps, task by task."""
+    """Count what each device keeps, task by task; at first, of each batch that is not through."""
     for device, row in enumerate(schedule.rows):
-        kept: dict[tuple[int | None, int | None], float] = {}
+        kept: dict[tuple[int | None, int, int], float] = {}
+        begun = {(t.microbatch, t.stage): t.batch for t in row if t.kind == "F"}
+        for task in sorted(row, key=lambda task: task.kind):
+            if task.kind in "BIW":
+                size = (problem.deferred if task.kind == "W" else problem.saved)[task.stage or 0]
+                first = begun[task.microbatch, task.stage]
+                for batch in range(task.batch, first):
+                    kept[task.microbatch, task.stage or 0, batch] = size
+                begun[task.microbatch, task.stage] = task.batch
         for position, task in enumerate(row):
             stage = task.stage or 0
+            key = task.microbatch, stage, task.batch
             if task.kind in "FI":
-                kept[task.microbatch, stage] = (
-                    problem.saved[stage] if task.kind == "F" else problem.deferred[stage]
-                )
+                kept[key] = problem.saved[stage] if task.kind == "F" else problem.deferred[stage]
             elif task.kind in "BW":
-                del kept[task.microbatch, stage]
+                del kept[key]
             if sum(kept.values()) > problem.memory[device] * (1 + _CLOSE):
                 what = f"it keeps {sum(kept.values()):g} of {problem.memory[device]:g}"
                 yield Fault(what, "do not trust it", device, position, str(task))
@@ -74,46 +83,73 @@ def _levels(problem: Problem, schedule: Schedule) -> Iterator[Fault]:
 
 
 def _takes(problem: Problem, schedule: Schedule, value: float) -> bool:
-    """Whether the schedule gets by with this time: of a step; or of each, if a device may begin as
-    late as it wants to, but be busy for no longer from its first task to its last."""
-    begins = [0.0] * len(schedule.rows)
-    for _ in range(len(begins) + 1):
-        ends = _ends(problem, schedule, begins)
-        if problem.flush:
-            return max(ends) + _update(problem, 0) <= value * (1 + _CLOSE)
-        late = [max(b, end - value * (1 + _CLOSE)) for b, end in zip(begins, ends, strict=True)]
-        if late == begins:
-            return True
-        begins = late
-    return False
-
-
-def _ends(problem: Problem, schedule: Schedule, begins: list[float]) -> list[float]:
-    """Device → its end, each task as early as what it needs allows."""
+    """Whether the schedule gets by with this time: of a step; or of each, where every step begins
+    each task so long after the step before."""
+    if not problem.flush:
+        return _repeats(problem, schedule, value * (1 + _CLOSE))
     took = {"F": problem.forward, "I": problem.backward, "B": problem.backward}
     took |= {"W": problem.weight, "U": (0.0,) * problem.stages}
-    if not problem.flush:
-        took["U"] = problem.update
     end: dict[Task, float] = {}
-    now, places = list(begins), [0] * len(begins)
+    now, places = [0.0] * len(schedule.rows), [0] * len(schedule.rows)
     moved = True
     while moved:
         moved = False
         for device, row in enumerate(schedule.rows):
             while places[device] < len(row):
                 task = row[places[device]]
-                stage, i = task.stage or 0, task.microbatch
-                need = -inf
-                if task.kind == "F" and stage:
-                    need = end.get(Task("F", i, stage - 1), inf) + problem.down[stage - 1]
-                if task.kind in "BI" and stage < problem.stages - 1:
-                    need = end.get(Task(task.kind, i, stage + 1), inf) + problem.up[stage]
+                need = 0.0
+                if (source := _source(problem, task)) is not None:
+                    need = end.get(source[0], inf) + source[1]
                 if need == inf:
                     break
-                now[device] = end[task] = max(now[device], need) + took[task.kind][stage]
+                now[device] = end[task] = max(now[device], need) + took[task.kind][task.stage or 0]
                 places[device] += 1
                 moved = True
-    return now
+    return max(now) + _update(problem, 0) <= value * (1 + _CLOSE)
+
+
+def _source(problem: Problem, task: Task) -> tuple[Task, float] | None:
+    """The task of another stage that one needs, of the same step, and the way from there."""
+    stage = task.stage or 0
+    if task.kind == "F" and stage:
+        return Task("F", task.microbatch, stage - 1), problem.down[stage - 1]
+    if task.kind in "BI" and stage < problem.stages - 1:
+        return Task(task.kind, task.microbatch, stage + 1), problem.up[stage]
+    return None
+
+
+def _repeats(problem: Problem, schedule: Schedule, period: float) -> bool:
+    """Whether there are times for all tasks that allow it: the earliest ones, each put off as long
+    as what it needs is, in this step or some steps before. Without them that would never end."""
+    took = {"F": problem.forward, "I": problem.backward, "B": problem.backward}
+    took |= {"W": problem.weight, "U": problem.update}
+    rows, stages = schedule.rows, problem.stages
+    batch = {replace(task, batch=0): task.batch for row in rows for task in row}
+    end: dict[Task, float] = {}
+    begins = [0.0] * len(rows)
+    waiting = dict.fromkeys(range(len(rows)))
+    for _ in range(len(rows) * len(batch)):
+        if not waiting:
+            return True
+        device = next(iter(waiting))
+        del waiting[device]
+        now = begins[device]
+        for task in rows[device]:
+            if (source := _source(problem, task)) is not None:
+                needed, way = source
+                earlier = batch[needed] - task.batch
+                now = max(now, end.get(needed, -inf) + way - earlier * period)
+            now += took[task.kind][task.stage or 0]
+            own = replace(task, batch=0)
+            if now > end.get(own, -inf):
+                end[own] = now
+                reader = (task.stage or 0) + {"F": 1, "B": -1, "I": -1}.get(task.kind, stages)
+                if 0 <= reader < stages:
+                    waiting[problem.placement[reader]] = None
+        if now - period > begins[device]:
+            begins[device] = now - period
+            waiting[device] = None
+    return False
 
 
 def _easier(problem: Problem, wide: Problem) -> bool:
@@ -176,7 +212,8 @@ def _work(certificate: Certificate) -> float:
         filled += count * problem.forward[s]
         room -= count * problem.saved[s]
     head = head if problem.flush else 0.0
-    return head + work + max(0.0, wait - filled) + _update(problem, device)
+    idle = 0.0 if problem.delay else max(0.0, wait - filled)
+    return head + work + idle + _update(problem, device)
 
 
 def _update(problem: Problem, device: int) -> float:
@@ -189,19 +226,25 @@ def _update(problem: Problem, device: int) -> float:
 
 def _chain(certificate: Certificate) -> float:
     """The way to a stage, the least time there, the way back, a weight gradient and an update."""
-    problem, stage, terms = (
-        certificate.problem,
-        certificate.bound.stage,
-        certificate.bound.terms,
-    )
-    m, end = problem.microbatches, int(terms["end"])
-    f, b, w = problem.forward[stage], problem.backward[stage], problem.weight[stage]
+    problem, stage = certificate.problem, certificate.bound.stage
+    end = int(certificate.bound.terms["end"])
     begin = 0 if problem.flush else end
     way = sum(problem.forward[begin:stage]) + sum(problem.down[begin:stage])
     way += sum(problem.backward[end:stage]) + sum(problem.up[end:stage])
     way += problem.weight[end] + _update(problem, problem.placement[end])
+    return way + _between(problem, stage)
+
+
+def _trip(problem: Problem, stage: int) -> float:
+    """From a micro-batch's forward on a stage to its input gradient there."""
     trip = sum(problem.forward[stage:]) + sum(problem.backward[stage:])
-    trip += sum(problem.down[stage:]) + sum(problem.up[stage:])
+    return trip + sum(problem.down[stage:]) + sum(problem.up[stage:])
+
+
+def _between(problem: Problem, stage: int) -> float:
+    """The least time from a stage's first forward to its last input gradient."""
+    m, trip = problem.microbatches, _trip(problem, stage)
+    f, b, w = problem.forward[stage], problem.backward[stage], problem.weight[stage]
     saved, deferred = _saved(problem, stage), problem.deferred[stage]
     most = problem.memory[problem.placement[stage]]
     waits = list(_waits(problem, stage))
@@ -224,7 +267,34 @@ def _chain(certificate: Certificate) -> float:
                 weights += 1
             least = min(least, weights * w + max(0.0, trip - f - (others + 1) * b))
         found.append(m * (f + b) + idle + least)
-    return way + max(found)
+    return max(found)
+
+
+def _cycle(certificate: Certificate) -> float:
+    """From a batch's first forward on a stage to its update, for which a later batch waits."""
+    problem, stage = certificate.problem, certificate.bound.stage
+    time = _between(problem, stage) + problem.weight[stage] + problem.update[stage]
+    return time / (problem.delay + 1)
+
+
+def _memory(certificate: Certificate) -> float:
+    """What a batch keeps on a device, times how long, cannot be more than all of the memory, for as
+    long as a batch takes."""
+    problem = certificate.problem
+    device = problem.placement[certificate.bound.stage]
+    kept = 0.0
+    for s, home in enumerate(problem.placement):
+        if home == device:
+            kept += problem.saved[s] * _trip(problem, s) + problem.deferred[s] * problem.weight[s]
+    return problem.microbatches * kept / problem.memory[device]
+
+
+def _room(certificate: Certificate) -> float:
+    """So many micro-batches, each for the time of a trip, find room on a stage at once."""
+    problem, stage = certificate.problem, certificate.bound.stage
+    most = problem.memory[problem.placement[stage]] * (1 + _CLOSE)
+    flying = most // _saved(problem, stage)
+    return problem.microbatches * _trip(problem, stage) / flying
 
 
 def _waits(problem: Problem, stage: int) -> Iterator[tuple[int, float]]:

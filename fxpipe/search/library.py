@@ -39,12 +39,16 @@ def _order(problem: Problem, recipe: Recipe) -> Order | str:
         if recipe.place(problem.devices) != problem.placement or recipe.copies(problem.devices):
             return "has its stages elsewhere"
         schedule = recipe(problem.devices, problem.microbatches)
-        if max(schedule.delays) > (not problem.flush):
+        if max(schedule.delays) > (problem.delay or not problem.flush):
             return "reads older weights"
-        if schedule.depth:
+        if schedule.depth and not problem.delay:
             return "mixes batches on a device"
         if not schedule.trains or "R" in schedule.kinds:
             return "does not train, or recomputes"
+        order = problem.order_of(schedule)
+        if order is not None and problem.delay:
+            if max(problem.schedule_of(order).delays) > problem.delay:
+                return "reads older weights"
     except FxpipeError:
         return "is not for so many devices and micro-batches"
-    return problem.order_of(schedule) or "leaves tasks out, or has others"
+    return order or "leaves tasks out, or has others"

@@ -50,13 +50,19 @@ class Policy:
 
 
 def list_schedule(
-    problem: Problem, policy: Policy, release: Sequence[float], cutoff: float
+    problem: Problem,
+    policy: Policy,
+    release: Sequence[float],
+    cutoff: float,
+    mixes: tuple[int, int, float] | None = None,
 ) -> tuple[float, list[list[int]], list[float]]:
     """The time that is to be least, the order, and when each device is done.
 
     Given up, with an infinite time, as soon as it must take longer than ``cutoff``. A forward
     starts only where one micro-batch still has room on all the device's later stages, so that no
-    order gets stuck.
+    order gets stuck. Where the micro-batches are of several batches, ``mixes`` has how many one
+    has, the delay, and the time after which one comes behind the one before: a forward then also
+    waits for the update whose weights it reads, and on its device for those of earlier batches.
     """
     m, last, flush, even = problem.microbatches, problem.stages - 1, problem.flush, policy.even
     placement, held = problem.placement, problem.held
@@ -69,8 +75,16 @@ def list_schedule(
     first = [own[0] if own else -1 for own in held]
     caps = [most * (1 + 1e-12) for most in problem.memory]
     nf, ni, nw = [0] * (last + 1), [0] * (last + 1), [0] * (last + 1)
+    through = nw if splits else ni
+
+    def early(stage: int, i: int) -> bool:
+        begin = i - i % batch
+        own = held[placement[stage]]
+        return through[stage] < begin - delay * batch or any(nf[s] < begin for s in own)
+
     at_f = [[inf] * m for _ in range(last + 1)]
-    at_f[0] = [0.0] * m
+    batch, delay, pace = mixes or (m, 0, 0.0)
+    at_f[0] = [i * pace for i in range(m)]
     at_i = [[inf] * m for _ in range(last + 1)]
     level = [0.0] * problem.devices
     left = [work + more for work, more in zip(problem.work, problem.last, strict=True)]
@@ -99,7 +113,7 @@ def list_schedule(
                         soon = when
                     if s != first[d] and when < soon_f:
                         soon_f = when
-                elif level[d] + need[s] > caps[d]:
+                elif level[d] + need[s] > caps[d] or (mixes and early(s, i)):
                     blocked = s
                 elif i + habit[1] < best:
                     best, code = i + habit[1], 3 * s

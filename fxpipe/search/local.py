@@ -71,9 +71,16 @@ class Local:
         if policy in self._seen:
             return
         self._seen.add(policy)
-        problem = self.problem
         cutoff = self._elite[-1][0] if len(self._elite) == _ELITE else inf
-        least = inf
+        least = self._outcome(policy, cutoff)
+        if least < inf:
+            self._elite.append((least, -self.passes, policy))
+            self._elite.sort(key=lambda one: one[:2])
+            del self._elite[_ELITE:]
+
+    def _outcome(self, policy: Policy, cutoff: float) -> float:
+        """The least time of its list schedules, which are offered; infinite if above the cutoff."""
+        problem, least = self.problem, inf
         release = [0.0] * problem.devices
         for again in range(1 if problem.flush else _REPEATS):
             # the first step is like no other: do not give up on it
@@ -86,10 +93,7 @@ class Local:
             if value == inf:
                 break
             release = [time - min(done) for time in done]
-        if least < inf:
-            self._elite.append((least, -self.passes, policy))
-            self._elite.sort(key=lambda one: one[:2])
-            del self._elite[_ELITE:]
+        return least
 
 
 def given_policies(problem: Problem) -> Iterator[Policy]:

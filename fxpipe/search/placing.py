@@ -13,6 +13,7 @@ from fxpipe.search.bounds import Bound, best_bound, way_down
 from fxpipe.search.local import Local
 from fxpipe.search.problem import Problem
 from fxpipe.search.read import Given, Places, placements_of, problems_of
+from fxpipe.search.steady import search_of
 from fxpipe.simulator.costs import Link
 
 _PASSES = 24
@@ -76,7 +77,7 @@ def judged(given: Given, best: float) -> tuple[float, int]:
 
 
 def _tried(problem: Problem, enough: float) -> Local:
-    local = Local(problem, Random(0))
+    local = search_of(problem, Random(0))
     local.run(enough, lambda: local.passes < _PASSES)
     return local
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from fxpipe.errors import InputError
@@ -11,7 +12,8 @@ from fxpipe.ir.task import Task
 
 Order = tuple[tuple[int, ...], ...]
 """Device → its tasks, each as 3 × stage + 0 for a forward, 1 for an input gradient, 2 for a weight
-gradient. The micro-batches of each stage and kind come in order, so their numbers are left out."""
+gradient. The micro-batches of each stage and kind come in order, so their numbers are left out.
+Where batches mix, a task of k batches before has 3 × k × stages added."""
 
 LETTERS = "FIW"
 
@@ -45,6 +47,9 @@ class Problem:
         flush: whether the time of one step is to be least, from its first task to its last. Else
             batches overlap, with weights that are one version old, and the time of each of many
             steps is to be least: the longest that a device takes from its first task to its last.
+        delay: where batches may also mix on a device, by how many versions the weights that they
+            read may be behind at most; else 0. A stage then updates right after the last weight
+            gradient of a batch.
     """
 
     microbatches: int
@@ -60,6 +65,7 @@ class Problem:
     memory: tuple[float, ...]
     whole: bool = False
     flush: bool = True
+    delay: int = 0
 
     def __post_init__(self) -> None:
         for device, least in enumerate(self.least_memory):
@@ -116,15 +122,31 @@ class Problem:
         """The Schedule that computes in this order."""
         rows = []
         for own, stages in zip(order, self.held, strict=True):
-            row, counts = [], dict.fromkeys(own, 0)
-            for code in own:
+            row: list[Task] = []
+            begun = self.begun(own)
+            for entry in own:
+                back, code = divmod(entry, 3 * self.stages)
                 stage, kind = divmod(code, 3)
                 letter = "B" if self.whole and kind == 1 else LETTERS[kind]
-                row.append(Task(letter, counts[code], stage))
-                counts[code] += 1
-            rows.append((*row, *(Task("U", None, stage) for stage in stages)))
+                i, begun[code] = begun[code] % self.microbatches, begun[code] + 1
+                row.append(Task(letter, i, stage, -back))
+                if self.delay and i == self.microbatches - 1 and letter in "BW":
+                    row.append(Task("U", None, stage, -back))
+            if not self.delay:
+                row += [Task("U", None, stage) for stage in stages]
+            rows.append(tuple(row))
         delay = 0 if self.flush else 1
-        return Schedule(name, self.microbatches, self.placement, tuple(rows), delay)
+        made = Schedule(name, self.microbatches, self.placement, tuple(rows), delay)
+        return replace(made, delay=max(1, made.versions().delay)) if self.delay else made
+
+    def begun(self, own: Sequence[int]) -> dict[int, int]:
+        """Kind of task → the first micro-batch in a device's tasks, counted from this batch on: if
+        it is of an earlier one, below 0."""
+        begun: dict[int, int] = {}
+        for entry in own:
+            back, code = divmod(entry, 3 * self.stages)
+            begun[code] = begun.get(code, 0) - back
+        return begun
 
     def order_of(self, schedule: Schedule) -> Order | None:
         """The order in which a schedule's forwards and backwards come, if it is of this problem.
@@ -134,18 +156,20 @@ class Problem:
         order = []
         for row, own in zip(schedule.rows, self.held, strict=True):
             kinds = (0, 1) if self.whole else (0, 1, 2)
-            counts = {3 * stage + kind: 0 for stage in own for kind in kinds}
-            codes = []
+            found: dict[int, list[int]] = {3 * s + kind: [] for s in own for kind in kinds}
+            entries = []
             for task in row:
                 for kind in self._kinds(task.kind):
                     code = 3 * (task.stage or 0) + kind
-                    if counts.get(code) != task.microbatch:
-                        return None
-                    counts[code] += 1
-                    codes.append(code)
-            if any(count != self.microbatches for count in counts.values()):
-                return None
-            order.append(tuple(codes))
+                    number = self.microbatches * task.batch + (task.microbatch or 0)
+                    found.setdefault(code, []).append(number)
+                    entries.append(code - 3 * self.stages * task.batch)
+            begun = self.begun(entries)
+            for code, numbers in found.items():
+                first = begun.get(code, 0)
+                if numbers != list(range(first, first + self.microbatches)):
+                    return None
+            order.append(tuple(entries))
         return tuple(order)
 
     def _kinds(self, letter: str) -> tuple[int, ...]:

@@ -31,11 +31,14 @@ class Given:
     sizes: Sizes | None
     links: Links | None
     flush: bool
+    delay: int = 0
 
     def __post_init__(self) -> None:
         devices = self.devices
         if devices is not None and (not isinstance(devices, int) or devices < 1):
             raise InputError(f"devices is {devices!r}; give at least 1")
+        if not isinstance(self.delay, int) or self.delay < 0:
+            raise InputError(f"delay is {self.delay!r}; give a whole number of at least 0")
 
     def limits(self, devices: int) -> tuple[float, ...]:
         """Device → the most that it may hold."""
@@ -172,7 +175,8 @@ def _problem(
         tuple(0.0 for _ in stages) if whole else deferred,
         tuple(most - always for most, always in zip(limits, fixed, strict=True)),
         whole,
-        given.flush,
+        given.flush and not given.delay,
+        given.delay,
     )
 
 

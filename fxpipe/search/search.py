@@ -17,11 +17,11 @@ from fxpipe.search import windows
 from fxpipe.search.bounds import Bound, best_bound
 from fxpipe.search.certificate import Certificate
 from fxpipe.search.library import Library, library_orders
-from fxpipe.search.local import Local
 from fxpipe.search.placing import best_placements, spread_bound
 from fxpipe.search.problem import Problem
 from fxpipe.search.read import Given, apart, problems_of
-from fxpipe.search.timing import value_of
+from fxpipe.search.steady import search_of
+from fxpipe.search.timing import peaks, value_of
 from fxpipe.simulator.costs import Costs, Links, measured_costs
 from fxpipe.simulator.sizes import Sizes
 
@@ -96,6 +96,7 @@ def search_schedule(
     sizes: Sizes | None = None,
     links: Links | None = None,
     flush: bool = True,
+    delay: int = 0,
     seconds: float = 10.0,
     work: int | None = None,
     seed: int = 0,
@@ -127,7 +128,11 @@ def search_schedule(
         flush: whether one step is to take the least time, from its first task to its last. If not,
             batches overlap: each of many steps is to take the least time, a device begins the next
             as soon as it is done with one, and reads weights that are one version old (delay 1).
-            Schedules that mix batches on a device, such as 2bw, are not among those.
+            Schedules that mix batches on a device, such as 2bw, are not among those: see ``delay``.
+        delay: at least 1 for schedules without flush whose batches may mix on a device: by how many
+            versions the weights that a batch reads may be behind at most. Each batch is then to
+            take the least time, once many have run. The schedule has the smallest delay that it
+            can do with.
         seconds: how long it may take. It ends earlier where the schedule is proven optimal.
         work: instead of ``seconds``, how many list schedules to try (and the solver's effort in
             proportion), so that the result is the same on every machine.
@@ -146,7 +151,9 @@ def search_schedule(
         costs = measured_costs(costs)
         if not costs:
             raise InputError("the plan's stages were not measured; give costs={letter: time}")
-    given = Given(costs, microbatches, devices, placement, whole, memory, sizes, links, flush)
+    given = Given(
+        costs, microbatches, devices, placement, whole, memory, sizes, links, flush, delay
+    )
     budget = _Budget(seconds, work, seed, solver.available() if exact is None else exact)
     if placement == "search":
         found = _search_placements(given, budget)
@@ -222,7 +229,10 @@ def _search(problem: Problem, given: Given, budget: _Budget) -> tuple[Certificat
         library = library or orders
         if sizes is None:
             return certificate, library
-        ran = certificate.schedule.simulate(given.costs, links=given.links, sizes=sizes, steps=1)
+        steps = 1 if problem.flush else None
+        ran = certificate.schedule.simulate(
+            given.costs, links=given.links, sizes=sizes, steps=steps
+        )
         over = [max(0.0, has.peak - most) for has, most in zip(ran.memory, limits, strict=True)]
         if not any(over):
             if tight is not problem:
@@ -230,8 +240,11 @@ def _search(problem: Problem, given: Given, budget: _Budget) -> tuple[Certificat
             return certificate, library
         if not left:
             break
+        order = problem.order_of(certificate.schedule)
+        assert order is not None
+        kept = zip(tight.memory, peaks(problem, order), over, strict=True)
         tight = replace(
-            tight, memory=tuple(most - more for most, more in zip(tight.memory, over, strict=True))
+            tight, memory=tuple(min(m, peak - more) if more else m for m, peak, more in kept)
         )
     device = max(range(problem.devices), key=over.__getitem__)
     raise InputError(
@@ -243,12 +256,12 @@ def _search(problem: Problem, given: Given, budget: _Budget) -> tuple[Certificat
 def _solve(problem: Problem, bound: Bound, budget: _Budget) -> tuple[Certificate, Library]:
     """Local search, and then, where the solver is there and all is small, windows and it."""
     started = perf_counter()
-    local = Local(problem, Random(budget.seed))
+    local = search_of(problem, Random(budget.seed))
     library = library_orders(problem)
     for each in library.values():
         if not isinstance(each, str):
             local.offer(*each)
-    small = budget.exact and solver.literals(problem) <= solver.LITERALS
+    small = budget.exact and not problem.delay and solver.literals(problem) <= solver.LITERALS
 
     def lasting(share: float) -> Callable[[], bool]:
         if budget.work is not None:

@@ -72,7 +72,7 @@ def compiled(
     microbatches: int,
     optimizer: OptimizerLike = SGD,
     *,
-    schedule: str = "2bw",
+    schedule: str | fxpipe.Schedule = "2bw",
     loss: Callable[..., Tensor] | None = MSE,
     **options: Any,
 ) -> fxpipe.Pipeline:
@@ -82,6 +82,8 @@ def compiled(
     parameters now and then, and these have no versions.
     """
     stages = 2 * devices if schedule in TWO_EACH else devices
+    if isinstance(schedule, fxpipe.Schedule):
+        stages = schedule.stages
     if isinstance(model, nn.Sequential) and len(model) >= stages:
         even = [str(stage * len(model) // stages) for stage in range(1, stages)]
         options.setdefault("partition", even)

@@ -10,10 +10,17 @@ import pytest
 from hypothesis import strategies as st
 
 from fxpipe.search import exact
-from fxpipe.search.bounds import Bound, best_bound, chain_bounds, device_bounds, work_bounds
+from fxpipe.search.bounds import (
+    Bound,
+    best_bound,
+    chain_bounds,
+    device_bounds,
+    mixing_bounds,
+    work_bounds,
+)
 from fxpipe.search.certificate import Certificate
-from fxpipe.search.local import Local
 from fxpipe.search.problem import Problem
+from fxpipe.search.steady import search_of
 from fxpipe.simulator.costs import Key
 
 needs_ortools = pytest.mark.skipif(
@@ -73,15 +80,26 @@ def problems(stages: tuple[int, int], microbatches: tuple[int, int]) -> st.Searc
 
 
 def all_bounds(problem: Problem) -> list[Bound]:
+    if problem.delay:
+        return list(mixing_bounds(problem))
     return [*work_bounds(problem), *chain_bounds(problem), *device_bounds(problem)]
 
 
 def searched(problem: Problem, passes: int = 300) -> Certificate:
     bound = best_bound(problem)
-    local = Local(problem, Random(0))
+    local = search_of(problem, Random(0))
     local.run(bound.time, lambda: local.passes < passes)
     assert local.best is not None
     return Certificate(problem, problem.schedule_of(local.best), local.value, bound)
+
+
+def mixing(stages: tuple[int, int], microbatches: tuple[int, int]) -> st.SearchStrategy[Problem]:
+    """Problems without flush, whose batches may mix."""
+    return st.builds(
+        lambda problem, delay: replace(problem, flush=False, delay=delay),
+        problems(stages, microbatches),
+        st.integers(1, 2),
+    )
 
 
 SHARED = [(0, 0), (0, 0, 0), (0, 1, 0), (0, 1, 1), (0, 1, 1, 0)]

@@ -48,6 +48,71 @@ def all_rows(problem: Any, device: int) -> Iterator[Row]:
     return more((), dict.fromkeys(kinds, 0))
 
 
+def best_of_all_steps(problem: Any) -> float:
+    """The least time a batch where batches mix on devices, of which each has one stage."""
+    rows = [list(all_steps(problem, stage)) for stage in range(problem.devices)]
+    return min(period(problem, chosen) for chosen in product(*rows))
+
+
+def all_steps(problem: Any, stage: int) -> Iterator[Row]:
+    """Every order of a device's tasks that all steps can repeat: forwards of this step's batch, and
+    backwards of micro-batches with a number below 0 if they are of earlier ones."""
+    m, delay, kinds = problem.microbatches, problem.delay, "FI" if problem.whole else "FIW"
+    sizes = {"F": problem.saved[stage], "I": problem.deferred[stage], "W": 0.0}
+    for lags in product(range((delay + 1) * m + 1), repeat=len(kinds) - 1):
+        first = dict(zip(kinds, (0, *(-lag for lag in lags)), strict=True))
+        for letters in sorted(set(permutations(kinds * m))):
+            count, row = dict(first), []
+            kept = dict.fromkeys(range(first[kinds[-1]], first["I"]), sizes["I"])
+            kept |= dict.fromkeys(range(first["I"], 0), sizes["F"])
+            for letter in letters:
+                i = count[letter]
+                through = count[kinds[-1]] >= -delay * m  # so the weights that it reads are there
+                if not (through if letter == "F" else i < count[kinds[kinds.index(letter) - 1]]):
+                    break
+                count[letter], kept[i] = i + 1, sizes[letter]
+                row.append((letter, i, stage))
+                if sum(kept.values()) > problem.memory[stage]:
+                    break
+            else:
+                yield tuple(row)
+
+
+def period(problem: Any, rows: Sequence[Row]) -> float:
+    """What steps take that repeat such rows, once they take equally long, or do by turns; infinite
+    where a step waits for a later one."""
+    took = {"F": problem.forward, "I": problem.backward, "W": problem.weight}
+    m, last, steps = problem.microbatches, len(rows) - 1, 44
+    ways = {"F": (-1, (0.0, *problem.down)), "I": (1, (*problem.up, 0.0))}
+    now, ended = [0.0] * len(rows), []
+    done: dict[Work, float] = {}
+    for step in range(steps):
+        left = [list(row) for row in rows]
+        while any(left):
+            before = sum(map(len, left))
+            for device, row in enumerate(left):
+                while row:
+                    letter, i, s = row[0]
+                    if i + step * m >= 0:
+                        other, hops = ways.get(letter, (0, ()))
+                        need = 0.0
+                        if other and 0 <= s + other <= last:
+                            if (letter, i + step * m, s + other) not in done:
+                                break
+                            need = done[letter, i + step * m, s + other] + hops[s]
+                        now[device] = max(now[device], need) + took[letter][s]
+                        done[letter, i + step * m, s] = now[device]
+                        if letter == ("I" if problem.whole else "W") and i % m == m - 1:
+                            now[device] += problem.update[s]
+                    row.pop(0)
+            if sum(map(len, left)) == before:
+                return inf
+        ended.append(list(now))
+    many = 24  # as often as any number of turns of up to four devices
+    ends = zip(ended[-1], ended[-1 - many], strict=True)
+    return max((late - early) / many for late, early in ends)
+
+
 def has_room(problem: Any, device: int, row: Row) -> bool:
     """Whether what is kept behind the row's last task is not too much."""
     kept: dict[tuple[int, int], float] = {}

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe.ir.recipe import find_recipe
+from fxpipe.search.search import search_schedule
+from fxpipe.simulator.costs import Key
 from tests.helpers.overlapping import ADAMW, LOSSES, MORE, OPTIMIZERS, SGD, compiled, make
 from tests.helpers.profiles import DEEP
 from tests.models.test_split_training import scores
@@ -22,7 +24,7 @@ def compare(
     devices: int,
     microbatches: int,
     *,
-    schedule: str = "2bw",
+    schedule: str | fxpipe.Schedule = "2bw",
     delay: int = 1,
     batches: int = 16,
     flush_at: tuple[int, ...] = (),
@@ -80,6 +82,22 @@ def test_one_f_one_b_without_flush_takes_any_number_of_micro_batches(
 ) -> None:
     assert find_recipe("1f1b-async")(devices, microbatches).delay == delay
     compare("mlp", "sgd", devices, microbatches, schedule="1f1b-async", delay=delay)
+
+
+@pytest.mark.parametrize(
+    ("placement", "microbatches", "delay"), [(None, 1, 2), ((0, 1, 1, 2, 0, 2), 4, 1)]
+)
+def test_a_searched_schedule_without_flush_is_the_loop_with_delayed_gradients(
+    placement: tuple[int, ...] | None, microbatches: int, delay: int
+) -> None:
+    costs: dict[Key, float] = {"F": 2, "B": 5, ("F", 2): 3, "I": 2, "W": 2, "U": 1}
+    schedule = search_schedule(
+        costs, microbatches, placement=placement, delay=delay, work=30, exact=False
+    ).schedule
+    assert (schedule.delay, schedule.depth > 0) == (delay, True)
+    assert schedule.versions().delay == delay
+    pipe = compare("mlp", "adamw", 3, microbatches, schedule=schedule, delay=delay, batches=8)
+    assert set(pipe.weight_versions) == {delay + 1}
 
 
 @pytest.mark.parametrize("vertical", [False, True])

@@ -23,13 +23,14 @@ from fxpipe.simulator.costs import Key
 from tests.helpers.search_problems import (
     all_bounds,
     larger,
+    mixing,
     needs_ortools,
     problem_of,
     problems,
     searched,
     shared,
 )
-from tests.oracles.every_order import Row, best_of_all, least_time
+from tests.oracles.every_order import Row, best_of_all, best_of_all_steps, least_time
 
 
 @given(problems((2, 2), (1, 3)))
@@ -127,6 +128,31 @@ def test_where_stages_share_devices_the_bounds_hold_too(problem: Problem) -> Non
         assert order is not None
         assert value_of(problem, order) == pytest.approx(best)
         assert least == pytest.approx(best)
+
+
+@given(mixing((2, 2), (1, 2)).filter(lambda p: p.whole or p.microbatches == 1))
+@settings(max_examples=40)
+def test_where_batches_mix_the_bound_is_not_above_the_best_order_nor_that_above_what_is_found(
+    problem: Problem,
+) -> None:
+    best, found = best_of_all_steps(problem), searched(problem)
+    for bound in all_bounds(problem):
+        assert bound.time <= best * (1 + 1e-9), bound
+    assert best <= found.value * (1 + 1e-9)
+    assert found.check() == ()
+
+
+def test_list_schedules_find_nearly_all_orders_that_steps_repeat_best() -> None:
+    random = Random(5)
+    above = []
+    for _ in range(40):
+        numbers = [random.randint(1, 9) for _ in range(23)]
+        m, room = random.randint(1, 2), random.choice([1, 1.5, 2, 3, inf])
+        problem = problem_of(2, m, numbers, room, m == 2, False)
+        problem = replace(problem, delay=random.randint(1, 2))
+        above.append(searched(problem, 100).value / best_of_all_steps(problem) - 1)
+    assert min(above) >= -1e-9
+    assert sum(each < 1e-9 for each in above) >= 38
 
 
 @given(problems((3, 3), (1, 2)))

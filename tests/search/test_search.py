@@ -32,6 +32,7 @@ from tests.helpers.search_problems import (
     UNEQUAL,
     all_bounds,
     larger,
+    mixing,
     needs_ortools,
     problem_of,
     problems,
@@ -133,6 +134,67 @@ def test_steps_that_follow_one_another_take_what_it_says() -> None:
     assert many - few <= 6 * found.value * (1 + 1e-9)
     assert found.library["2bw"] == "mixes batches on a device"
     assert found.value < search_schedule(costs, 6, work=300, exact=False).value
+
+
+@pytest.mark.parametrize("placement", [None, fxpipe.vee, fxpipe.round_robin(2)])
+def test_where_batches_mix_each_takes_what_it_says(placement: object) -> None:
+    costs: dict[Key, float] = {**UNEQUAL, ("U", 1): 2, "B": 4}
+    settings: dict[str, object] = {"devices": 3, "placement": placement, "work": 40, "memory": 7}
+    settings |= {"costs": costs, "microbatches": 4, "exact": False}
+    found = search_schedule(**settings, delay=2)  # type: ignore[arg-type]
+    apart = search_schedule(**settings, flush=False)  # type: ignore[arg-type]
+    assert found.value < apart.value
+    few, many = (found.schedule.simulate(costs, steps=n).makespan for n in (12, 24))
+    assert many - few == pytest.approx(12 * found.value)
+    assert all(each.check() == () for each in (found.certificate, *found.others))
+    assert found.schedule.depth > 0
+    assert found.schedule.versions().delay <= found.schedule.delays[0] <= 2
+    assert max(found.schedule.stash().devices) <= 7
+    assert isinstance(found.library["2bw"], float) == (placement is None)
+
+
+def test_a_delay_that_is_too_small_for_full_speed_costs_time_and_is_told() -> None:
+    """Two micro-batches a batch are no work for six devices, with weights one version old."""
+    costs: dict[Key, float] = {"F": 1, "B": 2, "U": 0}
+    found = [
+        search_schedule(costs, 2, devices=6, delay=n, work=30, exact=False) for n in (1, 2, 3, 5)
+    ]
+    assert found[0].value > found[1].value > found[2].value == found[3].value == 6
+    assert [each.schedule.delay for each in found] == [1, 2, 3, 3]
+    assert found[0].library["1f1b-async"] == "reads older weights"
+    assert found[0].certificate.bound.why == "cycle"
+    assert "2 batches later" in str(found[0])
+
+
+def test_versions_of_the_weights_count_in_a_devices_memory() -> None:
+    """A version takes as much as the gradients; both steps and versions are in the limits."""
+    sizes = Sizes(
+        saved=dict.fromkeys(range(3), 10),
+        parameters=dict.fromkeys(range(3), 50),
+        gradients=dict.fromkeys(range(3), 50),
+    )
+    for settings in ({"flush": False}, {"delay": 1}):
+        with pytest.raises(InputError, match="may keep 0"):
+            search_schedule(
+                {"F": 1, "B": 2},
+                4,
+                devices=3,
+                memory=150,
+                sizes=sizes,
+                work=60,
+                **settings,
+            )
+        found = search_schedule(
+            {"F": 1, "B": 2},
+            4,
+            devices=3,
+            memory=170,
+            sizes=sizes,
+            work=60,
+            **settings,
+        )
+        ran = found.schedule.simulate({"F": 1, "B": 2}, sizes=sizes)
+        assert max(has.peak for has in ran.memory) <= 170
 
 
 def test_it_is_never_slower_than_a_library_schedule_that_fits() -> None:
@@ -284,7 +346,7 @@ def test_a_certificate_that_was_changed_is_refused(proven: Certificate) -> None:
             wrong.check()
 
 
-@given(st.one_of(problems((1, 4), (1, 6)), shared(), larger()))
+@given(st.one_of(problems((1, 4), (1, 6)), shared(), larger(), mixing((1, 4), (1, 6))))
 def test_the_checker_follows_every_bound_and_refuses_more(problem: Problem) -> None:
     """Of a schedule that is far above all of them."""
     _, order, _ = list_schedule(
@@ -341,6 +403,7 @@ def test_the_measured_times_of_a_plan_are_searched_with() -> None:
         ({"costs": {"F": 1}}, "devices="),
         ({"costs": {"Q": 1}, "devices": 2}, "no kind of task 'Q'"),
         ({"devices": 0}, "devices is 0"),
+        ({"delay": -1}, "delay is -1"),
         ({"memory": 0.5}, "one micro-batch takes 1"),
         ({"memory": [3, 3]}, "2 numbers for 3 devices"),
         ({"placement": (0, 2)}, "give each stage a device"),
