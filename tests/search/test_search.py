@@ -173,7 +173,7 @@ def test_versions_of_the_weights_count_in_a_devices_memory() -> None:
         parameters=dict.fromkeys(range(3), 50),
         gradients=dict.fromkeys(range(3), 50),
     )
-    for settings in ({"flush": False}, {"delay": 1}):
+    for one in ({"flush": False}, {"delay": 1}):
         with pytest.raises(InputError, match="may keep 0"):
             search_schedule(
                 {"F": 1, "B": 2},
@@ -182,7 +182,7 @@ def test_versions_of_the_weights_count_in_a_devices_memory() -> None:
                 memory=150,
                 sizes=sizes,
                 work=60,
-                **settings,
+                **one,
             )
         found = search_schedule(
             {"F": 1, "B": 2},
@@ -191,7 +191,7 @@ def test_versions_of_the_weights_count_in_a_devices_memory() -> None:
             memory=170,
             sizes=sizes,
             work=60,
-            **settings,
+            **one,
         )
         ran = found.schedule.simulate({"F": 1, "B": 2}, sizes=sizes)
         assert max(has.peak for has in ran.memory) <= 170
