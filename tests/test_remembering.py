@@ -77,7 +77,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return ran
 
 
-def step(model: nn.Module, **options: Any) -> Tensor:
+def step(model: nn.Module, devices: int = 2, **options: Any) -> Tensor:
     """The loss of a step."""
     given = {"microbatches": 2, "loss": F.mse_loss, "partition": ["last"], **options}
     torch.manual_seed(0)
@@ -85,7 +85,7 @@ def step(model: nn.Module, **options: Any) -> Tensor:
     for parameter in model.parameters():
         nn.init.normal_(parameter)
     x = torch.ones(8, 4, dtype=dtype)
-    with remembered.remembering(), fxpipe.compile(model, 2, **given) as pipe:
+    with remembered.remembering(), fxpipe.compile(model, devices, **given) as pipe:
         loss: Tensor = pipe.step(x, target=x)
     return loss
 
@@ -94,13 +94,27 @@ def measured(made: list[str]) -> int:
     return made.count("measure")
 
 
-def test_a_like_model_is_traced_and_measured_once(made: list[str]) -> None:
+def test_a_like_model_is_traced_measured_and_differentiated_once(made: list[str]) -> None:
     first = step(Model())
     before = list(made)
     assert "export" in before and measured(before) == 1
     assert torch.equal(step(Model()), first)
     after = made[len(before) :]
-    assert "export" not in after and not measured(after)
+    assert "export" not in after and not measured(after) and "differentiate" not in after
+
+
+def test_another_cut_or_way_back_is_differentiated_for_itself(made: list[str]) -> None:
+    first = step(Model())
+    others: list[dict[str, Any]] = [
+        {"devices": 1, "partition": []},
+        {"schedule": "zb-h1"},
+        {"fuse_accumulation": True},
+    ]
+    for options in others:
+        before = list(made)
+        assert torch.equal(step(Model(), **options), first)
+        after = made[len(before) :]
+        assert "export" not in after and after.count("differentiate") == 1, options
 
 
 @pytest.mark.parametrize("what", OTHERS)

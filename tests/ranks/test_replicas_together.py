@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -125,23 +126,29 @@ class Broken(Exception):
     """Raised in one replica."""
 
 
+def breaking(breaks: Callable[[], bool]) -> Callable[[Any], torch.optim.Optimizer]:
+    """Makes optimizers whose step raises ``Broken`` while something holds."""
+
+    def optimizer(parameters: Any) -> torch.optim.Optimizer:
+        made = torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+        def before(*_: Any) -> None:
+            if breaks():
+                raise Broken("here")
+
+        made.register_step_pre_hook(before)
+        return made
+
+    return optimizer
+
+
 def failing(mesh: DeviceMesh) -> dict[str, Any]:
     """What a rank is told of failures in the second replica, and what is left."""
     replica, device = mesh.get_local_rank("dp"), mesh.get_local_rank("pp")
     told: dict[str, Any] = {}
     for schedule in ("1f1b", "2bw"):
         step, breaks = 0, False
-
-        def optimizer(parameters: Any) -> torch.optim.Optimizer:
-            made = torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
-
-            def before(*_: Any) -> None:
-                if breaks and (replica, device) == (1, 1):  # noqa: B023
-                    raise Broken("here")
-
-            made.register_step_pre_hook(before)
-            return made
-
+        optimizer = breaking(lambda: breaks and (replica, device) == (1, 1))  # noqa: B023
         with pipe_of(mesh, schedule=schedule, optimizer=optimizer) as pipe:
             while pipe.batches < 6:
                 breaks, step = step == 3, step + 1

@@ -26,7 +26,7 @@ from tests.ranks.test_replicas import (
     made,
     pipe_of,
 )
-from tests.ranks.test_replicas_together import Broken, go_on
+from tests.ranks.test_replicas_together import breaking, go_on
 from tests.ranks.test_sharded import state_bytes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -83,17 +83,7 @@ def failing(mesh: DeviceMesh) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for schedule, shards in (("1f1b", True), ("2bw", False), ("2bw", True)):
         breaks = False
-
-        def optimizer(parameters: Any) -> torch.optim.Optimizer:
-            made = torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
-
-            def before(*_: Any) -> None:
-                if breaks and (replica, device) == (1, 1):  # noqa: B023
-                    raise Broken("here")
-
-            made.register_step_pre_hook(before)
-            return made
-
+        optimizer = breaking(lambda: breaks and (replica, device) == (1, 1))  # noqa: B023
         with pipe_of(mesh, schedule=schedule, optimizer=optimizer, shard_optimizer=shards) as pipe:
             for step in range(3):
                 x, y = batch(step, replica)
