@@ -30,13 +30,16 @@ TESTS = Path(__file__).parent
 GOLDEN = TESTS / "golden"
 QUICK = ("draw", "ir", "partition/solver", "schedules", "simulator", "text", "verify")
 REMEMBERING = (
+    "compiler",
     "models/test_exactness.py",
     "models/test_split_training.py",
+    "partition",
     "ranks",
     "runtime",
+    "test_gpu_scripts.py",
 )
-"""Files and folders whose tests are of what compiled models do: the passes trace and
-differentiate a like model once, but for tests and files that are marked with ``traces``."""
+"""Files and folders whose tests are of what becomes of a graph: the passes trace and differentiate
+a like model once, but for tests and files that are marked with ``traces``."""
 
 LONGEST = ("ranks", "test_examples.py", "test_notebooks.py")
 """What begins first, so that no worker is left with the longest tests when the others are done."""

@@ -141,3 +141,24 @@ def test_a_model_with_a_tensor_for_an_attribute_is_never_remembered(made: list[s
         before = measured(made)
         step(model)
         assert measured(made) == before + 1
+
+
+class Counting(nn.Module):
+    """Knows how often it is called as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.append(len(x))
+        return x
+
+
+@pytest.mark.parametrize("tracer", ["export", "symbolic"])
+def test_leaf_modules_are_those_of_the_model_itself(made: list[str], tracer: str) -> None:
+    for _ in range(2):
+        model, own = Model(), Counting()
+        model.drop = own  # type: ignore[assignment]
+        step(model, tracer=tracer, leaf_modules=["drop"])
+        assert own.calls[-2:] == [4, 4]

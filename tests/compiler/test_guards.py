@@ -27,6 +27,8 @@ from tests.oracles import loop
 
 SLOPE = 1.0
 
+pytestmark = pytest.mark.traces
+
 
 class Net(nn.Module):
     """Reads what it is by attributes of all kinds."""

@@ -16,6 +16,8 @@ from tests.oracles import loop
 
 LEAF_CALLS = {"all": [0]}
 
+pytestmark = pytest.mark.traces
+
 
 def test_the_default_type_of_numbers_counts() -> None:
     class Sized(nn.Module):

@@ -6,6 +6,7 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -26,6 +27,8 @@ _TREES = st.recursive(
     ),
     max_leaves=12,
 )
+
+pytestmark = pytest.mark.traces
 
 
 def _guards(model: nn.Module) -> Guards:

@@ -21,6 +21,8 @@ PASSES = ["export", "functionalise", "measure", "balance", "cut", "differentiate
 PASSES += ["verify traced graph", "verify plan", "lower", "communicate", "free"]
 PASSES += ["verify schedule", "verify program"]
 
+pytestmark = pytest.mark.traces
+
 
 @pytest.fixture
 def records() -> Iterator[list[logging.LogRecord]]:
