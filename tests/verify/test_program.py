@@ -25,7 +25,7 @@ from fxpipe.verify.program import verify_program
 from tests.helpers.lines import lines
 from tests.helpers.mutants import program_mutants, sampled
 from tests.helpers.plans import chain, skipping
-from tests.helpers.profiles import DEEP
+from tests.helpers.profiles import DEEP, deep
 from tests.oracles.program_executor import program_is_right, steps_to_tell
 from tests.oracles.symbolic_loop import Model, plain_loop
 
@@ -127,7 +127,7 @@ def with_own_tasks(schedule: Schedule) -> Schedule:
 LIBRARY = {
     f"{name} {devices}x{microbatches}": (RECIPES[name](devices, microbatches), True, False)
     for name in RECIPES
-    for devices, microbatches in ((2, 2), (3, 2), (2, 3))
+    for devices, microbatches in ((3, 2), (2, 3), *deep((2, 2)))
 }
 CASES = LIBRARY | {
     "one device": (gpipe(1, 1), True, False),
