@@ -20,6 +20,7 @@ from fxpipe.passes.graph.fit import localise_sizes, relay
 from fxpipe.passes.graph.functionalise import functionalise
 from fxpipe.passes.graph.place_devices import PlaceDevices
 from fxpipe.passes.graph.randomness import seed_randomness
+from fxpipe.passes.inductor.channels_last import lay_channels_last
 from fxpipe.passes.inductor.compile_stages import CompileStages
 from fxpipe.passes.lowering.communicate import communicate
 from fxpipe.passes.lowering.free import free
@@ -145,6 +146,7 @@ FIT = (
 
 PLAN = (
     Pass(cut, "traced, assignment, owners, stage_costs", "plan"),
+    Pass(lay_channels_last, "plan", "plan", when="stage_compiler"),
     Pass(Differentiate, "plan, values, state, wanted", "differentiated plan"),
     Pass(part_backward, "differentiated plan", "parted plan", when="parted"),
     Pass(PartGradients, "parted plan, bucket_bytes", "bucketed plan", when="replicated"),

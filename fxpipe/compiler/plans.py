@@ -248,6 +248,7 @@ class Plans:
             "values": call.values(traced, wants=True),
             "state": traced.state_of(options.model),
             "wanted": call.wanted(traced),
+            "stage_compiler": options.stage_compiler,
             "parted": call.parted,
             "fuse_accumulation": options.fuse_accumulation,
             "replicated": options.replicas > 1 and call.purpose != "infer",

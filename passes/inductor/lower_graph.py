@@ -23,7 +23,7 @@ from fxpipe.kernels.inductor import Draw, Look, Wiring
 from fxpipe.passes.differentiate.accumulate import product_onto
 from fxpipe.random import OPERATORS
 
-_FORMAT = 4
+_FORMAT = 5
 """To be counted up where libraries that an earlier form of this package made must not be used."""
 
 aten = torch.ops.aten

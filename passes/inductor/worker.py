@@ -29,6 +29,7 @@ from torch._inductor.lowering import register_lowering
 from torch.profiler import ProfilerActivity, profile
 
 import fxpipe.random  # noqa: F401  (graphs may have its operators)
+from fxpipe.passes.inductor import images
 
 MULTIPLIES = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
 """Whether oneDNN is there beside MKL."""
@@ -58,6 +59,7 @@ def _compile(source: str, target: str, options: dict[str, Any], owned: Collectio
     program = torch.export.load(source)
     assert program.example_inputs is not None
     given = [*program.example_inputs[0]]
+    images.register()
     if MULTIPLIES:
         # in place of inductor's lowering, which wants a constant
         product = torch.ops.mkldnn._linear_pointwise.default
