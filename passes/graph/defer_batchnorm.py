@@ -121,9 +121,9 @@ class _Operations(_Deferrer):
         values = returned[len(self.traced.writes) :]
         end.args = ((*(by_name[write.value] for write in writes), *values),)
         graph.eliminate_dead_code()
-        for node in graph.find_nodes(op="placeholder"):
-            if not node.users:
-                graph.erase_node(node)
+        for name in {argument.name for argument in self.traced.buffers}:
+            if not by_name[name].users:
+                graph.erase_node(by_name[name])
         left = {node.name for node in graph.nodes}
         traced = self.finished(writes)
         return replace(traced, buffers=tuple(a for a in traced.buffers if a.name in left))

@@ -293,3 +293,22 @@ def test_batchnorm_over_processes_is_refused() -> None:
 def test_what_is_no_flag_is_refused() -> None:
     with pytest.raises(InputError, match="deferred_batchnorm is 'yes'; give True or False"):
         fxpipe.compile(net(), ["cpu"], deferred_batchnorm="yes")  # type: ignore[arg-type]
+
+
+def test_a_parameter_that_nothing_depends_on_stays() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.unused = nn.BatchNorm1d(4), nn.Parameter(torch.ones(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            _ = x * self.unused
+            made: torch.Tensor = self.norm(x)
+            return made
+
+    model = Net()
+    with fxpipe.compile(
+        model, 1, microbatches=2, loss=nn.functional.mse_loss, deferred_batchnorm=True
+    ) as pipe:
+        pipe.step(x := torch.randn(8, 4), target=x)
+    assert model.norm.weight.grad is not None and model.unused.grad is None
