@@ -14,18 +14,27 @@ from torch import nn
 
 from fxpipe.arguments import read_example
 from fxpipe.compile import compile
+from fxpipe.compiler.candidates import Stages
 from fxpipe.compiler.compiled import Compiled
+from fxpipe.compiler.compiler import Compiler
 from fxpipe.compiler.front_end import Call
 from fxpipe.devices import read_devices
+from fxpipe.engine import Engine
 from fxpipe.errors import InputError
 from fxpipe.ir.recipe import find_recipe
-from fxpipe.overheads import overheads
-from fxpipe.passes.partition.atoms import atoms_of, footprint_of
+from fxpipe.ir.traced import Traced
+from fxpipe.overheads import away_rates, overheads
+from fxpipe.passes.partition.assignment import Assignment, Verdict
+from fxpipe.passes.partition.atoms import Atoms, atoms_of, footprint_of
 from fxpipe.passes.partition.measure import NodeCost
 from fxpipe.pipeline import Pipeline
-from fxpipe.planner.choices import TrainingPlan, choices
+from fxpipe.planner.candidates import Candidate
+from fxpipe.planner.choices import Choice, TrainingPlan, choices, ranked
 from fxpipe.planner.cluster import Cluster
 from fxpipe.planner.profile import Profile
+from fxpipe.planner.profile import Stages as Cut
+from fxpipe.rehearsal import Rehearsals
+from fxpipe.runtime.choice import Choice as Threads
 from fxpipe.runtime.devices.cuda import home
 from fxpipe.runtime.weights.optimizer import state_size
 from fxpipe.simulator.costs import Overheads, Rehearsal
@@ -46,19 +55,21 @@ def plan_training(
     stale: bool = False,
     schedules: Sequence[str] | None = None,
     recompute: bool = True,
+    offload: bool = True,
     keep: int = 10,
     device: str | torch.device | None = None,
     sizes: Sequence[int] = SIZES,
     **options: Any,
 ) -> TrainingPlan:
     """Rank the ways to train a model on a cluster: replicas × stages and where they are, cuts,
-    micro-batches, schedule and recomputation, by simulations with measured times.
+    micro-batches, schedule, recomputation and offloading, by simulations with measured times.
 
     All stages take one device each, and all replicas are alike. The model is traced once, measured
     for micro-batches of a few sizes, operation by operation and, on a CPU, as a whole in rehearsed
     steps, and cut once for each number of stages; times of other sizes lie on a line through those,
     so that what any task takes at least counts. What cannot be among the fastest by a closed form
-    is not simulated.
+    is not simulated. What devices hold is predicted as for a pipe; and where they are CPUs of this
+    machine, the choices of one replica that are returned are rehearsed.
 
     Args:
         model: the model; it is not changed.
@@ -71,6 +82,7 @@ def plan_training(
         schedules: names of the schedules to choose among; by default all of the library that train
             with one stage a device.
         recompute: whether stages may recompute where memory does not suffice.
+        offload: whether they may then also store what they keep outside of it.
         keep: how many choices to return.
         device: where the model is measured: by default on the first of this machine's devices that
             ``cluster`` names, else on a CPU device.
@@ -87,37 +99,139 @@ def plan_training(
         raise InputError(f"{min(given)} is what plan_training chooses; leave it out")
     if isinstance(cluster, str):
         cluster = Cluster.parse(cluster)
+    here = not isinstance(cluster, Cluster)
     if not isinstance(cluster, Cluster):
         places = [home(place) for place in read_devices(cluster)]
         cluster, device = Cluster.measured(places), device or places[0]
     if not isinstance(batch, int) or batch < 1:
         raise InputError(f"batch is {batch!r}; give the samples of a step, at least 1")
-    with compile(model, [device or "cpu"], microbatches=1, **options) as pipe:
-        profile = _profile(pipe, example, [size for size in sizes if size <= batch] or [1])
     recipes = None if schedules is None else [find_recipe(name) for name in schedules]
-    found = choices(
-        profile, cluster, batch, stale=stale, recipes=recipes, recompute=recompute, keep=keep
-    )
+    with compile(model, [device or "cpu"], microbatches=1, **options) as pipe:
+        cuts = _Cuts(pipe, example, [size for size in sizes if size <= batch] or [1], batch)
+        found = choices(
+            cuts.profile,
+            cluster,
+            batch,
+            stale=stale,
+            recipes=recipes,
+            recompute=recompute,
+            offload=offload,
+            keep=keep,
+            peaks=cuts.peaks,
+        )
+        if here and pipe.devices[0].type == "cpu":
+            found = ranked([*map(cuts.rehearsed, found.choices)], cluster, keep)
     limits = {} if cluster.memory == inf else {"memory_limits": cluster.memory}
-    make = partial(_compile, model, {**options, **limits})
-    return replace(found, choices=tuple(replace(each, make=make) for each in found.choices))
+    ready = [
+        replace(each, make=partial(_compile, model, {**options, **limits}, cuts.taken(each.cut)))
+        for each in found.choices
+    ]
+    return replace(found, choices=tuple(ready))
 
 
-def _compile(model: nn.Module, given: dict[str, Any], devices: Any, **options: Any) -> Pipeline:
-    return compile(model, devices, **{**given, **options})
+def _compile(
+    model: nn.Module, given: dict[str, Any], cut: Any, devices: Any, **options: Any
+) -> Pipeline:
+    """The pipe of a choice; where this process runs all devices, with the cut that was chosen."""
+    example = options.pop("example", None)
+    pipe = compile(model, devices, **{**given, **options})
+    if pipe._options.group.size == 1:
+        pipe._compiler.take(*cut)
+    if example is not None:
+        args, kwargs = read_example(example)
+        pipe.prepare(*args, **kwargs)
+    return pipe
 
 
-def _profile(pipe: Pipeline, example: Any, sizes: Sequence[int]) -> Profile:
-    """The model measured for micro-batches of these sizes."""
-    args, kwargs = read_example(example)
-    named = {name: value for name, value in kwargs.items() if name != "target"}
-    micro = pipe._intake.take(args, named, kwargs.get("target"), step=True)
-    compiler, options = pipe._compiler, pipe._options
-    schedule = compiler.timetable.schedule(1, "step")
-    leaves, size = micro.leaves[0], micro.batch.size
-    call = Call(micro.batch, leaves, size, "step", (False,) * len(leaves), schedule)
-    with untouched(options.model):
-        measured = compiler.plans.measured(call, sizes)
+class _Cuts:
+    """A model measured for micro-batches of some sizes, and cut into stages as pipes have them."""
+
+    def __init__(self, pipe: Pipeline, example: Any, sizes: Sequence[int], batch: int) -> None:
+        """Trace and measure it."""
+        self._pipe, self._batch = pipe, batch
+        self._made: dict[tuple[int, int], Stages] = {}
+        self._peaks: dict[tuple[int, int, Candidate], tuple[float, ...]] = {}
+        args, kwargs = read_example(example)
+        named = {name: value for name, value in kwargs.items() if name != "target"}
+        micro = pipe._intake.take(args, named, kwargs.get("target"), step=True)
+        schedule = pipe._compiler.timetable.schedule(1, "step")
+        leaves, size = micro.leaves[0], micro.batch.size
+        call = Call(micro.batch, leaves, size, "step", (False,) * len(leaves), schedule)
+        with untouched(pipe._options.model):
+            self._measured = pipe._compiler.plans.measured(call, sizes)
+            self._call = call.zeros()
+            self.profile, self._atoms = _profile(pipe, self._call, self._measured)
+
+    def taken(self, cut: Cut) -> tuple[Traced, Assignment, Mapping[str, NodeCost]]:
+        """The whole graph, the stages of its nodes, and what these cost."""
+        first = self._measured[max(self._measured)]
+        division = cut.solution.division
+        nodes = {
+            node.name: stage
+            for own, stage in zip(self._atoms.nodes, division.stage_of, strict=True)
+            for node in own
+        }
+        verdict = Verdict(division.loads, cut.solution.bound)
+        return first["traced"], Assignment(cut.count, nodes, verdict), first["costs"]
+
+    def stages(self, cut: Cut, replicas: int) -> Stages:
+        """The stages of a cut, as a pipe would have them."""
+        key = cut.count, replicas
+        if key not in self._made:
+            known, like = self._pipe._options, self._pipe._compiler
+            options = replace(
+                known,
+                devices=known.devices * cut.count,
+                torch_devices=known.torch_devices * cut.count,
+                places=known.places * cut.count,
+                recipe=find_recipe("zb-h1"),
+                microbatches=None,
+                replicas=replicas,
+                threads=max(1, torch.get_num_threads() // cut.count),
+            )
+            compiler = Compiler(options, Threads(cut.count, options.dispatch))
+            compiler.plans.take_traces(like.plans)
+            compiler.take(*self.taken(cut))
+            compiled = compiler.unchecked(self._call.resized(max(self._measured)), self._updates)
+            size = self._batch // replicas
+            self._made[key] = Stages(compiler, (inf,) * cut.count, compiled, size, self._updates)
+        return self._made[key]
+
+    def peaks(self, cut: Cut, replicas: int, candidate: Candidate) -> tuple[float, ...]:
+        """Device → what it is predicted to hold, as the table of the pipe shows it."""
+        key = cut.count, replicas, candidate
+        if key not in self._peaks:
+            self._peaks[key] = self.stages(cut, replicas).peaks(candidate)
+        return self._peaks[key]
+
+    def rehearsed(self, choice: Choice) -> Choice:
+        """A choice with the time that steps of it are predicted to take where they are rehearsed;
+        as it was where it has replicas, or cannot be rehearsed."""
+        stages = self.stages(choice.cut, choice.replicas)
+        options, candidate = stages.compiler.options, choice.predicted.candidate
+        if choice.replicas > 1:
+            return choice
+        engine = Engine(options, Threads(choice.stages, options.dispatch))
+        try:
+            rehearsals = Rehearsals(options, stages.compiler, engine)
+            stages.rehearse(rehearsals.rehearse, candidate)
+        finally:
+            engine.close()
+        made = stages.predict(candidate)
+        if made is None:
+            return choice
+        return replace(choice, predicted=replace(made, held=choice.predicted.peaks))
+
+    @property
+    def _updates(self) -> bool:
+        return self._pipe._engine.updates
+
+
+def _profile(
+    pipe: Pipeline, call: Call, measured: Mapping[int, Mapping[str, Any]]
+) -> tuple[Profile, Atoms]:
+    """The model as it was measured for micro-batches of some sizes."""
+    options = pipe._options
     samples, first = max(measured.items())
     traced, plan, state = first["traced"], first["plan"], first["state"]
     footprint = footprint_of(traced, plan, first["costs"], state, 1.0)
@@ -148,7 +262,7 @@ def _profile(pipe: Pipeline, example: Any, sizes: Sequence[int]) -> Profile:
     update = (3 + 2 * ratio) / 3 * _adding(pipe.devices[0])
     if last is not None and ("U", 0) in last.costs:
         update = last.costs["U", 0] / (sum(trained.values()) or 1)
-    return Profile(
+    profile = Profile(
         atoms.work,
         samples,
         {size: seconds(size) for size in measured},
@@ -156,7 +270,9 @@ def _profile(pipe: Pipeline, example: Any, sizes: Sequence[int]) -> Profile:
         update,
         besides,
         atoms.layers,
+        None if options.cuda_graphs else away_rates(pipe.devices[0].type),
     )
+    return profile, atoms
 
 
 def _rehearsed(pipe: Pipeline, call: Call, made: Mapping[str, Any], size: int) -> Rehearsal | None:

@@ -10,7 +10,7 @@ from itertools import product
 
 from fxpipe.compiler.compiled import Compiled
 from fxpipe.compiler.compiler import Compiler, Rehearse
-from fxpipe.compiler.predict import given_links, predict, step_sizes
+from fxpipe.compiler.predict import given_links, predict, predicted_peaks, step_sizes
 from fxpipe.errors import FxpipeError, InputError, PartitionError
 from fxpipe.ir.plan import Costs, Plan
 from fxpipe.ir.program import Program
@@ -54,6 +54,7 @@ class Stages:
     """The stages that a model was cut into, as candidates use them.
 
     Attributes:
+        compiler: has the options, and lowers.
         rehearsed: whether steps over them were rehearsed, or cannot be.
     """
 
@@ -76,7 +77,7 @@ class Stages:
             size: the samples of a batch.
             updates: whether a step updates the weights.
         """
-        self._compiler, self._compiled, self._updates = compiler, compiled, updates
+        self.compiler, self._compiled, self._updates = compiler, compiled, updates
         self._home = compiled.schedule.placement
         self._size, self._options = size, compiler.options
         self._graph = compiler.plans.graph_of(compiled.traced)
@@ -119,17 +120,17 @@ class Stages:
             counts = microbatch_counts(self._size, len(self._limits))[:_SIZES]
         names = next(own for own in FAMILIES if self._place(find_recipe(own[0])) == self._home)
         for count, name in product(counts, reversed(names)):
-            self._rehearse(rehearse, Candidate(find_recipe(name), count, modes))
+            self.rehearse(rehearse, Candidate(find_recipe(name), count, modes))
         own = self._compiled.samples
         other = own // 4 if own >= 8 else min(4 * own, self._size)
         if chooses and len(counts) > 1 and not self._taught and other != own:
             with suppress(FxpipeError):
-                at_other = self._compiler.plans.costs_at(self._graph, other)
+                at_other = self.compiler.plans.costs_at(self._graph, other)
                 stages = [replace(s, costs=at_other[s.index]) for s in self._compiled.plan.stages]
                 plan = replace(self._compiled.plan, stages=tuple(stages))
                 self._measured[other] = self._of_operations(plan)
 
-    def _rehearse(self, rehearse: Rehearse, candidate: Candidate) -> None:
+    def rehearse(self, rehearse: Rehearse, candidate: Candidate) -> None:
         """Take the times of steps of this candidate, if it is predicted to fit."""
         predicted, samples = self.predict(candidate), self._samples(candidate.microbatches)
         if predicted is None or not predicted.fits(self._limits):
@@ -198,7 +199,7 @@ class Stages:
         schedule that is searched for, if that is faster."""
         choice = found.candidate
         if self._taught and not self._ran:
-            self._rehearse(rehearse, choice)
+            self.rehearse(rehearse, choice)
             found = self.predict(choice) or found
         least = self._least(choice.recipe, choice.microbatches)
         if not found.fits(self._limits) or found.seconds <= EXACT * least:
@@ -305,7 +306,7 @@ class Stages:
     def _at(self, samples: int) -> Compiled:
         """The same stages for micro-batches of that size."""
         if samples not in self._calls:
-            self._calls[samples] = self._compiler.resized(
+            self._calls[samples] = self.compiler.resized(
                 self._compiled, self._graph, samples, self._updates
             )
         return self._calls[samples]
@@ -314,13 +315,20 @@ class Stages:
         """What these hold."""
         if samples not in self._sizes:
             own = self._at(samples)
-            self._sizes[samples] = step_sizes(own, self._compiler.options, self._updates)
+            self._sizes[samples] = step_sizes(own, self.compiler.options, self._updates)
         return self._sizes[samples]
+
+    def peaks(self, candidate: Candidate) -> tuple[float, ...]:
+        """Device → the most bytes that it is predicted to hold."""
+        _, program = self._lowered(candidate)
+        samples = self._samples(candidate.microbatches)
+        plan = self._at(samples).plan
+        return tuple(map(float, predicted_peaks(plan, program, self._held(samples))))
 
     def _lowered(self, candidate: Candidate) -> tuple[Schedule, Program]:
         """The schedule and the program of a candidate. Raises FxpipeError where these stages cannot
         run it."""
-        timetable = self._compiler.timetable.changed(
+        timetable = self.compiler.timetable.changed(
             recipe=candidate.recipe,
             recompute=candidate.recompute,
             offload=candidate.offload or self._options.offload,
@@ -332,7 +340,7 @@ class Stages:
         sized = self._limited or self._links
         plan = self._at(self._samples(candidate.microbatches)).plan if sized else None
         plan = plan or self._compiled.plan
-        return schedule, self._compiler.lowered(plan, schedule, "step", self._updates)
+        return schedule, self.compiler.lowered(plan, schedule, "step", self._updates)
 
     def predict(self, candidate: Candidate) -> Predicted | None:
         """What a step is predicted to need; None where these stages cannot run it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
@@ -33,7 +33,8 @@ from fxpipe.ir.traced import Traced
 from fxpipe.log import told
 from fxpipe.passes.graph.extents import extents
 from fxpipe.passes.graph.lazy_module import sources_forgotten
-from fxpipe.passes.partition.assignment import Verdict
+from fxpipe.passes.partition.assignment import Assignment, Verdict
+from fxpipe.passes.partition.measure import NodeCost
 from fxpipe.passes.runner import run_all
 from fxpipe.passes.tracing.attach_loss import returned_loss
 from fxpipe.passes.tracing.loss_terms import Divisor, loss_terms
@@ -390,6 +391,19 @@ class Compiler:
         if group.size > 1:
             return program, partial(self.lowered, plan, schedule, purpose, updates)
         return program, lambda: program
+
+    def take(self, traced: Traced, assignment: Assignment, costs: Mapping[str, NodeCost]) -> None:
+        """Have the stages of this graph, whose nodes cost this, in every call."""
+        self._placement.take(traced, assignment, costs)
+
+    def unchecked(self, call: Call, updates: bool) -> Compiled:
+        """A step of a call, which is not compared with the model; for predictions."""
+        schedule = self.timetable.schedule(1, "step")
+        traced, plan = self.plans.unchecked(replace(call, schedule=schedule))
+        program = self.lowered(plan, schedule, "step", updates)
+        threads = self.choice.threads(plan)
+        made = (traced, plan, (), schedule, program, lambda: program, "step", call.size, threads)
+        return Compiled(*made)  # type: ignore[arg-type]
 
     def lowered(self, plan: Plan, schedule: Schedule, purpose: Purpose, updates: bool) -> Program:
         """The program of all devices."""

@@ -120,6 +120,16 @@ class Placement:
         self.costs = _by_stage(traced, assignment, facts["costs"])
         return assignment
 
+    def take(self, traced: Traced, assignment: Assignment, costs: Mapping[str, NodeCost]) -> None:
+        """Let the stages be those of this graph, whose nodes cost this; no cut may be tried."""
+        schedule = self.timetable.for_placing(1)
+        self._machine = self._options.partition.machine(schedule, self._options.names)
+        self._budget = MemoryBudget(schedule.placement, self._machine)
+        self._budget.way_out = "take another choice, raise the memory of the cluster"
+        self._reference = traced, assignment
+        self.owners = owners(traced, assignment)
+        self.costs = _by_stage(traced, assignment, costs)
+
     def costs_of(
         self,
         traced: Traced,

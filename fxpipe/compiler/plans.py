@@ -184,6 +184,17 @@ class Plans:
                     found[size] = {**made, "state": state}
         return found
 
+    def take_traces(self, other: Plans) -> None:
+        """Have what was traced for another compiler of the model."""
+        self.front_end, self._traced = other.front_end, other._traced
+
+    def unchecked(self, call: Call) -> tuple[Traced, Plan]:
+        """As ``plan``, made for zeros, for any size, and not checked: for predictions."""
+        self.look()
+        with self._gathered(replace(call.zeros(), fixed=False)) as here:
+            graph = self._graph(here)
+            return graph.traced, self._differentiated(graph, here)
+
     @contextmanager
     def _followed(self, graph: Graph, size: int) -> Iterator[tuple[Call, Traced, Assignment]]:
         """Inside, the same call with zeros for micro-batches of another size, its graph, and the

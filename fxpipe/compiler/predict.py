@@ -301,7 +301,11 @@ def remedies(
     stored = [('offload="always"', timetable.changed(offload="always"), own)]
     both = timetable.changed(recompute="always", offload="always")
     stored.append(('recompute="always" with offload="always"', both, own))
-    names = [name for name in _LESS_MEMORY if name != schedule.name]
+    names = [
+        name
+        for name in _LESS_MEMORY
+        if name != schedule.name and find_recipe(name).place(schedule.devices) == schedule.placement
+    ]
     others = [(f'schedule="{n}"', timetable.changed(recipe=find_recipe(n)), own) for n in names]
     counts = [own * 2**power for power in range(1, (samples // own).bit_length())]
     finer = [(f"microbatches={count}", timetable, count) for count in counts]

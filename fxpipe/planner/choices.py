@@ -1,10 +1,10 @@
-"""Ranked choices: replicas × stages, micro-batches, schedule and recomputation on a cluster."""
+"""Ranked choices: replicas × stages, micro-batches, schedule, what is recomputed or offloaded."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from math import ceil
+from math import ceil, inf
 from typing import Any
 
 from rich import box
@@ -15,7 +15,7 @@ from fxpipe.draw.chart import Chart, Entry
 from fxpipe.draw.picture import FORWARD, OTHER, UPDATE, Picture
 from fxpipe.errors import FxpipeError, InputError
 from fxpipe.ir.recipe import Recipe
-from fxpipe.passes.schedule import add_recompute, modes_of
+from fxpipe.passes.schedule import add_offload, add_recompute, modes_of
 from fxpipe.planner.candidates import (
     Candidate,
     Modes,
@@ -32,7 +32,7 @@ from fxpipe.simulator.simulate import simulate_schedule
 from fxpipe.simulator.simulation import Simulation
 from fxpipe.words import bytes_text, preformatted, table_text, time_text
 
-_WIDTH, _BARS = 140, 480.0
+_WIDTH, _BARS = 150, 480.0
 
 HELP = {
     "the slowest stage": "stages of more even times: fewer stages, or a finer cut",
@@ -40,6 +40,7 @@ HELP = {
     "transfers": "faster links, larger micro-batches, or neighbours that are nearer",
     "sums over replicas": "a larger batch, fewer replicas, or faster links between them",
     "recomputation": "more memory, or more stages",
+    "offloading": "more memory, or a faster way to what is outside of it",
     "computing": "more or faster devices",
 }
 """What limits a step → what would help."""
@@ -51,20 +52,26 @@ class Choice:
 
     Attributes:
         layout: where stages and replicas are.
-        cuts: stage → the layer with which it begins.
-        predicted: schedule, micro-batches and recomputation; its time, and the memory of devices.
+        cut: the model in stages.
+        predicted: schedule, micro-batches, recomputation and offloading; its time, and the memory
+            of devices.
         samples: how many samples a micro-batch has.
         batch: how many a step has, over all replicas.
         limit: what takes the largest part of the step, besides what must be computed.
     """
 
     layout: Layout
-    cuts: tuple[str, ...]
+    cut: Stages = field(repr=False)
     predicted: Predicted
     samples: int
     batch: int
     limit: str
     make: Callable[..., Any] | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def cuts(self) -> tuple[str, ...]:
+        """Stage → the layer with which it begins."""
+        return self.cut.cuts
 
     @property
     def stages(self) -> int:
@@ -120,6 +127,7 @@ class Choice:
             schedule=chosen.recipe.name,
             microbatches=chosen.microbatches,
             recompute=list(chosen.recompute),
+            offload=list(chosen.offload) or "never",
             **options,
         )
 
@@ -142,20 +150,22 @@ class TrainingPlan:
 
     def __str__(self) -> str:
         table = Table(box=box.SIMPLE_HEAD, show_edge=False)
-        for heading in ("replicas × stages", "in", "schedule", "micro-batches", "recompute"):
+        for heading in ("replicas × stages", "in", "schedule", "micro-batches"):
+            table.add_column(heading)
+        for heading in ("recompute", "offload"):
             table.add_column(heading)
         for heading in ("a step", "samples/s", "idle", "memory"):
             table.add_column(heading, justify="right")
         table.add_column("limited by")
         for each in self.choices:
             found, chosen = each.predicted, each.predicted.candidate
-            again = [str(s) for s, mode in enumerate(chosen.recompute) if mode != "never"]
             table.add_row(
                 f"{each.replicas} × {each.stages}",
                 str(each.layout),
                 chosen.recipe.name,
                 f"{chosen.microbatches} of {each.samples}",
-                "none" if not again else "all" if len(again) == each.stages else ", ".join(again),
+                _some(chosen.recompute),
+                _some(chosen.offload),
                 time_text(found.seconds),
                 f"{each.throughput:.4g}",
                 f"{found.idle:.0%}",
@@ -196,6 +206,16 @@ class TrainingPlan:
         return canvas.picture
 
 
+def _some(modes: Modes) -> str:
+    """Which stages recompute, or offload."""
+    some = [str(stage) for stage, mode in enumerate(modes) if mode != "never"]
+    return "none" if not some else "all" if len(some) == len(modes) else ", ".join(some)
+
+
+Peaks = Callable[[Stages, int, Candidate], tuple[float, ...]]
+"""A cut, replicas and a candidate → for each device the most bytes that it holds."""
+
+
 def choices(
     profile: Profile,
     cluster: Cluster,
@@ -204,9 +224,15 @@ def choices(
     stale: bool = False,
     recipes: Sequence[Recipe] | None = None,
     recompute: bool = True,
+    offload: bool = True,
     keep: int = 10,
+    peaks: Peaks | None = None,
 ) -> TrainingPlan:
-    """Rank the ways to train a measured model; the arguments are those of ``plan_training``."""
+    """Rank the ways to train a measured model; the arguments are those of ``plan_training``.
+
+    Args:
+        peaks: predicts what devices hold; by default as counted for atoms.
+    """
     found: list[Choice] = []
     stages: dict[int, Stages | None] = {}
     layouts = [each for each in cluster.layouts() if batch % each.replicas == 0]
@@ -217,40 +243,55 @@ def choices(
         if cut is None:
             continue
         limits = (cluster.memory,) * layout.stages
-        predictor = _Predictor(cut, layout, batch // layout.replicas)
+        predictor = _Predictor(cut, layout, batch // layout.replicas, peaks)
         named = recipes if recipes is not None else library_over(layout.stages, stale=stale)
+        fast = sorted(each.predicted.seconds for each in found if each.fits)
         ways = [
             (recipe, count)
             for recipe in named
             for count in microbatch_counts(predictor.batch, layout.stages)
         ]
         modes: Modes | None = None if recompute else modes_of("never", layout.stages)
-        made = evaluate(ways, modes, limits, predictor.least, predictor.predict, keep=2)
+        stores = recompute and offload and profile.away is not None
+        made = evaluate(
+            ways,
+            modes,
+            limits,
+            predictor.least,
+            predictor.predict,
+            keep=2,
+            offload=None if stores else (),
+            worth=fast[keep - 1] if len(fast) >= keep else inf,
+        )
         for chosen in _best_of_each(made):
             samples = ceil(predictor.batch / chosen.candidate.microbatches)
             limit = predictor.limit(chosen)
-            found.append(Choice(layout, cut.cuts, chosen, samples, batch, limit))
+            found.append(Choice(layout, cut, chosen, samples, batch, limit))
     if not found:
         raise InputError(
             f"a batch of {batch} cannot be divided among {cluster.devices} devices, or the model "
             "has fewer operations than there are stages; give another batch or fewer devices"
         )
-    found.sort(
-        key=lambda each: (
-            sum(each.predicted.over((cluster.memory,) * each.stages)),
-            each.predicted.seconds,
+    return ranked(found, cluster, keep)
+
+
+def ranked(found: Sequence[Choice], cluster: Cluster, keep: int) -> TrainingPlan:
+    """The fastest of these that fit, or those that lack least."""
+    if fitting := [each for each in found if each.fits]:
+        return TrainingPlan(
+            tuple(sorted(fitting, key=lambda each: each.predicted.seconds)[:keep]), cluster
         )
-    )
-    fitting = [each for each in found if each.fits]
-    return TrainingPlan(tuple((fitting or found)[:keep]), cluster)
+    lacks = {id(each): sum(each.predicted.over((cluster.memory,) * each.stages)) for each in found}
+    by = sorted(found, key=lambda each: (lacks[id(each)], each.predicted.seconds))
+    return TrainingPlan(tuple(by[:keep]), cluster)
 
 
 def _best_of_each(found: Sequence[Predicted]) -> Iterator[Predicted]:
-    """The best for each number of micro-batches, recomputation and delay: equally fast schedules
-    are told once, by the one that holds the least."""
-    alike: dict[tuple[int, Modes], list[Predicted]] = {}
+    """The best for each number of micro-batches, recomputation and offloading: equally fast
+    schedules are told once, by the one that holds the least."""
+    alike: dict[tuple[int, Modes, Modes], list[Predicted]] = {}
     for each in found:
-        key = each.candidate.microbatches, each.candidate.recompute
+        key = each.candidate.microbatches, each.candidate.recompute, each.candidate.offload
         alike.setdefault(key, []).append(each)
     yield from map(best_of, alike.values())
 
@@ -258,8 +299,8 @@ def _best_of_each(found: Sequence[Predicted]) -> Iterator[Predicted]:
 class _Predictor:
     """Simulates candidates for the stages of a layout."""
 
-    def __init__(self, stages: Stages, layout: Layout, batch: int) -> None:
-        self.batch = batch
+    def __init__(self, stages: Stages, layout: Layout, batch: int, peaks: Peaks | None) -> None:
+        self.batch, self._peaks = batch, peaks
         self._stages, self._layout = stages, layout
         self._simulations: dict[Candidate, Simulation] = {}
 
@@ -275,6 +316,7 @@ class _Predictor:
         samples = self._samples(count)
         try:
             schedule = add_recompute(candidate.recipe(layout.stages, count), candidate.recompute)
+            schedule = add_offload(schedule, candidate.offload) if candidate.offload else schedule
             found = simulate_schedule(
                 schedule,
                 self._stages.times(samples),
@@ -290,8 +332,13 @@ class _Predictor:
             seconds, idle = found.steady.period, abs(found.steady.bubble)
         seconds += self._stages.profile.overheads.step
         self._simulations[candidate] = found
-        peaks = tuple(float(memory.peak) for memory in found.memory)
-        return Predicted(candidate, seconds, peaks, idle)
+
+        def held() -> tuple[float, ...]:
+            if self._peaks is not None:
+                return self._peaks(self._stages, layout.replicas, candidate)
+            return tuple(float(memory.peak) for memory in found.memory)
+
+        return Predicted(candidate, seconds, held, idle)
 
     def limit(self, made: Predicted) -> str:
         """What takes the largest part of the step besides what must be computed anyway."""
@@ -302,9 +349,11 @@ class _Predictor:
         mean = sum(work) / len(work)
         idles = found.idle
         again = [s for s, mode in enumerate(made.candidate.recompute) if mode != "never"]
+        stored = sum(idle.copying.get(d, 0.0) for d, idle in enumerate(idles)) / len(idles)
         parts = {
             "the slowest stage": max(work) - mean,
-            "transfers": sum(sum(idle.copying.values()) for idle in idles) / len(idles),
+            "transfers": sum(sum(idle.copying.values()) for idle in idles) / len(idles) - stored,
+            "offloading": stored,
             "sums over replicas": max(
                 max(idle.summing for idle in idles),
                 found.makespan - found.through - max(times["U", s] for s in stages)

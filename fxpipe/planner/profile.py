@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
-from fxpipe.passes.partition.solver.solve import solve
+from fxpipe.passes.partition.solver.solve import Solution, solve
 from fxpipe.passes.partition.work import Machine, Work
 from fxpipe.planner.candidates import Affine
 from fxpipe.simulator.costs import Overheads
@@ -28,6 +28,8 @@ class Profile:
         update: seconds of an update for each byte of a parameter.
         overheads: what a machine takes besides the operations of tasks.
         layers: atom → what it belongs to, for names.
+        away: bytes a second that a device stores outside of its memory, and that it fetches again;
+            None where it cannot.
     """
 
     work: Work
@@ -37,13 +39,14 @@ class Profile:
     update: float = 0.0
     overheads: Overheads = field(default_factory=Overheads)
     layers: tuple[str, ...] = field(default=(), repr=False)
+    away: tuple[float, float] | None = None
 
     def cut(self, stages: int, speed: float = 1.0) -> Stages | None:
         """The model in so many stages of times as even as can be; None if it has fewer atoms."""
         if len(self.work) < stages:
             return None
         found = solve(self.work, Machine.equal(stages), self.layers)
-        return None if found is None else Stages(self, found.division.stage_of, stages, speed)
+        return None if found is None else Stages(self, found, stages, speed)
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,15 +55,20 @@ class Stages:
 
     Attributes:
         profile: the model.
-        stage_of: atom → stage.
+        solution: the cut, and how good it is.
         count: how many stages there are.
         speed: of the devices.
     """
 
     profile: Profile
-    stage_of: tuple[int, ...]
+    solution: Solution
     count: int
     speed: float = 1.0
+
+    @property
+    def stage_of(self) -> tuple[int, ...]:
+        """Atom → stage."""
+        return self.solution.division.stage_of
 
     @property
     def cuts(self) -> tuple[str, ...]:
@@ -84,6 +92,9 @@ class Stages:
         for s, size in enumerate(self._parameters):
             found["R", s], found["U", s] = found["F", s], self.profile.update * size / self.speed
             found["A", s] = 0.0  # the link takes its time
+        if self.profile.away is not None:
+            for letter, rate in zip("OP", self.profile.away, strict=True):
+                found |= {(letter, s): size / rate for s, size in self.sizes(samples).saved.items()}
         return found
 
     @cache  # noqa: B019

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from math import inf
@@ -16,15 +17,22 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import fxpipe
+import fxpipe.plan_training
+from fxpipe.compiler import passes, placement
 from fxpipe.ir.recipe import find_recipe
 from fxpipe.passes.partition.work import Transfer, Work
+from fxpipe.passes.runner import run_all
+from fxpipe.passes.schedule import add_offload, add_recompute
 from fxpipe.planner.candidates import library_over
 from fxpipe.planner.choices import choices
 from fxpipe.planner.cluster import Cluster, Layout
 from fxpipe.planner.profile import Profile
 from fxpipe.rehearsal import Rehearsals
+from fxpipe.simulator import simulate_schedule
 from fxpipe.simulator.costs import Link, Overheads, Rehearsal
 from tests.oracles.loop import train
+
+planning: Any = sys.modules["fxpipe.plan_training"]
 
 CLUSTER = """
 device memory=16GiB speed=2
@@ -273,6 +281,101 @@ def test_a_chosen_plan_compiles_and_trains_like_the_loop() -> None:
         beside.compile()
     with pytest.raises(fxpipe.InputError, match="schedule is what plan_training chooses"):
         fxpipe.plan_training(model, "host of=2", 8, example=(x,), schedule="1f1b")
+
+
+@pytest.mark.parametrize(("rate", "cap", "does"), [(1e15, 17.5, "O"), (1.0, 28, "R")])
+def test_a_plan_within_memory_predicts_what_its_pipe_holds_and_trains_like_the_loop(
+    rate: float, cap: float, does: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stages store what they keep where that is quick, and else recompute."""
+
+    def measured(facts: Mapping[str, Any]) -> dict[str, tuple[float, ...]]:
+        """Each operation of a micro-batch takes as long as any other."""
+        costs = run_all(passes.MEASURE, facts)["costs"]
+        return {name: (1.0, 2.0, cost.bytes, 1.0, 1.0) for name, cost in costs.items()}
+
+    monkeypatch.setattr(placement, "_measured", measured)
+    monkeypatch.setattr(Rehearsals, "rehearse", lambda *_: None)
+    monkeypatch.setattr(planning, "away_rates", lambda place: (rate, rate))
+    torch.manual_seed(0)
+    model = nn.Sequential(*[part for _ in range(4) for part in (nn.Linear(16, 16), nn.Tanh())])
+    x, y = torch.randn(128, 16), torch.zeros(128, 16)
+    given: Any = {"loss": mse_loss, "optimizer": torch.optim.SGD, "schedules": ["gpipe"]}
+    given |= {"batch": 128, "example": ((x[:16],), {"target": y[:16]}), "keep": 100}
+    cluster = Cluster.parse("host of=2")
+    free = fxpipe.plan_training(model, cluster, **given)
+    most = cap * 1024
+    plan = fxpipe.plan_training(model, replace(cluster, memory=most), **given)
+    asked = fxpipe.plan_training(model, replace(cluster, memory=most), **given, offload=False)
+    assert plan.best.fits and not any(each.predicted.candidate.offload for each in asked.choices)
+    first, chosen = (next(c for c in found.choices if c.stages == 2) for found in (free, plan))
+    for each in (first, chosen):
+        alone = copy.deepcopy(model)
+        optimizer = torch.optim.SGD(alone.parameters())
+        with each.compile(example=((x,), {"target": y})) as pipe:
+            held = tuple(memory.peak for memory in pipe.simulate().memory)
+            assert held == each.predicted.peaks
+            pipe.step(x, target=y)
+            kinds = pipe.schedule.kinds & {"O", "R"}
+            assert not kinds if each is first else does in kinds
+            train(alone, pipe.schedule.microbatches, x, loss=mse_loss, target=y)
+            optimizer.step()
+            for ours, theirs in zip(pipe.parameters(), alone.parameters(), strict=True):
+                assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("cap", [inf, 600.0, 500.0, 300.0, 200.0])
+def test_the_best_choice_is_that_of_all_candidates(cap: float) -> None:
+    """Every number of stages, of micro-batches and way of each stage, simulated."""
+    profile = replace(chain(4, fixed=0.2, saved=16, sent=4), away=(4000.0, 4000.0))
+    cluster, recipes = hosts((2, 50.0), memory=cap), [find_recipe("gpipe")]
+    best, batch = inf, 16
+    for layout in cluster.layouts():
+        cut = profile.cut(layout.stages)
+        assert cut is not None
+        modes = ("never", "never"), ("always", "never"), ("never", "always")
+        for recipe, m in itertools.product(recipes, (1, 2, 4, 8, 16)):
+            samples = batch // layout.replicas // m
+            if not samples or m < layout.stages:
+                continue
+            for ways in itertools.product(modes, repeat=layout.stages):
+                recompute, offload = zip(*ways, strict=True)
+                schedule = add_recompute(recipe(layout.stages, m), recompute)
+                found = simulate_schedule(
+                    add_offload(schedule, offload),
+                    cut.times(samples),
+                    links=layout.links,
+                    sizes=cut.sizes(samples),
+                    replicas=layout.replicas,
+                )
+                if max(memory.peak for memory in found.memory) <= cap:
+                    best = min(best, found.makespan)
+    plan = choices(profile, cluster, batch, recipes=recipes)
+    assert plan.best.fits == (best < inf)
+    assert not plan.best.fits or plan.best.predicted.seconds <= 1.01 * best
+
+
+def test_on_devices_of_this_machine_a_step_takes_what_it_took_when_it_was_rehearsed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def rehearse(self: Rehearsals, compiled: Any, call: Any) -> Rehearsal:
+        stages, b = range(len(compiled.plan.stages)), compiled.samples
+        costs = {(x, s): 1.0 + 0.1 * b + s for x in "FBIW" for s in stages}
+        return Rehearsal(costs | {("U", s): 0.5 for s in stages})
+
+    monkeypatch.setattr(Rehearsals, "rehearse", rehearse)
+    model, x = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)]), torch.ones(4, 8)
+    given: Any = {"example": ((x,), {"target": x}), "loss": mse_loss, "schedules": ["1f1b"]}
+    plan = fxpipe.plan_training(model, 2, 8, optimizer=torch.optim.SGD, keep=100, **given)
+    both = [each for each in plan.choices if each.stages == 2]
+    assert both and plan.best.throughput == max(each.throughput for each in plan.choices)
+    for each in both:
+        costs: dict[Any, float] = {
+            (x, s): 1.0 + 0.1 * each.samples + s for x in "FB" for s in (0, 1)
+        }
+        schedule = find_recipe("1f1b")(2, each.predicted.candidate.microbatches)
+        found = simulate_schedule(schedule, costs | {"U": 0.5})
+        assert each.predicted.seconds == pytest.approx(found.makespan)
 
 
 def test_devices_of_this_machine_stand_for_a_cluster_of_them() -> None:
