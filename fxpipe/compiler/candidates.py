@@ -16,7 +16,7 @@ from fxpipe.ir.plan import Costs, Plan
 from fxpipe.ir.program import Program
 from fxpipe.ir.recipe import Recipe, find_recipe
 from fxpipe.ir.schedule import Schedule
-from fxpipe.ir.task import Task
+from fxpipe.ir.task import BESIDE, Task
 from fxpipe.overheads import away_rates, overheads
 from fxpipe.passes.schedule import modes_of
 from fxpipe.planner.candidates import (
@@ -35,7 +35,7 @@ from fxpipe.search.search import search_schedule
 from fxpipe.simulator.costs import Overheads, Rehearsal, measured_costs
 from fxpipe.simulator.sizes import Sizes
 
-SECONDS, BESIDE = 10.0, 1.0
+SECONDS, SHORT = 10.0, 1.0
 """How long a schedule is searched for at most, by itself and beside those of the library."""
 
 _ROUNDS = 4
@@ -101,7 +101,8 @@ class Stages:
         theirs."""
         here = self._options.group.size == 1 and not self._options.places
         besides = overheads() if here else Overheads()
-        costs = {key: besides.task + time for key, time in measured_costs(plan).items()}
+        known = measured_costs(plan).items()
+        costs = {key: besides.task + time for key, time in known if key[0] not in BESIDE}
         return Rehearsal(costs, besides, serial=here and self._compiled.threads == 1)
 
     def learn(self, rehearse: Rehearse, like: Stages | None = None) -> None:
@@ -205,7 +206,7 @@ class Stages:
         if not found.fits(self._limits) or found.seconds <= EXACT * least:
             return found
         with suppress(FxpipeError):
-            made = self.searched(choice, BESIDE)
+            made = self.searched(choice, SHORT)
             if made.fits(self._limits) and made.seconds * EXACT < found.seconds:
                 return made
         return found

@@ -19,6 +19,7 @@ import fxpipe
 from benchmarks.counted import counted
 from benchmarks.models.unet import UNet
 from fxpipe.compiler import candidates
+from fxpipe.compiler import predict as predicting
 from fxpipe.ir.recipe import Placement, find_recipe, one_each, round_robin, vee
 from fxpipe.passes.schedule import add_offload, add_recompute
 from fxpipe.planner.candidates import (
@@ -33,7 +34,13 @@ from fxpipe.planner.candidates import (
 )
 from fxpipe.rehearsal import Rehearsals
 from fxpipe.simulator import Sizes, simulate_schedule
-from fxpipe.simulator.costs import Key, Link, Overheads, Rehearsal, times_of
+from fxpipe.simulator.costs import (
+    Key,
+    Link,
+    Overheads,
+    Rehearsal,
+    times_of,
+)
 from fxpipe.words import time_text
 from tests.oracles.loop import train
 
@@ -259,6 +266,24 @@ def test_half_of_the_memory_is_enough_with_what_is_recomputed_or_stored() -> Non
     predicted, real, _ = ran(schedule="auto", memory_limits=limits)
     for peak, held, limit in zip(predicted, real, limits, strict=True):
         assert peak <= limit and peak == pytest.approx(held, rel=0.03)
+
+
+def test_only_steps_that_have_stored_say_how_long_that_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The operations of a stage do not, so that it takes what the rates tell."""
+    letters: set[str] = set()
+
+    def predict(*args: Any, rehearsal: Rehearsal, **given: Any) -> Any:
+        letters.update(letter for letter, _ in rehearsal.costs)
+        return predicting.predict(*args, rehearsal=rehearsal, **given)
+
+    monkeypatch.setattr(candidates, "predict", predict)
+    monkeypatch.setattr(Rehearsals, "rehearse", lambda *_: None)
+    x, y = batch(8)
+    with pipe_of(layers(), schedule="auto", microbatches=4) as pipe:
+        pipe.step(x, target=y)
+    assert letters >= {"F", "B"} and not letters & {"O", "P"}
 
 
 def test_no_step_takes_less_than_the_closed_form() -> None:
