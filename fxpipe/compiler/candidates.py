@@ -6,6 +6,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import product
 
 from fxpipe.compiler.compiled import Compiled
@@ -43,11 +44,8 @@ _ROUNDS = 4
 
 FAMILIES = (("zb-h1", "1f1b"), ("v-half",), ("interleaved-1f1b",))
 """Where the stages may be: one on each device, or two. The stages are made for the first schedule,
-which keeps few micro-batches, and what is rehearsed are these, with backwards in halves or whole.
-"""
-
-_SIZES = 3
-"""For how many numbers of micro-batches that is done: the smallest ones."""
+which keeps few micro-batches, and what is rehearsed are these, with backwards in halves or whole,
+for the three smallest numbers of micro-batches."""
 
 
 class Stages:
@@ -84,10 +82,8 @@ class Stages:
         self._limits, self._links = limits, given_links(compiler.options)
         self._limited = any(limit < math.inf for limit in self._limits)
         group, device = compiler.options.group, compiler.options.here.type
-        # on ranks those of the first, so that all choose alike
-        self._away = None
-        if group.size > 1:
-            self._away = group.share("how fast tensors are stored", lambda: away_rates(device))
+        rates = partial(away_rates, device)  # on ranks those of the first, so that all choose alike
+        self._away = group.share("how fast tensors are stored", rates) if group.size > 1 else None
         self._calls: dict[int, Compiled] = {}
         self._sizes: dict[int, Sizes] = {}
         # kind of backward → samples of a micro-batch → what a step taught
@@ -118,7 +114,7 @@ class Stages:
         if chooses and self._limited and self._options.recompute == "never":
             modes = modes_of("always", len(modes))
         if chooses and self._options.microbatches is None:
-            counts = microbatch_counts(self._size, len(self._limits))[:_SIZES]
+            counts = microbatch_counts(self._size, len(self._limits))[:3]
         names = next(own for own in FAMILIES if self._place(find_recipe(own[0])) == self._home)
         for count, name in product(counts, reversed(names)):
             self.rehearse(rehearse, Candidate(find_recipe(name), count, modes))
@@ -339,9 +335,8 @@ class Stages:
         if "I" in schedule.kinds and ("I" not in self._compiled.schedule.kinds or leaves):
             raise InputError("these stages have no backwards in halves")
         sized = self._limited or self._links
-        plan = self._at(self._samples(candidate.microbatches)).plan if sized else None
-        plan = plan or self._compiled.plan
-        return schedule, self.compiler.lowered(plan, schedule, "step", self._updates)
+        made = self._at(self._samples(candidate.microbatches)) if sized else self._compiled
+        return schedule, self.compiler.lowered(made.plan, schedule, "step", self._updates)
 
     def predict(self, candidate: Candidate) -> Predicted | None:
         """What a step is predicted to need; None where these stages cannot run it."""

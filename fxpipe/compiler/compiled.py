@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -126,3 +127,17 @@ def agree_on_plans(options: Options, schedule: Schedule, plans: Sequence[Plan]) 
     for rank in group.pipeline:
         for plan, peaks in zip(plans, told[rank], strict=True):
             take_peaks(plan, peaks)
+
+
+def restoring(parts: Sequence[object]) -> Callable[[], None]:
+    """Keep what these have made so far; returns what restores that, and forgets what came since."""
+    before = [(each, {**vars(each)}) for each in parts]
+    for each, values in before:
+        vars(each).update({k: copy(v) for k, v in values.items() if type(v) in (dict, set)})
+
+    def restore() -> None:
+        for each, values in before:
+            vars(each).clear()
+            vars(each).update(values)
+
+    return restore

@@ -6,7 +6,6 @@ import operator
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import copy
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,9 +15,9 @@ from torch import Tensor, nn
 
 from fxpipe.compiler import passes
 from fxpipe.compiler.capturing import Capturing
-from fxpipe.compiler.compiled import Compiled, Kind, agree_on_plans, exchangeable
+from fxpipe.compiler.compiled import Compiled, Kind, agree_on_plans, exchangeable, restoring
 from fxpipe.compiler.front_end import Call
-from fxpipe.compiler.objective import Divided, divided, known_buffers, together, weighed
+from fxpipe.compiler.objective import divided, known_buffers, with_weights
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.placement import Placement
 from fxpipe.compiler.plans import Graph, Plans
@@ -174,7 +173,7 @@ class Compiler:
         if self.options.group.size == 1:
             yield
             return
-        restore = self._kept()
+        restore = restoring(self._parts)
         try:
             yield
             self.options.group.exchange("the compilation", held=True)
@@ -186,19 +185,6 @@ class Compiler:
     def _parts(self) -> Sequence[object]:
         """What changes here when something is compiled."""
         return self, self.plans, self._placement, *self._placement.kept
-
-    def _kept(self) -> Callable[[], None]:
-        """Keep what was made so far; returns what restores it, and forgets what was made since."""
-        before = [(each, {**vars(each)}) for each in self._parts]
-        for each, values in before:
-            vars(each).update({k: copy(v) for k, v in values.items() if type(v) in (dict, set)})
-
-        def restore() -> None:
-            for each, values in before:
-                vars(each).clear()
-                vars(each).update(values)
-
-        return restore
 
     def _compile(self, micro: MicroBatches, kind: Kind) -> Compiled:
         self.plans.look()
@@ -281,31 +267,17 @@ class Compiler:
         counted = len(micro) * replicas > 1 and any(map(any, terms))
         if objective.averages and replicas == 1 and not counted:
             return micro  # by samples, as it is
-        values: list[Divided] = []
-        if counted:
-            values = divided(
-                terms,
-                micro,
-                known_buffers(compiled.traced, self.options.model),
-                alone=replicas == 1,
-            )
+        buffers = known_buffers(compiled.traced, self.options.model)
+        values = divided(terms, micro, buffers, alone=replicas == 1) if counted else []
         parts = [(objective.counts(micro), values)]
         if replicas > 1:
             told = group.exchange("the weights", parts[0])
             parts = [told[rank] for rank in group.twins]
-        counts = [count for own, _ in parts for count in own]
-        weights, every = objective.weights(counts), [own for _, own in parts]
-        wrong = None
-        if values and len({*map(len, every)}) == 1:
-            weights, wrong = weighed(terms[0], together(every), weights)
+        micro, wrong = with_weights(micro, objective, next(iter(terms), ()), parts)
         if wrong is not None and not self._warned:
             self._warned = True
-            advice = objective.advice(wrong, micro.batch)
-            warnings.warn(advice, stacklevel=users_level())
-        if replicas == 1:
-            return replace(micro, weights=weights)
-        cut = [weights[first : first + len(micro)] for first in range(0, len(weights), len(micro))]
-        return replace(micro, weights=cut[micro.replica], all_weights=cut)
+            warnings.warn(objective.advice(wrong, micro.batch), stacklevel=users_level())
+        return micro
 
     def _terms_of(self, traced: Traced, split: Sequence[int]) -> tuple[Divisor | None, ...]:
         if traced.module not in self._terms:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from fxpipe.compiler.candidates import FAMILIES, Stages
-from fxpipe.compiler.compiled import Kind
+from fxpipe.compiler.compiled import Kind, restoring
 from fxpipe.compiler.compiler import Compiler, Rehearse
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.timetable import Timetable
@@ -141,7 +141,7 @@ class Deciding(Compiler):
     ) -> Predicted | None:
         """The best over other stages, if it is faster than the best so far; else what was made for
         that stays."""
-        restore = self._kept()
+        restore = restoring(self._parts)
         self._forget()
         self._placement.forget()
         with suppress(InputError, PartitionError):  # the model may have too few operations

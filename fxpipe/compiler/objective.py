@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -200,6 +200,34 @@ def together(parts: Sequence[Sequence[Divided]]) -> list[Divided]:
         else:
             found.append([each for own in values for each in own] if all(values) else [])
     return found
+
+
+def with_weights(
+    micro: MicroBatches,
+    objective: Objective,
+    terms: Sequence[Divisor | None],
+    parts: Sequence[tuple[Sequence[float], Sequence[Divided]]],
+) -> tuple[MicroBatches, Divisor | None]:
+    """The same micro-batches, each with the weight of its loss in that of all replicas' batches.
+
+    Args:
+        micro: the micro-batches of this replica.
+        objective: says how losses are averaged.
+        terms: what each term of a loss is divided by.
+        parts: replica → how much each of its micro-batches counts, and what ``divided`` returns for
+            them; empty where losses are weighted by these counts alone.
+
+    Returns:
+        Them, and a divisor to warn of, or None.
+    """
+    weights = objective.weights([count for own, _ in parts for count in own])
+    every, wrong = [own for _, own in parts], None
+    if every[0] and len({*map(len, every)}) == 1:
+        weights, wrong = weighed(terms, together(every), weights)
+    if len(parts) == 1:
+        return replace(micro, weights=weights), wrong
+    cut = [weights[first : first + len(micro)] for first in range(0, len(weights), len(micro))]
+    return replace(micro, weights=cut[micro.replica], all_weights=cut), wrong
 
 
 def _values(
