@@ -300,7 +300,8 @@ def test_what_a_lost_rank_had_said_counts_though_another_one_tells_first_that_it
         begin, end = (2, 0, "the begin of a call"), (2, 1, "end")
         three.links.send_all(Message("said", begin, ["step", 0, ""]))
         three.links.send_all(Message("said", end))
-        for peer in three.links._peers.values():  # as the end of its process does
+        three.links._lost = lambda rank, why: None  # it tells nobody any more, as its process ends
+        for peer in three.links._peers.values():
             peer.socket.shutdown(socket.SHUT_RDWR)
         assert soon(lambda: 2 in one.hearing.gone)
         two.links._read(two.links._peers[0])
@@ -309,6 +310,21 @@ def test_what_a_lost_rank_had_said_counts_though_another_one_tells_first_that_it
     assert not told, "a rank rolls back what the other one counts"
     assert soon(lambda: 2 in two.hearing.gone)
     for group in (one, two, three):
+        group.close()
+
+
+def test_what_a_lost_rank_had_said_counts_though_nothing_can_be_sent_to_it_any_more() -> None:
+    one, two = groups(2)
+    assert one.links is not None and two.links is not None
+    one.links._reading = threading.RLock()  # type: ignore[assignment]  # may be held twice here
+    peer = one.links._peers[1]
+    with one.links._reading:  # its own thread reads nothing
+        two.links.send_all(Message("said", (1, 0, "the begin of a call"), ["step", 0, ""]))
+        peer.broken = "cannot be reached any more"
+        one.links._look(peer, time.monotonic())
+    assert one.hearing.gone == {1: "cannot be reached any more"}
+    assert len(one.hearing._said[1]) == 1
+    for group in (one, two):
         group.close()
 
 

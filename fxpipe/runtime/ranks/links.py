@@ -262,6 +262,7 @@ class Links:
             why, since = f"has given no sign of life for {SILENCE:.0f} s", 0.0
         if peer.broken or (why and now - since > DOUBT):
             with self._reading:
+                self._read(peer)  # what it had said before it was lost counts
                 self._give_up(peer, peer.broken or why)
             return
         wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.unsent else 0)
