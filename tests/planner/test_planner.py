@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from math import inf
@@ -18,10 +18,9 @@ from torch.nn.functional import mse_loss
 
 import fxpipe
 import fxpipe.plan_training
-from fxpipe.compiler import passes, placement
+from fxpipe.compiler import placement
 from fxpipe.ir.recipe import find_recipe
 from fxpipe.passes.partition.work import Transfer, Work
-from fxpipe.passes.runner import run_all
 from fxpipe.passes.schedule import add_offload, add_recompute
 from fxpipe.planner.candidates import library_over
 from fxpipe.planner.choices import choices
@@ -30,6 +29,7 @@ from fxpipe.planner.profile import Profile
 from fxpipe.rehearsal import Rehearsals
 from fxpipe.simulator import simulate_schedule
 from fxpipe.simulator.costs import Link, Overheads, Rehearsal
+from tests.helpers.works import measured_alike
 from tests.oracles.loop import train
 
 planning: Any = sys.modules["fxpipe.plan_training"]
@@ -288,13 +288,7 @@ def test_a_plan_within_memory_predicts_what_its_pipe_holds_and_trains_like_the_l
     rate: float, cap: float, does: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Stages store what they keep where that is quick, and else recompute."""
-
-    def measured(facts: Mapping[str, Any]) -> dict[str, tuple[float, ...]]:
-        """Each operation of a micro-batch takes as long as any other."""
-        costs = run_all(passes.MEASURE, facts)["costs"]
-        return {name: (1.0, 2.0, cost.bytes, 1.0, 1.0) for name, cost in costs.items()}
-
-    monkeypatch.setattr(placement, "_measured", measured)
+    monkeypatch.setattr(placement, "_measured", measured_alike)
     monkeypatch.setattr(Rehearsals, "rehearse", lambda *_: None)
     monkeypatch.setattr(planning, "away_rates", lambda place: (rate, rate))
     torch.manual_seed(0)
