@@ -41,8 +41,15 @@ REMEMBERING = (
 """Files and folders whose tests are of what becomes of a graph: the passes trace and differentiate
 a like model once, but for tests and files that are marked with ``traces``."""
 
-LONGEST = ("ranks", "test_examples.py", "test_notebooks.py")
-"""What begins first, so that no worker is left with the longest tests when the others are done."""
+LONGEST = (
+    "compiler/test_stage_compiler.py",
+    "compiler/test_stage_compiler_ranks.py",
+    "ranks",
+    "test_examples.py",
+    "test_notebooks.py",
+)
+"""What begins first, so that no worker is left with the longest tests when the others are done,
+and what shares compiled libraries is not spread over workers that compile them at once."""
 
 Golden = Callable[[str, str], None]
 """``golden(name, text)``: the text equals that of the file ``name``."""

@@ -25,6 +25,7 @@ from fxpipe.kernels.inductor import Library
 from fxpipe.passes.inductor import images, libraries
 from fxpipe.passes.inductor.channels_last import lay_channels_last
 from fxpipe.passes.inductor.worker import LARGE, MULTIPLIES, multiply_by_onednn
+from tests.helpers.profiles import deep
 from tests.helpers.stage_libraries import MICROBATCHES, Net, batch, graphs, made
 
 pytestmark = pytest.mark.skipif(
@@ -268,7 +269,7 @@ def images_pipe(compiler: Any, schedule: str = "1f1b") -> fxpipe.Pipeline:
     )
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("schedule", ["1f1b", *deep("zb-h1")])
 def test_compiled_convolutions_read_and_make_images_in_channels_last_order(
     folder: Path, schedule: str
 ) -> None:

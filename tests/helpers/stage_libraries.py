@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from subprocess import Popen
 from typing import Any
 
@@ -17,6 +18,12 @@ import fxpipe
 from fxpipe.kernels.inductor import Compiled, compiled
 
 MICROBATCHES = 3
+
+
+def settings(folder: Path) -> dict[str, str]:
+    """What to set in the environment of a process that shares the libraries in a folder."""
+    cache = {"TORCHINDUCTOR_CACHE_DIR": str(folder.parent)}
+    return {**cache, "AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL": "O0"}  # what calls the kernels
 
 
 class Lent:
