@@ -24,6 +24,7 @@ from fxpipe.runtime.ranks.group import RankGroup
 from fxpipe.runtime.ranks.links import CLOSED, Links
 from fxpipe.runtime.ranks.meeting import Met
 from fxpipe.runtime.ranks.message import MOST, PREFIX, Message, pack
+from fxpipe.runtime.ranks.peer import Peer
 from tests.helpers.tiny import soon, within
 
 pytestmark = pytest.mark.timeout(120, method="thread")
@@ -278,9 +279,18 @@ def test_a_rank_that_waits_for_one_that_knows_of_a_lost_one_is_told_of_the_lost_
         group.close()
 
 
-def test_what_a_lost_rank_had_said_counts_though_another_one_tells_first_that_it_is_lost() -> None:
+def test_what_a_lost_rank_had_said_counts_though_another_one_tells_first_that_it_is_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(links_module, "DOUBT", 60.0)
     one, two, three = groups(3)
+    assert two.links is not None and three.links is not None
     told: list[BaseException] = []
+    reads, read = threading.Event(), two.links._read
+
+    def read_later(peer: Peer) -> None:
+        if peer.rank != 2 or reads.is_set():
+            read(peer)
 
     def call(group: RankGroup, count: int) -> None:
         try:
@@ -290,21 +300,21 @@ def test_what_a_lost_rank_had_said_counts_though_another_one_tells_first_that_it
         except RankError as error:
             told.append(error)
 
-    assert two.links is not None and three.links is not None
     threads = [threading.Thread(target=call, args=each) for each in ((one, 2), (two, 2))]
     for thread in threads:
         thread.start()
     call(three, 1)
     assert soon(lambda: one.call == two.call == 2)
-    with two.links._reading:
-        begin, end = (2, 0, "the begin of a call"), (2, 1, "end")
-        three.links.send_all(Message("said", begin, ["step", 0, ""]))
-        three.links.send_all(Message("said", end))
-        three.links._lost = lambda rank, why: None  # it tells nobody any more, as its process ends
-        for peer in three.links._peers.values():
-            peer.socket.shutdown(socket.SHUT_RDWR)
-        assert soon(lambda: 2 in one.hearing.gone)
-        two.links._read(two.links._peers[0])
+    monkeypatch.setattr(two.links, "_read", read_later)
+    begin, end = (2, 0, "the begin of a call"), (2, 1, "end")
+    three.links.send_all(Message("said", begin, ["step", 0, ""]))
+    three.links.send_all(Message("said", end))
+    three.links._lost = lambda rank, why: None  # it tells nobody any more, as its process ends
+    for peer in three.links._peers.values():
+        peer.socket.shutdown(socket.SHUT_RDWR)
+    lost = two.links._peers[2]
+    assert soon(lambda: 2 in one.hearing.gone and lost.doubt[0] != "")
+    reads.set()
     for thread in threads:
         thread.join()
     assert not told, "a rank rolls back what the other one counts"
