@@ -124,10 +124,14 @@ def with_own_tasks(schedule: Schedule) -> Schedule:
     return replace(schedule, rows=rows)
 
 
+SIZES = (3, 2), (2, 3)
+"""Devices and micro-batches, in turn for the schedules of the library; both in the long run. Edits
+of the schedules themselves are tried in both."""
+
 LIBRARY = {
     f"{name} {devices}x{microbatches}": (RECIPES[name](devices, microbatches), True, False)
-    for name in RECIPES
-    for devices, microbatches in ((3, 2), (2, 3), *deep((2, 2)))
+    for at, name in enumerate(RECIPES)
+    for devices, microbatches in (SIZES[at % 2], *deep(SIZES[1 - at % 2], (2, 2)))
 }
 CASES = LIBRARY | {
     "one device": (gpipe(1, 1), True, False),
