@@ -171,7 +171,7 @@ def traced(compiled: Any, work: Workload, setting: Setting) -> list[Lane]:
             pipe.step(x, target=y)
         pipe.flush()
         setting.synchronize()
-        with torch.profiler.profile(activities=activities) as profile:
+        with torch.profiler.profile(activities=activities, acc_events=True) as profile:
             for _ in range(STEPS):
                 pipe.step(x, target=y)
             pipe.flush()
