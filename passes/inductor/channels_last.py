@@ -34,13 +34,14 @@ _GROUPS = {
 }
 """Convolutions of images → the place of the number of groups among the operands."""
 
-_KEEP = frozenset(
-    (
-        *(aten._native_batch_norm_legit_functional.default, aten.avg_pool2d.default),
-        *(aten._native_batch_norm_legit_no_training.default, aten.max_pool2d.default),
-        *(aten.upsample_nearest2d.vec, aten.upsample_bilinear2d.vec),
-    )
-)
+_KEEP = {
+    aten._native_batch_norm_legit_functional.default,
+    aten._native_batch_norm_legit_no_training.default,
+    aten.avg_pool2d.default,
+    aten.max_pool2d.default,
+    aten.upsample_nearest2d.vec,
+    aten.upsample_bilinear2d.vec,
+}
 """Operations whose result lies as their first operand does."""
 
 
