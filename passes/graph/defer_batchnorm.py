@@ -24,6 +24,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fxpipe.errors import TraceError
 from fxpipe.ir.plan import Argument, Write
 from fxpipe.ir.traced import Traced
+from fxpipe.passes.graph.lazy_module import copied
 from fxpipe.passes.tracing.norms import AVERAGED
 from fxpipe.torchtools.moments import DeferredNorm, gather, measured
 
@@ -50,7 +51,7 @@ def defer_batchnorm(traced: Traced, model: nn.Module) -> Traced:
     modules = {w.target: updating[w.target] for w in traced.writes if w.target in updating}
     if not modules:
         return traced
-    return (_Leaves if traced.leaves else _Operations)(traced, modules).run()
+    return (_Leaves if traced.leaves else _Operations)(copied(traced), modules).run()
 
 
 @dataclass
@@ -87,10 +88,8 @@ class _Deferrer:
         """The rewritten graph, with these writes."""
         graph, traced = self.traced.graph, self.traced
         graph.lint()
-        traced.module.recompile()
         return replace(
             traced,
-            module=traced.module,
             buffers=(*traced.buffers, *self.buffers),
             constants={**traced.constants, **self.constants},
             writes=tuple(writes),

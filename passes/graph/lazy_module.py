@@ -11,11 +11,14 @@ import linecache
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from torch import fx, nn
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.graph_module import _loader as _sources
+
+from fxpipe.ir.traced import Traced
 
 _NAME = "<eval_with_key>."
 _owned: set[str] = set()  # the names of sources that are dropped with their modules
@@ -37,6 +40,13 @@ class _LazyModule(_LazyGraphModule):
 def lazy_module(root: nn.Module, graph: fx.Graph, name: str = "GraphModule") -> fx.GraphModule:
     """A graph module like ``fx.GraphModule(root, graph, name)``, whose code is generated later."""
     return _LazyModule(root, graph, name)
+
+
+def copied(traced: Traced) -> Traced:
+    """The same graph once more, for a pass to change: what a pass is given stays as it is."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(traced.graph, {}))
+    return replace(traced, module=lazy_module(traced.module, graph))
 
 
 @contextmanager

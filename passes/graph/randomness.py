@@ -14,7 +14,6 @@ after:   draw_from = fxpipe.random.leaf_draws.draw_from(relu, fxpipe_seed, 0)
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from torch import fx
 from fxpipe import random
 from fxpipe.errors import TraceError
 from fxpipe.ir.traced import DRAWS, DRAWS_FROM_OTHERS, SEED, Traced
+from fxpipe.passes.graph.lazy_module import copied
 from fxpipe.random import SEEDED, UNSEEDED, draws, in_training, with_defaults
 from fxpipe.random.leaf_draws import draw_from
 from fxpipe.torchtools import source
@@ -44,12 +44,14 @@ def seed_randomness(traced: Traced) -> Traced:
     Raises:
         TraceError: there is no seeded form of a random operation; names its source line.
     """
+    if not any(node.meta.get(DRAWS) or _seeded_form(node) for node in traced.graph.nodes):
+        return traced
+    traced = copied(traced)
     graph = traced.graph
-    seed: fx.Node | None = None
+    nodes, seed = list(graph.nodes), _seed(graph)
     number = 0
-    for node in list(graph.nodes):
+    for node in nodes:
         if node.meta.get(DRAWS):
-            seed = _seed(graph) if seed is None else seed
             source_node = next(iter(node.all_input_nodes))
             others = (True,) if node.meta.get(DRAWS_FROM_OTHERS) else ()
             with graph.inserting_before(node):
@@ -63,17 +65,13 @@ def seed_randomness(traced: Traced) -> Traced:
         seeded = _seeded_form(node)
         if seeded is None:
             continue
-        seed = _seed(graph) if seed is None else seed
         target, args, kwargs = seeded
         node.target = target
         node.args = (*args, seed, number)
         node.kwargs = {k: v for k, v in kwargs.items() if k not in UNSEEDED}
         number += 1
-    if seed is None:
-        return traced
     graph.lint()
-    traced.module.recompile()
-    return replace(traced, module=traced.module)
+    return traced
 
 
 def _seed(graph: fx.Graph) -> fx.Node:

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import ast
 import inspect
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+import fxpipe
 from fxpipe.compiler.passes import LISTS
 from fxpipe.errors import PassError
 from fxpipe.ir.recipe import find_recipe
 from fxpipe.ir.schedule import Schedule
-from fxpipe.passes.runner import Pass, check_order, run_all
+from fxpipe.passes.runner import VERIFIERS, Pass, check_order, run_all
 
 ROOT = Path(__file__).parents[2]
 EVERY = [each for passes in LISTS.values() for each in passes]
@@ -94,3 +99,39 @@ def test_nothing_else_of_the_library_calls_these_passes() -> None:
     ]
     others = {path for path, _ in importing if path.startswith("fxpipe/compiler/")}
     assert others == {"fxpipe/compiler/passes.py"}, importing
+
+
+@pytest.mark.parametrize("options", [{}, {"leaf_modules": ["1"]}, {"tracer": "symbolic"}])
+def test_a_pass_leaves_what_it_is_given_as_it_is(
+    options: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call, seen = Pass.__call__, set[str]()
+
+    def watched(each: Pass, facts: Mapping[str, Any]) -> Any:
+        given = {name: facts[name] for name, _ in each.needs if type(facts[name]) in VERIFIERS}
+        before = {name: str(value) for name, value in given.items()}
+        made = call(each, facts)
+        assert {name: str(value) for name, value in given.items()} == before, each.name
+        seen.add(each.name)
+        return made
+
+    monkeypatch.setattr(Pass, "__call__", watched)
+    layers = [nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 4)]
+    x = torch.randn(8, 4)
+    with fxpipe.compile(
+        nn.Sequential(*layers), 2, microbatches=2, deferred_batchnorm=True, **options
+    ) as pipe:
+        pipe(x).sum().backward()
+    with fxpipe.compile(
+        nn.Sequential(*layers),
+        2,
+        microbatches=2,
+        loss=nn.functional.mse_loss,
+        optimizer=torch.optim.SGD,
+        clip_norm=1.0,
+        recompute="always",
+        deferred_batchnorm=True,
+        **options,
+    ) as pipe:
+        pipe.step(x, target=x)
+    assert {"seed_randomness", "defer_batchnorm", "cut", "lower", "free"} <= seen
