@@ -43,6 +43,7 @@ a like model once, but for tests and files that are marked with ``traces``."""
 
 LONGEST = (
     "compiler/test_stage_compiler.py",
+    "compiler/test_stage_compiler_images.py",
     "compiler/test_stage_compiler_ranks.py",
     "ranks",
     "test_examples.py",

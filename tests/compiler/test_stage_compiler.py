@@ -22,54 +22,13 @@ from torch.nn.functional import mse_loss
 import fxpipe
 from fxpipe.errors import InputError
 from fxpipe.kernels.inductor import Library
-from fxpipe.passes.inductor import images, libraries
-from fxpipe.passes.inductor.channels_last import lay_channels_last
+from fxpipe.passes.inductor import libraries
 from fxpipe.passes.inductor.worker import LARGE, MULTIPLIES, multiply_by_onednn
-from tests.helpers.profiles import deep
-from tests.helpers.stage_libraries import MICROBATCHES, Net, batch, graphs, made
+from tests.helpers.stage_libraries import Net, batch, gradients, graphs, made
 
 pytestmark = pytest.mark.skipif(
     not libraries.can_compile(), reason="there is no C++ compiler, which inductor needs"
 )
-
-
-def gradients(pipe: fxpipe.Pipeline, x: Tensor, y: Tensor, halves: bool) -> dict[str, Tensor]:
-    """Those of a loop over the micro-batches that calls the libraries, one after another."""
-    one: Any
-    two: Any
-    one, two = pipe.plan.stages
-    state = {**dict(pipe.named_parameters()), **dict(pipe.named_buffers())}
-    sums: dict[int, Any] = {0: (), 1: ()}
-
-    def arguments(stage: Any) -> tuple[list[Tensor], list[Tensor]]:
-        return [state[a.target] for a in stage.parameters], [state[a.target] for a in stage.buffers]
-
-    def back(stage: Any, saved: list[Any], given: list[Tensor]) -> list[Tensor]:
-        sent: list[Tensor]
-        if not halves:
-            sent, sums[stage.index] = stage.kernel.backward(saved, given, sums[stage.index])
-            return sent
-        sent, deferred = stage.kernel.input_grad(saved, given)
-        sums[stage.index] = stage.kernel.weight_grad(deferred, sums[stage.index])
-        return sent
-
-    with torch.no_grad():
-        for x_part, y_part in zip(x.chunk(MICROBATCHES), y.chunk(MICROBATCHES), strict=True):
-            values = {"x": x_part, "given_1": y_part}
-            saved = {}
-            for stage in (one, two):
-                edges = pipe.plan.edges_into(stage.index)
-                result = stage.kernel.forward(*arguments(stage), [values[e.value] for e in edges])
-                names = dict.fromkeys(e.value for e in pipe.plan.edges_from(stage.index))
-                values.update(zip(names, result.outputs, strict=True))
-                saved[stage.index] = result.saved
-            sent = back(two, saved[1], [torch.tensor(1 / MICROBATCHES)])
-            back(one, saved[0], sent)
-    return {
-        argument.target: total
-        for stage in (one, two)
-        for argument, total in zip(stage.parameters, sums[stage.index], strict=True)
-    }
 
 
 @pytest.mark.parametrize(
@@ -234,112 +193,6 @@ def test_large_products_are_given_to_onednn_and_are_the_same_to_rounding(folder:
         with torch.no_grad():
             assert torch.allclose(pipe(x), model(x), atol=1e-5)
         assert any(b"_linear_pointwise" in path.read_bytes() for path in folder.glob("*.so"))
-
-
-class Images(nn.Module):
-    """Convolutions with what may stand between them, a skip to the end, and a matrix product."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.down = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.SiLU())
-        self.middle = nn.Sequential(
-            *(nn.Conv2d(4, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 4, 1), nn.MaxPool2d(2))
-        )
-        self.across = nn.Linear(2, 2)
-        self.up = nn.ConvTranspose2d(4, 4, 2, stride=2)
-        self.last = nn.Conv2d(8, 2, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        high = self.down(x)
-        low = self.across(self.middle(high))
-        y: Tensor = self.last(torch.cat([high, self.up(low)], 1))
-        return y
-
-
-def images_pipe(compiler: Any, schedule: str = "1f1b") -> fxpipe.Pipeline:
-    torch.manual_seed(0)
-    return fxpipe.compile(
-        Images(),
-        ["cpu", "cpu"],
-        schedule=schedule,
-        microbatches=MICROBATCHES,
-        partition=["up"],
-        loss=mse_loss,
-        stage_compiler=compiler,
-    )
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", *deep("zb-h1")])
-def test_compiled_convolutions_read_and_make_images_in_channels_last_order(
-    folder: Path, schedule: str
-) -> None:
-    torch.manual_seed(1)
-    x, y = torch.randn(6, 3, 4, 4), torch.randn(6, 2, 4, 4)
-    with images_pipe("inductor", schedule) as pipe, images_pipe(None, schedule) as other:
-        pipe.prepare(x, target=y)
-        assert None not in graphs(pipe)
-        orders = {
-            node.meta["val"].is_contiguous(memory_format=torch.channels_last)
-            for stage in pipe.plan.stages
-            if stage.forward is not None
-            for node in stage.forward.graph.nodes
-            if node.target is torch.ops.aten.convolution.default
-        }
-        assert orders == {True}
-        high = next(edge for edge in pipe.plan.edges if edge.kind == "act")
-        assert pipe.plan.specs[high.value].strides == (64, 1, 16, 4)
-        expected = gradients(pipe, x, y, schedule == "zb-h1")
-        loss, plain = pipe.step(x, target=y), other.step(x, target=y)
-        assert torch.allclose(loss, plain, rtol=1e-5)
-        for (name, here), there in zip(pipe.named_parameters(), other.parameters(), strict=True):
-            assert here.grad is not None and there.grad is not None
-            assert torch.equal(here.grad, expected[name])
-            assert torch.allclose(here.grad, there.grad, atol=1e-6)
-            assert here.grad.stride() == here.stride()
-        with torch.no_grad():
-            assert pipe(x).is_contiguous() and torch.allclose(pipe(x), other(x), atol=1e-6)
-
-
-def test_images_stay_as_they_lie_where_as_many_copies_would_be_needed() -> None:
-    def laid(*between: nn.Module) -> bool:
-        convolutions = nn.Conv2d(2, 2, 1), nn.Conv2d(2, 2, 1), nn.Conv2d(2, 2, 1)
-        model = nn.Sequential(convolutions[0], *between, convolutions[1], *between, convolutions[2])
-        with fxpipe.compile(model, ["cpu"], microbatches=1) as pipe, torch.no_grad():
-            pipe(torch.randn(2, 2, 4, 4))
-            return lay_channels_last(pipe.plan) is not pipe.plan
-
-    assert laid(nn.ReLU()) and laid(nn.AvgPool2d(1), nn.Dropout(0.0))
-    assert not laid(nn.LayerNorm([2, 4, 4]))
-
-
-def test_batchnorm_on_images_in_channels_last_order_rounds_as_pytorch_does() -> None:
-    torch.manual_seed(0)
-    x = torch.randn(4, 8, 32, 32).add_(3).contiguous(memory_format=torch.channels_last)
-    given = torch.randn_like(x), torch.randn(8), torch.randn(8), torch.zeros(8), torch.ones(8)
-
-    def run(norm: Any, back: Any, kind: torch.dtype) -> list[Tensor]:
-        image, grad, weight, bias, mean, var = (each.to(kind) for each in (x, *given))
-        made = norm(image, weight, bias, mean, var, True, 0.1, 1e-5)
-        saved = made[1], made[2]
-        wanted = [True] * 3
-        return [*made, *back(grad, image, weight, mean, var, *saved, True, 1e-5, wanted)]
-
-    theirs = (
-        torch.ops.aten._native_batch_norm_legit_functional.default,
-        torch.ops.aten.native_batch_norm_backward.default,
-    )
-    exact = run(*theirs, torch.float64)
-    for found, there in zip(run(images._norm, images._norm_backward, x.dtype), exact, strict=True):
-        assert (found - there).abs().max() <= 2e-6 * there.abs().max()
-
-
-def test_max_pooling_in_channels_last_order_is_pytorchs_own(folder: Path) -> None:
-    torch.manual_seed(0)
-    with images_pipe("inductor") as pipe:
-        pipe.prepare(torch.randn(6, 3, 4, 4), target=torch.randn(6, 2, 4, 4))
-        libraries_of_it = [path.read_bytes() for path in folder.glob("*.so")]
-        for name in (b"_max_pool2d_with_indices", b"_max_pool2d_with_indices_backward"):
-            assert any(name in each for each in libraries_of_it)
 
 
 def test_what_is_not_compiled_runs_as_it_is_and_is_recorded(

@@ -106,3 +106,42 @@ def graphs(pipe: fxpipe.Pipeline) -> list[Compiled | None]:
             if graph is not None and any(n.op == "call_function" for n in graph.graph.nodes):
                 found.append(compiled(graph))
     return found
+
+
+def gradients(pipe: fxpipe.Pipeline, x: Tensor, y: Tensor, halves: bool) -> dict[str, Tensor]:
+    """Those of a loop over the micro-batches that calls the libraries, one after another."""
+    one: Any
+    two: Any
+    one, two = pipe.plan.stages
+    state = {**dict(pipe.named_parameters()), **dict(pipe.named_buffers())}
+    sums: dict[int, Any] = {0: (), 1: ()}
+
+    def arguments(stage: Any) -> tuple[list[Tensor], list[Tensor]]:
+        return [state[a.target] for a in stage.parameters], [state[a.target] for a in stage.buffers]
+
+    def back(stage: Any, saved: list[Any], given: list[Tensor]) -> list[Tensor]:
+        sent: list[Tensor]
+        if not halves:
+            sent, sums[stage.index] = stage.kernel.backward(saved, given, sums[stage.index])
+            return sent
+        sent, deferred = stage.kernel.input_grad(saved, given)
+        sums[stage.index] = stage.kernel.weight_grad(deferred, sums[stage.index])
+        return sent
+
+    with torch.no_grad():
+        for x_part, y_part in zip(x.chunk(MICROBATCHES), y.chunk(MICROBATCHES), strict=True):
+            values = {"x": x_part, "given_1": y_part}
+            saved = {}
+            for stage in (one, two):
+                edges = pipe.plan.edges_into(stage.index)
+                result = stage.kernel.forward(*arguments(stage), [values[e.value] for e in edges])
+                names = dict.fromkeys(e.value for e in pipe.plan.edges_from(stage.index))
+                values.update(zip(names, result.outputs, strict=True))
+                saved[stage.index] = result.saved
+            sent = back(two, saved[1], [torch.tensor(1 / MICROBATCHES)])
+            back(one, saved[0], sent)
+    return {
+        argument.target: total
+        for stage in (one, two)
+        for argument, total in zip(stage.parameters, sums[stage.index], strict=True)
+    }

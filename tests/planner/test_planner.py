@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from math import inf
-from typing import Any
 
 import pytest
-import torch
-from torch import nn
-from torch.nn.functional import mse_loss
 
 import fxpipe
 import fxpipe.plan_training
-from fxpipe.compiler import placement
 from fxpipe.ir.recipe import find_recipe
 from fxpipe.passes.partition.work import Transfer, Work
 from fxpipe.passes.schedule import add_offload, add_recompute
@@ -26,13 +19,8 @@ from fxpipe.planner.candidates import library_over
 from fxpipe.planner.choices import choices
 from fxpipe.planner.cluster import Cluster, Layout
 from fxpipe.planner.profile import Profile
-from fxpipe.rehearsal import Rehearsals
 from fxpipe.simulator import simulate_schedule
-from fxpipe.simulator.costs import Link, Overheads, Rehearsal
-from tests.helpers.works import measured_alike
-from tests.oracles.loop import train
-
-planning: Any = sys.modules["fxpipe.plan_training"]
+from fxpipe.simulator.costs import Link, Overheads
 
 CLUSTER = """
 device memory=16GiB speed=2
@@ -253,71 +241,6 @@ def test_a_choice_says_what_limits_it() -> None:
     assert few.best.limit == "computing" and few.best.help in str(few)
 
 
-def test_a_chosen_plan_compiles_and_trains_like_the_loop() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(*[part for _ in range(4) for part in (nn.Linear(16, 16), nn.Tanh())])
-    alone = copy.deepcopy(model)
-    x, y = torch.randn(8, 16), torch.zeros(8, 16)
-    plan = fxpipe.plan_training(
-        model,
-        "device memory=1GiB\nhost of=2 bandwidth=10GB/s",
-        8,
-        example=((x[:4],), {"target": y[:4]}),
-        loss=mse_loss,
-        keep=100,
-    )
-    assert plan.best.throughput == max(each.throughput for each in plan.choices)
-    assert "replicas × stages" in str(plan) and plan.draw()
-    chosen = next(each for each in plan.choices if each.stages == 2)
-    with chosen.compile() as pipe:
-        pipe.step(x, target=y)
-        assert pipe.schedule.microbatches == chosen.predicted.candidate.microbatches
-        assert pipe.schedule.name == chosen.predicted.candidate.recipe.name
-        train(alone, pipe.schedule.microbatches, x, loss=mse_loss, target=y)
-        for ours, theirs in zip(pipe.parameters(), alone.parameters(), strict=True):
-            assert ours.grad is not None and torch.equal(ours.grad, theirs.grad)  # type: ignore[arg-type]
-    beside = next(each for each in plan.choices if each.replicas == 2)
-    with pytest.raises(fxpipe.InputError, match="init_device_mesh"):
-        beside.compile()
-    with pytest.raises(fxpipe.InputError, match="schedule is what plan_training chooses"):
-        fxpipe.plan_training(model, "host of=2", 8, example=(x,), schedule="1f1b")
-
-
-@pytest.mark.parametrize(("rate", "cap", "does"), [(1e15, 17.5, "O"), (1.0, 28, "R")])
-def test_a_plan_within_memory_predicts_what_its_pipe_holds_and_trains_like_the_loop(
-    rate: float, cap: float, does: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Stages store what they keep where that is quick, and else recompute."""
-    monkeypatch.setattr(placement, "_measured", measured_alike)
-    monkeypatch.setattr(Rehearsals, "rehearse", lambda *_: None)
-    monkeypatch.setattr(planning, "away_rates", lambda place: (rate, rate))
-    torch.manual_seed(0)
-    model = nn.Sequential(*[part for _ in range(4) for part in (nn.Linear(16, 16), nn.Tanh())])
-    x, y = torch.randn(128, 16), torch.zeros(128, 16)
-    given: Any = {"loss": mse_loss, "optimizer": torch.optim.SGD, "schedules": ["gpipe"]}
-    given |= {"batch": 128, "example": ((x[:16],), {"target": y[:16]}), "keep": 100}
-    cluster = Cluster.parse("host of=2")
-    free = fxpipe.plan_training(model, cluster, **given)
-    most = cap * 1024
-    plan = fxpipe.plan_training(model, replace(cluster, memory=most), **given)
-    asked = fxpipe.plan_training(model, replace(cluster, memory=most), **given, offload=False)
-    assert plan.best.fits and not any(each.predicted.candidate.offload for each in asked.choices)
-    first, chosen = (next(c for c in found.choices if c.stages == 2) for found in (free, plan))
-    for each in (first, chosen):
-        alone = copy.deepcopy(model)
-        optimizer = torch.optim.SGD(alone.parameters())
-        with each.compile(example=((x,), {"target": y})) as pipe:
-            held = tuple(memory.peak for memory in pipe.simulate().memory)
-            assert held == each.predicted.peaks
-            pipe.step(x, target=y)
-            kinds = pipe.schedule.kinds & {"O", "R"}
-            assert not kinds if each is first else does in kinds
-            train(alone, pipe.schedule.microbatches, x, loss=mse_loss, target=y)
-            optimizer.step()
-            for ours, theirs in zip(pipe.parameters(), alone.parameters(), strict=True):
-                assert torch.equal(ours, theirs)
-
-
 @pytest.mark.parametrize("cap", [inf, 600.0, 500.0, 300.0, 200.0])
 def test_the_best_choice_is_that_of_all_candidates(cap: float) -> None:
     """Every number of stages, of micro-batches and way of each stage, simulated."""
@@ -349,40 +272,6 @@ def test_the_best_choice_is_that_of_all_candidates(cap: float) -> None:
     assert not plan.best.fits or plan.best.predicted.seconds <= 1.01 * best
 
 
-def test_on_devices_of_this_machine_a_step_takes_what_it_took_when_it_was_rehearsed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def rehearse(self: Rehearsals, compiled: Any, call: Any) -> Rehearsal:
-        stages, b = range(len(compiled.plan.stages)), compiled.samples
-        costs = {(x, s): 1.0 + 0.1 * b + s for x in "FBIW" for s in stages}
-        return Rehearsal(costs | {("U", s): 0.5 for s in stages})
-
-    monkeypatch.setattr(Rehearsals, "rehearse", rehearse)
-    model, x = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)]), torch.ones(4, 8)
-    given: Any = {"example": ((x,), {"target": x}), "loss": mse_loss, "schedules": ["1f1b"]}
-    plan = fxpipe.plan_training(model, 2, 8, optimizer=torch.optim.SGD, keep=100, **given)
-    both = [each for each in plan.choices if each.stages == 2]
-    assert both and plan.best.throughput == max(each.throughput for each in plan.choices)
-    for each in both:
-        costs: dict[Any, float] = {
-            (x, s): 1.0 + 0.1 * each.samples + s for x in "FB" for s in (0, 1)
-        }
-        schedule = find_recipe("1f1b")(2, each.predicted.candidate.microbatches)
-        found = simulate_schedule(schedule, costs | {"U": 0.5})
-        assert each.predicted.seconds == pytest.approx(found.makespan)
-
-
-def test_devices_of_this_machine_stand_for_a_cluster_of_them() -> None:
-    """CPU devices hand over tensors in the memory that they share: nothing is sent."""
-    model, x = nn.Linear(2, 2), torch.ones(4, 2)
-    plan = fxpipe.plan_training(
-        model, 2, 8, example=((x,), {"target": x}), loss=mse_loss, sizes=(1,), schedules=["1f1b"]
-    )
-    assert plan.cluster == Cluster.parse("host of=2") == Cluster.measured(["cpu", "cpu"])
-    with pytest.raises(fxpipe.InputError, match="devices is 'cuda'"):
-        Cluster.measured("cuda")
-
-
 def test_what_a_task_takes_besides_its_operations_counts_for_each() -> None:
     cluster, schedule = hosts((4, inf)), [find_recipe("1f1b")]
     free = choices(chain(4), cluster, 16, recipes=schedule, keep=100)
@@ -397,38 +286,6 @@ def test_what_a_task_takes_besides_its_operations_counts_for_each() -> None:
         if (p, m) in seconds:  # a forward and a backward for each micro-batch that passes
             assert each.predicted.seconds == pytest.approx(seconds[p, m] + 2 * 0.5 * (m + p - 1))
     assert min(c.samples for c in taken.choices) >= min(c.samples for c in free.choices)
-
-
-def test_a_plan_has_the_times_of_the_model_as_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On one device the step takes what the whole took when it was rehearsed."""
-    sizes: list[int] = []
-
-    def rehearse(self: Rehearsals, compiled: Any, call: Any) -> Rehearsal | None:
-        made = rehearsed(self, compiled, call)
-        assert made is not None and {*made.costs} == {(x, 0) for x in "FBU"}
-        sizes.append(compiled.samples)
-        return Rehearsal({("F", 0): 5.0 + compiled.samples, ("B", 0): 20.0, ("U", 0): 3.0})
-
-    rehearsed = Rehearsals.rehearse
-    monkeypatch.setattr(Rehearsals, "rehearse", rehearse)
-    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
-    x = torch.ones(4, 8)
-    plan = fxpipe.plan_training(
-        model,
-        "host of=1",
-        8,
-        example=((x,), {"target": x}),
-        loss=nn.functional.mse_loss,
-        optimizer=torch.optim.SGD,
-        schedules=["gpipe"],
-        keep=100,
-    )
-    assert sorted(sizes) == [2, 8]
-    alone = {each.samples: each.predicted.seconds for each in plan.choices}
-    assert alone
-    for samples, seconds in alone.items():  # the forward is on a line through both sizes
-        count = 8 // samples
-        assert seconds == pytest.approx(count * (5.0 + samples + 20.0) + 3.0, rel=0.01)
 
 
 def test_one_device_takes_the_order_that_keeps_least() -> None:

@@ -7,7 +7,7 @@ from math import inf
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import fxpipe
@@ -19,12 +19,11 @@ from fxpipe.search.bounds import Bound
 from fxpipe.search.certificate import Certificate
 from fxpipe.search.library import library_orders
 from fxpipe.search.listing import Habit, Policy, list_schedule
-from fxpipe.search.local import Local, given_policies, random_policy
+from fxpipe.search.local import given_policies, random_policy
 from fxpipe.search.problem import Problem
 from fxpipe.search.read import Given, problems_of
 from fxpipe.search.search import Found, search_schedule
 from fxpipe.search.timing import fits, value_of
-from fxpipe.search.windows import PASSES, Timeline, Window, improve
 from fxpipe.simulator import Link, Sizes
 from fxpipe.simulator.costs import Key
 from fxpipe.simulator.simulate import chain
@@ -38,55 +37,6 @@ from tests.helpers.search_problems import (
     problems,
     shared,
 )
-from tests.oracles.every_order import best_of_all
-
-
-@needs_ortools
-@given(st.one_of(problems((1, 4), (1, 5)), shared(), larger()), st.integers(0, 10**6))
-@settings(max_examples=40)
-def test_a_window_only_changes_the_order_of_tasks_to_one_that_is_as_good(
-    problem: Problem, seed: int
-) -> None:
-    random = Random(seed)
-    policy = random_policy(problem, random)
-    _, rows, _ = list_schedule(problem, policy, [0.0] * problem.devices, inf)
-    order = tuple(map(tuple, rows))
-    other = Timeline(problem, order).reordered(random)
-    assert other is not None
-    assert [sorted(own) for own in other] == [sorted(own) for own in order]
-    problem.schedule_of(other).verify()
-    assert value_of(problem, other) <= value_of(problem, order) * (1 + 1e-9)
-
-
-@needs_ortools
-@given(problems((2, 2), (2, 3)), st.integers(0, 10**6))
-@settings(max_examples=25)
-def test_a_window_of_all_tasks_ends_at_the_best_of_all_orders(problem: Problem, seed: int) -> None:
-    policy = random_policy(problem, Random(seed))
-    _, rows, _ = list_schedule(replace(problem, flush=True), policy, [0.0, 0.0], inf)
-    step = replace(problem, flush=True)
-    window = Window(Timeline(step, tuple(map(tuple, rows))), 0.0, inf)
-    order = window.solve(inf, seed)
-    assert order is not None
-    assert value_of(step, order) == pytest.approx(best_of_all(step))
-
-
-@needs_ortools
-def test_windows_shorten_what_list_schedules_left() -> None:
-    """8 devices, 12 micro-batches, and memory for half as many as there are devices."""
-    forward = (15, 18, 9, 7, 12, 17, 15, 4)
-    backward = (18, 10, 10, 4, 20, 15, 14, 9)
-    weight = (10, 20, 11, 11, 12, 8, 15, 4)
-    times = zip("FIW", (forward, backward, weight), strict=True)
-    costs: dict[Key, float] = {(k, s): t for k, own in times for s, t in enumerate(own)}
-    costs |= {("U", s): 0 for s in range(8)}
-    problem = problems_of(Given(costs, 12, 8, None, None, 4, None, None, True))[0]
-    local = Local(problem, Random(0))
-    local.run(0.0, lambda: local.passes < 300)
-    before = local.value
-    improve(local, 0.0, lambda: local.passes < 300 + 8 * PASSES)
-    assert local.best is not None
-    assert local.value == value_of(problem, local.best) < before
 
 
 @given(problems((1, 5), (1, 6)), st.integers(0, 10**6))
