@@ -112,7 +112,7 @@ def compile(
             ``memory_limits`` of the library's schedules with a flush, with one stage a device or
             two, and one that it searches for, with as many micro-batches and as much recomputation
             and offloading as are best, where they are not given. A larger batch than all before
-            decides anew. docs/planner.md tells more.
+            decides anew, but over replicas. docs/planner.md tells more.
         microbatches: into how many parts a batch is split; by default four per device. A batch of
             fewer samples, as the last of an epoch may be, is split into single samples.
         memory_limits: bytes that devices may hold: one number for all, or a list with one for each

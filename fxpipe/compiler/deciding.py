@@ -33,7 +33,7 @@ class Where:
 
 
 class Deciding(Compiler):
-    """A compiler that decides at the first step, and again at a larger batch.
+    """A compiler that decides at the first step, and again at a larger batch, if it is alone.
 
     The model is traced, measured and cut for a schedule that keeps few micro-batches. Some steps
     are rehearsed over these stages, and with their times all candidates are simulated as
@@ -70,8 +70,11 @@ class Deciding(Compiler):
         self._known.clear()
 
     def decides(self, micro: MicroBatches) -> bool:
-        """Whether a step of this batch is still to be decided on."""
-        return micro.batch.size > self._size
+        """Whether a step of this batch is still to be decided on.
+
+        Replicas decide together, and no one knows of another that its batch is larger than before.
+        """
+        return self._size == 0 if self.options.replicas > 1 else micro.batch.size > self._size
 
     def decide(self, micro: MicroBatches, *, updates: bool, rehearse: Rehearse) -> int:
         """Decide on steps of batches of at most this size; returns the number of micro-batches.

@@ -272,3 +272,40 @@ def test_losses_count_in_the_batches_of_all_replicas_and_bytes_are_as_predicted(
             assert sent == predicted > 0 or (name == "ignored" and sent < predicted)
             assert_equal(found, {key: expected[key] for key in found}, name)
         assert {key for rank in ranks for key in rank[name]} == expected.keys()
+
+
+GROWING = ((8, 8), (8, 9), (11, 8))
+"""The same as SIZES; the first are equal, as the replicas decide with them."""
+
+
+def decided(mesh: DeviceMesh) -> Results:
+    """The number of micro-batches that is decided on, losses, and the gradients of all stages."""
+    replica = mesh["dp"].get_local_rank()
+    options = {"schedule": "auto", "partition": "auto", "microbatches": None, "optimizer": None}
+    with pipe_of(mesh, **options) as pipe:
+        found: Results = {}
+        for step, sizes in enumerate(GROWING):
+            x, y = batch(step, replica, sizes[replica])
+            found[f"loss {step}"] = pipe.step(x, target=y).clone()
+            found[f"microbatches {step}"] = torch.tensor(pipe.program.microbatches)
+        own = pipe.state_dict()
+        for key, parameter in pipe.named_parameters():
+            if key in own:
+                assert parameter.grad is not None
+                found[key] = parameter.grad.clone()
+    return found
+
+
+def test_replicas_whose_batches_grow_apart_decide_once_and_together() -> None:
+    ranks = on_ranks(4, decided, replicas=2)
+    model = made()
+    expected: Results = {}
+    for step, sizes in enumerate(GROWING):
+        count = ranks[0][f"microbatches {step}"]
+        x, y = zip(*(batch(step, r, size) for r, size in enumerate(sizes)), strict=True)
+        expected[f"loss {step}"] = replicated_loop.train(model, int(count), x, y, loss=F.mse_loss)
+        expected[f"microbatches {step}"] = ranks[0]["microbatches 0"]
+    expected |= {key: each.grad for key, each in model.named_parameters() if each.grad is not None}
+    for found in ranks:
+        assert_equal(found, {key: expected[key] for key in found}, "auto")
+    assert {key for rank in ranks for key in rank} == expected.keys()
