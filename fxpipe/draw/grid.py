@@ -54,12 +54,10 @@ def schedule_grid(
         InputError: a letter or stage of ``costs`` is unknown, or a time negative or not finite;
             ``steps`` is below 1 or ``width`` below 20.
     """
-    if steps is not None and steps < 1:
-        raise InputError(f"steps is {steps}; show at least 1")
     if width is not None and width < _NARROWEST:
         raise InputError(f"width is {width}; a grid needs at least {_NARROWEST} characters")
-    timeline, count, marks = timeline_of(schedule, costs, steps, faults)
-    grid = _Grid(schedule, timeline, count, marks)
+    timeline, marks = timeline_of(schedule, costs, steps, faults)
+    grid = _Grid(schedule, timeline, marks)
     lines = list(grid.bands(width))
     lines += [f"! {fault}" for fault in marks.faults]
     return "\n".join(line.rstrip() for line in lines)
@@ -68,11 +66,9 @@ def schedule_grid(
 class _Grid:
     """A timeline in columns of characters."""
 
-    def __init__(
-        self, schedule: Schedule, timeline: Timeline[Task], steps: int, marks: Marks
-    ) -> None:
+    def __init__(self, schedule: Schedule, timeline: Timeline[Task], marks: Marks) -> None:
         self._tags_stages = schedule.stages > schedule.devices
-        self._steps = steps
+        self._steps = timeline.steps
         self._marks = marks
         self._never = set(timeline.unrun)
         self._end, self._beside = timeline.end, timeline.beside

@@ -32,7 +32,7 @@ from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import KINDS, Task
 from fxpipe.ir.value import BufferKind
-from fxpipe.simulator.simulation import task_of
+from fxpipe.simulator.simulation import Simulation, task_of
 
 BORDERS = ((PAPER, 0.6, ""), (INK, 0.8, "dashed"), (INK, 1.0, ""))
 """Colour, width and style of the outline, used for the batches in rotation."""
@@ -49,7 +49,7 @@ class Boxes:
         chunks: stage and micro-batch, or None for other tasks, → which of the stages of its device
             it is.
         tags_stages: whether labels name the stage, as they do where a device holds several stages.
-        steps: how many steps are drawn, with batches numbered from the first; 0 for one window.
+        steps: as of a timeline.
         versions: task → the weight version that it reads, or that an update makes; None where
             versions need not be shown.
     """
@@ -131,9 +131,9 @@ class Boxes:
 
 
 def boxes_of(
-    drawn: Schedule | Program, steps: int, versions: Callable[[Task], int | None] | None = None
+    drawn: Schedule | Program, steps: int = 0, versions: Callable[[Task], int | None] | None = None
 ) -> Boxes:
-    """The boxes for ``steps`` steps of a schedule or a program, or for one window if that is 0."""
+    """The boxes for the tasks of a schedule or a program."""
     before: Counter[int] = Counter()
     chunks: dict[int, int] = {}
     for stage, home in enumerate(drawn.placement):
@@ -150,18 +150,15 @@ def boxes_of(
     return Boxes(chunk, drawn.stages > drawn.devices or any(drawn.copies), steps, versions)
 
 
-def boxes_of_schedule(schedule: Schedule, steps: int) -> Boxes:
-    """The same, with the versions that its delays mean."""
-
-    def version(task: Task) -> int | None:
-        if task.kind == "U":
-            return task.batch + 1
-        if task.stage is None or not 0 <= task.stage < schedule.stages:
-            return None
-        return max(task.batch - schedule.delay_of(task.stage, task.microbatch), 0)
-
-    shown = version if steps and any(schedule.delays) else None
-    return boxes_of(schedule, steps, shown)
+def simulation_boxes(simulation: Simulation) -> Boxes:
+    """The same for a simulation, with the versions where a task reads an older one."""
+    versions: dict[Task, int] = {}
+    for span in simulation.spans:
+        instruction = span.instruction
+        made = getattr(instruction, "writes", getattr(instruction, "version", 0))
+        versions[task_of(instruction)] = made
+    differ = any(task.kind != "U" and v != task.batch for task, v in versions.items())
+    return boxes_of(simulation.program, simulation.steps, versions.get if differ else None)
 
 
 ACT_ARROW = Stroke(INK)

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from fxpipe.draw.chart import row_height
-from fxpipe.draw.looks import Boxes
+from fxpipe.draw.looks import Boxes, simulation_boxes
 from fxpipe.draw.picture import FAINT, IDLE, INK, OTHER, SKIP, TASKS
-from fxpipe.draw.schedule import simulation_boxes, simulation_title
+from fxpipe.draw.schedule import simulation_title
 from fxpipe.errors import InputError
 from fxpipe.ir.task import KINDS
 from fxpipe.ir.value import Buffer

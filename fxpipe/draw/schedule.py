@@ -20,7 +20,7 @@ from fxpipe.draw.chart import (
     mark,
     row_height,
 )
-from fxpipe.draw.looks import VERSIONS, Boxes, arrow, arrow_entries, boxes_of, boxes_of_schedule
+from fxpipe.draw.looks import VERSIONS, Boxes, arrow, arrow_entries, boxes_of, simulation_boxes
 from fxpipe.draw.picture import INK, PAPER, Picture
 from fxpipe.draw.timeline import Timeline, simulated, timeline_of
 from fxpipe.errors import Fault, InputError
@@ -29,9 +29,9 @@ from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import KINDS, Task
 from fxpipe.ir.walk import Place
 from fxpipe.simulator.costs import Costs
-from fxpipe.simulator.simulation import Simulation, Transfer, task_of
+from fxpipe.simulator.simulation import Simulation, Transfer
 from fxpipe.simulator.sums import Sum
-from fxpipe.words import plural, time_text
+from fxpipe.words import time_text
 
 WITH_ARROWS = 1000
 """The most transfers with which those that take time are drawn."""
@@ -69,14 +69,13 @@ def draw_schedule(
         InputError: a letter or stage of ``costs`` is unknown, or a time negative or not finite;
             ``steps`` is below 1.
     """
-    if steps is not None and steps < 1:
-        raise InputError(f"steps is {steps}; draw at least 1")
-    timeline, steps, marks = timeline_of(schedule, costs, steps, faults)
-    boxes = boxes_of_schedule(schedule, steps)
+    timeline, marks = timeline_of(schedule, costs, steps, faults)
+    found = timeline.simulation
+    boxes = boxes_of(schedule) if found is None else simulation_boxes(found)
     fitted = _fit([(timeline, boxes)])
     chart = Chart(
         Canvas("schedule"),
-        _title(schedule, timeline, steps, marks),
+        _title(schedule, timeline, marks),
         _row_labels(schedule, timeline, marks),
         timeline.end,
         fitted.scale,
@@ -168,19 +167,19 @@ def row_label(drawn: Schedule | Program, device: int) -> str:
     return f"device {device} ({'stage' if len(held) == 1 else 'stages'} {shown})"
 
 
-def _title(schedule: Schedule, timeline: Timeline[Task], steps: int, marks: Marks) -> str:
+def _title(schedule: Schedule, timeline: Timeline[Task], marks: Marks) -> str:
     parts = [schedule.name, f"p = {schedule.devices}", f"m = {schedule.microbatches}"]
     if any(schedule.delays):
         delays = sorted({d for r in schedule.rules for d in (r if isinstance(r, tuple) else [r])})
         parts.append(f"delay = {delays[0]}" + (f" to {delays[-1]}" if len(delays) > 1 else ""))
-    if steps:
-        parts.append(f"{plural(steps, 'step')} and flush")
+    if timeline.steps > 1:
+        parts.append(f"{timeline.steps} steps and flush")
     if timeline.unrun:
         parts.append(f"STUCK: {len(timeline.unrun)} tasks never run")
     if marks.faults:
         parts.append(marks.count)
-    if timeline.bubble is not None:
-        parts.append(f"bubble {timeline.bubble:.1%}")
+    if timeline.simulation is not None:
+        parts.append(f"bubble {timeline.simulation.bubble:.1%}")
     return " · ".join(parts)
 
 
@@ -250,17 +249,6 @@ def draw_simulations(*simulations: Simulation) -> Picture:
         entries.append(_LEFT_OUT)
     charts[-1].legend(below, entries)
     return canvas.picture
-
-
-def simulation_boxes(simulation: Simulation) -> Boxes:
-    program = simulation.program
-    versions: dict[Task, int] = {}
-    for span in simulation.spans:
-        instruction = span.instruction
-        made = getattr(instruction, "writes", getattr(instruction, "version", 0))
-        versions[task_of(instruction)] = made
-    differ = any(task.kind != "U" and v != task.batch for task, v in versions.items())
-    return boxes_of(program, simulation.steps, versions.get if differ else None)
 
 
 def simulation_title(simulation: Simulation, seconds: bool) -> str:

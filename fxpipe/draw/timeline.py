@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Generic, NamedTuple, TypeVar
 
 from fxpipe.draw.chart import Marks, faults_of, mark
-from fxpipe.errors import Fault
+from fxpipe.errors import Fault, InputError
 from fxpipe.ir.schedule import Schedule
-from fxpipe.ir.task import BUILT_IN, KINDS, Task
-from fxpipe.ir.unroll import unroll_schedule
+from fxpipe.ir.task import KINDS, Task
 from fxpipe.ir.value import Buffer
 from fxpipe.ir.walk import Place, Wait, Waits, needs_of, part_of, walk
 from fxpipe.simulator.costs import Costs, times_of
 from fxpipe.simulator.simulate import chain_program, simulate
-from fxpipe.simulator.simulation import Simulation, idle_share, task_of
+from fxpipe.simulator.simulation import Simulation, task_of
 
 T = TypeVar("T")
 
@@ -45,7 +43,7 @@ class Timeline(Generic[T]):
         devices: the number of rows.
         spans: what runs.
         unrun: what never runs, from when its row waits for ever.
-        bubble: the idle fraction of the devices' time; None where nothing was simulated.
+        simulation: what was simulated, if it was.
         beside: for each of the last rows the device beside which it runs, and the letter of what
             runs there.
     """
@@ -53,8 +51,13 @@ class Timeline(Generic[T]):
     devices: int
     spans: tuple[Span[T], ...]
     unrun: tuple[Span[T], ...] = ()
-    bubble: float | None = None
+    simulation: Simulation | None = None
     beside: tuple[tuple[int, str], ...] = ()
+
+    @property
+    def steps(self) -> int:
+        """How many steps, with batches that count from the first; 0 for one window."""
+        return 0 if self.simulation is None else self.simulation.steps
 
     @cached_property
     def stuck(self) -> tuple[Span[T], ...]:
@@ -88,7 +91,7 @@ def simulated(simulation: Simulation, unit: float = 1.0) -> Timeline[Task]:
         )
         spans.append(Span(row, t.position, t.start * unit, t.end * unit, task))
     rows = simulation.devices + len(beside)
-    return Timeline(rows, tuple(spans), (), simulation.bubble, tuple(beside))
+    return Timeline(rows, tuple(spans), (), simulation, tuple(beside))
 
 
 def timeline_of(
@@ -96,35 +99,31 @@ def timeline_of(
     costs: Costs | None = None,
     steps: int | None = None,
     faults: Sequence[Fault] | None = None,
-) -> tuple[Timeline[Task], int, Marks]:
+) -> tuple[Timeline[Task], Marks]:
     """The timeline of a schedule, valid or not, with communication that takes no time.
 
-    A valid schedule has the times of its simulation. One with faults is shown as far as it runs, as
-    one window in steady state, since the positions of faults are positions in a window.
+    A valid schedule is simulated. One with faults is shown as far as it runs, as one window in
+    steady state, since the positions of faults are positions in a window.
 
-    Returns the timeline; the number of its steps, or 0 for one window; and the faults to mark,
-    which by default are what the verifier finds.
+    Returns the timeline and the faults to mark, which by default are what the verifier finds.
+
+    Raises:
+        InputError: a letter or stage of ``costs`` is unknown, or a time negative or not finite;
+            ``steps`` is below 1.
     """
-    marks = mark(faults_of(schedule) if faults is None else faults)
-    count = 0 if marks.faults else default_steps(schedule) if steps is None else steps
-    if faults is None and not marks.faults and schedule.overlaps and "C" in schedule.kinds:
-        # in the flush, what receives a norm may stand a few tasks before the clip that reads it
-        program = chain_program(schedule, frees=False)
-        return simulated(simulate(program, costs, steps=count)), count, marks
-    if not marks.faults and "O" in schedule.kinds:  # they run beside the others of their device
-        found = simulate(chain_program(schedule), costs, steps=count or None)
-        return simulated(found), count, marks
-    timeline = _run(schedule, costs, count)
-    if marks.faults or timeline.unrun:
-        return timeline, count, marks
-    through = max((s.end for s in timeline.spans if s.task.microbatch is not None), default=0)
-    times = [(s.start, s.end) for s in timeline.spans]
-    return replace(timeline, bubble=idle_share(timeline.devices, times, through)), count, marks
+    if steps is not None and steps < 1:
+        raise InputError(f"steps is {steps}; show at least 1")
+    wrong = faults_of(schedule)
+    marks = mark(wrong if faults is None else faults)
+    if wrong or marks.faults:
+        return _refused(schedule, costs), marks
+    steps = default_steps(schedule) if steps is None else steps
+    return simulated(simulate(chain_program(schedule), costs, steps=steps)), marks
 
 
 def default_steps(schedule: Schedule) -> int:
-    """How many steps to show by default; 0 for one window, where no batches overlap."""
-    return schedule.depth + 2 + max(schedule.delays, default=0) if schedule.overlaps else 0
+    """How many steps to show: one, or where batches overlap enough for one in steady state."""
+    return schedule.depth + 2 + max(schedule.delays) if schedule.overlaps else 1
 
 
 def sketch(rows: Sequence[Sequence[T]], cost: Callable[[T], float], waits: Waits) -> Timeline[T]:
@@ -154,75 +153,30 @@ def sketch(rows: Sequence[Sequence[T]], cost: Callable[[T], float], waits: Waits
     return Timeline(len(rows), tuple([span for own in spans for span in own]), tuple(unrun))
 
 
-def _run(schedule: Schedule, costs: Costs | None, steps: int) -> Timeline[Task]:
-    """So many steps and the flush behind them; or, for 0, one window in the midst of others.
-
-    What an earlier window should have run has run. Updates wait for all that comes before them on
-    their stage, or where no batches overlap on every device.
-    """
+def _refused(schedule: Schedule, costs: Costs | None) -> Timeline[Task]:
+    """One window in the midst of others: what an earlier window should have run has run. An update
+    waits for its own stage alone."""
     times = times_of(schedule.stages, schedule.kinds, costs)
-    orders = [_run_order(row, not schedule.overlaps) for row in schedule.rows]
-    rows = tuple(
-        tuple([row[at] for at in own]) for row, own in zip(schedule.rows, orders, strict=True)
-    )
-    if steps:
-        rows = unroll_schedule(replace(schedule, rows=rows), steps).rows
 
     def cost(task: Task) -> float:
-        key = task.kind, -1 if task.stage is None else task.stage
-        if key in times:
-            return times[key]
-        return KINDS[task.kind].cost if task.kind in KINDS else _UNKNOWN_TIME
+        usual = KINDS[task.kind].cost if task.kind in KINDS else _UNKNOWN_TIME
+        return times.get((task.kind, -1 if task.stage is None else task.stage), usual)
 
-    timeline = sketch(rows, cost, _waits(schedule, rows))
-    if steps or all(own == sorted(own) for own in orders):
-        return timeline
-    ran, unrun = (
-        tuple([span._replace(position=orders[span.device][span.position]) for span in spans])
-        for spans in (timeline.spans, timeline.unrun)
-    )
-    return Timeline(timeline.devices, ran, unrun)
+    return sketch(schedule.rows, cost, _waits(schedule))
 
 
-def _run_order(row: Sequence[Task], flush: bool) -> list[int]:
-    """The positions of a row's tasks in the order in which they run.
-
-    Where every step ends with a flush, updates come last, with the once-per-step tasks after them:
-    they wait for all devices.
-    """
-    first: list[int] = []
-    late: list[int] = []
-    for position, task in enumerate(row):
-        waits = flush and (task.kind == "U" or (late and task.kind not in BUILT_IN))
-        (late if waits else first).append(position)
-    return first + late
-
-
-def _waits(schedule: Schedule, rows: Sequence[Sequence[Task]]) -> list[list[Wait]]:
-    """What each task waits for: where it is, or for ever where nothing brings what it reads.
-
-    What comes before it in its row is over anyway.
-    """
-    flush, needs, stages = not schedule.overlaps, needs_of(schedule), schedule.stages
+def _waits(schedule: Schedule) -> list[list[Wait]]:
+    """What each task waits for: where it is, or for ever where nothing brings what it reads."""
+    needs, stages = needs_of(schedule), range(schedule.stages)
     places: dict[tuple[str, int | None, int | None, int], Place] = {}
-    # Stage (None for any) and batch → device → its last task before the updates.
-    last: defaultdict[tuple[int | None, int], dict[int, int]] = defaultdict(dict)
-    updated: set[tuple[int, int]] = set()
-    for device, row in enumerate(rows):
+    for device, row in enumerate(schedule.rows):
         for position, task in enumerate(row):
-            stage, batch = task.stage, task.batch
-            key = task.kind, part_of(schedule, task, device), stage, batch
+            key = task.kind, part_of(schedule, task, device), task.stage, task.batch
             places.setdefault(key, Place(device, position))
-            if task.kind == "U":
-                updated.add((device, batch))
-            if (device, batch) not in updated:
-                last[stage, batch][device] = last[None, batch][device] = position
 
     def awaited(task: Task, here: Place) -> list[Place]:
         stage, batch = task.stage, task.batch
-        if task.kind == "U":
-            return [Place(*x) for x in last[None if flush else stage, batch].items()]
-        if stage is None or task.kind not in KINDS:
+        if stage is None or stage not in stages or task.kind not in KINDS:
             return []
         found: list[Place] = []
         brought: bool | None = None  # whether a neighbour brings what it reads, if one has to
@@ -230,7 +184,7 @@ def _waits(schedule: Schedule, rows: Sequence[Sequence[Task]]) -> list[list[Wait
             on = places.get((kind, i, there, batch))
             if on is not None:
                 found.append(on)
-            if there != stage and 0 <= there < stages:
+            if there != stage and there in stages:
                 brought = brought or on is not None
         if brought is False and batch >= 0 and task.microbatch is not None:
             found.append(here)
@@ -238,10 +192,9 @@ def _waits(schedule: Schedule, rows: Sequence[Sequence[Task]]) -> list[list[Wait
 
     return [
         [
-            (position, other, on)
+            (position, *on)
             for position, task in enumerate(row)
-            for other, on in awaited(task, Place(device, position))
-            if other != device or on >= position
+            for on in awaited(task, Place(device, position))
         ]
-        for device, row in enumerate(rows)
+        for device, row in enumerate(schedule.rows)
     ]

@@ -119,7 +119,7 @@ def test_tasks_stand_where_their_time_says(
 ) -> None:
     costs: Costs = {"F": forward, "B": backward, "U": 1}
     schedule = recipe(p, m)
-    timeline, _, _ = timeline_of(schedule, costs)
+    timeline, _ = timeline_of(schedule, costs)
     ruler, *rows = schedule.grid(costs=costs).splitlines()
     places = {}
     for span in timeline.spans:

@@ -239,7 +239,7 @@ def test_each_micro_batch_tells_the_version_that_it_reads() -> None:
 
 
 def test_the_default_shows_a_step_between_others() -> None:
-    assert [default_steps(s) for s in (one_f_one_b(2, 2), window())] == [0, 4]
+    assert [default_steps(s) for s in (one_f_one_b(2, 2), window())] == [1, 4]
 
 
 def test_a_count_of_steps_that_makes_no_sense_is_refused() -> None:
