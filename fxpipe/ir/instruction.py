@@ -184,59 +184,53 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class ReduceScatter:
+class Once:
+    """What does something for a stage once a step.
+
+    Attributes:
+        stage: the stage.
+        batch: 0 for this step's, −1 for the one before.
+    """
+
+    stage: int
+    batch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceScatter(Once):
     """Begin to sum what is left of a stage's gradients over the replicas. It waits for nobody.
 
     Each replica sums one part of them. Roughly: peers[r].put(part) for r, part in parts(gradients).
     """
 
-    stage: int
-    batch: int = 0
-
 
 @dataclass(frozen=True, slots=True)
-class AllGather:
+class AllGather(Once):
     """Wait for the sums of all replicas. Roughly: gradients[stage] = [peer.sum() for each peer].
 
     They are a stage's gradients from then on.
     """
 
-    stage: int
-    batch: int = 0
-
 
 @dataclass(frozen=True, slots=True)
-class TakePart:
+class TakePart(Once):
     """Wait for the sum of this replica's part of them. Roughly: gradients[stage] = self.sum().
 
     It is a stage's gradients from then on: what the replica needs where optimizers are sharded.
     """
 
-    stage: int
-    batch: int = 0
-
 
 @dataclass(frozen=True, slots=True)
-class GatherWeights:
+class GatherWeights(Once):
     """Wait for the parts of new weights. Roughly: weights[batch + 1] = [part() for each peer].
 
-    The updates of all replicas have made and sent them.
-
-    Attributes:
-        stage: the stage.
-        batch: whose update has made them.
+    The updates of all replicas have made and sent them; ``batch`` is whose update it was.
     """
-
-    stage: int
-    batch: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class Share(Once):
     """Give a stage's weights to its copies. Roughly: copy.put(weights[stage]) for each copy."""
-
-    stage: int
-    batch: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,33 +251,24 @@ class Give:
 
 
 @dataclass(frozen=True, slots=True)
-class Add:
+class Add(Once):
     """Add what the copies of a stage give, in the order of their devices.
 
     Roughly: gradients[stage] += sums for each copy.
     """
 
-    stage: int
-    batch: int = 0
-
 
 @dataclass(frozen=True, slots=True)
-class Norm:
+class Norm(Once):
     """Tell all stages the norms of a stage's gradients. Roughly: norms = [g.norm() for g in …]."""
 
-    stage: int
-    batch: int = 0
-
 
 @dataclass(frozen=True, slots=True)
-class Clip:
+class Clip(Once):
     """Scale a stage's gradients by the norm of those of all stages.
 
     Roughly: gradients[stage] *= min(1, limit / norm(all norms)).
     """
-
-    stage: int
-    batch: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,10 +114,8 @@ def shifted(instruction: ins.Instruction, steps: int) -> ins.Instruction:
     match x:
         case ins.Update(stage, reads, writes):
             return ins.Update(stage, steps + reads, steps + writes, batch)
-        case ins.ReduceScatter() | ins.AllGather() | ins.TakePart() | ins.GatherWeights():
-            return type(x)(x.stage, batch)
-        case ins.Share() | ins.Add() | ins.Norm() | ins.Clip():
-            return type(x)(x.stage, batch)
+        case ins.Once(stage):
+            return type(x)(stage, batch)
         case ins.Give(stage, copy):
             return ins.Give(stage, copy, batch)
         case ins.Run(kind, stage, i, version):

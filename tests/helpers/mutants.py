@@ -130,11 +130,7 @@ def _other_instructions(
     match instruction:
         case ins.Barrier() | ins.Pause():
             return
-        case ins.ReduceScatter() | ins.AllGather() | ins.TakePart() | ins.GatherWeights():
-            pass
-        case ins.Norm() | ins.Clip():
-            pass
-        case ins.Share() | ins.Add():
+        case ins.Once():
             pass
         case ins.Give():
             for copy in range(program.devices):
