@@ -99,24 +99,26 @@ def _print_expression(node: fx.Node) -> str:
 
 
 def parse_graph(
-    text: str,
-    root: nn.Module | None,
-    functions: Iterable[Function] = (),
-    *,
-    first_line: int = 1,
+    text: str, root: nn.Module | None, functions: Iterable[Function] = ()
+) -> fx.GraphModule:
+    """Read a graph from what ``print_graph`` gave; see ``read_graph``."""
+    return read_graph(lines_of(text), root, functions)
+
+
+def read_graph(
+    lines: list[Line], root: nn.Module | None, functions: Iterable[Function]
 ) -> fx.GraphModule:
     """Read a graph. Nothing that the text names is run, and nothing is imported.
 
     Args:
-        text: what ``print_graph`` gave; blank lines, comments and indentation mean nothing.
+        lines: blank lines, comments and indentation mean nothing.
         root: the module that holds the leaf modules and attributes which the graph names.
         functions: what the text may name beside the list in ``fxpipe.text.target``.
-        first_line: the number of the text's first line, for errors.
 
     Raises:
         ParseError: with line and column of the first thing that is wrong.
     """
-    return _GraphReader(root, named(functions)).read(lines_of(text, first_line))
+    return _GraphReader(root, named(functions)).read(lines)
 
 
 _Expression = tuple[str, Any, tuple[Any, ...], dict[str, Any]]

@@ -51,37 +51,25 @@ from fxpipe.errors import InputError
 from fxpipe.ir.plan import Argument, Plan, Stage, Write
 from fxpipe.ir.traced import Literal, Traced, Value
 from fxpipe.ir.value import Edge
-from fxpipe.text.graph import parse_graph
-from fxpipe.text.program import parse_edge
+from fxpipe.text.form import Form, options
+from fxpipe.text.graph import read_graph
+from fxpipe.text.program import read_edge
 from fxpipe.text.scan import Line, end_of, is_name, lines_of
 from fxpipe.text.target import Function, named
 from fxpipe.text.value import ValueReader, print_value
 from fxpipe.torchtools.moments import DeferredNorm
 
-_END = r"[ \t]*(?:#.*)?"
-_COUNT = r"(0|[1-9][0-9]{0,8})"
-_PLAN = re.compile(rf"plan[ \t]+stages={_COUNT}{_END}")
-_STAGE = re.compile(rf"stage[ \t]+{_COUNT}([ \t]+leaves)?{_END}")
-_EDGE = re.compile(r"edge(?=[ \t])([^#]*)(?:#.*)?")
-_GRAPH = re.compile(rf"graph{_END}")
+_PLAN = Form("plan stages={stages}", "plan stages=4")
+_STAGE = Form("stage {index}", "stage 0 leaves")
+_VALUE = Form("{name:value}", "relu_3")
 _PLAIN = re.compile(r"[A-Za-z0-9_.]+")
-_TARGET = r"""([A-Za-z0-9_.]+|'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")"""
-_NAME = r"([A-Za-z_][A-Za-z0-9_]*)"
-_ARGUMENT = re.compile(rf"(parameter|buffer)[ \t]+{_NAME}[ \t]*=[ \t]*{_TARGET}{_END}")
-_WRITE = re.compile(rf"write[ \t]+{_TARGET}[ \t]*=[ \t]*{_NAME}{_END}")
-_HELD = re.compile(rf"(parameter|buffer|write)[ \t]+{_TARGET}{_END}")
+_TARGET = re.compile(r"""[A-Za-z0-9_.]+|'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""")
+_WORD = re.compile(r"\w+")
+_OUTPUT = re.compile(r"(literal[ \t]+)?(.+?)[ \t]+(None|\([0-9, ]*\))(?=[ \t]*(?:#.*)?$)")
 
 _ITEMS = "'parameter name = target', 'buffer name = target', 'write target = name' and then 'graph'"
-_TRACED = re.compile(rf"traced([ \t]+leaves)?{_END}")
-_ITEM = re.compile(r"(input|output|loss|norm)[ \t]+([^#\s].*)")
-_OUTPUT = re.compile(rf"(literal[ \t]+)?(.+?)[ \t]+(None|\([0-9, ]*\)){_END}")
-_WORD = re.compile(rf"(\S+){_END}")
-_FORM = {
-    "input": "write 'input name', or 'input none'",
-    "output": "write 'output name (0,)' or 'output literal 3 ()', with the dimensions or None",
-    "loss": "write 'loss name'",
-    "norm": "write 'norm (moments, running mean, running variance, counter, momentum)'",
-}
+_OUTPUT_FORM = "write 'output name (0,)' or 'output literal 3 ()', with the dimensions or None"
+_NORM_FORM = "write 'norm (moments, running mean, running variance, counter, momentum)'"
 
 
 def print_plan(plan: Plan) -> str:
@@ -143,30 +131,29 @@ def parse_plan(
     text: str, root: nn.Module | None = None, functions: Iterable[Function] = ()
 ) -> Plan:
     """Read a plan, as ``Plan.parse`` does. Raises ParseError with line and column."""
-    form = "a plan starts with 'plan stages=<number>'"
     reader = _Reader(text, root, functions)
-    header = reader.next(form)
-    match = header.match(_PLAN)
-    if match is None or header.indent:
-        raise header.error(form, header.indent)
+    header = reader.header("a plan starts with 'plan stages=<number>'")
+    count = _PLAN.read(header)["stages"]
+    header.end()
     edges: list[Edge] = []
     stages: list[Stage] = []
     while (line := reader.peek()) is not None:
         reader.position += 1
         if line.indent:
-            raise line.error("only a stage has indented lines", line.indent)
-        if not stages and (edge := line.match(_EDGE)):
-            edges.append(parse_edge(edge[1], line.number, edge.start(1) + 1))
-        elif stage := line.match(_STAGE):
-            index, leaves = int(stage[1]), stage[2] is not None
+            raise line.error("only a stage has indented lines")
+        if not stages and line.starts("edge"):
+            edges.append(read_edge(line))
+        elif line.starts("stage"):
+            index = _STAGE.read(line)["index"]
+            leaves = list(options(line, "leaves")) != []
             own = reader.body(f"stage {index}", "a stage", leaves)
             stages.append(Stage(index, *own, leaves))
         else:
             expected = "'stage <number>'" if stages else "'edge …' or 'stage <number>'"
-            raise line.error(f"expected {expected}", line.indent)
-    if len(stages) != int(match[1]):
-        message = f"the plan has {match[1]} stages by this line, but {len(stages)} follow"
-        raise header.error(message, match.start(1))
+            raise line.error(f"expected {expected}")
+    if len(stages) != count:
+        message = f"the plan has {count} stages by this line, but {len(stages)} follow"
+        raise header.error(message, header.text.index("=") + 1)
     return Plan(tuple(stages), tuple(edges))
 
 
@@ -176,34 +163,37 @@ def parse_traced(
     """Read a traced graph, as ``Traced.parse`` does. Raises ParseError with line and column."""
     form = "a traced graph starts with 'traced' or 'traced leaves'"
     reader = _Reader(text, root, functions)
-    header = reader.next(form)
-    match = header.match(_TRACED)
-    if match is None or header.indent:
-        raise header.error(form, header.indent)
+    header = reader.header(form)
+    header.literal("traced", form)
+    leaves = list(options(header, "leaves")) != []
     inputs: list[str | None] = []
     outputs: list[Value | Literal] = []
     norms: list[DeferredNorm] = []
     loss: str | None = None
-    while (line := reader.peek()) is not None and (item := line.match(_ITEM)):
+    while (line := reader.peek()) is not None:
+        start = line.at
+        word = line.take(_WORD)
+        if word not in ("input", "output", "loss", "norm"):
+            line.at = start
+            break
         reader.position += 1
-        word, rest, at = item[1], item[2], item.start(2)
+        line.gap("what it is")
         match word:
             case "input":
-                name = _name(line, word, rest, at)
+                name = _VALUE.read(line)["name"]
                 inputs.append(None if name == "none" else name)
             case "output":
-                outputs.append(reader.output(line, rest, at))
-            case "loss" if loss is None:
-                loss = _name(line, word, rest, at)
+                outputs.append(reader.output(line))
             case "norm":
-                norms.append(reader.norm(line, rest, at))
+                norms.append(reader.norm(line))
+            case _ if loss is not None:
+                raise line.error("an earlier line already names the loss", start)
             case _:
-                raise line.error("an earlier line already names the loss", line.indent)
-    leaves = match[1] is not None
+                loss = _VALUE.read(line)["name"]
+        line.end()
     parameters, buffers, writes, graph = reader.body("the traced graph", "a traced graph", leaves)
     if (left := reader.peek()) is not None:
-        raise left.error("nothing may follow the graph's 'return'", left.indent)
-    spec = pytree.tree_structure([0] * len(outputs))
+        raise left.error("nothing may follow the graph's 'return'")
     return Traced(
         graph,
         parameters,
@@ -212,7 +202,7 @@ def parse_traced(
         tuple(inputs),
         writes,
         tuple(outputs),
-        spec,
+        pytree.tree_structure([0] * len(outputs)),
         leaves=leaves,
         loss=loss,
         deferred=tuple(norms),
@@ -232,6 +222,13 @@ class _Reader:
         self.lines = lines_of(text)
         self.position = 0
 
+    def header(self, form: str) -> Line:
+        """The first line, which is not indented."""
+        line = self.next(form)
+        if line.indent:
+            raise line.error(form)
+        return line
+
     def body(self, subject: str, kind: str, leaves: bool) -> _Body:
         """The indented lines from here on, of a subject such as ``stage 2``, which is of a kind."""
         arguments: dict[str, list[Argument]] = {"parameter": [], "buffer": []}
@@ -239,22 +236,31 @@ class _Reader:
         while True:
             line = self.next(f"{subject} has no graph")
             if not line.indent:
-                raise line.error(f"{subject} has no graph above; {kind} has {_ITEMS}", line.indent)
-            if line.match(_GRAPH):
+                raise line.error(f"{subject} has no graph above; {kind} has {_ITEMS}")
+            word = line.take(_WORD)
+            if word == "graph":
+                line.end()
                 break
-            if found := line.match(_ARGUMENT):
-                name = _read_name(line, found, 2)
-                arguments[found[1]].append(Argument(name, _read_target(line, found, 3)))
-            elif found := line.match(_WRITE):
-                writes.append(Write(_read_target(line, found, 1), _read_name(line, found, 2)))
-            elif leaves and (found := line.match(_HELD)):
-                target = _read_target(line, found, 2)
-                if found[1] == "write":
-                    writes.append(Write(target, target))
-                else:
-                    arguments[found[1]].append(Argument(target, target))
-            else:
+            if word != "write" and word not in arguments:
                 raise line.error(f"{kind} has {_ITEMS}", line.indent)
+            line.gap("a name")
+            start, first = line.at, _read_target(line)
+            if line.ended() and leaves:
+                second = first
+            else:
+                line.literal("=")
+                line.ended()
+                if word == "write":
+                    second = _VALUE.read(line)["name"]
+                else:
+                    second = _read_target(line)
+                    if not is_name(first):
+                        raise line.error(f"{first!r} is no name of a value", start)
+                line.end()
+            if word == "write":
+                writes.append(Write(first, second))
+            else:
+                arguments[word].append(Argument(first, second))
         start = self.position
         for inner in self.lines[start:]:
             if not inner.is_blank and not inner.indent:
@@ -263,18 +269,13 @@ class _Reader:
         body = self.lines[start : self.position]
         if all(inner.is_blank for inner in body):
             raise end_of([line]).error(f"the graph of {subject} has no lines")
-        graph = parse_graph(
-            "\n".join(inner.text for inner in body),
-            self.root,
-            self.functions,
-            first_line=body[0].number,
-        )
+        graph = read_graph(body, self.root, self.functions)
         return tuple(arguments["parameter"]), tuple(arguments["buffer"]), tuple(writes), graph
 
     def peek(self) -> Line | None:
-        """The next line that is not blank."""
+        """The next line that is not blank, without its indentation."""
         while self.position < len(self.lines):
-            if not self.lines[self.position].is_blank:
+            if not self.lines[self.position].ended():
                 return self.lines[self.position]
             self.position += 1
         return None
@@ -287,24 +288,30 @@ class _Reader:
         self.position += 1
         return line
 
-    def output(self, line: Line, text: str, at: int) -> Value | Literal:
-        match = _OUTPUT.fullmatch(text)
+    def output(self, line: Line) -> Value | Literal:
+        start = line.at
+        match = _OUTPUT.match(line.text, start)
         if match is None:
-            raise line.error(_FORM["output"], at)
+            raise line.error(_OUTPUT_FORM)
+        line.at = match.end()
         dims = ast.literal_eval(match[3])
         if dims is not None and not isinstance(dims, tuple):
-            raise line.error(_FORM["output"], at + match.start(3))
-        if match[1] is None:
-            return Value(_name(line, "output", match[2], at), dims)
-        return Literal(self._value(line, match[2], at + match.start(2)), dims)
+            raise line.error(_OUTPUT_FORM, match.start(3))
+        if match[1] is not None:
+            return Literal(self._value(line, match[2], match.start(2)), dims)
+        if not is_name(match[2]):
+            raise line.error(_OUTPUT_FORM, start)
+        return Value(match[2], dims)
 
-    def norm(self, line: Line, text: str, at: int) -> DeferredNorm:
-        match self._value(line, text.partition("#")[0], at):
+    def norm(self, line: Line) -> DeferredNorm:
+        start, text = line.at, line.text[line.at :].partition("#")[0]
+        line.at += len(text)
+        match self._value(line, text, start):
             case (str(moments), str(mean), str(variance), str() | None as tracked, momentum) if (
                 momentum is None or isinstance(momentum, float)
             ):
                 return DeferredNorm(moments, mean, variance, tracked, momentum)
-        raise line.error(_FORM["norm"], at)
+        raise line.error(_NORM_FORM, start)
 
     def _value(self, line: Line, text: str, at: int) -> Any:
         """What an expression in a line says."""
@@ -315,26 +322,13 @@ class _Reader:
         raise line.error("this is no value", at)
 
 
-def _name(line: Line, word: str, text: str, at: int) -> str:
-    match = _WORD.fullmatch(text)
-    if match is None or not is_name(match[1]):
-        raise line.error(_FORM[word], at)
-    return match[1]
-
-
-def _read_name(line: Line, match: re.Match[str], group: int) -> str:
-    name = match[group]
-    if not is_name(name):
-        raise line.error(f"{name!r} is no name of a value", match.start(group))
-    return name
-
-
-def _read_target(line: Line, match: re.Match[str], group: int) -> str:
+def _read_target(line: Line) -> str:
     """A name of the model, with or without quotes."""
-    text = match[group]
+    start = line.at
+    text = line.need(_TARGET, "a name of the model, in quotes where it is not a plain one")
     if _PLAIN.fullmatch(text):
         return text
     try:
         return str(ast.literal_eval(text))
     except (SyntaxError, ValueError):
-        raise line.error(f"{text} cannot be read as a string", match.start(group)) from None
+        raise line.error(f"{text} cannot be read as a string", start) from None

@@ -70,10 +70,6 @@ class Line:
             raise self.error("write one statement a line", body[1] if body else indent)
         return body[0]
 
-    def match(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
-        """The whole line as a pattern has it, without the blanks around it; nothing is read."""
-        return pattern.fullmatch(self.text, self.indent, len(self.text.rstrip()))
-
     def take(self, pattern: re.Pattern[str]) -> str | None:
         """What the pattern matches right here, or None."""
         match = pattern.match(self.text, self.at)
@@ -86,16 +82,17 @@ class Line:
         """What the pattern matches right here; ``what`` says what was expected."""
         taken = self.take(pattern)
         if taken is None:
-            raise self._expected(what)
+            raise self.expected(what)
         return taken
 
     def literal(self, text: str, what: str | None = None) -> None:
         """Exactly this text, right here."""
         if not self.text.startswith(text, self.at):
-            raise self._expected(what or repr(text))
+            raise self.expected(what or repr(text))
         self.at += len(text)
 
-    def _expected(self, what: str) -> ParseError:
+    def expected(self, what: str) -> ParseError:
+        """The error where something else stands right here."""
         found = _TOKEN.match(self.text, self.at)
         got = repr(found[0]) if found and found[0] else "the end of the line"
         return self.error(f"expected {what}, got {got}")
@@ -122,14 +119,23 @@ class Line:
             ) from error
 
     def starts(self, word: str) -> bool:
-        """Whether this word stands right here."""
-        return re.compile(rf"{word}\b").match(self.text, self.at) is not None
+        """Whether this word stands right here, or begins here where it ends with ``=``."""
+        end = "" if word.endswith("=") else r"\b"
+        return re.compile(word + end).match(self.text, self.at) is not None
 
     def gap(self, what: str) -> None:
         """At least one blank, and then something that is not the end."""
         start = self.at
         if self.ended() or self.at == start:
             raise self.error(f"expected a blank and {what}")
+
+    def more(self) -> bool:
+        """Whether something follows, which must stand behind a blank."""
+        if self.ended():
+            return False
+        if self.at and not self.text[self.at - 1].isspace():
+            raise self.error("expected a blank or the end of the line")
+        return True
 
     def ended(self) -> bool:
         """Whether only blanks or a comment are left; the blanks are read."""
@@ -143,15 +149,15 @@ class Line:
             raise self.error(f"unexpected {self.take(_TOKEN)!r}; remove it", start)
 
 
-def lines_of(text: object, first: int = 1) -> list[Line]:
-    """The lines of a text, the first with this number.
+def lines_of(text: object) -> list[Line]:
+    """The lines of a text.
 
     Raises:
         InputError: it is no text.
     """
     if not isinstance(text, str):
         raise InputError(f"a text is read, and this is a {type(text).__name__}; give a string")
-    parts = enumerate(text.split("\n"), first)
+    parts = enumerate(text.split("\n"), 1)
     return [Line(part.removesuffix("\r"), number) for number, part in parts]
 
 

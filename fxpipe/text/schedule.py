@@ -12,9 +12,13 @@ from typing import NamedTuple
 from fxpipe.errors import InputError, near
 from fxpipe.ir.schedule import Delay, Rule, Schedule, delay_text
 from fxpipe.ir.task import KINDS, Task, TaskKind
+from fxpipe.text.form import Form, options
 from fxpipe.text.scan import Line, end_of, lines_of, print_title
 
-_HEADER = "a header such as: schedule 1f1b stages=4 microbatches=8 delay=0"
+_HEADER = Form(
+    "schedule {name:title} stages={stages} microbatches={microbatches} delay={delay}",
+    "schedule 1f1b stages=4 microbatches=8 delay=0",
+)
 _DIGITS = re.compile(r"[0-9]+")
 _EARLIER = re.compile(r"'+")
 _AT = re.compile(r"@")
@@ -60,8 +64,10 @@ def parse_schedule(text: str) -> Schedule:
     end = end_of(whole)
     lines = [line for line in whole if not line.ended()]
     if not lines:
-        raise end.error(f"expected {_HEADER}, got nothing")
-    name, stages, microbatches, delay, predict = _header(lines[0])
+        raise end.error(f"expected a header such as {_HEADER.example}, got nothing")
+    name, stages, microbatches, first = _HEADER.read(lines[0]).values()
+    delay = _delay(lines[0], first, stages, microbatches)
+    predict = list(options(lines[0], "predict")) != []
     if len(lines) < 2:
         raise end.error("expected 'place' and the stages of each device, got the end of the text")
     places = parse_place(lines[1], stages)
@@ -96,27 +102,18 @@ def read_schedule(path: str | PathLike[str]) -> Schedule:
     return parse_schedule(text)
 
 
-def _header(line: Line) -> tuple[str, int, int, Delay, bool]:
-    line.literal("schedule", _HEADER)
-    line.gap("a name")
-    name = line.title("the schedule's name")
-    stages = _count(line, "stages=")
-    microbatches = _count(line, "microbatches=")
+def _delay(line: Line, first: int, stages: int, microbatches: int) -> Delay:
+    """The delay, of which the first number is read already."""
     start = line.at
-    delays = [_rule(line, _count(line, "delay="), microbatches)]
+    delays = [_rule(line, first, microbatches)]
     while line.take(_COMMA):
         first = line.integer("the delay of the next stage")
         delays.append(_rule(line, first, microbatches))
-    delay: Delay = tuple(delays)
     if isinstance(delays[0], int) and len(delays) == 1:
-        delay = delays[0]
-    elif len(delays) != stages:
-        raise line.error(f"there are {len(delays)} delays for {stages} stages", start + 1)
-    predict = not line.ended() and line.starts("predict")
-    if predict:
-        line.literal("predict")
-    line.end()
-    return name, stages, microbatches, delay, predict
+        return delays[0]
+    if len(delays) != stages:
+        raise line.error(f"there are {len(delays)} delays for {stages} stages", start - 1)
+    return tuple(delays)
 
 
 def _rule(line: Line, first: int, microbatches: int) -> Rule:
@@ -128,12 +125,6 @@ def _rule(line: Line, first: int, microbatches: int) -> Rule:
     if len(rule) > max(microbatches, 1):
         raise line.error(f"there are {len(rule)} delays for {microbatches} micro-batches", start)
     return tuple(rule) if len(rule) > 1 else first
-
-
-def _count(line: Line, word: str) -> int:
-    line.gap(f"{word!r} and a count")
-    line.literal(word, f"{word!r} and a count")
-    return line.integer(f"a count after {word!r}")
 
 
 def _tasks(line: Line, held: Sequence[int], stages: int, microbatches: int) -> Iterator[Task]:

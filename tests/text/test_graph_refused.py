@@ -155,12 +155,6 @@ def test_what_the_root_does_not_hold_is_refused(path: str, column: int, message:
     assert (caught.value.line, caught.value.column) == (2, column)
 
 
-def test_a_place_counts_from_the_first_line_that_is_given() -> None:
-    with pytest.raises(ParseError) as caught:
-        parse_graph("x = placeholder()\n\n    # a comment\n    y = nothing(x)", None, first_line=40)
-    assert (caught.value.line, caught.value.column) == (43, 9)
-
-
 def test_blank_lines_comments_and_indentation_mean_nothing() -> None:
     text = "# head\n\n  " + GOOD.replace("\n", "  # tail\r\n\n\t") + "\n\n"
     assert print_graph(parse_graph(text, None).graph) == GOOD

@@ -19,7 +19,8 @@ from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.value import HOST, Edge
 from fxpipe.text.graph import parse_graph
 from fxpipe.text.plan import parse_plan, print_plan
-from fxpipe.text.program import parse_edge
+from fxpipe.text.program import read_edge
+from fxpipe.text.scan import Line
 from tests.helpers.plans import skipping
 
 TEXT = """\
@@ -154,37 +155,35 @@ def test_any_plan_is_read_back_equal(
     assert parse_plan(print_plan(plan)) == plan
 
 
-@given(ends, ends, names, st.booleans(), st.integers(1, 9), st.integers(1, 9))
-def test_any_edge_is_read_back_equal(
-    source: int, target: int, value: str, gradient: bool, line: int, column: int
-) -> None:
+@given(ends, ends, names, st.booleans())
+def test_any_edge_is_read_back_equal(source: int, target: int, value: str, gradient: bool) -> None:
     edge = Edge(source, target, value, gradient)
-    assert parse_edge(str(edge), line, column) == edge
+    assert read_edge(Line(f"edge {edge}", 1)) == edge
 
 
 @pytest.mark.parametrize(
     ("text", "column", "message"),
     [
-        ("", 5, "an edge has a kind, a value and its ends"),
-        ("act x", 5, "an edge has a kind, a value and its ends"),
-        ("  axt x 0->1", 7, "'axt' is no kind of edge"),
-        ("act 0x 0->1", 9, "'0x' is no name of a value"),
-        ("act class 0->1", 9, "'class' is no name of a value"),
-        ("act é 0->1", 9, "'é' is no name of a value"),
-        ("act x 0-1", 11, "'0-1' are no ends"),
-        ("act x 0->01", 11, "are no ends"),
-        ("act x 0->1x", 11, "are no ends"),
-        ("act x -1->1", 11, "are no ends"),
-        ("act x 0->99999999999999999999", 11, "are no ends"),
-        ("act x 0->1 gradients", 16, "unexpected 'gradients' after the edge"),
-        ("act x 0->1 gradient gradient", 25, "unexpected 'gradient' after the edge"),
-        ("act x 0->2", 5, "an edge 0->2 is of kind 'skip', not 'act'"),
-        ("out x 0->1", 5, "an edge 0->1 is of kind 'act', not 'out'"),
+        ("", 5, "expected a blank and an edge such as act x 0->1"),
+        (" act x", 11, "expected a blank and more, as in act x 0->1"),
+        ("   axt x 0->1", 8, "expected a kind of edge, as in act x 0->1, got 'axt'"),
+        (" act 0x 0->1", 10, "'0x' is no name of a value"),
+        (" act class 0->1", 10, "'class' is no name of a value"),
+        (" act é 0->1", 10, "'é' is no name of a value"),
+        (" act x 0-1", 13, "expected '->', as in act x 0->1, got '-1'"),
+        (" act x 0->01", 15, "a stage's number or 'host' after '->'"),
+        (" act x 0->1x", 15, "a stage's number or 'host' after '->'"),
+        (" act x -1->1", 12, "a stage's number or 'host', as in"),
+        (" act x 0->99999999999999999999", 15, "a stage's number or 'host' after '->'"),
+        (" act x 0->1 gradients", 17, "expected 'gradient' or the end of the line"),
+        (" act x 0->1 gradient gradient", 26, "expected the end of the line, got 'gradient'"),
+        (" act x 0->2", 6, "an edge 0->2 is of kind 'skip', not 'act'"),
+        (" out x 0->1", 6, "an edge 0->1 is of kind 'act', not 'out'"),
     ],
 )
 def test_a_malformed_edge_is_refused_at_its_place(text: str, column: int, message: str) -> None:
     with pytest.raises(ParseError, match=message) as caught:
-        parse_edge(text, 3, 5)
+        read_edge(Line(f"edge{text}", 3))
     assert (caught.value.line, caught.value.column) == (3, column)
 
 
@@ -197,7 +196,7 @@ def changed(old: str, new: str) -> str:
     ("text", "line", "column", "message"),
     [
         ("", 1, 1, "a plan starts with 'plan stages=<number>'"),
-        ("plan stages=x", 1, 1, "a plan starts with"),
+        ("plan stages=x", 1, 13, "expected a number after 'plan stages=', as in"),
         ("  plan stages=0", 1, 3, "a plan starts with"),
         ("plan stages=2\nstage 0\n  graph\n    return ()", 1, 13, "2 stages by this line, but 1"),
         ("plan stages=1\nstage 0", 2, 8, "stage 0 has no graph"),
@@ -206,14 +205,14 @@ def changed(old: str, new: str) -> str:
         ("plan stages=1\nstage 0\nstage 1", 3, 1, "stage 0 has no graph above"),
         ("plan stages=0\n  edge in x host->0", 2, 3, "only a stage has indented lines"),
         ("plan stages=0\nfoo", 2, 1, "expected 'edge …' or 'stage <number>'"),
-        ("plan stages=0\nstage 0 leave", 2, 1, "expected 'edge …' or 'stage <number>'"),
+        ("plan stages=0\nstage 0 leave", 2, 9, "expected 'leaves' or the end of the line"),
         (TEXT + "edge in x host->0\n", 35, 1, "expected 'stage <number>'"),
         (TEXT + "    y = torch.relu(1)\n", 35, 5, "nothing may follow the graph's 'return'"),
-        (changed("in x host->0", "in x host->1x"), 2, 11, "are no ends of an edge"),
-        (changed("edge act add", "edge  acct add"), 5, 7, "is no kind of edge"),
+        (changed("in x host->0", "in x host->1x"), 2, 17, "expected a stage's number or 'host'"),
+        (changed("edge act add", "edge  acct add"), 5, 7, "expected a kind of edge, as in"),
         (changed("  parameter p_conv", "  param p_conv"), 8, 3, "a stage has 'parameter name"),
-        (changed("= conv.weight", "= conv weight"), 8, 3, "a stage has 'parameter name"),
-        (changed("= conv.weight", "= 'conv.weight"), 8, 3, "a stage has 'parameter name"),
+        (changed("= conv.weight", "= conv weight"), 8, 34, "unexpected 'weight'; remove it"),
+        (changed("= conv.weight", "= 'conv.weight"), 8, 29, "expected a name of the model"),
         (changed("= conv.weight", r"= '\xg'"), 8, 29, "cannot be read as a string"),
         (changed("p_conv_weight = conv", "class = conv"), 8, 13, "'class' is no name of a value"),
         (changed("mean = getitem_3", "mean = None"), 10, 27, "'None' is no name of a value"),

@@ -93,7 +93,7 @@ def test_graphs_with_leaf_modules_and_a_loss_are_valid_and_are_read_back_equal(
     ("old", "new", "message", "line", "column"),
     [
         ("traced\n", "plan\n", "starts with 'traced'", 1, 1),
-        ("input x", "input 3x", "write 'input name', or 'input none'", 2, 9),
+        ("input x", "input 3x", "'3x' is no name of a value", 2, 9),
         ("add (0,)", "add", r"'output name \(0,\)'", 4, 10),
         ("add (0,)", "add (0)", r"'output name \(0,\)'", 4, 14),
         ("[1, 'two']", "[1,, 2]", "cannot be read", 5, 21),
