@@ -63,15 +63,21 @@ def read_decides(schedule: Any, delay: Any, predict: Any) -> str:
     """ "search" or "auto" where the first step decides what the schedule is, else nothing.
 
     Raises:
-        InputError: a delay is asked for.
+        InputError: a delay is asked for where there is none among the choices, or predicted weights
+            where none may be behind.
     """
     if schedule not in ("search", "auto") or not isinstance(schedule, str):
         return ""
-    if delay or predict:
+    if delay and schedule == "auto":
         raise InputError(
-            f'schedule="{schedule}" decides among schedules with a flush, and delay or predict is '
-            "for batches that overlap; leave it out, or give what "
-            "fxpipe.search_schedule(..., flush=False) finds"
+            'schedule="auto" decides among schedules with a flush, and delay is for batches that '
+            'overlap; leave it out, or give schedule="search"'
+        )
+    if predict:
+        raise InputError(
+            f'schedule="{schedule}" may decide that batches read the newest weights, and predict '
+            "is for those that read older ones; leave it out, or give what "
+            "fxpipe.search_schedule(..., delay=1) finds"
         )
     return schedule
 

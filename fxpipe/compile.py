@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -107,18 +108,20 @@ def compile(
         schedule: a name ("1f1b", "gpipe"), a Schedule, its text, a path to its text,
             "path/to/file.py:name" for one of a Python file, which is run, or a function that writes
             one. With "search" the first step searches for one, for at most ten seconds, with the
-            times that its stages were measured to take, and within ``memory_limits``; see
-            ``search_schedule``. With "auto" it takes the fastest that is predicted to keep
-            ``memory_limits`` of the library's schedules with a flush, with one stage a device or
-            two, and one that it searches for, with as many micro-batches and as much recomputation
-            and offloading as are best, where they are not given. A larger batch than all before
-            decides anew, but over replicas. docs/planner.md tells more.
+            times that its stages were measured to take, and within ``memory_limits``, without a
+            flush where a ``delay`` is given; see ``search_schedule``. With "auto" it takes the
+            fastest that is predicted to keep ``memory_limits`` of the library's schedules with a
+            flush, with one stage a device or two, and one that it searches for, with as many
+            micro-batches and as much recomputation and offloading as are best, where they are not
+            given. A larger batch than all before decides anew, but over replicas. docs/planner.md
+            tells more.
         microbatches: into how many parts a batch is split; by default four per device. A batch of
             fewer samples, as the last of an epoch may be, is split into single samples.
         memory_limits: bytes that devices may hold: one number for all, or a list with one for each
             and None where there is no limit; see ``fxpipe.Partition``.
         delay: by how many versions the weights that a batch reads may be behind the newest, for
-            schedules whose batches overlap; by default the schedule's own.
+            schedules whose batches overlap; by default the schedule's own. With
+            ``schedule="search"`` it is the most that may be found.
         predict: let a batch read predicted weights instead of weights that are ``delay`` versions
             old. The optimizer's momentum predicts what they will be when the batch's update
             comes: SpecTrain for SGD with momentum, XPipe for Adam and AdamW. Without a delay
@@ -285,7 +288,7 @@ def compile(
         known = "zb-h1" if decides else schedule
         recipe, microbatches = read_schedule(known, len(places), microbatches, delay)
         where = Where()
-        recipe = recipe.placed(where) if decides else recipe
+        recipe = replace(recipe, name=decides, placement=where) if decides else recipe
         check_flag("predict", predict)
         recipe = recipe.predicting() if predict else recipe
         check_overlap(recipe, optimizer)

@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import product
+from typing import cast
 
 from fxpipe.compiler.compiled import Compiled
 from fxpipe.compiler.compiler import Compiler, Rehearse
@@ -115,8 +116,9 @@ class Stages:
             modes = modes_of("always", len(modes))
         if chooses and self._options.microbatches is None:
             counts = microbatch_counts(self._size, len(self._limits))[:3]
-        names = next(own for own in FAMILIES if self._place(find_recipe(own[0])) == self._home)
-        for count, name in product(counts, reversed(names)):
+        devices = len(self._limits)
+        families = {find_recipe(own[0]).place(devices): own for own in reversed(FAMILIES)}
+        for count, name in product(counts, reversed(families[self._home])):
             self.rehearse(rehearse, Candidate(find_recipe(name), count, modes))
         own = self._compiled.samples
         other = own // 4 if own >= 8 else min(4 * own, self._size)
@@ -159,9 +161,6 @@ class Stages:
                         part = shares.get((letter, s), 0.0) / (total or 1.0)
                         costs[letter, s] = each + whole * part
                 self._taught.setdefault(kind, {})[samples] = replace(ran, costs=costs)
-
-    def _place(self, recipe: Recipe) -> tuple[int, ...]:
-        return recipe.place(len(self._limits))
 
     @property
     def _modes(self) -> Modes:
@@ -255,6 +254,7 @@ class Stages:
                     whole=None if halves else True,
                     memory=memory if sizes else None,
                     sizes=sizes,
+                    delay=cast(int, self._options.recipe.delay),
                     seconds=seconds,
                 )
             except InputError as error:  # of the memory; all ranks are to know it
@@ -371,7 +371,7 @@ def _as_recipe(schedule: Schedule) -> Recipe:
     def tasks(device: int, devices: int, microbatches: int) -> list[Task]:
         return [t for t in schedule.rows[device] if (t.microbatch or 0) < microbatches]
 
-    return Recipe("search", tasks, placement=lambda devices: schedule.placement)
+    return Recipe("search", tasks, schedule.delay, lambda devices: schedule.placement)
 
 
 def _of_a_chain(plan: Plan, held: Sizes, again: Collection[int]) -> Sizes:

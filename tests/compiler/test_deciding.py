@@ -37,6 +37,8 @@ from fxpipe.simulator.costs import (
     times_of,
 )
 from fxpipe.words import time_text
+from tests.helpers.overlapping import OPTIMIZERS
+from tests.oracles.delayed_loop import DelayedLoop
 from tests.oracles.loop import train
 
 
@@ -77,6 +79,30 @@ def test_a_searched_schedule_trains_like_the_loop_for_shorter_and_larger_batches
         for samples, parts in ((3, 3), (8, 4), (2, 2), (8, 4)):
             assert_steps_like_the_loop(pipe, alone, samples)
             assert (pipe.schedule.name, pipe.schedule.microbatches) == ("search", parts)
+
+
+@pytest.mark.parametrize("limit", [None, 2**20])
+def test_a_searched_schedule_without_a_flush_trains_like_the_delayed_loop(
+    limit: int | None,
+) -> None:
+    model = layers()
+    loop = DelayedLoop.beside(model, OPTIMIZERS["adamw"], 4)
+    options = {"schedule": "search", "delay": 1, "microbatches": 4, "memory_limits": limit}
+    with pipe_of(model, optimizer=OPTIMIZERS["adamw"], **options) as pipe:
+        found = []
+        for samples in (8, 8, 3, 8, 12, 12):  # a short batch, and one that is decided on anew
+            x, y = batch(samples)
+            loop.microbatches = min(samples, 4)
+            found.append((pipe.step(x, target=y), loop.step(x, y)))
+        assert (pipe.schedule.name, pipe.schedule.overlaps) == ("search", True)
+        assert pipe.schedule.delay == 1
+        pipe.flush()
+        for own, expected in found:
+            assert torch.equal(torch.as_tensor(own), expected)
+        for name, parameter in loop.model.named_parameters():
+            assert torch.equal(pipe.state_dict()[name], parameter), name
+        if limit is not None:
+            assert all(memory.peak <= limit for memory in pipe.simulate().memory)
 
 
 def test_a_searched_schedule_is_not_slower_than_those_of_the_library_and_fits() -> None:
@@ -323,10 +349,17 @@ def test_the_stages_are_where_the_fastest_step_has_them(
     assert ours <= 1.01 * min(ran.values())
 
 
-def test_limits_that_are_given_twice_and_delays_are_refused() -> None:
-    cuts = fxpipe.Partition(memory_limits=1e9)
-    with pytest.raises(fxpipe.InputError, match="memory_limits is given twice"):
-        pipe_of(layers(), partition=cuts, memory_limits=1e9)
-    for options in ({"delay": 1}, {"predict": True}):
-        with pytest.raises(fxpipe.InputError, match='schedule="auto" decides among'):
-            pipe_of(layers(), schedule="auto", **options)
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"partition": fxpipe.Partition(memory_limits=1e9)}, "memory_limits is given twice"),
+        ({"delay": 1}, 'schedule="auto" decides among .* give schedule="search"'),
+        ({"predict": True}, 'schedule="auto" may decide that batches read the newest weights'),
+        ({"schedule": "search", "predict": True}, r"search_schedule\(\.\.\., delay=1\)"),
+        ({"schedule": "search", "delay": 1}, "schedule 'search' .* give optimizer="),
+        ({"schedule": "search", "delay": -1}, "give a whole number of at least 0"),
+    ],
+)
+def test_what_cannot_be_decided_on_is_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(fxpipe.InputError, match=words):
+        pipe_of(layers(), **{"schedule": "auto", "memory_limits": 1e9, **options})
