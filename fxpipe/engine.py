@@ -17,7 +17,7 @@ from fxpipe.compiler.predict import held_sizes, predicted_peaks
 from fxpipe.errors import InputError
 from fxpipe.ir.traced import Traced
 from fxpipe.kernels.kernel import Kernel
-from fxpipe.metrics import Meter, measured
+from fxpipe.metrics import Meter, clocks, measured
 from fxpipe.runtime.batch import MicroBatches
 from fxpipe.runtime.choice import Choice
 from fxpipe.runtime.devices.backend import Worker
@@ -56,9 +56,9 @@ class Engine:
             clipping,
             backend.generators,
             options.owns,
-            [each for each in range(options.replicas) if each != backend.replica],
+            [each for each in range(options.replicas) if each != options.group.replica],
             self.flush,
-            (backend.replica, options.replicas) if options.shards else None,
+            (options.group.replica, options.replicas) if options.shards else None,
         )
         self.stashed: Mapping[int, int] = {}
         self.closed = False
@@ -172,9 +172,9 @@ class Engine:
         finally:
             self._times = []
         own = [self._backend.nanoseconds(device, each) for device, each in enumerate(taken)]
-        clocks = self._backend.clocks()
-        ranks = [*zip(clocks, self._options.group.exchange("times", own), strict=True)]
-        ranks = [ranks[rank] for rank in self._options.group.pipeline]
+        group = self._options.group
+        ranks = [*zip(clocks(group), group.exchange("times", own), strict=True)]
+        ranks = [ranks[rank] for rank in group.pipeline]
         times += ([t - more for more, its in ranks for t in its[d]] for d in range(devices))
 
     @in_turn
@@ -307,7 +307,7 @@ class Engine:
             compiled.plan.stages,
             state,
             optimizers,
-            onto_grad=onto_grad and self._backend.replica == 0,
+            onto_grad=onto_grad and self._options.group.replica == 0,
             deferred=compiled.traced.deferred,
             shards=self.progress.shards,
         )

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from time import perf_counter
+from math import inf
+from time import perf_counter, perf_counter_ns
 from typing import Any
 
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.program import Program
+from fxpipe.runtime.ranks.group import RankGroup
 from fxpipe.simulator.simulation import idle_share
+
+_ROUNDS = 8
+"""Of messages that compare clocks."""
 
 
 @dataclass
@@ -63,3 +68,21 @@ def measured(program: Program, times: Mapping[int, Sequence[int]]) -> dict[str, 
                     through = max(through, end)
     bubble = idle_share(len(times), spans, through)
     return {"bubble": bubble, "stage_seconds": dict(sorted(seconds.items()))}
+
+
+def clocks(group: RankGroup) -> list[int]:
+    """Rank → by how many nanoseconds its clock is ahead of the first one's.
+
+    It is found by messages that cross, as the network's time protocol does. It is 0 where they do
+    not show that the clocks differ, as on one host, whose processes have one clock. Otherwise it is
+    wrong by half the time of a message at most.
+    """
+    least = [inf] * group.size
+    for _ in range(_ROUNDS):
+        sent = group.exchange("clock", perf_counter_ns())
+        now = perf_counter_ns()
+        least = [min(known, now - each) for known, each in zip(least, sent, strict=True)]
+    # receiver → sender → the least time of a message, and by how far the receiver is ahead
+    seen = group.exchange("delays", least)
+    ways = [(own[0], seen[0][rank]) for rank, own in enumerate(seen)]
+    return [0 if -back <= 0 <= there else (there - back) // 2 for there, back in ways]

@@ -241,12 +241,12 @@ def _steps(
         give=lambda buffer: matrix, take=lambda buffer, value: None, wants=lambda buffer: False
     )
     kernels: Any = [[_Work(0, matrix), _Work(1, matrix)]] * _MICROBATCHES
-    job, made = Job(kernels, host, None, ()), []
+    job, backend, made = Job(kernels, host, None, ()), Backend(), []
     for _ in range(_STEPS + 1):
         times: list[list[int]] = [[], []]
         weights = LiveWeights(plan.stages, {}, [None, None], onto_grad=False)
         start = perf_counter()
-        run = FlushedRun(program, plan, workers, Backend(), weights, times=times)
+        run = FlushedRun(program, plan, workers, backend, weights, times=times)
         run.feed(job)
         run.advance(lambda: None)
         made.append(Took(perf_counter() - start, times))

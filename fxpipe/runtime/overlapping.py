@@ -84,7 +84,7 @@ class OverlappingRun(Run[VersionedWeights]):
                 ),
             )
             self._ask(self._backend.end)
-            self._together(signals, lambda: self._backend.settle(None))
+            self._together(signals, lambda: self._group.settle(None))
             if signals.held is not None:
                 signals.held.add_note("interrupted after the step, whose batch counts")
         return batch
@@ -100,7 +100,7 @@ class OverlappingRun(Run[VersionedWeights]):
             )
         self.check()
         with self._held() as signals:
-            rolls_back = self._backend.rolls_back
+            rolls_back = self._group.called
             self._wait(signals, lambda: batch not in self._pending, rolls_back=rolls_back)
 
     def drain(self) -> None:
@@ -113,7 +113,7 @@ class OverlappingRun(Run[VersionedWeights]):
             self._ask(self._backend.end)
             self._together(signals, self._settle)
             self._commit(self.count - 1)
-            self._backend.kept()
+            self._group.kept += 1
             self.weights.trim()
             for machine in self.machines:
                 machine.store.state.clear()
@@ -195,7 +195,7 @@ class OverlappingRun(Run[VersionedWeights]):
                 signals,
                 lambda: self._reports.empty() and not (self._channels.stopping and self.running),
             )
-            self._backend.announce(error)
+            self._group.announce(error)
             error.add_note(self._give_up())
             raise
 
@@ -207,10 +207,9 @@ class OverlappingRun(Run[VersionedWeights]):
                 job.clipping.forget()
         self._ask(self._backend.end)  # updates that were launched may still run
         written = [(self._states[m.device], m.store.state) for m in self.machines]
-        alone = self._backend.replicas == 1
-        done, twins = self._backend.recovered(
-            self.weights.own_slowest, None if alone else written[0]
-        )
+        alone = self._group.replicas == 1
+        own = None if alone else written[0]
+        done, twins = self._group.recovered(self.weights.own_slowest, own)
         self.weights.recover(done)
         for machine in self.machines:
             states = self._states[machine.device]

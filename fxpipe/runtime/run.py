@@ -90,7 +90,7 @@ class Run(Generic[W]):
         self.running = 0
         self.failed = False
         self._workers = workers
-        self._backend = backend
+        self._backend, self._group = backend, backend.group
         self.weights = weights
         self._expected = expected
         self._jobs: dict[int, Job] = {}
@@ -124,7 +124,7 @@ class Run(Generic[W]):
         """Wait until every process has finished its lists. It cannot be interrupted: from here on
         the others may commit. Raises RankError where one of them has failed."""
         self._channels.flush()
-        _, *others = self._backend.settle(dict(self.peak_kept))
+        others = self._group.settle(dict(self.peak_kept))
         self._elsewhere = sum(map(Counter, others), Counter[int]())
 
     @property
@@ -203,7 +203,7 @@ class Run(Generic[W]):
     def _pool(self, machine: Machine, step: int) -> None:
         """At the end of a step, take the buffers that its forwards have written in all replicas."""
         written = machine.store.state
-        if self._backend.replicas > 1 and written:
+        if self._group.replicas > 1 and written:
             defers = self.weights.defers
             with self._backend.computing(machine.device):
                 found = self._channels.pool(machine.device, step, written, whole=defers)
@@ -236,7 +236,7 @@ class Run(Generic[W]):
                     if interrupt is not None and not rolls_back:
                         raise interrupt
                     if interrupt is not None:
-                        self._backend.announce(interrupt)
+                        self._group.announce(interrupt)
                         places = "; ".join(map(whereabouts, self.machines))
                         interrupt.add_note(f"interrupted: {places}; {self._give_up()}")
                         raise interrupt
@@ -263,7 +263,7 @@ class Run(Generic[W]):
         assert cause is not None and device is not None
         machine = next(machine for machine in self.machines if machine.device == device)
         position, step = machine.position, machine.step
-        self._backend.announce(explained(machine, cause, "", self._backend))
+        self._group.announce(explained(machine, cause, "", self._backend))
         late = self._lost(cause, f"device {device} was given {given(machine)}", device)
         if late is not None:
             return late
@@ -338,7 +338,7 @@ class FlushedRun(Run[LiveWeights]):
                     raise late from error
                 raise
             self.committed = True
-            self._backend.kept()
+            self._group.kept += 1
             self._channels.pause()
             if signals.held is not None:
                 signals.held.add_note("interrupted after the step, whose results are kept")

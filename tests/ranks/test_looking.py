@@ -21,9 +21,7 @@ from fxpipe.simulator import simulate
 from tests.helpers.ranks import DeviceMesh, on_ranks
 
 HOUR = 3600 * 10**9
-CLOCKS = [
-    f"fxpipe.runtime.{module}.perf_counter_ns" for module in ("interpreter", "ranks.channels")
-]
+CLOCKS = [f"fxpipe.{module}.perf_counter_ns" for module in ("runtime.interpreter", "metrics")]
 
 COSTS = {"F": 1, "B": 2, "U": 1}
 

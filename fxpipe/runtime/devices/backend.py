@@ -24,6 +24,7 @@ from fxpipe.ir.value import Buffer
 from fxpipe.runtime.failure import DeviceMemory, Unfinished
 from fxpipe.runtime.host import Job
 from fxpipe.runtime.interpreter import Machine, Stopped
+from fxpipe.runtime.ranks.group import RankGroup
 from fxpipe.runtime.weights.live import Weights
 from fxpipe.torchtools.state import keep_memory
 
@@ -299,8 +300,9 @@ class Backend:
     devices override what they do differently.
     """
 
-    replica, replicas = 0, 1
-    """Which replica of the pipeline this process belongs to, and how many there are."""
+    def __init__(self, group: RankGroup | None = None) -> None:
+        """Args: group: the ranks that run a program together; by default this process alone."""
+        self.group = RankGroup() if group is None else group
 
     def devices(self, program: Program) -> Sequence[int]:
         """The devices whose lists this process runs."""
@@ -333,28 +335,6 @@ class Backend:
     def close(self) -> None:
         """Let go of what was opened to other processes, if anything."""
 
-    def settle(self, value: Any) -> list[Any]:
-        """Wait until every process has come to the end of a call, and exchange a value: this one's
-        first, then the others' of its replica. Raises RankError where one of them has failed."""
-        return [value]
-
-    def kept(self) -> None:
-        """Note that the results of a run have changed the model."""
-
-    @property
-    def rolls_back(self) -> bool:
-        """Whether a failure can be rolled back now, as all processes are in the same call."""
-        return True
-
-    def announce(self, error: BaseException) -> None:
-        """Tell other processes, if any, that the call has failed here, before it is rolled back."""
-
-    def recovered(self, version: int, value: Any = None) -> tuple[int, list[Any]]:
-        """After a failure, the newest version that all processes can roll back to, where this one
-        can roll back to ``version``, and the values of the processes with the same device in all
-        replicas."""
-        return version, [value]
-
     def computing(self, device: int) -> AbstractContextManager[None]:
         """Inside the block, operations are ordered after the device's computations."""
         return nullcontext()
@@ -362,10 +342,6 @@ class Backend:
     def nanoseconds(self, device: int, times: Sequence[Any]) -> list[int]:
         """A machine's ``times`` by a clock that all devices share. It may wait for the device."""
         return list(times)
-
-    def clocks(self) -> list[int]:
-        """Process → by how many nanoseconds its clock is ahead of the first one's."""
-        return [0]
 
     def memory(self, device: int) -> DeviceMemory:
         """The memory of a device; those on the CPU share the machine's."""

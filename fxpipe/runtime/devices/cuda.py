@@ -23,6 +23,7 @@ from fxpipe.ir.plan import ValueSpec
 from fxpipe.runtime.devices.cuda_graphs import ALONE, Streams
 from fxpipe.runtime.devices.launching import Launcher, room
 from fxpipe.runtime.failure import DeviceMemory, Unfinished
+from fxpipe.runtime.ranks.group import RankGroup
 
 CudaPlace = torch.device | torch.cuda.Stream
 """What a device of a program runs on: a CUDA device with its index, or a stream."""
@@ -209,11 +210,10 @@ def is_late(error: BaseException) -> bool:
 class CudaBackend(Launcher):
     """CUDA devices. See Backend."""
 
-    def __init__(self, places: Sequence[CudaPlace], first: int = 0) -> None:
-        """Make the streams of each device's CUDA device or stream; devices may be repeated.
-        ``first`` is the number of the first of them in the program."""
+    def __init__(self, places: Sequence[CudaPlace], group: RankGroup | None = None) -> None:
+        """Make the streams of each device's CUDA device or stream; devices may be repeated."""
         self.lanes = [CudaLanes(place) for place in places]
-        super().__init__(self.lanes, [str(lanes.device) for lanes in self.lanes], first)
+        super().__init__(self.lanes, [str(lanes.device) for lanes in self.lanes], group)
 
     def begin(self) -> None:
         for lanes in self.lanes:

@@ -26,6 +26,7 @@ from fxpipe.runtime.failure import Given, Unfinished
 from fxpipe.runtime.host import Job
 from fxpipe.runtime.interpreter import HANDLERS, Machine, Stopped
 from fxpipe.runtime.offload import Away
+from fxpipe.runtime.ranks.group import RankGroup
 from fxpipe.runtime.weights.live import Weights
 from fxpipe.text.program import print_instruction
 
@@ -311,14 +312,18 @@ class LaunchingMachine(Machine):
 class Launcher(Backend):
     """A Backend that launches on streams, which are kept from run to run."""
 
-    def __init__(self, lanes: Sequence[Lanes], places: Sequence[str], first: int = 0) -> None:
+    def __init__(
+        self, lanes: Sequence[Lanes], places: Sequence[str], group: RankGroup | None = None
+    ) -> None:
         """Nothing is launched yet.
 
         Args:
             lanes: the streams of each device that this process runs.
             places: their names in messages.
-            first: the number in the program of the first of them.
+            group: see Backend.
         """
+        super().__init__(group)
+        first = self.group.device
         self._lanes = dict(enumerate(lanes, first))
         self._trails = {device: Trail(device, place) for device, place in enumerate(places, first)}
 

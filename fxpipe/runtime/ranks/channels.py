@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from math import inf
 from queue import SimpleQueue
-from time import perf_counter_ns
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -24,8 +22,6 @@ from fxpipe.runtime.ranks.summing import Adding, Part, Pieces, cut, joined, merg
 from fxpipe.runtime.weights.clipping import norms_of
 
 T = TypeVar("T")
-
-_ROUNDS = 8  # of messages that compare clocks
 
 SMALL = 4096
 """Fewer bytes than this are sent with others."""
@@ -295,53 +291,20 @@ class RankBackend(Backend):
     """Runs the list of this rank's CPU device. See Backend."""
 
     def __init__(self, group: RankGroup, ordered_sums: bool = True) -> None:
-        """Args: group: the ranks. ordered_sums: see RankChannels."""
-        self._group, self._ordered_sums = group, ordered_sums
-        self.replica, self.replicas = group.replica, group.replicas
+        """``ordered_sums``: see RankChannels."""
+        super().__init__(group)
+        self._ordered_sums = ordered_sums
 
     def devices(self, program: Program) -> Sequence[int]:
-        return (self._group.device,)
+        return (self.group.device,)
 
     def channels(self, program: Program, threads: int, jobs: Mapping[int, Job]) -> Channels:
-        return RankChannels(program, self._group, jobs, self._ordered_sums)
-
-    def clocks(self) -> list[int]:
-        """See Backend.clocks; found by messages that cross, as the network's time protocol does.
-
-        It is 0 where they do not show that the clocks differ, as on one host, whose processes have
-        one clock. Otherwise it is wrong by half the time of a message at most.
-        """
-        least = [inf] * self._group.size
-        for _ in range(_ROUNDS):
-            sent = self._group.exchange("clock", perf_counter_ns())
-            now = perf_counter_ns()
-            least = [min(known, now - each) for known, each in zip(least, sent, strict=True)]
-        # receiver → sender → the least time of a message, and by how far the receiver is ahead
-        seen = self._group.exchange("delays", least)
-        ways = [(own[0], seen[0][rank]) for rank, own in enumerate(seen)]
-        return [0 if -back <= 0 <= there else (there - back) // 2 for there, back in ways]
+        return RankChannels(program, self.group, jobs, self._ordered_sums)
 
     def memory(self, device: int) -> DeviceMemory:
         """See Backend.memory; the ranks of a host share its memory."""
-        hosts = self._group.hosts
-        host = hosts[self._group.pipeline[device]]
-        here = host == hosts[self._group.rank]
+        hosts = self.group.hosts
+        host = hosts[self.group.pipeline[device]]
+        here = host == hosts[self.group.rank]
         known = super().memory(device).total if here else None
         return DeviceMemory(f"host {host}", None, known)
-
-    @property
-    def rolls_back(self) -> bool:
-        return self._group.called
-
-    def announce(self, error: BaseException) -> None:
-        self._group.announce(error)
-
-    def recovered(self, version: int, value: Any = None) -> tuple[int, list[Any]]:
-        return self._group.recovered(version, value)
-
-    def kept(self) -> None:
-        self._group.kept += 1
-
-    def settle(self, value: Any) -> list[Any]:
-        values = [*map(self._group.settle(value).__getitem__, self._group.pipeline)]
-        return [values.pop(self._group.device), *values]

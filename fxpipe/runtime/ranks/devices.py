@@ -227,7 +227,7 @@ class DeviceRanks(RankBackend, Launcher):
     _pairs: PairGroups
 
     def channels(self, program: Program, threads: int, jobs: Mapping[int, Job]) -> DeviceChannels:
-        return DeviceChannels(program, self._group, jobs, self._pairs)
+        return DeviceChannels(program, self.group, jobs, self._pairs)
 
     def end(self) -> None:
         """See Backend.end. After a failure no stream waits for other ranks any more."""
@@ -243,8 +243,7 @@ class CudaRanks(DeviceRanks, CudaBackend):
 
     def __init__(self, group: RankGroup, device: torch.device) -> None:
         """Make the streams of this rank's device."""
-        RankBackend.__init__(self, group)
-        CudaBackend.__init__(self, [device], group.rank)
+        CudaBackend.__init__(self, [device], group)
         self._pairs = PairGroups(group, device)
 
     def nanoseconds(self, device: int, times: Sequence[Any]) -> list[int]:
@@ -253,9 +252,9 @@ class CudaRanks(DeviceRanks, CudaBackend):
 
     def memory(self, device: int) -> DeviceMemory:
         """See Backend.memory; what other ranks' devices hold is not known here."""
-        if device == self._group.rank:
+        if device == self.group.rank:
             return self.lanes[0].memory()
-        return DeviceMemory(self._group.places[device], None, None)
+        return DeviceMemory(self.group.places[device], None, None)
 
 
 def backend_of(

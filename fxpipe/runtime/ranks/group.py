@@ -151,8 +151,8 @@ class RankGroup:
 
     @property
     def called(self) -> bool:
-        """Whether a call runs."""
-        return bool(self._what)
+        """Whether all ranks are in the same call, so that a failure can be rolled back."""
+        return self.size == 1 or bool(self._what)
 
     def give_up(self, why: str) -> None:
         """Let all later calls fail, on every rank; ``why`` is told after this one's name."""
@@ -210,10 +210,10 @@ class RankGroup:
     def settle(self, value: Any) -> list[Any]:
         """``exchange`` at the end of a call's work: when it returns, all ranks have done theirs. It
         cannot be interrupted, as other ranks may have returned. What this rank raises from then on
-        is no failure of the call."""
+        is no failure of the call. Returns the values of the other ranks of its replica."""
         found = self.exchange("end", value, held=True)
         self._settled = True
-        return found
+        return [found[rank] for rank in self.pipeline if rank != self.rank]
 
     def recovered(self, version: int, value: Any = None) -> tuple[int, list[Any]]:
         """After a failure, the newest version that all ranks can roll back to.
