@@ -23,7 +23,7 @@ from fxpipe.runtime.ranks import links as links_module
 from fxpipe.runtime.ranks.group import RankGroup
 from fxpipe.runtime.ranks.links import CLOSED, Links
 from fxpipe.runtime.ranks.meeting import Met
-from fxpipe.runtime.ranks.message import MOST, PREFIX, Message, pack
+from fxpipe.runtime.ranks.message import MOST, PREFIX, Message, digest, pack
 from fxpipe.runtime.ranks.peer import Peer
 from tests.helpers.tiny import soon, within
 
@@ -58,7 +58,7 @@ def ends() -> Iterator[tuple[End, socket.socket]]:
 
 
 def packed(message: Message) -> bytes:
-    return b"".join(bytes(part) for part in pack(message).parts)
+    return b"".join(bytes(part) for part in pack(message))
 
 
 def head(text: bytes, tensors: int = 0) -> bytes:
@@ -71,11 +71,11 @@ DAMAGED = {
     "no text": head(b"\xff\xfe{"),
     "no list": head(b"{}"),
     "deep": head(b"[" * 100000 + b"]" * 100000),
-    "huge": head(b'["value",[],null,[["float32",[1,1],[1,1],[1125899906842624],[1],0]]]', 1 << 52),
-    "negative": head(b'["value",[],null,[["float32",[2],[-1],[2],[1],0]]]', 8),
-    "too small": head(b'["value",[],null,[["float32",[2],[1],[8],[1],0]]]', 32),
-    "another size": head(b'["value",[],null,[["float32",[2],[1],[2],[1],0]]]', 12),
-    "no type": head(b'["value",[],null,[["module",[2],[1],[2],[1],0]]]', 8),
+    "huge": head(b'["value",[],null,[["float32",[1125899906842624],[1],0,true]]]', 1 << 52),
+    "negative": head(b'["value",[],null,[["float32",[2],[-1],0,false]]]', 8),
+    "early": head(b'["value",[],null,[["float32",[2],[1],-1,true]]]', 8),
+    "another size": head(b'["value",[],null,[["float32",[2],[1],0,true]]]', 12),
+    "no type": head(b'["value",[],null,[["module",[2],[1],0,true]]]', 8),
     "no tensor": head(b'["value",[],{"tensor":3},[]]'),
 }
 
@@ -90,6 +90,37 @@ def test_a_damaged_message_ends_the_connection_and_nothing_else(damage: str) -> 
         assert torch.equal(end.messages.get().value, torch.ones(3))
         assert end.messages.empty()
         assert end.links._thread.is_alive()
+
+
+LAYOUTS = {
+    "of no dimension": torch.tensor(2.0, dtype=torch.complex64),
+    "transposed": torch.arange(12.0).view(3, 4).t(),
+    "cut": torch.arange(12.0).view(3, 4)[:, 1:3],
+    "repeated": torch.arange(3.0)[:, None].expand(3, 4),
+    "repeated and cut": torch.arange(6.0)[::2, None].expand(3, 4),
+    "overlapping": torch.arange(6.0).as_strided((3, 2), (1, 1)),
+    "conjugated": torch.arange(4.0).to(torch.complex64).view(2, 2).t().conj(),
+    "conjugated and cut": torch.arange(4.0).to(torch.complex64)[::2].conj(),
+    "shifted": torch.arange(9.0)[3:],
+    "empty": torch.empty(0, 3)[:, :1].expand(0, 3),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_small_tensor_arrives_as_it_was_with_its_strides_and_its_alignment(layout: str) -> None:
+    with ends() as (end, other):
+        other.sendall(packed(Message("value", (), LAYOUTS[layout])))
+        arrived = end.messages.get(timeout=10).value
+        assert torch.equal(arrived, LAYOUTS[layout])
+        assert arrived.stride() == LAYOUTS[layout].stride()
+        assert (arrived.data_ptr() - LAYOUTS[layout].data_ptr()) % 64 == 0 or not arrived.numel()
+
+
+def test_a_digest_tells_values_apart_and_no_layouts() -> None:
+    assert digest(torch.tensor(1.0)) != digest(torch.tensor(2.0))
+    assert digest(torch.ones(1)) != digest(torch.ones(3))
+    assert digest(torch.arange(6).view(2, 3)) == digest(torch.arange(6).view(2, 3).t().clone().t())
+    assert digest(torch.ones(3)) == digest(torch.ones(1).expand(3))
 
 
 def test_a_message_that_ends_in_its_middle_is_not_delivered() -> None:

@@ -40,7 +40,7 @@ class Joined:
     def through(self, value: object) -> object:
         """What arrives when this is sent."""
         packed = pack(Message("value", (), value), self.lent)
-        sent = b"".join(map(bytes, packed.parts))
+        sent = b"".join(map(bytes, packed))
         self.sent = len(sent)
         reader = unpacking(self.borrowed)
         for space in reader:

@@ -14,12 +14,13 @@ import socket
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from types import MappingProxyType
 
 from fxpipe.errors import told
-from fxpipe.runtime.ranks.message import Message, Packed, pack
+from fxpipe.runtime.ranks.message import Message, pack
 from fxpipe.runtime.ranks.peer import Peer
 from fxpipe.runtime.ranks.shared import Shared
 
@@ -176,12 +177,12 @@ class Links:
             each.close()
         self._selector.close()
 
-    def _send(self, peer: Peer, packed: Packed) -> None:
+    def _send(self, peer: Peer, packed: list[memoryview]) -> None:
         with peer.lock:
             if peer.gone:
                 return
             peer.spoke = time.monotonic()
-            peer.add(packed)
+            peer.unsent.append(deque(packed))
             if len(peer.unsent) > 1 or peer.push():
                 return  # the thread is sending, or nothing is left
         self._notify()

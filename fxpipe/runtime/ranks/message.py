@@ -10,11 +10,11 @@ import ctypes
 import hashlib
 import json
 import struct
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,7 +30,6 @@ MOST = 1 << 26
 
 _ENCODER = json.JSONEncoder(separators=(",", ":"), check_circular=False)
 _ALIGNED = 64
-_SENT = 6  # words that tell the layout of a tensor which is sent; one in shared memory has fewer
 _NAMES = {d: str(d).removeprefix("torch.") for d in vars(torch).values() if type(d) is torch.dtype}
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
@@ -50,23 +49,47 @@ class Message:
     value: Any = None
 
 
-@dataclass
-class Packed:
-    """A message as bytes. The tensors are not copied where they lie dense in memory; large ones are
-    not in it where the other process reads them in memory that both share.
+class _Layout(NamedTuple):
+    """How to restore a tensor.
 
     Attributes:
-        parts: the bytes in order.
-        kept: what has to live until they are sent.
+        dtype: its name.
+        shape: its sizes.
+        strides: its strides.
+        start: how many elements its memory has before it, so that it is aligned as it was.
+        where: its slot in shared memory; or whether the bytes that are sent are its memory, from
+            the first element to the last. Else they are each element once, in order.
     """
 
-    parts: list[memoryview] = field(default_factory=list)
-    kept: list[Tensor] = field(default_factory=list)
+    dtype: str
+    shape: Sequence[int]
+    strides: Sequence[int]
+    start: int
+    where: Sequence[int] | bool
+
+    @property
+    def span(self) -> int:
+        """How many elements there are from the first to the last."""
+        return _span(tuple(self.shape), tuple(self.strides))
+
+    @property
+    def once(self) -> list[int]:
+        """The shape without what is repeated along a dimension."""
+        sizes = zip(self.shape, self.strides, strict=True)
+        return [n if stride else min(n, 1) for n, stride in sizes]
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes are sent."""
+        if not isinstance(self.where, bool):
+            return 0
+        return _DTYPES[self.dtype].itemsize * (self.span if self.where else prod(self.once))
 
 
-def pack(message: Message, lent: Lent | None = None) -> Packed:
-    """The bytes of a message; its large tensors go to memory that is lent to the process that gets
-    it. Raises InputError where its value has something in it that cannot be sent."""
+def pack(message: Message, lent: Lent | None = None) -> list[memoryview]:
+    """The bytes of a message, in parts, which keep the tensors alive. These are not copied where
+    they lie dense in memory; large ones go to memory that is lent to the process that gets them.
+    Raises InputError where the message has something in it that cannot be sent."""
     flat = _Flat(lent)
     try:
         tree = flat.of(message.value)
@@ -77,17 +100,16 @@ def pack(message: Message, lent: Lent | None = None) -> Packed:
     except BaseException:
         flat.give_back()
         raise
-    views = [view for tensor in flat.tensors if len(view := _bytes(tensor))]
-    made = Packed([memoryview(PREFIX.pack(len(head), sum(map(len, views))) + head), *views])
-    made.kept = flat.tensors
-    return made
+    views = [_bytes(tensor, tensor) for tensor in flat.tensors if tensor.numel()]
+    return [memoryview(PREFIX.pack(len(head), sum(map(len, views))) + head), *views]
 
 
 def digest(tensor: Tensor) -> str:
     """A short text that is the same for tensors with the same values."""
-    packed = pack(Message("", (), tensor))
+    dense = tensor.layout is torch.strided
+    flat = tensor.reshape(-1).contiguous() if dense else tensor
     made = hashlib.sha256()
-    for part in packed.parts[1:]:  # the first has the layout as well
+    for part in pack(Message("", (), flat))[1:]:  # the first has the layout as well
         made.update(part)
     return made.hexdigest()[:16]
 
@@ -103,41 +125,60 @@ def unpacking(borrowed: Borrowed | None = None) -> Iterator[memoryview | Message
             raise ValueError(f"a head of {size} bytes")
         head = bytearray(size)
         yield memoryview(head)
-        kind, key, tree, layouts = json.loads(head.decode())
-        sent = [layout for layout in layouts if len(layout) == _SENT]
-        expected = sum(_DTYPES[name].itemsize * prod(shape) for name, _, _, _, shape, _ in sent)
-        if expected != rest:
+        kind, key, tree, words = json.loads(head.decode())
+        layouts = [_Layout(*each) for each in words]
+        if (expected := sum(each.nbytes for each in layouts)) != rest:
             raise ValueError(f"{rest} bytes for tensors of {expected} bytes")
-        made = [
-            _room(*layout) if len(layout) == _SENT else _shared(borrowed, *layout)
-            for layout in layouts
-        ]
-        yield from (view for _, room in made if room is not None and len(view := _bytes(room)))
-        message = [Message(kind, _tuples(key), _nested(tree, [_laid_out(*each) for each in made]))]
-        del made  # its tensors are to live no longer than who gets them says
+        tensors = yield from _arriving(layouts, borrowed)
+        message = [Message(kind, _tuples(key), _nested(tree, tensors))]
+        del tensors  # they are to live no longer than who gets them says
         yield message.pop()
+
+
+def _arriving(
+    layouts: Sequence[_Layout], borrowed: Borrowed | None
+) -> Generator[memoryview, None, list[Tensor]]:
+    """The tensors of a message; yields memory for those that are sent."""
+    found: list[Tensor] = []
+    for layout in layouts:
+        dtype, where = _DTYPES[layout.dtype], layout.where
+        if isinstance(where, bool):
+            memory = torch.empty(layout.start + layout.span, dtype=dtype)
+        elif borrowed is None:
+            raise ValueError("a tensor in shared memory, and none is shared")
+        else:
+            memory = torch.frombuffer(borrowed.view(Slot(*where)), dtype=dtype)
+        least = min(layout.start, *layout.strides, 0)
+        if least < 0 or layout.start + layout.span > len(memory):
+            raise ValueError(f"a tensor beyond the end of its memory: {layout}")
+        tensor = memory.as_strided(layout.shape, layout.strides, layout.start)
+        if layout.nbytes:
+            arrives = memory[layout.start :] if where else torch.empty(layout.once, dtype=dtype)
+            yield _bytes(arrives)
+            if not where:
+                tensor.as_strided(layout.once, layout.strides).copy_(arrives)
+        found.append(tensor)
+    return found
 
 
 class _Flat:
     """Values as JSON, beside their tensors.
 
     Attributes:
-        tensors: those that are sent, dense and on the CPU.
-        layouts: how to restore all tensors. Of one that is sent: dtype, shape, strides, where it
-            starts, the shape and strides that are sent. Of one in shared memory: dtype, shape,
-            strides, where it starts, its slot.
+        tensors: those that are sent, on the CPU.
+        layouts: how to restore all.
     """
 
     def __init__(self, lent: Lent | None) -> None:
         self.tensors: list[Tensor] = []
-        self.layouts: list[tuple[Any, ...]] = []
+        self.layouts: list[_Layout] = []
         self._lent = lent
 
     def give_back(self) -> None:
         """The message is not sent."""
         for layout in self.layouts:
-            if self._lent is not None and len(layout) != _SENT:
-                self._lent.give_back(layout[-1])
+            if self._lent is not None and isinstance(layout.where, Slot):
+                self._lent.give_back(layout.where)
 
     def of(self, value: Any) -> Any:
         """A value as JSON."""
@@ -178,37 +219,29 @@ class _Flat:
 
     def _add(self, value: Tensor) -> None:
         start = value.data_ptr() % _ALIGNED // value.element_size()
-        shape, strides = tuple(value.shape), value.stride()
-        layout = _NAMES[value.dtype], shape, strides, start
-        once = _once(value).resolve_conj().resolve_neg()
-        if once.nbytes >= LEAST and self._share(once, layout):
-            return
-        sent = _dense(once)
-        self.tensors.append(sent)
-        self.layouts.append((*layout, tuple(sent.shape), sent.stride()))
-
-    def _share(self, value: Tensor, layout: tuple[Any, ...]) -> bool:
-        """Write a tensor into shared memory, laid out as it is, if there is some left."""
-        _, shape, strides, start = layout
-        span = _span(shape, strides)
-        if self._lent is None or span > 4 * value.numel() or _overlaps(shape, strides):
-            return False
-        slot = self._lent.take((start + span) * value.element_size())
+        layout = _Layout(_NAMES[value.dtype], tuple(value.shape), value.stride(), start, True)
+        view = value.as_strided(layout.once, layout.strides)
+        plain = view.resolve_conj().resolve_neg()
+        slot = self._shared(plain, layout)
         if slot is None:
-            return False
-        memory = torch.frombuffer(self._lent.view(slot), dtype=value.dtype)
-        memory.as_strided(value.shape, strides, start).copy_(value)
-        self.layouts.append((*layout, slot))
-        return True
+            plain = plain.cpu()
+            dense = plain.stride() == view.stride() and layout.span == plain.numel()
+            self.tensors.append(plain if dense else plain.contiguous())
+            layout = layout._replace(where=dense)
+        else:
+            layout = layout._replace(where=slot)
+        self.layouts.append(layout)
 
-
-def _once(value: Tensor) -> Tensor:
-    """A tensor with each element that it repeats along a dimension once."""
-    strides = value.stride()
-    if 0 not in strides:
-        return value
-    shape = [1 if stride == 0 else n for n, stride in zip(value.shape, strides, strict=True)]
-    return value.as_strided(shape, strides)
+    def _shared(self, value: Tensor, layout: _Layout) -> Slot | None:
+        """Where a tensor was written into shared memory, laid out as it is, if there was room."""
+        large = value.nbytes >= LEAST and layout.span <= 4 * value.numel()
+        if self._lent is None or not large or _overlaps(layout.shape, layout.strides):
+            return None
+        slot = self._lent.take((layout.start + layout.span) * value.element_size())
+        if slot is not None:
+            memory = torch.frombuffer(self._lent.view(slot), dtype=value.dtype)
+            memory.as_strided(value.shape, layout.strides, layout.start).copy_(value)
+        return slot
 
 
 @lru_cache
@@ -220,7 +253,7 @@ def _span(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
 
 
 @lru_cache
-def _overlaps(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+def _overlaps(shape: Sequence[int], strides: Sequence[int]) -> bool:
     """Whether elements may be in the same place that are not one, repeated along a dimension."""
     span = 1
     for stride, n in sorted(zip(strides, shape, strict=True)):
@@ -230,64 +263,15 @@ def _overlaps(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     return False
 
 
-def _dense(value: Tensor) -> Tensor:
-    """The same on the CPU, with elements that fill the memory from the first to the last."""
-    sent = value if value.is_cpu else value.cpu()
-    if not sent.is_contiguous() and _span(tuple(sent.shape), sent.stride()) != sent.numel():
-        sent = sent.clone(memory_format=torch.contiguous_format)  # it has gaps, or overlaps itself
-    return sent
-
-
-def _room(
-    name: str, shape: list[int], strides: list[int], start: int, sent: list[int], order: list[int]
-) -> tuple[Tensor, Tensor]:
-    """Memory for a tensor, as it will be used and as its bytes arrive; often the same memory."""
-    dtype = _DTYPES[name]
-    memory = torch.empty(start + _span(tuple(shape), tuple(strides)), dtype=dtype)
-    made = memory.as_strided(shape, strides, start)
-    if sent == shape and order == strides:
-        return made, made
-    same = all(n == 1 or s == o for n, s, o in zip(sent, strides, order, strict=True))
-    arrives = memory.as_strided(sent, order, start) if same else None
-    return made, torch.empty_strided(sent, order, dtype=dtype) if arrives is None else arrives
-
-
-def _shared(
-    borrowed: Borrowed | None,
-    name: str,
-    shape: list[int],
-    strides: list[int],
-    start: int,
-    slot: list[int],
-) -> tuple[Tensor, None]:
-    """A tensor that is in shared memory."""
-    if borrowed is None:
-        raise ValueError("a tensor in shared memory, and none is shared")
-    memory = torch.frombuffer(borrowed.view(Slot(*slot)), dtype=_DTYPES[name])
-    if min(start, *strides, 0) < 0 or start + _span(tuple(shape), tuple(strides)) > len(memory):
-        raise ValueError(f"a tensor beyond the end of its {Slot(*slot)}")
-    return memory.as_strided(shape, strides, start), None
-
-
-def _laid_out(made: Tensor, arrived: Tensor | None) -> Tensor:
-    """The tensor as it was; where the bytes were sent in another order, they are copied."""
-    if arrived is None or arrived is made:
-        return made
-    if made.untyped_storage().data_ptr() != arrived.untyped_storage().data_ptr():
-        made.as_strided(arrived.shape, made.stride()).copy_(arrived)
-    return made
-
-
-def _bytes(tensor: Tensor) -> memoryview:
-    """The memory of a dense tensor."""
-    size = tensor.numel() * tensor.element_size()
-    if not size:
-        return memoryview(b"")
-    return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B")
+def _bytes(tensor: Tensor, kept: Tensor | None = None) -> memoryview:
+    """The memory of a dense tensor; it keeps ``kept`` alive."""
+    made = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+    made.kept = kept  # type: ignore[attr-defined]
+    return memoryview(made).cast("B")
 
 
 def _nested(tree: Any, tensors: list[Tensor]) -> Any:
-    """The value of ``_flattened``'s JSON."""
+    """The value of ``_Flat.of``'s JSON."""
     if isinstance(tree, list):
         return [_nested(item, tensors) for item in tree]
     if not isinstance(tree, dict):

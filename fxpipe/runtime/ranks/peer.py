@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterator
 
 from fxpipe.errors import told
-from fxpipe.runtime.ranks.message import Message, Packed, unpacking
+from fxpipe.runtime.ranks.message import Message, unpacking
 from fxpipe.runtime.ranks.shared import Shared
 
 _AT_ONCE = 64
@@ -26,7 +26,7 @@ class Peer:
         rank: its number.
         socket: the connection.
         lock: held to write.
-        unsent: messages that are not sent completely: what is left of each, and the whole.
+        unsent: what is left of each message that is not sent completely.
         lent: memory of this process that the other one reads; None where none is shared.
         borrowed: memory of the other process that this one reads; likewise.
         spoke: when something was last sent to it.
@@ -43,7 +43,7 @@ class Peer:
         self.rank = rank
         self.socket = connection
         self.lock = threading.Lock()
-        self.unsent: deque[tuple[deque[memoryview], Packed]] = deque()
+        self.unsent: deque[deque[memoryview]] = deque()
         self.spoke = self.heard = time.monotonic()
         self.gone = self.broken = ""
         self.doubt = "", 0.0
@@ -75,15 +75,11 @@ class Peer:
                 made = next(self.arriving)
             self.space, self.filled = made, 0
 
-    def add(self, packed: Packed) -> None:
-        """Send this after what is unsent."""
-        self.unsent.append((deque(packed.parts), packed))
-
     def push(self) -> bool:
         """Write as much as the socket takes. Returns whether nothing is left."""
         try:
             while self.unsent and not self.gone:
-                parts, _ = self.unsent[0]
+                parts = self.unsent[0]
                 count = self.socket.sendmsg([*parts][:_AT_ONCE])
                 while parts and count >= len(parts[0]):
                     count -= len(parts.popleft())
