@@ -321,7 +321,7 @@ def compile(
             dispatch=who,
             cuda_graphs=cuda_graphs,
             stage_compiler=stage_compiler,
-            threads=group.threads or max(1, torch.get_num_threads() // len(places)),
+            threads=group.met.threads or max(1, torch.get_num_threads() // len(places)),
             places=torch_devices if torch_devices[0].type == "cuda" else (),
             verbose=verbose,
             group=group,

@@ -248,7 +248,7 @@ class Inspected(nn.Module):
         """The table of stages."""
         shown, verdict = self._shown, self._compiler.verdict
         memory = () if shown is None else peak_texts(self._predicted())
-        places = self._group.places or [*map(str, self.devices)]
+        places = self._group.met.places or [*map(str, self.devices)]
         replicas = self._options.replicas
         table = _stage_table(self._model, shown, places, verdict, memory, replicas)
         alone = self._group.size > 1 and not self._engine.flushed  # sizes would wait for all ranks

@@ -20,9 +20,9 @@ import torch
 from fxpipe import RankError
 from fxpipe.runtime.ranks import connecting
 from fxpipe.runtime.ranks import links as links_module
+from fxpipe.runtime.ranks.connecting import Met
 from fxpipe.runtime.ranks.group import RankGroup
 from fxpipe.runtime.ranks.links import CLOSED, Links
-from fxpipe.runtime.ranks.meeting import Met
 from fxpipe.runtime.ranks.message import MOST, PREFIX, Message, digest, pack
 from fxpipe.runtime.ranks.peer import Peer
 from tests.helpers.tiny import soon, within

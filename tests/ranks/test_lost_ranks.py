@@ -266,14 +266,15 @@ def never_comes(mesh: DeviceMesh, folder: str) -> str:
     beside = Beside(mesh)
     beside.step()
     x, y = beside.batch()
-    beside.pipe._group.timeout = 1.0
+    group = beside.pipe._group
+    group.met = group.met._replace(timeout=1.0)
     done = Path(folder, "done")
     if mesh.get_local_rank() == 1:
         await_file(done)
     with within(5), pytest.raises(RankError) as raised:
         beside.pipe.step(x, target=y)
     done.touch()
-    beside.pipe._group.timeout = 60.0
+    group.met = group.met._replace(timeout=60.0)
     beside.step()
     beside.pipe.close()
     return str(raised.value)

@@ -303,7 +303,7 @@ class RankBackend(Backend):
 
     def memory(self, device: int) -> DeviceMemory:
         """See Backend.memory; the ranks of a host share its memory."""
-        hosts = self.group.hosts
+        hosts = self.group.met.hosts
         host = hosts[self.group.pipeline[device]]
         here = host == hosts[self.group.rank]
         known = super().memory(device).total if here else None

@@ -9,13 +9,14 @@ import selectors
 import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from ipaddress import ip_address
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from fxpipe.errors import RankError, told
-from fxpipe.runtime.ranks.shared import LOCAL
+from fxpipe.runtime.ranks.shared import LOCAL, Shared
 from fxpipe.signals import raise_held
 
 CONNECTS = 30.0
@@ -40,6 +41,39 @@ class Card(NamedTuple):
     versions: tuple[str, str]
     ranks: tuple[tuple[int, ...], ...]
     device: int | None
+
+
+class Met(NamedTuple):
+    """What the ranks of a pipe know of each other; by default of a process that is the only one.
+
+    Attributes:
+        rank: this one's number in the pipe. Those of the first replica come first, each replica's
+            in the order of its devices.
+        names: rank → what messages call it, ``rank 1 (host, process 4711)``.
+        places: device → the same for a table, ``rank 1, host``, or ``ranks 1 and 3, host`` where
+            it is in two replicas.
+        hosts: rank → the name of its host.
+        sockets: other rank → a connection to it.
+        threads: intra-op threads of this rank's device: its share of the host's, or what
+            OMP_NUM_THREADS says. 0 where it is the only one.
+        timeout: seconds that a rank may be late.
+        shared: other rank → the memory that it shares with this one, where it does.
+        store: of torch.distributed, for this pipe alone.
+        devices: rank → the index of its CUDA device on its host; None where the mesh is of CPUs.
+        replicas: how many replicas of the pipeline there are.
+    """
+
+    rank: int = 0
+    names: tuple[str, ...] = ("this process",)
+    places: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = ()
+    sockets: Mapping[int, socket.socket] = MappingProxyType({})
+    threads: int = 0
+    timeout: float = 0.0
+    shared: Mapping[int, Shared] = MappingProxyType({})
+    store: Any = None
+    devices: tuple[int | None, ...] = ()
+    replicas: int = 1
 
 
 def connected(

@@ -254,7 +254,7 @@ class CudaRanks(DeviceRanks, CudaBackend):
         """See Backend.memory; what other ranks' devices hold is not known here."""
         if device == self.group.rank:
             return self.lanes[0].memory()
-        return DeviceMemory(self.group.places[device], None, None)
+        return DeviceMemory(self.group.met.places[device], None, None)
 
 
 def backend_of(

@@ -11,9 +11,10 @@ import os
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fxpipe.errors import InputError, RankError
+from fxpipe.runtime.ranks.connecting import Met
 from fxpipe.runtime.ranks.hearing import (
     RECOVERY,
     Delivery,
@@ -26,8 +27,8 @@ from fxpipe.runtime.ranks.links import CLOSED, Links
 from fxpipe.runtime.ranks.message import Message
 from fxpipe.signals import signals_at_operations
 
-if TYPE_CHECKING:
-    from fxpipe.runtime.ranks.meeting import Met
+ALONE = Met()
+"""A process that is the only rank."""
 
 
 class RankGroup:
@@ -40,10 +41,7 @@ class RankGroup:
             before those of the second.
         replica: the number of the one that this rank belongs to.
         device: which of its devices this rank is.
-        names: rank → what messages call it.
-        places: device → its rank and host, for a table; empty for a group of one.
-        hosts: rank → the name of its host; empty for a group of one.
-        threads: intra-op threads of this one's device; 0 for a group of one.
+        met: what they know of each other.
         call: how many calls were begun; all ranks count alike, so that the number tells which of
             their calls belong together.
         kept: how many runs have changed the model since the last checkpoint that was loaded; all
@@ -51,30 +49,21 @@ class RankGroup:
         summed: how many bytes of gradients this rank has sent to be summed over the replicas, and
             of their sums.
         closed: whether ``close`` was called.
-        store: of torch.distributed, for this pipe alone; None for a group of one.
-        timeout: seconds that another rank may be late.
         hearing: what the other ranks have told.
         delivery: the channels of runs, to which their messages go.
     """
 
-    def __init__(self, met: Met | None = None) -> None:
-        """Connect the ranks that have met; without them, this process is the only rank."""
-        self.rank = 0 if met is None else met.rank
-        self.names = ("this process",) if met is None else met.names
-        self.places = () if met is None else met.places
-        self.hosts = () if met is None else met.hosts
-        self.size = len(self.names)
-        self.replicas = 1 if met is None else met.replicas
+    def __init__(self, met: Met = ALONE) -> None:
+        """Connect the ranks that have met; by default this process is the only one."""
+        self.met = met
+        self.rank, self.size, self.replicas = met.rank, len(met.names), met.replicas
         self._devices = self.size // self.replicas
         self.replica, self.device = divmod(self.rank, self._devices)
         self.call = self.kept = 0
-        self.threads = 0 if met is None else met.threads
         self.summed = 0
         self.closed = False
-        self.hearing = Hearing(self.names, self.rank)
+        self.hearing = Hearing(met.names, met.rank)
         self.delivery = Delivery(self.hearing.changed)
-        self.store = None if met is None else met.store
-        self.timeout = 0.0 if met is None else met.timeout
         self._given_up = ""  # why no rank can make a call any more
         self._what = ""  # the call that runs; empty between calls
         self._exchanges = 0  # of this call that are complete
@@ -82,7 +71,7 @@ class RankGroup:
         self._told = False  # whether this rank has told that the call failed
         self._recovered = False  # whether it has told, in this call, what it can roll back to
         self._roll_back: Callable[[], str] = lambda: ""
-        self.links = None if met is None else _links(self, met)
+        self.links = _links(self) if self.size > 1 else None
 
     @property
     def others(self) -> list[int]:
@@ -199,7 +188,7 @@ class RankGroup:
         exchange = Exchange(self.call, index, about)
         self._settled = False
         self.links.send_all(Message("said", tuple(exchange), value))
-        found = self.hearing.values(exchange, self.timeout, self.links.pump, held=held)
+        found = self.hearing.values(exchange, self.met.timeout, self.links.pump, held=held)
         self._exchanges += 1
         return [value if rank == self.rank else found[rank] for rank in range(self.size)]
 
@@ -260,6 +249,7 @@ class RankGroup:
         texts = [text, own, twins]
         digests = [hashlib.sha256(each.encode()).hexdigest() for each in texts]
         told = self.exchange(about, [*digests, value])
+        names = self.met.names
         for rank in range(self.size):
             device = rank % self._devices
             for kind, first in enumerate((0, rank - device, device)):
@@ -267,7 +257,7 @@ class RankGroup:
                     continue
                 found = self.exchange(f"{about} in full", texts[kind])
                 raise RankError(
-                    f"{about} differs between ranks: {difference(self.names, first, rank, found)}; "
+                    f"{about} differs between ranks: {difference(names, first, rank, found)}; "
                     "give all ranks the same model, options and inputs",
                     rank=rank,
                 )
@@ -301,18 +291,19 @@ class RankGroup:
     def _begin(self, what: str) -> None:
         """Check that all ranks make the same call, with the results of the same calls before."""
         calls = self.exchange("the begin of a call", [what, self.kept, self._given_up])
+        names = self.met.names
         for rank, (other, kept, given_up) in enumerate(calls):
             if given_up:
-                raise RankError(f"{self.names[rank]} {given_up}", rank=rank)
+                raise RankError(f"{names[rank]} {given_up}", rank=rank)
             if other != calls[0][0]:
                 raise RankError(
-                    f"{self.names[rank]} calls {other} while {self.names[0]} calls {calls[0][0]}; "
+                    f"{names[rank]} calls {other} while {names[0]} calls {calls[0][0]}; "
                     "let every rank make the same calls in the same order",
                     rank=rank,
                 )
             if kept != calls[0][1]:
                 raise RankError(
-                    f"{self.names[rank]} has kept the results of {kept} runs and {self.names[0]} "
+                    f"{names[rank]} has kept the results of {kept} runs and {names[0]} "
                     f"those of {calls[0][1]}: one failed when the others kept theirs, so that the "
                     "stages belong to different batches; go back to a checkpoint on every rank",
                     rank=rank,
@@ -353,7 +344,7 @@ class RankGroup:
         self.delivery.stop(self.hearing.lose(rank, why))
 
 
-def _links(group: RankGroup, met: Met) -> Links:
+def _links(group: RankGroup) -> Links:
     """The connections of a group. They end when nothing refers to the group any more."""
     reference = weakref.ref(group)
 
@@ -365,6 +356,7 @@ def _links(group: RankGroup, met: Met) -> Links:
         if (here := reference()) is not None:
             here._lost(rank, why)
 
+    met = group.met
     here = met.hosts.count(met.hosts[met.rank])
     spins = here <= (os.cpu_count() or 1)  # else another rank may need the core
     links = Links(met.sockets, deliver, lost, met.shared, spins=spins)

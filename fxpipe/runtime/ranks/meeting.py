@@ -8,11 +8,10 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from importlib.metadata import PackageNotFoundError, version
-from types import MappingProxyType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,50 +22,18 @@ from fxpipe.runtime.ranks.connecting import (
     CONNECTS,
     PROOF,
     Card,
+    Met,
     address_here,
     connected,
     local_listener,
 )
-from fxpipe.runtime.ranks.shared import Shared, share
+from fxpipe.runtime.ranks.shared import share
 from fxpipe.signals import raise_held
 from fxpipe.words import numbers_text
 
 T = TypeVar("T")
 
 _POLL = 0.05
-
-
-class Met(NamedTuple):
-    """What the ranks of a pipe know of each other.
-
-    Attributes:
-        rank: this one's number in the pipe. Those of the first replica come first, each replica's
-            in the order of its devices.
-        names: rank → what messages call it, ``rank 1 (host, process 4711)``.
-        places: device → the same for a table, ``rank 1, host``, or ``ranks 1 and 3, host`` where
-            it is in two replicas.
-        hosts: rank → the name of its host.
-        sockets: other rank → a connection to it.
-        threads: intra-op threads of this rank's device: its share of the host's, or what
-            OMP_NUM_THREADS says.
-        timeout: seconds that a rank may be late.
-        shared: other rank → the memory that it shares with this one, where it does.
-        store: of torch.distributed, for this pipe alone.
-        devices: rank → the index of its CUDA device on its host; None where the mesh is of CPUs.
-        replicas: how many replicas of the pipeline there are.
-    """
-
-    rank: int
-    names: tuple[str, ...]
-    places: tuple[str, ...]
-    hosts: tuple[str, ...]
-    sockets: dict[int, socket.socket]
-    threads: int
-    timeout: float
-    shared: Mapping[int, Shared] = MappingProxyType({})
-    store: Any = None
-    devices: tuple[int | None, ...] = ()
-    replicas: int = 1
 
 
 def read_mesh(mesh: DeviceMesh) -> tuple[int | None, int | None]:
