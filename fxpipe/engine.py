@@ -363,12 +363,12 @@ class Engine:
         steps = compiled.purpose == "step" and not compiled.schedule.overlaps
         return self.meter.times if self.meter is not None and steps else ()
 
-    def measured(self, compiled: Compiled) -> dict[str, Any]:
+    def measured(self, meter: Meter) -> dict[str, Any]:
         """The bubble and the times of stages in the last step, see ``metrics.measured``; empty
         where none was measured."""
-        lists = enumerate(() if self.meter is None else self.meter.times)
+        lists = enumerate(meter.times)
         own = {device: self._backend.nanoseconds(device, each) for device, each in lists if each}
-        return measured(compiled.program, own) if own else {}
+        return measured(meter.program, own) if own and meter.program else {}
 
     def _kernels(self, compiled: Compiled) -> Sequence[Sequence[Kernel]]:
         return compiled.rechecked() if self._options.recompute_check else compiled.kernels

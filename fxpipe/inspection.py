@@ -166,10 +166,10 @@ class Inspected(nn.Module):
     def metrics(self) -> dict[str, Any]:
         """What the last step was, as plain values for a logger.
 
-        Steps are measured from the first time that you ask; before that nothing is, and what is not
-        known is None. ``loss``, ``seconds``, ``bubble`` and ``stage_seconds`` are of the last call
-        of ``step``; the latter two are None where batches overlap, as ``profile`` measures these
-        well. Over several ranks they are those of this rank's device.
+        Steps are measured from the first time that you ask. What is not known, as before that or
+        after a step that failed, is None. ``loss``, ``seconds``, ``bubble`` and ``stage_seconds``
+        are of the last call of ``step``; the latter two are None where batches overlap, as
+        ``profile`` measures these well. Over several ranks they are of this rank's device.
 
         Returns:
             ``batches``; ``loss``; ``grad_norm``; ``seconds``, the time of the step; ``bubble``, the
@@ -184,7 +184,7 @@ class Inspected(nn.Module):
         if shown is not None and shown is not meter.compiled:
             peaks = [each.peak for each in self._predicted().memory]
             meter.compiled, meter.peaks = shown, peaks
-        measured = {} if shown is None else self._engine.measured(shown)
+        measured = self._engine.measured(meter)
         return {
             "batches": self.batches,
             "loss": None if meter.loss is None else float(meter.loss),

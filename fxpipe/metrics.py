@@ -23,8 +23,10 @@ class Meter:
 
     Attributes:
         times: device → start and end of its instructions, as its machine takes them.
-        seconds: how long the last call of ``step`` took; None before one.
-        loss: what it returned.
+        seconds: how long the last call of ``step`` took; None before one, and after one that
+            failed.
+        loss: what it returned; likewise.
+        program: what it ran; likewise.
         compiled: the compiled step whose peaks are known.
         peaks: device → the bytes that it is predicted to hold at most.
     """
@@ -32,6 +34,7 @@ class Meter:
     times: list[list[Any]]
     seconds: float | None = None
     loss: Any = None
+    program: Program | None = None
     compiled: object = None
     peaks: list[int] | None = None
     _start: float = field(default=0.0, repr=False)
@@ -39,12 +42,13 @@ class Meter:
     def begin(self) -> None:
         """A step begins."""
         self._start = perf_counter()
+        self.seconds = self.loss = self.program = None
         for own in self.times:
             own.clear()
 
-    def end(self, loss: Any) -> None:
+    def end(self, loss: Any, program: Program) -> None:
         """It has ended."""
-        self.seconds, self.loss = perf_counter() - self._start, loss
+        self.seconds, self.loss, self.program = perf_counter() - self._start, loss, program
 
 
 def measured(program: Program, times: Mapping[int, Sequence[int]]) -> dict[str, Any]:

@@ -144,7 +144,7 @@ class Pipeline(Saved):
             made = self._engine.step(compiled, micro, with_output=return_output)
             self._shown = compiled
             if meter is not None:
-                meter.end(made[0] if return_output else made)
+                meter.end(made[0] if return_output else made, compiled.program)
             if signals.held is not None:
                 signals.held.add_note("interrupted after the step, whose results are kept")
         return made

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from fxpipe.errors import ExecutionError
 from tests.helpers.overlapping import ADAMW, compiled, make
 from tests.oracles.delayed_loop import DelayedLoop
 
@@ -39,6 +41,32 @@ def test_metrics_are_those_of_the_last_step_as_plain_values() -> None:
         pipe.eval()
         pipe(data[0][0])
         assert pipe.metrics["loss"] is not None
+
+
+def test_metrics_are_of_the_last_step_also_after_a_compilation_and_of_none_that_failed() -> None:
+    class Failing(torch.optim.SGD):
+        fails = False
+
+        def step(self, closure: Any = None) -> Any:
+            if self.fails:
+                raise RuntimeError("no luck")
+            return super().step(closure)
+
+    model, [(x, y)] = make("mlp", 1, 4)
+    optimizer = Failing(model.parameters())
+    with compiled(model, 2, 3, optimizer, schedule="1f1b") as pipe:
+        pipe.step(x, target=y)
+        assert pipe.metrics["loss"] is None
+        pipe.step(x, target=y)
+        found = pipe.metrics
+        pipe.prepare(x[:1], target=y[:1])
+        assert {**pipe.metrics, "peak_memory": None} == {**found, "peak_memory": None}
+        Failing.fails = True
+        with pytest.raises(ExecutionError):
+            pipe.step(x, target=y)
+        found = pipe.metrics
+        assert {found[name] for name in ("loss", "seconds", "bubble", "stage_seconds")} == {None}
+        assert found["batches"] == 2
 
 
 def test_the_bubble_is_what_the_times_of_the_instructions_leave_idle() -> None:
