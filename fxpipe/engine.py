@@ -27,6 +27,7 @@ from fxpipe.runtime.ranks.devices import backend_of
 from fxpipe.runtime.run import FlushedRun, Run
 from fxpipe.runtime.weights.clipping import Clipping
 from fxpipe.runtime.weights.live import LiveWeights, Weights
+from fxpipe.runtime.weights.optimizers import StageOptimizers
 from fxpipe.runtime.weights.progress import Progress
 from fxpipe.simulator.sizes import Sizes
 from fxpipe.turn import Turn, in_turn
@@ -50,15 +51,13 @@ class Engine:
         """Start the workers: as many threads as ``choice`` may need to run the devices' lists."""
         backend = backend_of(options.group, options.here, options.devices, options.ordered_sums)
         clipping = Clipping(options.clip_norm, options.scaler) if options.clips else None
+        others = [each for each in range(options.replicas) if each != options.group.replica]
+        given, stages = options.optimizer, None
+        if given is not None:
+            shard = (options.group.replica, options.replicas) if options.shards else None
+            stages = StageOptimizers(options.model, given, options.owns, self.flush, shard)
         self.progress = Progress(
-            options.model,
-            options.optimizer,
-            clipping,
-            backend.generators,
-            options.owns,
-            [each for each in range(options.replicas) if each != options.group.replica],
-            self.flush,
-            (options.group.replica, options.replicas) if options.shards else None,
+            options.model, stages, clipping, backend.generators, options.owns, others
         )
         self.stashed: Mapping[int, int] = {}
         self.closed = False

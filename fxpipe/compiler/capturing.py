@@ -101,8 +101,7 @@ class Capturing:
                     kernel,
                     stage.index,
                     self._graphs,
-                    slots=0,
-                    changing=[argument.target in written for argument in stage.buffers],
+                    [argument.target in written for argument in stage.buffers],
                 )
             made.versions = self._versions.get(stage.index, 1)
             made.slots = max(made.slots, needed[stage.index])

@@ -9,7 +9,7 @@ from threading import RLock
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from fxpipe.errors import PassError
 from fxpipe.ir.traced import TAKES_TURNS
@@ -62,10 +62,7 @@ class AutogradKernel:
         return replace(self, forward_graph=change(self.forward_graph))
 
     def forward(
-        self,
-        parameters: Sequence[torch.Tensor],
-        buffers: Sequence[torch.Tensor],
-        inputs: list[Any],
+        self, parameters: Sequence[Tensor], buffers: Sequence[Tensor], inputs: list[Any]
     ) -> Forwarded:
         """See Kernel.forward. ``saved`` holds what autograd keeps."""
         weights = [p.detach().requires_grad_(p.requires_grad) for p in parameters]
@@ -88,15 +85,14 @@ class AutogradKernel:
         keeps = any(self.output_gradients)
         saved = [list(outputs), sources, weights] if keeps else []
         return Forwarded(
-            [out.detach() if isinstance(out, torch.Tensor) else out for out in outputs],
+            [out.detach() if isinstance(out, Tensor) else out for out in outputs],
             [tensors[name] for name in self.written],
             saved,
         )
 
     def backward(
-        self, saved: list[Any], gradients: list[torch.Tensor], totals: Totals = ()
+        self, saved: list[Any], gradients: list[Tensor], totals: Totals = ()
     ) -> Backwarded:
-        """See Kernel.backward."""
         if not saved:
             return Backwarded([], added(totals, [None] * len(self.parameters)))
         outputs, sources, weights = saved
@@ -107,7 +103,7 @@ class AutogradKernel:
         count = len(wanted)
         trained = [weight for weight in weights if weight.requires_grad]
         with self._turn():
-            found: list[torch.Tensor | None] = list(
+            found: list[Tensor | None] = list(
                 torch.autograd.grad(roots, [*wanted, *trained], gradients, allow_unused=True)
                 if wanted or trained
                 else ()
@@ -120,7 +116,7 @@ class AutogradKernel:
                 found[index] = torch.zeros_like(wanted[index])
             seen.add(_storage(found[index]))
         rest = iter(found[count:])
-        fresh: list[torch.Tensor | None] = []
+        fresh: list[Tensor | None] = []
         for weight in weights:
             gradient = next(rest) if weight.requires_grad else None
             if gradient is not None and (gradient._base is not None or _storage(gradient) in seen):
@@ -130,7 +126,7 @@ class AutogradKernel:
             fresh.append(gradient)
         return Backwarded([g for g in found[:count] if g is not None], added(totals, fresh))
 
-    def input_grad(self, saved: list[Any], gradients: list[torch.Tensor]) -> InputGraded:
+    def input_grad(self, saved: list[Any], gradients: list[Tensor]) -> InputGraded:
         """See Kernel.input_grad.
 
         Autograd runs once for all gradients, and the parameters' gradients are deferred as they
@@ -138,7 +134,7 @@ class AutogradKernel:
         """
         return InputGraded(*self.backward(saved, gradients))
 
-    def weight_grad(self, deferred: list[Any], totals: Totals = ()) -> list[torch.Tensor | None]:
+    def weight_grad(self, deferred: list[Any], totals: Totals = ()) -> list[Tensor | None]:
         """See Kernel.weight_grad. It adds the gradients that ``input_grad`` has computed."""
         found = list(deferred)
         deferred.clear()
@@ -154,5 +150,5 @@ class AutogradKernel:
         return _TURN if self._takes_turns or shared else nullcontext()
 
 
-def _storage(tensor: torch.Tensor | None) -> int:
+def _storage(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.untyped_storage().data_ptr()

@@ -158,6 +158,7 @@ class Captured(Wrapping):
 
     Attributes:
         slots: the most slots that there may be; they are made when needed.
+        versions: for how many sets of addresses a slot keeps captures.
         captures: how many graphs were captured so far.
         overflows: how many forwards found no free slot.
         given_up: whether it captures no more, as the parameters' addresses change too often.
@@ -170,10 +171,7 @@ class Captured(Wrapping):
         kernel: GraphKernel,
         stage: int,
         graphs: Callable[[], Graphs],
-        *,
-        slots: int,
-        versions: int = 1,
-        changing: Sequence[bool] = (),
+        changing: Sequence[bool],
     ) -> None:
         """Nothing is captured yet.
 
@@ -181,20 +179,18 @@ class Captured(Wrapping):
             kernel: the kernel to wrap.
             stage: the stage's number, for messages.
             graphs: makes the object that captures for a slot.
-            slots: the most slots that there may be.
-            versions: for how many sets of addresses a slot keeps captures.
             changing: for each buffer whether micro-batches write it. Such a buffer has another
-                address every time, so it is copied into the slot. By default none.
+                address every time, so it is copied into the slot.
         """
         super().__init__(kernel)
-        self.slots = slots
-        self.versions = versions
+        self.slots = 0
+        self.versions = 1
         self.captures = 0
         self.overflows = 0
         self.given_up = False
         self._stage = stage
         self._graphs = graphs
-        self._changing = tuple(changing)
+        self._changing = changing
         self._free: list[Slot] = []
         self._made = 0
         self._forwards = 0
@@ -207,7 +203,7 @@ class Captured(Wrapping):
         self, parameters: Sequence[Tensor], buffers: Sequence[Tensor], inputs: list[Any]
     ) -> Forwarded:
         """See Kernel.forward. ``saved`` is a Hold."""
-        changing = self._changing or (False,) * len(buffers)
+        changing = self._changing
         moving = [buffer for buffer, moves in zip(buffers, changing, strict=True) if moves]
         hold = self._take(
             (

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from fxpipe.errors import PassError
 from fxpipe.kernels.kernel import Backwarded, Forwarded, InputGraded, Partial, Totals
@@ -66,12 +66,8 @@ class GraphKernel:
     buckets: Mapping[str, Sequence[BucketGraph]] = field(default_factory=dict)
 
     def forward(
-        self,
-        parameters: Sequence[torch.Tensor],
-        buffers: Sequence[torch.Tensor],
-        inputs: list[Any],
+        self, parameters: Sequence[Tensor], buffers: Sequence[Tensor], inputs: list[Any]
     ) -> Forwarded:
-        """See Kernel.forward."""
         arguments = [*parameters, *buffers, *map(_laid_out, inputs, self.input_strides)]
         inputs.clear()
         flat = self.forward_graph.forward(arguments)
@@ -79,9 +75,8 @@ class GraphKernel:
         return Forwarded(list(flat[:a]), list(flat[a:b]), list(flat[b:]))
 
     def backward(
-        self, saved: list[Any], gradients: list[torch.Tensor], totals: Totals = ()
+        self, saved: list[Any], gradients: list[Tensor], totals: Totals = ()
     ) -> Backwarded:
-        """See Kernel.backward."""
         if self.backward_graph is None:
             saved.clear()
             return Backwarded([], self._totals([], totals))
@@ -105,8 +100,7 @@ class GraphKernel:
             },
         )
 
-    def input_grad(self, saved: list[Any], gradients: list[torch.Tensor]) -> InputGraded:
-        """See Kernel.input_grad."""
+    def input_grad(self, saved: list[Any], gradients: list[Tensor]) -> InputGraded:
         if self.backward_graph is None:
             saved.clear()
             return InputGraded([], [])
@@ -114,8 +108,7 @@ class GraphKernel:
         count = self.input_gradients
         return InputGraded(list(flat[:count]), list(flat[count:]))
 
-    def weight_grad(self, deferred: list[Any], totals: Totals = ()) -> list[torch.Tensor | None]:
-        """See Kernel.weight_grad."""
+    def weight_grad(self, deferred: list[Any], totals: Totals = ()) -> list[Tensor | None]:
         if not any(self.parameter_gradients):
             return self._totals([], totals)
         arguments = deferred + self._added_to(totals)
@@ -125,7 +118,6 @@ class GraphKernel:
     def partial_backward(
         self, kind: str, bucket: int, left: list[Any], totals: Totals = ()
     ) -> Partial:
-        """See Kernel.partial_backward."""
         own = self.buckets[kind][bucket]
         sums = list(totals) or [None] * len(self.parameter_gradients)
         if kind == "B" and bucket == 0:
@@ -138,12 +130,12 @@ class GraphKernel:
             sums[index] = total
         return Partial(list(flat[: own.left]), sums)
 
-    def _added_to(self, totals: Totals) -> list[torch.Tensor | None]:
+    def _added_to(self, totals: Totals) -> list[Tensor | None]:
         """The sums that a graph with parameter gradients adds to, as its argument."""
         every = totals or [None] * len(self.parameter_gradients)
         return [total for total, has in zip(every, self.parameter_gradients, strict=True) if has]
 
-    def _totals(self, new: Sequence[torch.Tensor], totals: Totals) -> list[torch.Tensor | None]:
+    def _totals(self, new: Sequence[Tensor], totals: Totals) -> list[Tensor | None]:
         """For each parameter its new sum, or the earlier one where there is no new one."""
         every = totals or [None] * len(self.parameter_gradients)
         rest = iter(new)
@@ -152,7 +144,7 @@ class GraphKernel:
             for total, has in zip(every, self.parameter_gradients, strict=True)
         ]
 
-    def _backward_arguments(self, saved: list[Any], gradients: list[torch.Tensor]) -> list[Any]:
+    def _backward_arguments(self, saved: list[Any], gradients: list[Tensor]) -> list[Any]:
         arguments = [*saved, *map(_laid_out, gradients, self.gradient_strides)]
         saved.clear()
         gradients.clear()
@@ -175,7 +167,7 @@ def _laid_out(value: Any, strides: tuple[int, ...] | None) -> Any:
     ).copy_(value)
 
 
-def layout(value: torch.Tensor, strides: tuple[int, ...]) -> tuple[int, ...]:
+def layout(value: Tensor, strides: tuple[int, ...]) -> tuple[int, ...]:
     """The strides of a copy for a graph that was traced with ``strides``.
 
     They are dense where the traced strides repeat elements, as ``expand`` does: a copy has no
@@ -187,13 +179,13 @@ def layout(value: torch.Tensor, strides: tuple[int, ...]) -> tuple[int, ...]:
     return torch.empty(value.shape, device="meta").stride() if repeats else strides
 
 
-def onto(total: torch.Tensor | None, gradient: torch.Tensor) -> torch.Tensor:
+def onto(total: Tensor | None, gradient: Tensor) -> Tensor:
     """A sum with a gradient added, in place; the first gradient is the sum itself."""
     # a gradient may be a view, which would keep its base alive
     return gradient.detach() if total is None else total.add_(gradient)
 
 
-def added(totals: Totals, gradients: Totals) -> list[torch.Tensor | None]:
+def added(totals: Totals, gradients: Totals) -> list[Tensor | None]:
     """For each parameter the sum with its gradient added, or None where there is neither."""
     return [
         total if gradient is None else onto(total, gradient)

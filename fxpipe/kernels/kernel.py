@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
-import torch
 from torch import Tensor, fx
 
 
@@ -22,7 +21,7 @@ class Forwarded(NamedTuple):
     """
 
     outputs: list[Any]
-    writes: list[torch.Tensor]
+    writes: list[Tensor]
     saved: list[Any]
 
 
@@ -36,8 +35,8 @@ class Backwarded(NamedTuple):
             so the caller may keep and change it.
     """
 
-    inputs: list[torch.Tensor]
-    parameters: list[torch.Tensor | None]
+    inputs: list[Tensor]
+    parameters: list[Tensor | None]
 
 
 class InputGraded(NamedTuple):
@@ -48,7 +47,7 @@ class InputGraded(NamedTuple):
         deferred: the values that the weight-gradient half needs; empty when it has no work.
     """
 
-    inputs: list[torch.Tensor]
+    inputs: list[Tensor]
     deferred: list[Any]
 
 
@@ -60,11 +59,11 @@ class Partial(NamedTuple):
         parameters: as in Backwarded.
     """
 
-    left: list[torch.Tensor]
-    parameters: list[torch.Tensor | None]
+    left: list[Tensor]
+    parameters: list[Tensor | None]
 
 
-Totals = Sequence[torch.Tensor | None]
+Totals = Sequence[Tensor | None]
 """For each of a stage's parameters the sum of its gradients, or None; empty for no sums at all."""
 
 
@@ -86,10 +85,7 @@ class Kernel(Protocol):
     weight_grad_graph: fx.GraphModule | None
 
     def forward(
-        self,
-        parameters: Sequence[torch.Tensor],
-        buffers: Sequence[torch.Tensor],
-        inputs: list[Any],
+        self, parameters: Sequence[Tensor], buffers: Sequence[Tensor], inputs: list[Any]
     ) -> Forwarded:
         """Run the stage on one micro-batch.
 
@@ -102,7 +98,7 @@ class Kernel(Protocol):
         ...
 
     def backward(
-        self, saved: list[Any], gradients: list[torch.Tensor], totals: Totals = ()
+        self, saved: list[Any], gradients: list[Tensor], totals: Totals = ()
     ) -> Backwarded:
         """Compute the stage's gradients. The first two lists are emptied as they are used.
 
@@ -115,7 +111,7 @@ class Kernel(Protocol):
         """
         ...
 
-    def input_grad(self, saved: list[Any], gradients: list[torch.Tensor]) -> InputGraded:
+    def input_grad(self, saved: list[Any], gradients: list[Tensor]) -> InputGraded:
         """Compute the inputs' gradients: the half of ``backward`` that other stages wait for.
 
         Both halves together give ``backward``'s gradients to the bit. Empties both lists, which are
@@ -126,7 +122,7 @@ class Kernel(Protocol):
         """
         ...
 
-    def weight_grad(self, deferred: list[Any], totals: Totals = ()) -> list[torch.Tensor | None]:
+    def weight_grad(self, deferred: list[Any], totals: Totals = ()) -> list[Tensor | None]:
         """Compute the parameters' gradients, the other half, of what ``input_grad`` deferred, which
         is emptied. ``totals`` is as for ``backward``. Returns the sums as in Backwarded.
 
@@ -167,27 +163,22 @@ class Wrapping:
     def forward(
         self, parameters: Sequence[Tensor], buffers: Sequence[Tensor], inputs: list[Any]
     ) -> Forwarded:
-        """See Kernel.forward."""
         return self.kernel.forward(parameters, buffers, inputs)
 
     def backward(
         self, saved: list[Any], gradients: list[Tensor], totals: Totals = ()
     ) -> Backwarded:
-        """See Kernel.backward."""
         return self.kernel.backward(saved, gradients, totals)
 
     def input_grad(self, saved: list[Any], gradients: list[Tensor]) -> InputGraded:
-        """See Kernel.input_grad."""
         return self.kernel.input_grad(saved, gradients)
 
     def weight_grad(self, deferred: list[Any], totals: Totals = ()) -> list[Tensor | None]:
-        """See Kernel.weight_grad."""
         return self.kernel.weight_grad(deferred, totals)
 
     def partial_backward(
         self, kind: str, bucket: int, left: list[Any], totals: Totals = ()
     ) -> Partial:
-        """See Kernel.partial_backward."""
         return self.kernel.partial_backward(kind, bucket, left, totals)
 
 

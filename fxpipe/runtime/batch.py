@@ -287,16 +287,15 @@ class _Call:
     nested: tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]
     signature: inspect.Signature
 
-    @cached_property
+    @property
     def heads(self) -> tuple[str, ...]:
         """For each leaf the name of the argument that it belongs to."""
-        return tuple(self._head(path)[0] for path, _ in self._paths)
+        return tuple(head for head, _, _ in self._told)
 
-    @cached_property
+    @property
     def names(self) -> tuple[str, ...]:
         """``x``, ``mask['left']``, ``target[0]``: how a user would write each leaf."""
-        heads = [self._head(path) for path, _ in self._paths]
-        return tuple(head + pytree.keystr(tuple(rest)) for head, rest in heads)
+        return tuple(name for _, name, _ in self._told)
 
     def wanted(self, batch_dims: BatchDims) -> dict[int, int | None]:
         """Leaf → the dimension that the user asks for, counted from the front.
@@ -308,17 +307,14 @@ class _Call:
         found: dict[int, int | None] = {}
         known = {*self.names, *self.heads}
         absent = {*self.signature.parameters, "target"} - known
-        absent |= {
-            name for name, (_, leaf) in zip(self.names, self._paths, strict=True) if leaf is None
-        }
+        absent |= {name for _, name, leaf in self._told if leaf is None}
         for name in batch_dims:
             if name not in known and name.partition("[")[0].partition(".")[0] not in absent:
                 raise InputError(
                     f"batch_dims names {name!r}, and the call has no such input (where it is "
                     f"optional, give it as None): {near(name, known)}"
                 )
-        for index, (name, head) in enumerate(zip(self.names, self.heads, strict=True)):
-            leaf = self._paths[index][1]
+        for index, (head, name, leaf) in enumerate(self._told):
             key = next((key for key in (name, head) if key in batch_dims), None)
             if key is None or not isinstance(leaf, Tensor):
                 continue
@@ -335,8 +331,11 @@ class _Call:
         return found
 
     @cached_property
-    def _paths(self) -> list[tuple[Any, Any]]:
-        return pytree.tree_flatten_with_path(self.nested)[0]
+    def _told(self) -> list[tuple[str, str, Any]]:
+        """For each leaf the name of its argument, its own name, and the leaf."""
+        paths, _ = pytree.tree_flatten_with_path(self.nested)
+        found = [(*self._head(path), leaf) for path, leaf in paths]
+        return [(head, head + pytree.keystr(tuple(rest)), leaf) for head, rest, leaf in found]
 
     def _head(self, path: Sequence[Any]) -> tuple[str, Sequence[Any]]:
         part, *rest = path
@@ -357,41 +356,27 @@ class _Call:
 
 def _batch_size(leaves: Sequence[Any], wanted: Mapping[int, int | None], call: _Call) -> int:
     """The batch size that all tensors agree on; those that ``wanted`` names must have it."""
-    sure: set[int] = set()
-    guessed: set[int] = set()
-    for index, leaf in enumerate(leaves):
-        if not isinstance(leaf, Tensor):
-            continue
-        if index in wanted:
-            dim = wanted[index]
-            if dim is not None:
-                sure.add(leaf.shape[dim])
-        elif leaf.dim():
-            guessed.add(leaf.shape[0])
-    if not sure and not guessed:
+    sizes = {
+        index: leaf.shape[dim]
+        for index, leaf in enumerate(leaves)
+        if isinstance(leaf, Tensor) and leaf.dim() and (dim := wanted.get(index, 0)) is not None
+    }
+    if not sizes:
         raise InputError("no input is a tensor with a batch dimension; give at least one")
-    if 0 in sure or 0 in guessed:
-        index = next(i for i, size in _sizes(leaves, wanted) if size == 0)
-        dim = wanted.get(index, 0)
-        raise InputError(
-            f"{call.names[index]} has no samples (dimension {dim} is 0); give a batch that has some"
-        )
-    sizes = sure | (guessed - {1})  # a single row is for every sample
-    if len(sizes) > 1:
-        shown = ", ".join(f"{call.names[i]} has {size}" for i, size in _sizes(leaves, wanted))
+    for index, size in sizes.items():
+        if size == 0:
+            raise InputError(
+                f"{call.names[index]} has no samples (dimension {wanted.get(index, 0)} is 0); give "
+                "a batch that has some"
+            )
+    # a single row is for every sample, unless the user has said that it is the batch
+    found = {size for index, size in sizes.items() if size != 1 or index in wanted}
+    if len(found) > 1:
+        shown = ", ".join(f"{call.names[index]} has {size}" for index, size in sizes.items())
         which = "dimension 0, or as batch_dims says" if wanted else "dimension 0"
         raise InputError(
             f"the inputs disagree about the batch size ({which}): {shown}; give tensors of one "
             "batch size, or of size 1 where every sample shares them, or say which dimension is "
             "the batch, as with batch_dims={'x': 1, 'table': None}"
         )
-    return sizes.pop() if sizes else 1
-
-
-def _sizes(leaves: Sequence[Any], wanted: Mapping[int, int | None]) -> list[tuple[int, int]]:
-    """Leaf → its batch size, of the tensors that have one."""
-    return [
-        (index, leaf.shape[dim])
-        for index, leaf in enumerate(leaves)
-        if isinstance(leaf, Tensor) and leaf.dim() and (dim := wanted.get(index, 0)) is not None
-    ]
+    return found.pop() if found else 1

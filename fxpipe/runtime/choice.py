@@ -16,7 +16,7 @@ from itertools import pairwise
 from queue import SimpleQueue
 from time import perf_counter
 from typing import Literal
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 from torch import fx
 
@@ -49,7 +49,8 @@ class Choice:
     Attributes:
         most: the greatest number of threads that any plan may need.
         changes: how often a choice was revised.
-        trials: the first stage's kernel of each plan that one thread runs for now, see ``took``.
+        trials: the first stage's kernel of each plan that one thread runs for now → seconds of an
+            operation in each run so far, see ``took``.
     """
 
     def __init__(self, devices: int, dispatch: Dispatch | None) -> None:
@@ -59,8 +60,7 @@ class Choice:
         # the kernel of the first stage identifies the plan
         self._threads: WeakKeyDictionary[Kernel, int] = WeakKeyDictionary()
         self.changes = 0
-        self.trials = WeakSet[Kernel]()
-        self._times: WeakKeyDictionary[Kernel, list[float]] = WeakKeyDictionary()
+        self.trials: WeakKeyDictionary[Kernel, list[float]] = WeakKeyDictionary()
 
     def threads(self, plan: Plan) -> int:
         """How many threads run the devices' lists: 1, or one for each device."""
@@ -70,7 +70,7 @@ class Choice:
         if kernel not in self._threads:
             self._threads[kernel] = self._choose(plan)
             if self._threads[kernel] == 1 and processors() > 1:
-                self.trials.add(kernel)
+                self.trials[kernel] = []
         return self._threads[kernel]
 
     def took(self, plan: Plan, seconds: float, microbatches: int, *, backward: bool) -> None:
@@ -90,11 +90,11 @@ class Choice:
         count = operations(plan, backward)
         if not count:
             return
-        times = self._times.setdefault(kernel, [])
+        times = self.trials[kernel]
         times.append(seconds / microbatches / count)
         if len(times) < RUNS:
             return
-        self.trials.discard(kernel)
+        del self.trials[kernel]
         if min(times) > CLEARLY * hand_over():
             self.changes += 1
             self._threads[kernel] = self.most

@@ -15,7 +15,7 @@ from operator import add
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
-import torch
+from torch import Tensor
 
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.plan import Stage
@@ -50,8 +50,8 @@ class Store:
 
     def __init__(self) -> None:
         self.values: dict[Buffer, Any] = {}
-        self.gradients: dict[tuple[int, int], list[torch.Tensor | None]] = {}
-        self.state: dict[str, torch.Tensor] = {}
+        self.gradients: dict[tuple[int, int], list[Tensor | None]] = {}
+        self.state: dict[str, Tensor] = {}
         self.kept: Counter[int] = Counter()
         self.peak: Counter[int] = Counter()
 
@@ -158,15 +158,13 @@ class Machine:
         """The kernel that runs a stage for a micro-batch."""
         return self.jobs[self.step + batch].kernels[microbatch][stage]
 
-    def weights_of(
-        self, stage: int, version: int
-    ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+    def weights_of(self, stage: int, version: int) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """A stage's parameters of a version, and its buffers as they were before the run."""
         if self.program.copies:
             return copies.weights(self, stage, version)
         return self.weights.parameters(stage, self.step + version), self.weights.buffers(stage)
 
-    def store_away(self, memories: list[torch.Tensor]) -> offload.Away:
+    def store_away(self, memories: list[Tensor]) -> offload.Away:
         """Begin to store memory outside of the device."""
         return offload.FileAway(self.device, memories)
 
@@ -234,8 +232,8 @@ def _recompute(machine: Machine, instruction: ins.Recompute) -> None:
 def _run_forward(
     machine: Machine,
     instruction: ins.Forward | ins.Recompute,
-    weights: Sequence[torch.Tensor],
-    buffers: Sequence[torch.Tensor],
+    weights: Sequence[Tensor],
+    buffers: Sequence[Tensor],
     given: Sequence[Any] = (),
 ) -> Forwarded:
     stage, i, batch = instruction.stage, instruction.microbatch, instruction.batch
@@ -267,7 +265,7 @@ def _partial_backward(machine: Machine, instruction: ins.PartialBackward) -> Non
         left += _output_gradients(machine, instruction)
     kernel, totals = machine.kernel(stage, i, batch), _totals(machine, instruction)
     store.values[buffer], sums = kernel.partial_backward(kind, bucket, left, totals)
-    complete: list[torch.Tensor | None] = [None] * len(sums)
+    complete: list[Tensor | None] = [None] * len(sums)
     for index in machine.stages[stage].buckets[bucket].parameters:
         complete[index], sums[index] = sums[index], None
     store.gradients[stage, batch] = sums
@@ -296,7 +294,7 @@ def _weight_grad(machine: Machine, instruction: ins.WeightGrad) -> None:
 
 def _totals(
     machine: Machine, instruction: ins.Backward | ins.PartialBackward | ins.WeightGrad
-) -> Sequence[torch.Tensor | None]:
+) -> Sequence[Tensor | None]:
     """The gradients summed over the batch's earlier micro-batches, see ``Weights.started``."""
     totals = machine.store.gradients.get((instruction.stage, instruction.batch))
     if totals is not None:
@@ -308,7 +306,7 @@ def _totals(
 
 def _output_gradients(
     machine: Machine, instruction: ins.Backward | ins.PartialBackward | ins.InputGrad
-) -> list[torch.Tensor]:
+) -> list[Tensor]:
     """The gradient of each of the stage's values that gets one, summed over its consumers."""
     key = instruction.stage, instruction.microbatch, instruction.batch
     groups, values = machine.program.operands[key].gradients, machine.store.values
@@ -316,7 +314,7 @@ def _output_gradients(
 
 
 def _give_back(
-    machine: Machine, instruction: ins.Backward | ins.InputGrad, gradients: Sequence[torch.Tensor]
+    machine: Machine, instruction: ins.Backward | ins.InputGrad, gradients: Sequence[Tensor]
 ) -> None:
     """The gradients of the stage's inputs, each to the edge that brought the input."""
     key = instruction.stage, instruction.microbatch, instruction.batch

@@ -150,7 +150,6 @@ class FileAway:
         self._done.result()
 
     def fetch(self) -> list[Tensor]:
-        """See Away.fetch."""
         memories = [torch.empty(size, dtype=torch.uint8) for size in self._sizes]
         stored = self._done
 

@@ -48,18 +48,14 @@ class OverlappingRun(Run[VersionedWeights]):
         whole = min(self._left.values()) - self._first >= self.program.depth
         return self.busy if whole else None
 
-    def step(
-        self, job: Job, arrived: Callable[[], None] = lambda: None, *, whole: bool = False
-    ) -> int:
-        """Start the next batch's step, and wait until the outputs of the one before are there.
+    def step(self, job: Job, arrived: Callable[[], None], *, whole: bool) -> None:
+        """Start the step of batch ``count``, and wait until the outputs of the one before are
+        there.
 
         Args:
             job: the batch.
             arrived: called when the caller waits and the batch's outputs are there.
             whole: whether to wait for the outputs of this batch, too.
-
-        Returns:
-            The batch's number, for ``wait_for``.
 
         Raises:
             ExecutionError: an instruction of this batch or of an earlier one raised; the message
@@ -87,7 +83,6 @@ class OverlappingRun(Run[VersionedWeights]):
             self._together(signals, lambda: self._group.settle(None))
             if signals.held is not None:
                 signals.held.add_note("interrupted after the step, whose batch counts")
-        return batch
 
     def wait_for(self, batch: int) -> None:
         """Wait until the outputs of a batch are there. Raises like ``step``."""

@@ -9,48 +9,33 @@ from torch import Tensor
 
 from fxpipe.errors import InputError
 from fxpipe.ir import instruction as ins
-from fxpipe.ir.task import KINDS, TaskContext, TaskKind
+from fxpipe.ir.task import KINDS, TaskContext
 
 if TYPE_CHECKING:
     from fxpipe.runtime.interpreter import Machine
 
 
 def run(machine: Machine, instruction: ins.Run) -> None:
-    stage, batch = instruction.stage, instruction.batch
-    names = [argument.target for argument in machine.stages[stage].parameters]
-    parameters = machine.weights.parameters(stage, machine.step + instruction.version)
-    sums = machine.store.gradients.get((stage, batch)) or [None] * len(names)
-    run_task(
-        KINDS[instruction.kind],
-        stage,
-        instruction.microbatch,
-        dict(zip(names, parameters, strict=True)),
-        {name: g for name, g in zip(names, sums, strict=True) if g is not None},
-    )
-
-
-def run_task(
-    kind: TaskKind,
-    stage: int,
-    microbatch: int | None,
-    parameters: Mapping[str, Tensor],
-    gradients: Mapping[str, Tensor],
-) -> None:
     """Call a task's function, with copies of what it may not change.
 
     Parameters, and the sums of gradients where there are some yet, are those of the stage, by their
-    names in the model. There is no micro-batch for a task that runs once per step.
+    names in the model.
 
     Raises:
         InputError: the function changed a tensor in place that it does not declare to write.
     """
+    kind, stage = KINDS[instruction.kind], instruction.stage
     assert kind.run is not None
+    names = [argument.target for argument in machine.stages[stage].parameters]
+    parameters = machine.weights.parameters(stage, machine.step + instruction.version)
+    sums = machine.store.gradients.get((stage, instruction.batch)) or [None] * len(names)
     given: dict[str, Mapping[str, Tensor]] = {}
     kept: list[tuple[str, Tensor, int, Tensor]] = []
-    for word, told, tensors in (
+    for word, told, values in (
         ("parameters", "the parameter", parameters),
-        ("gradients", "the gradient of", gradients),
+        ("gradients", "the gradient of", sums),
     ):
+        tensors = {name: x for name, x in zip(names, values, strict=True) if x is not None}
         given[word] = tensors if word in kind.reads else {}
         if word not in kind.writes:
             given[word] = {name: t.detach().clone() for name, t in given[word].items()}
@@ -58,7 +43,7 @@ def run_task(
                 (f"{told} {name!r}", tensor, tensor._version, given[word].get(name, tensor))
                 for name, tensor in tensors.items()
             ]
-    kind.run(TaskContext(stage, microbatch, **given))
+    kind.run(TaskContext(stage, instruction.microbatch, **given))
     changed = [
         name
         for name, tensor, version, copy in kept

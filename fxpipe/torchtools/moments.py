@@ -32,9 +32,6 @@ class DeferredNorm:
 def gather(before: Tensor, x: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
     """Add a micro-batch to the moments of those before it.
 
-    The variance of the whole batch depends on the means of the micro-batches as well as on their
-    variances. The pairwise update of Chan, Golub and LeVeque (1979) subtracts no large numbers.
-
     Args:
         before: (3, channels): the count of values so far, their mean, the sum of their squared
             deviations.
@@ -43,33 +40,32 @@ def gather(before: Tensor, x: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
         variance: (channels): of the micro-batch, unbiased.
     """
     more = x.numel() / x.shape[1]
-    count, old, squares = before.unbind()
-    total = count + more
-    difference = mean - old
-    return torch.stack(
-        (
-            total,
-            old + difference * (more / total),
-            squares + variance * (more - 1) + difference.square() * (count * more / total),
-        )
-    )
+    return _merged(before, more, mean, variance * (more - 1))
 
 
 def merged(parts: Sequence[Tensor]) -> Tensor:
     """The moments of all that several tensors of moments were gathered from, in their order."""
-    found = parts[0]
-    for part in parts[1:]:
-        count, old, squares = found.unbind()
-        more, mean, more_squares = part.unbind()
-        total, difference = count + more, mean - old
-        found = torch.stack(
-            (
-                total,
-                old + difference * (more / total),
-                squares + more_squares + difference.square() * (count * more / total),
-            )
-        )
+    found, *others = parts
+    for part in others:
+        found = _merged(found, *part.unbind())
     return found
+
+
+def _merged(before: Tensor, more: float | Tensor, mean: Tensor, more_squares: Tensor) -> Tensor:
+    """Moments with those of ``more`` values, by the pairwise update of Chan, Golub and LeVeque
+    (1979), which subtracts no large numbers.
+
+    The variance of all depends on the means of both as well as on their variances.
+    """
+    count, old, squares = before.unbind()
+    total, difference = count + more, mean - old
+    return torch.stack(
+        (
+            total,
+            old + difference * (more / total),
+            squares + more_squares + difference.square() * (count * more / total),
+        )
+    )
 
 
 def measured(x: Tensor) -> tuple[Tensor, Tensor]:

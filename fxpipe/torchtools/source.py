@@ -68,14 +68,8 @@ def credit(graph: fx.Graph, function: Callable[..., Any]) -> None:
 
 def of_exception(error: BaseException) -> str:
     """The innermost line of the user's own code in an exception's traceback, or ""."""
-    return of_traceback(error.__traceback__)
-
-
-def of_traceback(tb: TracebackType | None) -> str:
-    """The innermost line of the user's own code in a traceback, or ""."""
-    return _innermost(
-        [(frame.filename, frame.lineno or 0, frame.name) for frame in traceback.extract_tb(tb)]
-    )
+    frames = traceback.extract_tb(error.__traceback__)
+    return _innermost([(frame.filename, frame.lineno or 0, frame.name) for frame in frames])
 
 
 def _innermost(frames: list[tuple[str, int, str]]) -> str:

@@ -8,9 +8,9 @@ comes later on that stream, and no block is held back by ``record_stream``.
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from time import perf_counter_ns
 from typing import Any
 
@@ -68,11 +68,9 @@ class CudaLanes:
             yield
 
     def wait(self, stream: str, mark: torch.cuda.Event) -> None:
-        """See Lanes.wait."""
         self.stream(stream).wait_event(mark)
 
     def mark(self, stream: str) -> torch.cuda.Event:
-        """See Lanes.mark."""
         event = torch.cuda.Event()
         event.record(self.stream(stream))
         return event
@@ -87,7 +85,6 @@ class CudaLanes:
         return pinned.copy_(value, non_blocking=True)
 
     def room(self, spec: ValueSpec) -> Tensor:
-        """See Lanes.room."""
         with torch.cuda.stream(self.stream(COMPUTE)):
             return room(spec, self.device)
 
@@ -111,11 +108,9 @@ class CudaLanes:
                 self._reading = None
 
     def reached(self, mark: torch.cuda.Event) -> bool:
-        """See Lanes.reached."""
         return bool(mark.query())
 
     def moment(self, stream: str) -> torch.cuda.Event:
-        """See Lanes.moment."""
         event = torch.cuda.Event(enable_timing=True)
         event.record(self.stream(stream))
         return event
@@ -182,17 +177,10 @@ class CudaLanes:
             return made.copy_(staged, non_blocking=True)
 
 
+@cache
 def reaches(device: torch.device, other: torch.device) -> bool:
     """Whether a device can read another's memory."""
-    key = device.index or 0, other.index or 0
-    with _reach_lock:
-        if key not in _reach:
-            _reach[key] = torch.cuda.can_device_access_peer(*key)
-        return _reach[key]
-
-
-_reach: dict[tuple[int, int], bool] = {}
-_reach_lock = threading.Lock()
+    return torch.cuda.can_device_access_peer(device.index or 0, other.index or 0)
 
 
 def is_late(error: BaseException) -> bool:

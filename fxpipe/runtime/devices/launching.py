@@ -73,15 +73,13 @@ class _Stream:
     Attributes:
         done: the last instruction that is known to be done, or None.
         open: the instructions that were launched after that one.
-        marked: the marks that are not reached yet, each with how many launches come before it.
-        passed: how many of the stream's launches are known to be done.
+        marked: the marks that are not reached yet, each with the last instruction before it.
     """
 
     def __init__(self) -> None:
         self.done: Given | None = None
         self.open: deque[Given] = deque()
-        self.marked: deque[tuple[Any, int]] = deque()
-        self.passed = 0
+        self.marked: deque[tuple[Any, Given]] = deque()
 
 
 class Trail:
@@ -108,9 +106,9 @@ class Trail:
     def mark(self, stream: str, mark: Any) -> None:
         """Note a mark after everything that was launched on a stream so far."""
         with self._lock:
-            if stream in self._streams:
-                own = self._streams[stream]
-                own.marked.append((mark, own.passed + len(own.open)))
+            own = self._streams.get(stream)
+            if own is not None and own.open:
+                own.marked.append((mark, own.open[-1]))
 
     def look(self, stream: str, reached: Callable[[Any], bool]) -> None:
         """Find out which marks a stream has reached; ``reached`` raises an error that the device
@@ -118,10 +116,9 @@ class Trail:
         with self._lock:
             own = self._streams.get(stream)
             while own is not None and own.marked and reached(own.marked[0][0]):
-                _, count = own.marked.popleft()
-                while own.passed < count:
+                _, last = own.marked.popleft()
+                while own.done is not last:
                     own.done = own.open.popleft()
-                    own.passed += 1
 
     def unfinished(self, reached: Callable[[Any], bool]) -> list[Unfinished]:
         """The streams that may not have finished all their instructions; ``reached`` may raise
@@ -195,7 +192,6 @@ class HostAway:
         """See Away.wait: the stream has waited for an event."""
 
     def fetch(self) -> list[Tensor]:
-        """See Away.fetch."""
         fetched = [self._lanes.bring(PREFETCH, each) for each in self._stored]
         self._stored.clear()
         return fetched
@@ -238,14 +234,12 @@ class LaunchingMachine(Machine):
 
     Attributes:
         lanes: the device's streams.
-        events: the events of all devices.
         trail: what was launched on the device, and what of it is done.
         first: the first step of the run. Events of earlier steps are past and are not waited for.
     """
 
     lanes: Lanes
     channels: LaunchingChannels
-    events: Events
     trail: Trail
     first: int = 0
 
@@ -269,7 +263,7 @@ class LaunchingMachine(Machine):
             raise Stopped
         for event in launch.waits:
             at = event._replace(batch=self.step + event.batch)
-            if at.batch >= self.first and (mark := self.events.find(at)) is not None:
+            if at.batch >= self.first and (mark := self.channels.events.find(at)) is not None:
                 self.lanes.wait(launch.stream, mark)
         if not self.program.depth or self.step + ins.batch_of(instruction) in self.batches:
             self.trail.give(launch.stream, Given(self.position, instruction, self.step))
@@ -280,7 +274,7 @@ class LaunchingMachine(Machine):
                 self.times.append(self.lanes.moment(launch.stream))
         if launch.record is not None:
             event = launch.record._replace(batch=self.step + launch.record.batch)
-            self.events.record(event, self._mark(launch.stream))
+            self.channels.events.record(event, self._mark(launch.stream))
         last = self.position + 1 == len(self.program.lists[self.device])
         if last or type(instruction) is ins.Pause:
             streams = sorted({launch.stream for launch in self.program.launches[self.device]})
@@ -352,7 +346,6 @@ class Launcher(Backend):
             weights=weights,
             step=first,
             lanes=self._lanes[device],
-            events=channels.events,
             trail=self._trails[device],
             first=first,
         )

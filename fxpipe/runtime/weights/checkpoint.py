@@ -82,7 +82,7 @@ class Checkpoint:
         if self.optimizer is None:
             return None
         found = {
-            name: replace(each, state={k: v for k, v in each.state.items() if _is_part(v)})
+            name: replace(each, state={k: v for k, v in each.state.items() if isinstance(v, Parts)})
             for name, each in self.optimizer.parameters.items()
         }
         return replace(self.optimizer, parameters={k: v for k, v in found.items() if v.state})
@@ -120,15 +120,11 @@ def _whole(optimizer: OptimizerState) -> OptimizerState:
     """The same with whole tensors for their parts."""
     parameters = {
         name: replace(
-            each, state={k: v.whole() if _is_part(v) else v for k, v in each.state.items()}
+            each, state={k: v.whole() if isinstance(v, Parts) else v for k, v in each.state.items()}
         )
         for name, each in optimizer.parameters.items()
     }
     return replace(optimizer, parameters=parameters)
-
-
-def _is_part(value: Any) -> bool:
-    return isinstance(value, Parts)
 
 
 def _joined(one: Any, other: Any) -> Any:

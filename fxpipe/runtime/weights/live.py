@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from fxpipe.ir.plan import Stage
@@ -34,7 +35,7 @@ class OptimizerSnapshot:
     dtypes of the parameters.
     """
 
-    def __init__(self, optimizer: Optimizer, parameters: Sequence[torch.Tensor] = ()) -> None:
+    def __init__(self, optimizer: Optimizer, parameters: Sequence[Tensor] = ()) -> None:
         self._parameters, self._values = parameters, clones(parameters)
         self._optimizer = optimizer
         states = all_copied([*optimizer.state.values()])
@@ -58,15 +59,35 @@ class OptimizerSnapshot:
 def attributes(optimizer: Optimizer) -> dict[str, Any]:
     """A copy of an optimizer's plain attributes, such as a counter of its own."""
     return {
-        name: value.detach().clone() if isinstance(value, torch.Tensor) else value
+        name: unshared(value)
         for name, value in vars(optimizer).items()
-        if value is None or isinstance(value, bool | int | float | complex | str | torch.Tensor)
+        if value is None or isinstance(value, bool | int | float | complex | str | Tensor)
     }
 
 
 def settings(group: Mapping[str, Any]) -> dict[str, Any]:
     """A parameter group without its parameters."""
     return {key: value for key, value in group.items() if key not in _PARAMETERS}
+
+
+def unshared(value: Any) -> Any:
+    """A setting that nobody else changes in place: a copy where it is a tensor, as a learning rate
+    may be."""
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+Mark = tuple[Any, int]
+"""A setting, and how often it was changed in place."""
+
+
+def mark(value: Any) -> Mark:
+    """What ``differs`` compares with later."""
+    return value, value._version if isinstance(value, Tensor) else 0
+
+
+def differs(before: Mark, value: Any) -> bool:
+    """Whether a setting was replaced, or changed in place."""
+    return before[0] is not value or before[1] != mark(value)[1]
 
 
 def copied(values: Any) -> Any:
@@ -80,7 +101,7 @@ def all_copied(states: Sequence[Any]) -> list[Any]:
     tensors: list[tuple[dict[Any, Any], Any]] = []
     for state in made:
         for key, value in state.items() if isinstance(state, dict) else ():
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, Tensor):
                 tensors.append((state, key))
             else:
                 state[key] = copy.deepcopy(value)
@@ -90,12 +111,12 @@ def all_copied(states: Sequence[Any]) -> list[Any]:
     return made
 
 
-def clones(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def clones(tensors: Sequence[Tensor]) -> list[Tensor]:
     """A detached clone of each; on a device those of one dtype take one launch together."""
     made = [tensor.detach() for tensor in tensors]
     alike: dict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
     for index, tensor in enumerate(made):
-        if type(tensor) is torch.Tensor and tensor.layout is torch.strided:
+        if type(tensor) is Tensor and tensor.layout is torch.strided:
             alike[tensor.device, tensor.dtype].append(index)
         else:
             made[index] = tensor.clone()
@@ -113,9 +134,9 @@ class Weights:
 
     def __init__(self) -> None:
         """No plan is bound yet, see ``bind``."""
-        self._state: Mapping[str, torch.Tensor] = {}
+        self._state: Mapping[str, Tensor] = {}
         self._names: list[list[str]] = []
-        self._buffers: list[list[torch.Tensor]] = []
+        self._buffers: list[list[Tensor]] = []
         self._deferred: Sequence[DeferredNorm] = ()
         self._lock = threading.Condition()
         self._stopped = False
@@ -124,7 +145,7 @@ class Weights:
     def bind(
         self,
         stages: Sequence[Stage],
-        state: Mapping[str, torch.Tensor],
+        state: Mapping[str, Tensor],
         deferred: Sequence[DeferredNorm] = (),
     ) -> None:
         """Look up a plan's tensors, by their names in the model. The statistics of deferred
@@ -137,7 +158,7 @@ class Weights:
         first = dict(zip(written, clones([state[n] for n in written]), strict=True))
         self._buffers = [[first.get(a.target, state[a.target]) for a in s.buffers] for s in stages]
 
-    def parameters(self, stage: int, version: int) -> Sequence[torch.Tensor]:
+    def parameters(self, stage: int, version: int) -> Sequence[Tensor]:
         """A stage's parameters of a version."""
         raise NotImplementedError
 
@@ -146,7 +167,7 @@ class Weights:
         """Whether BatchNorm statistics are updated only at the end of a batch's forwards."""
         return bool(self._deferred)
 
-    def pooled(self, written: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    def pooled(self, written: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
         """What all replicas together have written: name → value, of replica → name → the newest
         one. The moments of BatchNorms are those of all replicas, and every other buffer is that of
         the first one."""
@@ -154,23 +175,23 @@ class Weights:
         merged = {name: moments.merged([own[name] for own in written]) for name in names}
         return written[0] | merged
 
-    def buffers(self, stage: int) -> Sequence[torch.Tensor]:
+    def buffers(self, stage: int) -> Sequence[Tensor]:
         """A stage's buffers as they were before the run."""
         return self._buffers[stage]
 
-    def gradients(self, stage: int) -> Sequence[torch.Tensor | None]:
+    def gradients(self, stage: int) -> Sequence[Tensor | None]:
         """The initial values of the sums of a stage's gradients; None for 0."""
         return [None] * len(self._names[stage])
 
-    def started(self, stage: int) -> list[torch.Tensor | None]:
+    def started(self, stage: int) -> list[Tensor | None]:
         """The same as copies, to add to in place."""
         before = self.gradients(stage)
         copies = iter(clones([gradient for gradient in before if gradient is not None]))
         return [None if gradient is None else next(copies) for gradient in before]
 
     def update(
-        self, stage: int, reads: int, writes: int, gradients: Sequence[torch.Tensor | None]
-    ) -> list[torch.Tensor]:
+        self, stage: int, reads: int, writes: int, gradients: Sequence[Tensor | None]
+    ) -> list[Tensor]:
         """Update a stage with a batch's gradients, from version ``reads`` to version ``writes``.
 
         ``.grad`` is left as it was.
@@ -180,7 +201,7 @@ class Weights:
         """
         raise NotImplementedError
 
-    def gather(self, stage: int, version: int, parts: Sequence[Sequence[torch.Tensor]]) -> None:
+    def gather(self, stage: int, version: int, parts: Sequence[Sequence[Tensor]]) -> None:
         """Take a stage's new version from the parts that the updates of all replicas have made."""
         raise NotImplementedError
 
@@ -207,14 +228,14 @@ class Weights:
                 self._lock.notify_all()
 
 
-def joined(like: torch.Tensor, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+def joined(like: Tensor, parts: Sequence[Tensor]) -> Tensor:
     """A tensor like a parameter from its flat parts in the replicas, in their order."""
     made = torch.empty_like(like, requires_grad=False)
     fill(made, parts)
     return made
 
 
-def fill(target: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+def fill(target: Tensor, parts: Sequence[Tensor]) -> None:
     """Write a tensor from its flat parts in the replicas, in their order."""
     if target.is_contiguous():
         torch.cat(list(parts), out=target.view(-1))
@@ -236,7 +257,7 @@ class LiveWeights(Weights):
     def __init__(
         self,
         stages: Sequence[Stage],
-        state: Mapping[str, torch.Tensor],
+        state: Mapping[str, Tensor],
         optimizers: Sequence[Optimizer | None],
         *,
         onto_grad: bool,
@@ -262,16 +283,14 @@ class LiveWeights(Weights):
         self._onto_grad = onto_grad
         self._before: list[OptimizerSnapshot] = []
         self._shards = shards
-        self._gathered: dict[int, list[torch.Tensor]] = {}
+        self._gathered: dict[int, list[Tensor]] = {}
 
     @property
-    def by_name(self) -> dict[str, torch.Tensor]:
+    def by_name(self) -> dict[str, Tensor]:
         """Name in the model → parameter, of all stages."""
         return {name: self._state[name] for names in self._names for name in names}
 
-    def named(
-        self, gradients: Mapping[int, Sequence[torch.Tensor | None]]
-    ) -> dict[str, torch.Tensor]:
+    def named(self, gradients: Mapping[int, Sequence[Tensor | None]]) -> dict[str, Tensor]:
         """Name in the model → gradient, where there is one."""
         return {
             name: total
@@ -280,18 +299,18 @@ class LiveWeights(Weights):
             if total is not None
         }
 
-    def parameters(self, stage: int, version: int) -> Sequence[torch.Tensor]:
+    def parameters(self, stage: int, version: int) -> Sequence[Tensor]:
         return self._gathered.get(stage) or self._parameters[stage]
 
-    def gradients(self, stage: int) -> Sequence[torch.Tensor | None]:
+    def gradients(self, stage: int) -> Sequence[Tensor | None]:
         """See Weights.gradients: ``.grad`` where the step adds to it, as torch does."""
         if not self._onto_grad:
             return super().gradients(stage)
         return [parameter.grad for parameter in self._parameters[stage]]
 
     def update(
-        self, stage: int, reads: int, writes: int, gradients: Sequence[torch.Tensor | None]
-    ) -> list[torch.Tensor]:
+        self, stage: int, reads: int, writes: int, gradients: Sequence[Tensor | None]
+    ) -> list[Tensor]:
         """See Weights.update. Parts are copies; the parameters change at the ``commit``."""
         optimizer = self._optimizers[stage]
         if optimizer is None or not gradients:
@@ -315,7 +334,7 @@ class LiveWeights(Weights):
                     parameter.grad = gradient
         return [] if shards is None else shards.trained(parameters)
 
-    def gather(self, stage: int, version: int, parts: Sequence[Sequence[torch.Tensor]]) -> None:
+    def gather(self, stage: int, version: int, parts: Sequence[Sequence[Tensor]]) -> None:
         pieces = zip(*parts, strict=True)
         self._gathered[stage] = [
             joined(parameter, next(pieces)) if parameter.requires_grad else parameter
@@ -339,8 +358,8 @@ class LiveWeights(Weights):
 
     def commit(
         self,
-        state: Mapping[str, torch.Tensor],
-        gradients: Mapping[int, Sequence[torch.Tensor | None]],
+        state: Mapping[str, Tensor],
+        gradients: Mapping[int, Sequence[Tensor | None]],
     ) -> None:
         """Write the results of a run to the model.
 

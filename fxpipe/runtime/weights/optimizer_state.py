@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import reprlib
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fxpipe.errors import CheckpointError, told
-from fxpipe.runtime.weights.live import copied, settings
+from fxpipe.runtime.weights.live import copied, settings, unshared
 from fxpipe.torchtools.pytrees import pieces
 
 
@@ -103,11 +103,8 @@ def alone(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> Any:
 
 
 def frozen(group: dict[str, Any]) -> dict[str, Any]:
-    """The same as a copy: a learning rate may be a tensor, which can be changed in place."""
-    return {
-        key: value.detach().clone() if isinstance(value, Tensor) else value
-        for key, value in settings(group).items()
-    }
+    """A group's settings, none of which anybody else changes in place."""
+    return {key: unshared(value) for key, value in settings(group).items()}
 
 
 Optimizers = Sequence[Optimizer | None]
@@ -159,8 +156,8 @@ def check(saved: OptimizerState, optimizers: Optimizers, names: Names) -> None:
             for parameter in group["params"]:
                 _check_kind(saved, optimizer, names[parameter])
                 own = saved.parameters[names[parameter]]
-                trial = _Trial(optimizer, index, parameter, names[parameter])
-                trial.check(saved.groups[own.group].settings, own.state)
+                tried = saved.groups[own.group].settings
+                _check_step(optimizer, index, parameter, names[parameter], tried, own.state)
             _settings(saved, type(optimizer).__qualname__, index, group, names)
     missing = next((name for name in saved.parameters if name not in held), None)
     if missing is not None:
@@ -185,67 +182,60 @@ def _check_kind(saved: OptimizerState, optimizer: Optimizer, name: str) -> None:
         )
 
 
-class _Trial:
-    """Tries an optimizer's step on a copy of the optimizer, with one parameter of zero gradient."""
+def _check_step(
+    optimizer: Optimizer,
+    index: int,
+    parameter: Tensor,
+    name: str,
+    saved: Mapping[str, Any],
+    state: Mapping[Any, Any],
+) -> None:
+    """Check that an optimizer can step over a parameter of one of its groups with saved settings
+    and a saved state. It is tried on a copy, with a gradient of zeros."""
+    kind, group = type(optimizer).__qualname__, optimizer.param_groups[index]
 
-    def __init__(self, optimizer: Optimizer, index: int, parameter: Tensor, name: str) -> None:
-        self._optimizer = optimizer
-        self._index = index
-        self._parameter = parameter
-        self._name = name
-
-    def check(self, saved: Mapping[str, Any], state: Mapping[Any, Any]) -> None:
-        """Check that the optimizer can step with these settings and this state.
-
-        Raises:
-            CheckpointError: it cannot, or it makes a state of another kind.
-        """
-        kind, group = type(self._optimizer).__qualname__, self._optimizer.param_groups[self._index]
-        for key, value in saved.items():
-            if key == "params" or not _alike(group.get(key), value):
-                raise CheckpointError(
-                    f"the checkpoint's {key!r} for {self._name!r} is {reprlib.repr(value)}, which "
-                    f"{kind} does not take"
-                )
-        if not self._parameter.requires_grad:
-            return
-        made, error = self._step(saved, {})
-        if error is not None:  # some optimizers make their state in their constructor
-            first = self._optimizer.state.get(self._parameter, {})
-            made, error = self._step(saved, copied(first))
-            if error is not None and self._step(settings(group), copied(first))[1] is not None:
-                return  # it cannot step over one parameter alone, so nothing can be checked
-        for key, value in made.items() if state else ():
-            if key not in state or not _alike(value, state[key], exactly=True):
-                found = _told(state[key]) if key in state else "missing"
-                raise CheckpointError(
-                    f"{key!r}, which {kind} keeps for {self._name!r}, is {found} in the "
-                    f"checkpoint, and {_told(value)} here"
-                )
-        if error is None and state:
-            error = self._step(saved, placed(state, self._parameter, saved))[1]
-        if error is not None:
-            raise CheckpointError(
-                f"{kind} cannot go on with what the checkpoint has for {self._name!r} "
-                f"({told(error)})"
-            ) from error
-
-    def _step(
-        self, values: Mapping[str, Any], state: dict[Any, Any]
-    ) -> tuple[dict[Any, Any], Exception | None]:
+    def step(values: Mapping[str, Any], state: Any) -> tuple[dict[Any, Any], Exception | None]:
         """The optimizer state after a step, and the exception of the step, if any."""
-        parameter = nn.Parameter(torch.zeros_like(self._parameter))
-        parameter.grad = torch.zeros_like(parameter)
-        groups = [{**group, "params": []} for group in self._optimizer.param_groups]
-        groups[self._index] |= {**copied(values), "params": [parameter]}
-        stepped = alone(self._optimizer, groups)
+        tried = nn.Parameter(torch.zeros_like(parameter))
+        tried.grad = torch.zeros_like(tried)
+        groups = [{**each, "params": []} for each in optimizer.param_groups]
+        groups[index] |= {**copied(values), "params": [tried]}
+        stepped = alone(optimizer, groups)
         if state:
-            stepped.state[parameter] = state
+            stepped.state[tried] = state
         try:
-            type(self._optimizer).step(stepped)
+            type(optimizer).step(stepped)
         except Exception as error:
             return {}, error
-        return dict(stepped.state[parameter]), None
+        return dict(stepped.state[tried]), None
+
+    for key, value in saved.items():
+        if key == "params" or not _alike(group.get(key), value):
+            raise CheckpointError(
+                f"the checkpoint's {key!r} for {name!r} is {reprlib.repr(value)}, which {kind} "
+                "does not take"
+            )
+    if not parameter.requires_grad:
+        return
+    made, error = step(saved, {})
+    if error is not None:  # some optimizers make their state in their constructor
+        first = optimizer.state.get(parameter, {})
+        made, error = step(saved, copied(first))
+        if error is not None and step(settings(group), copied(first))[1] is not None:
+            return  # it cannot step over one parameter alone, so nothing can be checked
+    for key, value in made.items() if state else ():
+        if key not in state or not _alike(value, state[key], exactly=True):
+            found = _told(state[key]) if key in state else "missing"
+            raise CheckpointError(
+                f"{key!r}, which {kind} keeps for {name!r}, is {found} in the checkpoint, and "
+                f"{_told(value)} here"
+            )
+    if error is None and state:
+        error = step(saved, placed(state, parameter, saved))[1]
+    if error is not None:
+        raise CheckpointError(
+            f"{kind} cannot go on with what the checkpoint has for {name!r} ({told(error)})"
+        ) from error
 
 
 def _cuda(names: Names) -> list[torch.device]:
@@ -287,34 +277,28 @@ def _told(value: Any) -> str:
     return described(value) if isinstance(value, Tensor) else reprlib.repr(value)
 
 
-class Restoring:
-    """Loads a saved state into optimizers: the constructor checks it, ``put`` loads it."""
+def loading(saved: OptimizerState, optimizers: Optimizers, names: Names) -> Callable[[], None]:
+    """Check that a saved state fits optimizers; see ``check``. Returns a function that loads it."""
+    check(saved, optimizers, names)
+    found = [
+        (optimizer, group, _settings(saved, type(optimizer).__qualname__, index, group, names))
+        for optimizer, index, group in _groups(optimizers)
+    ]
+    states = [
+        (optimizer, parameter, placed(saved.parameters[names[parameter]].state, parameter, values))
+        for optimizer, group, values in found
+        for parameter in group["params"]
+    ]
 
-    def __init__(self, saved: OptimizerState, optimizers: Optimizers, names: Names) -> None:
-        """Check that the state fits; see ``check``."""
-        check(saved, optimizers, names)
-        self._groups = [
-            (group, _settings(saved, type(optimizer).__qualname__, index, group, names))
-            for optimizer, index, group in _groups(optimizers)
-        ]
-        self._states = [
-            (optimizer, p, placed(saved.parameters[names[p]].state, p, settings))
-            for (optimizer, _, group), (_, settings) in zip(
-                _groups(optimizers), self._groups, strict=True
-            )
-            for p in group["params"]
-        ]
-        self._optimizers = [optimizer for optimizer in optimizers if optimizer is not None]
-
-    def put(self) -> None:
-        """Load the state into the optimizers."""
-        for optimizer in self._optimizers:
+    def load() -> None:
+        for optimizer, group, values in found:
             optimizer.state.clear()
-        for optimizer, parameter, state in self._states:
+            group.update(values)
+        for optimizer, parameter, state in states:
             if state:
                 optimizer.state[parameter] = state
-        for group, values in self._groups:
-            group.update(values)
+
+    return load
 
 
 def _groups(optimizers: Optimizers) -> Iterator[tuple[Optimizer, int, dict[str, Any]]]:
@@ -332,7 +316,7 @@ def _settings(
     held = [names[parameter] for parameter in group["params"]]
     if not held:
         like = (g.settings for g in saved.groups if (g.kind, g.index) == (kind, index))
-        return {**copied(next(like, {}))}
+        return dict(copied(next(like, {})))
     first = saved.groups[saved.parameters[held[0]].group]
     for name in held[1:]:
         other = saved.groups[saved.parameters[name].group]
@@ -343,7 +327,7 @@ def _settings(
                 f"{key!r} in the checkpoint; let the optimizer function part them as then, or, if "
                 "it goes by the stage, call prepare() before restore()"
             )
-    return {**copied(first.settings)}
+    return dict(copied(first.settings))
 
 
 def _same(one: GroupState, other: GroupState) -> bool:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from fxpipe.errors import CheckpointError, InputError
 from fxpipe.ir.plan import Plan
 from fxpipe.runtime.weights.optimizer import GivenOptimizer
-from fxpipe.runtime.weights.optimizer_state import OptimizerState, Restoring, check, take
+from fxpipe.runtime.weights.optimizer_state import OptimizerState, check, loading, take
 from fxpipe.runtime.weights.sharding import Shards, refuse_others
 from fxpipe.runtime.weights.whole import WholeOptimizer
 
@@ -31,7 +31,7 @@ class StageOptimizers:
         given: GivenOptimizer,
         owns: Callable[[int], bool],
         flush: Callable[[], None],
-        shard: tuple[int, int] | None = None,
+        shard: tuple[int, int] | None,
     ) -> None:
         """No stage is known yet.
 
@@ -50,7 +50,9 @@ class StageOptimizers:
         self._flush = flush
         self._shard = shard
         self.shards: WeakKeyDictionary[Optimizer, Shards] = WeakKeyDictionary()
-        self.whole = None if given.whole is None else self._over_all(given.whole)
+        self.whole = (
+            None if given.whole is None else WholeOptimizer(given.whole, flush, self.shards)
+        )
         self._others: set[str] = set()
         self._saved: OptimizerState | None = None  # of a checkpoint, until a plan is known
 
@@ -68,7 +70,7 @@ class StageOptimizers:
         """
         made = self._make(plan)
         if self._saved is not None and self._saved.parameters:
-            self._checked(self._saved, made).put()
+            self._loading(self._saved, made)()
         self.made, self._saved = made, None
         if self.whole is not None:
             self.whole.link(made, theirs=False)
@@ -86,7 +88,7 @@ class StageOptimizers:
             self.whole.gather()
             return self.whole.optimizer
         self._flush()
-        whole = self._over_all(self._given.of_all())
+        whole = WholeOptimizer(self._given.of_all(), self._flush, self.shards)
         if self.made is not None:
             whole.link(self.made, theirs=True)
         self._given.whole, self.whole = whole.optimizer, whole
@@ -128,10 +130,10 @@ class StageOptimizers:
         if optimizers is None and plan is not None:
             optimizers = self._make(plan)
         if optimizers is not None and saved.parameters:
-            restoring = self._checked(saved, optimizers)
+            load = self._loading(saved, optimizers)
 
             def put() -> None:
-                restoring.put()
+                load()
                 self.made, self._saved = optimizers, None
                 if self.whole is not None:
                     self.whole.link(optimizers, theirs=True)
@@ -160,10 +162,10 @@ class StageOptimizers:
             wanted |= {names[p] for group in optimizer.param_groups for p in group["params"]}
         # as if one stage had all of them
         sample = self._given.of({name: p for p, name in names.items() if name in wanted})
-        restoring = Restoring(saved, [sample], names)
+        load = loading(saved, [sample], names)
 
         def put() -> None:
-            restoring.put()
+            load()
             whole.link([sample], theirs=True)
             self._saved = None
             if self.made is not None:
@@ -187,18 +189,17 @@ class StageOptimizers:
                 self.shards[optimizer] = Shards(optimizer, [*parameters.values()], *self._shard)
         return made
 
-    def _over_all(self, optimizer: Optimizer) -> WholeOptimizer:
-        return WholeOptimizer(optimizer, self._flush, None if self._shard is None else self.shards)
-
-    def _checked(self, saved: OptimizerState, optimizers: Sequence[Optimizer | None]) -> Restoring:
-        """Loads a state into the optimizers of stages, which may train parts of parameters."""
+    def _loading(
+        self, saved: OptimizerState, optimizers: Sequence[Optimizer | None]
+    ) -> Callable[[], None]:
+        """The same as ``loading`` for the optimizers of stages, which may train parts."""
         names, saved = self._names(), self._without_others(saved)
         made = filter(None, optimizers)
         parts = [self.shards[each] for each in made if each in self.shards]
         for own in parts:
             own.follow()  # the parameters may have got their memory since
             saved = own.cut_out(saved, names)
-        return Restoring(saved, optimizers, {**names, **_named(parts, names)})
+        return loading(saved, optimizers, {**names, **_named(parts, names)})
 
     def _without_others(self, saved: OptimizerState) -> OptimizerState:
         """A state without the parameters that other processes train."""

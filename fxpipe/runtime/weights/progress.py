@@ -15,7 +15,6 @@ from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.traced import Traced
 from fxpipe.runtime.weights.checkpoint import Checkpoint
 from fxpipe.runtime.weights.clipping import Clipping
-from fxpipe.runtime.weights.optimizer import GivenOptimizer
 from fxpipe.runtime.weights.optimizer_state import OptimizerState, described
 from fxpipe.runtime.weights.optimizers import StageOptimizers
 from fxpipe.runtime.weights.sharding import Shards
@@ -37,31 +36,26 @@ class Progress:
     def __init__(
         self,
         model: nn.Module,
-        given: GivenOptimizer | None,
+        stages: StageOptimizers | None,
         clipping: Clipping | None,
-        generators: Callable[[], Mapping[str, torch.Generator]] = dict,
-        owns: Callable[[int], bool] = lambda stage: True,
-        others: Sequence[int] = (),
-        flush: Callable[[], None] = lambda: None,
-        shard: tuple[int, int] | None = None,
+        generators: Callable[[], Mapping[str, torch.Generator]],
+        owns: Callable[[int], bool],
+        others: Sequence[int],
     ) -> None:
         """Nothing is trained yet.
 
         Args:
             model: the model.
-            given: makes the optimizers of stages; None for a pipe without one.
+            stages: the optimizers of the stages; None for a pipe without one.
             clipping: how gradients are clipped; None where they are not.
             generators: returns torch's generators for the devices, besides that for the CPU.
             owns: whether this process trains a stage.
             others: the numbers of the other replicas.
-            flush: a method that finishes the batches in flight.
-            shard: this replica's number and how many there are, where each updates a part of the
-                weights.
         """
         self.batches = 0
         self.versions: VersionedWeights | None = None
+        self.stages = stages
         self._model = model
-        self.stages = None if given is None else StageOptimizers(model, given, owns, flush, shard)
         self._clipping = clipping
         self._generators = generators
         self._owns = owns

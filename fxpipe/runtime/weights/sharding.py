@@ -28,7 +28,7 @@ from fxpipe.runtime.weights.optimizer_state import (
     alone,
     frozen,
 )
-from fxpipe.runtime.weights.stage_weights import StageWeights, retire
+from fxpipe.runtime.weights.stage_weights import StageWeights, memory_like, retire
 from fxpipe.torchtools.meta import become
 
 
@@ -180,16 +180,13 @@ class ShardedStage(StageWeights):
 
     def gather(self, version: int, parts: Sequence[Sequence[Tensor]], slowest: int) -> None:
         self.refuse_changed()
-        now, spare = self.live[self.newest], retire(self.live, min(version - self.delay, slowest))
+        spare = retire(self.live, min(version - self.delay, slowest))
+        tensors = memory_like(self.live[self.newest], spare)
         pieces = zip(*parts, strict=True)
-        tensors = dict(now)
         with torch.no_grad():
-            for name, tensor in now.items():
+            for tensor in tensors.values():
                 if tensor.requires_grad:
-                    target = spare.get(name)
-                    tensors[name] = torch.empty_like(tensor) if target is None else target
-                    fill(tensors[name].detach(), next(pieces))
-                    tensors[name].requires_grad_(True)
+                    fill(tensor.detach(), next(pieces))
         self._show(tensors)
         self._append(tensors)
 

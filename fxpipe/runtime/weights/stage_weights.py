@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fxpipe.errors import InputError
-from fxpipe.runtime.weights.live import OptimizerSnapshot, settings
+from fxpipe.runtime.weights.live import OptimizerSnapshot, differs, mark, settings
 from fxpipe.runtime.weights.optimizer_state import frozen, twin
 from fxpipe.runtime.weights.prediction import predict
 
@@ -109,8 +109,8 @@ class StageWeights:
         self.predicted = {}
         self.undo.clear()
         self._note()
-        if self.predicts and self.optimizer is not None:
-            self._predict([settings(group) for group in self.optimizer.param_groups])
+        if self.predicts:
+            self._predict()
 
     def resume(self, newest: int, base: int, known: Versions) -> None:
         """Take the current parameters as the newest version, and these as the ones before it.
@@ -134,9 +134,9 @@ class StageWeights:
         if delay == self.delay:
             return
         self.delay = delay
-        if self.predicts and self.optimizer is not None:
+        if self.predicts:
             self.predicted.clear()
-            self._predict([settings(group) for group in self.optimizer.param_groups])
+            self._predict()
         self.trim()
         self.oldest = min(self.predicted or self.live, default=self.newest)
 
@@ -247,9 +247,11 @@ class StageWeights:
         self.most = max(self.most, len(self.live) + len(self.predicted))
         self._note()
 
-    def _predict(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Predict the weights that the batches of the newest version read."""
+    def _predict(self, groups: Sequence[Mapping[str, Any]] | None = None) -> None:
+        """Predict the weights that the batches of the newest version read, with these settings of
+        the optimizer's groups, or those that they have."""
         assert self.optimizer is not None
+        groups = self.optimizer.param_groups if groups is None else groups
         spare = retire(self.predicted, self.newest - self.delay)
         tensors = _copied(self.live[self.newest], spare)
         weights: dict[Tensor, Tensor] = {
@@ -302,25 +304,29 @@ def retire(versions: dict[int, Buffers], needed: int) -> Buffers:
     for version in sorted(versions):
         if version < needed:
             spare = versions.pop(version, {})
-    shared = [tensors for tensors in list(versions.values()) if tensors is spare]
+    shared = any(tensors is spare for tensors in list(versions.values()))
     return {} if shared else spare
+
+
+def memory_like(now: Buffers, spare: Buffers) -> Buffers:
+    """Tensors for a version: the spare ones where there are any. What is not trained never changes,
+    so all versions share it."""
+    tensors = dict(now)
+    for name, tensor in now.items():
+        if tensor.requires_grad:
+            target = spare.get(name)
+            target = torch.empty_like(tensor) if target is None else target
+            tensors[name] = target.requires_grad_(True)
+    return tensors
 
 
 def _copied(now: Buffers, spare: Buffers) -> Buffers:
     """A copy of a version, in the spare tensors where there are any."""
-    tensors: Buffers = {}
-    sources: list[Tensor] = []
-    for name, tensor in now.items():
-        if not tensor.requires_grad:
-            tensors[name] = tensor  # never changes, so all versions share it
-            continue
-        target = spare.get(name)
-        tensors[name] = torch.empty_like(tensor) if target is None else target
-        tensors[name].requires_grad_(True)
-        sources.append(tensor)
-    if sources:
+    tensors = memory_like(now, spare)
+    trained = [name for name, tensor in now.items() if tensor.requires_grad]
+    if trained:
         with torch.no_grad():
-            torch._foreach_copy_([t for t in tensors.values() if t.requires_grad], sources)
+            torch._foreach_copy_([tensors[name] for name in trained], [now[n] for n in trained])
     return tensors
 
 
@@ -347,7 +353,7 @@ def step_with(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> list[di
     own = zip(optimizer.param_groups, given, strict=True)
     stepped = twin(optimizer, [{**group, **values} for group, values in own])
     known = dict(vars(stepped))
-    versions = {id(x): _version(x) for group in given for x in group.values()}
+    before = [{key: mark(value) for key, value in group.items()} for group in given]
     type(optimizer).step(stepped)
     for name, value in vars(stepped).items():
         if name != "param_groups" and value is not known.get(name):
@@ -356,12 +362,7 @@ def step_with(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> list[di
         {
             key: value
             for key, value in settings(after).items()
-            if value is not before.get(key) or versions.get(id(value), 0) != _version(value)
+            if key not in marks or differs(marks[key], value)
         }
-        for before, after in zip(given, stepped.param_groups, strict=True)
+        for marks, after in zip(before, stepped.param_groups, strict=True)
     ]
-
-
-def _version(value: Any) -> int:
-    """How often a tensor was changed in place; 0 for anything else."""
-    return value._version if isinstance(value, Tensor) else 0

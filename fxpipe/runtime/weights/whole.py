@@ -12,16 +12,12 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 from weakref import WeakMethod
 
-from torch import Tensor
 from torch.optim import Optimizer
 
 from fxpipe.errors import InputError
-from fxpipe.runtime.weights.live import attributes, settings
+from fxpipe.runtime.weights.live import Mark, attributes, differs, mark, settings, unshared
 from fxpipe.runtime.weights.optimizer_state import differing
 from fxpipe.runtime.weights.sharding import Shards
-
-Mark = tuple[Any, int]
-"""A setting, and how often it was changed in place."""
 
 
 class WholeOptimizer:
@@ -35,15 +31,15 @@ class WholeOptimizer:
         self,
         optimizer: Optimizer,
         flush: Callable[[], None],
-        shards: Mapping[Optimizer, Shards] | None = None,
+        shards: Mapping[Optimizer, Shards],
     ) -> None:
         """It stands for no stage yet.
 
         Args:
             optimizer: over all parameters.
             flush: finishes the batches in flight.
-            shards: optimizer of a stage → the parts of parameters that it trains; no process has
-                the state of all then, so that there are settings here alone.
+            shards: optimizer of a stage → the parts of parameters that it trains, if it does; no
+                process has the state of all then, so that there are settings here alone.
         """
         self.optimizer = optimizer
         self._shards = shards
@@ -105,17 +101,17 @@ class WholeOptimizer:
             for group, own, seen in zip(groups, part.param_groups, known, strict=True):
                 for key, value in group.items():
                     before = seen.get(key)
-                    if before is None or _differs(before[0], value):
+                    if before is None or differs(before[0], value):
                         if key not in ("params", "param_names"):
-                            own[key] = _copy(value)
-                            seen[key] = _mark(value), _mark(own[key])
+                            own[key] = unshared(value)
+                            seen[key] = mark(value), mark(own[key])
 
     def gather(self) -> None:
         """Take over what the stages keep, and the settings that changed there."""
         for part, known in zip(self._parts, self._seen, strict=True):
             for index, (own, seen) in enumerate(zip(part.param_groups, known, strict=True)):
                 for key, value in settings(own).items():
-                    if key not in seen or _differs(seen[key][1], value):
+                    if key not in seen or differs(seen[key][1], value):
                         self._take(index, key, value)
         if self._parts:
             _count_on(self.optimizer, self._parts[0])
@@ -126,7 +122,7 @@ class WholeOptimizer:
     @property
     def _sharded(self) -> bool:
         """Whether those that it stands for train parts of parameters."""
-        return any(part in (self._shards or {}) for part in self._parts)
+        return any(part in self._shards for part in self._parts)
 
     def _begin(self) -> None:
         """Finish the batches in flight. Raises InputError where no process has all of the state."""
@@ -158,16 +154,16 @@ class WholeOptimizer:
     def _take(self, index: int, key: str, value: Any) -> None:
         """Take over a part's setting; the other parts keep theirs."""
         group = self.optimizer.param_groups[index]
-        group[key] = _copy(value)
+        group[key] = unshared(value)
         for part, known in zip(self._parts, self._seen, strict=True):
             if key in part.param_groups[index]:
-                known[index][key] = _mark(group[key]), _mark(part.param_groups[index][key])
+                known[index][key] = mark(group[key]), mark(part.param_groups[index][key])
 
     def _refuse_others(self, parts: Sequence[Optimizer]) -> None:
         """Raises InputError where parts have other groups, or differ in their settings."""
         groups = self.optimizer.param_groups
         for part in parts:
-            shards = (self._shards or {}).get(part)
+            shards = self._shards.get(part)
             known = [{*map(id, group["params"])} for group in groups]
             if shards is not None:
                 for ids in known:
@@ -202,15 +198,3 @@ def _weakly(method: Callable[[], None]) -> Callable[..., None]:
             found()
 
     return call
-
-
-def _copy(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else value
-
-
-def _mark(value: Any) -> Mark:
-    return value, value._version if isinstance(value, Tensor) else 0
-
-
-def _differs(mark: Mark, value: Any) -> bool:
-    return mark[0] is not value or mark[1] != _mark(value)[1]
