@@ -98,9 +98,8 @@ def device_bounds(problem: Problem) -> Iterator[Bound]:
         if not own or not (shared or quick):
             continue
         heads, tails = shared or _heads_and_tails(problem, own[0], (device,))
-        took = _took(problem)
         jobs = [
-            (heads[code, i], tails[code, i], took[code])
+            (heads[code, i], tails[code, i], problem.took[code])
             for code in _codes(problem, own[0])
             if problem.placement[code // 3] == device
             for i in range(problem.microbatches)
@@ -175,7 +174,7 @@ def _heads_and_tails(
 ) -> tuple[dict[tuple[int, int], float], dict[tuple[int, int], float]]:
     """Task → the least time to its start from that of the first forward of a stage, and the least
     from its end to the end of the last task of some devices. Stages before that are left out."""
-    took, codes, waits = _took(problem), _codes(problem, first), _waits(problem)
+    took, codes, waits = problem.took, _codes(problem, first), _waits(problem)
     heads: dict[tuple[int, int], float] = {}
     edges = []
     for i in range(problem.microbatches):
@@ -212,12 +211,6 @@ def _codes(problem: Problem, first: int) -> list[int]:
     stages = range(first, problem.stages)
     kinds = (1,) if problem.whole else (1, 2)
     return [3 * s for s in stages] + [3 * s + kind for s in reversed(stages) for kind in kinds]
-
-
-def _took(problem: Problem) -> list[float]:
-    """Kind of task → its time."""
-    three = zip(problem.forward, problem.backward, problem.weight, strict=True)
-    return [time for times in three for time in times]
 
 
 def middle(problem: Problem, stage: int) -> tuple[float, dict[str, float]]:

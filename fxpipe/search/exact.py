@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from dataclasses import replace
 from fractions import Fraction
 from importlib.util import find_spec
 from itertools import combinations
 from math import ceil, floor, gcd, inf, lcm
 from typing import Any
 
+from fxpipe.search.bounds import lag, way_down
 from fxpipe.search.problem import Order, Problem
+from fxpipe.search.timeline import Node, Timeline
 
 LITERALS = 30_000
 """Problems with more than so many pairs of tasks to order are left to the local search."""
@@ -36,195 +38,176 @@ def literals(problem: Problem) -> int:
 class Exact:
     """The model: starts of tasks as numbers, and which of two tasks comes first as literals.
 
-    Memory is linear in the literals: what a task finds in use is a sum over those before it. Times
-    are whole numbers of ticks, rounded down, so that the model's bound is one of the problem.
+    It is of the tasks that start in a window of time; those before keep their times, and those
+    behind their order. Memory is linear in the literals: what a task finds in use is a sum over
+    those before it. Times are whole numbers of ticks, rounded down, so that the bound of a model of
+    all tasks is one of the problem.
     """
 
-    def __init__(self, problem: Problem, value: float, bound: float) -> None:
-        """For an order that is better than ``value``, where ``bound`` is known to hold."""
+    def __init__(
+        self,
+        timeline: Timeline,
+        begin: float = -inf,
+        end: float = inf,
+        *,
+        below: float | None = None,
+        bound: float = 0.0,
+    ) -> None:
+        """For orders that take less than ``below``, or by default no longer than the timeline,
+        where ``bound`` is known to hold."""
         from ortools.sat.python import cp_model
 
-        self.problem = problem
-        self.tick, exact = tick_of(problem)
+        self.timeline, self.problem = timeline, timeline.problem
         self.model = model = cp_model.CpModel()
-        self.kinds = range(2 if problem.whole else 3)
-        self.took = [
-            self._ticks(times[s])
-            for s in range(problem.stages)
-            for times in (problem.forward, problem.backward, problem.weight)
-        ]
-        self.down, self.up = ([self._ticks(t) for t in ts] for ts in (problem.down, problem.up))
-        most = ceil(value / self.tick - 1e-6) - 1
+        inside = [node for node, start in timeline.starts.items() if begin <= start < end]
+        # where steps follow one another, devices then begin when they like
+        self.moving = not self.problem.flush and len(inside) == len(timeline.starts)
+        self.tick, exact = tick_of(replace(self.problem, flush=not self.moving))
+        self.value = timeline.value if below is None else below
+        most = self._ticks(self.value) if below is None else ceil(below / self.tick - 1e-6) - 1
         least = min(most, ceil(bound / self.tick - 1e-6)) if exact else 0
-        self.value = value
-        self.objective = model.new_int_var(least, max(least, most), "")
-        self.starts = {
-            (3 * s + kind, i): model.new_int_var(0, 2 * most + 2, "")
-            for s in range(problem.stages)
-            for kind in self.kinds
-            for i in range(problem.microbatches)
-        }
-        if not problem.flush:
+        self.longest = model.new_int_var(least, max(least, most), "")
+        horizon = 2 * most + 2 + self._ticks(max(timeline.begun))
+        self.starts = {node: model.new_int_var(0, horizon, "") for node in inside}
+        if self.moving:
             model.add(self.starts[0, 0] == 0)  # all others come behind it
-        self.before: dict[tuple[int, int, int, int], Any] = {}
-        self._link_stages()
-        for device in range(problem.devices):
-            self._order(device)
-            self._keep(device)
-            self._count_work(device)
-        model.minimize(self.objective)
+        self.before: dict[tuple[Node, Node], Any] = {}
+        self.parts: list[tuple[int, list[Node]]] = []
+        self._link()
+        for device, row in enumerate(timeline.rows):
+            own = [node for node in row if node in self.starts]
+            at = row.index(own[0]) if own else 0
+            self.parts.append((at, own))
+            if own:
+                self._order(own)
+                self._count(device, at, own)
+                self._keep(device, at, own)
+        model.minimize(self.longest)
 
-    def hint(self, order: Order) -> None:
-        """Start from an order that is known."""
-        places = {}
-        for own in order:
-            counts = dict.fromkeys(own, 0)
-            for place, code in enumerate(own):
-                places[code, counts[code]] = place
-                counts[code] += 1
-        for (one, i, other, j), literal in self.before.items():
-            if not isinstance(literal, int):
-                self.model.add_hint(literal, places[one, i] < places[other, j])
-
-    def solve(self, seconds: float, work: float, seed: int) -> tuple[Order | None, float]:
-        """An order that is better, if one was found, and the bound."""
+    def solve(
+        self, seconds: float, work: float, seed: int, workers: int = 2
+    ) -> tuple[Order | None, float]:
+        """The whole order with the best that was found, if anything was, and the bound."""
         from ortools.sat.python import cp_model
 
         solver = cp_model.CpSolver()
         solver.parameters.max_time_in_seconds = seconds
+        solver.parameters.max_deterministic_time = work
         solver.parameters.random_seed = seed
-        solver.parameters.num_workers = 2
-        if work < inf:
-            solver.parameters.interleave_search = True
-            solver.parameters.max_deterministic_time = work
+        solver.parameters.num_workers = workers
+        solver.parameters.interleave_search = workers > 1 and work < inf
         status = solver.solve(self.model)
         if status == cp_model.INFEASIBLE:
             return None, self.value
         bound = solver.best_objective_bound * self.tick
         if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
             return None, bound
-        order = []
-        for own in self.problem.held:
-            rank = {task: task[1] for task in self._tasks(own)}
-            for (one, i, other, j), literal in self.before.items():
-                if (one, i) in rank:
-                    first = literal if isinstance(literal, int) else solver.boolean_value(literal)
-                    rank[(other, j) if first else (one, i)] += 1
-            order.append(tuple(code for code, _ in sorted(rank, key=rank.__getitem__)))
-        return tuple(order), bound
+        rows = []
+        for row, (at, own) in zip(self.timeline.order, self.parts, strict=True):
+            rank = dict.fromkeys(own, 0)
+            for one, other in combinations(own, 2):
+                literal = self.before[one, other]
+                first = literal if isinstance(literal, int) else solver.boolean_value(literal)
+                rank[other if first else one] += 1
+            codes = tuple(code for code, _ in sorted(own, key=rank.__getitem__))
+            rows.append(row[:at] + codes + row[at + len(own) :])
+        return tuple(rows), bound
 
     def _ticks(self, time: float) -> int:
         return floor(time / self.tick + 1e-6)
 
-    def _tasks(self, own: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-        codes = [3 * s + kind for s in own for kind in self.kinds]
-        return ((code, i) for code in codes for i in range(self.problem.microbatches))
+    def _took(self, node: Node) -> int:
+        return self._ticks(self.timeline.took[node[0]])
 
-    def _link_stages(self) -> None:
+    def _link(self) -> None:
         """Tasks of a stage and kind come in order; and a micro-batch goes down and up."""
-        problem, add, starts, took = self.problem, self.model.add, self.starts, self.took
-        last = problem.stages - 1
-        lag = 0
-        for s in range(last, -1, -1):
-            forward, back, weight = 3 * s, 3 * s + 1, 3 * s + 2
-            lag += took[forward] + (self.down[s] + self.up[s] if s < last else 0)
-            for i in range(problem.microbatches):
-                for kind in self.kinds if i else ():
-                    code = forward + kind
-                    add(starts[code, i] >= starts[code, i - 1] + took[code])
-                if s < last:
-                    add(starts[forward + 3, i] >= starts[forward, i] + took[forward] + self.down[s])
-                    add(starts[back, i] >= starts[back + 3, i] + took[back + 3] + self.up[s])
-                add(starts[back, i] >= starts[forward, i] + lag)
-                if 2 in self.kinds:
-                    add(starts[weight, i] >= starts[back, i] + took[back])
-            lag += took[back]
+        timeline, add, starts = self.timeline, self.model.add, self.starts
+        for node, start in starts.items():
+            code, i = node
+            if (code, i - 1) in starts:
+                add(start >= starts[code, i - 1] + self._took(node))
+            if code % 3 == 1 and (code - 1, i) in starts:
+                stage = code // 3
+                trip = lag(self.problem, stage) - self.problem.backward[stage]
+                add(start >= starts[code - 1, i] + self._ticks(trip))
+            if need := timeline.needs(node):
+                other, more = need
+                if other in starts:
+                    add(start >= starts[other] + self._took(other) + self._ticks(more))
+                else:
+                    add(start >= self._ticks(timeline.end(other) + more))
+        for node in timeline.starts:
+            need = timeline.needs(node)
+            if need and need[0] in starts and node not in starts:
+                other, more = need
+                follows = more + timeline.took[node[0]] + timeline.behind[node]
+                add(self.longest >= starts[other] + self._took(other) + self._ticks(follows))
 
-    def _order(self, device: int) -> None:
+    def _order(self, own: list[Node]) -> None:
         """Of each two tasks of a device one comes first; whoever comes before a task comes before
         those behind it, too."""
-        model, starts, took, m = self.model, self.starts, self.took, self.problem.microbatches
-        own = self.problem.held[device]
-        codes = [3 * s + kind for s in own for kind in self.kinds]
-        for one, other in combinations(codes, 2):
-            for i in range(m):
-                for j in range(m):
-                    literal: Any
-                    if precedes(one, i, other, j):
-                        literal = 1
-                    elif precedes(other, j, one, i):
-                        literal = 0
-                    else:
-                        literal = model.new_bool_var("")
-                        a, b = starts[one, i], starts[other, j]
-                        model.add(b >= a + took[one]).only_enforce_if(literal)
-                        model.add(a >= b + took[other]).only_enforce_if(~literal)
-                    self.before[one, i, other, j] = literal
-                    if i:
-                        self._implies(literal, self.before[one, i - 1, other, j])
-                    if j:
-                        self._implies(self.before[one, i, other, j - 1], literal)
-        intervals = [
-            model.new_fixed_size_interval_var(starts[code, i], took[code], "")
-            for code, i in self._tasks(own)
-        ]
-        model.add_no_overlap(intervals)
+        model, starts, before = self.model, self.starts, self.before
+        for one, other in combinations(own, 2):
+            literal: Any = int(precedes(*one, *other))
+            if not literal:
+                literal = model.new_bool_var("")
+                model.add_hint(literal, 1)
+                late = starts[other] >= starts[one] + self._took(one)
+                model.add(late).only_enforce_if(literal)
+                late = starts[one] >= starts[other] + self._took(other)
+                model.add(late).only_enforce_if(~literal)
+            before[one, other] = literal
+            before[other, one] = 0 if isinstance(literal, int) else ~literal
+        for code, i in own:
+            if (code, i + 1) in starts:
+                for third in own:
+                    then, first = before.get(((code, i + 1), third)), before.get(((code, i), third))
+                    if not isinstance(then, int | None) and not isinstance(first, int | None):
+                        model.add_implication(then, first)
+        model.add_no_overlap(
+            [model.new_fixed_size_interval_var(starts[n], self._took(n), "") for n in own]
+        )
 
-    def _implies(self, one: Any, other: Any) -> None:
-        if not isinstance(one, int) and not isinstance(other, int):
-            self.model.add_implication(one, other)
-
-    def _first(self, one: int, i: int, other: int, j: int) -> Any:
-        """1 where the first task comes before the second, else 0."""
-        if (one, i, other, j) in self.before:
-            return self.before[one, i, other, j]
-        return 1 - self.before[other, j, one, i]
-
-    def _keep(self, device: int) -> None:
-        """Wherever a task takes memory, what is in use fits."""
-        problem, m = self.problem, self.problem.microbatches
-        own, most = problem.held[device], problem.memory[device]
-        if m * problem.least_memory[device] <= most:
-            return
-        values = [most, *(problem.saved[s] for s in own), *(problem.deferred[s] for s in own)]
-        scale = 1.0 if all(float(v).is_integer() for v in values) else 1e6 / most
-        takes = {}
-        for s in own:
-            saved, deferred = problem.saved[s], problem.deferred[s]
-            for kind, more in enumerate((saved, deferred - saved, -deferred)):
-                takes[3 * s + kind] = floor(more * scale + 1e-6)
-        codes = [3 * s + kind for s in own for kind in self.kinds]
-        for code, i in self._tasks(own):
-            if takes[code] <= 0:
-                continue
-            level = takes[code] * (i + 1)
-            for other in codes:
-                if other != code and takes[other]:
-                    level += takes[other] * sum(self._first(other, j, code, i) for j in range(m))
-            if not isinstance(level, int):
-                self.model.add(level <= ceil(most * scale - 1e-6))
-
-    def _count_work(self, device: int) -> None:
+    def _count(self, device: int, at: int, own: list[Node]) -> None:
         """Before a task there is time for all that comes before it on its device, and behind it,
-        until the end, for the rest. What is least includes the updates."""
-        problem, m, took = self.problem, self.problem.microbatches, self.took
-        own = problem.held[device]
-        if not own:
+        until the end, for the rest."""
+        problem, timeline, row = self.problem, self.timeline, self.timeline.rows[device]
+        begin: Any = 0
+        free: Any = self._ticks(timeline.end(row[at - 1]) if at else timeline.begun[device])
+        behind = timeline.after(device, at + len(own))
+        if self.moving:
+            begin = free = self.starts[row[0]]
+            behind = problem.last[device]
+        elif problem.flush and not at:
+            free = self._ticks(way_down(problem, 0, problem.held[device][0]))
+        whole = sum(map(self._took, own)) + self._ticks(behind)
+        for node in own:
+            others = (one for one in own if one != node)
+            earlier = sum(self._took(one) * self.before[one, node] for one in others)
+            start = self.starts[node]
+            self.model.add(start >= free + earlier)
+            self.model.add(self.longest + begin >= start + whole - earlier)
+
+    def _keep(self, device: int, at: int, own: list[Node]) -> None:
+        """Wherever a task takes memory, what is in use fits."""
+        problem, most = self.problem, self.problem.memory[device]
+        if problem.microbatches * problem.least_memory[device] <= most:
             return
-        codes = [3 * s + kind for s in own for kind in self.kinds]
-        head = sum(self.took[3 * s] + self.down[s] for s in range(own[0]))
-        update = self._ticks(problem.last[device])
-        begin = 0 if problem.flush else self.starts[3 * own[0], 0]
-        whole = m * sum(took[code] for code in codes)
-        self.model.add(self.starts[3 * own[0], 0] >= head)
-        for code, i in self._tasks(own):
-            earlier = took[code] * i
-            for other in codes:
-                if other != code and took[other]:
-                    earlier += took[other] * sum(self._first(other, j, code, i) for j in range(m))
-            start = self.starts[code, i]
-            self.model.add(start >= earlier + (head if problem.flush else begin))
-            self.model.add(self.objective + begin >= start + whole - earlier + update)
+        takes: dict[int, float] = {}
+        for s in problem.held[device]:
+            saved, deferred = problem.saved[s], problem.deferred[s]
+            takes |= {3 * s: saved, 3 * s + 1: deferred - saved, 3 * s + 2: -deferred}
+        whole = all(float(value).is_integer() for value in (most, *takes.values()))
+        scale = 1.0 if whole else 1e6 / most
+        units = {code: floor(more * scale + 1e-6) for code, more in takes.items()}
+        level = sum(units[code] for code, _ in self.timeline.rows[device][:at])
+        for node in own:
+            if units[node[0]] > 0:
+                others = (one for one in own if one != node and units[one[0]])
+                used = sum(units[one[0]] * self.before[one, node] for one in others)
+                used += level + units[node[0]]
+                if not isinstance(used, int):
+                    self.model.add(used <= ceil(most * scale - 1e-6))
 
 
 def tick_of(problem: Problem) -> tuple[float, bool]:

@@ -92,6 +92,12 @@ class Problem:
         )
 
     @cached_property
+    def took(self) -> tuple[float, ...]:
+        """Kind of task, as in an ``Order`` → its time."""
+        each = zip(self.forward, self.backward, self.weight, strict=True)
+        return tuple(time for times in each for time in times)
+
+    @cached_property
     def keeps(self) -> tuple[float, ...]:
         """Stage → the most that a micro-batch takes between its forward and its last task."""
         return tuple(map(max, self.saved, self.deferred))
@@ -107,8 +113,7 @@ class Problem:
     @cached_property
     def work(self) -> tuple[float, ...]:
         """Device → the time that it computes in a step, updates left out."""
-        each = zip(self.forward, self.backward, self.weight, strict=True)
-        times = [self.microbatches * sum(three) for three in each]
+        times = [self.microbatches * sum(self.took[3 * s : 3 * s + 3]) for s in range(self.stages)]
         return tuple(sum(times[s] for s in own) for own in self.held)
 
     @cached_property

@@ -21,6 +21,7 @@ from fxpipe.search.placing import best_placements, spread_bound
 from fxpipe.search.problem import Problem
 from fxpipe.search.read import Given, apart, problems_of
 from fxpipe.search.steady import search_of
+from fxpipe.search.timeline import Timeline
 from fxpipe.search.timing import peaks, value_of
 from fxpipe.simulator.costs import Costs, Links, measured_costs
 from fxpipe.simulator.sizes import Sizes
@@ -276,8 +277,8 @@ def _solve(problem: Problem, bound: Bound, budget: _Budget) -> tuple[Certificate
     if small:
         windows.improve(local, enough, lasting(_THEN[solver.literals(problem) > _QUICK]))
     if small and local.value > bound.time * (1 + 1e-9):
-        model = solver.Exact(problem, local.value, bound.time)
-        model.hint(local.best)
+        timeline = Timeline(problem, local.best)
+        model = solver.Exact(timeline, below=local.value, bound=bound.time)
         left, effort = max(0.1, budget.seconds - (perf_counter() - started)), inf
         if budget.work is not None:
             left, effort = inf, budget.work / _WORTH

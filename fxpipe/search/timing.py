@@ -43,40 +43,15 @@ def times_of(
 ) -> tuple[list[float], list[float]]:
     """Device → the start of its first task and the end of its last update, if devices begin when
     they are released and each task comes as soon as it can. Infinite ends where it gets stuck."""
-    m, stages, placement = problem.microbatches, problem.stages, problem.placement
-    ready = [[inf] * m for _ in range(3 * stages)]
-    ready[0] = [0.0] * m
-    took = [time for s in range(stages) for time in _times(problem, s)]
-    counts, places = [0] * (3 * stages), [0] * problem.devices
-    now, starts = list(release), [inf] * problem.devices
-    waiting = set(range(problem.devices))
-    while waiting:
-        device = waiting.pop()
-        own, t, at = order[device], now[device], places[device]
-        while at < len(own) and ready[own[at]][counts[own[at]]] < inf:
-            code = own[at]
-            i = counts[code]
-            counts[code] += 1
-            t = max(t, ready[code][i])
-            if not at:
-                starts[device] = t
-            t += took[code]
-            at += 1
-            stage, kind = divmod(code, 3)
-            if kind == 1:
-                ready[code + 1][i] = t
-            if kind == 0 and stage == stages - 1:
-                ready[code + 1][i] = t
-            elif kind == 0:
-                ready[code + 3][i] = t + problem.down[stage]
-                waiting.add(placement[stage + 1])
-            elif kind == 1 and stage:
-                ready[code - 3][i] = t + problem.up[stage - 1]
-                waiting.add(placement[stage - 1])
-        now[device], places[device] = t, at
-    if any(at < len(own) for at, own in zip(places, order, strict=True)):
-        return starts, [inf] * problem.devices
-    return starts, [t + last for t, last in zip(now, problem.last, strict=True)]
+    rows = starts_of(problem, order, release)
+    firsts = [row[0] if row else inf for row in rows]
+    if list(map(len, rows)) != list(map(len, order)):
+        return firsts, [inf] * problem.devices
+    done = (
+        row[-1] + problem.took[own[-1]] if own else begin
+        for row, own, begin in zip(rows, order, release, strict=True)
+    )
+    return firsts, [time + last for time, last in zip(done, problem.last, strict=True)]
 
 
 def period_of(problem: Problem, order: Order) -> float:
@@ -100,15 +75,17 @@ def period_of(problem: Problem, order: Order) -> float:
     return min(periods)
 
 
-def starts_of(problem: Problem, rows: Sequence[Sequence[int]]) -> list[list[float]]:
-    """Device → the starts of its tasks, of one batch after another, each as soon as it can be; as
-    far as nothing gets stuck. Updates come right behind the last weight gradient of a batch."""
+def starts_of(
+    problem: Problem, rows: Sequence[Sequence[int]], release: Sequence[float] | None = None
+) -> list[list[float]]:
+    """Device → the starts of its tasks, each as soon as it can be; as far as nothing gets stuck.
+    Where batches mix, updates come right behind the last weight gradient of a batch."""
     m, stages, placement = problem.microbatches, problem.stages, problem.placement
-    took = [time for s in range(stages) for time in _times(problem, s)]
+    took = problem.took
     comes: list[list[float]] = [[] for _ in range(3 * stages)]
     counts = [0] * (3 * stages)
     starts: list[list[float]] = [[] for _ in rows]
-    now = [0.0] * len(rows)
+    now = list(release or [0.0] * len(rows))
     waiting = set(range(len(rows)))
     while waiting:
         device = waiting.pop()
@@ -133,7 +110,7 @@ def starts_of(problem: Problem, rows: Sequence[Sequence[int]]) -> list[list[floa
             elif kind == 1 and stage:
                 comes[code - 3].append(t + problem.up[stage - 1])
                 waiting.add(placement[stage - 1])
-            if kind == 2 - problem.whole and (i + 1) % m == 0:
+            if problem.delay and kind == 2 - problem.whole and (i + 1) % m == 0:
                 t += problem.update[stage]
         now[device] = t
     return starts
@@ -155,7 +132,3 @@ def peaks(problem: Problem, order: Order) -> list[float]:
         level = -sum(entry // len(more) * more[entry % len(more)] for entry in own)
         found.append(max(accumulate((more[e % len(more)] for e in own), initial=level)))
     return found
-
-
-def _times(problem: Problem, stage: int) -> tuple[float, float, float]:
-    return problem.forward[stage], problem.backward[stage], problem.weight[stage]

@@ -13,11 +13,13 @@ from hypothesis import strategies as st
 
 from fxpipe.search import exact
 from fxpipe.search.bounds import best_bound
+from fxpipe.search.certificate import Certificate
 from fxpipe.search.listing import list_schedule
 from fxpipe.search.local import random_policy
 from fxpipe.search.placing import spread_bound
 from fxpipe.search.problem import Order, Problem
 from fxpipe.search.read import Given, problems_of
+from fxpipe.search.timeline import Timeline
 from fxpipe.search.timing import fits, times_of, value_of
 from fxpipe.simulator.costs import Key
 from tests.helpers.search_problems import (
@@ -115,6 +117,12 @@ def test_a_bound_counts_that_a_backward_in_part_may_leave_more_than_a_forward_sa
     assert best_bound(problem).time <= value_of(problem, order) == 45
 
 
+def timeline(found: Certificate) -> Timeline:
+    order = found.problem.order_of(found.schedule)
+    assert order is not None
+    return Timeline(found.problem, order)
+
+
 @given(shared())
 @settings(max_examples=40)
 def test_where_stages_share_devices_the_bounds_hold_too(problem: Problem) -> None:
@@ -124,7 +132,8 @@ def test_where_stages_share_devices_the_bounds_hold_too(problem: Problem) -> Non
     assert best <= found.value * (1 + 1e-9)
     assert found.check() == ()
     if exact.available():
-        order, least = exact.Exact(problem, found.value + 1, found.bound.time).solve(60, inf, 0)
+        model = exact.Exact(timeline(found), below=found.value + 1, bound=found.bound.time)
+        order, least = model.solve(60, inf, 0)
         assert order is not None
         assert value_of(problem, order) == pytest.approx(best)
         assert least == pytest.approx(best)
@@ -191,7 +200,7 @@ def test_work_is_spread_as_evenly_as_any_placement_can(problem: Problem, devices
 def test_no_bound_is_above_the_optimum_of_the_solver(problem: Problem) -> None:
     """Whose own model is told of no bound."""
     found = searched(problem, 30)
-    order, _ = exact.Exact(problem, found.value + 1, 0).solve(60, inf, 0)
+    order, _ = exact.Exact(timeline(found), below=found.value + 1).solve(60, inf, 0)
     assert order is not None
     best = value_of(problem, order)
     for bound in all_bounds(problem):
@@ -204,10 +213,7 @@ def test_no_bound_is_above_the_optimum_of_the_solver(problem: Problem) -> None:
 def test_the_solver_ends_at_the_best_of_all_orders(problem: Problem) -> None:
     best, found = best_of_all(problem), searched(problem, 1)
     assert found.value >= best * (1 - 1e-9)
-    model = exact.Exact(problem, found.value, found.bound.time)
-    order = problem.order_of(found.schedule)
-    assert order is not None
-    model.hint(order)
+    model = exact.Exact(timeline(found), below=found.value, bound=found.bound.time)
     better, least = model.solve(60, inf, 0)
     value = found.value if better is None else value_of(problem, better)
     assert value == pytest.approx(best)
