@@ -34,6 +34,8 @@ class Given:
     delay: int = 0
 
     def __post_init__(self) -> None:
+        if not isinstance(self.costs, Mapping):
+            raise InputError(f"costs is {self.costs!r}; map letters of tasks to times")
         devices = self.devices
         if devices is not None and (not isinstance(devices, int) or devices < 1):
             raise InputError(f"devices is {devices!r}; give at least 1")
@@ -75,8 +77,6 @@ def problems_of(given: Given) -> list[Problem]:
     """
     if not isinstance(given.microbatches, int) or given.microbatches < 1:
         raise InputError(f"microbatches is {given.microbatches!r}; give at least 1")
-    if not isinstance(given.costs, Mapping):
-        raise InputError(f"costs is {given.costs!r}; map letters of tasks to times")
     letters = {key if isinstance(key, str) else key[0] for key in given.costs}
     whole = given.whole
     kinds = [whole] if whole is not None else [False] if "B" not in letters else [True]
@@ -85,8 +85,9 @@ def problems_of(given: Given) -> list[Problem]:
     problems = []
     for placement in placements_of(given):
         times = times_of(len(placement), _LETTERS, given.costs)
-        if "B" not in letters:
-            times |= {("B", s): times["I", s] + times["W", s] for s in range(len(placement))}
+        for s in range(len(placement)):
+            if not {"B", ("B", s)} & given.costs.keys():
+                times["B", s] = times["I", s] + times["W", s]
         problems += [_problem(given, placement, times, whole) for whole in kinds]
     return problems
 

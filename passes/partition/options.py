@@ -90,8 +90,15 @@ class Partition:
         placement, devices = schedule.placement, schedule.devices
         speeds = _each("device_speeds", self.device_speeds, devices) or (1.0,) * devices
         limits = self.limits(devices)
-        bandwidth = _pairs("link_bandwidth", self.link_bandwidth, devices, "bytes a second")
-        latency = _pairs("link_latency", self.link_latency, devices, "seconds", zero=True)
+        links = self.links(devices)
+
+        def between(seconds: Callable[[float, float], float]) -> tuple[tuple[float, ...], ...]:
+            """Stage → stage → seconds, by latency and bandwidth; 0 between stages of a device."""
+            return tuple(
+                tuple(0.0 if a == b else seconds(*links[a, b]) for b in placement)
+                for a in (placement if links else ())
+            )
+
         return Machine(
             speeds=tuple(speeds[device] for device in placement),
             limits=tuple(limits[device] / placement.count(device) for device in placement)
@@ -99,8 +106,8 @@ class Partition:
             else (),
             peaks=stash_peaks(schedule),
             arrived=arrival_peaks(schedule),
-            per_byte=_between(placement, [[1 / rate for rate in row] for row in bandwidth]),
-            per_message=_between(placement, latency),
+            per_byte=between(lambda latency, bandwidth: 1 / bandwidth),
+            per_message=between(lambda latency, bandwidth: latency),
             names=tuple(names[device] for device in placement),
         )
 
@@ -226,12 +233,3 @@ def _pairs(
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool) and not math.isnan(value)
-
-
-def _between(
-    placement: Sequence[int], table: Sequence[Sequence[float]]
-) -> tuple[tuple[float, ...], ...]:
-    """A table from device to device as one from stage to stage; 0 between stages of a device."""
-    if not table:
-        return ()
-    return tuple(tuple(0.0 if a == b else table[a][b] for b in placement) for a in placement)

@@ -246,6 +246,12 @@ def test_whole_backwards_and_halves_are_both_searched_where_both_have_a_time() -
     assert [other.problem.whole for other in found.others] == [False]
 
 
+def test_a_whole_backward_that_one_stage_has_no_time_for_takes_as_long_as_its_halves() -> None:
+    costs: dict[Key, float] = {"F": 1, "I": 5, "W": 5, ("B", 1): 7, "U": 0}
+    found = search_schedule(costs, 2, devices=2, whole=True, work=10, exact=False)
+    assert found.certificate.problem.backward == (10, 7)
+
+
 def test_the_schedule_stays_within_the_limits_in_a_simulation_with_sizes() -> None:
     sizes = Sizes(
         saved={0: 10, 1: 8, 2: 10},
@@ -353,6 +359,7 @@ def test_the_measured_times_of_a_plan_are_searched_with() -> None:
         ({"costs": {"F": 1}}, "devices="),
         ({"costs": {"Q": 1}, "devices": 2}, "no kind of task 'Q'"),
         ({"devices": 0}, "devices is 0"),
+        ({"costs": 3, "devices": 2, "placement": "search"}, "costs is 3; map letters"),
         ({"delay": -1}, "delay is -1"),
         ({"memory": 0.5}, "one micro-batch takes 1"),
         ({"memory": [3, 3]}, "2 numbers for 3 devices"),

@@ -15,7 +15,6 @@ import torch
 
 from fxpipe.passes.partition.solver.flows import amounts_of, rates_of
 from fxpipe.passes.partition.work import Machine, Work
-from fxpipe.torchtools.state import intra_op_threads
 
 _ROUNDING = 1 + 1e-9
 
@@ -67,8 +66,7 @@ class Lattice:
 
         With ``fastest``, as for ``rates_of``, no division is faster than the seconds that come out.
         """
-        with intra_op_threads(1):  # the tables are small: starting threads would take longer
-            return _Way(self, cap * _ROUNDING, fastest).found()
+        return _Way(self, cap * _ROUNDING, fastest).found()
 
     def tops(self, downset: int) -> list[int]:
         """The atoms of a downset that no other atom in it reads; they determine the downset."""

@@ -91,10 +91,6 @@ class Runs:
             for begin in range(first, last + 1, _EVERY)
         )
 
-    def bottleneck(self, caps: Iterable[float]) -> list[int] | None:
-        """The cut with the fastest slowest stage: within the first cap that allows any."""
-        return next((cuts for cap in caps if (cuts := self.cut("seconds", cap)) is not None), None)
-
 
 def equal_runs(ends: Sequence[float], stages: int) -> list[int]:
     """The cuts whose slowest stage is the fastest, for equal stages, each of which gets a run.

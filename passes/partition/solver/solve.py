@@ -68,24 +68,20 @@ class Solution:
         return max(self.division.slowest / self.bound - 1, 0.0) if self.bound else 0.0
 
 
+@intra_op_threads(1)  # the tables are small: starting threads would take longer
 def solve(work: Work, machine: Machine, layers: Sequence[Hashable] = ()) -> Solution | None:
     """The best division that was found; None where none keeps the memory limits.
 
     There are at least as many atoms as stages. To save bytes, the slowest stage never becomes
     slower than the best cut between ``layers`` (atom → the layer that it belongs to) has it.
     """
-    with intra_op_threads(1):  # the tables are small: starting threads would take longer
-        return _Solver(work, machine, layers).run()
+    return _Solver(work, machine, layers).run()
 
 
+@intra_op_threads(1)
 def least_limits(work: Work, machine: Machine) -> Division:
     """The division whose memory comes nearest to the limits, by the program's order: the one
     that needs the least when all limits grow in proportion."""
-    with intra_op_threads(1):
-        return _least_limits(work, machine)
-
-
-def _least_limits(work: Work, machine: Machine) -> Division:
     low, high = 1.0, 2.0
     best: Division | None = None
     while best is None or high > low * 1.001:
@@ -238,7 +234,8 @@ class _Solver:
             cuts = equal_runs([0.0, *itertools.accumulate(seconds)], self.machine.stages)
         else:
             runs = Runs(self.sent, self.machine, order)
-            cuts = runs.bottleneck(self._caps())
+            found = (runs.cut("seconds", cap) for cap in self._caps())
+            cuts = next((each for each in found if each is not None), None)
             self.vain = cuts is None
         if cuts is not None:
             self._offer(weigh(self.work, self.machine, _stages(order, cuts)))
