@@ -13,7 +13,6 @@ from torch import nn
 
 import fxpipe.schedules as _library
 from fxpipe.compiler.objective import Objective, Reduction
-from fxpipe.compiler.options import Tracer
 from fxpipe.errors import InputError, near
 from fxpipe.ir.recipe import RECIPES, Recipe, find_recipe, fixed
 from fxpipe.ir.schedule import Schedule
@@ -34,7 +33,7 @@ def read_dispatch(dispatch: Any, place: torch.device) -> Dispatch | None:
     """
     if dispatch == "auto":
         return None if place.type == "cpu" else "device"
-    _check_known("dispatch", dispatch, get_args(Dispatch), "auto")
+    check_known("dispatch", dispatch, get_args(Dispatch), "auto")
     return cast(Dispatch, dispatch)
 
 
@@ -118,7 +117,7 @@ def _check_whole(name: str, value: Any, least: int) -> None:
         raise InputError(f"{name} is {value!r}; give a whole number of at least {least}")
 
 
-def _check_known(what: str, value: Any, known: Sequence[str], *more: str) -> None:
+def check_known(what: str, value: Any, known: Sequence[str], *more: str) -> None:
     """Raises InputError where there is no such value of an argument."""
     if value not in known:
         raise InputError(f"there is no {what} {value!r}: {near(str(value), (*more, *known))}")
@@ -164,7 +163,7 @@ def read_objective(loss: Any, reduction: Any, loss_weight: Any) -> Objective:
             "the loss has parameters of its own, which no stage would train; move them into the "
             "model, return the loss from it, and leave out loss="
         )
-    _check_known("reduction", reduction, get_args(Reduction))
+    check_known("reduction", reduction, get_args(Reduction))
     if loss_weight is not None and not callable(loss_weight):
         raise InputError(
             f"loss_weight is {loss_weight!r}; give a function from the targets to a number, such "
@@ -218,16 +217,11 @@ def read_example(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     raise InputError("example is no tuple; give a tuple of inputs such as (x,), or (args, kwargs)")
 
 
-def check_tracer(tracer: Any) -> None:
-    """Raises InputError where there is no such tracer."""
-    _check_known("tracer", tracer, get_args(Tracer))
-
-
 def check_stage_compiler(stage_compiler: Any, cuda_graphs: bool) -> None:
     """Raises InputError where there is no such compiler, or it cannot go with captured graphs."""
     if stage_compiler is None:
         return
-    _check_known("stage_compiler", stage_compiler, get_args(StageCompiler))
+    check_known("stage_compiler", stage_compiler, get_args(StageCompiler))
     if cuda_graphs:
         raise InputError(
             "cuda_graphs captures the operations of a stage, and stage_compiler makes a library of "

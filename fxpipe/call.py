@@ -23,14 +23,24 @@ from fxpipe.runtime.run import FlushedRun
 from fxpipe.turn import Turn, in_turn_in_backward
 
 
+def outputs_of(host: BatchHost, run: FlushedRun) -> list[Any]:
+    """Run the forwards and return the flat outputs, joined over micro-batches."""
+
+    def result() -> list[Any]:
+        found = host.flat_output()
+        draw_seed(host.traced)
+        return found
+
+    return run.advance(result)
+
+
 def differentiable_call(
     compiled: Compiled, host: BatchHost, run: FlushedRun, turn: Turn, group: RankGroup
 ) -> list[Any]:
-    """Run the forwards and return the flat outputs, joined over micro-batches, for autograd.
+    """The same for autograd. An input that the model returns unchanged is returned as it is.
 
-    An input that the model returns unchanged is returned as it is. Backward may be called from any
-    thread; it then waits until no other thread uses the pipe, and what reads ``.grad`` in other
-    threads waits until autograd has added to it.
+    Backward may be called from any thread; it then waits until no other thread uses the pipe, and
+    what reads ``.grad`` in other threads waits until autograd has added to it.
     """
     inputs = {
         name: leaf
@@ -105,13 +115,7 @@ class _Pipe(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: _Call, *tensors: Tensor) -> Any:
         assert call.run is not None
-
-        def result() -> list[Any]:
-            found = call.host.flat_output()
-            draw_seed(call.compiled.traced)
-            return found
-
-        outputs = call.run.advance(result)
+        outputs = outputs_of(call.host, call.run)
         call.versions = [tensor._version for tensor in call.watched]
         ctx.call = call
         ctx.set_materialize_grads(False)

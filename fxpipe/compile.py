@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -18,11 +18,11 @@ from fxpipe.arguments import (
     check_clipping,
     check_copies,
     check_flag,
+    check_known,
     check_model,
     check_overlap,
     check_sharding,
     check_stage_compiler,
-    check_tracer,
     read_batch_dims,
     read_decides,
     read_dispatch,
@@ -260,7 +260,7 @@ def compile(
         check_model(model, torch_devices[0])
         with _compiling:
             _check_free(model)
-        check_tracer(tracer)
+        check_known("tracer", tracer, get_args(Tracer))
         check_stage_compiler(stage_compiler, cuda_graphs)
         given_optimizer = None if optimizer is None else GivenOptimizer(optimizer, model)
         check_flag("deferred_batchnorm", deferred_batchnorm)

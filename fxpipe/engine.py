@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fxpipe.call import differentiable_call
+from fxpipe.call import differentiable_call, outputs_of
 from fxpipe.compiler.compiled import Compiled
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.predict import held_sizes, predicted_peaks
@@ -137,13 +137,7 @@ class Engine:
     def infer(self, compiled: Compiled, micro: MicroBatches) -> list[Any]:
         """The flat outputs of the model for a batch, without gradients."""
         host, run = self._called(compiled, micro)
-
-        def result() -> list[Any]:
-            found = host.flat_output()
-            draw_seed(compiled.traced)
-            return found
-
-        made = run.advance(result)
+        made = outputs_of(host, run)
         self._took(compiled, run.busy, len(micro), backward=False)
         return made
 

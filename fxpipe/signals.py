@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, ClassVar
 
 _SIGNALS = tuple(signal.valid_signals())
@@ -70,12 +70,7 @@ class HeldSignals:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if HeldSignals._innermost is self:
             HeldSignals._innermost, self._around = self._around, None
         self._put_back()
@@ -148,12 +143,7 @@ class SignalsAtOperations(HeldSignals):
             self._base = entering.f_back  # skips the frame of the context manager around this one
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._unwatch()
         self._base = None
         super().__exit__(kind, error, trace)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from itertools import groupby
 from textwrap import wrap
-from typing import Protocol
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -41,16 +41,8 @@ _DRAWN = 4000
 """Of more things a notebook is shown no picture: it would take seconds and be a thicket."""
 
 
-class _Drawable(Protocol):
-    def draw(self) -> _Picture: ...
-
-
-class _Picture(Protocol):
-    def _repr_svg_(self) -> str: ...
-
-
-def shown(value: _Drawable, things: int) -> dict[str, str]:
-    """What a notebook shows of a value in whose picture are so many things."""
+def shown(value: Any, things: int) -> dict[str, str]:
+    """What a notebook shows of a value that has ``draw``, in whose picture are so many things."""
     bundle = {"text/plain": repr(value)}
     if things <= _DRAWN:
         bundle["image/svg+xml"] = value.draw()._repr_svg_()

@@ -50,8 +50,7 @@ class RankChannels(Channels):
         self.failure: RankError | None = None
         assert group.links is not None
         self._group, self._links, self._jobs = group, group.links, jobs
-        self._overlaps = program.depth > 0
-        self._sharded, self._clips = program.sharded, program.clips
+        self._program, self._overlaps = program, program.depth > 0
         self._followed = program.followed
         self._together: dict[int, tuple[list[Buffer], list[Any]]] = {}
         self._unsent: list[tuple[Any, Any]] = []
@@ -59,7 +58,6 @@ class RankChannels(Channels):
         self._ordered = ordered_sums
         self._sums: dict[tuple[int, int, int], Adding] = {}
         self._parts: dict[tuple[int, int], list[Pieces]] = {}
-        self._buckets = program.buckets
         self._met: SimpleQueue[int | None] = SimpleQueue()
         self._times_met: Counter[int] = Counter()
         self._failed: Callable[[RankError], None] = lambda error: None
@@ -130,8 +128,7 @@ class RankChannels(Channels):
         twins, own = self._group.twins, self._group.replica
         made: list[dict[str, Tensor]] = []
         if whole or own == 0:
-            buffer = _of_replica("buffers", device, own, step)
-            self._links.send_all(_values(self._run, [buffer], [values]), twins)
+            self._tell_twins(_of_replica("buffers", device, own, step), values)
         for replica in range(len(twins) if whole else 1):
             buffer = _of_replica("buffers", device, replica, step)
             made.append(values if replica == own else self.get(device, buffer))
@@ -173,13 +170,13 @@ class RankChannels(Channels):
             return
         del self._sums[key]
         buffer = _sums(stage, own, batch, bucket)
-        if stage not in self._sharded:
+        if stage not in self._program.sharded:
             self._group.summed += total.nbytes * (replicas - 1)
             self._tell_twins(buffer, tuple(total))
-        elif self._clips:
+        elif self._program.clips:
             parts = self._parts.setdefault((stage, batch), [])
             parts.append(total.pieces)
-            if len(parts) == self._buckets.get(stage, 1):
+            if len(parts) == self._program.buckets.get(stage, 1):
                 norms = norms_of(merged(self._parts.pop((stage, batch))))
                 self._tell_twins(_of_replica("norms", stage, own, batch), norms)
         super().put(self._group.device, buffer, total)

@@ -96,7 +96,7 @@ class DeviceChannels(RankChannels, LaunchingChannels):
             RankError: see PairGroups.connect.
         """
         self._stopped = threading.Event()
-        self._pairs, self._program = pairs, program
+        self._pairs = pairs
         self._sent: dict[Buffer, tuple[Tensor, Any]] = {}
         self._awaited: dict[int, _Awaited] = {}
         self._pauses: list[int] = []
