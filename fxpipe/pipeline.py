@@ -17,11 +17,11 @@ from fxpipe.compiler.compiled import Compiled
 from fxpipe.compiler.compiler import Compiler
 from fxpipe.compiler.looking import HOOKS
 from fxpipe.compiler.options import Options
+from fxpipe.compiler.overheads import Took
 from fxpipe.compiler.predict import split_target
 from fxpipe.compiler.timetable import Purpose
 from fxpipe.engine import Engine
 from fxpipe.errors import InputError
-from fxpipe.overheads import Took
 from fxpipe.runtime.batch import Intake, MicroBatches
 from fxpipe.runtime.ranks.message import digest
 from fxpipe.saving import Saved

@@ -18,12 +18,12 @@ from fxpipe.compiler.candidates import Stages
 from fxpipe.compiler.compiled import Compiled
 from fxpipe.compiler.compiler import Compiler
 from fxpipe.compiler.front_end import Call
+from fxpipe.compiler.overheads import away_rates, overheads
 from fxpipe.devices import read_devices
 from fxpipe.engine import Engine
 from fxpipe.errors import InputError
 from fxpipe.ir.recipe import find_recipe
 from fxpipe.ir.traced import Traced
-from fxpipe.overheads import away_rates, overheads
 from fxpipe.passes.partition.assignment import Assignment, Verdict
 from fxpipe.passes.partition.atoms import Atoms, atoms_of, footprint_of
 from fxpipe.passes.partition.measure import NodeCost

@@ -22,6 +22,7 @@ from fxpipe.compiler.compiled import Compiled
 from fxpipe.compiler.compiler import Compiler
 from fxpipe.compiler.front_end import Call
 from fxpipe.compiler.options import Options
+from fxpipe.compiler.overheads import Took, learned, overheads
 from fxpipe.engine import Engine
 from fxpipe.errors import told
 from fxpipe.ir import instruction as ins
@@ -31,7 +32,6 @@ from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import Task
 from fxpipe.ir.value import HOST
 from fxpipe.log import noted
-from fxpipe.overheads import Took, learned, overheads
 from fxpipe.runtime.batch import Batch
 from fxpipe.runtime.host import BatchHost, Job
 from fxpipe.runtime.run import FlushedRun

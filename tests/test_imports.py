@@ -37,6 +37,7 @@ LAYERS = {
     "draw": ("fxpipe.draw",),
     "planner": ("fxpipe.planner",),
     "runtime": ("fxpipe.runtime",),
+    "compiler": ("fxpipe.compiler",),
     "face": (
         "fxpipe",
         "fxpipe.__main__",
@@ -45,12 +46,10 @@ LAYERS = {
         "fxpipe.cli",
         "fxpipe.comparison",
         "fxpipe.compile",
-        "fxpipe.compiler",
         "fxpipe.devices",
         "fxpipe.engine",
         "fxpipe.inspection",
         "fxpipe.metrics",
-        "fxpipe.overheads",
         "fxpipe.pipeline",
         "fxpipe.plan_training",
         "fxpipe.prefetch",
@@ -77,6 +76,7 @@ MAY_IMPORT = {
     "draw": (*BASE, "text", "verify", "simulator"),
     "planner": (*BASE, "simulator", "schedules", "passes", "memory", "search", "draw"),
     "runtime": (*BASE, "text", "verify"),
+    "compiler": tuple(layer for layer in LAYERS if layer != "face"),
     "face": tuple(LAYERS),
 }
 """Layer → the other layers that it may import."""

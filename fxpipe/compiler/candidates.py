@@ -12,6 +12,7 @@ from typing import cast
 
 from fxpipe.compiler.compiled import Compiled
 from fxpipe.compiler.compiler import Compiler, Rehearse
+from fxpipe.compiler.overheads import away_rates, overheads
 from fxpipe.compiler.predict import given_links, predict, predicted_peaks, step_sizes
 from fxpipe.errors import FxpipeError, InputError, PartitionError
 from fxpipe.ir.plan import Costs, Plan
@@ -19,7 +20,6 @@ from fxpipe.ir.program import Program
 from fxpipe.ir.recipe import Recipe, find_recipe
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import BESIDE, Task
-from fxpipe.overheads import away_rates, overheads
 from fxpipe.passes.schedule import modes_of
 from fxpipe.planner.candidates import (
     EXACT,

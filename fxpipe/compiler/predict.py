@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from fxpipe.compiler.compiled import Compiled
 from fxpipe.compiler.options import Options
+from fxpipe.compiler.overheads import away_rates
 from fxpipe.compiler.timetable import Timetable
 from fxpipe.errors import FxpipeError, InputError
 from fxpipe.ir.plan import Plan
@@ -27,7 +28,6 @@ from fxpipe.ir.recipe import find_recipe
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.value import HOST
 from fxpipe.memory.held import plan_sizes
-from fxpipe.overheads import away_rates
 from fxpipe.passes.graph.extents import Extent
 from fxpipe.runtime.weights.optimizer import state_size
 from fxpipe.runtime.weights.sharding import Shards

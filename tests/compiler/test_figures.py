@@ -15,12 +15,12 @@ from torch.nn.functional import mse_loss
 from torch.utils import _pytree as pytree
 
 import fxpipe
+from fxpipe.compiler.overheads import Took, learned, spread
 from fxpipe.compiler.predict import predict
 from fxpipe.errors import InputError
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.recipe import find_recipe
 from fxpipe.ir.unroll import blocking, unroll
-from fxpipe.overheads import Took, learned, spread
 from fxpipe.passes.lowering.streams import Streams
 from fxpipe.passes.schedule import add_offload
 from fxpipe.runtime import interpreter
