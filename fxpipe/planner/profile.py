@@ -98,37 +98,36 @@ class Stages:
         return found
 
     @cache  # noqa: B019
-    def sizes(self, samples: int, *, shared: int = 1) -> Sizes:
+    def sizes(self, samples: int) -> Sizes:
         """What the stages hold for micro-batches of so many samples. What operations need while
         they run is taken for the largest value that one of the stage's atoms keeps or sends.
-
-        Args:
-            samples: of a micro-batch.
-            shared: among how many replicas the optimizer's state is divided.
         """
         work, share = self.profile.work, samples / self.profile.samples
-        saved, values = self._sums(work.saved), [0.0] * self.count
-        kept, largest = list(saved), [0.0] * self.count
+        saved, values = self._sums(work.saved), [0] * self.count
+        largest = [0.0] * self.count
         for atom, stage in enumerate(self.stage_of):
             largest[stage] = max(largest[stage], work.saved[atom])
         for value in work.transfers:
             readers = {self.stage_of[reader] for reader in value.readers}
             source = min(readers) if value.source is None else self.stage_of[value.source]
             largest[source] = max(largest[source], value.bytes)
-            for target in readers - {source}:
-                kept[target] += value.bytes
             if value.source is not None and readers - {source}:
                 values[source] += value.bytes
         parameters = {s: round(size) for s, size in enumerate(self._parameters)}
-        state = self.profile.state / shared
+        received = (load.received for load in self.solution.division.loads)
+        kept = {
+            s: round((own + more) * share)
+            for s, (own, more) in enumerate(zip(saved, received, strict=True))
+        }
         return Sizes(
             values={f"y{s}": round(size * share) for s, size in enumerate(values)},
-            saved={s: round(size * share) for s, size in enumerate(kept)},
-            deferred={s: round(size * share) for s, size in enumerate(kept)},
+            saved=kept,
+            deferred=kept,
             parameters=parameters,
             gradients=parameters,
             optimizer={
-                s: round(state * size + 2 * largest[s] * share) for s, size in parameters.items()
+                s: round(self.profile.state * size + 2 * largest[s] * share)
+                for s, size in parameters.items()
             },
         )
 

@@ -123,7 +123,7 @@ class Problem:
         own = tuple(sum(self.update[s] for s in stages) for stages in self.held)
         return (max(own),) * len(own) if self.flush else own
 
-    def schedule_of(self, order: Order, name: str = "search") -> Schedule:
+    def schedule_of(self, order: Order) -> Schedule:
         """The Schedule that computes in this order."""
         rows = []
         for own, stages in zip(order, self.held, strict=True):
@@ -141,7 +141,7 @@ class Problem:
                 row += [Task("U", None, stage) for stage in stages]
             rows.append(tuple(row))
         delay = 0 if self.flush else 1
-        made = Schedule(name, self.microbatches, self.placement, tuple(rows), delay)
+        made = Schedule("search", self.microbatches, self.placement, tuple(rows), delay)
         return replace(made, delay=max(1, made.versions().delay)) if self.delay else made
 
     def begun(self, own: Sequence[int]) -> dict[int, int]:

@@ -133,22 +133,21 @@ def measure(
     }
 
 
+@dataclass(frozen=True)
 class Stopwatch:
     """Takes marks between operations, and later tells the times between them.
 
     On the host, for operations that are done when they return; or on the current stream of a CUDA
     device. If an operation runs there faster than the host can launch it, its launch time is what
     is measured.
+
+    Attributes:
+        device: the CUDA device; None for the host.
+        clock: of the host, in seconds; by default that of the wall.
     """
 
-    def __init__(
-        self,
-        device: torch.device | None = None,
-        clock: Callable[[], float] | None = None,
-    ) -> None:
-        """Measure on a CUDA device, or on the host by a clock: by default that of the wall."""
-        self._device = device
-        self._clock = clock
+    device: torch.device | None = None
+    clock: Callable[[], float] | None = None
 
     @classmethod
     def of(cls, values: Iterable[Any], clock: Callable[[], float] | None = None) -> Stopwatch:
@@ -158,17 +157,17 @@ class Stopwatch:
 
     def mark(self) -> Any:
         """A mark after everything that was called so far."""
-        if self._device is None:
-            return (self._clock or time.perf_counter)()
+        if self.device is None:
+            return (self.clock or time.perf_counter)()
         event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
+        event.record(torch.cuda.current_stream(self.device))
         return event
 
     def seconds(self, spans: Sequence[tuple[Any, Any]]) -> list[float]:
         """The seconds from one mark to the other, for each pair. It waits for a CUDA device."""
-        if self._device is None:
+        if self.device is None:
             return [end - start for start, end in spans]
-        torch.cuda.synchronize(self._device)
+        torch.cuda.synchronize(self.device)
         return [1e-3 * start.elapsed_time(end) for start, end in spans]
 
 

@@ -182,31 +182,6 @@ def legal_runs(length: int, stages: int) -> Iterator[list[int]]:
         yield [sum(i >= cut for cut in cuts) for i in range(length)]
 
 
-def test_branches_are_packed_together_where_runs_of_the_program_are_uneven() -> None:
-    """Two branches of 3 + 1 and 1 + 3: the program's order cuts 3 and 5, across them 4 and 4."""
-    work = Work(
-        (0.0, 3.0, 1.0, 1.0, 3.0, 0.0),
-        (0,) * 6,
-        (0,) * 6,
-        (
-            Transfer(0, (1, 3), 1),
-            Transfer(1, (2,), 1),
-            Transfer(2, (5,), 1),
-            Transfer(3, (4,), 1),
-            Transfer(4, (5,), 1),
-        ),
-    )
-    found = solve(work, Machine.equal(2))
-    assert found is not None
-    assert found.division.slowest == 4.0
-
-
-def test_a_fast_device_gets_more_work() -> None:
-    found = solve(chain([1.0] * 12), Machine((1.0, 2.0, 3.0)))
-    assert found is not None
-    assert [found.division.stage_of.count(stage) for stage in range(3)] == [2, 4, 6]
-
-
 def test_a_slow_link_is_avoided() -> None:
     """The two stages could be equal; the value there is large, and the link takes longer."""
     work = chain([1.0] * 6, [1, 1, 100, 1, 1])
