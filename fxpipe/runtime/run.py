@@ -124,8 +124,9 @@ class Run(Generic[W]):
         """Wait until every process has finished its lists. It cannot be interrupted: from here on
         the others may commit. Raises RankError where one of them has failed."""
         self._channels.flush()
-        others = self._group.settle(dict(self.peak_kept))
-        self._elsewhere = sum(map(Counter, others), Counter[int]())
+        if self._group.size > 1:
+            others = self._group.settle(dict(self.peak_kept))
+            self._elsewhere = sum(map(Counter, others), Counter[int]())
 
     @property
     def busy(self) -> float:
