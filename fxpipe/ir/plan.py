@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -197,21 +197,15 @@ class Stage:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Stage):
             return NotImplemented
-        return _identity(self) == _identity(other)
+        return compared(self) == compared(other)
 
     def __hash__(self) -> int:
-        return hash(_identity(self))
+        return hash(compared(self))
 
 
-def _identity(stage: Stage) -> tuple[Any, ...]:
-    return (
-        stage.index,
-        stage.parameters,
-        stage.buffers,
-        stage.writes,
-        stage.leaves,
-        stage.text,
-    )
+def compared(holder: Any) -> tuple[Any, ...]:
+    """What two stages, or two traced graphs, are equal by: their fields, and the graph's text."""
+    return (*(getattr(holder, f.name) for f in fields(holder) if f.compare), holder.text)
 
 
 @dataclass(frozen=True)

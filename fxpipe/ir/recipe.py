@@ -93,12 +93,12 @@ class Recipe:
                 f"devices is {devices} and microbatches is {microbatches}; a schedule is made for "
                 f"at most {_MOST} forwards"
             )
-        placement = self.place(devices)
-        delay = self._delay(devices, microbatches, len(placement))
+        places = self._places(devices)
+        delay = self._delay(devices, microbatches, len(places))
         rows = tuple(
-            tuple(self._row(device, devices, microbatches, placement)) for device in range(devices)
+            tuple(self._row(device, devices, microbatches, places)) for device in range(devices)
         )
-        copies = self.copies(devices)
+        placement, copies = tuple(own[0] for own in places), tuple(own[1:] for own in places)
         return Schedule(self.name, microbatches, placement, rows, delay, self.predict, copies)
 
     def placed(self, placement: Placement) -> Recipe:
@@ -187,13 +187,11 @@ class Recipe:
         )
 
     def _row(
-        self, device: int, devices: int, microbatches: int, placement: tuple[int, ...]
+        self, device: int, devices: int, microbatches: int, places: list[tuple[int, ...]]
     ) -> Iterator[Task]:
-        copied = self.copies(devices) or ((),) * len(placement)
-        at = enumerate(zip(placement, copied, strict=True))
-        held = [stage for stage, (home, others) in at if device in (home, *others)]
+        held = [stage for stage, own in enumerate(places) if device in own]
         bound = _TASKS_PER_STAGE_AND_MICROBATCH * (microbatches + 1) * max(len(held), 1)
-        known = {"stages": tuple(held), "placement": placement}
+        known = {"stages": tuple(held), "placement": tuple(own[0] for own in places)}
         for position, task in enumerate(self._tasks(device, devices, microbatches, known)):
             where = f"schedule {self.name!r}, device {device}, position {position}"
             if position == bound:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 from torch.utils._pytree import TreeSpec
 
-from fxpipe.ir.plan import Argument, Write
+from fxpipe.ir.plan import Argument, Write, compared
 from fxpipe.torchtools.moments import DeferredNorm
 
 SEED = "fxpipe_seed"
@@ -78,16 +78,16 @@ class Traced:
         deferred: the calls of BatchNorm whose statistics are updated at the step's end.
     """
 
-    module: fx.GraphModule
+    module: fx.GraphModule = field(compare=False)
     parameters: tuple[Argument, ...]
     buffers: tuple[Argument, ...]
-    constants: Mapping[str, torch.Tensor]
+    constants: Mapping[str, torch.Tensor] = field(compare=False)
     inputs: tuple[str | None, ...]
     writes: tuple[Write, ...]
     outputs: tuple[Value | Literal, ...]
-    out_spec: TreeSpec
+    out_spec: TreeSpec = field(compare=False)
     leaves: bool = False
-    accepts: Callable[[int], bool] = lambda size: True
+    accepts: Callable[[int], bool] = field(default=lambda size: True, compare=False)
     loss: str | None = None
     deferred: tuple[DeferredNorm, ...] = ()
 
@@ -117,7 +117,7 @@ class Traced:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Traced):
             return NotImplemented
-        return _identity(self) == _identity(other)
+        return compared(self) == compared(other)
 
     def __hash__(self) -> int:
         return hash(self.text)
@@ -151,20 +151,6 @@ class Traced:
         from fxpipe.verify.traced import verify_traced
 
         return verify_traced(self)
-
-
-def _identity(traced: Traced) -> tuple[Any, ...]:
-    return (
-        traced.parameters,
-        traced.buffers,
-        traced.inputs,
-        traced.writes,
-        traced.outputs,
-        traced.leaves,
-        traced.loss,
-        traced.deferred,
-        traced.text,
-    )
 
 
 def with_dims(traced: Traced, dims: Sequence[tuple[int, ...]]) -> Traced:

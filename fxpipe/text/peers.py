@@ -150,23 +150,10 @@ def schedule_of(rows: Rows, name: str) -> Schedule:
     Raises:
         InputError: a stage is missing, or computes on two ranks.
     """
-    home = home_of(rows)
     actions = [[a for cell in row for a in cell if a.kind in _TASKS] for row in rows]
-    for rank, row in enumerate(actions):
-        for action in row:
-            if home.get(action.stage, rank) != rank:
-                raise InputError(
-                    f"row {rank + 1} holds {action}, and stage {action.stage} is in row "
-                    f"{home[action.stage] + 1} already; give it one row"
-                )
-    missing = next((stage for stage in range(len(home)) if stage not in home), None)
-    if missing is not None or not home:
-        raise InputError(f"it holds no task of stage {missing or 0}; count the stages from 0")
-    trains = any(action.kind in "BIW" for row in actions for action in row)
     places = _ascending(actions)
-    table: list[tuple[Task, ...]] = []
-    for rank, row in enumerate(actions):
-        tasks = [
+    tasks = [
+        [
             Task(
                 _TASKS[a.kind],
                 a.microbatch if a.kind == "F" else places.get(a.microbatch, a.microbatch),
@@ -174,11 +161,35 @@ def schedule_of(rows: Rows, name: str) -> Schedule:
             )
             for a in row
         ]
-        updates = [Task("U", None, stage) for stage in sorted(home) if home[stage] == rank]
-        table.append((*tasks, *(updates if trains else ())))
-    most = max(a.microbatch for row in actions for a in row if a.microbatch is not None)
-    placement = tuple(home[stage] for stage in range(len(home)))
-    return Schedule(name, most + 1, placement, tuple(table))
+        for row in actions
+    ]
+    return _schedule(name, tasks)
+
+
+def _schedule(name: str, rows: Sequence[list[Task]]) -> Schedule:
+    """The schedule of these tasks, each row of which ends with the updates of its stages.
+
+    Raises:
+        InputError: a stage is missing, or in two rows.
+    """
+    home: dict[int, int] = {}
+    for rank, row in enumerate(rows):
+        for task in row:
+            assert task.stage is not None
+            if home.setdefault(task.stage, rank) != rank:
+                raise InputError(
+                    f"row {rank + 1} holds {task}, and stage {task.stage} is in row "
+                    f"{home[task.stage] + 1} already; give it one row"
+                )
+    missing = next((stage for stage in range(len(home)) if stage not in home), None)
+    if missing is not None or not home:
+        raise InputError(f"it holds no task of stage {missing or 0}; count the stages from 0")
+    every = [task for row in rows for task in row]
+    for stage in sorted(home) if any(task.kind in "BIW" for task in every) else ():
+        rows[home[stage]].append(Task("U", None, stage))
+    most = max(task.microbatch or 0 for task in every)
+    placement = tuple(home[stage] for stage in sorted(home))
+    return Schedule(name, most + 1, placement, tuple(map(tuple, rows)))
 
 
 def _ascending(actions: Sequence[Sequence[Action]]) -> dict[int | None, int]:
@@ -295,29 +306,14 @@ def parse_nodes(nodes: Nodes | str, name: str) -> Schedule:
         InputError: a node says what a Schedule cannot hold; it is named by row and column.
     """
     table = _literal(nodes) if isinstance(nodes, str) else nodes
-    home: dict[int, int] = {}
     rows: list[list[Task]] = []
     for device, own in enumerate(table):
-        rows.append([])
-        for at, node in enumerate(own):
-            where = f"row {device + 1}, node {at + 1}"
-            task = _node(node, device, len(table), where)
-            if task is None:
-                continue
-            assert task.stage is not None
-            if home.setdefault(task.stage, device) != device:
-                raise InputError(
-                    f"{where}: stage {task.stage} is in row {home[task.stage] + 1} too"
-                )
-            rows[-1].append(task)
-    if sorted(home) != list(range(len(home))) or not home:
-        raise InputError(f"the nodes are of the stages {sorted(home)}; give all of them, from 0")
-    trains = any(task.kind != "F" for row in rows for task in row)
-    for stage in sorted(home) if trains else ():
-        rows[home[stage]].append(Task("U", None, stage))
-    most = max(task.microbatch or 0 for row in rows for task in row)
-    placement = tuple(home[stage] for stage in sorted(home))
-    return Schedule(name, most + 1, placement, tuple(map(tuple, rows)))
+        made = [
+            _node(node, device, len(table), f"row {device + 1}, node {at + 1}")
+            for at, node in enumerate(own)
+        ]
+        rows.append([task for task in made if task is not None])
+    return _schedule(name, rows)
 
 
 def _node(node: Any, device: int, devices: int, where: str) -> Task | None:

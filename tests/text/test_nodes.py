@@ -93,7 +93,7 @@ def test_lists_of_nodes_are_read_as_objects_and_as_text(name: str, grouped: bool
         (Node(FuncType.F, 1, 0), "row 1, node 1: it is of stage 1; move it to row 2"),
         (Node(FuncType.F, 0, -1), "row 1, node 1: its microbatch is -1"),
         (Node(FuncType.F, 0, 0, seq_split_idx=1), "it is a part of a sequence"),
-        (Node(FuncType.F, 0, 0, layer_group_idx=3), "of the stages [3]; give all of them"),
+        (Node(FuncType.F, 0, 0, layer_group_idx=3), "no task of stage 0; count the stages from 0"),
     ],
 )
 def test_a_node_that_has_no_task_is_refused_by_row(node: Node, told: str) -> None:
