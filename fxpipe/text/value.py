@@ -16,6 +16,13 @@ from fxpipe.text.scan import Line
 from fxpipe.text.target import ROOTS, Function, print_function, read_function, read_path
 
 _NAMED = (torch.dtype, torch.layout, torch.memory_format)
+_CALLS: dict[tuple[str, ...], tuple[Callable[..., Any], int]] = {
+    ("slice",): (slice, 3),
+    ("range",): (range, 3),
+    ("complex",): (complex, 2),
+    ("torch", "device"): (torch.device, 1),
+}
+"""What an argument can call → with how many arguments."""
 
 
 def print_value(value: Any) -> str:
@@ -140,35 +147,17 @@ class ValueReader:
 
     def _call(self, node: ast.Call) -> Any:
         path = read_path(self.line, node.func)
-        words = (path.start, *path.steps) if path else ()
-        match words:
-            case ("slice",):
-                return self._build(node, slice, self.read, 3)
-            case ("range",):
-                return self._build(node, range, self.constant, 3)
-            case ("complex",):
-                return self._build(node, complex, self.constant, 2)
-            case ("torch", "device"):
-                return self._build(node, torch.device, self._string, 1)
-        message = "an argument can call slice, range, complex or torch.device alone"
-        raise self.line.error(message, node)
-
-    def _build(
-        self, node: ast.Call, make: Callable[..., Any], read: Callable[[ast.expr], Any], count: int
-    ) -> Any:
+        make, count = _CALLS.get((path.start, *path.steps) if path else (), (None, 0))
+        if make is None:
+            message = "an argument can call slice, range, complex or torch.device alone"
+            raise self.line.error(message, node)
         if len(node.args) != count or node.keywords:
             raise self.line.error(f"{make.__name__} takes {count} arguments by position", node)
         try:
-            return make(*(read(item) for item in node.args))
+            return make(*map(self.read, node.args))
         except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:
             message = str(error).partition("\n")[0]
             raise self.line.error(f"this {make.__name__} cannot be: {message}", node) from None
-
-    def _string(self, node: ast.expr) -> str:
-        value = self.constant(node)
-        if not isinstance(value, str):
-            raise self.line.error("write a string here", node)
-        return value
 
     def _path(self, node: ast.expr) -> Any:
         path = read_path(self.line, node)

@@ -46,6 +46,19 @@ def with_task(make: Callable[..., Task], *, after: bool = False) -> Recipe:
     return Recipe("mine", rows)
 
 
+def training(
+    model: nn.Module, make: Callable[..., Task], devices: int, *, after: bool = False
+) -> fxpipe.Pipeline:
+    return fxpipe.compile(
+        model,
+        devices,
+        schedule=with_task(make, after=after),
+        microbatches=2,
+        loss=nn.functional.mse_loss,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    )
+
+
 def test_gradient_norms_are_logged_from_outside_the_library() -> None:
     model, x, y = model_and_batch()
     alone = copy.deepcopy(model)
@@ -58,15 +71,7 @@ def test_gradient_norms_are_logged_from_outside_the_library() -> None:
                 norms[name] = float(gradient.norm())
 
     norm = define_task("N", "gradient norm", run=log, cost=0.1, follows="BW", reads=("gradients",))
-    recipe = with_task(norm)
-    with fxpipe.compile(
-        model,
-        2,
-        schedule=recipe,
-        microbatches=3,
-        loss=nn.functional.mse_loss,
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-    ) as pipe:
+    with training(model, norm, 2) as pipe:
         pipe.step(x, target=y)
         assert Schedule.parse(str(pipe.schedule)) == pipe.schedule
         assert "N U" in str(pipe.schedule)
@@ -74,7 +79,7 @@ def test_gradient_norms_are_logged_from_outside_the_library() -> None:
         assert "run          N s1 v0" in str(pipe.program)
         for picture in (pipe.schedule.draw(), pipe.program.draw()):
             assert picture.pipe("svg")
-    loop.train(alone, 3, x, loss=nn.functional.mse_loss, target=y)
+    loop.train(alone, 2, x, loss=nn.functional.mse_loss, target=y)
     assert norms == {
         name: float(gradient.norm())
         for name, gradient in loop.gradients(alone).items()
@@ -93,14 +98,7 @@ def test_a_task_that_writes_gradients_changes_the_update() -> None:
     make = define_task(
         "H", "halve", run=halve, cost=0.1, reads=("gradients",), writes=("gradients",)
     )
-    with fxpipe.compile(
-        model,
-        2,
-        schedule=with_task(make),
-        microbatches=2,
-        loss=nn.functional.mse_loss,
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-    ) as pipe:
+    with training(model, make, 2) as pipe:
         pipe.step(x, target=y)
     loop.train(alone, 2, x, loss=nn.functional.mse_loss, target=y)
     with torch.no_grad():
@@ -118,14 +116,7 @@ def test_a_task_after_the_update_reads_what_it_made() -> None:
         seen.update({name: value.clone() for name, value in context.parameters.items()})
 
     make = define_task("L", "look", run=look, cost=0, reads=("parameters",))
-    with fxpipe.compile(
-        model,
-        1,
-        schedule=with_task(make, after=True),
-        microbatches=2,
-        loss=nn.functional.mse_loss,
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-    ) as pipe:
+    with training(model, make, 1, after=True) as pipe:
         pipe.step(x, target=y)
     loop.assert_same(seen, dict(model.named_parameters()))
 
@@ -156,14 +147,7 @@ def test_a_task_that_changes_what_it_only_reads_fails_and_the_weights_stay(
 
     make = define_task("S", "spoil", run=spoil, cost=0, reads=(what,))
     with (
-        fxpipe.compile(
-            model,
-            2,
-            schedule=with_task(make),
-            microbatches=2,
-            loss=nn.functional.mse_loss,
-            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-        ) as pipe,
+        training(model, make, 2) as pipe,
         pytest.raises(fxpipe.ExecutionError, match=message),
     ):
         pipe.step(x, target=y)
@@ -180,9 +164,7 @@ def test_a_task_may_read_what_is_not_a_number() -> None:
 
     make = define_task("S", "look", run=look, cost=0, reads=("parameters", "gradients"))
     x[0] = float("nan")
-    with fxpipe.compile(
-        model, 2, schedule=with_task(make), microbatches=2, loss=nn.functional.mse_loss
-    ) as pipe:
+    with training(model, make, 2) as pipe:
         pipe.step(x, target=y)
     assert all(seen)
 

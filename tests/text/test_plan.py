@@ -155,12 +155,6 @@ def test_any_plan_is_read_back_equal(
     assert parse_plan(print_plan(plan)) == plan
 
 
-@given(ends, ends, names, st.booleans())
-def test_any_edge_is_read_back_equal(source: int, target: int, value: str, gradient: bool) -> None:
-    edge = Edge(source, target, value, gradient)
-    assert read_edge(Line(f"edge {edge}", 1)) == edge
-
-
 @pytest.mark.parametrize(
     ("text", "column", "message"),
     [

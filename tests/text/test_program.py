@@ -88,21 +88,6 @@ def test_every_instruction_is_read_back(opcode: str) -> None:
     assert Program.parse(str(program)) == program
 
 
-def test_a_forward_that_keeps_nothing_is_read_back() -> None:
-    program = Program("mine", 4, (0,), (), ((ins.Forward(0, 0, 0, keeps=False),),))
-    assert Program.parse(str(program)) == program
-
-
-def test_a_forward_that_will_be_recomputed_is_read_back() -> None:
-    again = (
-        ins.Forward(0, 0, 0, keeps=False, again=True),
-        ins.Forward(0, 0, 0, keeps=True, again=True),
-    )
-    program = Program("mine", 4, (0,), (), ((again),))
-    assert "forward      s0[0] v0 again" in str(program)
-    assert Program.parse(str(program)) == program
-
-
 def test_a_lowered_program_reads_as_in_its_golden_text(golden: Golden) -> None:
     program = free(communicate(Lower(chain(2))(one_f_one_b(2, 2))))
     golden("program_1f1b_2x2.txt", str(program))
