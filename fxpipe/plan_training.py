@@ -166,11 +166,7 @@ class _Cuts:
         """The whole graph, the stages of its nodes, and what these cost."""
         first = self._measured[max(self._measured)]
         division = cut.solution.division
-        nodes = {
-            node.name: stage
-            for own, stage in zip(self._atoms.nodes, division.stage_of, strict=True)
-            for node in own
-        }
+        nodes = self._atoms.named(division.stage_of)
         verdict = Verdict(division.loads, cut.solution.bound)
         return first["traced"], Assignment(cut.count, nodes, verdict), first["costs"]
 

@@ -76,6 +76,11 @@ class Atoms:
     work: Work
     layers: tuple[str, ...]
 
+    def named(self, stage_of: Sequence[int]) -> dict[str, int]:
+        """Node name → stage, from atom → stage."""
+        placed = zip(self.nodes, stage_of, strict=True)
+        return {node.name: stage for nodes, stage in placed for node in nodes}
+
 
 def atoms_of(
     traced: Traced,

@@ -73,12 +73,8 @@ def balance(
         division, bound = least_limits(atoms.work, machine), lower_bound(atoms.work, machine)
         if not nearest:
             raise PartitionError(_over(division, machine))
-    named = {
-        node.name: stage
-        for nodes, stage in zip(atoms.nodes, division.stage_of, strict=True)
-        for node in nodes
-    }
-    return Assignment(stages, named, Verdict(division.loads, bound, tuple(together)))
+    verdict = Verdict(division.loads, bound, tuple(together))
+    return Assignment(stages, atoms.named(division.stage_of), verdict)
 
 
 def judge(

@@ -104,17 +104,15 @@ class _Cutter:
         # a leaf graph gets its own with a node, which is a value like any other
         taken = {name for name, node in by_name.items() if node.op == "placeholder"}
         held = [a.name for a in (*parameters, *buffers) if a.name in taken]
-        for name in (*held, *arriving):
-            copy = graph.placeholder(name)
+        read = [(name, graph.placeholder(name)) for name in (*held, *arriving)]
+        for edge in into:
+            if edge.kind == "skip":
+                popped = graph.create_node("call_function", pop, (edge.value,), name=edge.value)
+                read.append((edge.value, popped))
+        for name, copy in read:
             copy.name = name  # fx would rename one that is called like a builtin
             copy.meta.update(by_name[name].meta)
             copies[by_name[name]] = copy
-        for edge in into:
-            if edge.kind == "skip":
-                copy = graph.create_node("call_function", pop, (edge.value,), name=edge.value)
-                copy.name = edge.value
-                copy.meta.update(by_name[edge.value].meta)
-                copies[by_name[edge.value]] = copy
         skipping = {edge.value for edge in away if edge.kind == "skip"}
         for argument in parameters:
             if argument.name in skipping & taken:  # it is an edge's value, so a node of the graph

@@ -303,7 +303,7 @@ class _Meter(fx.Interpreter):
             self.costs[n.name] = NodeCost(0.0, 0.0, bytes_of(value))
             return value
         args, kwargs = self.fetch_args_kwargs_from_env(n)
-        best: tuple[float, float] | None = None
+        times: list[tuple[float, float]] = []
         value = None
         for _ in range(_REPEATS):
             with torch.enable_grad():
@@ -314,11 +314,10 @@ class _Meter(fx.Interpreter):
                 middle = self._watch.mark()
                 backward = self._backward(n, value, (here_args, here_kwargs))
             (forward,) = self._watch.seconds([(start, middle)])
-            now = forward, backward
-            best = now if best is None else (min(best[0], forward), min(best[1], backward))
-        assert best is not None
+            times.append((forward, backward))
+        forward, backward = map(min, zip(*times, strict=True))
         # autograd finds all gradients in the first half
-        self.costs[n.name] = NodeCost(*best, bytes_of(value), input_grad=best[1])
+        self.costs[n.name] = NodeCost(forward, backward, bytes_of(value), input_grad=backward)
         return pytree.tree_map(_cut, value)
 
     def _backward(self, n: fx.Node, value: Any, inputs: Any) -> float:
