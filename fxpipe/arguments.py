@@ -53,9 +53,12 @@ def read_schedule(
                 f"{recipe.microbatches}; leave microbatches out"
             )
         microbatches = recipe.microbatches
-    _check_whole("microbatches", microbatches, 1)
-    _check_whole("delay", delay, 0)
-    return recipe if delay is None else recipe.delayed(delay), microbatches
+    if microbatches is not None:
+        check_whole("microbatches", microbatches, 1)
+    if delay is not None:
+        check_whole("delay", delay, 0)
+        recipe = recipe.delayed(delay)
+    return recipe, microbatches
 
 
 def read_decides(schedule: Any, delay: Any, predict: Any) -> str:
@@ -110,10 +113,9 @@ def _recipe(schedule: ScheduleLike, devices: int) -> Recipe:
     )
 
 
-def _check_whole(name: str, value: Any, least: int) -> None:
-    """Raises InputError where the value is neither None nor a whole number that large."""
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    if value is not None and not (whole and value >= least):
+def check_whole(name: str, value: Any, least: int) -> None:
+    """Raises InputError where the value is no whole number that large."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise InputError(f"{name} is {value!r}; give a whole number of at least {least}")
 
 
@@ -262,12 +264,13 @@ def read_leaf_modules(leaf_modules: Any, model: nn.Module) -> dict[str, nn.Modul
 
 def check_bucket_cap(bucket_cap_mb: Any) -> float:
     """The bytes of so many MiB. Raises InputError where it is no number above 0."""
-    if not isinstance(bucket_cap_mb, int | float) or not bucket_cap_mb > 0:
+    number = isinstance(bucket_cap_mb, int | float) and not isinstance(bucket_cap_mb, bool)
+    if not number or not bucket_cap_mb > 0:
         raise InputError(
             f"bucket_cap_mb is {bucket_cap_mb!r}; give a number of MiB above 0, or math.inf to sum "
             "all gradients of a stage at once"
         )
-    return bucket_cap_mb * 2**20
+    return float(bucket_cap_mb * 2**20)
 
 
 def check_sharding(shard_optimizer: Any, optimizer: Any, predict: bool) -> None:

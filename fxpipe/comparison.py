@@ -9,6 +9,7 @@ from rich import box
 from rich.table import Table
 
 import fxpipe.schedules as library
+from fxpipe.arguments import check_whole
 from fxpipe.draw.canvas import Canvas, Look
 from fxpipe.draw.chart import Chart, Entry
 from fxpipe.draw.picture import FORWARD, OTHER, UPDATE, Picture
@@ -115,7 +116,7 @@ class Comparison:
         if not self.rows:
             raise InputError("no schedule is for so many devices and micro-batches; try others")
         unit = 1e3 if self.measured else 1.0
-        end = min(self.rows[-1].time, _LONGEST * self.rows[0].time) * unit
+        end = min(self.rows[-1].time, _LONGEST * self.rows[0].time) * unit or 1.0
         canvas = Canvas("comparison")
         what = f"p = {self.devices} · m = {self.microbatches}"
         title = f"schedules · {what}" + (f" · {self._limit()}" if self.limit is not None else "")
@@ -201,8 +202,8 @@ def compare(
         schedule, held = pipe.schedule, pipe.simulate().sizes
         p, m = schedule.devices, schedule.microbatches
     p, m = devices if devices is not None else p, microbatches if microbatches is not None else m
-    if min(p, m) < 1:
-        raise InputError(f"devices is {p} and microbatches is {m}; give at least 1 of each")
+    check_whole("devices", p, 1)
+    check_whole("microbatches", m, 1)
     totals = {letter: seconds / p for letter, seconds in totals.items()}
     times = {letter: kind.cost for letter, kind in KINDS.items()} if pipe is None else {}
     times |= totals | given

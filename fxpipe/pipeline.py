@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from fxpipe.arguments import check_whole
 from fxpipe.compiler.compiled import Compiled
 from fxpipe.compiler.compiler import Compiler
 from fxpipe.compiler.looking import HOOKS
@@ -240,8 +241,7 @@ class Pipeline(Saved):
             InputError: as in ``step``, or ``steps`` is below 1.
         """
         with self._group.calling("profile"):
-            if steps < 1:
-                raise InputError(f"steps is {steps}; a profile needs at least 1")
+            check_whole("steps", steps, 1)
             if target is None and self._options.loss is not None:
                 args, target = split_target(self._model, args, kwargs)
             start = perf_counter()

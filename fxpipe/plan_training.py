@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxpipe.arguments import read_example
+from fxpipe.arguments import check_whole, read_example
 from fxpipe.compile import compile
 from fxpipe.compiler.candidates import Stages
 from fxpipe.compiler.compiled import Compiled
@@ -105,6 +105,7 @@ def plan_training(
         cluster, device = Cluster.measured(places), device or places[0]
     if not isinstance(batch, int) or batch < 1:
         raise InputError(f"batch is {batch!r}; give the samples of a step, at least 1")
+    check_whole("keep", keep, 1)
     recipes = None if schedules is None else [find_recipe(name) for name in schedules]
     with compile(model, [device or "cpu"], microbatches=1, **options) as pipe:
         cuts = _Cuts(pipe, example, [size for size in sizes if size <= batch] or [1], batch)

@@ -370,8 +370,9 @@ def test_without_a_plan_or_steps_it_says_what_to_do() -> None:
     with compiled("1f1b") as pipe:
         with pytest.raises(InputError, match="nothing is compiled yet"):
             pipe.simulate()
-        with pytest.raises(InputError, match="at least 1"):
-            pipe.profile(x, target=y, steps=0)
+        for wrong in (0, 1.5, "2", True):
+            with pytest.raises(InputError, match=f"steps is {wrong!r}; give a whole number"):
+                pipe.profile(x, target=y, steps=wrong)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["1f1b", "gpipe", "zb-h1"])

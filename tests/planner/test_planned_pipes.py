@@ -54,6 +54,8 @@ def test_a_chosen_plan_compiles_and_trains_like_the_loop() -> None:
         beside.compile()
     with pytest.raises(fxpipe.InputError, match="schedule is what plan_training chooses"):
         fxpipe.plan_training(model, "host of=2", 8, example=(x,), schedule="1f1b")
+    with pytest.raises(fxpipe.InputError, match="keep is 0; give a whole number of at least 1"):
+        fxpipe.plan_training(model, "host of=2", 8, example=(x,), keep=0)
 
 
 @pytest.mark.parametrize(("rate", "cap", "does"), [(1e15, 17.5, "O"), (1.0, 28, "R")])

@@ -305,7 +305,7 @@ def test_what_cannot_be_sharded_is_refused_before_anything_runs() -> None:
             shard_optimizer=True,
             optimizer=OPTIMIZERS["sgd"],
         )
-    for cap in (0, -1, "25", None):
+    for cap in (0, -1, "25", None, True):
         with pytest.raises(InputError, match=r"bucket_cap_mb is .*; give a number of MiB above 0"):
             fxpipe.compile(Tiny(), 2, bucket_cap_mb=cap)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="shard_optimizer is 1; give True or False"):

@@ -104,5 +104,11 @@ def test_a_pipe_that_is_cut_evenly_is_predicted_as_it_predicts_itself(schedule: 
 def test_what_cannot_be_compared_is_refused() -> None:
     with pytest.raises(InputError, match="costs has no kind of task 'X'"):
         fxpipe.compare(costs={"X": 1})
-    with pytest.raises(fxpipe.InputError, match="devices is 4 and microbatches is 0"):
-        fxpipe.compare(microbatches=0)
+    for wrong in (0, 2.5, "2", True):
+        for name in ("devices", "microbatches"):
+            with pytest.raises(InputError, match=f"{name} is {wrong!r}; give a whole number"):
+                fxpipe.compare(**{name: wrong})  # type: ignore[arg-type]
+
+
+def test_schedules_of_tasks_that_take_no_time_have_a_picture() -> None:
+    assert fxpipe.compare(costs={"F": 0, "B": 0, "U": 0}).draw()._repr_svg_()
