@@ -10,12 +10,12 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from subprocess import DEVNULL, PIPE, Popen
-from threading import Thread
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -132,46 +132,48 @@ _loaded: WeakValueDictionary[tuple[Path, torch.device], Library] = WeakValueDict
 def compile_all(tasks: Sequence[tuple[Any, ...]]) -> Iterator[tuple[int, Answer]]:
     """Have tasks done side by side, in as many processes as there are processors: the number of
     each as soon as it is done, and its answer. ``worker`` says what a task is."""
-    waiting: SimpleQueue[int] = SimpleQueue()
-    done: SimpleQueue[tuple[int, Answer]] = SimpleQueue()
-    for number in range(len(tasks)):
-        waiting.put(number)
     own = {
         "PYTHONPATH": os.pathsep.join(sys.path),
         "TORCHINDUCTOR_CACHE_DIR": cache_dir(),
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
     }
+    started: list[Popen[str]] = []
+    idle: SimpleQueue[Popen[str]] = SimpleQueue()
 
-    def serve(process: Popen[str]) -> None:
+    def start() -> Popen[str]:
+        env = {**os.environ, **own}
+        started.append(Popen(_WORKER, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, text=True, env=env))
+        return started[-1]
+
+    def answer(task: tuple[Any, ...]) -> Answer:
+        try:
+            process = idle.get_nowait()
+        except Empty:
+            process = start()
         assert process.stdin is not None and process.stdout is not None
-        with suppress(Empty):
-            while True:
-                number, line = waiting.get_nowait(), ""
-                with suppress(OSError):
-                    process.stdin.write(f"{json.dumps(tasks[number])}\n")
-                    process.stdin.flush()
-                    line = process.stdout.readline()
-                ended = Answer("the process that was to compile it has ended", lasting=False)
-                done.put((number, Answer(*json.loads(line)) if line else ended))
+        line = ""
+        with suppress(OSError):
+            process.stdin.write(f"{json.dumps(task)}\n")
+            process.stdin.flush()
+            line = process.stdout.readline()
+        if not line:
+            return Answer("the process that was to compile it has ended", lasting=False)
+        idle.put(process)
+        return Answer(*json.loads(line))
 
-    with ExitStack() as stack:
-        for _ in range(min(len(tasks), processors())):
-            process = stack.enter_context(
-                Popen(
-                    _WORKER,
-                    stdin=PIPE,
-                    stdout=PIPE,
-                    stderr=DEVNULL,
-                    text=True,
-                    env={**os.environ, **own},
-                )
-            )
-            thread = Thread(target=serve, args=(process,), name="fxpipe-compile")
-            thread.start()
-            stack.callback(thread.join)
-            stack.callback(process.kill)
-        for _ in tasks:
-            yield done.get()
+    pool = ThreadPoolExecutor(processors(), "fxpipe-compile")
+    numbers = {pool.submit(answer, task): number for number, task in enumerate(tasks)}
+    try:
+        for done in as_completed(numbers):
+            yield numbers[done], done.result()
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in started:
+            process.kill()
+        pool.shutdown()
+        for process in started:
+            with process:
+                process.kill()
 
 
 def key_of(text: str) -> str:

@@ -157,6 +157,23 @@ for line in sys.stdin:
     assert answers == [(0, libraries.Answer("", 7)), (1, libraries.Answer("", 8))]
 
 
+def test_a_process_that_ends_leaves_one_graph_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = """
+import json, sys
+for line in sys.stdin:
+    (peak,) = json.loads(line)
+    if peak == 1:
+        sys.exit()
+    print(json.dumps(["", peak]), flush=True)
+"""
+    monkeypatch.setattr(libraries, "Popen", Popen)
+    monkeypatch.setattr(libraries, "_WORKER", (sys.executable, "-c", process))
+    monkeypatch.setattr(libraries, "processors", lambda: 1)
+    answers = dict(libraries.compile_all([(0,), (1,), (2,), (3,)]))
+    ended = libraries.Answer("the process that was to compile it has ended", lasting=False)
+    assert answers == {k: ended if k == 1 else libraries.Answer("", k) for k in range(4)}
+
+
 def words(side: int = round(LARGE ** (1 / 3)) + 1) -> tuple[nn.Module, Tensor]:
     """An embedding and a large product, which are one library, and their input."""
     torch.manual_seed(0)
