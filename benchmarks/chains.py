@@ -22,7 +22,7 @@ from benchmarks.models.pairs import Cell, First, Twice
 from benchmarks.models.resnet import ResNet
 from benchmarks.models.unet import UNet
 from benchmarks.report import Grid, Report
-from fxpipe.passes.differentiate.differentiate import Differentiate, Wanted
+from fxpipe.passes.differentiate.differentiate import Wanted, differentiate
 from fxpipe.passes.differentiate.part_backward import part_backward
 from fxpipe.passes.graph.functionalise import functionalise
 from fxpipe.passes.partition.assignment import Assignment, compute_nodes
@@ -147,7 +147,7 @@ def measured(model: nn.Sequential, batch: Tensor) -> Atoms:
     }
     whole = Assignment(1, {node.name: 0 for node in compute_nodes(traced.graph)})
     wanted = Wanted(frozenset(out.name for out in traced.outputs if hasattr(out, "name")))
-    plan = part_backward(Differentiate(values, state, wanted)(cut(traced, whole, {})))
+    plan = part_backward(differentiate(cut(traced, whole, {}), values, state, wanted))
     costs = measure(traced, plan, values, state)
     return atoms_of(traced, costs, Footprint())
 

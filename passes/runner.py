@@ -7,11 +7,10 @@ called facts; each ``Pass`` says which facts it requires and provides.
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar
 
 from fxpipe.errors import InputError, PassError, VerificationError
 from fxpipe.ir.plan import Plan
@@ -26,11 +25,6 @@ from fxpipe.verify.traced import verify_traced
 
 A = TypeVar("A", Traced, Plan, Schedule, Program)
 B = TypeVar("B", Traced, Plan, Schedule, Program)
-C = TypeVar("C", Traced, Plan, Schedule, Program)
-D = TypeVar("D", Traced, Plan, Schedule, Program)
-
-OnPass = Callable[[str, float], None]
-"""Told the name of each pass that is done, and the seconds it took without verification."""
 
 VERIFIERS: dict[type, tuple[str, Callable[[Any], object]]] = {
     Traced: ("traced graph", verify_traced),
@@ -41,27 +35,7 @@ VERIFIERS: dict[type, tuple[str, Callable[[Any], object]]] = {
 """Representation → its name in messages and its verifier."""
 
 
-@overload
-def run(value: A, first: Callable[[A], B], /, *, on_pass: OnPass | None = None) -> B: ...
-@overload
-def run(
-    value: A, first: Callable[[A], B], second: Callable[[B], C], /, *, on_pass: OnPass | None = None
-) -> C: ...
-@overload
-def run(
-    value: A,
-    first: Callable[[A], B],
-    second: Callable[[B], C],
-    third: Callable[[C], D],
-    /,
-    *,
-    on_pass: OnPass | None = None,
-) -> D: ...
-@overload
-def run(value: A, /, *passes: Callable[[A], A], on_pass: OnPass | None = None) -> A: ...
-
-
-def run(value: Any, /, *passes: Callable[[Any], Any], on_pass: OnPass | None = None) -> Any:
+def run(value: A, first: Callable[[A], B], /, *passes: Callable[[B], B]) -> B:
     """Hand a value from pass to pass; verify it before the first and after each.
 
     Raises:
@@ -69,17 +43,19 @@ def run(value: Any, /, *passes: Callable[[Any], Any], on_pass: OnPass | None = N
             something else than a traced graph, a plan, a schedule or a program. It names the pass;
             the verifier's error is the cause.
     """
-    for index, each in enumerate(passes):
-        name = pass_name(each)
-        if index == 0:
-            _verify(value, f"pass {name!r} was handed")
-        start = time.perf_counter()
-        with telling(name):
-            value = each(value)
-        if on_pass is not None:
-            on_pass(name, time.perf_counter() - start)
-        _verify(value, f"pass {name!r} made")
-    return value
+    _verify(value, f"pass {pass_name(first)!r} was handed")
+    made = _run(first, value)
+    for each in passes:
+        made = _run(each, made)
+    return made
+
+
+def _run(each: Callable[[Any], B], value: object) -> B:
+    name = pass_name(each)
+    with telling(name):
+        made = each(value)
+    _verify(made, f"pass {name!r} made")
+    return made
 
 
 @dataclass(frozen=True)

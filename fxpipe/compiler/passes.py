@@ -11,17 +11,17 @@ from __future__ import annotations
 
 from fxpipe.compiler.preflight import refuse_hooks, refuse_sparse, run_loss, run_model, try_own_loss
 from fxpipe.passes.differentiate.accumulate import fuse_accumulation
-from fxpipe.passes.differentiate.differentiate import Differentiate
+from fxpipe.passes.differentiate.differentiate import differentiate
 from fxpipe.passes.differentiate.part_backward import part_backward
-from fxpipe.passes.differentiate.part_gradients import PartGradients
+from fxpipe.passes.differentiate.part_gradients import part_gradients
 from fxpipe.passes.graph.check import check
 from fxpipe.passes.graph.defer_batchnorm import defer_batchnorm
 from fxpipe.passes.graph.fit import localise_sizes, relay
 from fxpipe.passes.graph.functionalise import functionalise
-from fxpipe.passes.graph.place_devices import PlaceDevices
+from fxpipe.passes.graph.place_devices import place_devices
 from fxpipe.passes.graph.randomness import seed_randomness
 from fxpipe.passes.inductor.channels_last import lay_channels_last
-from fxpipe.passes.inductor.compile_stages import CompileStages
+from fxpipe.passes.inductor.compile_stages import compile_stages
 from fxpipe.passes.lowering.communicate import communicate
 from fxpipe.passes.lowering.free import free
 from fxpipe.passes.lowering.lower import Lower
@@ -105,7 +105,7 @@ SINGLE = (
     Pass(one_stage, "traced", "assignment", when="not under_autograd"),
     Pass(cut, "traced, assignment, owners, stage_costs", "plan", when="not under_autograd"),
     Pass(
-        Differentiate,
+        differentiate,
         "plan, values, state, wanted",
         "differentiated plan",
         when="not under_autograd",
@@ -147,20 +147,20 @@ FIT = (
 PLAN = (
     Pass(cut, "traced, assignment, owners, stage_costs", "plan"),
     Pass(lay_channels_last, "plan", "plan", when="stage_compiler"),
-    Pass(Differentiate, "plan, values, state, wanted", "differentiated plan"),
+    Pass(differentiate, "plan, values, state, wanted", "differentiated plan"),
     Pass(part_backward, "differentiated plan", "parted plan", when="parted"),
-    Pass(PartGradients, "parted plan, bucket_bytes", "bucketed plan", when="replicated"),
+    Pass(part_gradients, "parted plan, bucket_bytes", "bucketed plan", when="replicated"),
     Pass(fuse_accumulation, "bucketed plan", "plan", when="fuse_accumulation"),
 )
 """A graph → the plan with its kernels."""
 
-COMPILE = (Pass(CompileStages, "plan, stage_compiler, threads, own", "plan"),)
+COMPILE = (Pass(compile_stages, "plan, stage_compiler, threads, own", "plan"),)
 """A plan → the same with libraries for the graphs of its kernels; with ``stage_compiler``."""
 
 CHECK = (Pass(check, "traced, plan, values, state, call, differentiated, own", "", when="whole"),)
 """The plan computes what the model computes, or it is refused."""
 
-DEVICES = (Pass(PlaceDevices, "plan, device, stage_devices", "plan"),)
+DEVICES = (Pass(place_devices, "plan, device, stage_devices", "plan"),)
 """A plan whose stages make their tensors where they run; for devices with streams."""
 
 PROGRAM = (

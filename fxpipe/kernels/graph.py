@@ -47,7 +47,7 @@ class GraphKernel:
         weight_grad_graph: ``[deferred, totals]`` → new totals; None if there are none.
         functional_weight_grad: ``[deferred]`` → parameter gradients, likewise.
         buckets: letter of a backward task → for each bucket of gradients the graph
-            ``[left, totals]`` → left or input gradients, new totals; see ``PartGradients``.
+            ``[left, totals]`` → left or input gradients, new totals; see ``part_gradients``.
     """
 
     forward_graph: fx.GraphModule

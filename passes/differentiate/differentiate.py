@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,28 +46,22 @@ class Wanted:
     inputs: bool = False
 
 
-@dataclass(frozen=True)
-class Differentiate:
+def differentiate(
+    plan: Plan, values: Mapping[str, Any], state: Mapping[str, Tensor], wanted: Wanted
+) -> Plan:
     """Plan → Plan: a kernel in each stage, ``gradient`` set on the edges, and the specs.
 
-    Attributes:
+    Args:
+        plan: as it was cut.
         values: input value → an example of one micro-batch's size.
         state: name in the model → parameter, buffer or constant.
         wanted: the gradients to make; none gives kernels for inference.
     """
-
-    values: Mapping[str, Any]
-    state: Mapping[str, Tensor]
-    wanted: Wanted
-    name: ClassVar[str] = "differentiate"
-
-    def __call__(self, plan: Plan) -> Plan:
-        """Differentiate a plan as it was cut."""
-        if any(stage.leaves for stage in plan.stages):
-            return _Probe(plan, self).run()
-        # to look for NaN needs data
-        with torch.autograd.set_multithreading_enabled(False), set_detect_anomaly(False):
-            return _Tracer(plan, self).run()
+    if any(stage.leaves for stage in plan.stages):
+        return _Probe(plan, values, state, wanted).run()
+    # to look for NaN needs data
+    with torch.autograd.set_multithreading_enabled(False), set_detect_anomaly(False):
+        return _Tracer(plan, values, state, wanted).run()
 
 
 def _specs(values: Mapping[str, Any]) -> dict[str, ValueSpec]:
@@ -89,11 +83,13 @@ def _specs(values: Mapping[str, Any]) -> dict[str, ValueSpec]:
 class _Differentiator:
     """Walks the stages forward for the values, then backward for the gradients."""
 
-    def __init__(self, plan: Plan, options: Differentiate) -> None:
+    def __init__(
+        self, plan: Plan, values: Mapping[str, Any], state: Mapping[str, Tensor], wanted: Wanted
+    ) -> None:
         self.plan = plan
-        self.state = options.state
-        self.wanted = options.wanted
-        self.values = dict(options.values)
+        self.state = state
+        self.wanted = wanted
+        self.values = dict(values)
         self.gradients: dict[tuple[str, int], Tensor] = {}
         self.kernels: dict[int, Kernel] = {}
         self.specs = _specs(self.values)
@@ -175,10 +171,10 @@ class _Differentiator:
 class _Tracer(_Differentiator):
     """Stages without leaf modules: autograd is traced on fake tensors, two graphs come out."""
 
-    def __init__(self, plan: Plan, options: Differentiate) -> None:
-        super().__init__(plan, options)
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
         self.mode = FakeTensorMode()
-        used = {a.target for s in plan.stages for a in (*s.parameters, *s.buffers)}
+        used = {a.target for s in self.plan.stages for a in (*s.parameters, *s.buffers)}
         self.state = {name: self._fake(self.state[name]) for name in used}
         self.values = {
             name: self._fake(value) if isinstance(value, Tensor) else value

@@ -28,6 +28,12 @@ from fxpipe.passes.graph.lazy_module import lazy_module
 from fxpipe.passes.partition.assignment import is_part
 
 
+def results(graph: fx.Graph) -> list[Any]:
+    """What a graph returns, one by one."""
+    returned: Any = graph.output_node().args[0]
+    return list(returned)
+
+
 def ancestors(nodes: Iterable[Any]) -> set[fx.Node]:
     """Some nodes and all nodes that they depend on; values that are no nodes are ignored."""
     seen: set[fx.Node] = set()

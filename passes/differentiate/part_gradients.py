@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import fx
@@ -26,6 +26,7 @@ from fxpipe.passes.differentiate.extract import (
     ancestors,
     crossing,
     extract,
+    results,
     runnable,
     shares_memory,
 )
@@ -37,59 +38,58 @@ _HALVES = {"B": 0, "W": 1}
 """Letter of a backward task → where the times of a node have its own, see ``Costs.nodes``."""
 
 
-@dataclass(frozen=True)
-class PartGradients:
+def part_gradients(plan: Plan, bucket_bytes: float) -> Plan:
     """Plan → Plan: every stage's gradients go in buckets. Those of leaf modules go at once.
 
-    Attributes:
+    Args:
+        plan: a differentiated one; backwards in halves are split, too.
         bucket_bytes: a bucket is complete once it has as many bytes.
     """
+    return replace(plan, stages=tuple(_parted(stage, bucket_bytes) for stage in plan.stages))
 
-    bucket_bytes: float
-    name: ClassVar[str] = "part_gradients"
 
-    def __call__(self, plan: Plan) -> Plan:
-        """Split the kernels of a differentiated plan, also where their backward is in halves."""
-        return replace(plan, stages=tuple(map(self._parted, plan.stages)))
+def _parted(stage: Stage, bucket_bytes: float) -> Stage:
+    kernel = stage.kernel
+    if not isinstance(kernel, GraphKernel) or kernel.functional_backward is None:
+        return stage
+    given = [index for index, has in enumerate(kernel.parameter_gradients) if has]
+    gradients = results(kernel.functional_backward)[kernel.input_gradients :]
+    made = dict(zip(given, gradients, strict=True))
+    own = list(_filled(made, kernel.functional_backward, bucket_bytes))
+    if len(own) < 2:
+        return stage
+    own[-1] += [index for index, has in enumerate(kernel.parameter_gradients) if not has]
+    graphs, shares = dict[str, list[BucketGraph]](), list[dict[str, float]]([{} for _ in own])
+    for kind, graph, inputs in (
+        ("B", kernel.functional_backward, kernel.input_gradients),
+        ("W", kernel.functional_weight_grad, 0),
+    ):
+        if graph is None:
+            continue
+        named = f"Stage{stage.index}Bucket{kind}"
+        graphs[kind], seconds = _split(deepcopy(graph), own, given, inputs, named, stage, kind)
+        total = sum(seconds)
+        for share, time in zip(shares, seconds, strict=True):
+            share[kind] = time / total if total else 1 / len(own)
+    buckets = [Bucket(tuple(each), share) for each, share in zip(own, shares, strict=True)]
+    return replace(stage, kernel=replace(kernel, buckets=graphs), buckets=tuple(buckets))
 
-    def _parted(self, stage: Stage) -> Stage:
-        kernel = stage.kernel
-        if not isinstance(kernel, GraphKernel) or kernel.functional_backward is None:
-            return stage
-        given = [index for index, has in enumerate(kernel.parameter_gradients) if has]
-        gradients = _results(kernel.functional_backward)[kernel.input_gradients :]
-        own = list(self._filled([*zip(given, gradients, strict=True)], kernel.functional_backward))
-        if len(own) < 2:
-            return stage
-        own[-1] += [index for index, has in enumerate(kernel.parameter_gradients) if not has]
-        graphs, shares = dict[str, list[BucketGraph]](), list[dict[str, float]]([{} for _ in own])
-        for kind, graph, inputs in (
-            ("B", kernel.functional_backward, kernel.input_gradients),
-            ("W", kernel.functional_weight_grad, 0),
-        ):
-            if graph is None:
-                continue
-            named = f"Stage{stage.index}Bucket{kind}"
-            graphs[kind], seconds = _split(deepcopy(graph), own, given, inputs, named, stage, kind)
-            total = sum(seconds)
-            for share, time in zip(shares, seconds, strict=True):
-                share[kind] = time / total if total else 1 / len(own)
-        buckets = [Bucket(tuple(each), share) for each, share in zip(own, shares, strict=True)]
-        return replace(stage, kernel=replace(kernel, buckets=graphs), buckets=tuple(buckets))
 
-    def _filled(self, gradients: Sequence[tuple[int, Any]], graph: fx.Graph) -> Iterator[list[int]]:
-        """The parameters of each bucket, in the order in which a backward makes their gradients."""
-        order = {node: place for place, node in enumerate(graph.nodes)}
-        bucket: list[int] = []
-        size = 0
-        for index, node in sorted(gradients, key=lambda each: order[_maker(each[1])]):
-            bucket.append(index)
-            size += size_in_bytes(node.meta["val"])
-            if size >= self.bucket_bytes:
-                yield bucket
-                bucket, size = [], 0
-        if bucket:
+def _filled(
+    gradients: Mapping[int, Any], graph: fx.Graph, bucket_bytes: float
+) -> Iterator[list[int]]:
+    """The parameters of each bucket, in the order in which a backward makes their gradients."""
+    order = {node: place for place, node in enumerate(graph.nodes)}
+    bucket: list[int] = []
+    size = 0
+    for index in sorted(gradients, key=lambda index: order[_maker(gradients[index])]):
+        bucket.append(index)
+        size += size_in_bytes(gradients[index].meta["val"])
+        if size >= bucket_bytes:
             yield bucket
+            bucket, size = [], 0
+    if bucket:
+        yield bucket
 
 
 def _split(
@@ -113,8 +113,8 @@ def _split(
         stage: the stage, with what its nodes cost.
         kind: "B" or "W".
     """
-    results = _results(graph)
-    gradient_of = dict(zip(given, results[inputs:], strict=True))
+    found = results(graph)
+    of_inputs, gradient_of = found[:inputs], dict(zip(given, found[inputs:], strict=True))
     left = [node for node in graph.nodes if node.op == "placeholder"]
     known, rest = set(left), [node for node in graph.nodes if node.op == "call_function"]
     cost_of = _costs(rest, stage, kind)
@@ -130,8 +130,8 @@ def _split(
         nodes = [node for node in rest if node in needed]
         rest = [node for node in rest if node not in needed]
         known.update(nodes)
-        after = [*results[:inputs], *gradient_of.values()]
-        next_ = results[:inputs] if last else crossing(rest, after, known)
+        after = [*of_inputs, *gradient_of.values()]
+        next_ = of_inputs if last else crossing(rest, after, known)
         module = runnable(extract(left, nodes, [*next_, *found]), named, len(next_))
         made.append(BucketGraph(module, len(next_), parameters))
         seconds.append(sum(cost_of[node] for node in nodes))
@@ -168,7 +168,3 @@ def _maker(node: Any) -> fx.Node:
     ):
         node = node.all_input_nodes[0]
     return node  # type: ignore[no-any-return]
-
-
-def _results(graph: fx.Graph) -> list[Any]:
-    return list(graph.output_node().args[0])  # type: ignore[arg-type]

@@ -19,6 +19,7 @@ from fxpipe.passes.differentiate.extract import (
     ancestors,
     crossing,
     extract,
+    results,
     runnable,
     shares_memory,
 )
@@ -46,9 +47,9 @@ def split_joint(
     for node, name in zip(placeholders, names, strict=True):
         node.name = name
     given, gradients = placeholders[:arguments], placeholders[arguments:]
-    returned: Sequence[Any] = graph.output_node().args[0]  # type: ignore[assignment]
-    results, found = list(returned[:kept]), list(returned[kept:])
-    early = ancestors(results)
+    returned = results(graph)
+    outputs, found = returned[:kept], returned[kept:]
+    early = ancestors(outputs)
     early.update(given)
     wanted = ancestors(found)
     late = [node for node in graph.nodes if node in wanted and node not in early]
@@ -58,7 +59,7 @@ def split_joint(
     saved = crossing(late, found, early)
     _copy_shared_gradients(graph, inputs, found, late, {*early, *gradients})
     computed = [node for node in graph.nodes if node in early and node not in given]
-    forward = runnable(extract(given, computed, [*results, *saved]), f"Stage{index}Forward")
+    forward = runnable(extract(given, computed, [*outputs, *saved]), f"Stage{index}Forward")
     if not found:
         return forward, None, None
     backward = extract([*saved, *gradients], late, found)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import copy
 import functools
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -21,8 +22,7 @@ from fxpipe.kernels.graph import GraphKernel
 from fxpipe.passes.graph.lazy_module import lazy_module
 
 
-@dataclass(frozen=True)
-class PlaceDevices:
+def place_devices(plan: Plan, device: torch.device, stage_devices: Sequence[torch.device]) -> Plan:
     """Plan → Plan: every stage creates its tensors on the device where it runs.
 
     A graph names the device that it was traced on: where ``arange`` or ``full`` makes a tensor,
@@ -30,28 +30,28 @@ class PlaceDevices:
     graph, its backward and the halves of it; inputs and parameters are on the right device anyway.
     A tensor that a model on another device makes on the CPU stays there. Any other device is
     refused, because the model asks for it by name.
+
+    Args:
+        plan: the plan.
+        device: the device that the model was traced on.
+        stage_devices: stage → its device.
+
+    Raises:
+        PassError: a graph names another device.
     """
 
-    device: torch.device
-    stage_devices: tuple[torch.device, ...]
-    name: ClassVar[str] = "place_devices"
-
-    def __call__(self, plan: Plan) -> Plan:
-        """Place all stages. Raises PassError where a graph names another device."""
-        return replace(plan, stages=tuple(map(self._placed, plan.stages)))
-
-    def _placed(self, stage: Stage) -> Stage:
-        home = self.stage_devices[stage.index]
-        if same(home, self.device):
+    def placed(stage: Stage) -> Stage:
+        home = stage_devices[stage.index]
+        if same(home, device):
             return stage
-        move = functools.partial(moved, traced=self.device, home=home)
+        move = functools.partial(moved, traced=device, home=home)
         kernel = stage.kernel
         assert kernel is None or isinstance(kernel, GraphKernel | AutogradKernel)
         return replace(
-            stage,
-            graph=move(stage.graph),
-            kernel=None if kernel is None else kernel.mapped(move),
+            stage, graph=move(stage.graph), kernel=None if kernel is None else kernel.mapped(move)
         )
+
+    return replace(plan, stages=tuple(map(placed, plan.stages)))
 
 
 def moved(module: fx.GraphModule, traced: torch.device, home: torch.device) -> fx.GraphModule:

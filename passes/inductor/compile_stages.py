@@ -14,22 +14,24 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from time import thread_time
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx
 
+from fxpipe.errors import told
 from fxpipe.ir.plan import Plan, Stage
 from fxpipe.kernels.graph import GraphKernel
 from fxpipe.kernels.inductor import ELSEWHERE, Compiled, Look, Wiring, peak_of
 from fxpipe.log import noted
+from fxpipe.passes.differentiate.extract import results
 from fxpipe.passes.graph.lazy_module import lazy_module
 from fxpipe.passes.graph.liveness import liveness
 from fxpipe.passes.inductor.libraries import Libraries, Record, can_compile, compile_all, key_of
-from fxpipe.passes.inductor.lower_graph import Refused, graph_text, lowered, results
+from fxpipe.passes.inductor.lower_graph import Refused, graph_text, lowered
 from fxpipe.passes.partition.measure import Stopwatch
 
 StageCompiler = Literal["inductor", "auto"]
@@ -46,34 +48,30 @@ _ROUNDS = 9
 """So often both ways of running a graph are timed, in turn; the least times count."""
 
 
-@dataclass(frozen=True)
-class CompileStages:
+def compile_stages(
+    plan: Plan, stage_compiler: StageCompiler, threads: int, own: Collection[int]
+) -> Plan:
     """Plan → Plan: the graphs of the kernels are compiled. Not in stages with leaf modules.
 
-    Attributes:
+    What was compiled before is loaded.
+
+    Args:
+        plan: the plan.
         stage_compiler: whether all graphs are compiled, or those that get faster by it.
         threads: how many intra-op threads the libraries use.
         own: the stages that this process runs; others stay as they are.
     """
-
-    stage_compiler: StageCompiler
-    threads: int
-    own: Collection[int]
-    name: ClassVar[str] = "compile_stages"
-
-    def __call__(self, plan: Plan) -> Plan:
-        """Compile, or load what was compiled before."""
-        jobs = [job for s in plan.stages if s.index in self.own for job in _jobs(s, self.threads)]
-        libraries = Libraries()
-        _make(jobs, libraries, {**_OPTIONS, "cpp.threads": self.threads})
-        changed = {id(job.module): job.changed(libraries, self.stage_compiler) for job in jobs}
-        stages = (
-            replace(stage, kernel=stage.kernel.mapped(lambda own: changed.get(id(own), own)))
-            if isinstance(stage.kernel, GraphKernel)
-            else stage
-            for stage in plan.stages
-        )
-        return replace(plan, stages=tuple(stages))
+    jobs = [job for stage in plan.stages if stage.index in own for job in _jobs(stage, threads)]
+    libraries = Libraries()
+    _make(jobs, libraries, {**_OPTIONS, "cpp.threads": threads})
+    changed = {id(job.module): job.changed(libraries, stage_compiler) for job in jobs}
+    stages = (
+        replace(stage, kernel=stage.kernel.mapped(lambda each: changed.get(id(each), each)))
+        if isinstance(stage.kernel, GraphKernel)
+        else stage
+        for stage in plan.stages
+    )
+    return replace(plan, stages=tuple(stages))
 
 
 def peaks_of(plan: Plan, own: Collection[int]) -> dict[int, list[int | None]]:
@@ -238,7 +236,7 @@ def _make(jobs: Sequence[Job], libraries: Libraries, options: dict[str, Any]) ->
             try:
                 tasks.append((job, job.task(scratch, options)))
             except Exception as error:  # whatever export says to a graph that it cannot take
-                libraries.write(job.key, Record(_first_line(error)))
+                libraries.write(job.key, Record(told(error).splitlines()[0]))
         answers = compile_all([task for _, task in tasks])
         for count, (number, answer) in enumerate(answers, 1):
             job = tasks[number][0]
@@ -254,10 +252,6 @@ def _make(jobs: Sequence[Job], libraries: Libraries, options: dict[str, Any]) ->
         libraries.write(job.key, job.measured(libraries, suffix, peak))
     for job in jobs:
         job.reason = new[job.key].reason if job.key in new else job.reason
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error) or type(error).__name__).strip().splitlines()[0]
 
 
 def _example(value: Any) -> Any:

@@ -21,6 +21,7 @@ from torch import Tensor, fx
 from fxpipe.kernels.graph import onto
 from fxpipe.kernels.inductor import Draw, Look, Wiring
 from fxpipe.passes.differentiate.accumulate import product_onto
+from fxpipe.passes.differentiate.extract import results
 from fxpipe.random import OPERATORS
 
 _FORMAT = 5
@@ -44,11 +45,6 @@ the others."""
 
 class Refused(Exception):
     """A graph that cannot be handed to inductor."""
-
-
-def results(graph: fx.Graph) -> list[Any]:
-    results: Any = graph.output_node().args[0]
-    return list(results)
 
 
 def lowered(graph: fx.Graph) -> tuple[fx.Graph, Wiring]:

@@ -29,6 +29,7 @@ from torch._inductor.lowering import register_lowering
 from torch.profiler import ProfilerActivity, profile
 
 import fxpipe.random  # noqa: F401  (graphs may have its operators)
+from fxpipe.errors import told
 from fxpipe.passes.inductor import images
 
 MULTIPLIES = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
@@ -50,8 +51,7 @@ def main() -> None:
                 with torch.no_grad():
                     answer = "", _compile(*json.loads(line))
             except Exception as error:
-                text = (str(error) or type(error).__name__).strip()
-                answer = text.splitlines()[0], 0
+                answer = told(error).splitlines()[0], 0
             print(json.dumps(answer), file=answers, flush=True)
 
 

@@ -14,7 +14,7 @@ from fxpipe.errors import PartitionError
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.traced import SEED, Literal, Traced, Value
 from fxpipe.kernels.serial import Ran, run_serially
-from fxpipe.passes.differentiate.differentiate import Differentiate, Wanted
+from fxpipe.passes.differentiate.differentiate import Wanted, differentiate
 from fxpipe.passes.graph.fit import localise_sizes
 from fxpipe.passes.graph.functionalise import functionalise
 from fxpipe.passes.graph.randomness import seed_randomness
@@ -85,7 +85,8 @@ def differentiated(
     plan = cut(parts, assignment, owners(parts, assignment)).verify()
     outputs = frozenset(out.name for out in traced.outputs if isinstance(out, Value))
     values = values_of(traced, *args, **kwargs)
-    return Differentiate(values, traced.state_of(model), Wanted(outputs, inputs))(plan).verify()
+    state = traced.state_of(model)
+    return differentiate(plan, values, state, Wanted(outputs, inputs)).verify()
 
 
 class Answer:

@@ -16,7 +16,7 @@ from torch.nn.utils import parametrizations
 
 from examples.unet import UNet
 from fxpipe.errors import PassError
-from fxpipe.passes.differentiate.differentiate import Differentiate, Wanted
+from fxpipe.passes.differentiate.differentiate import Wanted, differentiate
 from fxpipe.passes.differentiate.part_backward import part_backward
 from fxpipe.passes.partition.assignment import Assignment, compute_nodes
 from fxpipe.passes.partition.cut import cut
@@ -287,9 +287,8 @@ def test_a_stage_under_autograd_hands_over_its_gradients_in_two_steps(stages: in
     )
     outputs = frozenset(edge.value for edge in cut(traced, assignment, {}).edges if edge.target < 0)
     wanted = Wanted(outputs, inputs=True)
-    plan = Differentiate(values_of(traced, x), traced.state_of(model), wanted)(
-        cut(traced, assignment, {})
-    )
+    plan = cut(traced, assignment, {})
+    plan = differentiate(plan, values_of(traced, x), traced.state_of(model), wanted)
     parted = part_backward(plan)
     for stage in parted.stages:
         kernel = stage.kernel

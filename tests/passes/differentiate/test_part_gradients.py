@@ -14,7 +14,7 @@ from fxpipe.kernels.graph import GraphKernel
 from fxpipe.kernels.kernel import Backwarded, Discarding, Totals, Wrapping
 from fxpipe.passes.differentiate.accumulate import fuse_accumulation
 from fxpipe.passes.differentiate.part_backward import part_backward
-from fxpipe.passes.differentiate.part_gradients import PartGradients
+from fxpipe.passes.differentiate.part_gradients import part_gradients
 from tests.helpers.fronted import differentiated, front_end, in_stages, run_plan
 from tests.helpers.halves import assert_same
 from tests.passes.differentiate.test_differentiate import cases as shared_cases
@@ -63,7 +63,7 @@ class Bucketed(Wrapping):
 
 def compare(plan: Plan) -> Plan:
     """The same plan, parted into buckets of one gradient, whose kernels compare what they do."""
-    parted = PartGradients(0)(part_backward(plan))
+    parted = part_gradients(part_backward(plan), 0)
     stages = []
     for stage in parted.stages:
         kernel, own = stage.kernel, [each.parameters for each in stage.buckets]
@@ -94,7 +94,7 @@ def layered() -> tuple[nn.Sequential, Any, Plan]:
 
 def test_a_bucket_is_computed_before_the_layers_below_it() -> None:
     _, _, plan = layered()
-    (stage,) = PartGradients(300)(plan).stages
+    (stage,) = part_gradients(plan, 300).stages
     names = [[stage.parameters[k].target for k in each.parameters] for each in stage.buckets]
     assert names[0][:2] == ["4.bias", "4.weight"] or names[0][:2] == ["4.weight", "4.bias"]
     assert isinstance(stage.kernel, GraphKernel)
@@ -111,14 +111,14 @@ def test_a_bucket_is_computed_before_the_layers_below_it() -> None:
 
 def test_gradients_that_fill_one_bucket_are_not_parted() -> None:
     _, _, plan = layered()
-    (stage,) = PartGradients(2**20)(plan).stages
+    (stage,) = part_gradients(plan, 2**20).stages
     assert stage.buckets == () and stage == plan.stages[0]
     assert isinstance(stage.kernel, GraphKernel) and not stage.kernel.buckets
 
 
 def test_buckets_add_in_their_own_kernels_where_all_do() -> None:
     _, _, plan = layered()
-    (stage,) = fuse_accumulation(PartGradients(0)(plan)).stages
+    (stage,) = fuse_accumulation(part_gradients(plan, 0)).stages
     assert isinstance(stage.kernel, GraphKernel)
     called = [str(n.target) for each in stage.kernel.buckets["B"] for n in each.graph.graph.nodes]
     assert sum("product_onto" in name for name in called) == 3

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from fxpipe.ir.value import HOST
 from fxpipe.kernels.graph import GraphKernel
-from fxpipe.passes.differentiate.differentiate import Differentiate, Wanted
+from fxpipe.passes.differentiate.differentiate import Wanted, differentiate
 from fxpipe.passes.partition.cut import cut
 from tests.helpers.fronted import (
     Answer,
@@ -49,7 +49,7 @@ def test_without_wanted_gradients_nothing_is_saved() -> None:
     x = torch.randn(3, 4)
     traced = front_end(model, x)
     plan = cut(traced, in_stages(traced, 2), {})
-    plan = Differentiate(values_of(traced, x), traced.state_of(model), Wanted())(plan)
+    plan = differentiate(plan, values_of(traced, x), traced.state_of(model), Wanted())
     for stage in plan.stages:
         assert stage.backward is None
         assert isinstance(stage.kernel, GraphKernel)

@@ -12,7 +12,7 @@ import fxpipe
 from fxpipe.errors import PassError
 from fxpipe.ir.plan import Plan
 from fxpipe.kernels.graph import GraphKernel
-from fxpipe.passes.graph.place_devices import PlaceDevices, moved
+from fxpipe.passes.graph.place_devices import moved, place_devices
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
@@ -77,7 +77,7 @@ def test_every_graph_of_a_stage_names_the_stages_device(schedule: str) -> None:
     plan = compiled(schedule)
     assert all(device == CPU for graph in graphs(plan) for device in devices(graph))
     assert any(devices(graph) for graph in graphs(plan))
-    placed = PlaceDevices(CPU, (CPU, META))(plan)
+    placed = place_devices(plan, CPU, (CPU, META))
     assert placed.stages[0] is plan.stages[0]
     named = [device for graph in graphs(placed) for device in devices(graph)]
     assert META in named
@@ -88,7 +88,7 @@ def test_every_graph_of_a_stage_names_the_stages_device(schedule: str) -> None:
 
 
 def test_a_stage_that_was_placed_runs_there_forward_and_backward() -> None:
-    plan = PlaceDevices(CPU, (META, META))(compiled())
+    plan = place_devices(compiled(), CPU, (META, META))
     for stage in plan.stages:
         assert isinstance(stage.kernel, GraphKernel)
         parameters = [torch.empty(4, 4, device=META), torch.empty(4, device=META)]

@@ -27,11 +27,6 @@ def test_passes_run_one_after_another() -> None:
     assert program.passes == ("lower", "communicate", "free")
 
 
-def test_without_a_pass_the_value_is_returned() -> None:
-    schedule = gpipe(2, 2)
-    assert run(schedule) is schedule
-
-
 def test_what_the_first_pass_is_handed_is_verified() -> None:
     wrong = replace(gpipe(2, 2), microbatches=3)
     with pytest.raises(
@@ -165,18 +160,6 @@ def test_what_a_pass_leaves_as_it_was_is_not_verified_again() -> None:
     with listening(Ear()):
         run_all(passes, {"schedule": gpipe(2, 2)})
     assert told == ["left", "renamed", "verify schedule"]
-
-
-def test_each_pass_is_told_with_its_seconds() -> None:
-    told: list[tuple[str, float]] = []
-    run(
-        gpipe(2, 2),
-        Lower(chain(2)),
-        communicate,
-        on_pass=lambda name, seconds: told.append((name, seconds)),
-    )
-    assert [name for name, _ in told] == ["lower", "communicate"]
-    assert all(0 <= seconds < 10 for _, seconds in told)
 
 
 def test_the_folder_is_not_imported_under_its_bare_name(monkeypatch: pytest.MonkeyPatch) -> None:
