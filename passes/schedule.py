@@ -25,10 +25,10 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import inf
-from typing import Any, Literal
+from typing import Literal
 
 from fxpipe.ir.recipe import Recipe
 from fxpipe.ir.schedule import Schedule
@@ -215,24 +215,18 @@ def _clipped(row: tuple[Task, ...]) -> tuple[Task, ...]:
     return (*before, *clips, *early, *row[complete:])
 
 
-Costs = (
-    Mapping[str, float] | Mapping[tuple[str, int], float] | Mapping[str | tuple[str, int], float]
-)
-"""Letter of a kind of task, or letter and stage → its time. A stage's own time goes first."""
-
-
-def add_offload(schedule: Schedule, offload: RecomputeLike, costs: Costs | None = None) -> Schedule:
+def add_offload(schedule: Schedule, offload: RecomputeLike) -> Schedule:
     """Schedule → Schedule: an offload right after forwards, a prefetch before their backwards.
 
     A prefetch begins as late as it can so that its backward, or the recompute of its micro-batch,
-    need not wait for it, by ``costs``. Where fewer than three tasks of the device come between a
-    forward and that nothing is offloaded: one runs while it is stored and one while it is fetched.
+    need not wait for it, by the costs of the kinds of tasks. Where fewer than three tasks of the
+    device come between a forward and that nothing is offloaded: one runs while it is stored and one
+    while it is fetched.
 
     Args:
         schedule: a valid one that offloads nowhere; others are left alone.
         offload: which stages store what they keep. With "except_last" that of the last micro-batch
             is kept.
-        costs: letter of a kind of task, or (letter, stage) → time; by default the kind's own.
     """
     if "O" in schedule.kinds or not schedule.trains:
         return schedule
@@ -243,15 +237,12 @@ def add_offload(schedule: Schedule, offload: RecomputeLike, costs: Costs | None 
         for i in range(schedule.microbatches - (mode == "except_last"))
         if mode != "never"
     }
-    takes = _costs(schedule, costs)
-    spans = _spans(schedule, takes)
-    rows = (tuple(_offloading(row, schedule.depth, stored, spans, takes)) for row in schedule.rows)
+    spans = _spans(schedule)
+    rows = (tuple(_offloading(row, schedule.depth, stored, spans)) for row in schedule.rows)
     return replace(schedule, rows=tuple(rows))
 
 
-def _spans(
-    schedule: Schedule, takes: Callable[[str, int], float]
-) -> dict[Task, tuple[float, float]]:
+def _spans(schedule: Schedule) -> dict[Task, tuple[float, float]]:
     """Start and end of tasks of micro-batches in some steps; batches count from the first."""
     rows = unroll_schedule(schedule, 3 * schedule.depth + 2).rows
     rows = tuple(tuple(task for task in row if task.microbatch is not None) for row in rows)
@@ -275,7 +266,7 @@ def _spans(
     def clock(device: int, at: int) -> float:
         task = rows[device][at]
         start = max(free[device], *(spans[before][1] for before in needed[device][at]), 0.0)
-        free[device] = start + takes(task.kind, task.stage or 0)
+        free[device] = start + KINDS[task.kind].cost
         spans[task] = start, free[device]
         return free[device]
 
@@ -283,19 +274,11 @@ def _spans(
     return spans
 
 
-def _costs(schedule: Schedule, costs: Costs | None) -> Callable[[str, int], float]:
-    """Letter and stage → time."""
-    given: dict[Any, float] = {letter: kind.cost for letter, kind in KINDS.items()}
-    given.update((costs or {}).items())
-    return lambda letter, stage: given.get((letter, stage), given[letter])
-
-
 def _offloading(
     row: tuple[Task, ...],
     depth: int,
     stored: Collection[tuple[int | None, int | None]],
     spans: Mapping[Task, tuple[float, float]],
-    takes: Callable[[str, int], float],
 ) -> Iterator[Task]:
     """A device's tasks, with what they store and fetch.
 
@@ -323,8 +306,7 @@ def _offloading(
         needs = "R" if key in again else "BI"
         if task.kind not in needs or len(between) < 3 or key not in stored:
             continue
-        assert task.stage is not None
-        latest = min(latest, spans.get(task, (0.0, 0.0))[0]) - takes("P", task.stage)
+        latest = min(latest, spans.get(task, (0.0, 0.0))[0]) - KINDS["P"].cost
         place = max(bisect_right(free, latest, hi=at + 1) - 1, between[1] + 1)
         if first < len(row):
             window, position = divmod(place, len(row))

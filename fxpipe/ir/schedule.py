@@ -84,6 +84,12 @@ class Schedule:
         """The letters of its tasks."""
         return frozenset(task.kind for row in self.rows for task in row)
 
+    def pairs_of(self, kind: str) -> frozenset[tuple[int | None, int | None]]:
+        """Stage and micro-batch of each of its tasks of a kind."""
+        return frozenset(
+            (t.stage, t.microbatch) for row in self.rows for t in row if t.kind == kind
+        )
+
     @cached_property
     def trains(self) -> bool:
         """False for a schedule of forwards alone."""

@@ -373,7 +373,7 @@ def with_defaults(function: Any, args: Sequence[Any]) -> tuple[Any, ...]:
 
 def draws(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether a call of a random operation draws numbers: not with dropout 0 or in eval mode."""
-    given = _given(function, args, kwargs)
+    given = arguments_of(function, args, kwargs)
     chances = [given[name] for name in ("p", "dropout", "dropout_p") if name in given]
     drawn = not chances or any(chance is None or chance for chance in chances)
     return drawn and in_training(function, args, kwargs)
@@ -381,12 +381,12 @@ def draws(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool
 
 def in_training(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether a call of a random operation is not in eval mode."""
-    given = _given(function, args, kwargs)
+    given = arguments_of(function, args, kwargs)
     return False not in (given.get("train"), given.get("training"))
 
 
-def _given(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by name, with the defaults of those that were left out."""
-    arguments = function._schema.arguments
-    given = {a.name: a.default_value for a in arguments if a.has_default_value()}
-    return given | dict(zip((a.name for a in arguments), args, strict=False)) | dict(kwargs)
+def arguments_of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of an operation's call by name, in the order of its schema, with the defaults
+    of those that were left out."""
+    given = dict(zip((a.name for a in function._schema.arguments), args, strict=False)) | {**kwargs}
+    return {a.name: given.get(a.name, a.default_value) for a in function._schema.arguments}

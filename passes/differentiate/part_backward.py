@@ -164,16 +164,11 @@ def _weights(stage: Stage) -> list[int]:
             fixed.update([node] if node.name in constants else [])
         elif node.op == "call_function" and node.target not in (pop, stash):
             fixed.update([node] if all(n in fixed for n in node.all_input_nodes) else [])
-    leader = list(range(len(index)))
+    groups = [{k} for k in index.values()]
     for node in fixed:
         if any(user.op == "call_function" and user not in fixed for user in node.users):
-            made_of = sorted(index[n.name] for n in ancestors([node]) if n.name in index)
-            for k in made_of[1:]:
-                leader[_root(leader, k)] = _root(leader, made_of[0])
-    return [_root(leader, k) for k in range(len(leader))]
-
-
-def _root(leader: Sequence[int], k: int) -> int:
-    while leader[k] != k:
-        k = leader[k]
-    return k
+            made_of = (groups[index[n.name]] for n in ancestors([node]) if n.name in index)
+            group = set[int]().union(*made_of)
+            for k in group:
+                groups[k] = group
+    return [min(group) for group in groups]

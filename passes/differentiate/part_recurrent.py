@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from fxpipe.random import arguments_of
+
 aten = torch.ops.aten
 
 _RECURRENT = frozenset(
@@ -42,16 +44,9 @@ def part_recurrent(module: fx.GraphModule) -> None:
     """
     for node in list(module.graph.nodes):
         if node.target in _RECURRENT:
-            given = _given(node)
+            given = arguments_of(node.target, node.args, node.kwargs)
             if given["num_layers"] > 1 or given["dropout"]:
                 _Layers(node, given).part()
-
-
-def _given(node: fx.Node) -> dict[str, Any]:
-    """The operation's arguments by name."""
-    target: Any = node.target
-    names = (argument.name for argument in target._schema.arguments)
-    return dict(zip(names, node.args, strict=True))
 
 
 class _Layers:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.modules import module as hooks
 from torch.utils import _pytree as pytree
 
-from fxpipe.random import with_defaults
+from fxpipe.random import arguments_of, with_defaults
 from fxpipe.random.leaf_draws import Draws, seed_others
 
 
@@ -69,10 +69,8 @@ def fixed_others() -> Iterator[None]:
 
 def _given(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """What an operation is given, by name, without what is None."""
-    schema = func._schema.arguments
-    given = {argument.name: argument.default_value for argument in schema}
-    given |= {argument.name: value for argument, value in zip(schema, args, strict=False)}
-    return {name: value for name, value in (given | kwargs).items() if value is not None}
+    given = arguments_of(func, args, kwargs)
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def _sloped(func: Any, x: Tensor, noise: Tensor, lower: float, upper: float) -> Tensor:

@@ -23,19 +23,11 @@ from fxpipe import random
 from fxpipe.errors import TraceError
 from fxpipe.ir.traced import DRAWS, DRAWS_FROM_OTHERS, SEED, Traced
 from fxpipe.passes.graph.lazy_module import copied
-from fxpipe.random import SEEDED, UNSEEDED, draws, in_training, with_defaults
+from fxpipe.random import SEEDED, UNSEEDED, arguments_of, draws, in_training, with_defaults
 from fxpipe.random.leaf_draws import draw_from
 from fxpipe.torchtools import source
 
 aten = torch.ops.aten
-
-_ATTENTION: dict[str, Any] = {
-    "attn_mask": None,
-    "dropout_p": 0.0,
-    "is_causal": False,
-    "scale": None,
-    "enable_gqa": False,
-}
 
 
 def seed_randomness(traced: Traced) -> Traced:
@@ -88,10 +80,8 @@ def _seeded_form(
         return None
     target: Any = node.target
     if target is aten.scaled_dot_product_attention.default:
-        given = _ATTENTION | dict(zip(_ATTENTION, node.args[3:], strict=False)) | dict(node.kwargs)
-        if not given["dropout_p"]:
-            return None
-        return random.attention, (*node.args[:3], *given.values()), {}
+        given = arguments_of(target, node.args, node.kwargs)
+        return (random.attention, tuple(given.values()), {}) if given["dropout_p"] else None
     if target in SEEDED and in_training(target, node.args, node.kwargs):
         return SEEDED[target], with_defaults(target, node.args), dict(node.kwargs)
     if isinstance(target, torch._ops.OpOverload):

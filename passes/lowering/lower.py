@@ -135,7 +135,7 @@ class Lower:
             copies=schedule.working,
             edges=edges if one.trains else tuple(replace(edge, gradient=False) for edge in edges),
             lists=tuple(
-                tuple((self._device if flush else self._window)(one, device, row))
+                tuple(self._device(one, device, row, flush))
                 for device, row in enumerate(schedule.rows)
             ),
             passes=(self.name,),
@@ -143,8 +143,9 @@ class Lower:
         )
 
     def _device(
-        self, one: _Instructions, device: int, row: tuple[Task, ...]
+        self, one: _Instructions, device: int, row: tuple[Task, ...], flush: bool
     ) -> Iterator[ins.Instruction]:
+        """A device's tasks; where batches overlap each update stands where it is written."""
         paused = not self.pause
         behind: list[ins.Instruction] = []
         for stage, copies in enumerate(one.copies):
@@ -158,12 +159,13 @@ class Lower:
                 assert task.stage is not None
                 yield ins.Give(task.stage, device)
                 continue
-            if self._is_nothing(task):
+            if (task.kind == "U" and not self.updates) or (task.kind == "A" and self.replicas == 1):
                 continue
             yield from one.before(device, position)
             yield from one.parts(task)
             instruction = one.of(task, position)
-            if isinstance(instruction, ins.Update) or (behind and isinstance(instruction, ins.Run)):
+            updates = isinstance(instruction, ins.Update)
+            if flush and (updates or (behind and isinstance(instruction, ins.Run))):
                 behind.append(instruction)
             else:
                 yield instruction
@@ -171,25 +173,9 @@ class Lower:
         if not paused:
             yield ins.Pause()  # a device without a backward: all of them are resumed together
         yield from one.before(device, len(row))
-        if one.trains and self.updates:
+        if flush and one.trains and self.updates:
             yield ins.Barrier()
             yield from one.gathered(behind)
-
-    def _window(
-        self, one: _Instructions, device: int, row: tuple[Task, ...]
-    ) -> Iterator[ins.Instruction]:
-        """A device's tasks where batches overlap: each update stands where it is written."""
-        for position, task in enumerate(row):
-            if not self._is_nothing(task):
-                yield from one.before(device, position)
-                yield from one.parts(task)
-                yield one.of(task, position)
-                yield from one.after(task)
-        yield from one.before(device, len(row))
-
-    def _is_nothing(self, task: Task) -> bool:
-        """Whether no instruction is made of a task."""
-        return (task.kind == "U" and not self.updates) or (task.kind == "A" and self.replicas == 1)
 
 
 class _Instructions:
@@ -220,18 +206,7 @@ class _Instructions:
             if (then.kind, then.stage, then.batch) == ("A", task.stage, task.batch)
             if buckets[task.stage] > 1
         }
-        self._recomputed = {
-            (task.stage, task.microbatch)
-            for row in schedule.rows
-            for task in row
-            if task.kind == "R"
-        }
-        self._fetched = {
-            (task.stage, task.microbatch)
-            for row in schedule.rows
-            for task in row
-            if task.kind == "P"
-        }
+        self._recomputed, self._fetched = schedule.pairs_of("R"), schedule.pairs_of("P")
         self._updates = {
             task.stage: (-task.batch, position)
             for row in schedule.rows

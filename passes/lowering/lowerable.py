@@ -22,16 +22,7 @@ def check_lowering(
             f"{len(plan.stages)}; cut the model into {schedule.stages} stages or make "
             f"the schedule for {len(plan.stages)}"
         )
-    stored, again = (
-        {
-            (task.stage, task.microbatch)
-            for row in schedule.rows
-            for task in row
-            if task.kind == kind
-        }
-        for kind in "OR"
-    )
-    offloads = {stage for stage, _ in stored - again}
+    offloads = {stage for stage, _ in schedule.pairs_of("O") - schedule.pairs_of("R")}
     for stage in plan.stages:
         if stage.leaves and stage.index in offloads:
             raise InputError(

@@ -144,12 +144,8 @@ def at_node(message: str, node: fx.Node, reason: str) -> TraceError:
 def differing_line(first: fx.Graph, second: fx.Graph) -> str:
     """The first line at which two traces of a model differ, or ""."""
     for a, b in zip(first.nodes, second.nodes, strict=False):
-        if (a.op, str(a.target), str(a.args), str(a.kwargs)) != (
-            b.op,
-            str(b.target),
-            str(b.args),
-            str(b.kwargs),
-        ):
+        one, other = ((n.op, str(n.target), str(n.args), str(n.kwargs)) for n in (a, b))
+        if one != other:
             return source.of_node(b) or source.of_node(a)
     return ""
 

@@ -247,8 +247,7 @@ class _Rewriter:
         self.calls = {call.number: call for call in calls.calls}
         self.unasked = calls.unasked
         self.root: dict[str, Any] = dict(calls.leaves)
-        self.state: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
-        self.state.update(model.named_buffers(remove_duplicate=False))
+        self.state = traced.state_of(model)
         constants = {"fxpipe_" + t.replace(".", "_"): x for t, x in traced.constants.items()}
         self.constants = constants
         self.writers: dict[str, str] = {}

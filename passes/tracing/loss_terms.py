@@ -21,6 +21,7 @@ from fxpipe.ir.traced import DRAWS, Traced
 from fxpipe.passes.differentiate.extract import ancestors, extract
 from fxpipe.passes.graph.lazy_module import lazy_module
 from fxpipe.passes.tracing.attach_loss import LOSS_GRAPH
+from fxpipe.random import arguments_of
 from fxpipe.torchtools import source
 
 _SAME = {"alias", "clone", "contiguous", "neg", "reshape", "squeeze", "to", "_to_copy", "view"}
@@ -248,8 +249,8 @@ class _Reader:
         """The arguments of a mean, by name."""
         given: dict[str, Any] = {}
         if isinstance(node.target, torch._ops.OpOverload):
-            names = [argument.name for argument in node.target._schema.arguments]
-        elif node.op == "call_module":
+            return arguments_of(node.target, node.args, node.kwargs)
+        if node.op == "call_module":
             module = self.module.get_submodule(str(node.target))
             told = ("weight", "ignore_index", "reduction", "label_smoothing")
             given = {name: getattr(module, name) for name in told if hasattr(module, name)}

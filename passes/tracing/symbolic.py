@@ -29,17 +29,11 @@ from fxpipe.torchtools.functions import functions_kept
 from fxpipe.torchtools.pytrees import equal
 
 _OUT_OF_PLACE: dict[Any, Callable[..., Any]] = {
-    operator.iadd: operator.add,
-    operator.isub: operator.sub,
-    operator.imul: operator.mul,
-    operator.itruediv: operator.truediv,
-    operator.ifloordiv: operator.floordiv,
-    operator.imod: operator.mod,
-    operator.ipow: operator.pow,
-    operator.imatmul: operator.matmul,
-    operator.iand: operator.and_,
-    operator.ior: operator.or_,
-    operator.ixor: operator.xor,
+    getattr(operator, f"__i{name}__"): getattr(operator, f"__{name}__")
+    for name in (
+        *("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"),
+        *("and", "or", "xor"),
+    )
 }
 _VIEWS = frozenset(
     (

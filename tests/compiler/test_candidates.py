@@ -40,7 +40,7 @@ def test_stages_recompute_or_store_as_costs_least_of_all_ways(seed: int) -> None
 
     def predict(candidate: Candidate) -> Predicted:
         recomputing = add_recompute(recipe(stages, 6), candidate.recompute)
-        schedule = add_offload(recomputing, candidate.offload, times)
+        schedule = add_offload(recomputing, candidate.offload)
         found = simulate_schedule(schedule, times, sizes=sizes)
         peaks = tuple(float(memory.peak) for memory in found.memory)
         return Predicted(candidate, found.makespan, peaks)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from fxpipe.errors import VerificationError
 from fxpipe.ir.recipe import RECIPES
 from fxpipe.ir.schedule import Schedule
+from fxpipe.ir.task import KINDS
 from fxpipe.passes.lowering.streams import Streams
 from fxpipe.passes.schedule import add_offload, add_recompute
 from fxpipe.simulator import Sizes
@@ -30,12 +33,13 @@ def test_no_backward_waits_and_no_device_holds_more(name: str) -> None:
         Streams()(chain_program(stored).verify()).verify()
 
 
-def test_a_prefetch_that_takes_long_comes_early() -> None:
+def test_a_prefetch_that_takes_long_comes_early(monkeypatch: pytest.MonkeyPatch) -> None:
     schedule = RECIPES["gpipe"](1, 6)
-    rows = [
-        " ".join(map(str, add_offload(schedule, "always", {"P": time}).rows[0])).replace("@0", "")
-        for time in (0.5, 4)
-    ]
+    rows = []
+    for time in (0.5, 4):
+        monkeypatch.setitem(KINDS, "P", replace(KINDS["P"], cost=time))
+        stored = add_offload(schedule, "always")
+        rows.append(" ".join(map(str, stored.rows[0])).replace("@0", ""))
     assert rows == [
         "F0 O0 F1 O1 F2 O2 F3 O3 F4 O4 P0 F5 O5 P1 B0 P2 B1 P3 B2 P4 B3 P5 B4 B5 U",
         "F0 O0 F1 O1 F2 O2 P0 F3 O3 P1 F4 O4 P2 F5 O5 P3 B0 P4 B1 B2 P5 B3 B4 B5 U",
