@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch._ops import OpOverload
+from torch.utils import _pytree as pytree
+
+from fxpipe.torchtools.pytrees import memory
 
 _UNDECLARED = ("_reshape_alias", "_unsafe_view", "unsafe_split", "unsafe_split_with_sizes")
 """Operations whose results are views, though their schemas do not say so."""
@@ -15,6 +22,36 @@ def may_alias(target: OpOverload) -> bool:
     return target._schema.name.removeprefix("aten::") in _UNDECLARED or any(
         result.alias_info is not None for result in target._schema.returns
     )
+
+
+def shows_operands(node: fx.Node) -> bool:
+    """Whether an operation's result may share memory with its operands: by its schema, or, as that
+    of an ``einsum`` or a ``meshgrid`` may though its schema does not say so, as it was traced."""
+    if not isinstance(node.target, OpOverload):
+        return False
+    if may_alias(node.target):
+        return True
+    read = set().union(*map(_storages, node.all_input_nodes))
+    return not read.isdisjoint(_storages(node))
+
+
+def hidden_views(module: fx.GraphModule) -> dict[OpOverload, Callable[..., Any]]:
+    """Operations of a graph whose results are views, though their schemas do not say so → what they
+    consist of, for PyTorch to trace, which would else take such a view for a copy."""
+    regions = (each for each in module.modules() if isinstance(each, fx.GraphModule))
+    nodes = (node for each in regions for node in each.graph.nodes if shows_operands(node))
+    hidden = {node.target for node in nodes if not may_alias(node.target)}
+    composite = torch._C.DispatchKey.CompositeImplicitAutograd
+    return {
+        target: partial(target._op_dk, composite)
+        for target in hidden
+        if target.has_kernel_for_dispatch_key(composite)
+    }
+
+
+def _storages(node: fx.Node) -> set[int]:
+    leaves = pytree.tree_leaves(node.meta.get("val"))
+    return {memory(x) for x in leaves if isinstance(x, Tensor) and x.layout is torch.strided}
 
 
 def functional_variant(target: OpOverload) -> OpOverload | None:

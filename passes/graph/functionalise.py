@@ -28,7 +28,7 @@ from fxpipe.errors import TraceError
 from fxpipe.ir.plan import Argument, Write
 from fxpipe.ir.traced import Literal, Traced, Value
 from fxpipe.passes.differentiate.part_recurrent import part_recurrent
-from fxpipe.passes.graph.aliasing import same_layout
+from fxpipe.passes.graph.aliasing import hidden_views, same_layout
 from fxpipe.passes.graph.layouts import lay_gradients
 from fxpipe.passes.graph.lazy_module import lazy_module
 from fxpipe.passes.graph.rewrite import rewrite
@@ -166,7 +166,8 @@ def _decomposed(program: ExportedProgram) -> ExportedProgram:
     try:
         with warnings.catch_warnings(), functions_kept():
             warnings.simplefilter("ignore")
-            decomposed: ExportedProgram = program.run_decompositions({})
+            table = hidden_views(program.graph_module)
+            decomposed: ExportedProgram = program.run_decompositions(table)
             return decomposed
     except RuntimeError as error:
         written = re.match(r"Constant (\S+) is mutated in the forward method", str(error))

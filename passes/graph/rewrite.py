@@ -23,7 +23,12 @@ from torch._ops import HigherOrderOperator, OpOverload
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
-from fxpipe.passes.graph.aliasing import functional_variant, keeps_type, may_alias, same_layout
+from fxpipe.passes.graph.aliasing import (
+    functional_variant,
+    keeps_type,
+    same_layout,
+    shows_operands,
+)
 from fxpipe.passes.graph.lazy_module import lazy_module
 
 aten = torch.ops.aten
@@ -146,7 +151,7 @@ class _Rewriter:
             self._make(node, aten.clone.default, self._copied(node.args), {})
         elif target._schema.is_mutable:
             self._in_place(node)
-        elif may_alias(target):
+        elif shows_operands(node):
             self._view(node)
         else:
             self._keep(node)
@@ -172,7 +177,7 @@ class _Rewriter:
             self._join(node, source)
             return
         self._keep(node)
-        if isinstance(source.target, OpOverload) and may_alias(source.target):
+        if shows_operands(source):
             self._join(node, source)
 
     def _keep(self, node: fx.Node) -> None:
@@ -182,19 +187,14 @@ class _Rewriter:
         """An operation whose result may be a view; if it shows all of its operand unchanged, the
         operand takes its place."""
         source = node.args[0] if node.args else None
-        if not isinstance(source, fx.Node):
-            if not isinstance(source, list | tuple):
-                raise _NoRule
-            self._keep(node)
-            for each in node.all_input_nodes:
-                self._join(node, each)
-            return
+        sources = [source] if isinstance(source, fx.Node) else node.all_input_nodes
         asked = True in node.args[2:] or node.kwargs.get("copy")
-        if node.target in _COPIES and same_layout(node, source) and not asked:
-            self._is(node, self.tensor[source])
-        else:
-            self._keep(node)
-            self._join(node, source)
+        if node.target in _COPIES and same_layout(node, sources[0]) and not asked:
+            self._is(node, self.tensor[sources[0]])
+            return
+        self._keep(node)
+        for each in sources:
+            self._join(node, each)
 
     def _dropout(self, node: fx.Node) -> None:
         if len(node.args) < 3:

@@ -62,6 +62,14 @@ def write_through_views(model: Model, x: Tensor) -> Any:
     return y * x
 
 
+def write_through_hidden_views(model: Model, x: Tensor) -> Any:
+    y = model.layer(x)
+    torch.einsum("ij->ji", y).add_(1)
+    rows = torch.meshgrid(y[0], y[1], indexing="ij")[0]
+    rows[:, :1].mul_(2)
+    return y * x
+
+
 def masked(model: Model, x: Tensor) -> Any:
     y: Tensor = model.layer(x)
     y[y > 0] = 0.5
@@ -142,6 +150,7 @@ MODELS = [
     relu_,
     assigned_column,
     write_through_views,
+    write_through_hidden_views,
     masked,
     counted,
     buffer_slice,

@@ -129,6 +129,19 @@ def _view_read_later(_: Model, x: Tensor) -> Tensor:
     return view
 
 
+def _turned_by_einsum(_: Model, x: Tensor) -> Tensor:
+    y = x * 2
+    torch.einsum("ij->ji", y).add_(1)
+    return y
+
+
+def _spread_over_a_grid(_: Model, x: Tensor) -> Tensor:
+    y = x * 2
+    rows = torch.meshgrid(y[0], y[1], indexing="ij")[0]
+    rows[:, :1].add_(1)
+    return y
+
+
 def _other_part_read_later(_: Model, x: Tensor) -> Tensor:
     y = x * 2
     one, other = y[1:], y[:3]
@@ -161,6 +174,8 @@ def _cast(_: Model, x: Tensor) -> Tensor:
     [
         _transposed,
         _view_read_later,
+        _turned_by_einsum,
+        _spread_over_a_grid,
         _other_part_read_later,
         _input,
         _part_of_a_buffer,
