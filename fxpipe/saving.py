@@ -12,7 +12,7 @@ from fxpipe.compiler.owned import Owned, owned
 from fxpipe.errors import InputError
 from fxpipe.inspection import Inspected
 from fxpipe.runtime.ranks.group import refuse_on_ranks
-from fxpipe.runtime.weights import checkpoint_file, checkpoint_folder
+from fxpipe.runtime.weights import checkpoint_file
 from fxpipe.runtime.weights.checkpoint import Checkpoint
 from fxpipe.runtime.weights.initial import Initialise, initialise
 from fxpipe.torchtools.meta import allocated
@@ -175,6 +175,8 @@ class Saved(Inspected):
                 checkpoint stays as it is.
             RankError: that is so on another rank, or it is gone.
         """
+        from fxpipe.runtime.weights import checkpoint_folder  # slow to import
+
         with self._group.calling("save"):
             self._engine.flush()
             progress = self._engine.progress
@@ -205,6 +207,8 @@ class Saved(Inspected):
                 a rank does not know its stages.
             RankError: that is so on another rank, or it is gone.
         """
+        from fxpipe.runtime.weights import checkpoint_folder  # slow to import
+
         with self._group.calling("load"):
             self._engine.check()
             self._engine.flush()

@@ -26,6 +26,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar, cast
 
 import torch
+from torch._compile import _disable_dynamo  # torch.compiler.disable is slow to import
 
 from fxpipe.errors import FxpipeError, PassError, TraceError
 from fxpipe.log import LOGGER
@@ -185,4 +186,4 @@ def _taking(method: M, *, in_backward: bool) -> M:
                 error.__cause__.__traceback__ = called_by_ours(error.__cause__.__traceback__)
             raise error
 
-    return cast(M, torch.compiler.disable(taking))
+    return cast(M, _disable_dynamo(taking))

@@ -19,11 +19,14 @@ OUTER = ("passes", "schedules")
 LOOK = """
 import importlib, json, os, pkgutil, sys
 sys.path.insert(0, sys.argv[1])
-import fxpipe, fxpipe.passes, fxpipe.schedules
+import fxpipe
+first = sorted(sys.modules)
+import fxpipe.passes, fxpipe.schedules
 from fxpipe.ir.recipe import RECIPES
 for found in pkgutil.walk_packages(fxpipe.__path__, "fxpipe."):
     importlib.import_module(found.name)
 print(json.dumps({
+    "first": first,
     "recipes": sorted(RECIPES),
     "files": {
         name: os.path.realpath(module.__file__)
@@ -32,7 +35,11 @@ print(json.dumps({
     },
 }))
 """
-"""Imports all of fxpipe from a folder; tells the schedules, and the file of every module."""
+"""Imports all of fxpipe from a folder; tells the modules that ``import fxpipe`` alone has loaded,
+the schedules, and the file of every module."""
+
+SLOW = ("pygraphviz", "sympy", "torch._dynamo", "torch._inductor", "torch.distributed.checkpoint")
+"""What takes about as long to import as all of torch, and is not needed before a first step."""
 
 
 def look(folder: Path, cwd: Path) -> dict[str, Any]:
@@ -127,6 +134,10 @@ def test_no_module_is_imported_under_two_names(here: dict[str, Any]) -> None:
         if Path(file).is_relative_to(ROOT / "fxpipe") or Path(file).parent.name in OUTER:
             names.setdefault(file, []).append(name)
     assert [twice for twice in names.values() if len(twice) > 1] == []
+
+
+def test_importing_fxpipe_does_not_import_what_a_first_step_needs(here: dict[str, Any]) -> None:
+    assert [name for name in SLOW if name in here["first"]] == []
 
 
 @pytest.mark.parametrize("name", OUTER)

@@ -30,7 +30,6 @@ from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.traced import Traced
 from fxpipe.log import told
-from fxpipe.passes.graph.extents import extents
 from fxpipe.passes.graph.lazy_module import sources_forgotten
 from fxpipe.passes.partition.assignment import Assignment, Verdict
 from fxpipe.passes.partition.measure import NodeCost
@@ -299,6 +298,8 @@ class Compiler:
         Raises:
             InputError: the stages run leaf modules, whose sizes no graph tells.
         """
+        from fxpipe.passes.graph.extents import extents  # sympy is slow to import
+
         if compiled.traced.leaves:
             raise InputError(
                 "sizes are read from graphs, and those of the leaf modules here are in none; "

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from statistics import mean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 from torch import Tensor, nn
@@ -28,7 +28,6 @@ from fxpipe.ir.recipe import find_recipe
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.value import HOST
 from fxpipe.memory.held import plan_sizes
-from fxpipe.passes.graph.extents import Extent
 from fxpipe.runtime.weights.optimizer import state_size
 from fxpipe.runtime.weights.sharding import Shards
 from fxpipe.simulator import Simulation, simulate
@@ -36,6 +35,9 @@ from fxpipe.simulator.costs import Costs, Key, Link, Links, Rehearsal, measured_
 from fxpipe.simulator.sizes import Sizes as StageSizes
 from fxpipe.torchtools.state import processors
 from fxpipe.words import bytes_text, plural, preformatted, table_text
+
+if TYPE_CHECKING:
+    from fxpipe.passes.graph.extents import Extent
 
 _MOST = 1 << 20
 

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import overload
 
 import graphviz  # type: ignore[import-untyped]
-import pygraphviz  # type: ignore[import-untyped]
 
 from fxpipe.errors import InputError, near
 
@@ -88,6 +87,8 @@ def lay_out(source: str, *, engine: str, format: str) -> bytes:
     Raises:
         InputError: the format is unknown, or Graphviz refuses the graph.
     """
+    import pygraphviz  # type: ignore[import-untyped]  # slow, and few draw
+
     wanted = check_format(format)
     # Graphviz has global state, so only one thread at a time may call it.
     with _lock, _stderr_kept():

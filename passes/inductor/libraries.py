@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
-from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from fxpipe.kernels.inductor import Library
 from fxpipe.torchtools.state import processors
@@ -62,11 +61,18 @@ class Answer(NamedTuple):
     lasting: bool = True
 
 
+def _cache_dir() -> str:
+    """Inductor's own cache folder."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir  # slow to import
+
+    return cache_dir()
+
+
 class Libraries:
     """The libraries in inductor's cache folder, each under the key of its graph."""
 
     def __init__(self) -> None:
-        self._folder = Path(cache_dir()) / "fxpipe"
+        self._folder = Path(_cache_dir()) / "fxpipe"
         self._folder.mkdir(parents=True, exist_ok=True)
 
     def record(self, key: str) -> Record | None:
@@ -134,7 +140,7 @@ def compile_all(tasks: Sequence[tuple[Any, ...]]) -> Iterator[tuple[int, Answer]
     each as soon as it is done, and its answer. ``worker`` says what a task is."""
     own = {
         "PYTHONPATH": os.pathsep.join(sys.path),
-        "TORCHINDUCTOR_CACHE_DIR": cache_dir(),
+        "TORCHINDUCTOR_CACHE_DIR": _cache_dir(),
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
     }
     started: list[Popen[str]] = []

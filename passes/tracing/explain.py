@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, fx, nn
 from torch._ops import HigherOrderOperator
 from torch.export import ExportedProgram
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from fxpipe.errors import TraceError, told, way_out
 from fxpipe.ir.traced import Traced
@@ -85,6 +84,8 @@ def refuse_values(model: nn.Module, traced: Traced) -> None:
     Raises:
         TraceError: an operation does; names its line.
     """
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols  # slow to import
+
     free = {node: free_unbacked_symbols(node.meta.get("val")) for node in traced.graph.nodes}
     node = next((node for node, symbols in free.items() if symbols), None)
     if node is not None:

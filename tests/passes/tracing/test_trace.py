@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import fxpipe
 from fxpipe.errors import TraceError
@@ -264,15 +265,23 @@ def test_inside_torch_compile_a_pipe_is_called_as_it_is() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
     alone = copy.deepcopy(model)
     x, y = torch.randn(4, 4), torch.randn(4, 3)
+    compiled: list[Any] = []
+
+    def backend(module: fx.GraphModule, _: object) -> fx.GraphModule:
+        compiled.extend(n.target for n in module.graph.nodes if n.op == "call_function")
+        return module
+
     with fxpipe.compile(model, 2, microbatches=2, loss=nn.functional.mse_loss) as pipe:
-        out = torch.compile(pipe, backend="eager")(x)
+        out = torch.compile(pipe, backend=backend)(x)
+        assert compiled == []
         out.sum().backward()
         expected = torch.cat([alone(part) for part in x.tensor_split(2)])
         expected.sum().backward()
         assert torch.equal(out, expected)
         loop.assert_same(loop.gradients(model), loop.gradients(alone))
         loop.clear(model, alone)
-        loss = torch.compile(lambda: pipe.step(x * 2, target=y) + 1, backend="eager")()
+        loss = torch.compile(lambda: pipe.step(x * 2, target=y) + 1, backend=backend)()
+        assert compiled == [operator.mul, operator.add]  # of the step nothing
         expected = loop.train(alone, 2, x * 2, loss=nn.functional.mse_loss, target=y).loss
     assert torch.equal(loss, expected + 1)
     loop.assert_same(loop.gradients(model), loop.gradients(alone))
