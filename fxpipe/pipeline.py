@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from time import perf_counter
 from types import MethodType
 from typing import Any
@@ -23,7 +22,7 @@ from fxpipe.compiler.predict import split_target
 from fxpipe.compiler.timetable import Purpose
 from fxpipe.engine import Engine
 from fxpipe.errors import InputError
-from fxpipe.runtime.batch import Intake, MicroBatches
+from fxpipe.runtime.batch import Batch, MicroBatches
 from fxpipe.runtime.ranks.message import digest
 from fxpipe.saving import Saved
 from fxpipe.signals import SignalsAtOperations
@@ -72,15 +71,10 @@ class Pipeline(Saved):
     def __init__(self, options: Options, compiler: Compiler, engine: Engine) -> None:
         super().__init__(options, compiler, engine)
         self._filled: Compiled | None = None  # whose parameters and buffers have data
-        self._intake = Intake(
-            options.model,
-            self.devices[0].type,
-            options.microbatches or 4 * len(self.devices),
-            fixed=options.recipe.microbatches is not None,
-            has_loss=options.loss is not None,
-            batch_dims=options.batch_dims,
-            group=self._group,
-        )
+        self._microbatches = options.microbatches or 4 * len(self.devices)
+        self._fixed = options.recipe.microbatches is not None
+        self._has_loss = options.loss is not None
+        self._device_type = self.devices[0].type
 
     # training and calling
 
@@ -130,7 +124,7 @@ class Pipeline(Saved):
         with SignalsAtOperations() as signals, called:
             self._refuse_hooks()
             self._engine.check()
-            micro = self._intake.take(args, kwargs, target, step=True)
+            micro = self._taken(args, kwargs, target, step=True)
             kind = {"updates": self._engine.updates, "outputs": return_output}
             compiled = None if ranks else self._compiler.known(micro, "step", **kind)
             if compiled is None:
@@ -184,7 +178,7 @@ class Pipeline(Saved):
         """
         with self._group.calling("call of the pipe"):
             self._engine.check()
-            micro = self._intake.take(args, kwargs, step=False)
+            micro = self._taken(args, kwargs, step=False)
             self.flush()
             differentiable = self.training and torch.is_grad_enabled()
             purpose: Purpose = "call" if differentiable else "infer"
@@ -209,7 +203,7 @@ class Pipeline(Saved):
         """
         with self._group.calling("prepare"):
             self._engine.check()
-            micro = self._intake.take(args, kwargs, target, step=True)
+            micro = self._taken(args, kwargs, target, step=True)
             can_step = target is not None or self._options.loss is None
             if can_step and self.training:
                 try:
@@ -315,6 +309,32 @@ class Pipeline(Saved):
             self._group.agree("the model's values", "", twins="\n".join(texts))
         self._filled = compiled
 
+    def _taken(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any = None, *, step: bool
+    ) -> MicroBatches:
+        """The micro-batches of a step or of a call. Raises InputError where the arguments do not
+        fit.
+
+        A batch with fewer samples has fewer micro-batches, unless a step's schedule is for exactly
+        so many. All replicas have as many as the one with the smallest batch.
+        """
+        options = self._options
+        targets = () if target is None else target if isinstance(target, tuple) else (target,)
+        if targets and not self._has_loss:
+            raise InputError(
+                "there is a target but no loss to compare it with; give compile(..., "
+                "loss=function), or leave out target"
+            )
+        asks = step and self._has_loss and not targets
+        hint = "; what the loss compares with is given as step(..., target=...)" if asks else ""
+        batch = Batch.of(options.model, args, kwargs, targets, options.batch_dims, hint)
+        batch.check_devices("cpu", self._device_type)
+        count, size = self._microbatches, batch.size
+        if self._group.replicas > 1:
+            size = min(self._group.exchange("the samples of a batch", size))
+        count = count if step and self._fixed else min(count, size)
+        return batch.in_parts(count, self._group.replica)
+
     def _ready(
         self, micro: MicroBatches, purpose: Purpose, **wanted: bool
     ) -> tuple[Compiled, MicroBatches]:
@@ -325,7 +345,7 @@ class Pipeline(Saved):
                 count = self._compiler.decide(
                     micro, updates=self._engine.updates, rehearse=self._rehearsals.rehearse
                 )
-            self._intake = replace(self._intake, microbatches=count)
+            self._microbatches = count
             micro = micro.batch.in_parts(count, micro.replica)
         known = self._compiler.known(micro, purpose, **wanted)
         compiles = known is None

@@ -154,7 +154,7 @@ class _Cuts:
         self._peaks: dict[tuple[int, int, Candidate], tuple[float, ...]] = {}
         args, kwargs = read_example(example)
         named = {name: value for name, value in kwargs.items() if name != "target"}
-        micro = pipe._intake.take(args, named, kwargs.get("target"), step=True)
+        micro = pipe._taken(args, named, kwargs.get("target"), step=True)
         schedule = pipe._compiler.timetable.schedule(1, "step")
         leaves, size = micro.leaves[0], micro.batch.size
         call = Call(micro.batch, leaves, size, "step", (False,) * len(leaves), schedule)

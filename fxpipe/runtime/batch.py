@@ -14,7 +14,6 @@ from torch.utils import _pytree as pytree
 
 from fxpipe.errors import InputError, near
 from fxpipe.kernels.graph import layout
-from fxpipe.runtime.ranks.group import RankGroup
 from fxpipe.torchtools.pytrees import flatten
 
 BatchDims = Mapping[str, int | None]
@@ -186,55 +185,6 @@ class MicroBatches:
         """A copy that can be read after the caller has changed the tensors of the batch."""
         batch = replace(self.batch, leaves=tuple(map(_copied, self.batch.leaves)))
         return replace(self, batch=batch, leaves=batch.split(len(self)))
-
-
-@dataclass(frozen=True)
-class Intake:
-    """Makes micro-batches of the arguments of calls.
-
-    Attributes:
-        model: the model.
-        device_type: the type of the devices, such as ``cpu``.
-        microbatches: into how many micro-batches a batch is split.
-        fixed: whether a step's schedule is for exactly that number. Otherwise, and in calls, a
-            batch with fewer samples has fewer micro-batches.
-        group: the ranks of the pipe: all replicas have as many micro-batches as the one with the
-            smallest batch.
-        has_loss: whether a loss compares the model's output with targets.
-        batch_dims: input → the dimension that is split.
-    """
-
-    model: nn.Module
-    device_type: str
-    microbatches: int
-    fixed: bool
-    has_loss: bool
-    batch_dims: BatchDims | None
-    group: RankGroup
-
-    def take(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any = None, *, step: bool
-    ) -> MicroBatches:
-        """The micro-batches of a step or of a call.
-
-        Raises:
-            InputError: the arguments do not fit.
-        """
-        targets = () if target is None else target if isinstance(target, tuple) else (target,)
-        if targets and not self.has_loss:
-            raise InputError(
-                "there is a target but no loss to compare it with; give compile(..., "
-                "loss=function), or leave out target"
-            )
-        asks = step and self.has_loss and not targets
-        hint = "; what the loss compares with is given as step(..., target=...)" if asks else ""
-        batch = Batch.of(self.model, args, kwargs, targets, self.batch_dims, hint)
-        batch.check_devices("cpu", self.device_type)
-        count, size = self.microbatches, batch.size
-        if self.group.replicas > 1:
-            size = min(self.group.exchange("the samples of a batch", size))
-        count = count if step and self.fixed else min(count, size)
-        return batch.in_parts(count, self.group.replica)
 
 
 def _split(leaf: Tensor, microbatches: int, dim: int) -> Sequence[Tensor]:

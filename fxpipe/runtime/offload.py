@@ -7,7 +7,6 @@ fetched are the same tensors, in new memory: those that shared some do so again.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import tempfile
 import weakref
@@ -192,6 +191,5 @@ def _parts(memories: Iterable[Tensor]) -> Iterator[tuple[int, memoryview]]:
     """Where each memory stands in the file, and its bytes."""
     place = 0
     for memory in memories:
-        size = memory.nbytes
-        yield place, memoryview((ctypes.c_char * size).from_address(memory.data_ptr())).cast("B")
-        place += size
+        yield place, memory.numpy().data
+        place += memory.nbytes

@@ -14,7 +14,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -42,7 +42,7 @@ class _Call:
     function: Any
     spec: pytree.TreeSpec
     leaves: list[Any]
-    made: tuple[pytree.TreeSpec, list[Any]] | None = field(default=None)
+    made: tuple[pytree.TreeSpec, list[Any]] | None = None
 
     def run(self, tensors: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
         """Call the function itself, and return the tensors of its result."""

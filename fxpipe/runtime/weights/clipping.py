@@ -160,15 +160,9 @@ class Clipping:
 def norms_of(gradients: Sequence[Tensor | None]) -> list[Tensor]:
     """The 2-norm of each gradient; computed in float32 for half precision."""
     own = [gradient for gradient in gradients if gradient is not None]
-    by_type: Mapping[torch.dtype, list[Tensor]] = {g.dtype: [] for g in own}
-    for gradient in own:
-        by_type[gradient.dtype].append(gradient)
-    found = {
-        dtype: iter(
-            torch._foreach_norm(
-                group, 2, torch.float32 if dtype in (torch.float16, torch.bfloat16) else None
-            )
-        )
-        for dtype, group in by_type.items()
-    }
+    found = {}
+    for dtype in {gradient.dtype for gradient in own}:
+        alike = [gradient for gradient in own if gradient.dtype == dtype]
+        computed = torch.float32 if dtype in (torch.float16, torch.bfloat16) else None
+        found[dtype] = iter(torch._foreach_norm(alike, 2, computed))
     return [next(found[gradient.dtype]) for gradient in own]
