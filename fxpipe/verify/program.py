@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from numbers import Integral
 
 from fxpipe.errors import Fault, InputError, VerificationError
 from fxpipe.ir import instruction as ins
@@ -40,10 +41,10 @@ def verify_program(program: Program, channel: int | None = None) -> Program:
 
     Raises:
         VerificationError: with every fault.
-        InputError: the channel is less than nothing.
+        InputError: the channel is no count.
     """
-    if channel is not None and channel < 0:
-        raise InputError(f"channel is {channel}; give at least 0, or None for no bound")
+    if channel is not None and not (isinstance(channel, Integral) and channel >= 0):
+        raise InputError(f"channel is {channel!r}; give at least 0, as a whole number, or None")
     faults = list(_frame(program)) or _faults(program, channel)
     if faults:
         raise VerificationError(f"program {program.name!r}", faults, program)

@@ -160,17 +160,17 @@ def _frame(schedule: Schedule) -> Iterator[Fault]:
 
 def stash_of(window: Window) -> Stash:
     """The peaks of a schedule whose tasks are all there and in order."""
-    held = _held(window.schedule)
-    stages, devices = [0] * window.schedule.stages, [0] * window.schedule.devices
-    for spot, stage, alive in _levels(window, "F", "BW"):
-        stages[stage] = max(stages[stage], alive[stage])
-        together = sum([alive[each] for each in held[spot.device]])
-        devices[spot.device] = max(devices[spot.device], together)
-    deferred, inputs = [0] * len(stages), [0] * len(stages)
-    for peaks, begin, ends in ((deferred, "I", "W"), (inputs, "F", "R")):
-        for _, stage, alive in _levels(window, begin, ends):
-            peaks[stage] = max(peaks[stage], alive[stage])
-    return Stash(tuple(stages), tuple(devices), tuple(deferred), tuple(inputs))
+    devices = [0] * window.schedule.devices
+    found: list[list[int]] = []
+    for begin, ends in ("F", "BW"), ("I", "W"), ("F", "R"):
+        stages = [0] * window.schedule.stages
+        found.append(stages)
+        for spot, stage, kept, in_all in _levels(window, begin, ends):
+            stages[stage] = max(stages[stage], kept)
+            if ends == "BW":
+                devices[spot.device] = max(devices[spot.device], in_all)
+    whole, deferred, inputs = map(tuple, found)
+    return Stash(whole, tuple(devices), deferred, inputs)
 
 
 def too_much(window: Window, limit: StashLimit) -> Iterator[Fault]:
@@ -180,16 +180,15 @@ def too_much(window: Window, limit: StashLimit) -> Iterator[Fault]:
         InputError: the limit is no count, or there is not one for each stage.
     """
     limits = _checked(limit, window.schedule.stages)
-    held = _held(window.schedule)
     peaks = stash_of(window)
     told: set[int] = set()
-    for spot, stage, alive in _levels(window, "F", "BW"):
-        if isinstance(limits, int):
+    for spot, stage, kept, in_all in _levels(window, "F", "BW"):
+        if not isinstance(limits, tuple):
             who, what, most = spot.device, "the device keeps", limits
-            now, peak = sum([alive[each] for each in held[who]]), peaks.devices[who]
+            now, peak = in_all, peaks.devices[who]
         else:
             who, what, most = stage, f"stage {stage} keeps", limits[stage]
-            now, peak = alive[stage], peaks.stages[stage]
+            now, peak = kept, peaks.stages[stage]
         if now > most and who not in told:
             told.add(who)
             yield window.fault(
@@ -200,43 +199,39 @@ def too_much(window: Window, limit: StashLimit) -> Iterator[Fault]:
             )
 
 
-def _levels(window: Window, begin: str, ends: str) -> Iterator[tuple[Spot, int, list[int]]]:
-    """Each task that begins a span, its stage, and stage → the spans that are open then.
+def _levels(window: Window, begin: str, ends: str) -> Iterator[tuple[Spot, int, int, int]]:
+    """Each task that begins a span, its stage, and the spans that are open then: of the stage
+    there, and of all stages of the device.
 
     A span that ends for an earlier batch than it begins is open when the window starts, as often
     as there are batches between.
     """
     spots = window.spots
-    alive = [0] * window.schedule.stages
+    kept, in_all = [0] * window.schedule.stages, [0] * window.schedule.devices
     spans: set[tuple[int | None, int]] = set()
     for (kind, i, stage), spot in spots.items():
         if kind in ends and (first := spots.get((begin, i, stage))) is not None:
             spans.add((i, stage))
-            alive[stage] += first.batch - spot.batch
+            kept[stage] += first.batch - spot.batch
+            in_all[spot.device] += first.batch - spot.batch
     for (kind, i, stage), spot in spots.items():
-        if kind == begin and (i, stage) in spans:
-            alive[stage] += 1
-            yield spot, stage, alive
-        elif kind in ends:
-            alive[stage] -= 1
-
-
-def _held(schedule: Schedule) -> list[list[int]]:
-    """Device → its stages."""
-    held: list[list[int]] = [[] for _ in schedule.rows]
-    for stage in range(schedule.stages):
-        for device in schedule.devices_of(stage):
-            held[device].append(stage)
-    return held
+        begins = kind == begin and (i, stage) in spans
+        if begins or kind in ends:
+            kept[stage] += 1 if begins else -1
+            in_all[spot.device] += 1 if begins else -1
+        if begins:
+            yield spot, stage, kept[stage], in_all[spot.device]
 
 
 def _checked(limit: StashLimit, stages: int) -> int | tuple[int, ...]:
-    limits = limit if isinstance(limit, int) else tuple(limit)
-    if isinstance(limits, tuple) and len(limits) != stages:
+    limits = tuple(limit) if isinstance(limit, Sequence) else (limit,)
+    if not all(isinstance(each, Integral) and each >= 0 for each in limits):
+        raise InputError(f"stash_limit is {limit!r}; give at least 0, in whole micro-batches")
+    if not isinstance(limit, Sequence):
+        return limit
+    if len(limits) != stages:
         raise InputError(
             f"stash_limit has {len(limits)} numbers for {stages} stages; give one for each stage, "
             "or a single one for each device"
         )
-    if any(each < 0 for each in (limits if isinstance(limits, tuple) else (limits,))):
-        raise InputError(f"stash_limit is {limit}; give at least 0")
     return limits

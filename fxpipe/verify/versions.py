@@ -68,16 +68,15 @@ class Versions:
 
 def versions_of(window: Window) -> Versions:
     """The versions of a schedule whose tasks are all there and in order."""
-    return _versions(window.schedule, _stages(window))
+    return _versions(window)[0]
 
 
-def _stages(window: Window) -> list[_Stage]:
-    return [_Stage(window, stage) for stage in range(window.schedule.stages)]
-
-
-def _versions(schedule: Schedule, stages: list[_Stage]) -> Versions:
+def _versions(window: Window) -> tuple[Versions, list[_Stage]]:
+    """The same, and what it is of."""
+    schedule = window.schedule
+    stages = [_Stage(window, stage) for stage in range(schedule.stages)]
     every = range(schedule.microbatches)
-    return Versions(
+    found = Versions(
         schedule.rules,
         tuple(tuple(stage.needed.get(i, 0) for i in every) for stage in stages),
         tuple(stage.smallest for stage in stages),
@@ -90,6 +89,7 @@ def _versions(schedule: Schedule, stages: list[_Stage]) -> Versions:
         _microbatches(schedule, stages),
         _awaited(schedule),
     )
+    return found, stages
 
 
 def too_small(window: Window) -> Iterator[Fault]:
@@ -102,8 +102,7 @@ def too_small(window: Window) -> Iterator[Fault]:
         if any(schedule.delays):
             yield Fault("it has a delay, and nothing updates the weights", "use delay=0")
         return
-    stages = _stages(window)
-    found = _versions(schedule, stages)
+    found, stages = _versions(window)
     for number, stage in enumerate(stages):
         apart = isinstance(found.delays[number], tuple)
         for i, first in stage.first.items():

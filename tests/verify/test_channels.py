@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from itertools import takewhile
+from typing import Any
 
 import pytest
 
@@ -186,9 +187,10 @@ def test_a_send_that_waits_for_the_next_step_is_named() -> None:
         program.verify(channel=1)
 
 
-def test_a_channel_of_less_than_nothing_is_refused() -> None:
-    with pytest.raises(InputError, match="channel is -1; give at least 0"):
-        free(communicate(Lower(chain(2))(gpipe(2, 1)))).verify(channel=-1)
+@pytest.mark.parametrize("channel", [-1, 2.5, "1"])
+def test_a_channel_that_is_no_count_is_refused(channel: Any) -> None:
+    with pytest.raises(InputError, match=f"channel is {channel!r}; give at least 0"):
+        free(communicate(Lower(chain(2))(gpipe(2, 1)))).verify(channel=channel)
 
 
 @pytest.mark.parametrize("name", RECIPES)

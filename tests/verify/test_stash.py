@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -111,9 +112,12 @@ def test_a_limit_holds_for_what_earlier_batches_keep() -> None:
         ((1, 2), "stash_limit has 2 numbers for 3 stages"),
         (-1, "give at least 0"),
         ((1, -1, 1), "give at least 0"),
+        (2.5, r"stash_limit is 2\.5; give at least 0, in whole micro-batches"),
+        ((1, 1.5, 1), "in whole micro-batches"),
+        ("12", "stash_limit is '12'"),
     ],
 )
-def test_a_limit_that_is_none_is_refused(limit: int | tuple[int, ...], message: str) -> None:
+def test_a_limit_that_is_none_is_refused(limit: Any, message: str) -> None:
     with pytest.raises(InputError, match=message):
         one_f_one_b(3, 2).verify(stash_limit=limit)
 
