@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from fxpipe.draw.picture import BOLD_FONT, FAINT, INK, PAPER, PLACED, Picture, blank, plain
+from fxpipe.draw.picture import BOLD_FONT, INK, PAPER, PLACED, Picture, blank, plain
 
 Point = tuple[float, float]
 Align = Literal["left", "centre", "right"]
@@ -138,10 +138,6 @@ class Canvas:
         self.picture.edge(
             *ends, pos=_spline(path), color=colour, penwidth=f"{height:.5g}", arrowhead="none"
         )
-
-    def rule(self, corner: Point, width: float, height: float, colour: str = FAINT) -> None:
-        """A straight line, as a thin filled rectangle."""
-        self.box(corner, width, height, Look(colour))
 
     def arrow(
         self, tail: str, head: str, path: Sequence[Point], stroke: Stroke, *, tooltip: str = ""

@@ -158,11 +158,11 @@ class Chart:
     def axis(self, caption: str) -> float:
         """Draw the time axis under the rows; returns y below it."""
         y = self.bottom + 6
-        self.canvas.rule((self._left, y), max(self._end * self._scale, 1), 0.6)
+        self.canvas.box((self._left, y), max(self._end * self._scale, 1), 0.6, Look(FAINT))
         step = nice_step(self._end)
         for tick in range(int(self._end / step + 1e-9) + 1):
             x, label = self.x(tick * step), f"{tick * step:g}"
-            self.canvas.rule((x - 0.3, y), 0.6, 3.5)
+            self.canvas.box((x - 0.3, y), 0.6, 3.5, Look(FAINT))
             wide = text_width(label, _SMALL) + _SLACK
             self.canvas.text((x - wide / 2, y + 4), wide, 11, label, size=_SMALL, align="centre")
         wide = text_width(caption, _SMALL) + _SLACK

@@ -32,7 +32,7 @@ from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import KINDS, Task
 from fxpipe.ir.value import BufferKind
-from fxpipe.simulator.simulation import Simulation, task_of
+from fxpipe.simulator.simulation import Simulation, task_of, version_of
 
 BORDERS = ((PAPER, 0.6, ""), (INK, 0.8, "dashed"), (INK, 1.0, ""))
 """Colour, width and style of the outline, used for the batches in rotation."""
@@ -152,11 +152,8 @@ def boxes_of(
 
 def simulation_boxes(simulation: Simulation) -> Boxes:
     """The same for a simulation, with the versions where a task reads an older one."""
-    versions: dict[Task, int] = {}
-    for span in simulation.spans:
-        instruction = span.instruction
-        made = getattr(instruction, "writes", getattr(instruction, "version", 0))
-        versions[task_of(instruction)] = made
+    tasks = [span.instruction for span in simulation.spans]
+    versions = {task_of(x): version_of(x) for x in tasks}
     differ = any(task.kind != "U" and v != task.batch for task, v in versions.items())
     return boxes_of(simulation.program, simulation.steps, versions.get if differ else None)
 

@@ -10,9 +10,11 @@ from __future__ import annotations
 import gzip
 from array import array
 from base64 import b64encode
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from html import escape
 from importlib.util import find_spec
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +25,8 @@ from fxpipe.draw.schedule import simulation_title
 from fxpipe.errors import InputError
 from fxpipe.ir.task import KINDS
 from fxpipe.ir.value import Buffer
-from fxpipe.simulator.analysis import keeping
-from fxpipe.simulator.simulation import Simulation, Span, task_of
+from fxpipe.simulator.analysis import stash_levels
+from fxpipe.simulator.simulation import Simulation, task_of, version_of
 
 Columns = dict[str, "array[Any]"]
 
@@ -141,15 +143,7 @@ def _levels(simulation: Simulation, counted: bool) -> Sequence[Sequence[int]]:
     counted the micro-batches that its stages keep for backward."""
     if counted:
         return [memory.levels for memory in simulation.memory]
-    found = []
-    for own, ran in zip(simulation.program.lists, simulation.events.ends, strict=True):
-        levels, level = [], 0
-        for instruction in own[: len(ran)]:
-            change = keeping(instruction)[1]
-            levels.append(level + max(change, 0))
-            level += change
-        found.append(levels)
-    return found
+    return [[level for *_, level in stash_levels(own)] for own in simulation.program.lists]
 
 
 def _tasks(
@@ -190,7 +184,7 @@ def _tasks(
             "stage": -1 if task.stage is None else task.stage,
             "microbatch": -1 if task.microbatch is None else task.microbatch,
             "batch": task.batch,
-            "version": _version(span),
+            "version": version_of(span.instruction),
             "waits": len(awaited),
             "holds": levels[span.device][span.position],
             "receives": received,
@@ -202,33 +196,18 @@ def _tasks(
     return columns
 
 
-def _version(span: Span) -> int:
-    """The version of the weights that a task reads, or that an update makes."""
-    made: int = getattr(span.instruction, "writes", getattr(span.instruction, "version", 0))
-    return made
-
-
 def _curve(starts: Sequence[float], levels: Sequence[int], unit: float, points: Columns) -> int:
     """Add the points where the level changes; returns their number. Of what happens at one time,
     the highest level and the last one are kept."""
     count = 0
-    for when, own in _by_time(starts, levels):
+    for when, same in groupby(zip(starts, levels, strict=True), itemgetter(0)):
+        own = [level for _, level in same]
         for level in dict.fromkeys((max(own), own[-1])):
             if not count or points["level"][-1] != level:
                 points["when"].append(when * unit)
                 points["level"].append(level)
                 count += 1
     return count
-
-
-def _by_time(
-    starts: Sequence[float], levels: Sequence[int]
-) -> Iterator[tuple[float, Sequence[int]]]:
-    first = 0
-    for last, start in enumerate(starts, start=1):
-        if last == len(starts) or starts[last] != start:
-            yield start, levels[first:last]
-            first = last
 
 
 def _timeline(number: int, view: dict[str, Any], title: str, sight: Any) -> Any:
@@ -363,9 +342,6 @@ def _legend(simulations: Sequence[Simulation]) -> str:
         for letter, kind in KINDS.items()
         if letter in letters
     ]
-    lighter = "lighter: later stages of a device" if _several(simulations) else ""
+    several = any(one.program.stages > one.devices for one in simulations)
+    lighter = "lighter: later stages of a device" if several else ""
     return f"{escape(_HELP)}<br>{' &ensp; '.join(filter(None, [*entries, lighter]))}"
-
-
-def _several(simulations: Sequence[Simulation]) -> bool:
-    return any(one.program.stages > one.devices for one in simulations)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import NamedTuple
 
 from fxpipe.draw.canvas import Canvas, Look, Point, Stroke, text_width
@@ -210,13 +211,8 @@ def draw_program(program: Program, *, faults: Sequence[Fault] | None = None) -> 
 
 def _unit(program: Program) -> float:
     """The width of a forward in points where marks are drawn, so that its label fits well."""
-    labels = {glyph(x, program).label for x in _every(program) if isinstance(x, ins.Forward)}
+    labels = {glyph(x, program).label for x in chain(*program.lists) if isinstance(x, ins.Forward)}
     return max([_UNIT, *(text_width(label, _LABEL) + _AIR for label in labels)])
-
-
-def _every(program: Program) -> Iterator[ins.Instruction]:
-    for own in program.lists:
-        yield from own
 
 
 def _draw(
@@ -345,7 +341,7 @@ def _title(program: Program, timeline: Timeline[ins.Instruction], marks: Marks) 
 def _marks(program: Program, scale: _Scale) -> list[Entry]:
     """The legend of the boxes: each opcode of the program, and those that are not drawn."""
     examples: dict[type[ins.Instruction], ins.Instruction] = {}
-    for instruction in _every(program):
+    for instruction in chain(*program.lists):
         examples.setdefault(type(instruction), instruction)
     entries: list[Entry] = []
     left_out: list[str] = []
@@ -367,5 +363,5 @@ def _marks(program: Program, scale: _Scale) -> list[Entry]:
 
 def _arrows(program: Program, scale: _Scale) -> list[Entry]:
     """The legend of the arrows."""
-    sent = [x.buffer.kind for x in _every(program) if isinstance(x, ins.Send | ins.Stash)]
+    sent = [x.buffer.kind for x in chain(*program.lists) if isinstance(x, ins.Send | ins.Stash)]
     return arrow_entries(set(sent)) if scale.arrows else []

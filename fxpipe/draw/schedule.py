@@ -264,8 +264,6 @@ def simulation_title(simulation: Simulation, seconds: bool) -> str:
         f"makespan {time}",
         f"bubble {simulation.bubble:.1%}",
     ]
-    if simulation.unrun:
-        parts.append(f"STUCK: {simulation.unrun} instructions never run")
     return " · ".join(parts)
 
 

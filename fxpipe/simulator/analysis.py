@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import isclose
@@ -166,11 +167,11 @@ def _before_on_link(simulation: Simulation) -> dict[Buffer | Sum, Buffer | Sum]:
 
 
 def _meetings(simulation: Simulation) -> dict[Place, list[Place]]:
-    """Each barrier and pause that was reached → all that meet there."""
+    """Each barrier and pause → all that meet there."""
     found: dict[tuple[type[ins.Instruction], int], list[Place]] = {}
-    for device, ends in enumerate(simulation.events.ends):
+    for device, own in enumerate(simulation.program.lists):
         count = {ins.Barrier: 0, ins.Pause: 0}
-        for position, instruction in enumerate(simulation.program.lists[device][: len(ends)]):
+        for position, instruction in enumerate(own):
             kind = type(instruction)
             if kind in count:
                 found.setdefault((kind, count[kind]), []).append(Place(device, position))
@@ -281,27 +282,32 @@ def peak_stash(program: Program) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The most micro-batches that are kept at once: stage → its own, device → all together."""
     stages, devices = [0] * program.stages, [0] * program.devices
     for device, list_ in enumerate(program.lists):
-        kept = [0] * program.stages
-        for instruction in list_:
-            stage, change = keeping(instruction)
-            kept[stage] += change
-            stages[stage] = max(stages[stage], kept[stage])
-            devices[device] = max(devices[device], sum(kept))
+        for stage, own, together in stash_levels(list_):
+            stages[stage] = max(stages[stage], own)
+            devices[device] = max(devices[device], together)
     return tuple(stages), tuple(devices)
 
 
-def keeping(instruction: ins.Instruction) -> tuple[int, int]:
-    """A stage, and by how many the micro-batches change that it keeps for what is left of backward.
+def stash_levels(list_: Sequence[ins.Instruction]) -> Iterator[tuple[int, int, int]]:
+    """For each instruction of a device a stage, and how many micro-batches that stage, and all
+    stages, keep for what is left of backward while it runs.
 
     One is kept from its forward, or its recompute, to the end of its backward, of both halves
     where that is parted.
     """
-    match instruction:
-        case ins.Forward(stage, keeps=True) | ins.Recompute(stage):
-            return stage, 1
-        case ins.Backward(stage) | ins.WeightGrad(stage):
-            return stage, -1
-    return 0, 0
+    kept: Counter[int] = Counter()
+    together = 0
+    for instruction in list_:
+        stage = change = 0
+        match instruction:
+            case ins.Forward(stage, keeps=True) | ins.Recompute(stage):
+                kept[stage] += 1
+                together += 1
+            case ins.Backward(stage) | ins.WeightGrad(stage):
+                change = 1
+        yield stage, kept[stage], together
+        kept[stage] -= change
+        together -= change
 
 
 def peak_versions(program: Program) -> tuple[int, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
 from fxpipe.ir import instruction as ins
@@ -19,7 +19,7 @@ from fxpipe.ir.value import (
     saved,
 )
 from fxpipe.simulator.analysis import live_versions
-from fxpipe.simulator.sizes import Crossing, Passing, Piece, Sizes, Storage, Workspace
+from fxpipe.simulator.sizes import Crossing, GraphInput, Piece, Sizes, Storage, Workspace
 from fxpipe.simulator.sums import Gradients, Key, graph_of
 
 PARTS = ("parameters", "optimizer", "versions", "undo", "gradients", "stash", "values", "workspace")
@@ -114,10 +114,6 @@ class Holding:
 
     def run(self, position: int) -> int:
         """Begin an instruction. Returns the most bytes while it runs."""
-        level = self._run(position)
-        return max(level, self._landing)
-
-    def _run(self, position: int) -> int:
         instruction = self._list[position]
         before = self.bytes
         workspace = self._workspace(instruction)
@@ -144,9 +140,10 @@ class Holding:
                 # weights in the memory of an older version
                 again = not (self._overlaps and isinstance(instruction, ins.GatherWeights))
                 more = (1 + again) * self.sizes.gradients.get(stage, 0) - self._own(stage)
-        if workspace is None:
-            return self.bytes + more
-        return before + self._peak(instruction, workspace)
+        level = self.bytes + more
+        if workspace is not None:
+            level = before + self._peak(instruction, workspace)
+        return max(level, self._landing)
 
     def parts_of(self, level: int) -> dict[str, int]:
         """What the bytes while an instruction runs are made of, after ``run`` has told them."""
@@ -157,6 +154,7 @@ class Holding:
         return parts
 
     def finish(self, position: int) -> None:
+        """End an instruction."""
         instruction = self._list[position]
         for buffer in self.program.ends(instruction):
             self._release(*self._kept.pop(buffer))
@@ -257,25 +255,24 @@ class Holding:
         """The most that a graph adds: it frees what nobody else holds."""
         freed = tuple(self._freed(instruction, workspace)) if workspace.freed else ()
         at = instruction.stage, getattr(instruction, "microbatch", 0)
-        laid_out = [x for x in workspace.laid_out if self._arrives(x.crossing, *at)]
-        copied = tuple([Passing(x.bytes, x.last) for x in laid_out])
+        copied = tuple([x for x in workspace.laid_out if self._arrives(x.crossing, *at)])
         key = id(workspace), freed, copied
         if key not in self._peaks:
             self._peaks[key] = workspace.peak(freed, copied)
         return self._peaks[key]
 
-    def _freed(self, instruction: Any, workspace: Workspace) -> Iterator[Passing]:
+    def _freed(self, instruction: Any, workspace: Workspace) -> Iterable[GraphInput]:
         """What an instruction alone still holds of what it was given."""
         gone = [p for b in self.program.ends(instruction) for p in self._kept[b]]
         ended = Counter(p.key for p in (*gone, *self._used_up))
-        alone: dict[Hashable, Passing] = {}
-        for crossing, _, last in workspace.freed:
-            at = instruction.stage, instruction.microbatch, instruction.batch
-            piece = self._near(crossing, *at)
+        alone: dict[Hashable, GraphInput] = {}
+        at = instruction.stage, instruction.microbatch, instruction.batch
+        for given in workspace.freed:
+            piece = self._near(given.crossing, *at)
             if piece is not None and self._count[piece.key] == ended[piece.key]:
-                before = alone.get(piece.key, Passing(piece.bytes, last))
-                alone[piece.key] = before._replace(last=max(before.last, last))
-        yield from alone.values()
+                last = max(given.last, alone.get(piece.key, given).last)
+                alone[piece.key] = given._replace(bytes=piece.bytes, last=last)
+        return alone.values()
 
     def _add(self, part: str, size: int) -> None:
         self.parts[part] += size

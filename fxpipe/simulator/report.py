@@ -20,7 +20,7 @@ from fxpipe.errors import InputError
 from fxpipe.ir.task import KINDS
 from fxpipe.ir.value import Buffer
 from fxpipe.simulator.holding import PARTS
-from fxpipe.simulator.simulation import Simulation, Span, Transfer, task_of
+from fxpipe.simulator.simulation import Simulation, Span, task_of
 from fxpipe.simulator.sums import Sum
 from fxpipe.text.program import print_instruction
 from fxpipe.words import bytes_text, plural, table_text
@@ -202,7 +202,9 @@ class _Process:
             yield self._task(span)
         for transfer in self._simulation.transfers:
             if transfer.end > transfer.start:
-                yield self._transfer(transfer)
+                thread = self._ways[transfer.source, transfer.target]
+                name = str(transfer.buffer)
+                yield self._slice(thread, name, "transfer", transfer.start, transfer.end, {})
         yield from self._arrows()
         yield from self._memory()
 
@@ -234,11 +236,6 @@ class _Process:
         if self._simulation.steps > 1:
             name += f" of batch {task.batch}"
         return self._slice(span.device, name, kind, span.start, span.end, args)
-
-    def _transfer(self, transfer: Transfer) -> Event:
-        thread = self._ways[transfer.source, transfer.target]
-        name = str(transfer.buffer)
-        return self._slice(thread, name, "transfer", transfer.start, transfer.end, {})
 
     def _arrows(self) -> Iterator[Event]:
         """From the task that makes a value over its transfer to the task that first needs it."""

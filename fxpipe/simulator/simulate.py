@@ -20,7 +20,7 @@ from fxpipe.ir.unroll import FURTHEST, blocking, unroll
 from fxpipe.ir.value import COPIED, HOST, Buffer, Edge
 from fxpipe.ir.walk import waits_of, walk
 from fxpipe.simulator.costs import Costs, Link, Links, Times, task_times
-from fxpipe.simulator.simulation import Events, Simulation, Span, Transfer
+from fxpipe.simulator.simulation import Events, Simulation, Transfer
 from fxpipe.simulator.sizes import Sizes
 from fxpipe.simulator.sums import Sum, awaited_by, begun_by
 from fxpipe.simulator.sums import beside as awaits
@@ -37,7 +37,6 @@ def simulate(
     serial: bool = False,
     sizes: Sizes | None = None,
     steps: int | None = None,
-    stuck_ok: bool = False,
     beside: bool = True,
 ) -> Simulation:
     """Run a program on paper.
@@ -61,7 +60,6 @@ def simulate(
         sizes: bytes, for memory and for links of limited bandwidth.
         steps: how many steps in a row, and the flush after the last; by default one, or, where
             batches overlap, enough for everything to have come into its stride.
-        stuck_ok: simulate also a program that gets stuck, up to there.
         beside: whether a device computes while it stores and fetches what it offloads.
 
     Raises:
@@ -91,22 +89,14 @@ def simulate(
         "sizes": sizes,
         "beside": beside,
     }
-    events = run(flat, walked.turns, times, **settings)
-    stuck = tuple(
-        Span(device, events.free(device), inf, flat.lists[device][at], at)
-        for device, (at, *_) in sorted(walked.stuck.items())
-    )
-    if stuck and not stuck_ok:
-        first = stuck[0]
+    for device, (at, *_) in sorted(walked.stuck.items()):
         raise InputError(
-            f"program {program.name!r} gets stuck: device {first.device} waits for ever at "
-            f"position {first.position}, {print_instruction(first.instruction)}; "
-            "Program.verify() tells why"
+            f"program {program.name!r} gets stuck: device {device} waits for ever at position "
+            f"{at}, {print_instruction(flat.lists[device][at])}; Program.verify() tells why"
         )
+    events = run(flat, walked.turns, times, **settings)
     same = partial(simulate, program, costs, **settings)
-    return Simulation(
-        flat, program, count, events, sizes, stuck, again=lambda more: same(steps=more)
-    )
+    return Simulation(flat, program, count, events, sizes, again=lambda more: same(steps=more))
 
 
 def simulate_schedule(
@@ -299,11 +289,11 @@ def _share(instruction: ins.Instruction, program: Program, sizes: Sizes | None) 
 
 
 class _Ways:
-    """The links, and until when each is taken; they refuse what they cannot carry."""
+    """The links, and until when each is taken."""
 
     def __init__(self, program: Program, links: Links | None, sizes: Sizes | None) -> None:
         self._links = links
-        self._sizes = sizes
+        self._sizes = sizes or Sizes()
         self._program = program
         self._taken: dict[tuple[int, int], float] = {}
         if links is not None and not isinstance(links, Link | Mapping):
@@ -345,41 +335,31 @@ class _Ways:
         return start, self._taken[pair] + ways * link.latency
 
     def _occupied(self, buffer: Buffer | Sum, link: Link) -> float:
-        if link.bandwidth == inf:
-            return 0
+        return 0 if link.bandwidth == inf else self._bytes(buffer) / link.bandwidth
+
+    def _bytes(self, buffer: Buffer | Sum) -> int:
+        """What crosses; of sums what the replica sends which sends the most: of parts of gradients
+        the first one, whose own part is the smallest, else the last one."""
+        sizes, carried = self._sizes, str(buffer)
+        known: Mapping[Any, object]
+        key: str | int
         if isinstance(buffer, Sum):
-            return self._summing(buffer) / link.bandwidth
-        if buffer.kind == "norm":
+            key, what, known = buffer.stage, "gradients", {**sizes.gradients, **sizes.elements}
+            carried = f"the gradients of stage {key}"
+        elif buffer.kind == "norm":
             return 0  # a few numbers
-        if buffer.kind in COPIED:
-            return self._copied(buffer) / link.bandwidth
-        if self._sizes is None or buffer.value not in self._sizes.values:
+        elif buffer.kind in COPIED:
+            key, what = buffer.source, "parameters" if buffer.kind == "weights" else "gradients"
+            known = getattr(sizes, what)
+        else:
+            key, what, known = buffer.value, "values", sizes.values
+        if key not in known:
             raise InputError(
-                f"a link of limited bandwidth carries {buffer}, whose size is not known; give "
-                f"sizes=Sizes(values={{{buffer.value!r}: bytes}})"
+                f"a link of limited bandwidth carries {carried}, whose size is not known; give "
+                f"sizes=Sizes({what}={{{key!r}: bytes}})"
             )
-        return self._sizes.values[buffer.value] / link.bandwidth
-
-    def _copied(self, buffer: Buffer) -> int:
-        """Bytes of a stage's weights on their way to a copy, or of gradients on their way back."""
-        what = "parameters" if buffer.kind == "weights" else "gradients"
-        if self._sizes is None or buffer.source not in getattr(self._sizes, what):
-            raise InputError(
-                f"a link of limited bandwidth carries {buffer}, whose size is not known; give "
-                f"sizes=Sizes({what}={{{buffer.source}: bytes}})"
-            )
-        return self._sizes.crossing(buffer)
-
-    def _summing(self, buffer: Sum) -> int:
-        """Bytes that the replica sends which sends the most: of parts of gradients the first one,
-        whose own part is the smallest, else the last one."""
-        stage, _, what, _ = buffer
-        known = self._sizes and {**self._sizes.gradients, **self._sizes.elements}
-        if self._sizes is None or not known or stage not in known:
-            raise InputError(
-                f"a link of limited bandwidth carries the gradients of stage {stage}, whose size "
-                f"is not known; give sizes=Sizes(gradients={{{stage}: bytes}})"
-            )
+        if not isinstance(buffer, Sum):
+            return sizes.crossing(buffer)
         replicas, bucket = self._program.replicas, buffer.bucket_in(self._program)
-        replica = 0 if what == "part" else replicas - 1
-        return self._sizes.summing(stage, replica, replicas, what, bucket)
+        replica = 0 if buffer.what == "part" else replicas - 1
+        return sizes.summing(buffer.stage, replica, replicas, buffer.what, bucket)

@@ -102,7 +102,6 @@ class Simulation:
         steps: how many steps.
         events: start and end of every instruction, and the transfers.
         sizes: bytes of what devices hold, or None where they are not known.
-        stuck: where devices wait for ever, from when on, if they do.
         measured: whether a real run was measured.
         seconds: whether times are in seconds.
         outside: seconds of a step besides its instructions, most of them before and after these.
@@ -116,7 +115,6 @@ class Simulation:
     steps: int
     events: Events = field(repr=False)
     sizes: Sizes | None = field(default=None, repr=False)
-    stuck: tuple[Span, ...] = ()
     measured: bool = False
     seconds: bool = False
     outside: float = 0
@@ -137,19 +135,12 @@ class Simulation:
         """What went from one device to another."""
         return tuple(self.events.transfers.values())
 
-    @property
-    def unrun(self) -> int:
-        """How many instructions never run, because devices wait for ever."""
-        return sum(map(len, self.program.lists)) - sum(map(len, self.events.ends))
-
     def instructions(self) -> Iterator[Span]:
-        """Every instruction that ran, device by device in its order."""
-        lists, events = self.program.lists, self.events
-        for device, (own, starts, ends) in enumerate(
-            zip(lists, events.starts, events.ends, strict=True)
-        ):
-            for position, (start, end) in enumerate(zip(starts, ends, strict=True)):
-                yield Span(device, start, end, own[position], position)
+        """Every instruction, device by device in its order."""
+        for device, own in enumerate(self.program.lists):
+            times = zip(self.events.starts[device], self.events.ends[device], own, strict=True)
+            for position, (start, end, instruction) in enumerate(times):
+                yield Span(device, start, end, instruction, position)
 
     @cached_property
     def makespan(self) -> float:
@@ -383,6 +374,12 @@ def task_of(instruction: ins.Instruction) -> Task:
     stage: int = instruction.stage  # type: ignore[union-attr]
     microbatch: int | None = getattr(instruction, "microbatch", None)
     return Task(letter, microbatch, stage, ins.batch_of(instruction))
+
+
+def version_of(instruction: ins.Instruction) -> int:
+    """The version of the weights that a task reads, or that an update makes."""
+    version: int = getattr(instruction, "writes", getattr(instruction, "version", 0))
+    return version
 
 
 def _of_microbatch(span: Span) -> bool:

@@ -39,18 +39,6 @@ class GraphInput(NamedTuple):
     last: int
 
 
-class Passing(NamedTuple):
-    """Memory that is there until a step of a graph is done.
-
-    Attributes:
-        bytes: of it.
-        last: that step.
-    """
-
-    bytes: int
-    last: int
-
-
 class Left(NamedTuple):
     """What a backward that stops at a bucket of gradients leaves for the next part of it.
 
@@ -82,7 +70,7 @@ class Workspace:
     freed: tuple[GraphInput, ...] = ()
     laid_out: tuple[GraphInput, ...] = ()
 
-    def peak(self, freed: Iterable[Passing] = (), copied: Iterable[Passing] = ()) -> int:
+    def peak(self, freed: Iterable[GraphInput] = (), copied: Iterable[GraphInput] = ()) -> int:
         """The most bytes more than before.
 
         Args:
@@ -91,9 +79,9 @@ class Workspace:
         """
         level = 0
         gone = [0] * (len(self.levels) + 1)
-        for size, last in freed:
+        for _, size, last in freed:
             gone[last + 1] += size
-        for size, last in copied:
+        for _, size, last in copied:
             level += size
             gone[last + 1] += size
         most = self.levels[0] + level

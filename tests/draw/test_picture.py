@@ -33,15 +33,11 @@ def picture() -> Picture:
     return drawn
 
 
-@pytest.mark.parametrize("format", MAGIC)
-def test_every_common_format_comes_out_without_dot(picture: Picture, format: str) -> None:
-    data = picture.pipe(format)
-    assert data.startswith(MAGIC[format])
-
-
 @pytest.mark.parametrize("format", sorted(FORMATS))
-def test_every_promised_format_comes_out(picture: Picture, format: str) -> None:
-    assert picture.pipe(format=format)
+def test_every_promised_format_comes_out_without_dot(picture: Picture, format: str) -> None:
+    data = picture.pipe(format)
+    assert data
+    assert data.startswith(MAGIC.get(format, b""))
 
 
 def test_jupyter_shows_svg(picture: Picture) -> None:

@@ -226,7 +226,6 @@ def test_every_schedule_of_the_library_runs_in_replicas(name: str) -> None:
             recipe(3, 6).simulate(replicas=2)
         return
     found = recipe(3, 6).simulate(replicas=2, steps=3)
-    assert found.unrun == 0
     sums = [t.buffer for t in found.transfers if isinstance(t.buffer, Sum)]
     stages = found.program.stages if name != "inference" else 0
     assert sorted(sums) == [Sum(stage, batch) for stage in range(stages) for batch in range(3)]

