@@ -91,7 +91,7 @@ class Boxes:
         if task.microbatch is not None:
             parts.append(f"micro-batch {task.microbatch}")
         parts.append(f"stage {task.stage}")
-        if self.steps or task.batch:
+        if self.steps > 1 or task.batch:
             parts.append(f"batch {task.batch}")
         version = self.version(task)
         if version is not None:

@@ -33,6 +33,7 @@ from fxpipe.ir.launch import COMPUTE
 from fxpipe.ir.program import Program
 from fxpipe.ir.value import Buffer
 from fxpipe.ir.walk import Place, Wait, usual_cost, waits_of
+from fxpipe.simulator.simulate import share_of
 from fxpipe.text.program import print_instruction
 from fxpipe.words import plural
 
@@ -131,7 +132,11 @@ def sketch_program(program: Program, rows: Rows, mark: float) -> Timeline[ins.In
         waits[row] += [(index, *source) for source in sources]
     for own in waits:
         own.sort()
-    return sketch(lists, lambda x: mark if ins.letter_of(x) is None else usual_cost(x), waits)
+
+    def cost(x: ins.Instruction) -> float:
+        return mark if ins.letter_of(x) is None else usual_cost(x) * share_of(x, program)
+
+    return sketch(lists, cost, waits)
 
 
 @dataclass(frozen=True)

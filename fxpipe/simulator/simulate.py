@@ -220,7 +220,7 @@ def run(
                 stage: int = instruction.stage  # type: ignore[union-attr]
                 time = times[letter, stage]
                 parts = stage in program.buckets and letter in "BW"
-                now += time * _share(instruction, program, sizes) if parts else time
+                now += time * share_of(instruction, program, sizes) if parts else time
                 sums = begun_by(instruction, program) if parts or letter in "AU" else None
                 if sums is not None:
                     start, end = ways.carry(sums, device, device, now)
@@ -272,7 +272,7 @@ def run(
     return events
 
 
-def _share(instruction: ins.Instruction, program: Program, sizes: Sizes | None) -> float:
+def share_of(instruction: ins.Instruction, program: Program, sizes: Sizes | None = None) -> float:
     """The share of its task's time that an instruction takes; equal ones where none are known."""
     match instruction:
         case ins.PartialBackward(stage, kind=kind, bucket=bucket):
@@ -284,7 +284,7 @@ def _share(instruction: ins.Instruction, program: Program, sizes: Sizes | None) 
         case _:
             return 1
     if sizes is None or stage not in sizes.buckets:
-        return 1 / program.buckets[stage]
+        return 1 / program.buckets.get(stage, 1)
     return sizes.buckets[stage][bucket].shares[kind]
 
 

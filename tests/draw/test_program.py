@@ -14,7 +14,7 @@ from fxpipe.draw.program import DETAILED, WITH_ARROWS, draw_program, rows_of, sk
 from fxpipe.draw.timeline import Timeline
 from fxpipe.errors import Fault
 from fxpipe.ir import instruction as ins
-from fxpipe.ir.plan import Plan
+from fxpipe.ir.plan import Bucket, Plan
 from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.value import HOST, Buffer, fetched, fetching, offloaded
@@ -22,7 +22,9 @@ from fxpipe.passes.lowering.communicate import communicate
 from fxpipe.passes.lowering.free import free
 from fxpipe.passes.lowering.lower import Lower
 from fxpipe.passes.lowering.streams import Streams
+from fxpipe.passes.schedule import add_reduce
 from fxpipe.schedules import gpipe, inference, one_f_one_b, two_bw
+from fxpipe.simulator.simulate import chain_program
 from tests.helpers.plans import chain, skipping
 
 X = Buffer("in", "x", HOST, 0, 0)
@@ -147,6 +149,18 @@ def test_an_arrow_joins_the_edges_of_its_boxes_that_face_each_other(buffer: str,
         middle, height = map(float, boxes[box]["pos"].split(","))
         assert abs(x - middle) <= 36 * float(boxes[box]["width"])
         assert y == pytest.approx(height + side * 36 * float(boxes[box]["height"]), abs=0.1)
+
+
+def test_the_parts_of_a_backward_take_together_what_a_whole_one_takes() -> None:
+    schedule = add_reduce(one_f_one_b(2, 2))
+    parted = chain_program(schedule, buckets={0: [Bucket((k,)) for k in range(4)]})
+    whole = chain_program(schedule)
+    assert any(isinstance(x, ins.PartialBackward) for x in parted.lists[0])
+    took = [
+        sum(s.end - s.start for s in walk_program(program).spans if ins.letter_of(s.task) == "B")
+        for program in (parted, whole)
+    ]
+    assert took == [8, 8]
 
 
 def test_a_transfer_within_a_device_is_drawn_too() -> None:
