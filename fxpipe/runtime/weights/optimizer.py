@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -63,7 +63,7 @@ class GivenOptimizer:
     def of_all(self) -> Optimizer:
         """The optimizer over the parameters of the whole model; a function of parameters is called
         once more for that."""
-        return self.whole or make_optimizer(self._given, [*self._model.parameters()])
+        return self.whole or self._made([*self._model.parameters()])
 
     def of(self, parameters: Mapping[str, Tensor]) -> Optimizer:
         """The optimizer of a stage, whose parameters, or what stands for them, are given by name.
@@ -73,7 +73,7 @@ class GivenOptimizer:
                 whose step needs a closure.
         """
         if self.whole is None:
-            return make_optimizer(self._given, [*parameters.values()])  # type: ignore[list-item]
+            return self._made([*parameters.values()])
         own = {id(self._known[name]): parameter for name, parameter in parameters.items()}
         groups, state = [], {}
         for group in self.whole.param_groups:
@@ -91,8 +91,20 @@ class GivenOptimizer:
     def of_one(self, parameter: nn.Parameter) -> Any:
         """An optimizer like a stage's over a parameter of no model, for a trial."""
         if self.whole is None:
-            return make_optimizer(self._given, [parameter])
+            return self._made([parameter])
         return alone(self.whole, [{**settings(self.whole.param_groups[0]), "params": [parameter]}])
+
+    def _made(self, parameters: list[Any]) -> Optimizer:
+        """What the function makes of parameters. Raises InputError, see ``of``."""
+        made = _optimizer(_called(self._given, [*parameters]))
+        own = {id(parameter) for parameter in parameters}
+        if any(id(parameter) not in own for parameter in _parameters(made)):
+            raise InputError(
+                "optimizer is built over other parameters than those of the stage that it was "
+                f"called with, once a stage; let it use its argument, {_CURE}, or give the "
+                "optimizer itself: optimizer=torch.optim.AdamW(model.parameters())"
+            )
+        return made
 
     def _checked(self, made: Optimizer, what: str) -> Optimizer:
         """Raises InputError where it has hooks on its step, or other parameters than the model."""
@@ -131,21 +143,6 @@ def state_size(given: GivenOptimizer | None) -> float:
         return 2.0
     sizes = [x.numel() for x in held if isinstance(x, Tensor) and x.numel() > 1]
     return sum(sizes) / parameter.numel()
-
-
-def make_optimizer(
-    factory: Callable[[list[nn.Parameter]], Optimizer], parameters: Sequence[nn.Parameter]
-) -> Optimizer:
-    """What a function makes of a stage's parameters. Raises InputError, see ``of``."""
-    made = _optimizer(_called(factory, list(parameters)))
-    own = {id(parameter) for parameter in parameters}
-    if any(id(parameter) not in own for parameter in _parameters(made)):
-        raise InputError(
-            "optimizer is built over other parameters than those of the stage that it was called "
-            f"with, once a stage; let it use its argument, {_CURE}, or give the optimizer itself: "
-            "optimizer=torch.optim.AdamW(model.parameters())"
-        )
-    return made
 
 
 def _called(factory: Callable[[Any], object], given: list[Any]) -> object:

@@ -37,10 +37,8 @@ from fxpipe.torchtools.moments import DeferredNorm
 class VersionedWeights(Weights):
     """The parameters of all stages, in as many versions as the schedule's delay requires.
 
-    A failure rolls all stages back to the newest version that every stage has had, so a stage keeps
-    that version until the slowest stage has a newer one. Where delays differ, as in PipeDream
-    without vertical sync, a stage may be further ahead of the slowest than its own delay. It then
-    keeps more versions than its batches read.
+    Where delays differ, as in PipeDream without vertical sync, a stage may be further ahead of the
+    slowest than its own delay. It then keeps more versions than its batches read, for a roll-back.
 
     Attributes:
         base: the oldest version that any stage can read.
