@@ -39,7 +39,8 @@ _VIEWS = frozenset(
     (
         *("view", "reshape", "t", "transpose", "permute", "squeeze", "unsqueeze", "expand"),
         *("flatten", "narrow", "select", "chunk", "split", "unbind", "getitem", "detach"),
-        *("diagonal", "unfold"),
+        *("diagonal", "unfold", "unflatten", "ravel", "movedim", "moveaxis", "swapaxes"),
+        *("swapdims", "broadcast_to", "broadcast_tensors", "meshgrid", "tensor_split"),
     )
 )
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)

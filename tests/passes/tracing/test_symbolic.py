@@ -190,6 +190,11 @@ def _through_view(y: Tensor, z: Tensor) -> Tensor:
     return y
 
 
+def _through_turned_view(y: Tensor, z: Tensor) -> Tensor:
+    y.movedim(0, 1).add_(1)  # writes a turned view
+    return y
+
+
 def _copies(y: Tensor, z: Tensor) -> Tensor:
     return y.copy_(z)  # writes a copy
 
@@ -203,6 +208,7 @@ def _branches(y: Tensor, z: Tensor) -> Tensor:
     [
         (_assigns, "writes a column"),
         (_through_view, "writes a view"),
+        (_through_turned_view, "writes a turned view"),
         (_copies, "writes a copy"),
         (_branches, "takes a branch"),
     ],
