@@ -229,7 +229,7 @@ def tick_of(problem: Problem) -> tuple[float, bool]:
 def precedes(one: int, i: int, other: int, j: int) -> bool:
     """Whether a task comes before another in every order."""
     (s, kind), (u, behind) = divmod(one, 3), divmod(other, 3)
-    if i > j or kind == 2:
+    if i > j or (kind == 2 and one != other):
         return False
     if kind == 0:
         return behind > 0 or s <= u
