@@ -105,7 +105,13 @@ def _add(times: dict[int, float], device: int, time: float) -> None:
 
 
 def critical_path(simulation: Simulation) -> tuple[Span | Transfer, ...]:
-    """Walk back from the instruction that ends last, each time to what was waited for."""
+    """Walk back from the instruction that ends last, each time to what was waited for.
+
+    Of one thread that has the lists of all devices, all that it does.
+    """
+    if simulation.serial:
+        spans = [span for span in simulation.instructions() if span.time]
+        return tuple(sorted(spans, key=lambda span: span.start))
     backwards = [part for part in _backwards(simulation) if part.end > part.start]
     return tuple(reversed(backwards))
 

@@ -96,7 +96,9 @@ def simulate(
         )
     events = run(flat, walked.turns, times, **settings)
     same = partial(simulate, program, costs, **settings)
-    return Simulation(flat, program, count, events, sizes, again=lambda more: same(steps=more))
+    return Simulation(
+        flat, program, count, events, sizes, serial, again=lambda more: same(steps=more)
+    )
 
 
 def simulate_schedule(

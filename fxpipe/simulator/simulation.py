@@ -102,6 +102,7 @@ class Simulation:
         steps: how many steps.
         events: start and end of every instruction, and the transfers.
         sizes: bytes of what devices hold, or None where they are not known.
+        serial: whether one thread has the lists of all devices, by turns.
         measured: whether a real run was measured.
         seconds: whether times are in seconds.
         outside: seconds of a step besides its instructions, most of them before and after these.
@@ -115,6 +116,7 @@ class Simulation:
     steps: int
     events: Events = field(repr=False)
     sizes: Sizes | None = field(default=None, repr=False)
+    serial: bool = False
     measured: bool = False
     seconds: bool = False
     outside: float = 0

@@ -140,12 +140,23 @@ def test_links_carry_one_value_after_another(
                 assert span.time == takes.get(ins.letter_of(other) or "", 0)
 
 
-@given(programs(), costs, st.integers(0, 3), st.booleans(), st.integers(0, 2))
+@given(programs(), costs, st.integers(0, 3), st.booleans(), st.booleans(), st.integers(0, 2))
 def test_idle_time_has_causes_and_the_critical_path_no_gaps(
-    program: Program, takes: dict[str, int], latency: int, overlap: bool, overhead: int
+    program: Program,
+    takes: dict[str, int],
+    latency: int,
+    overlap: bool,
+    serial: bool,
+    overhead: int,
 ) -> None:
     found = simulate(
-        program, takes, links=Link(latency), overlap=overlap, overhead=overhead, steps=2
+        program,
+        takes,
+        links=Link(latency),
+        overlap=overlap,
+        overhead=overhead,
+        serial=serial,
+        steps=2,
     )
     through = found.through
     for device, idle in enumerate(found.idle):
