@@ -169,12 +169,12 @@ class Blocking(Gloo):
         self.tokens: list[Any] = []
 
     def send(self, target: int, value: torch.Tensor) -> Any:
-        made = self._groups[self._rank.rank, target]
+        made = self._groups[self._ranks.rank, target]
         made.recv([torch.empty(1)], 1, 1).wait()
         return super().send(target, value)
 
     def receive(self, source: int, room: torch.Tensor) -> Any:
-        made, token = self._groups[source, self._rank.rank], torch.zeros(1)
+        made, token = self._groups[source, self._ranks.rank], torch.zeros(1)
         self.tokens.append((token, made.send([token], 0, 1)))
         return super().receive(source, room)
 

@@ -48,7 +48,7 @@ class PairGroups:
     def __init__(self, group: RankGroup, device: torch.device) -> None:
         """There are none yet; this rank's tensors are on ``device``."""
         self.device = device
-        self._rank = group
+        self._ranks = group
         self._groups: dict[Pair, Any] = {}
         self._aborted: threading.Event | None = None
 
@@ -61,7 +61,7 @@ class PairGroups:
         Raises:
             RankError: another rank has failed meanwhile, or cannot be reached.
         """
-        wanted = pairs_of(program, self._rank.rank)
+        wanted = pairs_of(program, self._ranks.rank)
         new = [pair for pair in wanted if pair not in self._groups]
         if not new:
             return
@@ -74,17 +74,17 @@ class PairGroups:
     def send(self, target: int, value: Tensor) -> Any:
         """Send a dense tensor, which is not to be changed until the work that this returns is
         done."""
-        return self._groups[self._rank.rank, target].send([_bytes(value)], 1, 0)
+        return self._groups[self._ranks.rank, target].send([_bytes(value)], 1, 0)
 
     def receive(self, source: int, room: Tensor) -> Any:
         """Receive into a dense tensor. Returns the work; tensors come in the order of the calls."""
-        return self._groups[source, self._rank.rank].recv([_bytes(room)], 0, 0)
+        return self._groups[source, self._ranks.rank].recv([_bytes(room)], 0, 0)
 
     def give_up(self) -> None:
         """Let all that is pending end, in another thread, and let every later call of the pipe fail
         on all ranks: what one side has sent and the other not received cannot be taken back."""
         if self._aborted is None:
-            self._rank.give_up(
+            self._ranks.give_up(
                 "has given up its transfers between devices after a failure: those that were "
                 "pending cannot be taken back; start all ranks again, from the last checkpoint"
             )
@@ -103,7 +103,7 @@ class PairGroups:
             raise RankError(
                 f"the transfers between devices did not end in {ABORTING:.0f} s after a failure, "
                 "so that this rank's device may wait for ever; end this process",
-                rank=self._rank.rank,
+                rank=self._ranks.rank,
             )
 
     def make(self, store: Any, member: int) -> Any:
@@ -113,7 +113,7 @@ class PairGroups:
         before = os.environ.get(name)
         os.environ[name] = "0"  # else torch ends this process when another rank has died
         try:
-            return nccl(store, member, 2, timedelta(seconds=self._rank.met.timeout))
+            return nccl(store, member, 2, timedelta(seconds=self._ranks.met.timeout))
         finally:
             del os.environ[name]
             if before is not None:
@@ -126,8 +126,8 @@ class PairGroups:
     def _made(self, pair: Pair) -> tuple[Pair, Any]:
         """A pair and its group, over which a byte has gone: nothing is left to be set up later,
         where a rank would wait for the other."""
-        member = pair.index(self._rank.rank)
-        store = within(self._rank.met.store, f"{pair[0]}>{pair[1]}")
+        member = pair.index(self._ranks.rank)
+        store = within(self._ranks.met.store, f"{pair[0]}>{pair[1]}")
         # a thread has a current device of its own
         with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
             try:
@@ -136,7 +136,7 @@ class PairGroups:
                 (made.recv([byte], 0, 0) if member else made.send([byte], 1, 0)).wait()
                 byte.item()
             except BaseException as error:
-                other = self._rank.met.names[pair[1 - member]]
+                other = self._ranks.met.names[pair[1 - member]]
                 raise RankError(
                     f"the devices of this rank and of {other} cannot be connected ({told(error)})",
                     rank=pair[1 - member],
@@ -145,8 +145,8 @@ class PairGroups:
 
     def _look(self) -> None:
         raise_held()
-        if self._rank.failure is not None:
-            raise self._rank.failure
+        if self._ranks.failure is not None:
+            raise self._ranks.failure
 
     def _abort(self) -> None:
         assert self._aborted is not None
