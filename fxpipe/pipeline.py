@@ -13,13 +13,12 @@ from typing import Any
 import torch
 
 from fxpipe.arguments import check_whole
-from fxpipe.compiler.compiled import Compiled
+from fxpipe.compiler.compiled import Compiled, Kind
 from fxpipe.compiler.compiler import Compiler
 from fxpipe.compiler.looking import HOOKS
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.overheads import Took
 from fxpipe.compiler.predict import split_target
-from fxpipe.compiler.timetable import Purpose
 from fxpipe.engine import Engine
 from fxpipe.errors import InputError
 from fxpipe.runtime.batch import Batch, MicroBatches
@@ -125,10 +124,10 @@ class Pipeline(Saved):
             self._refuse_hooks()
             self._engine.check()
             micro = self._taken(args, kwargs, target, step=True)
-            kind = {"updates": self._engine.updates, "outputs": return_output}
-            compiled = None if ranks else self._compiler.known(micro, "step", **kind)
+            kind = Kind("step", self._engine.updates, return_output)
+            compiled = None if ranks else self._compiler.known(micro, kind)
             if compiled is None:
-                compiled, micro = self._ready(micro, "step", **kind)
+                compiled, micro = self._ready(micro, kind)
             self._check_data(compiled)
             micro = self._compiler.weighed(compiled, micro)
             if not all(micro.weights):
@@ -181,8 +180,7 @@ class Pipeline(Saved):
             micro = self._taken(args, kwargs, step=False)
             self.flush()
             differentiable = self.training and torch.is_grad_enabled()
-            purpose: Purpose = "call" if differentiable else "infer"
-            compiled, micro = self._ready(micro, purpose, input_gradients=differentiable)
+            compiled, micro = self._ready(micro, Kind("call" if differentiable else "infer"))
             self._check_data(compiled)
             micro = self._compiler.weighed(compiled, micro)
             run = self._engine.call if differentiable else self._engine.infer
@@ -207,13 +205,13 @@ class Pipeline(Saved):
             can_step = target is not None or self._options.loss is None
             if can_step and self.training:
                 try:
-                    kind = {"updates": self._engine.updates, "outputs": False}
-                    self._shown, _ = self._ready(micro, "step", **kind)
+                    kind = Kind("step", self._engine.updates, outputs=False)
+                    self._shown, _ = self._ready(micro, kind)
                     return
                 except InputError:
                     if self._options.loss is not None:
                         raise
-            self._shown, _ = self._ready(micro, "call", input_gradients=True)
+            self._shown, _ = self._ready(micro, Kind("call"))
 
     @in_turn
     def profile(self, *args: Any, target: Any = None, steps: int = 1, **kwargs: Any) -> Simulation:
@@ -335,23 +333,21 @@ class Pipeline(Saved):
         count = count if step and self._fixed else min(count, size)
         return batch.in_parts(count, self._group.replica)
 
-    def _ready(
-        self, micro: MicroBatches, purpose: Purpose, **wanted: bool
-    ) -> tuple[Compiled, MicroBatches]:
+    def _ready(self, micro: MicroBatches, kind: Kind) -> tuple[Compiled, MicroBatches]:
         """The compiled program for a call, and its batch in as many micro-batches as the compiler
         decides, if it does. While it is compiled, nothing else runs."""
-        if purpose == "step" and self._compiler.decides(micro):
+        if kind.purpose == "step" and self._compiler.decides(micro):
             with self._engine.quiet():
                 count = self._compiler.decide(
                     micro, updates=self._engine.updates, rehearse=self._rehearsals.rehearse
                 )
             self._microbatches = count
             micro = micro.batch.in_parts(count, micro.replica)
-        known = self._compiler.known(micro, purpose, **wanted)
+        known = self._compiler.known(micro, kind)
         compiles = known is None
         if self._group.size > 1:
             flushes = known is not None and not self._engine.joins(known)
-            common, own = self._described(micro, purpose, wanted, compiles=compiles)
+            common, own = self._described(micro, kind, compiles=compiles)
             ranks = self._group.agree("the call", common, own=own, value=(compiles, flushes))
             compiles = any(each for each, _ in ranks)  # another replica may have to
             if self._group.replicas > 1 and any(each for _, each in ranks):
@@ -359,11 +355,9 @@ class Pipeline(Saved):
         if known is not None and not compiles:
             return known, micro
         with self._engine.quiet():
-            return self._compiler.compile(micro, purpose, **wanted), micro
+            return self._compiler.compile(micro, kind), micro
 
-    def _described(
-        self, micro: MicroBatches, purpose: Purpose, wanted: Mapping[str, bool], *, compiles: bool
-    ) -> tuple[str, str]:
+    def _described(self, micro: MicroBatches, kind: Kind, *, compiles: bool) -> tuple[str, str]:
         """What must be the same for this call on all ranks, and on those of a replica: for a call
         that is compiled also the values. The first one has the same shapes in all replicas."""
         batch = micro.batch
@@ -374,10 +368,11 @@ class Pipeline(Saved):
             for leaf in batch.leaves
         ]
         common = [
-            f"{purpose} in {len(micro)} micro-batches",
+            f"{kind.purpose} in {len(micro)} micro-batches",
             f"batch number {self._engine.batches}",
             f"the pipe is in {'training' if self.training else 'evaluation'} mode",
-            *(f"{name}: {value}" for name, value in wanted.items()),
+            f"updates: {kind.updates}",
+            f"outputs: {kind.outputs}",
         ]
         shapes = [
             f"a batch of {batch.size} samples",

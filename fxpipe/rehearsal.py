@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fxpipe.compiler.compiled import Compiled
+from fxpipe.compiler.compiled import Compiled, Kind
 from fxpipe.compiler.compiler import Compiler
 from fxpipe.compiler.front_end import Call
 from fxpipe.compiler.options import Options
@@ -147,7 +147,7 @@ class _Steps:
             options = compiler.options
             Batch.of(options.model, args, kwargs, targets, options.batch_dims)  # it takes a while
             micro = self._batch.in_parts(self._count)
-            compiler.known(micro, compiled.purpose, updates=engine.updates)
+            compiler.known(micro, Kind(compiled.purpose, engine.updates))
             traced = compiled.traced
             keep = frozenset({traced.loss}) if compiled.purpose == "step" else compiled.results
             host = BatchHost(traced, micro, keep, 0)  # type: ignore[arg-type]

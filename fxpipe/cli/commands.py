@@ -91,37 +91,23 @@ def make_parser() -> argparse.ArgumentParser:
         help="a schedule's grid, figures and formulas, or a picture of it",
         description="Show a schedule in time, and what it costs. Exits with 1 if it has faults.",
     )
-    shown.add_argument("schedule", metavar="SCHEDULE", help=_WHAT)
+    add = shown.add_argument
+    add("schedule", metavar="SCHEDULE", help=_WHAT)
     _add_counts(shown)
-    shown.add_argument("--text", action="store_true", help="print its text and nothing else")
-    shown.add_argument(
-        "--csv", metavar="FILE", help="write it as the CSV of torch.distributed.pipelining"
-    )
-    shown.add_argument("--draw", metavar="FILE", help="draw it: .svg, .png, .pdf")
-    shown.add_argument(
-        "--html", metavar="FILE", help="write a page to zoom and search in, for any browser"
-    )
-    shown.add_argument(
-        "--trace", metavar="FILE", help="write a trace that https://ui.perfetto.dev opens"
-    )
-    shown.add_argument(
-        "--costs",
-        metavar="F=1,B=2",
-        help="how long tasks take, of all stages or of one: F=1,F@3=1.5",
-    )
-    shown.add_argument(
-        "--formulas",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="derive the formulas, which takes a few seconds",
-    )
-    shown.add_argument(
-        "--all", action="store_true", help="the grid and the figures of a huge schedule, too"
-    )
-    shown.add_argument("--steps", type=int, metavar="N", help="how many steps in a row")
-    shown.add_argument(
-        "--width", type=int, metavar="N", help="characters a line; by default the terminal's"
-    )
+    add("--text", action="store_true", help="print its text and nothing else")
+    add("--csv", metavar="FILE", help="write it as the CSV of torch.distributed.pipelining")
+    add("--draw", metavar="FILE", help="draw it: .svg, .png, .pdf")
+    add("--html", metavar="FILE", help="write a page to zoom and search in, for any browser")
+    add("--trace", metavar="FILE", help="write a trace that https://ui.perfetto.dev opens")
+    given = "how long tasks take, of all stages or of one: F=1,F@3=1.5"
+    add("--costs", metavar="F=1,B=2", help=given)
+    given = "derive the formulas, which takes a few seconds"
+    add("--formulas", action=argparse.BooleanOptionalAction, default=True, help=given)
+    given = "the grid and the figures of a huge schedule, too"
+    add("--all", action="store_true", help=given)
+    add("--steps", type=int, metavar="N", help="how many steps in a row")
+    given = "characters a line; by default the terminal's"
+    add("--width", type=int, metavar="N", help=given)
     shown.set_defaults(run=show_schedule)
 
     add_compare(
@@ -160,20 +146,10 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _add_counts(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "-p",
-        "--devices",
-        type=int,
-        metavar="N",
-        help=f"number of devices, where the schedule leaves it open; by default {DEVICES}",
-    )
-    parser.add_argument(
-        "-m",
-        "--microbatches",
-        type=int,
-        metavar="N",
-        help=f"micro-batches a step, where it leaves them open; by default {MICROBATCHES}",
-    )
+    given = f"number of devices, where the schedule leaves it open; by default {DEVICES}"
+    parser.add_argument("-p", "--devices", type=int, metavar="N", help=given)
+    given = f"micro-batches a step, where it leaves them open; by default {MICROBATCHES}"
+    parser.add_argument("-m", "--microbatches", type=int, metavar="N", help=given)
 
 
 _WIDTH = 100

@@ -70,11 +70,9 @@ class Stages:
         """Nothing is predicted yet.
 
         Args:
-            compiler: has the options, and lowers.
             limits: device → the bytes that it may hold.
             compiled: a step of these stages.
             size: the samples of a batch.
-            updates: whether a step updates the weights.
         """
         self.compiler, self._compiled, self._updates = compiler, compiled, updates
         self._home = compiled.schedule.placement
@@ -111,12 +109,12 @@ class Stages:
             self._learn_from(like)
             return
         counts, modes = [len(self._compiled.kernels)], self._modes
+        devices = len(self._limits)
         chooses = self._options.decides == "auto"
         if chooses and self._limited and self._options.recompute == "never":
             modes = modes_of("always", len(modes))
         if chooses and self._options.microbatches is None:
-            counts = microbatch_counts(self._size, len(self._limits))[:3]
-        devices = len(self._limits)
+            counts = microbatch_counts(self._size, devices)[:3]
         families = {find_recipe(own[0]).place(devices): own for own in reversed(FAMILIES)}
         for count, name in product(counts, reversed(families[self._home])):
             self.rehearse(rehearse, Candidate(find_recipe(name), count, modes))

@@ -57,21 +57,12 @@ class Capturing:
     """Replaces the kernels of stages by captured ones, and keeps those for later calls."""
 
     def __init__(self, graphs: Callable[[], Graphs]) -> None:
-        """Nothing is captured yet.
-
-        Args:
-            graphs: makes what captures for a slot.
-        """
+        """Nothing is captured yet; ``graphs`` makes what captures for a slot."""
         self._graphs = graphs
         self._made: dict[int, Captured] = {}
         self._found: dict[tuple[int, int], tuple[Plan, Program, list[Kernel]]] = {}
         self._versions: dict[int, int] = {}
         self._told: set[tuple[int, str]] = set()
-
-    @property
-    def kernels(self) -> list[Captured]:
-        """All captured kernels."""
-        return list(self._made.values())
 
     def captured(self, plan: Plan, schedule: Schedule, program: Program) -> list[Kernel]:
         """Stage → its kernel. A stage that cannot be captured keeps its kernel, with a warning."""

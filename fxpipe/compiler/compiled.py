@@ -21,12 +21,12 @@ from fxpipe.passes.tracing.loss_terms import Divisor
 
 
 class Kind(NamedTuple):
-    """What a call is for, and what it returns."""
+    """What a call is for, whether it updates the weights, and whether it returns outputs, each for
+    the whole batch. One for ``backward`` also has the gradients of inputs that require them."""
 
     purpose: Purpose
-    updates: bool
-    wants: tuple[bool, ...]
-    outputs: bool
+    updates: bool = False
+    outputs: bool = True
 
 
 @dataclass(frozen=True)

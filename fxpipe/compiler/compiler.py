@@ -9,9 +9,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from fxpipe.compiler import passes
 from fxpipe.compiler.capturing import Capturing
@@ -65,12 +64,7 @@ class Compiler:
     two sizes have graphs that cannot share a program."""
 
     def __init__(self, options: Options, choice: Choice) -> None:
-        """Nothing is traced yet.
-
-        Args:
-            options: the checked arguments of ``fxpipe.compile``; the model is not changed.
-            choice: decides how many threads run the devices' instruction lists.
-        """
+        """Nothing is traced yet; the model is not changed."""
         self.options = options
         self.choice = choice
         self.capturing = Capturing(CudaGraphs) if options.cuda_graphs else None
@@ -80,21 +74,11 @@ class Compiler:
         self._guards = self.plans.front_end.guards
         self._known: dict[Any, tuple[Compiled, list[tuple[Traced, Plan]]]] = {}
         self._programs: dict[Any, Program] = {}
-        self._terms = WeakKeyDictionary[nn.Module, tuple[Divisor | None, ...]]()
         self._warned = False
         self._variant: int | None = None
 
-    def known(
-        self,
-        micro: MicroBatches,
-        purpose: Purpose,
-        *,
-        updates: bool = False,
-        input_gradients: bool = False,
-        outputs: bool = True,
-    ) -> Compiled | None:
+    def known(self, micro: MicroBatches, kind: Kind) -> Compiled | None:
         """What an earlier call like this was compiled to; None if none. See ``compile``."""
-        kind = Kind(purpose, updates, _wants(micro.batch, input_gradients), outputs)
         found = self._known.get(self._key(micro, kind))
         if found is None:
             return None
@@ -104,39 +88,24 @@ class Compiler:
                 self.plans.settle(traced, plan, compiled.schedule)
         return compiled
 
-    def compile(
-        self,
-        micro: MicroBatches,
-        purpose: Purpose,
-        *,
-        updates: bool = False,
-        input_gradients: bool = False,
-        outputs: bool = True,
-    ) -> Compiled:
-        """Compile a call. What was made for earlier calls is used again.
+    def compile(self, micro: MicroBatches, kind: Kind) -> Compiled:
+        """Compile a call of these inputs, and targets for a step. What was made for earlier calls
+        is used again.
 
         Meanwhile nothing may change the model, and no other call may run: see ``fxpipe.turn``.
-
-        Args:
-            micro: the call's inputs, and its targets for a step.
-            purpose: what the call is for.
-            updates: whether the step updates the weights.
-            input_gradients: whether inputs that require gradients get them.
-            outputs: whether the model's outputs are returned, each for the whole batch.
         """
-        kind = Kind(purpose, updates, _wants(micro.batch, input_gradients), outputs)
-        what = f"{type(self.options.model).__name__} for a {purpose} of {micro.batch.size} samples"
-        with self._compiling(what):
+        name, size = type(self.options.model).__name__, micro.batch.size
+        with self._compiling(f"{name} for a {kind.purpose} of {size} samples"):
             compiled = self._compile(micro, kind)
-            while purpose == "step" and not self._placement.judged:
+            while kind.purpose == "step" and not self._placement.judged:
                 graph = self.plans.graph_of(compiled.traced)
                 try:
-                    if self._placement.keeps_limits(self._peaks(compiled, updates)):
+                    if self._placement.keeps_limits(self._peaks(compiled, kind.updates)):
                         break
                     self._forget()
                     compiled = self._compile(micro, kind)
                 except PartitionError as error:
-                    cure = self._remedies(compiled, graph, micro.batch.size, updates)
+                    cure = self._remedies(compiled, graph, size, kind.updates)
                     raise PartitionError(f"{error}; {cure}") from None
         return compiled
 
@@ -189,10 +158,11 @@ class Compiler:
         self.plans.look()
         purpose, batch, microbatches, sizes = kind.purpose, micro.batch, len(micro), micro.sizes
         first = {size: micro.leaves[sizes.index(size)] for size in sizes}
+        wants = _wants(batch, purpose)
         schedule = self.timetable.schedule(microbatches, purpose)
         for fixed in self._fixed:  # a graph for one size has other names than one for several
             calls = {
-                size: Call(batch, leaves, size, purpose, kind.wants, schedule, fixed)
+                size: Call(batch, leaves, size, purpose, wants, schedule, fixed)
                 for size, leaves in first.items()
             }
             plans = {size: self.plans.plan(call) for size, call in calls.items()}
@@ -229,14 +199,23 @@ class Compiler:
         if traced.loss is not None and self.options.objective.averages:
             split = [index for index, dim in enumerate(batch.dims) if dim is not None]
             of_size = {
-                size: self._terms_of(replace(made, loss=traced.loss), split)
+                size: loss_terms(replace(made, loss=traced.loss), split)
                 for size, (made, _) in plans.items()
             }
             terms = [of_size[size] for size in sizes]
-        kernels = [by_size[size] for size in sizes]
-        threads = self.choice.threads(plan)
-        made = (traced, plan, kernels, schedule, program, whole, purpose, sizes[0], threads)
-        compiled = Compiled(*made, terms, [plans[size][1].specs for size in sizes])
+        compiled = Compiled(
+            traced,
+            plan,
+            [by_size[size] for size in sizes],
+            schedule,
+            program,
+            whole,
+            purpose,
+            sizes[0],
+            self.choice.threads(plan),
+            terms,
+            [plans[size][1].specs for size in sizes],
+        )
         self._known[self._key(micro, kind)] = compiled, [*plans.values()]
         return compiled
 
@@ -247,7 +226,8 @@ class Compiler:
             kept = self._guards.kept
             self._known = {key: made for key, made in self._known.items() if key[0][0] in kept}
             self._variant = state[0]
-        return state, micro.batch.key, micro.batch.size, len(micro), kind, self.choice.changes
+        batch, wants = micro.batch, _wants(micro.batch, kind.purpose)
+        return state, batch.key, batch.size, wants, len(micro), kind, self.choice.changes
 
     def weighed(self, compiled: Compiled, micro: MicroBatches) -> MicroBatches:
         """The same micro-batches, each with the weight of its loss in the batch's loss.
@@ -278,22 +258,13 @@ class Compiler:
             warnings.warn(objective.advice(wrong, micro.batch), stacklevel=users_level())
         return micro
 
-    def _terms_of(self, traced: Traced, split: Sequence[int]) -> tuple[Divisor | None, ...]:
-        if traced.module not in self._terms:
-            self._terms[traced.module] = loss_terms(traced, split)
-        return self._terms[traced.module]
-
     @property
     def verdict(self) -> Verdict | None:
         """How well the stages are balanced; None before the model is partitioned."""
         return self._placement.verdict
 
     def sizes(self, compiled: Compiled, updates: bool) -> Sizes:
-        """What the stages compute and hold, as functions of the samples in a micro-batch.
-
-        Args:
-            compiled: a compiled step.
-            updates: whether the step updates the weights.
+        """What the stages of a step compute and hold, as functions of the samples in a micro-batch.
 
         Raises:
             InputError: the stages run leaf modules, whose sizes no graph tells.
@@ -375,8 +346,9 @@ class Compiler:
         traced, plan = self.plans.unchecked(replace(call, schedule=schedule))
         program = self.lowered(plan, schedule, "step", updates)
         threads = self.choice.threads(plan)
-        made = (traced, plan, (), schedule, program, lambda: program, "step", call.size, threads)
-        return Compiled(*made)  # type: ignore[arg-type]
+        return Compiled(
+            traced, plan, (), schedule, program, lambda: program, "step", call.size, threads
+        )
 
     def lowered(self, plan: Plan, schedule: Schedule, purpose: Purpose, updates: bool) -> Program:
         """The program of all devices."""
@@ -393,8 +365,7 @@ class Compiler:
         return program
 
 
-def _wants(batch: Batch, input_gradients: bool) -> tuple[bool, ...]:
+def _wants(batch: Batch, purpose: Purpose) -> tuple[bool, ...]:
     """For each leaf of the batch: whether the call returns a gradient for it."""
-    return tuple(
-        input_gradients and isinstance(leaf, Tensor) and leaf.requires_grad for leaf in batch.leaves
-    )
+    called = purpose == "call"
+    return tuple(called and isinstance(x, Tensor) and x.requires_grad for x in batch.leaves)

@@ -47,13 +47,8 @@ class Deciding(Compiler):
     _stages: Stages | None = None
 
     def __init__(self, options: Options, choice: Choice, where: Where) -> None:
-        """Nothing is decided yet.
-
-        Args:
-            options: as for a Compiler, with a recipe whose stages are ``where`` it is decided.
-            choice: as for a Compiler.
-            where: it, which is changed.
-        """
+        """Nothing is decided yet; the recipe of the options has its stages ``where`` it is decided,
+        which is changed."""
         super().__init__(options, choice)
         self._where = where
 
@@ -178,7 +173,7 @@ class Deciding(Compiler):
             PartitionError: none keeps the limits.
         """
         options, limits = self.options, self._placement.limits
-        kind = Kind("step", updates, (False,) * len(micro.batch.leaves), False)
+        kind = Kind("step", updates, outputs=False)
         micro = micro.batch.in_parts(count, micro.replica)
         while True:
             self._follow(timetable)

@@ -102,17 +102,18 @@ class Call:
         leaves = list(map(change, self.leaves, self.batch.dims))
         return replace(self, leaves=leaves, size=size)
 
-    def values(self, traced: Traced, *, wants: bool = False) -> dict[str, Any]:
-        """Input value of a graph → the micro-batch's leaf. With ``wants`` those whose gradients
-        are returned require them."""
+    def facts(self, traced: Traced, model: nn.Module) -> dict[str, Any]:
+        """What passes are told of a graph for this call: ``traced``, the graph itself; ``values``,
+        the micro-batch's leaf for each input, which requires a gradient if that is returned;
+        ``state``, the model's parameters, buffers and constants; and ``wanted``."""
         values: dict[str, Any] = {}
-        for index, (name, leaf) in enumerate(zip(traced.inputs, self.leaves, strict=True)):
+        for name, leaf, wants in zip(traced.inputs, self.leaves, self.wants, strict=True):
             if name is not None:
-                wanted = wants and index < len(self.wants) and self.wants[index]
-                values[name] = leaf.detach().requires_grad_() if wanted else leaf
+                values[name] = leaf.detach().requires_grad_() if wants else leaf
         if traced.seeded:
             values[SEED] = torch.zeros((), dtype=torch.int64)
-        return values
+        state, wanted = traced.state_of(model), self.wanted(traced)
+        return {"traced": traced, "values": values, "state": state, "wanted": wanted}
 
     def wanted(self, traced: Traced) -> Wanted:
         """The values of a graph whose gradients start the backwards."""

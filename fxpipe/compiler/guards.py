@@ -47,12 +47,7 @@ class Guards:
     """
 
     def __init__(self, options: Options, leaves: Mapping[str, nn.Module]) -> None:
-        """Nothing has run yet.
-
-        Args:
-            options: the model and its loss.
-            leaves: name → leaf module, which no trace looks into. The mapping may grow later.
-        """
+        """Nothing has run yet. No trace looks into ``leaves``, a mapping that may grow later."""
         self._options = options
         self._leaves = leaves
         self._reads = Reads()
@@ -179,10 +174,22 @@ def _read(code: CodeType, module: dict[str, Any], reads: Reads) -> bool:
     package = top(module.get("__name__"))
     if package in OUTSIDE or not source.is_users(code.co_filename):
         return False
+    makes = not {"vars", "__dict__", "__getattribute__"}.isdisjoint(code.co_names)
+    arguments: list[dis.Instruction] | None = None  # those of a getattr(self, f"layer{i}")
     for step in dis.get_instructions(code):
-        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+        loads = step.opname in ("LOAD_GLOBAL", "LOAD_NAME")
+        if loads:
             reads.variables[id(module), step.argval] = module
-    return _makes_names(code)
+        if loads and step.argval == "getattr":
+            arguments = []
+        elif arguments is not None and step.opname.startswith("CALL"):
+            built = any(a.opname.startswith(("FORMAT", "BUILD")) for a in arguments)
+            named = any(isinstance(a.argval, str) and "CONST" in a.opname for a in arguments)
+            makes = makes or built or not named
+            arguments = None
+        elif arguments is not None:
+            arguments.append(step)
+    return makes
 
 
 def _changed(old: dict[str, Any], new: dict[str, Any]) -> str:
@@ -197,23 +204,3 @@ def _strings(constants: Iterable[Any]) -> Iterator[str]:
             yield constant
         elif isinstance(constant, tuple):
             yield from _strings(constant)
-
-
-def _makes_names(code: CodeType) -> bool:
-    """Whether code reads attributes by computed names, such as ``getattr(self, f"layer{i}")``."""
-    if not {"vars", "__dict__", "__getattribute__"}.isdisjoint(code.co_names):
-        return True
-    arguments: list[dis.Instruction] | None = None
-    for step in dis.get_instructions(code):
-        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME") and step.argval == "getattr":
-            arguments = []
-        elif arguments is not None and step.opname.startswith("CALL"):
-            made = any(a.opname.startswith(("FORMAT", "BUILD")) for a in arguments)
-            if made or not any(
-                isinstance(a.argval, str) and "CONST" in a.opname for a in arguments
-            ):
-                return True
-            arguments = None
-        elif arguments is not None:
-            arguments.append(step)
-    return False

@@ -46,16 +46,9 @@ class Leaves:
         self.modules.update((name, named[name]) for name in self.modules if name in named)
 
     def grow(self, error: TraceError) -> TraceError | None:
-        """Make the smallest submodule around a line that cannot be traced a leaf module.
-
-        Submodules of the same class would fail at the same line, so they become leaves with it.
-
-        Args:
-            error: why the model cannot be traced with the present leaf modules.
-
-        Returns:
-            The error to raise if there is no such submodule, else None; see ``shrink``.
-        """
+        """Make the smallest submodule around a line that cannot be traced a leaf module, with all
+        of its class, which would fail at the same line. Returns the error to raise if there is no
+        such submodule, else None; see ``shrink``."""
         where, around = error.where, list(error.submodules)
         if isinstance(error, UnfitLeaf) and error.name in self.unasked:
             where, around = self.unasked[error.name], called(self._options.model, error)
@@ -73,23 +66,14 @@ class Leaves:
         return None
 
     def shrink(self, called: Collection[str] = ()) -> None:
-        """Forget leaf modules that the user did not ask for and that no graph calls.
-
-        Args:
-            called: those that the new graph calls. Those of earlier graphs stay as well.
-        """
+        """Forget leaf modules that the user did not ask for and that neither the new graph calls,
+        which calls these, nor an earlier one."""
         for left in self.unasked.keys() - self._told - set(called):
             del self.unasked[left], self.modules[left]
 
     def take_loss(self, error: TraceError) -> None:
-        """Call the loss as it is from now on.
-
-        Args:
-            error: why it cannot be traced.
-
-        Raises:
-            TraceError: the error itself, if it names no line of the user's code.
-        """
+        """Call the loss, which cannot be traced, as it is from now on. Raises the error itself if
+        that names no line of the user's code."""
         if not error.where:
             raise error
         self.loss = True

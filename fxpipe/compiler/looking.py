@@ -74,13 +74,7 @@ class Look:
     """
 
     def __init__(self, reads: Reads, options: Options, leaves: Iterable[str]) -> None:
-        """Take the snapshot.
-
-        Args:
-            reads: the names in code that ran.
-            options: the model and its loss.
-            leaves: names of leaf modules, which no trace looks into.
-        """
+        """Take the snapshot of the model and its loss, but for leaf modules."""
         self.values: dict[str, Any] = {}
         self.modules = [*options.model.modules()]
         self.parameters: list[Tensor] = [*options.model.parameters()]

@@ -37,40 +37,24 @@ class Options:
     """The options of a pipe. All that compiles, runs and describes it reads this value.
 
     Attributes:
-        model: the model, whose parameters are used as they are.
         devices: device → where it is, as the user named it.
         torch_devices: device → its torch.device.
         recipe: the schedule of training steps with its delay, which also places the stages.
-        microbatches: into how many micro-batches a batch is split; None if it was not given.
         objective: the loss, and how the losses of micro-batches make the loss of the batch.
-        optimizer: makes the optimizers of stages; without it a step adds to ``.grad``.
-        clip_norm: the greatest norm that gradients may have; None for any.
-        scaler: scales losses, as in mixed precision; None for no scaling.
-        recompute: which stages run their forwards again instead of saving what backwards need.
-        offload: which stages store what backwards need outside of their device's memory.
-        batch_dims: input → its dimension that is split.
-        deferred_batchnorm: whether BatchNorm's statistics are updated once a step.
-        partition: how the model is to be cut into stages.
-        tracer: "export" or "symbolic".
         leaf_modules: name → submodule that is called as it is.
-        fuse_accumulation: whether matrix products add gradients to their sums in one kernel.
-        recompute_check: whether recomputations are compared with their forwards.
         dispatch: whether one thread or one per device runs the instruction lists; None for the
             faster one.
-        cuda_graphs: whether stages are captured into CUDA graphs.
-        stage_compiler: what compiles the graphs of the stages; None to run them as they are.
         threads: intra-op threads of a device.
         places: device → its torch.device, for devices with streams; empty for CPU devices.
-        verbose: whether passes are printed as they run.
         group: the ranks that run the devices' lists, one each; a group of one runs all.
         hollow: the bytes of the parameters and buffers that had no data, being on the meta device,
             when the model was given.
         replicas: how many pipelines train the model side by side.
-        shard_optimizer: whether each of them keeps optimizer state for a part of the weights.
-        ordered_sums: whether their gradients are summed in their order.
         bucket_bytes: of how many bytes of gradients the sum begins before a backward is through.
         decides: "search" or "auto" where the first step decides what its schedule is; ``recipe``
             then only says where the stages are.
+
+    All others are as in ``fxpipe.compile``.
     """
 
     model: nn.Module

@@ -35,13 +35,8 @@ class Owned:
 def owned(model: nn.Module, compiled: Compiled | None, owns: Callable[[int], bool]) -> Owned:
     """What this process has of a model.
 
-    What belongs to no stage is kept with the first stage. Before there are stages, everything is,
-    and all processes use everything.
-
-    Args:
-        model: the model.
-        compiled: what was compiled; None before that.
-        owns: whether this process runs a stage.
+    What belongs to no stage is kept with the first stage. Before anything is compiled, everything
+    is, and all processes use everything.
     """
     names: dict[int, str] = {}
     first: dict[str, str] = {}

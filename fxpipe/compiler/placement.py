@@ -5,10 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
 from typing import Any
-
-from torch import Tensor
 
 from fxpipe.compiler import passes
 from fxpipe.compiler.options import Options
@@ -18,7 +15,6 @@ from fxpipe.ir.plan import Costs, Plan
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.traced import Traced
 from fxpipe.memory.held import undo_bytes
-from fxpipe.passes.differentiate.differentiate import Wanted
 from fxpipe.passes.inductor.libraries import Libraries
 from fxpipe.passes.inductor.lower_graph import graph_text
 from fxpipe.passes.partition.assignment import Assignment, Verdict, compute_nodes, owners
@@ -44,45 +40,27 @@ class Placement:
     """
 
     def __init__(self, options: Options, timetable: Timetable) -> None:
-        """Nothing is placed yet.
-
-        Args:
-            options: how the model is to be cut, and for which devices.
-            timetable: makes the schedule of training steps, which places the stages on devices.
-        """
+        """Nothing is placed yet."""
         self.owners: Mapping[str, int] = {}
         self.costs: Mapping[int, Costs] = {}
         self._options = options
         self.timetable = timetable
-        self._schedule: Schedule
         self._reference: tuple[Traced, Assignment] | None = None
         self._budget: MemoryBudget | None = None
-        self._machine: Machine | None = None
-        self._measured: tuple[Traced, Mapping[str, Any]] | None = None
+        self._measured: Mapping[str, Any] = {}
 
-    def place(
-        self,
-        traced: Traced,
-        values: Mapping[str, Any],
-        state: Mapping[str, Tensor],
-        wanted: Wanted,
-        microbatches: int,
-        *,
-        step: bool = False,
-    ) -> Assignment:
+    def place(self, facts: Mapping[str, Any], microbatches: int, *, step: bool) -> Assignment:
         """The stage of every node of a graph.
 
         Args:
-            traced: the graph.
-            values: an example of each input, by name.
-            state: name in the model → parameter, buffer or constant.
-            wanted: the gradients that will be computed.
+            facts: those of ``Call.facts``.
             microbatches: into how many micro-batches a batch is split.
             step: whether the graph is that of a step; ``keeps_limits`` then checks its memory.
 
         Raises:
             PartitionError: the model cannot be cut as asked.
         """
+        traced = facts["traced"]
         if self._reference is not None:
             return self.follow(traced, *self._reference)
         options, partition = self._options, self._options.partition
@@ -90,16 +68,15 @@ class Placement:
         if self._budget is None:
             machine = partition.machine(schedule, options.names)
             self._budget = MemoryBudget(schedule.placement, machine)
-        self._machine = machine = self._budget.machine()
+        machine = self._budget.machine
         nearest = step and self._budget.nearest
         if not step:
             self._budget.way_out = "give compile(..., example=...) of a step, raise memory_limits"
-        if self._measured is None or self._measured[0] is not traced:
-            self._measured = traced, self.measure(traced, values, state, wanted)
-        self._schedule = schedule
+        if self._measured.get("traced") is not traced:
+            self._measured = self.measure(facts)
         facts = {
-            **self._measured[1],
-            "state": state,
+            **self._measured,
+            "state": facts["state"],
             "stages": schedule.stages,
             "machine": machine,
             "limited": machine.limited,
@@ -111,7 +88,7 @@ class Placement:
             "model": options.model,
         }
         if machine.limited:  # else memory does not matter, and no optimizer need be made
-            facts |= {"copies": self._copies, "undo": self._undo}
+            facts["copies"], facts["undo"] = self._copies(schedule)
         assignment: Assignment = run_all(passes.PARTITION, facts)["assignment"]
         if partition.at is not None:
             self._budget.way_out = "begin stages at other submodules, raise memory_limits"
@@ -123,24 +100,16 @@ class Placement:
     def take(self, traced: Traced, assignment: Assignment, costs: Mapping[str, NodeCost]) -> None:
         """Let the stages be those of this graph, whose nodes cost this; no cut may be tried."""
         schedule = self.timetable.for_placing(1)
-        self._machine = self._options.partition.machine(schedule, self._options.names)
-        self._budget = MemoryBudget(schedule.placement, self._machine)
+        machine = self._options.partition.machine(schedule, self._options.names)
+        self._budget = MemoryBudget(schedule.placement, machine)
         self._budget.way_out = "take another choice, raise the memory of the cluster"
         self._reference = traced, assignment
         self.owners = owners(traced, assignment)
         self.costs = _by_stage(traced, assignment, costs)
 
-    def costs_of(
-        self,
-        traced: Traced,
-        assignment: Assignment,
-        values: Mapping[str, Any],
-        state: Mapping[str, Tensor],
-        wanted: Wanted,
-    ) -> Mapping[int, Costs]:
+    def costs_of(self, facts: Mapping[str, Any], assignment: Assignment) -> Mapping[int, Costs]:
         """Stage → what it costs in a further graph, which is measured."""
-        costs = self.measure(traced, values, state, wanted)["costs"]
-        return _by_stage(traced, assignment, costs)
+        return _by_stage(facts["traced"], assignment, self.measure(facts)["costs"])
 
     def follow(self, traced: Traced, reference: Traced, assignment: Assignment) -> Assignment:
         """The stages of a graph like those of a reference graph, which is assigned already."""
@@ -148,23 +117,14 @@ class Placement:
         placed: Assignment = run_all(passes.FOLLOW, facts)["assignment"]
         return placed
 
-    def measure(
-        self,
-        traced: Traced,
-        values: Mapping[str, Any],
-        state: Mapping[str, Tensor],
-        wanted: Wanted,
-    ) -> Mapping[str, Any]:
-        """The facts that measuring a graph gives, with the costs of its nodes."""
+    def measure(self, facts: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A graph, its ``plan`` as one stage, and the ``costs`` of its nodes."""
         facts = {
-            "traced": traced,
-            "values": values,
-            "state": state,
-            "wanted": wanted,
+            **facts,
             "plan": None,
             "owners": {},
             "stage_costs": {},
-            "under_autograd": traced.leaves,
+            "under_autograd": facts["traced"].leaves,
             "whole": self._options.whole,
         }
         with untouched(self._options.model), intra_op_threads(self._options.threads):
@@ -213,8 +173,8 @@ class Placement:
         Raises:
             PartitionError: they do not, and no other cut may be tried.
         """
-        assert self._budget is not None and self._machine is not None and self.verdict is not None
-        kept = self._budget.keeps(self.verdict.loads, self._machine, peaks)
+        assert self._budget is not None and self.verdict is not None
+        kept = self._budget.keeps(self.verdict.loads, peaks)
         if not kept:
             self._reference = None
         return kept
@@ -223,29 +183,16 @@ class Placement:
         """Cut the next graph as if it were the first."""
         self._reference = self._budget = None
 
-    @cached_property
-    def _copies(self) -> float:
+    def _copies(self, schedule: Schedule) -> tuple[float, float]:
         """How many tensors of its size a trained parameter needs in memory: its versions, its
-        gradient and its optimizer state; and, where updates run among other tasks, the copies
-        that can undo an update."""
-        schedule = self._schedule
-        copies = max(schedule.delays) + 2 + self._state + schedule.predict
-        return copies + self._undoing if schedule.overlaps else copies
-
-    @property
-    def _undo(self) -> float:
-        """How many copies of a parameter's size are kept to undo an update that comes after all
-        backwards, when no saved values are in memory any more."""
-        return 0.0 if self._schedule.overlaps else self._undoing
-
-    @property
-    def _undoing(self) -> float:
-        return undo_bytes(self._schedule, self._state, 1, 1) if self._options.optimizer else 0.0
-
-    @cached_property
-    def _state(self) -> float:
-        shared = self._options.replicas if self._options.shards else 1
-        return state_size(self._options.optimizer) / shared
+        gradient, its optimizer state, and, where updates run among other tasks, the copies that can
+        undo an update. Else these come after all backwards, when no saved values are in memory any
+        more: how many of them there are."""
+        options = self._options
+        state = state_size(options.optimizer) / (options.replicas if options.shards else 1)
+        copies = max(schedule.delays) + 2 + state + schedule.predict
+        undo = undo_bytes(schedule, state, 1, 1) if options.optimizer else 0.0
+        return (copies + undo, 0.0) if schedule.overlaps else (copies, undo)
 
 
 def _measured(facts: Mapping[str, Any]) -> dict[str, Sequence[float]]:
@@ -285,6 +232,7 @@ class MemoryBudget:
     leaves the difference free.
 
     Attributes:
+        machine: the devices as the stages see them, with the bytes that the next cut leaves free.
         way_out: what the error advises if the first cut exceeds a limit and no second one may be
             tried; empty as long as further cuts may be tried.
         kept: whether a cut is known to keep the limits.
@@ -293,35 +241,23 @@ class MemoryBudget:
     """
 
     def __init__(self, placement: Sequence[int], machine: Machine) -> None:
-        """Begin with nothing to leave free.
-
-        Args:
-            placement: stage → device.
-            machine: the devices as the stages see them, with their limits.
-        """
+        """Begin with nothing to leave free on a machine whose stages are there."""
         self.way_out = ""
         self.kept = not machine.limited
         self.nearest = True
         self._placement = placement
-        self._machine = machine
+        self.machine = machine
         self._reserved: dict[int, int] = {}
         self._left = _TRIES
 
-    def machine(self) -> Machine:
-        """The devices as the stages see them, with the bytes that the next cut leaves free."""
-        shares = [
-            math.ceil(self._reserved.get(device, 0) / self._placement.count(device))
-            for device in self._placement
-        ]
-        return replace(self._machine, reserved=tuple(shares))
-
-    def keeps(self, loads: Sequence[Load], machine: Machine, peaks: Sequence[float]) -> bool:
-        """Whether a cut keeps the limits: the machine that it was made for, what it counts for each
-        stage, and each device's predicted peak. If not, ``machine`` leaves more free from now on.
+    def keeps(self, loads: Sequence[Load], peaks: Sequence[float]) -> bool:
+        """Whether a cut for ``machine`` keeps the limits: what it counts for each stage, and each
+        device's predicted peak. If not, ``machine`` leaves more free from now on.
 
         Raises:
             PartitionError: a limit is exceeded, and no other cut may be tried.
         """
+        machine = self.machine
         counted, limits = [0.0] * len(peaks), [0.0] * len(peaks)
         reserved = machine.reserved or (0,) * len(loads)
         for device, load, share, limit in zip(
@@ -346,6 +282,11 @@ class MemoryBudget:
             more = math.ceil(peak - counted[device])
             if more > 0 or device in over:
                 self._reserved[device] = max(more, self._reserved.get(device, more))
+        shares = [
+            math.ceil(self._reserved.get(device, 0) / self._placement.count(device))
+            for device in self._placement
+        ]
+        self.machine = replace(machine, reserved=tuple(shares))
         beyond = any(load.memory > limit for load, limit in zip(loads, machine.limits, strict=True))
         self.nearest = self.nearest and not beyond
         return False

@@ -53,12 +53,7 @@ class Plans:
     """
 
     def __init__(self, options: Options, placement: Placement) -> None:
-        """Nothing is traced yet.
-
-        Args:
-            options: the checked arguments of ``fxpipe.compile``.
-            placement: assigns the nodes of the model's graphs to stages.
-        """
+        """Nothing is traced yet."""
         self.options = options
         self.front_end = FrontEnd(options)
         self.graphs: dict[Any, Graph] = {}
@@ -82,12 +77,12 @@ class Plans:
         self._state = guards.state()
         if self._state[0] not in self._variants:
             kept = self._variants = guards.kept
-            self.graphs = {k: g for k, g in self.graphs.items() if k[0][0] in kept}
-            self._plans = {k: p for k, p in self._plans.items() if k[0][0] in kept}
-            self._placed_plans = {k: p for k, p in self._placed_plans.items() if k[0][0][0] in kept}
-            self._traced = {k: t for k, t in self._traced.items() if k[0][0] in kept}
+            made: tuple[dict[Any, Any], ...]
+            made = self.graphs, self._plans, self._placed_plans, self._traced, self._dims
+            for each in made:
+                for key in [key for key in each if key[0][0] not in kept]:
+                    del each[key]
             self._first = {k: size for k, size in self._first.items() if k[0] in kept}
-            self._dims = {k: dims for k, dims in self._dims.items() if k[0][0] in kept}
             known = {id(graph.traced) for graph in self.graphs.values()}
             self._checked = {like for like in self._checked if like[0] in known}
 
@@ -101,23 +96,18 @@ class Plans:
             TraceError: the model cannot be traced, or its trace computes something else.
             PartitionError: the graph cannot be cut as asked.
         """
-        places = self.options.places
-        if not places:
-            with self._gathered(call):
-                traced, plan = self._plan(call)
-                self._check(call, traced, plan)
-            return traced, plan
-        placement = call.schedule.placement
-        key = (self._plan_key(call), placement)
+        places, placement = self.options.places, call.schedule.placement
+        key = *self._plan_key(call), placement
         if key not in self._placed_plans:
             with self._gathered(call) as here:
                 traced, plan = self._plan(here)
                 self._check(here, traced, plan)
-            stage_devices = tuple(places[device] for device in placement)
-            facts = {"plan": plan, "device": self.options.here, "stage_devices": stage_devices}
-            # now for these devices
-            placed = self._compiled(run_all(passes.DEVICES, facts)["plan"])
-            self._placed_plans[key] = traced, placed
+            if places:
+                stage_devices = tuple(places[device] for device in placement)
+                facts = {"plan": plan, "device": self.options.here, "stage_devices": stage_devices}
+                # now for these devices
+                plan = self._compiled(run_all(passes.DEVICES, facts)["plan"])
+            self._placed_plans[key] = traced, plan
         traced, plan = self._placed_plans[key]
         self.settle(traced, plan, call.schedule)
         return traced, plan
@@ -164,9 +154,7 @@ class Plans:
             FxpipeError: as ``any_size``.
         """
         with self._followed(graph, size) as (here, traced, assignment):
-            state, wanted = traced.state_of(self.options.model), here.wanted(traced)
-            values = here.values(traced)
-            return self._placement.costs_of(traced, assignment, values, state, wanted)
+            return self._placement.costs_of(here.facts(traced, self.options.model), assignment)
 
     def measured(self, call: Call, sizes: Sequence[int]) -> dict[int, Mapping[str, Any]]:
         """Samples of a micro-batch → the whole model as measured for it: ``traced``, the ``plan``
@@ -176,12 +164,10 @@ class Plans:
         found: dict[int, Mapping[str, Any]] = {}
         with self._gathered(replace(call.zeros(), fixed=False)) as here:
             traced = self._trace(here)
-            state, wanted = traced.state_of(self.options.model), call.wanted(traced)
             for size in dict.fromkeys((*sizes, call.size)):
                 if traced.accepts(size) and (size in sizes or not found):
-                    values = here.resized(size).values(traced)
-                    made = self._placement.measure(traced, values, state, wanted)
-                    found[size] = {**made, "state": state}
+                    facts = here.resized(size).facts(traced, self.options.model)
+                    found[size] = {**self._placement.measure(facts), "state": facts["state"]}
         return found
 
     def take_traces(self, other: Plans) -> None:
@@ -249,16 +235,12 @@ class Plans:
         return graph.traced, self._plans[key]
 
     def _differentiated(self, graph: Graph, call: Call) -> Plan:
-        traced = graph.traced
         options = self.options
         facts = {
-            "traced": traced,
+            **call.facts(graph.traced, options.model),
             "assignment": graph.assignment,
             "owners": self._placement.owners,
             "stage_costs": self._placement.costs,
-            "values": call.values(traced, wants=True),
-            "state": traced.state_of(options.model),
-            "wanted": call.wanted(traced),
             "stage_compiler": options.stage_compiler,
             "parted": call.parted,
             "fuse_accumulation": options.fuse_accumulation,
@@ -299,10 +281,8 @@ class Plans:
 
         made: list[Any] = []
         facts = {
-            "traced": traced,
+            **call.facts(traced, model),
             "plan": plan,
-            "values": call.values(traced, wants=True),
-            "state": traced.state_of(model),
             "call": run,
             "differentiated": gradients,
             "own": [s.index for s in plan.stages if self.options.owns(s.index)],
@@ -336,15 +316,13 @@ class Plans:
         )
         if kept is not None:
             return kept
-        *kind, own = key
         traced = self._trace(call)
-        values, state = call.values(traced), traced.state_of(self.options.model)
-        wanted = call.wanted(traced)
+        facts = call.facts(traced, self.options.model)
         assignment = self._placement.place(
-            traced, values, state, wanted, call.schedule.microbatches, step=call.purpose == "step"
+            facts, call.schedule.microbatches, step=call.purpose == "step"
         )
         graph = self.graphs[key, call.size] = self._relayed(call, traced, assignment)
-        self._first.setdefault(tuple(kind), own)
+        self._first.setdefault(key[:-1], key[-1])
         return graph
 
     def _relayed(self, call: Call, traced: Traced, assignment: Assignment) -> Graph:

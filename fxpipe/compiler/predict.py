@@ -139,11 +139,8 @@ def held_sizes(
     Where they are sharded all are, with the parts of the last replica, which are the largest.
 
     Args:
-        compiled: what runs.
-        options: the arguments of ``compile``.
         state: name in the model → parameter or buffer.
         own: stage → the optimizer that this process has; None where it has none yet.
-        stepping: whether optimizers step.
     """
     plan, given = compiled.plan, options.optimizer if stepping else None
     optimizers = [*(own or [None] * len(plan.stages))]
@@ -292,9 +289,8 @@ def remedies(
     """The options that would each be enough alone, at most one of a kind, as a sentence's end.
 
     Args:
-        timetable: makes the pipe's schedules.
-        schedule: the schedule whose step exceeds the limits.
-        samples: how many samples the batch has.
+        schedule: the one whose step exceeds the limits.
+        samples: those of the batch.
         fits: whether the same stages would keep the limits under a schedule; raises FxpipeError
             where they cannot run it.
     """

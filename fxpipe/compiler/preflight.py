@@ -71,9 +71,6 @@ def run_model(
 ) -> Any:
     """Run the model under its guards, and check that it changes nothing that a graph cannot hold.
 
-    Returns:
-        The model's output.
-
     Raises:
         InputError: the model itself raises; names its line.
         TraceError: it changes an attribute or a random generator, see ``refuse_changes``.
@@ -230,13 +227,8 @@ def refuse_hidden(model: nn.Module, given: Any, made: Any, again: Callable[[], A
 
     A graph would take another tensor, such as a parameter in a plain list, for a constant, which
     would silently get no gradient. One that each run makes anew, such as
-    ``torch.zeros(3, requires_grad=True)`` in forward, is no such tensor.
-
-    Args:
-        model: the model.
-        given: its inputs, as any pytree.
-        made: what it returned with gradients enabled.
-        again: runs it once more.
+    ``torch.zeros(3, requires_grad=True)`` in forward, is no such tensor: the model, which made this
+    of what it was given, with gradients enabled, is run ``again``.
 
     Raises:
         TraceError: there is such a tensor.

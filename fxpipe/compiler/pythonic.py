@@ -30,18 +30,11 @@ Key = tuple[str | None, str]
 def refuse_changes(
     model: nn.Module, leaves: Mapping[str, nn.Module], run: Callable[[], Any]
 ) -> Any:
-    """Run a model, and check that it changes nothing that a graph cannot hold.
+    """Run a model, and check that it changes nothing that a graph cannot hold; returns what ``run``
+    returns. Its leaf modules may change what they like, and what they draw is undone.
 
     An attribute that the first run sets and the second run leaves alone, such as a table that is
     made when it is first needed, does not count as changed.
-
-    Args:
-        model: the model.
-        leaves: its leaf modules, which may change what they like; what they draw is undone.
-        run: runs the model.
-
-    Returns:
-        What ``run`` returns.
 
     Raises:
         TraceError: it changes an attribute, or draws from Python's or NumPy's random generator;

@@ -20,12 +20,8 @@ class Timetable:
     """Makes and verifies each schedule once, with what the options add to it."""
 
     def __init__(self, options: Options, whole: int = 0) -> None:
-        """No schedule is made yet.
-
-        Args:
-            options: the recipe of steps, and what is added to its schedules.
-            whole: the most micro-batches that a batch was split into so far.
-        """
+        """No schedule is made yet; ``whole`` is the most micro-batches that a batch was split into
+        so far."""
         self._options = options
         self._whole = max(options.microbatches or 0, whole)
         self._made: dict[tuple[int, Purpose], Schedule] = {}
@@ -74,19 +70,10 @@ class Timetable:
         return self._options.recipe.placement
 
     def for_placing(self, microbatches: int) -> Schedule:
-        """The schedule by whose memory needs the model is cut. It is never run, nor verified.
-
-        Args:
-            microbatches: into how many micro-batches the present batch is split.
-        """
-        recipe, options = self._options.recipe, self._options
-        schedule = recipe(len(options.devices), recipe.microbatches or microbatches)
-        facts: dict[str, Any] = {
-            "recompute": options.recompute,
-            "recomputes": options.recompute != "never",
-            "offload": options.offload,
-            "offloads": options.offload != "never",
-        }
+        """The schedule by whose memory needs the model is cut. It is never run, nor verified."""
+        recipe = self._options.recipe
+        schedule = recipe(len(self._options.devices), recipe.microbatches or microbatches)
+        facts = self._modes("step")
         for each in (passes.RECOMPUTE, passes.OFFLOAD):
             if each.runs(facts):
                 schedule = each(facts | {"schedule": schedule})
@@ -96,18 +83,24 @@ class Timetable:
         """A timetable with some options changed."""
         return Timetable(replace(self._options, **options), self._whole)
 
+    def _modes(self, purpose: Purpose) -> dict[str, Any]:
+        recompute, offload = self._options.recompute, self._options.offload
+        return {
+            "recompute": recompute,
+            "recomputes": recompute != "never" and purpose != "infer",
+            "offload": offload,
+            "offloads": offload != "never" and purpose != "infer",
+        }
+
     def _written(self, microbatches: int, purpose: Purpose) -> Schedule:
-        recompute, recipe = self._options.recompute, self._recipe(purpose)
+        recipe = self._recipe(purpose)
         copied = bool(recipe.copies(len(self._options.devices)))
         facts = {
             "recipe": recipe,
             "devices": len(self._options.devices),
             "microbatches": microbatches,
             "short": microbatches < self._whole,
-            "recompute": recompute,
-            "recomputes": recompute != "never" and purpose != "infer",
-            "offload": self._options.offload,
-            "offloads": self._options.offload != "never" and purpose != "infer",
+            **self._modes(purpose),
             "replicated": (self._options.replicas > 1 and purpose != "infer") or copied,
             "shards": self._options.shards,
             "clips": self._options.clips and purpose == "step",

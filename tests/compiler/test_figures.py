@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator
 from statistics import mean
 from typing import Any
 
@@ -12,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
-from torch.utils import _pytree as pytree
 
 import fxpipe
 from fxpipe.compiler.overheads import Took, learned, spread
@@ -23,8 +21,6 @@ from fxpipe.ir.recipe import find_recipe
 from fxpipe.ir.unroll import blocking, unroll
 from fxpipe.passes.lowering.streams import Streams
 from fxpipe.passes.schedule import add_offload
-from fxpipe.runtime import interpreter
-from fxpipe.runtime.interpreter import Machine
 from fxpipe.simulator import Simulation, Sizes, simulate
 from fxpipe.simulator.costs import Link, Overheads, Rehearsal
 from fxpipe.simulator.measured import measured_run
@@ -281,65 +277,6 @@ def test_a_step_takes_no_times() -> None:
         count = [len(own) for own in first.events.ends]
         pipe.step(x, target=y)
         assert [len(own) for own in first.events.ends] == count
-
-
-def places(values: Any) -> dict[int, int]:
-    """Where tensors begin → their bytes; a micro-batch's input is a part of the batch's."""
-    tensors = [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
-    return {t.data_ptr(): t.nbytes for t in tensors}
-
-
-@pytest.fixture
-def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, list[int]]]:
-    """Device → the bytes in its buffers and gradients before each instruction of the last step."""
-    found: dict[int, list[int]] = {}
-
-    def watching(handler: Callable[[Machine, Any], None]) -> Callable[[Machine, Any], None]:
-        def handle(machine: Machine, instruction: Any) -> None:
-            if machine.position == 0:
-                found[machine.device] = []
-            fixed: dict[int, int] = {}
-            for stage, home in enumerate(machine.program.placement):
-                if home == machine.device:
-                    fixed |= places(machine.weights.parameters(stage, 0))
-                    fixed |= places(machine.weights.buffers(stage))
-            store = machine.store
-            live = places([list(store.values.values()), store.gradients, store.state])
-            # a loss lies in memory that was made for all that it is the mean of
-            made = [value for buffer, value in store.values.items() if buffer.kind == "out"]
-            live |= {t.data_ptr(): t.untyped_storage().nbytes() for t in made}
-            found[machine.device].append(
-                sum(size for key, size in live.items() if key not in fixed)
-            )
-            handler(machine, instruction)
-
-        return handle
-
-    handlers = {kind: watching(handler) for kind, handler in interpreter.HANDLERS.items()}
-    monkeypatch.setattr(interpreter, "HANDLERS", handlers)
-    yield found
-
-
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "interleaved-1f1b"])
-def test_the_predicted_memory_is_what_a_run_holds(
-    schedule: str, held: dict[int, list[int]]
-) -> None:
-    x, y = batch()
-    with compiled(schedule) as pipe:
-        pipe.step(x, target=y)
-        pipe.step(x, target=y)
-        predicted = pipe.simulate()
-        assert predicted.sizes is not None and not predicted.sizes.unknown
-        for device, memory in enumerate(predicted.memory):
-            moved = 0
-            # what is there while a value moves is there when the next instruction begins
-            for at, (instruction, real) in enumerate(
-                zip(pipe.program.lists[device], held[device][1:], strict=False)
-            ):
-                if not ins.letter_of(instruction) and not isinstance(instruction, ins.Free):
-                    assert memory.levels[at] - memory.resting == real, instruction
-                    moved += 1
-            assert moved > 10
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.SGD])

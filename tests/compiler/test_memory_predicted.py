@@ -83,12 +83,11 @@ def test_the_peak_with_two_versions_is_as_predicted(make: Any, recompute: str) -
     assert error(*ran) < 0.03
 
 
-def test_a_device_holds_what_is_predicted_while_each_instruction_runs() -> None:
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_a_device_holds_what_is_predicted_while_each_instruction_runs(schedule: str) -> None:
     torch.manual_seed(0)
-    work = transformer()
-    predicted, found = trained(
-        work, 3, schedule="zb-h1", optimizer=partial(Adam, lr=1e-3), partition=["blocks.1", "head"]
-    )
+    options: dict[str, Any] = {"schedule": schedule, "partition": ["blocks.1", "head"]}
+    predicted, found = trained(transformer(), 3, optimizer=partial(Adam, lr=1e-3), **options)
     for device, (memory, real) in enumerate(zip(predicted.memory, found, strict=True)):
         listed = predicted.program.lists[device]
         assert len(memory.levels) == len(real.levels) > 20

@@ -213,12 +213,12 @@ def test_what_was_predicted_beyond_the_count_is_left_free_by_the_next_cut() -> N
     machine = Machine((1.0,) * 3, (50.0, 100.0, 50.0), (1,) * 3, names=("a", "b", "a"))
     budget = MemoryBudget((0, 1, 0), machine)
     assert not budget.kept
-    assert budget.machine().rooms == (50, 100, 50)
+    assert budget.machine.rooms == (50, 100, 50)
     # device 0 is counted to hold 80 and predicted to hold 111, device 1 30 and 25
-    assert not budget.keeps(loads(50, 30, 30), budget.machine(), [111, 25])
-    assert budget.machine().reserved == (16, 0, 16)  # 31 for its two stages, rounded up
+    assert not budget.keeps(loads(50, 30, 30), [111, 25])
+    assert budget.machine.reserved == (16, 0, 16)  # 31 for its two stages, rounded up
     # the cut after it leaves that free: 60 + 32 are counted, and 90 are held
-    assert budget.keeps(loads(46, 40, 46), budget.machine(), [90, 40])
+    assert budget.keeps(loads(46, 40, 46), [90, 40])
     assert budget.kept
 
 
@@ -226,7 +226,7 @@ def test_a_cut_that_never_keeps_its_limits_is_refused_in_the_end() -> None:
     budget = MemoryBudget((0,), Machine((1.0,), (100.0,), (1,), names=("cpu",)))
     with pytest.raises(fxpipe.PartitionError, match="cpu is predicted to hold 101 B in a step"):
         for _ in range(100):
-            assert not budget.keeps(loads(90), budget.machine(), [101])
+            assert not budget.keeps(loads(90), [101])
 
 
 def test_a_cut_that_only_its_count_forbids_is_predicted_once() -> None:
@@ -234,10 +234,10 @@ def test_a_cut_that_only_its_count_forbids_is_predicted_once() -> None:
     machine = Machine((1.0,), (100.0,), (1,), names=("cpu",))
     budget = MemoryBudget((0,), machine)
     assert budget.nearest
-    assert not budget.keeps(loads(130), machine, [120])
+    assert not budget.keeps(loads(130), [120])
     assert not budget.nearest
-    assert budget.machine().rooms == (110,)  # what was counted was 10 too much
-    assert MemoryBudget((0,), machine).keeps(loads(130), machine, [95])
+    assert budget.machine.rooms == (110,)  # what was counted was 10 too much
+    assert MemoryBudget((0,), machine).keeps(loads(130), [95])
 
 
 @pytest.mark.parametrize(

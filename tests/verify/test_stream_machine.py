@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import fxpipe
-from fxpipe.compiler.compiled import Compiled
+from fxpipe.compiler.compiled import Compiled, Kind
 from fxpipe.errors import VerificationError
 from fxpipe.ir.instruction import Pop, Recompute
 from fxpipe.ir.program import Program
@@ -111,7 +111,7 @@ def made(
             Batch.of(model, (torch.randn(8, 6),), {}, (torch.randn(8, 6),), {}).in_parts(4)
             for _ in range(steps)
         ]
-        compiled = pipe._compiler.compile(batches[0], "step", updates=updates)
+        compiled = pipe._compiler.compile(batches[0], Kind("step", updates))
     program = Streams()(compiled.program).verify()
     return Case(model, compiled, program, batches)
 
