@@ -97,19 +97,11 @@ class Compiled:
         ]
 
 
-def exchangeable(traced: Traced, plan: Plan, other: Traced, other_plan: Plan) -> bool:
-    """Whether one program can run micro-batches of both graphs: edges, outputs and buckets are
-    equal."""
-
-    def outputs(graph: Traced) -> list[str | None]:
-        return [out.name if isinstance(out, Value) else None for out in graph.outputs]
-
-    return (
-        plan.edges == other_plan.edges
-        and plan.buckets == other_plan.buckets
-        and traced.loss == other.loss
-        and outputs(traced) == outputs(other)
-    )
+def exchanged(traced: Traced, plan: Plan) -> tuple[object, ...]:
+    """What is equal where one program can run micro-batches of two graphs: edges, buckets, loss and
+    outputs."""
+    outputs = [out.name if isinstance(out, Value) else None for out in traced.outputs]
+    return plan.edges, plan.buckets, traced.loss, outputs
 
 
 def agree_on_plans(options: Options, schedule: Schedule, plans: Sequence[Plan]) -> None:

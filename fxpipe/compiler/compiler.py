@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fxpipe.compiler import passes
 from fxpipe.compiler.capturing import Capturing
-from fxpipe.compiler.compiled import Compiled, Kind, agree_on_plans, exchangeable, restoring
+from fxpipe.compiler.compiled import Compiled, Kind, agree_on_plans, exchanged, restoring
 from fxpipe.compiler.front_end import Call
 from fxpipe.compiler.objective import divided, known_buffers, with_weights
 from fxpipe.compiler.options import Options
@@ -167,7 +167,7 @@ class Compiler:
             }
             plans = {size: self.plans.plan(call) for size, call in calls.items()}
             traced, plan = plans[sizes[0]]
-            if all(exchangeable(traced, plan, *other) for other in plans.values()):
+            if all(exchanged(*other) == exchanged(traced, plan) for other in plans.values()):
                 break
         else:
             raise InputError(

@@ -146,12 +146,8 @@ class FrontEnd:
         self.guards = Guards(options, self._leaves.modules)
 
     def trace(self, call: Call, *, fixed: bool) -> Traced:
-        """The graph of the model for micro-batches like this one, for a step with its loss.
-
-        Args:
-            call: the call.
-            fixed: whether the graph need hold for this size only.
-        """
+        """The graph of the model for micro-batches like this one, for a step with its loss; it need
+        hold for this size only if that is ``fixed``."""
         options, loss, size = self.options, self.options.loss, call.size
         args, kwargs, targets = call.batch.unflatten(call.leaves)
         dims, target_dims = call.dims[: call.batch.inputs], call.dims[call.batch.inputs :]
@@ -257,15 +253,17 @@ class FrontEnd:
 
         What follows that line becomes one leaf module.
         """
+        model = self.options.model
         # a leaf module that the user asked for and that does not fit is an error, not such a line
-        model, possible = self.options.model, self.options.tracer == "export" and refusal.where
-        calls = Calls(model, args, kwargs) if possible else None
+        if self.options.tracer != "export" or not refusal.where:
+            self._leaves.shrink()
+            raise refusal
+        calls = Calls(model, args, kwargs)
         reached: list[str] = []
         begins = 0
 
         def attempt(count: int) -> tuple[Traced | None, int]:
             nonlocal begins
-            assert calls is not None
             while True:
                 twin = split(model, calls, count, reached)
                 try:
@@ -277,8 +275,8 @@ class FrontEnd:
                     begins = count
                     return traced, count
 
-        traced = None if calls is None else calls.latest(attempt)
-        if calls is None or traced is None:
+        traced = calls.latest(attempt)
+        if traced is None:
             self._leaves.shrink()
             raise refusal
         called = [str(node.target) for node in traced.graph.nodes if node.op == "call_module"]

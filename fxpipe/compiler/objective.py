@@ -87,12 +87,8 @@ class Objective:
         return self.weight is None and self.reduction == "mean"
 
     def advice(self, wrong: Divisor, batch: Batch) -> str:
-        """The warning that losses of micro-batches do not average to the loss of the batch.
-
-        Args:
-            wrong: what divides the loss of a micro-batch.
-            batch: the call, for the names of its inputs.
-        """
+        """The warning that losses of micro-batches, divided by this, do not average to the loss of
+        the batch, from which it has the names of inputs."""
         where = f"the loss ({wrong.line})" if wrong.line else "the loss"
         if wrong.sums:
             return (
@@ -173,14 +169,9 @@ def divided(
     *,
     alone: bool,
 ) -> list[Divided]:
-    """The values of what the terms of micro-batches' losses are divided by.
+    """The values of what the ``terms`` of each micro-batch's loss are divided by.
 
-    Args:
-        terms: micro-batch → what each term of its loss is divided by.
-        micro: the batch.
-        buffer: name → buffer.
-        alone: whether these are all micro-batches, so that nothing need be counted where no target
-            is ignored.
+    Where these are all micro-batches, ``alone``, nothing is counted if no target is ignored.
     """
     return [
         None
@@ -208,17 +199,13 @@ def with_weights(
     terms: Sequence[Divisor | None],
     parts: Sequence[tuple[Sequence[float], Sequence[Divided]]],
 ) -> tuple[MicroBatches, Divisor | None]:
-    """The same micro-batches, each with the weight of its loss in that of all replicas' batches.
+    """The same micro-batches of this replica, each with the weight of its loss in that of all
+    replicas' batches, and a divisor to warn of, or None.
 
     Args:
-        micro: the micro-batches of this replica.
-        objective: says how losses are averaged.
         terms: what each term of a loss is divided by.
         parts: replica → how much each of its micro-batches counts, and what ``divided`` returns for
             them; empty where losses are weighted by these counts alone.
-
-    Returns:
-        Them, and a divisor to warn of, or None.
     """
     weights = objective.weights([count for own, _ in parts for count in own])
     every, wrong = [own for _, own in parts], None

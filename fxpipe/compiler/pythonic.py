@@ -95,14 +95,14 @@ class _Watch:
 
     def look(self, more: Iterable[Key] = ()) -> dict[Key, Any]:
         """All of the state, and that of some keys which may be there no more."""
-        keys: dict[Key, None] = {
-            (path, name): None
+        attributes = (
+            (path, name)
             for path, module in self._modules.items()
             for name in vars(module)
             if name not in _OWN
-        }
-        keys.update(((None, name), None) for name in other_states())
-        return {key: self.at(key) for key in (keys | dict.fromkeys(more))}
+        )
+        generators = ((None, name) for name in other_states())
+        return {key: self.at(key) for key in dict.fromkeys((*attributes, *generators, *more))}
 
     def at(self, key: Key) -> tuple[Any, Any]:
         """A value, and a copy of what it contains now. A generator's state within a leaf module is
