@@ -233,18 +233,16 @@ class FrontEnd:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], dims: Dims, size: int, fixed: bool
     ) -> Traced:
         """The model's graph. A submodule with a line that cannot be traced becomes a leaf."""
-        while True:
+        traced: Traced | None = None
+        while traced is None:
             try:
                 traced = self._traced(self.options.model, args, kwargs, dims, size, fixed)
             except TraceError as error:
                 refusal = self._leaves.grow(error)
                 if refusal is not None:
                     traced = self._before(refusal, args, kwargs, size)
-                    self._leaves.tell()
-                    return traced
-            else:
-                self._leaves.tell()
-                return traced
+        self._leaves.tell()
+        return traced
 
     def _before(
         self, refusal: TraceError, args: tuple[Any, ...], kwargs: dict[str, Any], size: int
