@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Generic, NamedTuple, TypeVar
 
@@ -167,7 +167,9 @@ def _refused(schedule: Schedule, costs: Costs | None) -> Timeline[Task]:
 
 def _waits(schedule: Schedule) -> list[list[Wait]]:
     """What each task waits for: where it is, or for ever where nothing brings what it reads."""
-    needs, stages = needs_of(schedule), range(schedule.stages)
+    # more micro-batches than there are tasks have none here; the header may tell of any number
+    few = min(schedule.microbatches, sum(map(len, schedule.rows)))
+    needs, stages = needs_of(replace(schedule, microbatches=few)), range(schedule.stages)
     places: dict[tuple[str, int | None, int | None, int], Place] = {}
     for device, row in enumerate(schedule.rows):
         for position, task in enumerate(row):
