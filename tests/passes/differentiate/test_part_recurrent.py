@@ -26,12 +26,16 @@ from tests.helpers.fronted import (
 from tests.oracles import loop
 
 
+WIDTH = 32
+"""So that every processor's vector kernels take whole rows, whether they lie together or apart."""
+
+
 class Recurrent(nn.Module):
-    """Any kind of recurrent layers, each of width 4."""
+    """Any kind of recurrent layers of one width."""
 
     def __init__(self, kind: Callable[..., nn.Module], **options: Any) -> None:
         super().__init__()
-        self.layers = kind(3, 4, **options)
+        self.layers = kind(3, WIDTH, **options)
 
     def forward(self, x: Tensor, *states: Tensor) -> Any:
         return self.layers(x, states) if states else self.layers(x)
@@ -70,7 +74,7 @@ def test_layers_on_stages_of_their_own_equal_the_whole(
 
 def test_states_at_the_start_are_those_of_each_layer() -> None:
     model = Recurrent(nn.LSTM, num_layers=2, bidirectional=True)
-    inputs = torch.randn(3, 5, 3), torch.randn(4, 5, 4), torch.randn(4, 5, 4)
+    inputs = torch.randn(3, 5, 3), torch.randn(4, 5, WIDTH), torch.randn(4, 5, WIDTH)
     made = run_graph(model, front_end(model, *inputs), *inputs)[0]
     for one, other in zip(*map(pytree.tree_leaves, (made, model(*inputs))), strict=True):
         assert torch.equal(one, other)
@@ -81,7 +85,7 @@ def test_dropout_between_layers_is_seeded() -> None:
     x = torch.randn(3, 5, 3)
     y = x.transpose(0, 1)
     for layer in range(3):
-        alone = nn.LSTM(3 if layer == 0 else 4, 4)
+        alone = nn.LSTM(3 if layer == 0 else WIDTH, WIDTH)
         for name, parameter in alone.named_parameters():
             held = model.layers.get_parameter(name.replace("l0", f"l{layer}"))
             parameter.data.copy_(held)
