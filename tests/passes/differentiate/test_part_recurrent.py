@@ -25,7 +25,6 @@ from tests.helpers.fronted import (
 )
 from tests.oracles import loop
 
-
 WIDTH = 32
 """So that every processor's vector kernels take whole rows, whether they lie together or apart."""
 

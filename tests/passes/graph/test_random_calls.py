@@ -204,7 +204,9 @@ def train(alone: Called, parts: list[Inputs], weights: list[float]) -> Expected:
         here: defaultdict[str, list[Tensor]] = defaultdict(list)
         hooks = [
             norm.register_forward_pre_hook(
-                lambda module, args, name=name, here=here: here[name].append(args[0].detach())
+                lambda module, args, name=name, here=here: here[name].append(
+                    args[0].detach().clone()  # as it is changed in place afterwards
+                )
             )
             for name, norm in norms.items()
         ]
