@@ -224,7 +224,9 @@ def _search(problem: Problem, given: Given, budget: _Budget) -> tuple[Certificat
     limits = given.limits(problem.devices)
     rounds = 1 if sizes is None else _TIGHTENED
     for left in range(rounds - 1, -1, -1):
-        share = replace(budget, seconds=budget.seconds / rounds)
+        # half of what is left, as the first round mostly fits
+        part = 2 ** min(rounds - left, rounds - 1)
+        share = replace(budget, seconds=budget.seconds / part)
         own = bound if tight is problem else best_bound(tight)
         certificate, orders = _solve(tight, own, share)
         library = library or orders

@@ -17,7 +17,7 @@ from tests.helpers import fake_cuda
 from tests.helpers.captured_pipes import capturing, kernels, sgd, train
 from tests.helpers.fake_cuda import Cuda
 from tests.helpers.fake_graphs import Graphs
-from tests.helpers.tiny import Tiny, batch, within
+from tests.helpers.tiny import Tiny, batch, soon, within
 from tests.oracles import loop
 
 # how many slots
@@ -318,6 +318,8 @@ def test_a_loss_that_nobody_goes_back_from_frees_its_slots(graphs: Graphs) -> No
     with within(300), capturing(Tiny()) as pipe:
         for seed in range(6):
             pipe(batch(8, seed)[0])
+            # a thread may just be letting go of the call
+            assert soon(lambda: all(worker.idle for worker in pipe._engine._workers))
         assert not any(kernel.overflows for kernel in kernels(pipe))
 
 

@@ -119,8 +119,8 @@ def _work(jobs: Jobs, done: list[int], threads: int, ready: threading.Event) -> 
             if job is None:
                 return
             job()
-            done[0] += 1
             del job  # else it would keep the last run's tensors alive until the next job
+            done[0] += 1
 
 
 _running: weakref.WeakKeyDictionary[threading.Thread, Jobs] = weakref.WeakKeyDictionary()
