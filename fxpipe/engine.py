@@ -27,7 +27,7 @@ from fxpipe.runtime.ranks.devices import backend_of
 from fxpipe.runtime.run import FlushedRun, Run
 from fxpipe.runtime.weights.clipping import Clipping
 from fxpipe.runtime.weights.live import LiveWeights, Weights
-from fxpipe.runtime.weights.optimizers import StageOptimizers
+from fxpipe.runtime.weights.optimizers import Optimizers
 from fxpipe.runtime.weights.progress import Progress
 from fxpipe.simulator.sizes import Sizes
 from fxpipe.turn import Turn, in_turn
@@ -55,7 +55,7 @@ class Engine:
         given, stages = options.optimizer, None
         if given is not None:
             shard = (options.group.replica, options.replicas) if options.shards else None
-            stages = StageOptimizers(options.model, given, options.owns, self.flush, shard)
+            stages = Optimizers(options.model, given, options.owns, self.flush, shard)
         self.progress = Progress(
             options.model, stages, clipping, backend.generators, options.owns, others
         )

@@ -26,7 +26,7 @@ from fxpipe.kernels.inductor import peak_of
 from fxpipe.metrics import Meter
 from fxpipe.passes.partition.assignment import Verdict
 from fxpipe.rehearsal import Rehearsals
-from fxpipe.runtime.weights.optimizers import StageOptimizers
+from fxpipe.runtime.weights.optimizers import Optimizers
 from fxpipe.simulator import Simulation
 from fxpipe.simulator.costs import Costs, Links
 from fxpipe.simulator.report import peak_texts
@@ -239,7 +239,7 @@ class Inspected(nn.Module):
         self._optimizers()
         return self._engine.progress.optimizers_of(self._compiled().plan)
 
-    def _optimizers(self) -> StageOptimizers:
+    def _optimizers(self) -> Optimizers:
         if self._engine.progress.stages is None:
             raise InputError("the pipe has no optimizer; give compile(..., optimizer=...)")
         return self._engine.progress.stages

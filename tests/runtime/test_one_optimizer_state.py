@@ -149,3 +149,40 @@ def test_an_optimizer_is_made_before_a_model_has_data() -> None:
         pytest.raises(fxpipe.InputError, match="Adagrad makes its state when it is made"),
     ):
         pipe.step(x, target=y)
+
+
+@pytest.mark.parametrize("looked", [False, True])
+def test_settings_that_are_a_stages_own_come_back_with_a_checkpoint(
+    looked: bool, tmp_path: Any
+) -> None:
+    model, data = make("mlp", 4, 4)
+    with compiled(model, 2, 3, ADAMW, schedule="1f1b", tracer="symbolic") as pipe:
+
+        def rates() -> list[float]:
+            return [part.param_groups[0]["lr"] for part in pipe.optimizers if part is not None]
+
+        pipe.step(data[0][0], target=data[0][1])
+        if looked:
+            assert pipe.optimizer.param_groups[0]["lr"] == 0.01
+        pipe.optimizers[1].param_groups[0]["lr"] = 0.5  # type: ignore[union-attr]
+        pipe.checkpoint(tmp_path / "run")
+        expected = [pipe.step(x, target=y) for x, y in data[1:]]
+        for part in pipe.optimizers:
+            assert part is not None
+            part.param_groups[0]["lr"] = 0.1
+        pipe.restore(tmp_path / "run")
+        assert rates() == [0.01, 0.5]
+        assert [pipe.step(x, target=y) for x, y in data[1:]] == expected
+        assert rates() == [0.01, 0.5]
+
+
+def test_the_stages_take_over_the_memory_of_what_a_given_optimizer_kept() -> None:
+    model, data = make("mlp", 2, 4)
+    mine = ADAMW(model.parameters())
+    for _ in range(2):
+        with compiled(model, 2, 3, mine, schedule="1f1b", tracer="symbolic") as pipe:
+            for x, y in data:
+                pipe.step(x, target=y)
+            for part in filter(None, pipe.optimizers):
+                for parameter, state in part.state.items():
+                    assert mine.state.get(parameter, state) is state

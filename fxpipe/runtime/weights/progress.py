@@ -16,7 +16,7 @@ from fxpipe.ir.traced import Traced
 from fxpipe.runtime.weights.checkpoint import Checkpoint
 from fxpipe.runtime.weights.clipping import Clipping
 from fxpipe.runtime.weights.optimizer_state import OptimizerState, described
-from fxpipe.runtime.weights.optimizers import StageOptimizers
+from fxpipe.runtime.weights.optimizers import Optimizers
 from fxpipe.runtime.weights.sharding import Shards
 from fxpipe.runtime.weights.stage_weights import History
 from fxpipe.runtime.weights.versions import VersionedWeights
@@ -36,7 +36,7 @@ class Progress:
     def __init__(
         self,
         model: nn.Module,
-        stages: StageOptimizers | None,
+        stages: Optimizers | None,
         clipping: Clipping | None,
         generators: Callable[[], Mapping[str, torch.Generator]],
         owns: Callable[[int], bool],
@@ -124,9 +124,9 @@ class Progress:
             state = dict(self._model.named_parameters(remove_duplicate=False))
         self._refuse_unknown(plan, state)
         if submits and self.stages.whole is not None:
-            self.stages.whole.push()
+            self.stages.submit()
             # learning-rate schedulers check this flag, and warn of a wrong order
-            self.stages.whole.optimizer._opt_called = True  # type: ignore[attr-defined]
+            self.stages.whole._opt_called = True  # type: ignore[attr-defined]
         return made
 
     def _refuse_unknown(self, plan: Plan, state: Mapping[str, Tensor]) -> None:
