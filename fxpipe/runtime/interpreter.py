@@ -25,6 +25,7 @@ from fxpipe.kernels.kernel import Forwarded, Kernel
 from fxpipe.kernels.recompute import recomputing
 from fxpipe.runtime import copies, offload, own_task
 from fxpipe.runtime.host import Job
+from fxpipe.runtime.ranks import summing
 from fxpipe.runtime.weights import clipping
 
 if TYPE_CHECKING:
@@ -269,7 +270,8 @@ def _partial_backward(machine: Machine, instruction: ins.PartialBackward) -> Non
     for index in machine.stages[stage].buckets[bucket].parameters:
         complete[index], sums[index] = sums[index], None
     store.gradients[stage, batch] = sums
-    machine.channels.reduce_scatter(machine.device, stage, machine.step + batch, complete, bucket)
+    ranks, number = summing.between(machine), machine.step + batch
+    ranks.reduce_scatter(machine.device, stage, number, complete, bucket)
 
 
 def _input_grad(machine: Machine, instruction: ins.InputGrad) -> None:
@@ -322,25 +324,6 @@ def _give_back(
     machine.store.values.update(zip(returned, gradients, strict=True))
 
 
-def _reduce_scatter(machine: Machine, instruction: ins.ReduceScatter) -> None:
-    stage, batch = instruction.stage, instruction.batch
-    gradients = machine.store.gradients.pop((stage, batch), [])
-    machine.channels.reduce_scatter(machine.device, stage, machine.step + batch, gradients, -1)
-
-
-def _take_sums(machine: Machine, instruction: ins.AllGather | ins.TakePart) -> None:
-    stage, batch, channels = instruction.stage, instruction.batch, machine.channels
-    take = channels.all_gather if isinstance(instruction, ins.AllGather) else channels.take_part
-    count, number = machine.program.buckets.get(stage, 1), machine.step + batch
-    machine.store.gradients[stage, batch] = take(machine.device, stage, number, count)
-
-
-def _gather_weights(machine: Machine, instruction: ins.GatherWeights) -> None:
-    stage, batch = instruction.stage, machine.step + instruction.batch
-    parts = machine.channels.gather_weights(machine.device, stage, batch)
-    machine.weights.gather(stage, batch + 1, parts)
-
-
 def _free(machine: Machine, instruction: ins.Free) -> None:
     if instruction.buffer.kind in ("saved", "state"):
         offload.finish(machine, instruction)
@@ -361,7 +344,8 @@ def _update(machine: Machine, instruction: ins.Update) -> None:
     reads, writes = step + instruction.reads, step + instruction.writes
     parts = machine.weights.update(stage, reads, writes, gradients)
     if stage in machine.program.sharded:
-        machine.channels.give_weights(machine.device, stage, step + instruction.batch, parts)
+        ranks, number = summing.between(machine), step + instruction.batch
+        ranks.give_weights(machine.device, stage, number, parts)
 
 
 HANDLERS: Mapping[type[ins.Instruction], Callable[[Machine, Any], None]] = {
@@ -381,10 +365,10 @@ HANDLERS: Mapping[type[ins.Instruction], Callable[[Machine, Any], None]] = {
     ins.InputGrad: _input_grad,
     ins.WeightGrad: _weight_grad,
     ins.Run: own_task.run,
-    ins.ReduceScatter: _reduce_scatter,
-    ins.AllGather: _take_sums,
-    ins.TakePart: _take_sums,
-    ins.GatherWeights: _gather_weights,
+    ins.ReduceScatter: summing.reduce_scatter,
+    ins.AllGather: summing.take_sums,
+    ins.TakePart: summing.take_sums,
+    ins.GatherWeights: summing.gather_weights,
     ins.Share: copies.share,
     ins.Give: copies.give,
     ins.Add: copies.add,

@@ -205,36 +205,6 @@ class Channels:
             raise Stopped
         return item
 
-    def reduce_scatter(
-        self, device: int, stage: int, batch: int, gradients: list[Tensor | None], bucket: int
-    ) -> None:
-        """Take a bucket of a stage's gradients of a batch, None where a parameter is in another
-        one, and begin to sum it over the replicas; never waits. The last bucket is −1."""
-        raise NotImplementedError("one process runs one replica")
-
-    def all_gather(self, device: int, stage: int, batch: int, buckets: int) -> list[Tensor | None]:
-        """Wait for a stage's sums over the replicas, which come in so many buckets. Raises Stopped
-        when the run is stopped."""
-        raise NotImplementedError("one process runs one replica")
-
-    def take_part(self, device: int, stage: int, batch: int, buckets: int) -> list[Tensor | None]:
-        """Wait for the sums of this replica's part alone. Raises like ``all_gather``."""
-        raise NotImplementedError("one process runs one replica")
-
-    def all_norms(self, device: int, stage: int, batch: int, own: list[Tensor]) -> list[Tensor]:
-        """Wait for the norms of all parts of a stage's sums, replica after replica; ``own`` are
-        those of this one's. Raises like ``all_gather``."""
-        raise NotImplementedError("one process runs one replica")
-
-    def give_weights(self, device: int, stage: int, batch: int, parts: list[Tensor]) -> None:
-        """Give the other replicas the parts of a stage's new weights, which the update of a batch
-        has made here; never waits."""
-        raise NotImplementedError("one process runs one replica")
-
-    def gather_weights(self, device: int, stage: int, batch: int) -> list[list[Tensor]]:
-        """Wait for them: replica → its parts. Raises like ``all_gather``."""
-        raise NotImplementedError("one process runs one replica")
-
     def meet(self) -> None:
         """Wait until every thread has called this. Raises Stopped when the run is stopped."""
         try:

@@ -30,6 +30,9 @@ SMALL = 4096
 class RankChannels(Channels):
     """Channels from this rank's device to those of the other ranks, in one run. See Channels.
 
+    Those to the same device in the other replicas, which one process has none of, sum gradients and
+    hand on new weights.
+
     Attributes:
         failure: why another rank has stopped the run, if one has.
         running: whether the run is not paused.
@@ -143,6 +146,8 @@ class RankChannels(Channels):
     def reduce_scatter(
         self, device: int, stage: int, batch: int, gradients: list[Tensor | None], bucket: int
     ) -> None:
+        """Take a bucket of a stage's gradients of a batch, None where a parameter is in another
+        one, and begin to sum it over the replicas; never waits. The last bucket is −1."""
         key, own = (stage, batch, bucket), self._group.replica
         parts = cut(gradients, self._group.replicas)
         for rank, part in zip(self._group.twins, parts, strict=True):
@@ -153,6 +158,8 @@ class RankChannels(Channels):
             self._add(own, key, parts[own])
 
     def all_gather(self, device: int, stage: int, batch: int, buckets: int) -> list[Tensor | None]:
+        """Wait for a stage's sums over the replicas, which come in so many buckets. Raises Stopped
+        when the run is stopped."""
         replicas = range(self._group.replicas)
         return merged(
             [
@@ -188,11 +195,14 @@ class RankChannels(Channels):
                 self._links.send(twin, _values(self._run, [buffer], [value]))
 
     def take_part(self, device: int, stage: int, batch: int, buckets: int) -> list[Tensor | None]:
+        """Wait for the sums of this replica's part alone. Raises like ``all_gather``."""
         found = [_sums(stage, self._group.replica, batch, k) for k in range(-1, buckets - 1)]
         return merged([Part(*self.get(device, buffer)).pieces for buffer in found])
 
     def all_norms(self, device: int, stage: int, batch: int, own: list[Tensor]) -> list[Tensor]:
-        """See Channels.all_norms; the thread that added up the others' has sent them."""
+        """Wait for the norms of all parts of a stage's sums, replica after replica; ``own`` are
+        those of this one's. The thread that added up the others' has sent them. Raises like
+        ``all_gather``."""
         found: list[Tensor] = []
         for replica in range(self._group.replicas):
             buffer = _of_replica("norms", stage, replica, batch)
@@ -200,6 +210,8 @@ class RankChannels(Channels):
         return found
 
     def give_weights(self, device: int, stage: int, batch: int, parts: list[Tensor]) -> None:
+        """Give the other replicas the parts of a stage's new weights, which the update of a batch
+        has made here; never waits."""
         buffer = _of_replica("weights", stage, self._group.replica, batch)
         with self._group.hearing.changed:
             size = sum(part.nbytes for part in parts)
@@ -208,6 +220,7 @@ class RankChannels(Channels):
         super().put(device, buffer, parts)
 
     def gather_weights(self, device: int, stage: int, batch: int) -> list[list[Tensor]]:
+        """Wait for them: replica → its parts. Raises like ``all_gather``."""
         replicas = range(self._group.replicas)
         return [self.get(device, _of_replica("weights", stage, r, batch)) for r in replicas]
 

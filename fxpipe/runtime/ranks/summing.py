@@ -8,18 +8,50 @@ them from all others, adds them in the order 0, 1, 2 …, and tells the sum to a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
+from fxpipe.ir import instruction as ins
 from fxpipe.ir.value import part_of
+
+if TYPE_CHECKING:
+    from fxpipe.runtime.interpreter import Machine
+    from fxpipe.runtime.ranks.channels import RankChannels
 
 Pieces = list[Tensor | None]
 """For each gradient of a stage one replica's piece of it; None where there is no gradient."""
 
 Layouts = list[tuple[tuple[int, ...], tuple[int, ...]] | None]
 """For each gradient its shape and strides, or None."""
+
+
+def between(machine: Machine) -> RankChannels:
+    """The channels between the replicas of a program, which only ranks have."""
+    return cast("RankChannels", machine.channels)
+
+
+def reduce_scatter(machine: Machine, instruction: ins.ReduceScatter) -> None:
+    """See ins.ReduceScatter."""
+    stage, batch = instruction.stage, instruction.batch
+    gradients = machine.store.gradients.pop((stage, batch), [])
+    between(machine).reduce_scatter(machine.device, stage, machine.step + batch, gradients, -1)
+
+
+def take_sums(machine: Machine, instruction: ins.AllGather | ins.TakePart) -> None:
+    """See ins.AllGather and ins.TakePart."""
+    stage, batch, ranks = instruction.stage, instruction.batch, between(machine)
+    take = ranks.all_gather if isinstance(instruction, ins.AllGather) else ranks.take_part
+    count, number = machine.program.buckets.get(stage, 1), machine.step + batch
+    machine.store.gradients[stage, batch] = take(machine.device, stage, number, count)
+
+
+def gather_weights(machine: Machine, instruction: ins.GatherWeights) -> None:
+    """See ins.GatherWeights."""
+    stage, batch = instruction.stage, machine.step + instruction.batch
+    parts = between(machine).gather_weights(machine.device, stage, batch)
+    machine.weights.gather(stage, batch + 1, parts)
 
 
 class Part(NamedTuple):

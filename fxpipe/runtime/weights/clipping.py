@@ -13,6 +13,7 @@ from torch.amp import GradScaler
 from fxpipe.errors import CheckpointError
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.value import norm_buffer
+from fxpipe.runtime.ranks.summing import between
 
 if TYPE_CHECKING:
     from fxpipe.runtime.interpreter import Machine
@@ -23,7 +24,7 @@ def share_norms(machine: Machine, instruction: ins.Norm) -> None:
     stage, batch = instruction.stage, instruction.batch
     norms = norms_of(machine.store.gradients.get((stage, batch), []))
     if stage in machine.program.sharded:
-        norms = machine.channels.all_norms(machine.device, stage, machine.step + batch, norms)
+        norms = between(machine).all_norms(machine.device, stage, machine.step + batch, norms)
     for other in range(machine.program.stages):
         machine.store.values[norm_buffer(stage, other, batch)] = norms
 
