@@ -291,6 +291,23 @@ class Leaf(nn.Module):
         return FailsBack.apply(x)  # type: ignore[no-any-return, no-untyped-call]
 
 
+class WritesSplits(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = x.clone().chunk(2, 1)
+        first += second.tanh()  # autograd refuses it, and PyTorch without gradients does not
+        return first
+
+
+@pytest.mark.parametrize("tracer", ["export", "symbolic"])
+def test_a_model_that_fails_only_where_gradients_are_wanted_names_its_line(tracer: str) -> None:
+    def call() -> object:
+        model = nn.Sequential(nn.Linear(4, 4), WritesSplits(), nn.Linear(2, 3))
+        return stepped(model, leaf_modules=[WritesSplits], tracer=tracer)
+
+    start = "the model fails on the first micro-batch where gradients are wanted, at "
+    refused(InputError, call, start, "first += second.tanh()", "(RuntimeError: Output 0 of", "line")
+
+
 @pytest.mark.parametrize(
     ("call", "last", "shown"),
     [
