@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from fxpipe.passes.tracing.explain import explained
 from fxpipe.random.leaf_draws import DrawsWatched, other_states
 from fxpipe.torchtools import source
 from fxpipe.torchtools.functions import functions_kept
-from fxpipe.torchtools.pytrees import equal
+from fxpipe.torchtools.pytrees import Parts, equal
 
 _OUT_OF_PLACE: dict[Any, Callable[..., Any]] = {
     getattr(operator, f"__i{name}__"): getattr(operator, f"__{name}__")
@@ -61,7 +62,9 @@ def trace_symbolically(
         TraceError: the model cannot be traced; names its source line and the cure.
     """
     given = _given(model, args, kwargs)
-    constants = {name: value for name, value in given.items() if not isinstance(value, Tensor)}
+    # what is not given has its default, for a stand-in of it would take the branches of a tensor
+    every = {**_defaults(model), **given}
+    constants = {name: value for name, value in every.items() if not isinstance(value, Tensor)}
     tracer = _Tracer(leaves)
     tracer.record_stack_traces = True
     try:
@@ -71,9 +74,9 @@ def trace_symbolically(
         raise explained(model, error, "symbolic") from error
     module = fx.GraphModule(model, graph)
     _out_of_place(module)  # before dead code is removed: an unused in-place operation looks dead
+    outputs, out_spec = _outputs(graph)
     _drop_assertions(graph)
     names = _inputs(graph, given)
-    outputs, out_spec = _outputs(graph)
     graph.lint()
     module.recompile()
     tensors = [given[name] for name, node in names.items() if node is not None]
@@ -147,6 +150,12 @@ def _given(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     return given
 
 
+def _defaults(model: nn.Module) -> dict[str, Any]:
+    """Parameter of ``forward`` → its default, of those that have one."""
+    parameters = inspect.signature(model.forward).parameters.items()
+    return {name: own.default for name, own in parameters if own.default is not own.empty}
+
+
 def _drop_assertions(graph: fx.Graph) -> None:
     """Drop the tracer's assertions on constants, as a call with other constants is traced anew."""
     for node in reversed(list(graph.nodes)):
@@ -164,6 +173,7 @@ def _inputs(graph: fx.Graph, given: Mapping[str, Any]) -> dict[str, str | None]:
             continue
         if isinstance(given.get(str(node.target)), Tensor):
             names[str(node.target)] = node.name
+            node.args = ()  # its default, behind which no target of the loss could follow
         elif not node.users:
             graph.erase_node(node)
     return names
@@ -180,7 +190,9 @@ def _outputs(graph: fx.Graph) -> tuple[tuple[Value | Literal, ...], pytree.TreeS
 
 
 def _plain(value: Any) -> Any:
-    """fx's own lists and dicts as plain ones."""
+    """fx's own lists and dicts as plain ones, and the objects that a node makes as their parts."""
+    if isinstance(value, fx.Node) and isinstance(value.target, type):
+        return _made(value, value.target)
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, tuple) and not hasattr(value, "_fields"):
@@ -188,6 +200,22 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list):
         return [_plain(item) for item in value]
     return value
+
+
+def _made(node: fx.Node, kind: type) -> Any:
+    """The named tuple or the dataclass that a node makes, of nodes; see ``taken_apart``."""
+    args, kwargs = _plain(node.args), _plain(node.kwargs)
+    if hasattr(kind, "_fields") or kind in pytree.SUPPORTED_NODES:
+        return kind(*args, **kwargs)
+    if not is_dataclass(kind):
+        return node
+    held = {
+        name
+        for name, value in kwargs.items()
+        if any(isinstance(leaf, fx.Node) for leaf in pytree.tree_leaves(value))
+    }
+    tensors = {name: value for name, value in kwargs.items() if name in held}
+    return Parts(kind, tensors, {n: value for n, value in kwargs.items() if n not in held})
 
 
 def _out_of_place(module: fx.GraphModule) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -294,3 +295,90 @@ def test_a_leaf_called_for_its_statistics_alone_is_called() -> None:
             return y
 
     trained_alike(Watches(), rows, ["watch"], zeros)
+
+
+class Pair(NamedTuple):
+    first: Tensor
+    rest: tuple[Tensor, ...]
+
+
+@dataclass
+class Seen:
+    last: Tensor
+    hidden: list[Tensor]
+    note: str = "none"
+
+
+class Returns(nn.Module):
+    """Returns what a function makes of the last value, the hidden one and the input."""
+
+    def __init__(self, made: Callable[[Tensor, Tensor, Tensor], Any]) -> None:
+        super().__init__()
+        self.inner, self.outer, self.made = nn.Linear(4, 4), nn.Linear(4, 4), made
+
+    def forward(self, x: Tensor) -> Any:
+        hidden = self.inner(x)
+        return self.made(self.outer(hidden), hidden, x)
+
+
+@pytest.mark.parametrize(
+    ("made", "tensors"),
+    [
+        (lambda y, h, x: Pair(y, (h, x)), lambda out: [out.first, *out.rest]),
+        (lambda y, h, x: Seen(y, [h, x]), lambda out: [out.last, *out.hidden]),
+        (lambda y, h, x: {"seen": Seen(y, [h]), "x": x}, lambda out: [out["seen"].last, out["x"]]),
+    ],
+    ids=["named tuple", "dataclass", "nested"],
+)
+def test_named_tuples_and_dataclasses_are_returned_as_by_the_model(
+    made: Callable[..., Any], tensors: Callable[[Any], list[Tensor]]
+) -> None:
+    torch.manual_seed(0)
+    model, x = Returns(made), torch.randn(4, 4)
+    alone = copy.deepcopy(model)
+
+    def loss(output: Any) -> Tensor:
+        return torch.stack([tensor.square().mean() for tensor in tensors(output)]).sum()
+
+    with fxpipe.compile(
+        model, 2, microbatches=2, loss=loss, partition=["outer"], tracer="symbolic"
+    ) as pipe:
+        pipe.step(x)
+        loop.train(alone, 2, x, loss=loss)
+        loop.assert_same(loop.gradients(model), loop.gradients(alone))
+        with torch.no_grad():
+            found, wanted = pipe(x), [alone(part) for part in x.chunk(2)]
+    assert type(found) is type(wanted[0])
+    for own, *parts in zip(tensors(found), *map(tensors, wanted), strict=True):
+        assert torch.equal(own, torch.cat(parts))
+
+
+class Optional(nn.Module):
+    """Branches on what is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(
+        self, x: Tensor, scale: Tensor | None = None, *, by: float = 2.0, plain: bool = False
+    ) -> Any:
+        hidden = self.inner(x)
+        hidden = hidden * by if scale is None else hidden * scale
+        return self.outer(hidden if plain else hidden.relu())
+
+
+@pytest.mark.parametrize(
+    "given", [{}, {"scale": torch.full((4, 4), 3.0)}, {"plain": True}, {"by": 3.0, "plain": True}]
+)
+def test_what_is_not_given_has_its_default(given: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model, x, target = Optional(), torch.randn(4, 4), torch.randn(4, 4)
+    alone = copy.deepcopy(model)
+    with fxpipe.compile(
+        model, 2, microbatches=2, loss=mse_loss, partition=["outer"], tracer="symbolic"
+    ) as pipe:
+        loss = pipe.step(x, target=target, **given)
+    wanted = loop.train(alone, 2, x, loss=mse_loss, target=target, **given)
+    assert torch.equal(loss, wanted.loss)
+    loop.assert_same(loop.gradients(model), loop.gradients(alone))
