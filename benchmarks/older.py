@@ -15,7 +15,7 @@ import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -46,14 +46,15 @@ def main() -> int:
     chosen = [what for what in every if arguments.only in what]
     for round_ in range(arguments.rounds + 1):
         for what in chosen:
-            for name in sorted(contestants, reverse=round_ % 2 == 0):
+            order = sorted(contestants, reverse=round_ % 2 == 0)
+            for name in (*order, *reversed(order)):  # a machine that slows down slows both
                 seconds = contestants[name].run(what)
                 if round_:  # the first round warms up
                     samples.setdefault(f"{what}, {name}", []).append(seconds)
     rows, figures = [], []
     for what in chosen:
         old, new = samples[f"{what}, older"], samples[f"{what}, this"]
-        ratio = median(b / a for a, b in zip(old, new, strict=True))
+        ratio = median(b / a for a, b in zip(by_round(old), by_round(new), strict=True))
         rows.append((what, f"{1e3 * median(old):.4g} ms", f"{1e3 * median(new):.4g} ms"))
         figures.append(Figure(f"{what}: this over older", ratio))
     Report(
@@ -62,8 +63,8 @@ def main() -> int:
         settings={
             "older": commit(checkouts["older"]),
             "this": commit(HERE),
-            "rounds": f"{arguments.rounds}, one after the other in turn; figures are medians, "
-            "ratios medians of the rounds' ratios",
+            "rounds": f"{arguments.rounds}, each: one, the other, the other, the one; figures are "
+            "medians, ratios medians of the rounds' ratios",
             "step": "two CPU devices, 1f1b, equal halves, median of "
             + ", ".join(f"{count} ({name})" for name, count in STEPS.items())
             + " steps a round; models as in `compare`",
@@ -75,6 +76,11 @@ def main() -> int:
         samples=samples,
     ).publish()
     return 0
+
+
+def by_round(seconds: Sequence[float]) -> list[float]:
+    """A round's two runs together."""
+    return [first + then for first, then in zip(seconds[::2], seconds[1::2], strict=True)]
 
 
 def commit(checkout: Path) -> str:
