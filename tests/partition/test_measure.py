@@ -49,15 +49,13 @@ class Uneven(nn.Module):
 def measured(model: nn.Module, *args: Any) -> dict[str, NodeCost]:
     traced = front_end(model, *args)
     plan = part_backward(differentiated(model, traced, whole(traced), *args))
-    costs = measure(traced, plan, values_of(traced, *args), traced.state_of(model))
+    watch = Stopwatch(clock=time.thread_time)  # whatever else keeps us waiting
+    costs = measure(traced, plan, values_of(traced, *args), traced.state_of(model), watch)
     assert set(costs) == {node.name for node in traced.graph.nodes}
     return costs
 
 
-def test_the_heaviest_layer_costs_most_forward_and_backward(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(time, "perf_counter", time.thread_time)  # whatever else keeps us waiting
+def test_the_heaviest_layer_costs_most_forward_and_backward() -> None:
     model, x = Uneven(), torch.randn(64, 8)
     costs = measured(model, x)
     linears = [costs[name] for name in costs if name.startswith("linear")]
@@ -76,8 +74,7 @@ def test_what_has_no_gradient_costs_nothing_backward() -> None:
     assert all(cost.input_grad == cost.weight_grad == 0 for cost in frozen.values())
 
 
-def test_the_halves_of_a_backward_are_timed_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(time, "perf_counter", time.thread_time)
+def test_the_halves_of_a_backward_are_timed_apart() -> None:
     model = nn.Sequential(nn.Conv2d(4, 16, 3), nn.SiLU(), nn.Conv2d(16, 16, 3))
     costs = measured(model, torch.randn(4, 4, 32, 32))
     first, last = (costs[name] for name in costs if name.startswith("conv2d"))
@@ -133,21 +130,21 @@ def test_random_models_are_measured_without_drawing_from_torch() -> None:
     run_graph(model, front_end(model, x), x)
 
 
-def test_leaves_are_timed_alone_with_their_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leaves_are_timed_alone_with_their_hooks() -> None:
     slept = 0.0
 
     def sleep(*_: Any) -> None:
         nonlocal slept
         slept += 0.1
 
-    monkeypatch.setattr(time, "perf_counter", lambda: time.thread_time() + slept)
+    watch = Stopwatch(clock=lambda: time.thread_time() + slept)
     model = nn.Sequential(nn.Linear(4, 4), nn.Identity(), nn.BatchNorm1d(4), nn.ReLU(inplace=True))
     model[1].register_forward_hook(sleep)
     x = torch.randn(3, 4)
     traced = trace_symbolically(model, (x,), {})
     before = copy.deepcopy(model.state_dict())
     with untouched(model):
-        costs = measure_leaves(traced, {str(traced.inputs[0]): x})
+        costs = measure_leaves(traced, {str(traced.inputs[0]): x}, watch)
     assert_equal(model.state_dict(), before)
     assert all(parameter.grad is None for parameter in model.parameters())
     assert {node.name for node in compute_nodes(traced.graph)} <= set(costs)
