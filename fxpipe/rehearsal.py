@@ -36,9 +36,10 @@ from fxpipe.runtime.batch import Batch
 from fxpipe.runtime.host import BatchHost, Job
 from fxpipe.runtime.run import FlushedRun
 from fxpipe.runtime.weights.live import LiveWeights
-from fxpipe.runtime.weights.optimizer_state import alone, frozen
+from fxpipe.runtime.weights.optimizer_state import frozen
 from fxpipe.signals import SignalsAtOperations
 from fxpipe.simulator.costs import Rehearsal
+from fxpipe.torchtools.optimizers import alone
 
 _LEAST, _MOST, _SECONDS = 4, 20, 0.5
 """Rehearsed steps at least and at most, after one that warms up, and for how many seconds."""

@@ -191,7 +191,7 @@ class Placement:
         options = self._options
         state = state_size(options.optimizer) / (options.replicas if options.shards else 1)
         copies = max(schedule.delays) + 2 + state + schedule.predict
-        undo = undo_bytes(schedule, state, 1, 1) if options.optimizer else 0.0
+        undo = undo_bytes(schedule, state, 1) if options.optimizer else 0.0
         return (copies + undo, 0.0) if schedule.overlaps else (copies, undo)
 
 

@@ -22,11 +22,10 @@ from fxpipe.simulator.sizes import Crossing, GraphInput, Left, Sizes, Storage, W
 from fxpipe.torchtools.pytrees import size_in_bytes
 
 
-def undo_bytes(schedule: Schedule, state: float, parameters: float, trained: float) -> float:
+def undo_bytes(schedule: Schedule, state: float, trained: float) -> float:
     """The bytes that a stage keeps from its update until no stage can roll back beyond it, from
-    those of its optimizer's state, of its parameters, and of those that are trained."""
-    undo = state if schedule.overlaps else state + parameters
-    return undo + trained if schedule.predict else undo
+    those of its optimizer's state, and of the parameters that are trained."""
+    return state if schedule.overlaps and not schedule.predict else state + trained
 
 
 def _optimizer(
@@ -34,7 +33,7 @@ def _optimizer(
 ) -> tuple[int, int, int]:
     """The bytes that an optimizer keeps, needs besides while it steps, and keeps to undo a step.
 
-    Where it trains parts of parameters, ``whole`` is the bytes of all of these.
+    Where it trains parts of parameters, ``whole`` is the bytes of the whole ones.
     """
     if optimizer is None:
         return 0, 0, 0
@@ -42,7 +41,7 @@ def _optimizer(
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     own = sum(p.nbytes for p in parameters)
     trained = sum(p.nbytes for p in parameters if p.requires_grad)
-    undo = undo_bytes(schedule, state, own if whole is None else whole, trained)
+    undo = undo_bytes(schedule, state, trained if whole is None else whole)
     if whole is not None and schedule.overlaps:  # its newest parts lie in memory of their own
         state, step = state + own, step + own
     if schedule.predict:  # batches read copies, beside which the newest version is kept
@@ -83,15 +82,15 @@ def plan_sizes(
     }
     own = dict(enumerate(optimizers))
     parameters = {s.index: _bytes(state[a.target] for a in s.parameters) for s in plan.stages}
-    optimizing = {
-        index: _optimizer(own.get(index), schedule, whole if shards else None)
-        for index, whole in parameters.items()
-    }
     buffers = {s.index: _bytes(state[a.target] for a in s.buffers) for s in plan.stages}
     written = {s.index: _bytes(state[w.target] for w in s.writes) for s in plan.stages}
     trained = {
         s.index: [x for a in s.parameters if (x := state[a.target]).requires_grad]
         for s in plan.stages
+    }
+    optimizing = {
+        index: _optimizer(own.get(index), schedule, _bytes(whole) if shards else None)
+        for index, whole in trained.items()
     }
     gradients = {
         index: _bytes(x.grad for x in own if x.grad is not None) for index, own in trained.items()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fxpipe.torchtools.optimizers import alone
 from fxpipe.torchtools.pytrees import pieces
 
 _SIDE = 64
@@ -36,18 +36,11 @@ def optimizer_memory(optimizer: Optimizer) -> tuple[int, int]:
 
 def _steps(optimizer: Optimizer, groups: list[dict[str, Any]]) -> tuple[int, int]:
     """The bytes of the state after two steps of a copy, and what the second step needed."""
-    twin = object.__new__(type(optimizer))
-    twin.__dict__.update(optimizer.__dict__)
-    twin.__dict__.pop("step", None)  # a scheduler's wrapper, bound to the optimizer itself
-    twin._optimizer_step_pre_hooks = OrderedDict()
-    twin._optimizer_step_post_hooks = OrderedDict()
-    twin.param_groups = groups
-    twin.state = defaultdict(dict)
-    step: Any = type(optimizer).step
-    step(twin)
+    stepped, step = alone(optimizer, groups), type(optimizer).step
+    step(stepped)
     with Counting() as counting:
-        step(twin)
-    return _bytes(twin.state), counting.peak
+        step(stepped)
+    return _bytes(stepped.state), counting.peak
 
 
 def _without_data(group: Mapping[str, Any]) -> dict[str, Any]:

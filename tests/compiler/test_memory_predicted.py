@@ -15,6 +15,7 @@ import fxpipe
 from benchmarks.counted import Counted, counted
 from benchmarks.models.gpt2 import GPT2, next_words
 from benchmarks.models.unet import UNet
+from fxpipe.memory.optimizer import optimizer_memory
 from fxpipe.simulator import Simulation
 from fxpipe.text.program import print_instruction
 
@@ -81,6 +82,24 @@ def test_the_peak_with_two_versions_is_as_predicted(make: Any, recompute: str) -
         make(), steps=3, schedule="2bw", recompute=recompute, optimizer=partial(SGD, lr=1e-3)
     )
     assert error(*ran) < 0.03
+
+
+@pytest.mark.parametrize("given", ["all parameters", "what is trained"])
+def test_an_update_copies_nothing_that_is_not_trained(given: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.endswith("bias"))
+
+    def adam(parameters: list[nn.Parameter]) -> Adam:
+        trains = given == "all parameters"
+        return Adam([p for p in parameters if trains or p.requires_grad], lr=1e-3)
+
+    x = torch.randn(8, 256)
+    ran = trained((model, x, x, mse_loss), partition=["2"], schedule="1f1b", optimizer=adam)
+    weights = 2 * 4 * 256 * 257
+    assert all(weights < device.peak < 1.2 * weights for device in ran[1])
+    assert error(*ran) < 0.01
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
@@ -162,3 +181,21 @@ def test_the_parts_add_up_to_the_peak_and_are_shown() -> None:
     shown = str(predicted)
     for word in ("parameters", "optimizer", "gradients", "stash", "values", "workspace"):
         assert word in shown
+
+
+class Noting(SGD):
+    """Keeps a list of its own, of the settings that it stepped with."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1, momentum=0.9)
+        self.rates: list[float] = []
+
+    def step(self, closure: Any = None) -> Any:
+        self.rates.append(self.param_groups[0]["lr"])
+        return super().step(closure)
+
+
+def test_to_predict_its_memory_changes_nothing_that_an_optimizer_keeps() -> None:
+    optimizer = Noting(nn.Linear(8, 8).parameters())
+    assert optimizer_memory(optimizer)[0] == 4 * 8 * 9
+    assert not optimizer.rates and not optimizer.state

@@ -28,15 +28,17 @@ _PARAMETERS = ("params", "param_names")
 
 
 class OptimizerSnapshot:
-    """A copy of an optimizer's state, its groups' settings and its plain attributes; and of
-    parameters that change with it.
+    """A copy of an optimizer's state, its groups' settings and its plain attributes; with
+    ``weights`` also of the parameters that it trains.
 
     The optimizer's ``load_state_dict`` could not restore it exactly: it casts the state to the
     dtypes of the parameters.
     """
 
-    def __init__(self, optimizer: Optimizer, parameters: Sequence[Tensor] = ()) -> None:
-        self._parameters, self._values = parameters, clones(parameters)
+    def __init__(self, optimizer: Optimizer, *, weights: bool = False) -> None:
+        groups = optimizer.param_groups if weights else ()
+        self._parameters = [p for group in groups for p in group["params"] if p.requires_grad]
+        self._values = clones(self._parameters)
         self._optimizer = optimizer
         states = all_copied([*optimizer.state.values()])
         self._state = dict(zip(optimizer.state, states, strict=True))
@@ -179,15 +181,9 @@ class Weights:
         """A stage's buffers as they were before the run."""
         return self._buffers[stage]
 
-    def gradients(self, stage: int) -> Sequence[Tensor | None]:
-        """The initial values of the sums of a stage's gradients; None for 0."""
-        return [None] * len(self._names[stage])
-
     def started(self, stage: int) -> list[Tensor | None]:
-        """The same as copies, to add to in place."""
-        before = self.gradients(stage)
-        copies = iter(clones([gradient for gradient in before if gradient is not None]))
-        return [None if gradient is None else next(copies) for gradient in before]
+        """The initial values of the sums of a stage's gradients, to add to in place; None for 0."""
+        return [None] * len(self._names[stage])
 
     def update(
         self, stage: int, reads: int, writes: int, gradients: Sequence[Tensor | None]
@@ -302,11 +298,13 @@ class LiveWeights(Weights):
     def parameters(self, stage: int, version: int) -> Sequence[Tensor]:
         return self._gathered.get(stage) or self._parameters[stage]
 
-    def gradients(self, stage: int) -> Sequence[Tensor | None]:
-        """See Weights.gradients: ``.grad`` where the step adds to it, as torch does."""
+    def started(self, stage: int) -> list[Tensor | None]:
+        """See Weights.started: copies of ``.grad`` where the step adds to it, as torch does."""
         if not self._onto_grad:
-            return super().gradients(stage)
-        return [parameter.grad for parameter in self._parameters[stage]]
+            return super().started(stage)
+        before = [parameter.grad for parameter in self._parameters[stage]]
+        copies = iter(clones([gradient for gradient in before if gradient is not None]))
+        return [None if gradient is None else next(copies) for gradient in before]
 
     def update(
         self, stage: int, reads: int, writes: int, gradients: Sequence[Tensor | None]
@@ -317,10 +315,8 @@ class LiveWeights(Weights):
             return []
         shards, parameters = self._shards.get(optimizer), self._parameters[stage]
         with self._updating():
-            if shards is None:
-                self._before.append(OptimizerSnapshot(optimizer, parameters))
-            else:
-                self._before.append(OptimizerSnapshot(optimizer))
+            self._before.append(OptimizerSnapshot(optimizer, weights=shards is None))
+            if shards is not None:
                 shards.follow()
                 shards.hold()
             trained = parameters if shards is None else shards.parts_of(parameters)

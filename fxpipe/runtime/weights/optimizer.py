@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 
 from fxpipe.errors import InputError, told
 from fxpipe.runtime.weights.live import settings
-from fxpipe.runtime.weights.optimizer_state import alone, placed
+from fxpipe.runtime.weights.optimizer_state import placed
+from fxpipe.torchtools.optimizers import alone
 
 OptimizerLike = (
     Optimizer

@@ -1,13 +1,12 @@
-"""The state of all stages' optimizers by names in the model, to save it and load it anywhere; and
-copies of an optimizer with other parameter groups, to step in its place."""
+"""The state of all stages' optimizers by names in the model, to save it and load it anywhere."""
 
 from __future__ import annotations
 
 import copy
 import reprlib
-from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch.optim import Optimizer
 
 from fxpipe.errors import CheckpointError, told
 from fxpipe.runtime.weights.live import copied, settings, unshared
+from fxpipe.torchtools.optimizers import alone
 from fxpipe.torchtools.pytrees import pieces
 
 
@@ -77,34 +77,24 @@ class Parts:
         return torch.cat([part for _, part in sorted(self.tensors.items())]).view(*self.shape)
 
 
-def twin(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> Any:
-    """A copy of an optimizer with these groups and the same state and attributes.
-
-    Step it with ``type(optimizer).step``, as the attribute ``step`` may be a scheduler's wrapper.
-    """
-    made = object.__new__(type(optimizer))
-    made.__dict__.update(vars(optimizer))
-    made.__dict__.pop("step", None)
-    made.param_groups = list(groups)
-    return made
-
-
-def alone(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> Any:
-    """The same with a state of its own, which is empty, with copies of what a step may change in
-    place, and without hooks."""
-    made = twin(optimizer, groups)
-    for key, value in [*vars(made).items()]:
-        if key.startswith("_optimizer_") and key.endswith("_hooks"):
-            vars(made)[key] = OrderedDict()
-        elif isinstance(value, Tensor | list | dict) and key != "param_groups":
-            vars(made)[key] = value.clone() if isinstance(value, Tensor) else value.copy()
-    made.state = defaultdict(dict)
-    return made
-
-
 def frozen(group: dict[str, Any]) -> dict[str, Any]:
     """A group's settings, none of which anybody else changes in place."""
     return {key: unshared(value) for key, value in settings(group).items()}
+
+
+def trial(
+    optimizer: Optimizer,
+    index: int,
+    states: Mapping[nn.Parameter, Mapping[Any, Any]],
+    values: Mapping[str, Any] = MappingProxyType({}),
+) -> Any:
+    """A copy of an optimizer over the parameters of these states, which are in one of its groups,
+    with these settings in place of that group's."""
+    groups = [{**frozen(group), "params": []} for group in optimizer.param_groups]
+    groups[index] |= {**values, "params": [*states]}
+    made = alone(optimizer, groups)
+    made.state.update({parameter: state for parameter, state in states.items() if state})
+    return made
 
 
 Optimizers = Sequence[Optimizer | None]
@@ -136,8 +126,9 @@ def take(optimizers: Optimizers, names: Names) -> OptimizerState:
     return OptimizerState(groups, parameters)
 
 
-def check(saved: OptimizerState, optimizers: Optimizers, names: Names) -> None:
-    """Check that these optimizers could have made a state, and that they can step with it.
+def loading(saved: OptimizerState, optimizers: Optimizers, names: Names) -> Callable[[], None]:
+    """Check that these optimizers could have made a state, and that they can step with it. Returns
+    a function that loads it.
 
     Raises:
         CheckpointError: an optimizer is of another class or has other parameters, parameters of one
@@ -149,6 +140,7 @@ def check(saved: OptimizerState, optimizers: Optimizers, names: Names) -> None:
                 f"the checkpoint is damaged: {name!r} is in parameter group {each.group} of "
                 f"{len(saved.groups)}"
             )
+    groups: list[tuple[Optimizer, dict[str, Any], dict[str, Any]]] = []
     held: set[str] = set()
     with torch.random.fork_rng(_cuda(names)):
         for optimizer, index, group in _groups(optimizers):
@@ -158,13 +150,29 @@ def check(saved: OptimizerState, optimizers: Optimizers, names: Names) -> None:
                 own = saved.parameters[names[parameter]]
                 tried = saved.groups[own.group].settings
                 _check_step(optimizer, index, parameter, names[parameter], tried, own.state)
-            _settings(saved, type(optimizer).__qualname__, index, group, names)
+            kind = type(optimizer).__qualname__
+            groups.append((optimizer, group, _settings(saved, kind, index, group, names)))
     missing = next((name for name in saved.parameters if name not in held), None)
     if missing is not None:
         raise CheckpointError(
             f"the checkpoint holds the state of an optimizer for {missing!r}, and none of the "
             "pipe's trains it; give compile() the optimizer that it was made with"
         )
+    states = [
+        (optimizer, parameter, placed(saved.parameters[names[parameter]].state, parameter, values))
+        for optimizer, group, values in groups
+        for parameter in group["params"]
+    ]
+
+    def load() -> None:
+        for optimizer, group, values in groups:
+            optimizer.state.clear()
+            group.update(values)
+        for optimizer, parameter, state in states:
+            if state:
+                optimizer.state[parameter] = state
+
+    return load
 
 
 def _check_kind(saved: OptimizerState, optimizer: Optimizer, name: str) -> None:
@@ -198,11 +206,7 @@ def _check_step(
         """The optimizer state after a step, and the exception of the step, if any."""
         tried = nn.Parameter(torch.zeros_like(parameter))
         tried.grad = torch.zeros_like(tried)
-        groups = [{**each, "params": []} for each in optimizer.param_groups]
-        groups[index] |= {**copied(values), "params": [tried]}
-        stepped = alone(optimizer, groups)
-        if state:
-            stepped.state[tried] = state
+        stepped = trial(optimizer, index, {tried: state}, copied(values))
         try:
             type(optimizer).step(stepped)
         except Exception as error:
@@ -275,30 +279,6 @@ def described(tensor: Tensor) -> str:
 
 def _told(value: Any) -> str:
     return described(value) if isinstance(value, Tensor) else reprlib.repr(value)
-
-
-def loading(saved: OptimizerState, optimizers: Optimizers, names: Names) -> Callable[[], None]:
-    """Check that a saved state fits optimizers; see ``check``. Returns a function that loads it."""
-    check(saved, optimizers, names)
-    found = [
-        (optimizer, group, _settings(saved, type(optimizer).__qualname__, index, group, names))
-        for optimizer, index, group in _groups(optimizers)
-    ]
-    states = [
-        (optimizer, parameter, placed(saved.parameters[names[parameter]].state, parameter, values))
-        for optimizer, group, values in found
-        for parameter in group["params"]
-    ]
-
-    def load() -> None:
-        for optimizer, group, values in found:
-            optimizer.state.clear()
-            group.update(values)
-        for optimizer, parameter, state in states:
-            if state:
-                optimizer.state[parameter] = state
-
-    return load
 
 
 def _groups(optimizers: Optimizers) -> Iterator[tuple[Optimizer, int, dict[str, Any]]]:

@@ -25,8 +25,7 @@ from fxpipe.runtime.weights.optimizer_state import (
     OptimizerState,
     ParameterState,
     Parts,
-    alone,
-    frozen,
+    trial,
 )
 from fxpipe.runtime.weights.stage_weights import StageWeights, memory_like, retire
 from fxpipe.torchtools.meta import become
@@ -257,10 +256,8 @@ def _stepped(
 ) -> list[Tensor]:
     """Parameters with these values after steps of a copy of the optimizer, in one of its groups."""
     parameters = [nn.Parameter(value.clone()) for value in values]
-    groups = [{**frozen(group), "params": []} for group in optimizer.param_groups]
-    groups[index]["params"] = parameters
-    stepped = alone(optimizer, groups)
-    stepped.state.update({p: copied(s) for p, s in zip(parameters, states, strict=True) if s})
+    kept = {p: copied(s) for p, s in zip(parameters, states, strict=True)}
+    stepped = trial(optimizer, index, kept)
     for step in gradients:
         for parameter, gradient in zip(parameters, step, strict=True):
             parameter.grad = gradient.clone()

@@ -16,8 +16,9 @@ from torch.optim import Optimizer
 
 from fxpipe.errors import InputError
 from fxpipe.runtime.weights.live import OptimizerSnapshot, differs, mark, settings
-from fxpipe.runtime.weights.optimizer_state import frozen, twin
+from fxpipe.runtime.weights.optimizer_state import frozen
 from fxpipe.runtime.weights.prediction import predict
+from fxpipe.torchtools.optimizers import twin
 
 Buffers = dict[str, Tensor]
 """Name in the model → one version of the parameter."""
