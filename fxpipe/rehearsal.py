@@ -188,9 +188,7 @@ class _Unchanged(LiveWeights):
         super().__init__(plan.stages, state, [None] * len(plan.stages), onto_grad=False)
         self._updates = updates
 
-    def update(
-        self, stage: int, reads: int, writes: int, gradients: Sequence[Tensor | None]
-    ) -> list[Tensor]:
+    def update(self, stage: int, reads: int, gradients: Sequence[Tensor | None]) -> list[Tensor]:
         """Update copies."""
         if gradients and stage in self._updates:
             self._updates[stage](gradients)
@@ -224,7 +222,7 @@ class _Update:
         self._count = len(kept)
 
     def __call__(self, gradients: Sequence[Tensor | None]) -> None:
-        self._weights.update(0, 0, 1, gradients[: self._count])
+        self._weights.update(0, 0, gradients[: self._count])
 
     def commit(self) -> None:
         """Keep it."""

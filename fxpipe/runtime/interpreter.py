@@ -270,8 +270,7 @@ def _partial_backward(machine: Machine, instruction: ins.PartialBackward) -> Non
     for index in machine.stages[stage].buckets[bucket].parameters:
         complete[index], sums[index] = sums[index], None
     store.gradients[stage, batch] = sums
-    ranks, number = summing.between(machine), machine.step + batch
-    ranks.reduce_scatter(machine.device, stage, number, complete, bucket)
+    summing.between(machine).reduce_scatter(stage, machine.step + batch, complete, bucket)
 
 
 def _input_grad(machine: Machine, instruction: ins.InputGrad) -> None:
@@ -341,11 +340,9 @@ def _pause(machine: Machine, instruction: ins.Pause) -> None:
 def _update(machine: Machine, instruction: ins.Update) -> None:
     stage, step = instruction.stage, machine.step
     gradients = machine.store.gradients.pop((stage, instruction.batch), [])
-    reads, writes = step + instruction.reads, step + instruction.writes
-    parts = machine.weights.update(stage, reads, writes, gradients)
+    parts = machine.weights.update(stage, step + instruction.reads, gradients)
     if stage in machine.program.sharded:
-        ranks, number = summing.between(machine), step + instruction.batch
-        ranks.give_weights(machine.device, stage, number, parts)
+        summing.between(machine).give_weights(stage, step + instruction.batch, parts)
 
 
 HANDLERS: Mapping[type[ins.Instruction], Callable[[Machine, Any], None]] = {

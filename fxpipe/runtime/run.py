@@ -97,13 +97,16 @@ class Run(Generic[W]):
         self._elsewhere = Counter[int]()
         self._channels = backend.channels(program, len(workers), self._jobs)
         self.machines = [
-            backend.machine(
-                program, device, plan.stages, self._jobs, self._channels, weights, first
+            backend.machine(device, first)(
+                program=program,
+                stages=plan.stages,
+                jobs=self._jobs,
+                channels=self._channels,
+                weights=weights,
+                times=times[device] if times else None,
             )
             for device in backend.devices(program)
         ]
-        for machine in self.machines:
-            machine.times = times[machine.device] if times else None
         if len(workers) < len(self.machines):
             self._drivers = [Driver(self.machines, program.turns)]
         else:

@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from queue import SimpleQueue
 from time import thread_time
 from typing import Any, TypeVar
@@ -18,14 +19,12 @@ import torch
 from torch import Tensor
 
 from fxpipe.errors import InputError, RankError
-from fxpipe.ir.plan import Stage
 from fxpipe.ir.program import Program, Turn
 from fxpipe.ir.value import Buffer
 from fxpipe.runtime.failure import DeviceMemory, Unfinished
 from fxpipe.runtime.host import Job
 from fxpipe.runtime.interpreter import Machine, Stopped
 from fxpipe.runtime.ranks.group import RankGroup
-from fxpipe.runtime.weights.live import Weights
 from fxpipe.torchtools.state import keep_memory
 
 T = TypeVar("T")
@@ -277,18 +276,10 @@ class Backend:
         batches."""
         return Channels(program, threads)
 
-    def machine(
-        self,
-        program: Program,
-        device: int,
-        stages: Sequence[Stage],
-        jobs: Mapping[int, Job],
-        channels: Any,
-        weights: Weights,
-        first: int,
-    ) -> Machine:
-        """The Machine for one device in one run; ``first`` is the number of the first step."""
-        return Machine(program, device, stages, jobs, channels, weights, step=first)
+    def machine(self, device: int, first: int) -> Callable[..., Machine]:
+        """Makes the Machine for one device in one run; ``first`` is the number of the first
+        step."""
+        return partial(Machine, device=device, step=first)
 
     def begin(self) -> None:
         """Start a run: order the devices after what the caller has computed so far."""

@@ -11,6 +11,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.launch import COMPUTE, PREFETCH, Event, Launch
-from fxpipe.ir.plan import Stage, ValueSpec
+from fxpipe.ir.plan import ValueSpec
 from fxpipe.ir.program import Program
 from fxpipe.ir.value import Buffer
 from fxpipe.runtime.devices.backend import Backend, Channels
@@ -27,7 +28,6 @@ from fxpipe.runtime.host import Job
 from fxpipe.runtime.interpreter import HANDLERS, Machine, Stopped
 from fxpipe.runtime.offload import Away
 from fxpipe.runtime.ranks.group import RankGroup
-from fxpipe.runtime.weights.live import Weights
 from fxpipe.text.program import print_instruction
 
 
@@ -327,28 +327,10 @@ class Launcher(Backend):
         """See Backend.channels; values go by reference, and the receiver copies."""
         return LaunchingChannels(program, threads)
 
-    def machine(
-        self,
-        program: Program,
-        device: int,
-        stages: Sequence[Stage],
-        jobs: Mapping[int, Job],
-        channels: LaunchingChannels,
-        weights: Weights,
-        first: int,
-    ) -> Machine:
-        return LaunchingMachine(
-            program,
-            device,
-            stages,
-            jobs,
-            channels=channels,
-            weights=weights,
-            step=first,
-            lanes=self._lanes[device],
-            trail=self._trails[device],
-            first=first,
-        )
+    def machine(self, device: int, first: int) -> Callable[..., Machine]:
+        lanes, trail = self._lanes[device], self._trails[device]
+        made = partial(LaunchingMachine, lanes=lanes, trail=trail, first=first)
+        return partial(made, device=device, step=first)
 
     def computing(self, device: int) -> AbstractContextManager[None]:
         return self._lanes[device].on(COMPUTE, "statistics")

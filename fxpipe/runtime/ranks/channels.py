@@ -144,7 +144,7 @@ class RankChannels(Channels):
         return super()._next(queue)
 
     def reduce_scatter(
-        self, device: int, stage: int, batch: int, gradients: list[Tensor | None], bucket: int
+        self, stage: int, batch: int, gradients: list[Tensor | None], bucket: int
     ) -> None:
         """Take a bucket of a stage's gradients of a batch, None where a parameter is in another
         one, and begin to sum it over the replicas; never waits. The last bucket is −1."""
@@ -157,13 +157,13 @@ class RankChannels(Channels):
             self._group.summed += sum(part.nbytes for part in parts) - parts[own].nbytes
             self._add(own, key, parts[own])
 
-    def all_gather(self, device: int, stage: int, batch: int, buckets: int) -> list[Tensor | None]:
+    def all_gather(self, stage: int, batch: int, buckets: int) -> list[Tensor | None]:
         """Wait for a stage's sums over the replicas, which come in so many buckets. Raises Stopped
         when the run is stopped."""
         replicas = range(self._group.replicas)
         return merged(
             [
-                joined([Part(*self.get(device, _sums(stage, r, batch, bucket))) for r in replicas])
+                joined([Part(*self._come(_sums(stage, r, batch, bucket))) for r in replicas])
                 for bucket in range(-1, buckets - 1)
             ]
         )
@@ -188,28 +188,32 @@ class RankChannels(Channels):
                 self._tell_twins(_of_replica("norms", stage, own, batch), norms)
         super().put(self._group.device, buffer, total)
 
+    def _come(self, buffer: Buffer) -> Any:
+        """Wait for what a replica tells this rank."""
+        return self.get(self._group.device, buffer)
+
     def _tell_twins(self, buffer: Buffer, value: Any) -> None:
         """Send a value to the ranks with the same device in the other replicas."""
         for twin in self._group.twins:  # one by one, as each may share memory with this one
             if twin != self._group.rank:
                 self._links.send(twin, _values(self._run, [buffer], [value]))
 
-    def take_part(self, device: int, stage: int, batch: int, buckets: int) -> list[Tensor | None]:
+    def take_part(self, stage: int, batch: int, buckets: int) -> list[Tensor | None]:
         """Wait for the sums of this replica's part alone. Raises like ``all_gather``."""
         found = [_sums(stage, self._group.replica, batch, k) for k in range(-1, buckets - 1)]
-        return merged([Part(*self.get(device, buffer)).pieces for buffer in found])
+        return merged([Part(*self._come(buffer)).pieces for buffer in found])
 
-    def all_norms(self, device: int, stage: int, batch: int, own: list[Tensor]) -> list[Tensor]:
+    def all_norms(self, stage: int, batch: int, own: list[Tensor]) -> list[Tensor]:
         """Wait for the norms of all parts of a stage's sums, replica after replica; ``own`` are
         those of this one's. The thread that added up the others' has sent them. Raises like
         ``all_gather``."""
         found: list[Tensor] = []
         for replica in range(self._group.replicas):
             buffer = _of_replica("norms", stage, replica, batch)
-            found += own if replica == self._group.replica else self.get(device, buffer)
+            found += own if replica == self._group.replica else self._come(buffer)
         return found
 
-    def give_weights(self, device: int, stage: int, batch: int, parts: list[Tensor]) -> None:
+    def give_weights(self, stage: int, batch: int, parts: list[Tensor]) -> None:
         """Give the other replicas the parts of a stage's new weights, which the update of a batch
         has made here; never waits."""
         buffer = _of_replica("weights", stage, self._group.replica, batch)
@@ -217,12 +221,12 @@ class RankChannels(Channels):
             size = sum(part.nbytes for part in parts)
             self._group.summed += size * (self._group.replicas - 1)
         self._tell_twins(buffer, parts)
-        super().put(device, buffer, parts)
+        super().put(self._group.device, buffer, parts)
 
-    def gather_weights(self, device: int, stage: int, batch: int) -> list[list[Tensor]]:
+    def gather_weights(self, stage: int, batch: int) -> list[list[Tensor]]:
         """Wait for them: replica → its parts. Raises like ``all_gather``."""
         replicas = range(self._group.replicas)
-        return [self.get(device, _of_replica("weights", stage, r, batch)) for r in replicas]
+        return [self._come(_of_replica("weights", stage, r, batch)) for r in replicas]
 
     def meet(self) -> None:
         """See Channels.meet; the threads of the replica's other ranks are waited for."""

@@ -36,7 +36,7 @@ def reduce_scatter(machine: Machine, instruction: ins.ReduceScatter) -> None:
     """See ins.ReduceScatter."""
     stage, batch = instruction.stage, instruction.batch
     gradients = machine.store.gradients.pop((stage, batch), [])
-    between(machine).reduce_scatter(machine.device, stage, machine.step + batch, gradients, -1)
+    between(machine).reduce_scatter(stage, machine.step + batch, gradients, -1)
 
 
 def take_sums(machine: Machine, instruction: ins.AllGather | ins.TakePart) -> None:
@@ -44,13 +44,13 @@ def take_sums(machine: Machine, instruction: ins.AllGather | ins.TakePart) -> No
     stage, batch, ranks = instruction.stage, instruction.batch, between(machine)
     take = ranks.all_gather if isinstance(instruction, ins.AllGather) else ranks.take_part
     count, number = machine.program.buckets.get(stage, 1), machine.step + batch
-    machine.store.gradients[stage, batch] = take(machine.device, stage, number, count)
+    machine.store.gradients[stage, batch] = take(stage, number, count)
 
 
 def gather_weights(machine: Machine, instruction: ins.GatherWeights) -> None:
     """See ins.GatherWeights."""
     stage, batch = instruction.stage, machine.step + instruction.batch
-    parts = between(machine).gather_weights(machine.device, stage, batch)
+    parts = between(machine).gather_weights(stage, batch)
     machine.weights.gather(stage, batch + 1, parts)
 
 

@@ -24,7 +24,7 @@ def share_norms(machine: Machine, instruction: ins.Norm) -> None:
     stage, batch = instruction.stage, instruction.batch
     norms = norms_of(machine.store.gradients.get((stage, batch), []))
     if stage in machine.program.sharded:
-        norms = between(machine).all_norms(machine.device, stage, machine.step + batch, norms)
+        norms = between(machine).all_norms(stage, machine.step + batch, norms)
     for other in range(machine.program.stages):
         machine.store.values[norm_buffer(stage, other, batch)] = norms
 

@@ -185,10 +185,8 @@ class Weights:
         """The initial values of the sums of a stage's gradients, to add to in place; None for 0."""
         return [None] * len(self._names[stage])
 
-    def update(
-        self, stage: int, reads: int, writes: int, gradients: Sequence[Tensor | None]
-    ) -> list[Tensor]:
-        """Update a stage with a batch's gradients, from version ``reads`` to version ``writes``.
+    def update(self, stage: int, reads: int, gradients: Sequence[Tensor | None]) -> list[Tensor]:
+        """Update a stage, which has the version ``reads``, with a batch's gradients.
 
         ``.grad`` is left as it was.
 
@@ -306,9 +304,7 @@ class LiveWeights(Weights):
         copies = iter(clones([gradient for gradient in before if gradient is not None]))
         return [None if gradient is None else next(copies) for gradient in before]
 
-    def update(
-        self, stage: int, reads: int, writes: int, gradients: Sequence[Tensor | None]
-    ) -> list[Tensor]:
+    def update(self, stage: int, reads: int, gradients: Sequence[Tensor | None]) -> list[Tensor]:
         """See Weights.update. Parts are copies; the parameters change at the ``commit``."""
         optimizer = self._optimizers[stage]
         if optimizer is None or not gradients:

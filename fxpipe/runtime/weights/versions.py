@@ -230,9 +230,7 @@ class VersionedWeights(Weights):
             tensors[name] if name in tensors else self._state[name] for name in self._names[stage]
         ]
 
-    def update(
-        self, stage: int, reads: int, writes: int, gradients: Sequence[Tensor | None]
-    ) -> list[Tensor]:
+    def update(self, stage: int, reads: int, gradients: Sequence[Tensor | None]) -> list[Tensor]:
         own = self._stages[stage]
         kept = own.newest + 1 - own.delay
         waits = self._awaits and not own.sharded
