@@ -238,6 +238,25 @@ def parts(mesh: DeviceMesh, folder: Path) -> tuple[list[str], list[str], dict[st
         return list(pipe.state_dict()), read, pipe.state_dict(full=True)
 
 
+def rates(mesh: DeviceMesh, folder: Path) -> tuple[float, bool]:
+    """The learning rate that comes back with a checkpoint, of one optimizer for a model whose last
+    stage has no parameters; and whether this rank has parameters."""
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
+    given = torch.optim.AdamW(model.parameters(), lr=0.01)
+    with pipe_of(mesh, model=model, optimizer=given, partition=["1"]) as pipe:
+        for step in range(2):
+            x, y = batch(step)
+            pipe.step(x, target=y)
+        pipe.save(folder)
+        pipe.optimizer.param_groups[0]["lr"] = 0.5
+        pipe.load(folder)
+        return pipe.optimizer.param_groups[0]["lr"], any(pipe.optimizers)
+
+
+def test_settings_come_back_on_a_rank_without_parameters(tmp_path: Path) -> None:
+    assert on_ranks(2, rates, tmp_path / "run") == [(0.01, True), (0.01, False)]
+
+
 def test_each_rank_writes_and_reads_its_own_stages(tmp_path: Path) -> None:
     first, second = on_ranks(2, parts, tmp_path / "run")
     assert not set(first[0]) & set(second[0])

@@ -163,7 +163,7 @@ class Optimizers:
             CheckpointError: the state is of other optimizers.
             InputError: the user's function returns no optimizer for a stage.
         """
-        if not saved.parameters:
+        if not saved.groups:  # of a pipe that had no stages yet
             return self._reset
         made = self.made
         if made is None and plan is not None:
