@@ -340,22 +340,24 @@ def _device(certificate: Certificate) -> float:
     # Backward in time, and from the last micro-batch to the first, all is alike, but for the weight
     # gradients, which then come ahead.
     tails = _earliest(problem, first, (backward, forward), (problem.up, problem.down), ended)
-    work = 0.0
+    head, tail = ((1 - _CLOSE) * terms[name] for name in ("before", "behind"))
+    own = []
     for s in range(first, problem.stages):
         if problem.placement[s] != device:
             continue
         late = 0.0
         for i in range(m):
             late = max(late, heads[1][s][i] + backward[s])
-            for head, took, tail in (
+            tasks = (
                 (heads[0][s][i], forward[s], tails[1][s][m - 1 - i]),
                 (heads[1][s][i], backward[s], tails[0][s][m - 1 - i]),
                 (late, weight[s], (m - 1 - i) * weight[s]),
-            ):
-                if head >= terms["before"] - _CLOSE * (1 + head):
-                    work += took if tail >= terms["behind"] - _CLOSE * (1 + tail) else 0.0
+            )
+            own += [took for ready, took, after in tasks if ready >= head and after >= tail]
             late += weight[s]
-    return terms["before"] + work + terms["behind"] + _update(problem, device) if work else 0.0
+    if not own:
+        return 0.0
+    return terms["before"] + sum(own) + terms["behind"] + _update(problem, device)
 
 
 def _earliest(

@@ -15,8 +15,6 @@ from fxpipe.errors import InputError, VerificationError
 from fxpipe.ir.plan import Costs as Measured
 from fxpipe.schedules.chimera import both_ways
 from fxpipe.search import exact
-from fxpipe.search.bounds import Bound
-from fxpipe.search.certificate import Certificate
 from fxpipe.search.library import library_orders
 from fxpipe.search.listing import Habit, Policy, list_schedule
 from fxpipe.search.local import given_policies, random_policy
@@ -29,13 +27,9 @@ from fxpipe.simulator.costs import Key
 from fxpipe.simulator.simulate import chain
 from tests.helpers.search_problems import (
     UNEQUAL,
-    all_bounds,
-    larger,
-    mixing,
     needs_ortools,
     problem_of,
     problems,
-    shared,
 )
 
 
@@ -274,56 +268,6 @@ def test_the_same_seed_and_work_give_the_same(with_solver: bool) -> None:
         return search_schedule(UNEQUAL, 5, memory=2.5, work=60, seed=seed, exact=with_solver)
 
     assert once(3) == once(3)
-
-
-@pytest.fixture(scope="module")
-def proven() -> Certificate:
-    return search_schedule(UNEQUAL, 5, memory=4, work=300, exact=False).certificate
-
-
-def test_a_certificate_that_was_changed_is_refused(proven: Certificate) -> None:
-    assert proven.check() == ()
-    first, *rest = proven.schedule.rows
-    moved = replace(proven.schedule, rows=((first[0], first[2], first[1], *first[3:]), *rest))
-    late = tuple(task for kind in "FIWU" for task in first if task.kind == kind)
-    poor = replace(proven.schedule, rows=(late, *rest))
-    faster = replace(proven.problem, forward=(1, 1, 1))
-    for wrong in (
-        replace(proven, value=proven.value - 0.5),
-        replace(proven, bound=replace(proven.bound, time=proven.bound.time + 0.5)),
-        replace(proven, bound=Bound(proven.value + 1, "solver")),
-        replace(proven, schedule=moved),
-        replace(proven, schedule=poor),
-        replace(proven, schedule=fxpipe.schedules.zb_h2(3, 6)),
-        replace(proven, problem=replace(proven.problem, memory=(1.5, 1.5, 1.0))),
-        replace(proven, problem=faster),
-    ):
-        with pytest.raises(VerificationError):
-            wrong.check()
-
-
-@given(st.one_of(problems((1, 4), (1, 6)), shared(), larger(), mixing((1, 4), (1, 6))))
-def test_the_checker_follows_every_bound_and_refuses_more(problem: Problem) -> None:
-    """Of a schedule that is far above all of them."""
-    _, order, _ = list_schedule(
-        problem, next(given_policies(problem)), [0.0] * problem.devices, inf
-    )
-    schedule, value = problem.schedule_of(tuple(map(tuple, order))), 10_000
-    for bound in all_bounds(problem):
-        assert Certificate(problem, schedule, value, bound).check() == ()
-        more = replace(bound, time=bound.time * 1.001)
-        with pytest.raises(VerificationError, match="only"):
-            Certificate(problem, schedule, value, more).check()
-
-
-@needs_ortools
-def test_what_rests_on_the_solver_is_named() -> None:
-    costs: dict[Key, float] = {"F": 7, ("F", 2): 1, "I": 5, ("I", 1): 9, ("I", 2): 8, "U": 0}
-    costs |= {"W": 7, ("W", 1): 5, ("W", 2): 8}
-    found = search_schedule(costs, 4, memory=2, work=60, exact=True)
-    assert found.certificate.bound.why == "solver"
-    assert "CP-SAT" in found.certificate.check()[0]
-    assert found.gap == 0
 
 
 def test_it_searches_without_the_solver_and_says_so_where_it_is_asked_for(
