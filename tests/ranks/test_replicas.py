@@ -28,15 +28,26 @@ OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
+class Scaled(nn.Linear):
+    """It has a parameter of no dimension."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale
+
+
 class Model(nn.Module):
-    """Four parts with BatchNorm, a convolution and a skip."""
+    """Four parts with BatchNorm, a convolution, a skip and a parameter of no dimension."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Conv1d(2, 6, 3, padding=1)
         self.second = nn.Sequential(nn.BatchNorm1d(6), nn.Tanh(), nn.Conv1d(6, 6, 1))
         self.third = nn.Sequential(nn.Flatten(), nn.Linear(30, 7), nn.Tanh())
-        self.fourth = nn.Linear(12 + 1, 3)
+        self.fourth = Scaled(12 + 1, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         a = self.first(x)

@@ -74,7 +74,7 @@ class Parts:
 
     def whole(self) -> Tensor:
         """All of it. Raises RuntimeError where a part is missing."""
-        return torch.cat([part for _, part in sorted(self.tensors.items())]).view(*self.shape)
+        return torch.cat([part for _, part in sorted(self.tensors.items())]).view(self.shape)
 
 
 def frozen(group: dict[str, Any]) -> dict[str, Any]:
