@@ -18,11 +18,11 @@ from fxpipe.search.bounds import Bound, best_bound
 from fxpipe.search.certificate import Certificate
 from fxpipe.search.library import Library, library_orders
 from fxpipe.search.placing import best_placements, spread_bound
-from fxpipe.search.problem import Problem
+from fxpipe.search.problem import Order, Problem
 from fxpipe.search.read import Given, apart, problems_of
 from fxpipe.search.steady import search_of
 from fxpipe.search.timeline import Timeline
-from fxpipe.search.timing import peaks, value_of
+from fxpipe.search.timing import fits, peaks, value_of
 from fxpipe.simulator.costs import Costs, Links, measured_costs
 from fxpipe.simulator.sizes import Sizes
 
@@ -218,37 +218,51 @@ def _search_placements(given: Given, budget: _Budget) -> list[tuple[Certificate,
 def _search(problem: Problem, given: Given, budget: _Budget) -> tuple[Certificate, Library]:
     """The best of one problem, with memory that is held back until a simulation fits."""
     bound = best_bound(problem)
-    library: Library = {}
     sizes = given.sizes if given.memory is not None else None
-    tight = problem
     limits = given.limits(problem.devices)
+
+    def exceeds(schedule: Schedule) -> list[float]:
+        """Device → by how much a simulation is above what it may hold."""
+        if sizes is None:
+            return [0.0]
+        steps = 1 if problem.flush else None
+        ran = schedule.simulate(given.costs, links=given.links, sizes=sizes, steps=steps)
+        return [max(0.0, has.peak - most) for has, most in zip(ran.memory, limits, strict=True)]
+
+    library, orders, known = library_orders(problem), [], []
+    for name, each in library.items():
+        if isinstance(each, str):
+            continue
+        orders.append(each)
+        certificate = Certificate(problem, problem.schedule_of(each[1]), each[0], bound)
+        if any(exceeds(certificate.schedule)):
+            library[name] = "keeps more than fits"
+        else:
+            known.append(certificate)
+    tight = problem
     rounds = 1 if sizes is None else _TIGHTENED
     for left in range(rounds - 1, -1, -1):
         # half of what is left, as the first round mostly fits
         part = 2 ** min(rounds - left, rounds - 1)
         share = replace(budget, seconds=budget.seconds / part)
         own = bound if tight is problem else best_bound(tight)
-        certificate, orders = _solve(tight, own, share)
-        library = library or orders
-        if sizes is None:
-            return certificate, library
-        steps = 1 if problem.flush else None
-        ran = certificate.schedule.simulate(
-            given.costs, links=given.links, sizes=sizes, steps=steps
-        )
-        over = [max(0.0, has.peak - most) for has, most in zip(ran.memory, limits, strict=True)]
+        certificate = _solve(tight, own, share, orders)
+        over = exceeds(certificate.schedule)
         if not any(over):
             if tight is not problem:
                 certificate = replace(certificate, problem=problem, bound=bound)
-            return certificate, library
-        if not left:
-            break
+            return min((certificate, *known), key=lambda one: one.value), library
         order = problem.order_of(certificate.schedule)
         assert order is not None
-        kept = zip(tight.memory, peaks(problem, order), over, strict=True)
-        tight = replace(
-            tight, memory=tuple(min(m, peak - more) if more else m for m, peak, more in kept)
+        kept = zip(tight.memory, peaks(problem, order), over, tight.least_memory, strict=True)
+        memory = tuple(
+            max(least, min(most, peak - more)) if more else most for most, peak, more, least in kept
         )
+        if not left or memory == tight.memory:
+            break
+        tight = replace(tight, memory=memory)
+    if known:
+        return min(known, key=lambda one: one.value), library
     device = max(range(problem.devices), key=over.__getitem__)
     raise InputError(
         f"device {device} holds {over[device]:g} bytes more than it may with every schedule that "
@@ -256,14 +270,16 @@ def _search(problem: Problem, given: Given, budget: _Budget) -> tuple[Certificat
     )
 
 
-def _solve(problem: Problem, bound: Bound, budget: _Budget) -> tuple[Certificate, Library]:
-    """Local search, and then, where the solver is there and all is small, windows and it."""
+def _solve(
+    problem: Problem, bound: Bound, budget: _Budget, known: Sequence[tuple[float, Order]]
+) -> Certificate:
+    """Local search, and then, where the solver is there and all is small, windows and it; some
+    orders with their times are known."""
     started = perf_counter()
     local = search_of(problem, Random(budget.seed))
-    library = library_orders(problem)
-    for each in library.values():
-        if not isinstance(each, str):
-            local.offer(*each)
+    for value, own in known:
+        if fits(problem, own):
+            local.offer(value, own)
     small = budget.exact and not problem.delay and solver.literals(problem) <= solver.LITERALS
 
     def lasting(share: float) -> Callable[[], bool]:
@@ -290,4 +306,4 @@ def _solve(problem: Problem, bound: Bound, budget: _Budget) -> tuple[Certificate
         if least > bound.time * (1 + 1e-9):
             bound = Bound(min(least, local.value), "solver")
     schedule = problem.schedule_of(local.best)
-    return Certificate(problem, schedule, local.value, bound), library
+    return Certificate(problem, schedule, local.value, bound)
