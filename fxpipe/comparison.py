@@ -183,8 +183,8 @@ def compare(
             backward, of all that a device has of the model.
 
     Raises:
-        InputError: a cost is of no kind of task, there are no devices or micro-batches, or nothing
-            is compiled or measured yet.
+        InputError: a cost is of no kind of task, there are no devices, micro-batches or memory, or
+            nothing is compiled or measured yet.
     """
     given = dict(costs or {})
     for letter in given:
@@ -204,6 +204,8 @@ def compare(
     p, m = devices if devices is not None else p, microbatches if microbatches is not None else m
     check_whole("devices", p, 1)
     check_whole("microbatches", m, 1)
+    if memory is not None and not memory > 0:
+        raise InputError(f"memory is {memory:g}; give what a device may take, above 0")
     totals = {letter: seconds / p for letter, seconds in totals.items()}
     times = {letter: kind.cost for letter, kind in KINDS.items()} if pipe is None else {}
     times |= totals | given

@@ -150,6 +150,18 @@ def _memory(given: Namespace, stages: int) -> tuple[float | list[float] | None, 
         return memory, None
     if odd := {key if isinstance(key, str) else key[0] for key in keeps} - {"F", "W"}:
         raise InputError(f"--keeps has {min(odd)!r}; write F for forwards, W for what they leave")
+    for key, size in keeps.items():
+        letter, stage = (key, 0) if isinstance(key, str) else key
+        if not (size >= 0 and size.is_integer()):
+            raise InputError(
+                f"--keeps has {letter}={size:g}; write a whole number of at least 0, in the units "
+                "of --memory"
+            )
+        if stage >= stages:
+            raise InputError(
+                f"--keeps has {letter}@{stage}, and the stages are 0 to {stages - 1}; name one of "
+                "them"
+            )
     saved, deferred = (
         {s: int(keeps.get((letter, s), keeps.get(letter, 1))) for s in range(stages)}
         for letter in "FW"

@@ -190,6 +190,11 @@ def test_the_text_of_a_searched_schedule_is_one(
         (["--memory", "much"], "--memory is 'much'"),
         (["--keeps", "F=1"], "give --memory, too"),
         (["--memory", "4", "--keeps", "B=1"], "--keeps has 'B'"),
+        (["--memory", "4", "--keeps", "F=0.5"], "--keeps has F=0.5; write a whole number"),
+        (["--memory", "4", "--keeps", "F=nan"], "--keeps has F=nan"),
+        (["--memory", "4", "--keeps", "W=inf"], "--keeps has W=inf"),
+        (["--memory", "4", "--keeps", "F@1=-1"], "--keeps has F=-1"),
+        (["--memory", "4", "--keeps", "F@9=1"], "--keeps has F@9, and the stages are 0 to 2"),
         (["--placement", "w"], "write each, v, search, or loop=2"),
     ],
 )

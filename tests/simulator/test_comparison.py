@@ -108,6 +108,9 @@ def test_what_cannot_be_compared_is_refused() -> None:
         for name in ("devices", "microbatches"):
             with pytest.raises(InputError, match=f"{name} is {wrong!r}; give a whole number"):
                 fxpipe.compare(**{name: wrong})  # type: ignore[arg-type]
+    for nothing in (0, -3.0, float("nan")):
+        with pytest.raises(InputError, match=f"memory is {nothing:g}; give"):
+            fxpipe.compare(memory=nothing)
 
 
 def test_schedules_of_tasks_that_take_no_time_have_a_picture() -> None:
