@@ -106,6 +106,10 @@ def plan_training(
     if not isinstance(batch, int) or batch < 1:
         raise InputError(f"batch is {batch!r}; give the samples of a step, at least 1")
     check_whole("keep", keep, 1)
+    for size in sizes:
+        check_whole("a size of sizes", size, 1)
+    if schedules is not None and (isinstance(schedules, str) or not schedules):
+        raise InputError(f'schedules is {schedules!r}; give a list of names, such as ["1f1b"]')
     recipes = None if schedules is None else [find_recipe(name) for name in schedules]
     with compile(model, [device or "cpu"], microbatches=1, **options) as pipe:
         cuts = _Cuts(pipe, example, [size for size in sizes if size <= batch] or [1], batch)

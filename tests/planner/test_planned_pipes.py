@@ -56,6 +56,14 @@ def test_a_chosen_plan_compiles_and_trains_like_the_loop() -> None:
         fxpipe.plan_training(model, "host of=2", 8, example=(x,), schedule="1f1b")
     with pytest.raises(fxpipe.InputError, match="keep is 0; give a whole number of at least 1"):
         fxpipe.plan_training(model, "host of=2", 8, example=(x,), keep=0)
+    sizes: Any
+    for sizes in ((0, 2), (2, 1.5), "28"):
+        with pytest.raises(fxpipe.InputError, match=r"a size of sizes is .*; give a whole number"):
+            fxpipe.plan_training(model, "host of=2", 8, example=(x,), sizes=sizes)
+    schedules: Any
+    for schedules in ([], "1f1b"):
+        with pytest.raises(fxpipe.InputError, match=r"schedules is .*; give a list of names"):
+            fxpipe.plan_training(model, "host of=2", 8, example=(x,), schedules=schedules)
 
 
 @pytest.mark.parametrize(("rate", "cap", "does"), [(1e15, 17.5, "O"), (1.0, 28, "R")])
