@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 
 from fxpipe.ir.schedule import Schedule
 from fxpipe.search.bounds import Bound
@@ -32,8 +33,7 @@ class Certificate:
     @property
     def gap(self) -> float:
         """By which share of the bound the schedule is above it at most; 0 where it is optimal."""
-        above = self.value - self.bound.time
-        return above / self.bound.time if above > 1e-9 * self.value else 0.0
+        return gap_of(self.value, self.bound.time)
 
     @property
     def optimal(self) -> bool:
@@ -93,6 +93,7 @@ class Certificate:
     def __str__(self) -> str:
         what = "a step" if self.problem.flush else "each of many steps"
         gap = "optimal" if self.optimal else f"within {100 * self.gap:.2g}% of the best"
+        gap = "which is all that is known" if self.gap == inf else gap
         none = "none" if self.wide is None else "on any placement none"
         return (
             f"{what} takes {self.value:.6g}; {none} takes less than {self.bound.time:.6g} ({gap}):"
@@ -112,3 +113,10 @@ class Certificate:
         from fxpipe.search.check import check_certificate
 
         return check_certificate(self)
+
+
+def gap_of(value: float, bound: float) -> float:
+    """By which share of the bound a time is above it; infinite where it is above a bound of 0."""
+    if value - bound <= 1e-9 * value:
+        return 0.0
+    return (value - bound) / bound if bound else inf

@@ -15,7 +15,7 @@ from fxpipe.ir.schedule import Schedule
 from fxpipe.search import exact as solver
 from fxpipe.search import windows
 from fxpipe.search.bounds import Bound, best_bound
-from fxpipe.search.certificate import Certificate
+from fxpipe.search.certificate import Certificate, gap_of
 from fxpipe.search.library import Library, library_orders
 from fxpipe.search.placing import best_placements, spread_bound
 from fxpipe.search.problem import Order, Problem
@@ -79,8 +79,7 @@ class Found:
     @property
     def gap(self) -> float:
         """By which share of the bound the schedule is above it at most."""
-        above = self.value - self.bound
-        return above / self.bound if above > 1e-9 * self.value else 0.0
+        return gap_of(self.value, self.bound)
 
     def __str__(self) -> str:
         return str(self.certificate)

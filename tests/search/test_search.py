@@ -348,3 +348,13 @@ def test_a_library_schedule_that_has_no_time_is_told_why() -> None:
     assert told["gpipe"] == "keeps more than fits"
     assert told["2bw"] == "reads older weights"
     assert told["zb-v"] == told["chimera"] == "has its stages elsewhere"
+
+
+def test_a_bound_of_no_time_is_told_where_transfers_alone_take_some() -> None:
+    costs: dict[Key, float] = {"F": 0, "B": 0, "U": 0, ("F", 5): 0}
+    found = search_schedule(
+        costs, 5, devices=3, placement="search", links=Link(3e-6), delay=1, work=50, exact=False
+    )
+    assert found.value > found.bound == 0
+    assert found.gap == found.certificate.gap == inf
+    assert "takes less than 0 (which is all that is known)" in str(found)
