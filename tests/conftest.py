@@ -13,6 +13,7 @@ import signal
 import subprocess
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import nullcontext
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -71,6 +72,7 @@ def pytest_configure() -> None:
         raise pytest.UsageError(f"QUICK in {__file__} names folders that are not there: {lost}")
 
 
+@cache
 def within(path: Path, places: tuple[str, ...]) -> bool:
     return any(path.is_relative_to(TESTS / place) for place in places)
 

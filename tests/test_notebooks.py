@@ -4,7 +4,8 @@ Figures differ from run to run, so outputs are compared by kind: text, picture o
 must hold exactly is asserted inside the notebooks. ``--update-golden`` writes the new outputs.
 
 What a reader sees takes many steps, and what a test looks at takes few: it trains less, and all
-kernels but one are forked from a process that has imported fxpipe, save for a deep run.
+kernels but one are forked from a process that has imported fxpipe, save for a deep run. Jupyter is
+imported by the tests that run a notebook alone: it is slow to import.
 """
 
 from __future__ import annotations
@@ -17,11 +18,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import nbformat
 import pytest
-from ipykernel.kernelapp import IPKernelApp
-from jupyter_client.provisioning import local_provisioner
-from nbclient import NotebookClient
 
 from tests.helpers.profiles import DEEP
 from tests.helpers.ranks import CONTEXT
@@ -51,6 +48,8 @@ FRESH = "03_write_your_own"
 
 def kernel(command: list[str], folder: str, ready: Connection) -> None:
     """Runs a kernel in this process."""
+    from ipykernel.kernelapp import IPKernelApp
+
     os.setsid()
     ready.send(None)
     os.chdir(folder)
@@ -82,6 +81,10 @@ class Forked:
 
 def executed(book: Any, brief: Mapping[str, str], fresh_process: bool) -> Any:
     """A copy with the outputs of a fresh kernel, with some lines replaced."""
+    import nbformat
+    from jupyter_client.provisioning import local_provisioner
+    from nbclient import NotebookClient
+
     fresh = nbformat.from_dict(copy.deepcopy(book))
     for line, instead in brief.items():
         (cell,) = (cell for cell in fresh.cells if line in cell.source)
@@ -124,6 +127,8 @@ def test_a_notebook_runs_and_shows_what_is_committed(
     path: Path, request: pytest.FixtureRequest
 ) -> None:
     pytest.importorskip("skimage")
+    import nbformat
+
     committed = nbformat.read(path, as_version=4)
     update = bool(request.config.getoption("--update-golden"))
     whole = update or DEEP

@@ -23,7 +23,6 @@ import fxpipe
 from fxpipe.errors import InputError
 from fxpipe.kernels.inductor import Library
 from fxpipe.passes.inductor import libraries
-from fxpipe.passes.inductor.worker import LARGE, MULTIPLIES, multiply_by_onednn
 from tests.helpers.stage_libraries import Net, batch, gradients, graphs, made
 
 pytestmark = pytest.mark.skipif(
@@ -174,8 +173,11 @@ for line in sys.stdin:
     assert answers == {k: ended if k == 1 else libraries.Answer("", k) for k in range(4)}
 
 
-def words(side: int = round(LARGE ** (1 / 3)) + 1) -> tuple[nn.Module, Tensor]:
+def words() -> tuple[nn.Module, Tensor]:
     """An embedding and a large product, which are one library, and their input."""
+    from fxpipe.passes.inductor import worker  # slow to import
+
+    side = round(worker.LARGE ** (1 / 3)) + 1
     torch.manual_seed(0)
     return nn.Sequential(nn.Embedding(3, side), nn.Linear(side, side)), torch.arange(side) % 3
 
@@ -190,9 +192,12 @@ def test_whole_numbers_may_be_indices(folder: Path) -> None:
         assert None not in graphs(pipe)
 
 
-@pytest.mark.skipif(not MULTIPLIES, reason="this build of torch lacks MKL or oneDNN")
 def test_large_products_are_given_to_onednn_and_are_the_same_to_rounding(folder: Path) -> None:
-    side = round(LARGE ** (1 / 3)) + 1
+    from fxpipe.passes.inductor import worker  # slow to import
+
+    if not worker.MULTIPLIES:
+        pytest.skip("this build of torch lacks MKL or oneDNN")
+    side = round(worker.LARGE ** (1 / 3)) + 1
 
     def products(a: Tensor, b: Tensor, bias: Tensor) -> list[Tensor]:
         # the last two, a sum of matrices and a small product, are not given
@@ -201,7 +206,7 @@ def test_large_products_are_given_to_onednn_and_are_the_same_to_rounding(folder:
     torch.manual_seed(0)
     given = torch.randn(side, side), torch.randn(side, side), torch.randn(side)
     graph = make_fx(products, tracing_mode="fake")(*given)
-    multiply_by_onednn(graph.graph)
+    worker.multiply_by_onednn(graph.graph)
     graph.recompile()
     assert str(graph.graph).count("mkldnn._linear_pointwise") == 3
     assert all(map(partial(torch.allclose, atol=1e-3), graph(*given), products(*given)))

@@ -6,13 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import HubertConfig, HubertForCTC, Wav2Vec2Config, Wav2Vec2ForCTC
 
-MODELS: dict[str, tuple[Any, Any]] = {
-    "wav2vec2": (Wav2Vec2Config, Wav2Vec2ForCTC),
-    "hubert": (HubertConfig, HubertForCTC),
-}
-"""Name of the base model in the whole → configuration and model."""
+MODELS = {"wav2vec2": "Wav2Vec2", "hubert": "Hubert"}
+"""Name of the base model in the whole → what the names of its classes begin with."""
 
 
 def speech(name: str, **options: Any) -> nn.Module:
@@ -22,7 +18,10 @@ def speech(name: str, **options: Any) -> nn.Module:
         name: of MODELS.
         options: of its configuration, such as dropouts.
     """
-    config, kind = MODELS[name]
+    import transformers  # slow to import
+
+    config: Any = getattr(transformers, f"{MODELS[name]}Config")
+    kind: Any = getattr(transformers, f"{MODELS[name]}ForCTC")
     made: nn.Module = kind(
         config(
             vocab_size=12,

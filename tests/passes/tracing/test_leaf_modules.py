@@ -13,7 +13,6 @@ from torch.nn.functional import mse_loss
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import fxpipe
-from benchmarks.models.others import CASES
 from fxpipe.errors import InputError, TraceError
 from fxpipe.passes.tracing import leaf_calls
 from tests.oracles import loop
@@ -200,6 +199,8 @@ def test_a_stage_can_begin_at_a_leaf_that_draws() -> None:
 
 
 def test_a_leaf_in_a_model_of_transformers() -> None:
+    from benchmarks.models.others import CASES  # slow to import
+
     torch.manual_seed(0)
     case = next(case for case in CASES if case.name == "GPT-2")
     model = case.model()
