@@ -121,7 +121,7 @@ def test_a_searched_schedule_is_not_slower_than_those_of_the_library_and_fits() 
 
 
 def test_a_model_is_fitted_into_its_devices_or_what_is_missing_is_enough() -> None:
-    x, y = batch(8)
+    x, y = batch(4)
     with pipe_of(layers(), optimizer=torch.optim.Adam, example=((x,), {"target": y})) as pipe:
         most = max(memory.peak for memory in pipe.simulate().memory)
     refused = 0

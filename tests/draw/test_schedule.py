@@ -104,7 +104,7 @@ def test_labels_fit_into_their_boxes(p: int, m: int, capfd: pytest.CaptureFixtur
 
 
 def test_a_large_schedule_has_no_labels_in_its_boxes() -> None:
-    picture = draw_schedule(one_f_one_b(64, 256))
+    picture = draw_schedule(one_f_one_b(32, 128))
     assert picture.pipe("png")
     assert not re.search(r"label=[FB]\d", picture.source)
     assert "(labels that do not fit are left out)" in picture.source

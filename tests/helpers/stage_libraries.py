@@ -22,8 +22,11 @@ MICROBATCHES = 3
 
 def settings(folder: Path) -> dict[str, str]:
     """What to set in the environment of a process that shares the libraries in a folder."""
-    cache = {"TORCHINDUCTOR_CACHE_DIR": str(folder.parent)}
-    return {**cache, "AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL": "O0"}  # what calls the kernels
+    return {
+        "TORCHINDUCTOR_CACHE_DIR": str(folder.parent),
+        "AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL": "O0",  # what calls the kernels
+        "AOT_INDUCTOR_ENABLE_LINE_TABLES": "0",  # for profilers
+    }
 
 
 class Lent:

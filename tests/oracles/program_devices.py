@@ -27,6 +27,9 @@ class Devices:
         self.resumed = False
         every = [x for own in program.lists for x in own]
         self.again = {(x.stage, x.microbatch) for x in every if isinstance(x, ins.Recompute)}
+        self.away = {
+            (x.buffer.source, x.buffer.microbatch) for x in every if isinstance(x, ins.Offload)
+        }
         self.inputs: dict[int, list[int]] = {}
         self.where = {
             (x.stage, x.microbatch): device

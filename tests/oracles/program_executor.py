@@ -59,7 +59,7 @@ class _Run(Devices):
             self.backwards = sum(
                 isinstance(x, ins.Backward | ins.WeightGrad) for own in self.lists for x in own
             )
-            while any(self._advance(device) for device in order):
+            while any(map(self._advance, order)):  # the favourite again after each
                 pass
             if any(at < len(own) for at, own in zip(self.next, self.lists, strict=True)):
                 raise WrongError("stuck")
@@ -95,7 +95,8 @@ class _Run(Devices):
                 | ins.Free()
             ):
                 buffer = instruction.buffer
-                buffer = buffer._replace(batch=self.step + buffer.batch)
+                if self.step:
+                    buffer = buffer._replace(batch=self.step + buffer.batch)
                 return self._move(device, instruction, buffer)
             case ins.Offload() | ins.Prefetch() | ins.Await():
                 self._offload(device, instruction)
@@ -199,8 +200,7 @@ class _Run(Devices):
         def back(e: Edge) -> Buffer:
             return Buffer("grad", e.value, e.target, e.source, i, batch)
 
-        stored = [x.buffer for own in self.program.lists for x in own if isinstance(x, ins.Offload)]
-        away = (stage, i) in [(buffer.source, buffer.microbatch) for buffer in stored]
+        away = (stage, i) in self.away
         kept: BufferKind = "fetched" if away and (stage, i) not in self.again else "saved"
         begun = self.begun.pop((stage, batch), None)
         here = _kind(instruction)
