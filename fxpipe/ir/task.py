@@ -11,6 +11,7 @@ from numbers import Integral
 from typing import TYPE_CHECKING
 
 from fxpipe.errors import InputError
+from fxpipe.ir.value import batch_mark
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -121,8 +122,7 @@ class Task:
         index = "" if self.microbatch is None else str(self.microbatch)
         at = "" if self.stage is None else f"@{self.stage}"
         # A later batch than this step's is always wrong, and has no text that can be parsed.
-        batch = "'" * -self.batch + "+" * self.batch
-        return f"{self.kind}{index}{batch}{at}"
+        return f"{self.kind}{index}{batch_mark(self.batch)}{at}"
 
 
 def is_whole(task: Task) -> bool:

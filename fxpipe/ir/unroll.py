@@ -18,9 +18,6 @@ from fxpipe.ir.schedule import Schedule
 
 Item = TypeVar("Item")
 
-FURTHEST = 1_000
-"""How many batches back tasks, delays and versions reach at most."""
-
 _MOST = 10_000_000
 
 

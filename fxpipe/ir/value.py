@@ -9,6 +9,9 @@ from typing import Literal, NamedTuple
 HOST = -1
 """The stage number of the caller: inputs come from it, outputs go to it."""
 
+FURTHEST = 1_000
+"""How many batches back tasks, delays and versions reach at most."""
+
 EdgeKind = Literal["in", "act", "skip", "out"]
 
 
@@ -129,8 +132,11 @@ def part_of(count: int, replica: int, replicas: int) -> range:
 
 
 def batch_mark(batch: int) -> str:
-    """How text tells a batch: ``'`` for the one before this step's, ``+`` for the one after."""
-    return "'" * -batch + "+" * batch
+    """How text tells a batch: ``'`` for the one before this step's, ``+`` for the one after.
+
+    One that nothing valid reaches is told by its number, which no text is read from.
+    """
+    return "'" * -batch + "+" * batch if abs(batch) <= FURTHEST else f"({batch:+})"
 
 
 def saved(stage: int, microbatch: int, batch: int = 0) -> Buffer:

@@ -16,8 +16,8 @@ from fxpipe.ir import instruction as ins
 from fxpipe.ir.plan import Bucket, Plan, Stage
 from fxpipe.ir.program import Program, Turn
 from fxpipe.ir.schedule import Schedule
-from fxpipe.ir.unroll import FURTHEST, blocking, unroll
-from fxpipe.ir.value import COPIED, HOST, Buffer, Edge
+from fxpipe.ir.unroll import blocking, unroll
+from fxpipe.ir.value import COPIED, FURTHEST, HOST, Buffer, Edge
 from fxpipe.ir.walk import waits_of, walk
 from fxpipe.simulator.costs import Costs, Link, Links, Times, task_times
 from fxpipe.simulator.simulation import Events, Simulation, Transfer

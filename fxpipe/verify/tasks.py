@@ -24,7 +24,7 @@ from typing import NamedTuple
 from fxpipe.errors import Fault, near
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import KINDS, Task, TaskKind
-from fxpipe.ir.unroll import FURTHEST
+from fxpipe.ir.value import FURTHEST
 from fxpipe.ir.walk import Key, Place, Wait, part_of, walk
 from fxpipe.verify.copies import Wrong, away
 from fxpipe.words import numbers_text

@@ -183,3 +183,12 @@ def test_what_is_stored_and_fetched_runs_beside_the_others() -> None:
         "0O: .  O0--- O1--- .  .  .  .  .  .  .  .  .  .  .  .  .  .\n"
         "0P: .  .  .  .  .  P0------ .  .  P1------ .  .  .  .  .  ."
     )
+
+
+def test_a_batch_that_nothing_valid_reaches_is_drawn_by_its_number() -> None:
+    task = B(0, batch=-(10**7))
+    schedule = Schedule("slip", 1, (0,), ((F(0), task, U()),))
+    assert str(task) == "B0(-10000000)"
+    assert "B0(-10000000)" in schedule.grid()
+    assert len(schedule.draw().source) < 20_000
+    assert str(B(0, batch=-1000)) == "B0" + "'" * 1000
