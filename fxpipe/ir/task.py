@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from numbers import Integral
+from numbers import Integral, Real
 from typing import TYPE_CHECKING
 
 from fxpipe.errors import InputError
@@ -218,21 +218,25 @@ def define_task(
             ``reads`` or ``writes`` name something unknown.
     """
     what = f"task {name!r}"
-    if len(letter) != 1 or not ("A" <= letter <= "Z"):
+    if not isinstance(letter, str) or len(letter) != 1 or not ("A" <= letter <= "Z"):
         raise InputError(f"{what}: its letter is {letter!r}; give one capital letter, A to Z")
     if letter in BUILT_IN:
         raise InputError(f"{what}: {letter!r} is the letter of {KINDS[letter].name}; take another")
     if cost is None:
         raise InputError(f"{what} has no cost; give cost=, in the unit in which a forward takes 1")
-    if not 0 <= cost < float("inf"):
-        raise InputError(f"{what}: its cost is {cost}; give a time of at least 0")
+    if not isinstance(cost, Real) or not 0 <= cost < float("inf"):
+        raise InputError(f"{what}: its cost is {cost!r}; give a time of at least 0")
     if not callable(run):
         raise InputError(f"{what}: run is {run!r}; give a function of a TaskContext")
+    if not isinstance(follows, str):
+        raise InputError(f"{what}: follows is {follows!r}; give letters of tasks, such as 'BW'")
     for word, given, known in (
-        ("follows", tuple(follows), tuple(KINDS)),
+        ("follows", follows, tuple(KINDS)),
         ("reads", reads, READABLE),
         ("writes", writes, WRITABLE),
     ):
+        if word != "follows" and not isinstance(given, tuple | list):
+            raise InputError(f"{what}: {word} is {given!r}; give a tuple, such as ('gradients',)")
         for item in given:
             if item not in known:
                 raise InputError(f"{what}: {word} names {item!r}; name some of {', '.join(known)}")
