@@ -7,13 +7,15 @@ import linecache
 import re
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
 import torch
 from torch import fx, nn
+
+from fxpipe.errors import FxpipeError, InputError, told
 
 _TORCH = str(Path(torch.__file__).parent)
 _OURS = tuple(
@@ -78,6 +80,23 @@ def _innermost(frames: list[tuple[str, int, str]]) -> str:
             code = linecache.getline(filename, line).strip()
             return f"{filename}:{line}, in {function}" + (f": {code}" if code else "")
     return ""
+
+
+@contextlib.contextmanager
+def refusing_failures(what: str = "the model") -> Iterator[None]:
+    """Raises InputError with the line where the model fails inside.
+
+    It has run without gradients by then, so that they must be what it fails with.
+    """
+    try:
+        yield
+    except FxpipeError:
+        raise
+    except Exception as error:
+        raise InputError(
+            f"the model fails on the first micro-batch where gradients are wanted, at "
+            f"{of_exception(error) or what} ({told(error).splitlines()[0]}); correct that line"
+        ) from error
 
 
 def called_by_ours(tb: TracebackType | None) -> TracebackType | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from fxpipe.ir.traced import DRAWS_FROM_OTHERS, Traced, Value
 from fxpipe.ir.value import HOST
 from fxpipe.kernels.serial import run_serially
 from fxpipe.passes.graph.fixed_draws import FixedDraws, fixed_others, pattern
-from fxpipe.torchtools import moments
+from fxpipe.torchtools import moments, source
 from fxpipe.torchtools.pytrees import pieces, taken_apart
 
 _RELATIVE = {torch.float64: 1e-7, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
@@ -30,6 +31,13 @@ differs by far more."""
 
 _NOISE = 4.0
 """By how many times its own noise a gradient may differ, where that is more."""
+
+
+_CURES = {
+    False: 'use tracer="symbolic", which calls modules as they are',
+    True: "have the submodule around it called as it is: compile(..., leaf_modules=[its name])",
+}
+"""What to do about an operation that is not seen, by whether the graph has leaf modules."""
 
 
 def check(
@@ -53,8 +61,10 @@ def check(
 
     Raises:
         TraceError: the plan and the model differ; names the output or parameter.
+        InputError: the model fails where gradients are wanted; names its line.
     """
     called = [node for node in traced.graph.nodes if node.op == "call_module"]
+    compare = partial(_compare, traced.leaves)
 
     @contextmanager
     def draws() -> Iterator[None]:
@@ -72,7 +82,7 @@ def check(
     kept = _kept(state, {id(state[name]) for name in before})
 
     def run() -> tuple[list[str], list[Tensor], Tensor | None]:
-        with torch.enable_grad() if differentiated else torch.no_grad():
+        with torch.enable_grad() if differentiated else torch.no_grad(), source.refusing_failures():
             output, loss = call()
         pairs = [
             (out.name, leaf)
@@ -94,7 +104,7 @@ def check(
         # before the backward, in which a checkpoint inside of the model writes its buffers again
         after = {name: state[name].clone() for name in before}
         for name, tensor in kept.items():
-            _compare(f"what is written to the buffer {name!r}", tensor, state[name])
+            compare(f"what is written to the buffer {name!r}", tensor, state[name])
         seeds: dict[str, Tensor] = {}
         theirs: dict[str, Tensor] = {}
         if differentiated:
@@ -109,11 +119,11 @@ def check(
     tensors = [made[name] for name in names if isinstance(made.get(name), Tensor)]
     if len(tensors) == len(expected):
         for name, here, there in zip(names, tensors, expected, strict=False):
-            _compare(f"output {name!r}", here, there)
+            compare(f"output {name!r}", here, there)
     if loss is not None and traced.loss is not None:
-        _compare("the loss", made[traced.loss], loss)
+        compare("the loss", made[traced.loss], loss)
     for name, here in moments.commit(traced.deferred, before, ran.state).items():
-        _compare(f"what is written to the buffer {name!r}", here, after[name])
+        compare(f"what is written to the buffer {name!r}", here, after[name])
     unlike = [
         (name, gradient)
         for name, there in theirs.items()
@@ -124,7 +134,7 @@ def check(
     ]
     noise = _noise(gradients, state, theirs) if unlike else {}
     for name, gradient in unlike:
-        _compare(f"the gradient of {name!r}", gradient, theirs[name], noise[name])
+        compare(f"the gradient of {name!r}", gradient, theirs[name], noise[name])
 
 
 def _noise(
@@ -205,13 +215,13 @@ def _gradients(
     }
 
 
-def _compare(what: str, here: Tensor, there: Tensor, noise: float = 0.0) -> None:
+def _compare(leaves: bool, what: str, here: Tensor, there: Tensor, noise: float = 0.0) -> None:
     difference = _difference(here, there, noise)
     if difference:
         raise TraceError(
             "the traced graph does not compute what the model computes: "
             f"{what}: {difference}; some operation, such as an autograd function of its own, is "
-            'not seen by the tracer: use tracer="symbolic", which calls modules as they are'
+            f"not seen by the tracer: {_CURES[leaves]}"
         )
 
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from fxpipe.errors import FxpipeError, InputError, told
+from fxpipe.errors import InputError, told
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.traced import Traced
 from fxpipe.kernels.graph import GraphKernel
@@ -311,7 +311,8 @@ class _Meter(fx.Interpreter):
                 copy = _copied if n.op == "call_module" else _cut
                 here_args, here_kwargs = pytree.tree_map(copy, (args, kwargs))
                 start = self._watch.mark()
-                value = self._forward(n, here_args, here_kwargs)
+                with source.refusing_failures(source.of_node(n) or repr(n.target)):
+                    value = getattr(self, n.op)(n.target, here_args, here_kwargs)
                 middle = self._watch.mark()
                 backward = self._backward(n, value, (here_args, here_kwargs))
             (forward,) = self._watch.seconds([(start, middle)])
@@ -320,19 +321,6 @@ class _Meter(fx.Interpreter):
         # autograd finds all gradients in the first half
         self.costs[n.name] = NodeCost(forward, backward, bytes_of(value), input_grad=backward)
         return pytree.tree_map(_cut, value)
-
-    def _forward(self, n: fx.Node, args: Any, kwargs: Any) -> Any:
-        """A node's value, with gradients, which the model's first run was without."""
-        try:
-            return getattr(self, n.op)(n.target, args, kwargs)
-        except FxpipeError:
-            raise
-        except Exception as error:
-            line = source.of_exception(error) or repr(n.target)
-            raise InputError(
-                f"the model fails on the first micro-batch where gradients are wanted, at {line} "
-                f"({told(error).splitlines()[0]}); correct that line"
-            ) from error
 
     def _backward(self, n: fx.Node, value: Any, inputs: Any) -> float:
         """Seconds of the gradient of a node's value with respect to what it read."""

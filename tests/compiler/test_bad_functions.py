@@ -298,6 +298,19 @@ class WritesSplits(nn.Module):
         return first
 
 
+class AddsInto(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.add(x, 1, out=torch.empty_like(x))  # not differentiable
+
+
+@pytest.mark.parametrize("tracer", ["export", "symbolic"])
+def test_a_call_that_has_no_gradient_names_its_line(tracer: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), AddsInto(), nn.Linear(4, 3))
+    start = "the model fails on the first micro-batch where gradients are wanted, at "
+    parts = start, "torch.add(x, 1, out=", "don't support automatic differentiation"
+    refused(InputError, lambda: stepped(model, tracer=tracer), *parts)
+
+
 @pytest.mark.parametrize("tracer", ["export", "symbolic"])
 def test_a_model_that_fails_only_where_gradients_are_wanted_names_its_line(tracer: str) -> None:
     def call() -> object:

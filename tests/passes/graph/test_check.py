@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
+import fxpipe
 from fxpipe.errors import TraceError
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.traced import Traced
@@ -288,3 +290,34 @@ def test_a_wrong_chance_of_dropout_is_noticed() -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3), nn.Linear(8, 4))
     with pytest.raises(TraceError, match="does not compute"):
         checked(model, torch.randn(3, 4), change)
+
+
+class WritesThroughCast(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = x.clone()
+        hidden.float().add_(1)  # no new tensor, where the type is the same
+        return hidden
+
+
+def test_an_unseen_write_is_refused_with_a_cure_that_works() -> None:
+    torch.manual_seed(0)
+    model, x = (
+        nn.Sequential(nn.Linear(4, 4), WritesThroughCast(), nn.Linear(4, 4)),
+        torch.randn(4, 4),
+    )
+    target = torch.randn(4, 4)
+    options: dict[str, Any] = {
+        "microbatches": 2,
+        "loss": nn.functional.mse_loss,
+        "tracer": "symbolic",
+    }
+    with fxpipe.compile(model, 2, **options) as pipe, pytest.raises(TraceError) as raised:
+        pipe.step(x, target=target)
+    assert "leaf_modules=[its name]" in str(raised.value)
+    alone = copy.deepcopy(model)
+    with fxpipe.compile(model, 2, leaf_modules=["1"], **options) as pipe:
+        loss = pipe.step(x, target=target)
+    assert torch.equal(
+        loss, loop.train(alone, 2, x, loss=nn.functional.mse_loss, target=target).loss
+    )
+    loop.assert_same(loop.gradients(model), loop.gradients(alone))
