@@ -285,7 +285,8 @@ class Pipeline(Saved):
 
     def _check_data(self, compiled: Compiled) -> None:
         """Raises InputError where a stage of this process reads or writes what has no data, and
-        RankError at the first call where the stage has other values in another replica."""
+        RankError at the first call where the stage has other values, or its optimizer other
+        settings, in another replica."""
         self._shown = self._shown or compiled
         compares = self._options.replicas > 1 and self._filled is None
         if not (self._options.hollow or compares) or compiled is self._filled:
@@ -304,7 +305,8 @@ class Pipeline(Saved):
                 )
         if compares:
             texts = [f"{name}: {digest(state[name])}" for name in sorted(names)]
-            self._group.agree("the model's values", "", twins="\n".join(texts))
+            texts += self._engine.progress.settings_of(compiled.plan)
+            self._group.agree("what replicas begin with", "", twins="\n".join(texts))
         self._filled = compiled
 
     def _taken(

@@ -161,12 +161,34 @@ def failing(mesh: DeviceMesh) -> dict[str, Any]:
                     told[schedule] = str(error), pipe.batches
             pipe.flush()
             told[f"{schedule} state"] = pipe.state_dict(full=True)
-    torch.manual_seed(replica)
-    with pytest.raises(fxpipe.RankError, match="the model's values differs between ranks") as other:
-        pipe = fxpipe.compile(Model(), mesh, loss=F.mse_loss, microbatches=2)
-        pipe.step(*batch(0, replica)[:1], target=batch(0, replica)[1])
-    told["values"] = str(other.value)
     return told
+
+
+def beginning_apart(mesh: DeviceMesh) -> tuple[str, str]:
+    """What a rank is told where replicas begin with other weights, and with another optimizer."""
+    replica = mesh.get_local_rank("dp")
+    told = []
+    for seed, rate in ((replica, 0.1), (0, 0.1 + 1e-6 * replica)):
+        torch.manual_seed(seed)
+        pipe = fxpipe.compile(
+            Model(),
+            mesh,
+            loss=F.mse_loss,
+            microbatches=2,
+            optimizer=lambda own: torch.optim.AdamW(own, lr=torch.tensor(rate)),  # noqa: B023
+        )
+        with pipe, pytest.raises(fxpipe.RankError, match="begin with differs between") as error:
+            pipe.step(*batch(0, replica)[:1], target=batch(0, replica)[1])
+        told.append(str(error.value))
+    return told[0], told[1]
+
+
+def test_replicas_begin_with_the_same_weights_and_settings_of_their_optimizers() -> None:
+    for weights, settings in on_ranks(4, beginning_apart, replicas=2):
+        assert "device 0 of replica 1" in weights
+        assert "first.bias: " in weights
+        assert "optimizer of stage 0: AdamW, lr 0.1" in settings
+        assert "device 0 of replica 1" in settings
 
 
 def test_a_failure_in_one_replica_takes_all_back_to_the_same_batch() -> None:
@@ -181,4 +203,3 @@ def test_a_failure_in_one_replica_takes_all_back_to_the_same_batch() -> None:
                 if schedule == "1f1b":
                     assert torch.equal(value, expected[key]), key
                 assert torch.equal(value, ranks[0][f"{schedule} state"][key])
-    assert all("device 0 of replica 1" in told["values"] for told in ranks)

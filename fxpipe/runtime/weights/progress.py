@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.traced import Traced
 from fxpipe.runtime.weights.checkpoint import Checkpoint
 from fxpipe.runtime.weights.clipping import Clipping
+from fxpipe.runtime.weights.live import settings
 from fxpipe.runtime.weights.optimizer_state import OptimizerState, described
 from fxpipe.runtime.weights.optimizers import Optimizers
 from fxpipe.runtime.weights.sharding import Shards
@@ -128,6 +130,16 @@ class Progress:
             # learning-rate schedulers check this flag, and warn of a wrong order
             self.stages.whole._opt_called = True  # type: ignore[attr-defined]
         return made
+
+    def settings_of(self, plan: Plan) -> list[str]:
+        """The settings of the stages' optimizers, a line a group. Raises as ``optimizers_of``."""
+        return [
+            f"optimizer of stage {stage}: {type(own).__qualname__}, "
+            + ", ".join(f"{key} {_shown(value)}" for key, value in settings(group).items())
+            for stage, own in enumerate(self.optimizers_of(plan))
+            if own is not None
+            for group in own.param_groups
+        ]
 
     def _refuse_unknown(self, plan: Plan, state: Mapping[str, Tensor]) -> None:
         """Check that every parameter that a plan trains is one that the optimizers were made for.
@@ -359,3 +371,9 @@ def _check(kind: str, own: Mapping[str, Tensor], saved: Mapping[str, Tensor]) ->
                 f"the checkpoint is of another model: its {kind} {name!r} is none of the pipe's; "
                 f"{near(name, own)}"
             )
+
+
+def _shown(setting: Any) -> str:
+    """A setting with all of its digits, and without a place in memory."""
+    value = setting.tolist() if isinstance(setting, Tensor) else setting
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
