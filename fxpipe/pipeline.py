@@ -175,7 +175,7 @@ class Pipeline(Saved):
         Raises:
             InputError, TraceError, ExecutionError: as in ``step``.
         """
-        with self._group.calling("call of the pipe"):
+        with self._group.calling("pipe(...)"):
             self._engine.check()
             micro = self._taken(args, kwargs, step=False)
             self.flush()

@@ -108,7 +108,8 @@ def plan_training(
     check_whole("keep", keep, 1)
     for size in sizes:
         check_whole("a size of sizes", size, 1)
-    if schedules is not None and (isinstance(schedules, str) or not schedules):
+    names = [] if isinstance(schedules, str) else schedules
+    if schedules is not None and not (names and all(isinstance(name, str) for name in names)):
         raise InputError(f'schedules is {schedules!r}; give a list of names, such as ["1f1b"]')
     recipes = None if schedules is None else [find_recipe(name) for name in schedules]
     with compile(model, [device or "cpu"], microbatches=1, **options) as pipe:

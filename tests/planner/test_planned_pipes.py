@@ -61,7 +61,7 @@ def test_a_chosen_plan_compiles_and_trains_like_the_loop() -> None:
         with pytest.raises(fxpipe.InputError, match=r"a size of sizes is .*; give a whole number"):
             fxpipe.plan_training(model, "host of=2", 8, example=(x,), sizes=sizes)
     schedules: Any
-    for schedules in ([], "1f1b"):
+    for schedules in ([], "1f1b", [None]):
         with pytest.raises(fxpipe.InputError, match=r"schedules is .*; give a list of names"):
             fxpipe.plan_training(model, "host of=2", 8, example=(x,), schedules=schedules)
 

@@ -165,7 +165,7 @@ def different(mesh: DeviceMesh) -> list[str]:
 
 def test_ranks_that_make_other_calls_are_told_the_difference_and_go_on() -> None:
     first, second, third = on_ranks(3, different)
-    words = ["call of the pipe", "call of the pipe", "prepare", "samples", "mode", "float64"]
+    words = ["calls pipe(...)", "calls pipe(...)", "prepare", "samples", "mode", "float64"]
     words += ["outputs: True", "", "profile"]
     for word, *texts in zip(words, first, second, third, strict=True):
         for text in texts:
