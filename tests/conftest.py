@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import signal
 import subprocess
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
 from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
@@ -24,9 +24,9 @@ import torch
 import fxpipe
 from fxpipe.ir.recipe import RECIPES
 from fxpipe.ir.task import KINDS
-from fxpipe.passes.partition.measure import Stopwatch
 from fxpipe.runtime import choice
 from tests.helpers.remembered import remembering
+from tests.helpers.times import equal_times
 
 TESTS = Path(__file__).parent
 GOLDEN = TESTS / "golden"
@@ -171,15 +171,7 @@ def a_thread_for_each_device() -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def operations_take_equal_times() -> Iterator[None]:
     """Where a test gives no clock, no measurement of this machine decides where a model is cut."""
-    seconds = Stopwatch.seconds
-
-    def equal(watch: Stopwatch, spans: Sequence[tuple[Any, Any]]) -> list[float]:
-        if watch.device is None and watch.clock is None:
-            return [1e-5] * len(spans)
-        return seconds(watch, spans)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Stopwatch, "seconds", equal)
+    with equal_times():
         yield
 
 

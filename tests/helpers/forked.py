@@ -18,6 +18,7 @@ from torch.nn import functional
 import fxpipe
 from tests.helpers.failing import Skipping
 from tests.helpers.remembered import remembering
+from tests.helpers.times import equal_times
 from tests.helpers.tiny import CUTS, batch, pipe_of
 from tests.ranks import test_checkpoints, test_equal, test_replicas
 
@@ -49,7 +50,7 @@ def pipes() -> Iterator[tuple[fxpipe.Pipeline, Tensor, Tensor]]:
     yield replica, *test_replicas.batch(0, 0)
 
 
-with torch.random.fork_rng(), remembering():
+with torch.random.fork_rng(), remembering(), equal_times():
     for pipe, x, y in pipes():
         with pipe:
             # where torch knows other devices, autograd would start threads, which survive no fork

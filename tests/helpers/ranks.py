@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tests.helpers.remembered import remembering
+from tests.helpers.times import equal_times
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["tests.helpers.forked"])
@@ -107,7 +108,7 @@ def _run(
             )
             shape = (size,) if replicas is None else (replicas, size // replicas)
             mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "pp")[-len(shape) :])
-            with remembering():
+            with remembering(), equal_times():
                 torch.save(function(mesh, *args), Path(folder, f"result-{rank}"))
         except BaseException:
             traceback.print_exc(file=errors)
