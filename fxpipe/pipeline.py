@@ -70,6 +70,7 @@ class Pipeline(Saved):
     def __init__(self, options: Options, compiler: Compiler, engine: Engine) -> None:
         super().__init__(options, compiler, engine)
         self._filled: Compiled | None = None  # whose parameters and buffers have data
+        self._same_settings = False  # whether the replicas' optimizers were compared
         self._microbatches = options.microbatches or 4 * len(self.devices)
         self._fixed = options.recipe.microbatches is not None
         self._has_loss = options.loss is not None
@@ -129,6 +130,7 @@ class Pipeline(Saved):
             if compiled is None:
                 compiled, micro = self._ready(micro, kind)
             self._check_data(compiled)
+            self._check_settings(compiled)
             micro = self._compiler.weighed(compiled, micro)
             if not all(micro.weights):
                 compiled = compiled.weighted(micro.weights)
@@ -285,8 +287,7 @@ class Pipeline(Saved):
 
     def _check_data(self, compiled: Compiled) -> None:
         """Raises InputError where a stage of this process reads or writes what has no data, and
-        RankError at the first call where the stage has other values, or its optimizer other
-        settings, in another replica."""
+        RankError at the first call where the stage has other values in another replica."""
         self._shown = self._shown or compiled
         compares = self._options.replicas > 1 and self._filled is None
         if not (self._options.hollow or compares) or compiled is self._filled:
@@ -305,9 +306,15 @@ class Pipeline(Saved):
                 )
         if compares:
             texts = [f"{name}: {digest(state[name])}" for name in sorted(names)]
-            texts += self._engine.progress.settings_of(compiled.plan)
             self._group.agree("what replicas begin with", "", twins="\n".join(texts))
         self._filled = compiled
+
+    def _check_settings(self, compiled: Compiled) -> None:
+        """Raises RankError at the first step where optimizers differ between replicas."""
+        if self._options.replicas > 1 and self._engine.updates and not self._same_settings:
+            texts = self._engine.progress.settings_of(compiled.plan)
+            self._group.agree("what replicas begin with", "", twins="\n".join(texts))
+            self._same_settings = True
 
     def _taken(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any = None, *, step: bool

@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-
 from fxpipe.errors import DeviceError, DeviceMemoryError, ExecutionError, FxpipeError, told
 from fxpipe.ir import instruction as ins
 from fxpipe.runtime.interpreter import Machine
@@ -108,7 +106,7 @@ def explained(
     }
     meaning = f"; {consequence}" if consequence else ""
     error = ExecutionError(f"{where} ({told(cause)}){meaning}", **place)
-    if lacks_memory(cause):
+    if source.lacks_memory(cause):
         memories = [backend.memory(device) for device in range(machine.program.devices)]
         peaks = _peaks(expected)
         error = DeviceMemoryError(
@@ -147,13 +145,6 @@ def explained_late(
         stage=stage,
         microbatch=microbatch,
         source="",
-    )
-
-
-def lacks_memory(cause: BaseException) -> bool:
-    """Whether an allocator, of a CUDA device or of the CPU, found no memory."""
-    return isinstance(cause, torch.OutOfMemoryError | MemoryError) or (
-        isinstance(cause, RuntimeError) and "DefaultCPUAllocator: can't allocate" in told(cause)
     )
 
 

@@ -82,17 +82,27 @@ def _innermost(frames: list[tuple[str, int, str]]) -> str:
     return ""
 
 
+def lacks_memory(cause: BaseException) -> bool:
+    """Whether an allocator, of a CUDA device or of the CPU, found no memory."""
+    return isinstance(cause, torch.OutOfMemoryError | MemoryError) or (
+        isinstance(cause, RuntimeError) and "DefaultCPUAllocator: can't allocate" in told(cause)
+    )
+
+
 @contextlib.contextmanager
 def refusing_failures(what: str = "the model") -> Iterator[None]:
     """Raises InputError with the line where the model fails inside.
 
-    It has run without gradients by then, so that they must be what it fails with.
+    It has run without gradients by then, so that they must be what it fails with, unless memory
+    ran out.
     """
     try:
         yield
     except FxpipeError:
         raise
     except Exception as error:
+        if lacks_memory(error):
+            raise
         raise InputError(
             f"the model fails on the first micro-batch where gradients are wanted, at "
             f"{of_exception(error) or what} ({told(error).splitlines()[0]}); correct that line"

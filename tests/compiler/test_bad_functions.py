@@ -24,6 +24,7 @@ from fxpipe import (
 )
 from fxpipe.ir.recipe import Recipe
 from fxpipe.ir.task import Task
+from fxpipe.torchtools import source
 from tests.helpers.refusals import SGD, X, Y, compiled, refused, stepped
 from tests.helpers.tiny import Tiny
 
@@ -319,6 +320,12 @@ def test_a_model_that_fails_only_where_gradients_are_wanted_names_its_line(trace
 
     start = "the model fails on the first micro-batch where gradients are wanted, at "
     refused(InputError, call, start, "first += second.tanh()", "(RuntimeError: Output 0 of", "line")
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no room"), MemoryError()])
+def test_no_line_is_blamed_where_memory_runs_out(error: Exception) -> None:
+    with pytest.raises(type(error)), source.refusing_failures():
+        raise error
 
 
 @pytest.mark.parametrize(
