@@ -263,14 +263,14 @@ def read_leaf_modules(leaf_modules: Any, model: nn.Module) -> dict[str, nn.Modul
 
 
 def check_bucket_cap(bucket_cap_mb: Any) -> float:
-    """The bytes of so many MiB. Raises InputError where it is no number above 0."""
+    """So many MiB. Raises InputError where it is no number above 0."""
     number = isinstance(bucket_cap_mb, int | float) and not isinstance(bucket_cap_mb, bool)
     if not number or not bucket_cap_mb > 0:
         raise InputError(
             f"bucket_cap_mb is {bucket_cap_mb!r}; give a number of MiB above 0, or math.inf to sum "
             "all gradients of a stage at once"
         )
-    return float(bucket_cap_mb * 2**20)
+    return float(bucket_cap_mb)
 
 
 def check_sharding(shard_optimizer: Any, optimizer: Any, predict: bool) -> None:

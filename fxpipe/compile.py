@@ -306,7 +306,7 @@ def compile(
             optimizer=given_optimizer,
             shard_optimizer=shard_optimizer,
             ordered_sums=ordered_sums,
-            bucket_bytes=check_bucket_cap(bucket_cap_mb),
+            bucket_cap_mb=check_bucket_cap(bucket_cap_mb),
             clip_norm=clip_norm,
             scaler=scaler,
             recompute=read_modes("recompute", recompute, recipe.stages(len(places))),

@@ -50,7 +50,6 @@ class Options:
         hollow: the bytes of the parameters and buffers that had no data, being on the meta device,
             when the model was given.
         replicas: how many pipelines train the model side by side.
-        bucket_bytes: of how many bytes of gradients the sum begins before a backward is through.
         decides: "search" or "auto" where the first step decides what its schedule is; ``recipe``
             then only says where the stages are.
 
@@ -86,7 +85,7 @@ class Options:
     replicas: int = 1
     shard_optimizer: bool = False
     ordered_sums: bool = True
-    bucket_bytes: float = inf
+    bucket_cap_mb: float = inf
     decides: str = ""
 
     @property
@@ -103,6 +102,11 @@ class Options:
     def shards(self) -> bool:
         """Whether each replica updates a part of the weights."""
         return self.shard_optimizer and self.replicas > 1
+
+    @property
+    def bucket_bytes(self) -> float:
+        """Of how many bytes of gradients the sum begins before a backward is through."""
+        return self.bucket_cap_mb * 2**20
 
     @property
     def placement(self) -> tuple[int, ...]:

@@ -274,7 +274,9 @@ class Plan:
 
         Args:
             text: what ``str(plan)`` gave.
-            root: the module that holds the leaf modules which the graphs call, if they call any.
+            root: the module that holds the leaf modules which the graphs call, if they call any:
+                the model, or ``pipe.traced.module``, which also has a loss, and the rest of the
+                model's own ``forward``, that are called as they are.
             functions: what else the graphs may call: operators of other libraries, such as
                 ``torch.ops.torchvision.nms``, and functions of your own.
         """

@@ -16,7 +16,6 @@ from fxpipe.ir.value import (
     forward_buffer,
     gradient_buffer,
     offloaded,
-    saved,
 )
 from fxpipe.simulator.analysis import live_versions
 from fxpipe.simulator.sizes import Crossing, GraphInput, Piece, Sizes, Storage, Workspace
@@ -208,7 +207,8 @@ class Holding:
         if left is None:
             return
         stage, i, batch = part.stage, part.microbatch, part.batch
-        buffer = (saved if part.kind == "B" else deferred)(stage, i, batch)
+        kept = self.program.kept(stage, i, batch)
+        buffer = kept if part.kind == "B" else deferred(stage, i, batch)
         found = [p for p in self._kept[buffer] if p.key[0] == "written"]
         found.append(Piece("stash", ("left", buffer, part.bucket), left.bytes))
         held = [*((v, False) for v in left.values), *((v, True) for v in left.gradients)]

@@ -282,9 +282,10 @@ class _GraphReader:
             found = dict(_held(holder))
             last = step == len(path.steps) - 1
             if name not in found:
-                raise path.at(
-                    step, f"the root has nothing named {name!r} here: {near(name, found)}"
-                )
+                cure = near(name, found)
+                if not step and name.startswith("fxpipe_"):
+                    cure = "pass pipe.traced.module, which has the model's submodules and this one"
+                raise path.at(step, f"the root has nothing named {name!r} here: {cure}")
             holder = found[name]
             if not isinstance(holder, nn.Module) and (module or not last):
                 raise path.at(step, f"{name!r} is no module")

@@ -32,6 +32,7 @@ from fxpipe.passes.graph.aliasing import hidden_views, same_layout
 from fxpipe.passes.graph.layouts import lay_gradients
 from fxpipe.passes.graph.lazy_module import lazy_module
 from fxpipe.passes.graph.rewrite import rewrite
+from fxpipe.passes.tracing.diagonals import mask_diagonals
 from fxpipe.passes.tracing.explain import at_node, explained
 from fxpipe.passes.tracing.norms import open_instance_norms
 from fxpipe.torchtools.functions import functions_kept
@@ -74,6 +75,7 @@ def _functional(program: ExportedProgram, accepts: Callable[[int], bool]) -> Tra
     _detach_in_place(program.graph_module)
     lay_gradients(program.graph_module)
     open_instance_norms(program.graph_module)
+    mask_diagonals(program.graph_module)
     held = _first_names(program)
     ruled = rewrite(program)
     if ruled is None:

@@ -34,6 +34,7 @@ from fxpipe.passes.partition.measure import NodeCost
 from fxpipe.passes.partition.solver.bound import lower_bound
 from fxpipe.passes.partition.solver.solve import least_limits, solve
 from fxpipe.passes.partition.work import Division, Machine, weigh
+from fxpipe.passes.tracing.leaf_nests import REST
 from fxpipe.words import bytes_text
 
 
@@ -142,7 +143,7 @@ def cut_at(
             raise PartitionError(f"partition names no submodule {name!r}: {near(name, known)}")
         place = next((i for i, node in enumerate(nodes) if within(node, name)), None)
         if place is None:
-            raise PartitionError(f"submodule {name!r} computes nothing; cut at another one")
+            raise PartitionError(_nothing_of(name, nodes))
         if cuts and place == cuts[-1]:
             raise PartitionError(
                 f"the cuts at {at[len(cuts) - 1]!r} and at {name!r} are one and the same, and "
@@ -158,6 +159,24 @@ def cut_at(
         cuts.append(place)
     found = {node.name: bisect.bisect_right(cuts, place) for place, node in enumerate(nodes)}
     return Assignment(stages, found)
+
+
+def _nothing_of(name: str, nodes: Sequence[fx.Node]) -> str:
+    """Why a submodule has no node of its own, and what to do."""
+    called = [str(node.target) for node in nodes if node.op == "call_module"]
+    for leaf in called:
+        if name.startswith(f"{leaf}."):
+            return (
+                f"submodule {name!r} is inside of {leaf!r}, which is called as it is, so that no "
+                f"cut falls into it; cut at {leaf!r}"
+            )
+    if REST in called:
+        return (
+            f"submodule {name!r} is called nowhere before the line of the model's own forward that "
+            "cannot be traced, and all from there on is called as it is, in one stage; cut at a "
+            "submodule that is called before, or move the line into a submodule"
+        )
+    return f"submodule {name!r} computes nothing; cut at another one"
 
 
 def _why_not(runs: Sequence[tuple[int, int]], nodes: Sequence[fx.Node], place: int) -> str:

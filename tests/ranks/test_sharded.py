@@ -211,6 +211,7 @@ def peaks(mesh: DeviceMesh) -> list[tuple[int, int]]:
         ("1f1b", True, 0.05, 16, "adam"),
         ("1f1b", True, 0.1, 16, "sgd"),
         ("1f1b", False, 0.1, 2048, "adam"),
+        ("gpipe", False, 0.1, 2048, "adam"),
         ("zb-h1", True, 0.1, 512, "sgd"),
         ("2bw", False, math.inf, 16, "adam"),
         ("2bw", True, math.inf, 16, "adam"),
@@ -227,6 +228,7 @@ def peaks(mesh: DeviceMesh) -> list[tuple[int, int]]:
             optimizer=OPTIMIZERS[kind],
             shard_optimizer=shards,
             bucket_cap_mb=cap,
+            offload="always" if schedule == "gpipe" else "never",
         ) as pipe:
             pipe.prepare(x, target=x)
             with counted(pipe) as (device,):

@@ -77,6 +77,27 @@ def test_checkpoints_go_from_sharded_optimizers_to_whole_ones_and_back(
         assert_equal(pipe.state_dict(), ranks[0], schedule)
 
 
+def looked_at(mesh: DeviceMesh, folder: Path) -> list[Results]:
+    """The states of a run that looks at its optimizer, and of one that goes on from its folder,
+    which looks before it loads."""
+    replica, found = mesh["dp"].get_local_rank(), []
+    for load, save, steps in ((None, folder, (0, 3)), (folder, None, (3, 5))):
+        with pipe_of(mesh, shard_optimizer=True) as pipe:
+            x, y = batch(0, replica)
+            pipe.prepare(x, target=y)
+            assert [group["lr"] for group in pipe.optimizer.param_groups] == [0.01]
+            found.append(go_on(pipe, replica, load, save, steps))
+            assert not pipe.optimizer.state
+    return found
+
+
+def test_looking_at_the_optimizer_changes_nothing_of_a_checkpoint(tmp_path: Path) -> None:
+    for found in on_ranks(2, looked_at, tmp_path / "run", replicas=2):
+        for steps, state in zip((3, 5), found, strict=True):
+            expected = looped(2, "adamw", steps)
+            assert_equal(state, {key: expected[key] for key in state}, str(steps))
+
+
 def failing(mesh: DeviceMesh) -> dict[str, Any]:
     """What is left after an optimizer has failed on one rank."""
     replica, device = mesh.get_local_rank("dp"), mesh.get_local_rank("pp")

@@ -209,6 +209,18 @@ def test_what_fits_no_one_optimizer_is_refused() -> None:
             _ = pipe.optimizer
         pipe.step(x, target=y)
         assert len({o.param_groups[0]["lr"] for o in pipe.optimizers if o is not None}) > 1
+
+    def hooking(parameters: Any) -> Optimizer:
+        made = torch.optim.SGD(parameters, lr=0.1)
+        made.register_step_pre_hook(lambda *_: stepped.append(1))
+        return made
+
+    stepped: list[int] = []
+    with compiled(model, 2, 3, hooking, schedule="1f1b", tracer="symbolic") as pipe:
+        with pytest.raises(fxpipe.InputError, match="what optimizer returns has a hook"):
+            _ = pipe.optimizer
+        pipe.step(x, target=y)
+        assert len(stepped) == 2  # those of the stages are theirs
     first, *rest = model.parameters()
     mine = torch.optim.SGD([first], lr=0.1)
     with compiled(model, 2, 3, mine, schedule="1f1b", tracer="symbolic") as pipe:

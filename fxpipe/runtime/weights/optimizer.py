@@ -109,12 +109,7 @@ class GivenOptimizer:
 
     def _checked(self, made: Optimizer, what: str) -> Optimizer:
         """Raises InputError where it has hooks on its step, or other parameters than the model."""
-        if made._optimizer_step_pre_hooks or made._optimizer_step_post_hooks:
-            raise InputError(
-                f"{what} has a hook on its step, which no step of a pipe would call, as each stage "
-                "updates on its own; remove it (the handle that register_step_post_hook gave has "
-                ".remove()), and do after pipe.step() what it did"
-            )
+        refuse_hooks(made, what)
         known = {id(parameter) for parameter in self._known.values()}
         for parameter in _parameters(made):
             if id(parameter) not in known:
@@ -124,6 +119,16 @@ class GivenOptimizer:
                     "is compiled"
                 )
         return made
+
+
+def refuse_hooks(whole: Optimizer, what: str) -> None:
+    """Raises InputError where an optimizer whose copies update the stages has hooks on its step."""
+    if whole._optimizer_step_pre_hooks or whole._optimizer_step_post_hooks:
+        raise InputError(
+            f"{what} has a hook on its step, which no step of a pipe would call, as each stage "
+            "updates on its own; remove it (the handle that register_step_post_hook gave has "
+            ".remove()), and do after pipe.step() what it did"
+        )
 
 
 def state_size(given: GivenOptimizer | None) -> float:

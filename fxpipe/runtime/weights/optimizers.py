@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from fxpipe.errors import CheckpointError, InputError
 from fxpipe.ir.plan import Plan
 from fxpipe.runtime.weights.live import Mark, attributes, differs, mark, settings, unshared
-from fxpipe.runtime.weights.optimizer import GivenOptimizer
+from fxpipe.runtime.weights.optimizer import GivenOptimizer, refuse_hooks
 from fxpipe.runtime.weights.optimizer_state import OptimizerState, differing, loading, take
 from fxpipe.runtime.weights.sharding import Shards, refuse_others
 
@@ -102,11 +102,14 @@ class Optimizers:
         """The optimizer that stands for those of all stages.
 
         Raises:
-            InputError: the user's function makes none for all parameters that they are parts of.
+            InputError: the user's function makes none for all parameters that they are parts of, or
+                before there are stages one with hooks on its step.
         """
         if self.whole is None:
             self._flush()
             whole = self._given.of_all()
+            if self.made is None:  # the stages' will be copies of it
+                refuse_hooks(whole, "what optimizer returns")
             self._refuse_others(whole)
             self._given.whole = whole
             self._watch(whole)

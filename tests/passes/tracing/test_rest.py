@@ -266,3 +266,29 @@ def test_ctc_models_of_speech_train_by_their_own_loss(base: str) -> None:
         made = pipe.step(x, labels=labels)
     assert torch.equal(made, loop.train(alone, 2, x, labels=labels).loss)
     loop.assert_same(loop.gradients(model), loop.gradients(alone))
+
+
+def test_a_cut_in_the_rest_or_in_a_leaf_module_is_refused_with_its_reason() -> None:
+    model = Net(masks)
+    for partition, why in (
+        (["last"], "submodule 'last' is called nowhere before the line .* cut at a submodule that"),
+        (["middle.0"], "submodule 'middle.0' is inside of 'middle', .* cut at 'middle'"),
+    ):
+        model.middle = nn.Sequential(nn.Linear(4, 4))  # type: ignore[assignment]
+        with (
+            fxpipe.compile(
+                model, 2, loss=F.mse_loss, leaf_modules=["middle"], partition=partition
+            ) as pipe,
+            pytest.raises(fxpipe.PartitionError, match=why),
+        ):
+            pipe.step(torch.randn(8, 4), target=torch.randn(8, 4))
+
+
+def test_the_text_of_a_plan_with_a_rest_and_a_loss_as_they_are_parses_back() -> None:
+    with fxpipe.compile(Net(masks), 2, microbatches=2, loss=F.mse_loss) as pipe:
+        pipe.prepare(torch.randn(8, 4), target=torch.randn(8, 4))
+        text = str(pipe.plan)
+        assert "self.fxpipe_rest(" in text and "self.fxpipe_loss(" in text
+        assert fxpipe.Plan.parse(text, pipe.traced.module) == pipe.plan
+        with pytest.raises(fxpipe.ParseError, match=r"'fxpipe_rest' .* pipe\.traced\.module"):
+            fxpipe.Plan.parse(text, Net(masks))

@@ -1,0 +1,55 @@
+"""Write a diagonal by a mask, as PyTorch's own gradient of a functional ``fill_diagonal_`` is wrong.
+
+before:  fill_diagonal_(x, 0)      (functional: as_strided_scatter, whose backward keeps the wrong part)
+after:   mask = triu(tril(ones_like(x)));  masked_fill_(x, mask, 0)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+aten = torch.ops.aten
+
+
+def mask_diagonals(module: fx.GraphModule) -> None:
+    """Replace every ``fill_diagonal_`` of a matrix that does not wrap.
+
+    Args:
+        module: an exported graph, with its regions; it is changed.
+    """
+    for part in module.modules():
+        if not isinstance(part, fx.GraphModule):
+            continue
+        filled = [
+            node
+            for node in part.graph.find_nodes(
+                op="call_function", target=aten.fill_diagonal_.default
+            )
+            if node.args[0].meta["val"].dim() == 2 and not any(node.args[2:])
+        ]
+        for node in filled:
+            with part.graph.inserting_before(node):
+                node.replace_all_uses_with(_masked(part.graph, node))
+            part.graph.erase_node(node)
+        if filled:
+            part.graph.lint()
+            part.recompile()
+
+
+def _masked(graph: fx.Graph, filled: fx.Node) -> fx.Node:
+    x, value = filled.args[:2]
+
+    def make(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        node = graph.call_function(target, args, kwargs)
+        node.meta.update({k: v for k, v in filled.meta.items() if k != "val"})
+        node.meta["val"] = target(*fx.map_arg(args, lambda n: n.meta["val"]), **kwargs)
+        return node
+
+    assert isinstance(x, fx.Node)
+    with x.meta["val"].fake_mode, torch.no_grad():
+        every = make(aten.ones_like.default, x, dtype=torch.bool)
+        mask = make(aten.triu.default, make(aten.tril.default, every))
+        return make(aten.masked_fill_.Scalar, x, mask, value)
