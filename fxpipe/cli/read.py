@@ -101,16 +101,16 @@ def read_file(
     if _is_csv(path, text):
         return _parsed(named, partial(Actions.parse, name=path.stem), text)
     lines = (line.split("#")[0].split() for line in text.splitlines())
-    first = next((words[0] for words in lines if words), "nothing")
+    first = next((words[0] for words in lines if words), "")
     if first == "schedule" or looks_like_nodes(text):
         return _asked(named, _of_text(named, text), devices, microbatches)[0]
     if first == "plan":
         return _parsed(named, Plan.parse, text)
     if first == "program":
         return _parsed(named, Program.parse, text)
+    what = f"begins with {first!r}" if first else "is empty"
     raise InputError(
-        f"{named} begins with {first!r}; the text of a schedule, a plan or a program begins with "
-        "that word"
+        f"{named} {what}; give a text that begins with 'schedule', 'plan' or 'program', or a CSV"
     )
 
 
@@ -142,7 +142,9 @@ def _is_csv(path: Path, text: str) -> bool:
 
 def _text(path: Path) -> str:
     try:
-        return sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
+        if str(path) == "-":
+            return sys.stdin.read().removeprefix("\ufeff")
+        return path.read_text(encoding="utf-8-sig")  # spreadsheets begin a file with a mark
     except (OSError, ValueError) as error:
         raise InputError(f"{path} cannot be read: {error}; name a text file") from error
 

@@ -94,7 +94,7 @@ def parse_schedule(text: str) -> Schedule:
 def read_schedule(path: str | PathLike[str]) -> Schedule:
     """Read a schedule's text from a file. Raises ParseError, or InputError."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8-sig")
     except (OSError, ValueError, TypeError) as error:
         raise InputError(
             f"the schedule file {str(path)!r} cannot be read: {error}; name a text file"

@@ -1,6 +1,9 @@
-"""Write a diagonal by a mask, as PyTorch's own gradient of a functional ``fill_diagonal_`` is wrong.
+"""Write a diagonal by a mask.
 
-before:  fill_diagonal_(x, 0)      (functional: as_strided_scatter, whose backward keeps the wrong part)
+PyTorch makes an ``as_strided_scatter`` of it, whose gradient is that of the diagonal, not that of
+the rest.
+
+before:  fill_diagonal_(x, 0)
 after:   mask = triu(tril(ones_like(x)));  masked_fill_(x, mask, 0)
 """
 

@@ -99,8 +99,11 @@ def test_plans_and_programs_are_checked(
         ("schedule two.py", "two.py holds these schedules: one, two; name one"),
         ("schedule text.txt", "text.txt: line 3, column 4: there is no kind of task 'X'"),
         ("verify missing.txt", "missing.txt cannot be read"),
-        ("verify other.txt", "begins with 'hello'; the text of a schedule, a plan or a program"),
-        ("verify empty.txt", "begins with 'nothing'"),
+        (
+            "verify other.txt",
+            "begins with 'hello'; give a text that begins with 'schedule'",
+        ),
+        ("verify empty.txt", "empty.txt is empty; give a text"),
     ],
 )
 def test_what_cannot_be_done_is_one_line_and_exit_code_2(
@@ -143,6 +146,19 @@ def test_a_text_is_read_once_and_may_be_piped_in(
     pipe = f"/dev/fd/{there}"
     assert run(capsys, "verify", pipe) == (0, f"{pipe}: a valid schedule\n", "")
     os.close(there)
+
+
+def test_a_file_may_begin_with_a_byte_order_mark(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    schedule = gpipe(2, 2)
+    for name, text in (("own.txt", str(schedule)), ("own.csv", schedule.csv())):
+        (tmp_path / name).write_text(text, encoding="utf-8-sig")
+        monkeypatch.setattr(sys, "stdin", io.StringIO("\ufeff" + text))
+        for path in (tmp_path / name, "-"):
+            status, out, err = run(capsys, "schedule", path, "--text")
+            assert (status, out.splitlines()[1:], err) == (0, str(schedule).splitlines()[1:], "")
+    assert fxpipe.Schedule.from_file(tmp_path / "own.txt") == schedule
 
 
 def test_a_csv_is_written_shown_and_judged_by_the_rules_of_its_own_runtime(
