@@ -86,7 +86,9 @@ class Recipe:
                 it does not end.
         """
         for word, count in (("devices", devices), ("microbatches", microbatches)):
-            if not isinstance(count, int) or count < 1:
+            if not isinstance(count, int):
+                raise InputError(f"{word} is {count!r}; give a whole number")
+            if count < 1:
                 raise InputError(f"{word} is {count!r}; a schedule needs at least 1")
         if devices * microbatches > _MOST:
             raise InputError(

@@ -42,6 +42,7 @@ HELP = {
     "recomputation": "more memory, or more stages",
     "offloading": "more memory, or a faster way to what is outside of it",
     "computing": "more or faster devices",
+    "memory": "devices with more memory, or more of them",
 }
 """What limits a step → what would help."""
 
@@ -57,7 +58,8 @@ class Choice:
             of devices.
         samples: how many samples a micro-batch has.
         batch: how many a step has, over all replicas.
-        limit: what takes the largest part of the step, besides what must be computed.
+        limit: what takes the largest part of the step, besides what must be computed; "memory"
+            where it does not fit.
     """
 
     layout: Layout
@@ -97,7 +99,7 @@ class Choice:
 
     @property
     def help(self) -> str:
-        """What would make the step shorter."""
+        """What would make the step shorter, or let it fit."""
         return HELP[self.limit]
 
     def compile(self, devices: Any = None, **options: Any) -> Any:
@@ -265,7 +267,8 @@ def choices(
         )
         for chosen in _best_of_each(made):
             samples = ceil(predictor.batch / chosen.candidate.microbatches)
-            limit = predictor.limit(chosen)
+            fits = max(chosen.peaks) <= cluster.memory
+            limit = predictor.limit(chosen) if fits else "memory"
             found.append(Choice(layout, cut, chosen, samples, batch, limit))
     if not found:
         raise InputError(

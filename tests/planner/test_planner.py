@@ -226,6 +226,7 @@ def test_what_fits_nowhere_is_told_with_what_is_missing() -> None:
     plan = choices(chain(4, saved=1000), hosts((2, inf), memory=900.0), 4)
     assert not plan.best.fits
     assert "nothing fits" in str(plan) and "missing" in str(plan)
+    assert plan.best.limit == "memory" and "more memory" in plan.best.help
     with pytest.raises(fxpipe.InputError, match="cannot be divided"):
         choices(chain(1), hosts((4, inf)), 3)
 

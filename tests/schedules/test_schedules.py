@@ -145,6 +145,8 @@ def test_an_unknown_name_is_answered_with_the_near_ones() -> None:
 def test_counts_below_one_are_refused(devices: int, microbatches: int) -> None:
     with pytest.raises(InputError, match="needs at least 1"):
         gpipe(devices, microbatches)
+    with pytest.raises(InputError, match=r"devices is 2\.0; give a whole number"):
+        gpipe(2.0, 2)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("counts", [(1, 999_999_999), (999_999_999, 1), (10, 1_000_001)])
