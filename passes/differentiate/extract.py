@@ -98,6 +98,10 @@ def _transpose_once(graph: fx.Graph) -> None:
                 graph.erase_node(source)
 
 
+_ROUNDS_ALIKE = {torch.ops.aten.mul.Scalar: "Tensor"}
+"""Operation → the overload of its variant in place that rounds as it does: ``mul_.Scalar`` rounds
+its number to the type of the tensor first, which differs in half precision."""
+
 _OPERATOR = re.compile(r"torch\.ops\.(\w+)\.(\w+)\.(\w+)(?=\()")
 
 
@@ -171,7 +175,7 @@ def _write_over(node: fx.Node, operand: fx.Node) -> bool:
     namespace, _, name = target._schema.name.partition("::")
     packet = getattr(getattr(torch.ops, namespace), f"{name}_", None)
     if packet is not None and node.args and node.args[0] is operand:
-        variant = getattr(packet, target._overloadname, None)
+        variant = getattr(packet, _ROUNDS_ALIKE.get(target, target._overloadname), None)
         if variant is not None and torch.Tag.generated not in variant.tags:
             node.target = variant
             return True

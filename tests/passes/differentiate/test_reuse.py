@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -58,6 +59,15 @@ def square() -> Tensor:
 
 def test_a_chain_is_computed_in_one_piece_of_memory() -> None:
     assert check(lambda x: ((x + 1).sigmoid() * 2).tanh(), square()) == 3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_number_is_not_rounded_to_half_precision_before_it_scales(dtype: torch.dtype) -> None:
+    def function(x: Tensor) -> Tensor:
+        y: Tensor = aten.mul.Scalar(x.sigmoid(), 0.9)
+        return y
+
+    assert check(function, square().to(dtype)) == 1
 
 
 def test_the_second_operand_is_written_over_where_the_first_is_needed() -> None:
