@@ -14,12 +14,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from types import CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
+from weakref import ReferenceType
 
 from torch import Tensor, nn
 from torch.nn.modules import module as torchs
 from torch.nn.parameter import is_lazy
 
 from fxpipe.compiler.options import Options
+from fxpipe.passes.tracing.symbolic import is_torchs
 
 LONG = 1000
 """Collections of more entries are looked at as one object."""
@@ -83,6 +85,7 @@ class Look:
         self._lists: list[tuple[Any, list[Any]]] = []  # (a list or a set, a copy of its entries)
         self._held: list[tuple[Any, str, Any]] = []  # (an object, an attribute, its value)
         self._reads = reads
+        self._symbolic = options.tracer == "symbolic"
         self._first: dict[int, str] = {}  # identity → the first expression that gives it
         self._rest: deque[tuple[str, Any]] = deque()
         self._module("model", options.model, leaves)
@@ -195,7 +198,10 @@ class Look:
             for name in HOOKS:
                 self._hooks(f"{where}.{name}", vars(module).get(name, {}))
             every = type(module) in self._reads.makers
-            self._attributes(where, vars(module), every, {*_APART, *HOOKS})
+            but = {*_APART, *HOOKS}
+            if leaves is not None and self._symbolic and is_torchs(module):
+                but |= {name for name, value in vars(module).items() if _is_made(value)}
+            self._attributes(where, vars(module), every, but)
             self._at(f"{where}.__class__", type(module))
 
     def _hooks(self, path: str, hooks: Mapping[Any, Any]) -> None:
@@ -289,6 +295,13 @@ def _form(tensor: Tensor | None) -> Any:
         return Same(tensor)  # a lazy parameter has no shape before the model has run
     hooks = isinstance(tensor, nn.Parameter) and hooked(tensor)
     return tensor.shape, tensor.dtype, tensor.layout, hooks
+
+
+def _is_made(value: Any) -> bool:
+    """Whether a value of one of PyTorch's modules, which is called as it is, is one that it makes
+    of its parameters in every call, as an LSTM does."""
+    several = value if isinstance(value, list | tuple) else (value,)
+    return any(isinstance(each, Tensor | ReferenceType) for each in several)
 
 
 def _differ(new: Any, old: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -90,6 +91,40 @@ def test_what_a_leaf_module_reads_and_changes_is_no_reason_to_trace(
         for _ in range(3):
             pipe.step(x, target=x)
     assert "anew" not in caplog.text
+
+
+def _normed() -> nn.Module:
+    return nn.utils.spectral_norm(nn.Linear(4, 4))
+
+
+@pytest.mark.parametrize("make", [lambda: nn.LSTM(4, 4), lambda: nn.GRU(4, 4), _normed])
+def test_what_torchs_modules_make_of_their_weights_in_a_call_causes_no_new_trace(
+    make: Callable[[], nn.Module], caplog: pytest.LogCaptureFixture
+) -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.last = make(), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            made = self.inner(x)
+            y: Tensor = self.last(made[0] if isinstance(self.inner, nn.RNNBase) else made)
+            return y
+
+    torch.manual_seed(0)
+    model = Recurrent()
+    alone = copy.deepcopy(model)
+    with (
+        caplog.at_level(logging.INFO, "fxpipe"),
+        fxpipe.compile(model, ["cpu"], microbatches=2, loss=F.mse_loss, tracer="symbolic") as pipe,
+    ):
+        for _ in range(3):
+            x = torch.randn(8, 3, 4)
+            made = pipe.step(x, target=x)
+            assert torch.equal(made, loop.train(alone, 2, x, loss=F.mse_loss, target=x).loss)
+    loop.assert_same(loop.gradients(model), loop.gradients(alone))
+    assert "anew" not in caplog.text
+    assert "itself while it runs" not in caplog.text
 
 
 @pytest.mark.parametrize("tracer", ["export", "symbolic"])
