@@ -23,6 +23,7 @@ from fxpipe.passes.partition.measure import NodeCost
 from fxpipe.passes.partition.work import Load, Machine
 from fxpipe.passes.runner import run_all
 from fxpipe.runtime.weights.optimizer import state_size
+from fxpipe.torchtools.autocast import under
 from fxpipe.torchtools.state import intra_op_threads, untouched
 from fxpipe.words import bytes_text
 
@@ -196,7 +197,8 @@ class Placement:
 
 
 def _measured(facts: Mapping[str, Any]) -> dict[str, Sequence[float]]:
-    costs: Mapping[str, NodeCost] = run_all(passes.MEASURE, facts)["costs"]
+    with under(()):  # as the graphs run
+        costs: Mapping[str, NodeCost] = run_all(passes.MEASURE, facts)["costs"]
     return {name: tuple(vars(cost).values()) for name, cost in costs.items()}
 
 

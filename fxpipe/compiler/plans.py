@@ -21,6 +21,7 @@ from fxpipe.ir.traced import Traced, with_dims
 from fxpipe.log import noted
 from fxpipe.passes.partition.assignment import Assignment
 from fxpipe.passes.runner import run_all
+from fxpipe.torchtools.autocast import autocasts, under
 from fxpipe.torchtools.meta import standing_in
 from fxpipe.torchtools.state import intra_op_threads, move, on_device, to_device, untouched
 from fxpipe.words import bytes_text
@@ -262,7 +263,7 @@ class Plans:
             "threads": options.threads,
             "own": [stage.index for stage in plan.stages if options.runs(stage.index)],
         }
-        with torch.no_grad(), intra_op_threads(options.threads):
+        with torch.no_grad(), intra_op_threads(options.threads), under(()):
             made: Plan = run_all(passes.COMPILE, facts)["plan"]
         return made
 
@@ -275,11 +276,13 @@ class Plans:
         model = self.options.model
 
         def run() -> tuple[Any, Tensor | None]:
-            output, loss = self.front_end.call(call, call.with_loss)
+            with under(casts):
+                output, loss = self.front_end.call(call, call.with_loss)
             made.append(output)
             return output, loss
 
         made: list[Any] = []
+        casts = autocasts()
         facts = {
             **call.facts(traced, model),
             "plan": plan,
@@ -296,7 +299,8 @@ class Plans:
             )
         with untouched(model), intra_op_threads(self.options.threads):
             try:
-                run_all(passes.CHECK, facts)
+                with under(()):  # as the graphs run, in which the casts are operations
+                    run_all(passes.CHECK, facts)
             except TraceError as error:
                 self.front_end.refuse_two_traces(call, error)
                 if self.options.stage_compiler is not None:

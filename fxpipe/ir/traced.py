@@ -27,6 +27,9 @@ TAKES_TURNS = "fxpipe.takes_turns"
 """Metadata of a leaf module's node: that it calls ``torch.cond`` or its like, for which PyTorch
 traces, in the backward as well; that it can do in one thread at a time."""
 
+AUTOCAST = "fxpipe.autocast"
+"""Metadata of a node that is called as it is: the ``Autocasts`` under which it was, if any."""
+
 
 @dataclass(frozen=True)
 class Value:

@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from threading import RLock
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from fxpipe.errors import PassError
-from fxpipe.ir.traced import TAKES_TURNS
+from fxpipe.ir.traced import AUTOCAST, TAKES_TURNS
 from fxpipe.kernels.graph import added
 from fxpipe.kernels.kernel import Backwarded, Forwarded, InputGraded, Partial, Totals
 from fxpipe.random.leaf_draws import SeededDraws, draw_from, others_kept
+from fxpipe.torchtools.autocast import called_under, under
 
 _TURN = RLock()
 """Held while PyTorch may trace, as two threads that trace see each other's unfinished state, and
@@ -56,6 +58,8 @@ class AutogradKernel:
         self._draws = bool(begun)
         self._draws_from_others = any(True in args[3:] for args in begun)
         self._takes_turns = any(node.meta.get(TAKES_TURNS) for node in nodes)
+        self._casts = any(node.meta.get(AUTOCAST) for node in nodes)
+        self._run = _under_autocast(self.forward_graph) if self._casts else self.forward_graph
 
     def mapped(self, change: Callable[[fx.GraphModule], fx.GraphModule]) -> AutogradKernel:
         """The same kernel with its graph module changed; the leaf modules stay the same."""
@@ -80,8 +84,9 @@ class AutogradKernel:
         seeded = SeededDraws() if self._draws else nullcontext()
         shared = self._draws_from_others
         kept = others_kept() if shared else nullcontext()
-        with self._turn(shared), kept, torch.set_grad_enabled(self.recording), seeded:
-            outputs = torch.func.functional_call(self.forward_graph, tensors, tuple(sources))
+        casts = under(()) if self._casts else nullcontext()
+        with self._turn(shared), kept, torch.set_grad_enabled(self.recording), seeded, casts:
+            outputs = torch.func.functional_call(self._run, tensors, tuple(sources))
         keeps = any(self.output_gradients)
         saved = [list(outputs), sources, weights] if keeps else []
         return Forwarded(
@@ -148,6 +153,29 @@ class AutogradKernel:
 
     def _turn(self, shared: bool = False) -> AbstractContextManager[Any]:
         return _TURN if self._takes_turns or shared else nullcontext()
+
+
+def _under_autocast(module: fx.GraphModule) -> fx.GraphModule:
+    """The same graph, in which each node runs under the autocast that it was traced under."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    for node in graph.nodes:
+        casts = node.meta.get(AUTOCAST)
+        if not casts or node.op not in ("call_function", "call_method", "call_module"):
+            continue
+        function: Any = node.target
+        if node.op == "call_method":
+            function = partial(_call_method, function)
+        elif node.op == "call_module":
+            with graph.inserting_before(node):
+                node.args = (graph.get_attr(str(node.target)), *node.args)
+            function = nn.Module.__call__
+        node.op, node.target = "call_function", called_under(casts, function)
+    return fx.GraphModule(module, graph)
+
+
+def _call_method(name: str, owner: Any, *args: Any, **kwargs: Any) -> Any:
+    return getattr(owner, name)(*args, **kwargs)
 
 
 def _storage(tensor: Tensor | None) -> int:

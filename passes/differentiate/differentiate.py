@@ -29,6 +29,7 @@ from fxpipe.kernels.autograd import AutogradKernel
 from fxpipe.kernels.kernel import Kernel
 from fxpipe.passes.differentiate.joint import JointTrace, StageSides, callable_graph
 from fxpipe.passes.graph.layouts import TrueLayouts
+from fxpipe.torchtools.autocast import under
 from fxpipe.torchtools.pytrees import size_in_bytes
 
 
@@ -58,7 +59,8 @@ def differentiate(
         wanted: the gradients to make; none gives kernels for inference.
     """
     if any(stage.leaves for stage in plan.stages):
-        return _Probe(plan, values, state, wanted).run()
+        with under(()):  # as in a stage's thread
+            return _Probe(plan, values, state, wanted).run()
     # to look for NaN needs data
     with torch.autograd.set_multithreading_enabled(False), set_detect_anomaly(False):
         return _Tracer(plan, values, state, wanted).run()
@@ -195,7 +197,8 @@ class _Tracer(_Differentiator):
 
     def backward(self, stage: Stage) -> None:
         gradients = [self.total_gradient(name) for name in self.returned(stage)]
-        kernel, given = self.forwards.pop(stage.index).kernel(gradients)
+        with under(()):  # a backward is no part of what autocast is around
+            kernel, given = self.forwards.pop(stage.index).kernel(gradients)
         self.kernels[stage.index] = kernel
         for edge, gradient in zip(self.incoming(stage), given, strict=True):
             if gradient is not None:

@@ -8,7 +8,7 @@ after:   parameters, buffers, inputs, output gradients
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,11 +18,13 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxpipe.ir.plan import Stage, pop, stash
+from fxpipe.ir.traced import AUTOCAST
 from fxpipe.ir.value import Edge
 from fxpipe.kernels.graph import GraphKernel
 from fxpipe.passes.differentiate.record import NotRecorded, Recorder, told
 from fxpipe.passes.differentiate.split_joint import split_joint
 from fxpipe.passes.graph.lazy_module import lazy_module
+from fxpipe.torchtools.autocast import under
 from fxpipe.torchtools.pytrees import bytes_of
 
 ORIGIN = "fxpipe.origin"
@@ -108,7 +110,8 @@ class _StageInterpreter(fx.Interpreter):
         elif n.op == "call_function" and n.target is stash:
             value = self.env[n.args[1]]  # type: ignore[index]
         else:
-            value = super().run_node(n)
+            with under(n.meta[AUTOCAST]) if AUTOCAST in n.meta else nullcontext():
+                value = super().run_node(n)
         self.found[n.name] = value
         self._remember(n, value)
         return value

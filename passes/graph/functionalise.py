@@ -26,7 +26,7 @@ from torch.export.graph_signature import (
 
 from fxpipe.errors import TraceError
 from fxpipe.ir.plan import Argument, Write
-from fxpipe.ir.traced import Literal, Traced, Value
+from fxpipe.ir.traced import AUTOCAST, Literal, Traced, Value
 from fxpipe.passes.differentiate.part_recurrent import part_recurrent
 from fxpipe.passes.graph.aliasing import hidden_views, same_layout
 from fxpipe.passes.graph.layouts import lay_gradients
@@ -35,6 +35,7 @@ from fxpipe.passes.graph.rewrite import rewrite
 from fxpipe.passes.tracing.diagonals import mask_diagonals
 from fxpipe.passes.tracing.explain import at_node, explained
 from fxpipe.passes.tracing.norms import open_instance_norms
+from fxpipe.torchtools.autocast import Autocasts, autocasts
 from fxpipe.torchtools.functions import functions_kept
 
 _ASSERTIONS = frozenset(
@@ -148,6 +149,8 @@ def _functional(program: ExportedProgram, accepts: Callable[[int], bool]) -> Tra
     out_spec = program.call_spec.out_spec
     assert out_spec is not None
     module, new = _with_lasting_names(module)
+    if casts := autocasts():
+        _note_casts(module.graph, casts if ruled else ())
     return Traced(
         module=module,
         parameters=tuple(replace(a, name=new[a.name]) for a in parameters),
@@ -161,6 +164,20 @@ def _functional(program: ExportedProgram, accepts: Callable[[int], bool]) -> Tra
         out_spec=out_spec,
         accepts=accepts,
     )
+
+
+def _note_casts(graph: fx.Graph, casts: Autocasts) -> None:
+    """Let the nodes run under this autocast. If under none, PyTorch's own way has made an operation
+    of each cast; autocast casts a parameter once, for all that reads it."""
+    known: dict[Any, fx.Node] = {}
+    for node in list(graph.nodes):
+        node.meta[AUTOCAST] = casts
+        cast = node.target is torch.ops.aten._to_copy.default
+        if not casts and cast and node.args[0].op == "placeholder":
+            first = known.setdefault((node.args, *node.kwargs.items()), node)
+            if first is not node:
+                node.replace_all_uses_with(first)
+                graph.erase_node(node)
 
 
 def _decomposed(program: ExportedProgram) -> ExportedProgram:

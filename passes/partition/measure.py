@@ -25,10 +25,11 @@ from torch.utils import _pytree as pytree
 
 from fxpipe.errors import InputError, told
 from fxpipe.ir.plan import Plan
-from fxpipe.ir.traced import Traced
+from fxpipe.ir.traced import AUTOCAST, Traced
 from fxpipe.kernels.graph import GraphKernel
 from fxpipe.passes.differentiate.joint import BYTES, ORIGIN
 from fxpipe.torchtools import source
+from fxpipe.torchtools.autocast import under
 from fxpipe.torchtools.meta import Scratch
 from fxpipe.torchtools.pytrees import bytes_of
 
@@ -311,7 +312,8 @@ class _Meter(fx.Interpreter):
                 copy = _copied if n.op == "call_module" else _cut
                 here_args, here_kwargs = pytree.tree_map(copy, (args, kwargs))
                 start = self._watch.mark()
-                with source.refusing_failures(source.of_node(n) or repr(n.target)):
+                where = source.of_node(n) or repr(n.target)
+                with source.refusing_failures(where), under(n.meta.get(AUTOCAST, ())):
                     value = getattr(self, n.op)(n.target, here_args, here_kwargs)
                 middle = self._watch.mark()
                 backward = self._backward(n, value, (here_args, here_kwargs))

@@ -18,11 +18,20 @@ from torch.utils import _pytree as pytree
 
 from fxpipe.errors import InputError, TraceError
 from fxpipe.ir.plan import Argument
-from fxpipe.ir.traced import DRAWS, DRAWS_FROM_OTHERS, TAKES_TURNS, Literal, Traced, Value
+from fxpipe.ir.traced import (
+    AUTOCAST,
+    DRAWS,
+    DRAWS_FROM_OTHERS,
+    TAKES_TURNS,
+    Literal,
+    Traced,
+    Value,
+)
 from fxpipe.passes.graph.lazy_module import lazy_module
 from fxpipe.passes.partition.assignment import compute_nodes
 from fxpipe.random.leaf_draws import DrawsWatched, other_states
 from fxpipe.torchtools import source
+from fxpipe.torchtools.autocast import autocasts
 from fxpipe.torchtools.pytrees import together
 
 LEAF_LOSS = "fxpipe_loss"
@@ -156,6 +165,7 @@ def attach_leaf_loss(
     value.meta[DRAWS_FROM_OTHERS] = other_states() != before
     value.meta[DRAWS] = watch.drew or value.meta[DRAWS_FROM_OTHERS]
     value.meta[TAKES_TURNS] = watch.traced
+    value.meta[AUTOCAST] = autocasts()
     with suppress(Exception):  # not every loss can be traced
         value.meta[LOSS_GRAPH] = _readable(loss_module, output, leaves, spec)
     written = [node for node in outputs if isinstance(node, fx.Node)]

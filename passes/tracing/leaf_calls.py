@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from fxpipe.errors import TraceError
 from fxpipe.ir.plan import Argument, Write
-from fxpipe.ir.traced import Traced, Value
+from fxpipe.ir.traced import AUTOCAST, Traced, Value
 from fxpipe.passes.tracing.leaf_nests import (
     Place,
     UnfitLeaf,
@@ -33,6 +33,7 @@ from fxpipe.passes.tracing.leaf_nests import (
     with_places,
 )
 from fxpipe.passes.tracing.symbolic import Example, leaf_tensors, reserve_names
+from fxpipe.torchtools.autocast import Autocasts, autocasts
 
 _LIBRARY = torch.library.Library("fxpipe", "FRAGMENT")
 _LIBRARY.define("leaf(Tensor[] inputs, int call) -> Tensor[]")
@@ -72,6 +73,7 @@ class Call:
         given: positional and keyword arguments, with a ``Place`` for each tensor.
         results: for each tensor in its result, the path to it, as indices.
         returned: its result, with a ``Place`` for each tensor.
+        casts: the autocast under which it was called.
     """
 
     number: int
@@ -79,6 +81,7 @@ class Call:
     given: tuple[tuple[Any, ...], dict[str, Any]]
     results: tuple[tuple[Any, ...], ...]
     returned: Any
+    casts: Autocasts
 
 
 @contextmanager
@@ -144,6 +147,7 @@ class LeafCalls:
             return module._call_impl(*args, **kwargs)
         self._inside = True
         flat = pytree.tree_leaves((args, kwargs))
+        casts = autocasts()
         versions = [leaf._version if isinstance(leaf, Tensor) else 0 for leaf in flat]
         try:
             output = module._call_impl(*args, **kwargs)
@@ -171,6 +175,7 @@ class LeafCalls:
             with_places(name, "is given", (args, kwargs)),
             tuple(indices(name, output, path) for path, leaf in paths if isinstance(leaf, Tensor)),
             with_places(name, "returns", output),
+            casts,
         )
         _known[number] = [torch.empty_like(x, device="meta") for x in tensors]
         self.calls.append(call)
@@ -319,6 +324,7 @@ class _Rewriter:
         with self.graph.inserting_before(node):
             module = self.graph.call_module(call.name, args, kwargs)
         module.meta.update(node.meta)
+        module.meta[AUTOCAST] = call.casts
         for item in list(node.users):
             path = call.results[int(str(item.args[1]))]
             value = module

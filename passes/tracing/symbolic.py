@@ -22,10 +22,19 @@ from torch.utils import _pytree as pytree
 
 from fxpipe.errors import TraceError
 from fxpipe.ir.plan import Argument, Write
-from fxpipe.ir.traced import DRAWS, DRAWS_FROM_OTHERS, TAKES_TURNS, Literal, Traced, Value
+from fxpipe.ir.traced import (
+    AUTOCAST,
+    DRAWS,
+    DRAWS_FROM_OTHERS,
+    TAKES_TURNS,
+    Literal,
+    Traced,
+    Value,
+)
 from fxpipe.passes.tracing.explain import explained
 from fxpipe.random.leaf_draws import DrawsWatched, other_states
 from fxpipe.torchtools import source
+from fxpipe.torchtools.autocast import autocasts, under
 from fxpipe.torchtools.functions import functions_kept
 from fxpipe.torchtools.pytrees import Parts, equal
 
@@ -297,7 +306,10 @@ class _Tracer(fx.Tracer):
     def create_node(self, kind: str, *args: Any, **kwargs: Any) -> fx.Node:
         if not len(self.graph.nodes):
             reserve_names(self.graph, self.root)
-        return super().create_node(kind, *args, **kwargs)
+        node = super().create_node(kind, *args, **kwargs)
+        if casts := autocasts():
+            node.meta[AUTOCAST] = casts
+        return node
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return id(m) in self.leaves or super().is_leaf_module(m, module_qualified_name)
@@ -322,7 +334,7 @@ class Example(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         before = other_states() if n.op == "call_module" else {}
-        with DrawsWatched() as watch:
+        with DrawsWatched() as watch, under(n.meta.get(AUTOCAST, ())):
             value = super().run_node(n)
         drew_from_others = bool(before) and other_states() != before
         if drew_from_others and not n.all_input_nodes:

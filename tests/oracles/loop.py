@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +39,7 @@ def train(
     loss: Callable[..., Tensor] | None = None,
     target: Any = None,
     weight: Callable[..., Any] | None = None,
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
     **kwargs: Any,
 ) -> Looped:
     """Forward and backward of one batch; gradients are added to ``.grad``.
@@ -50,6 +52,7 @@ def train(
         target: a tensor or a tuple of them.
         weight: from the targets of a micro-batch to what its loss counts; else it counts by its
             rows. One of 0 is left out.
+        around: what forward and loss run in, such as autocast, and backward does not.
         **kwargs: keyword inputs.
     """
     targets = () if target is None else target if isinstance(target, tuple) else (target,)
@@ -61,8 +64,9 @@ def train(
     counts = [_rows(part[:2]) if weight is None else float(weight(*part[2])) for part in parts]
     every = rows if weight is None else sum(counts)
     for (part_args, part_kwargs, part_targets), count in zip(parts, counts, strict=True):
-        output = model(*part_args, **part_kwargs)
-        part = output["loss"] if loss is None else loss(output, *part_targets)
+        with around():
+            output = model(*part_args, **part_kwargs)
+            part = output["loss"] if loss is None else loss(output, *part_targets)
         sizes.append(_rows((part_args, part_kwargs)))
         if count:
             part = part * (count / every)
