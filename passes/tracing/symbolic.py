@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.modules.dropout import _DropoutNd
 from torch.utils import _pytree as pytree
 
 from fxpipe.errors import TraceError
@@ -53,6 +54,7 @@ _VIEWS = frozenset(
         *("swapdims", "broadcast_to", "broadcast_tensors", "meshgrid", "tensor_split"),
     )
 )
+_DROPOUTS = (_DropoutNd, nn.RNNBase, nn.MultiheadAttention)
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
@@ -294,6 +296,14 @@ def is_torchs(module: nn.Module) -> bool:
     return fx.Tracer().is_leaf_module(module, "")
 
 
+def _drops(leaf: nn.Module) -> bool:
+    """Whether a leaf module holds a dropout in training mode. Its rate may be 0 now and not later,
+    which causes no new trace as with one of PyTorch's own."""
+    return not is_torchs(leaf) and any(
+        isinstance(module, _DROPOUTS) and module.training for module in leaf.modules()
+    )
+
+
 class _Tracer(fx.Tracer):
     """A tracer with leaf modules."""
 
@@ -343,7 +353,8 @@ class Example(fx.Interpreter):
                 "no tensor that its draws could go by; give it one of the micro-batch"
             )
         n.meta[DRAWS_FROM_OTHERS] = drew_from_others
-        n.meta[DRAWS] = (watch.drew or drew_from_others) and bool(n.all_input_nodes)
+        drops = n.op == "call_module" and _drops(self.fetch_attr(str(n.target)))
+        n.meta[DRAWS] = (watch.drew or drew_from_others or drops) and bool(n.all_input_nodes)
         n.meta[TAKES_TURNS] = watch.traced
         n.meta["val"] = value.to("meta") if isinstance(value, Tensor) else value
         return value

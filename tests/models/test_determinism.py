@@ -10,6 +10,7 @@ from torch.nn.functional import mse_loss
 
 import fxpipe
 from fxpipe.compiler.options import Tracer
+from fxpipe.passes.schedule import Recompute
 from tests.oracles import loop
 
 RATE = 0.3
@@ -118,6 +119,36 @@ def test_leaf_modules_draw_the_same_on_any_stage() -> None:
         loop.assert_same(gradients, found[0][1])
     first, second = found[0][0]
     assert first != second
+
+
+@pytest.mark.parametrize("tracer", ["export", "symbolic"])
+def test_a_dropout_inside_of_a_leaf_module_may_begin_after_the_trace(tracer: Tracer) -> None:
+    """What a leaf module reads causes no new trace; a recomputation draws what its forward drew."""
+    found: list[tuple[Tensor, dict[str, Tensor | None]]] = []
+    modes: tuple[Recompute, ...] = ("never", "always")
+    for stages, recompute in enumerate(modes, 1):
+        torch.manual_seed(0)
+        drop = nn.Dropout(0.0)
+        leaf = nn.Sequential(nn.Linear(6, 6), drop)
+        model = nn.Sequential(nn.Linear(6, 6), leaf, nn.Linear(6, 6))
+        x, y = torch.randn(7, 6), torch.randn(7, 6)
+        with fxpipe.compile(
+            model,
+            ["cpu"] * stages,
+            microbatches=3,
+            loss=mse_loss,
+            leaf_modules=["1"],
+            tracer=tracer,
+            recompute=recompute,
+        ) as pipe:
+            without = pipe.step(x, target=y)
+            drop.p = RATE
+            loop.clear(model)
+            torch.manual_seed(5)
+            found.append((pipe.step(x, target=y), loop.gradients(model)))
+        assert found[-1][0] != without
+    assert found[1][0] == found[0][0]
+    loop.assert_same(found[1][1], found[0][1])
 
 
 def test_two_steps_draw_different_masks(
