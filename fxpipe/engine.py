@@ -50,7 +50,9 @@ class Engine:
     def __init__(self, options: Options, choice: Choice) -> None:
         """Start the workers: as many threads as ``choice`` may need to run the devices' lists."""
         backend = backend_of(options.group, options.here, options.devices, options.ordered_sums)
-        clipping = Clipping(options.clip_norm, options.scaler) if options.clips else None
+        clipping = None
+        if options.clips:
+            clipping = Clipping(options.clip_norm, options.scaler, options.model)
         others = [each for each in range(options.replicas) if each != options.group.replica]
         given, stages = options.optimizer, None
         if given is not None:

@@ -92,6 +92,40 @@ def test_gradients_are_clipped_by_the_norm_of_all_stages(
     expected.assert_same(model, 1e-12)
 
 
+class Unordered(nn.Module):
+    """Registers its layers in another order than it calls them, and one has no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(16) for _ in range(4))
+        for index in (3, 1, 0, 2):
+            layer = nn.Linear(16, 16)
+            layer.weight.requires_grad_(index != 1)
+            setattr(self, f"layer{index}", layer)
+        self.unused = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, norm in enumerate(self.norms):
+            x = norm(getattr(self, f"layer{index}")(x)).tanh()
+        return x
+
+
+@pytest.mark.parametrize("tracer", ["export", "symbolic"])
+def test_norms_are_added_in_the_order_of_the_models_parameters(tracer: str) -> None:
+    """To the bit those of a loop, in whatever order the stages have the parameters."""
+    torch.manual_seed(0)
+    model = Unordered()
+    expected = ClippedLoop.beside(model, SGD, 2, delay=0)
+    options: dict[str, Any] = {"tracer": tracer, "partition": ["layer2"]}
+    with compiled(model, 2, 2, schedule="1f1b", clip_norm=LIMIT, **options) as pipe:
+        for _ in range(8):
+            x, y = torch.randn(2, 4, 16)
+            pipe.step(x, target=y)
+            expected.step(x, y)
+            assert pipe.grad_norm == expected.norms[-1]
+    expected.assert_same(model)
+
+
 @pytest.mark.parametrize("name", sorted(set(RECIPES) - {"inference", "pipedream", "cdp-v2"}))
 def test_every_schedule_of_the_library_can_clip(name: str) -> None:
     for devices, microbatches in ((1, 1), (2, 3), (4, 4)):

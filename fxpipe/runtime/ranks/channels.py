@@ -203,11 +203,11 @@ class RankChannels(Channels):
         found = [_sums(stage, self._group.replica, batch, k) for k in range(-1, buckets - 1)]
         return merged([Part(*self._come(buffer)).pieces for buffer in found])
 
-    def all_norms(self, stage: int, batch: int, own: list[Tensor]) -> list[Tensor]:
+    def all_norms(self, stage: int, batch: int, own: list[Tensor | None]) -> list[Tensor | None]:
         """Wait for the norms of all parts of a stage's sums, replica after replica; ``own`` are
         those of this one's. The thread that added up the others' has sent them. Raises like
         ``all_gather``."""
-        found: list[Tensor] = []
+        found: list[Tensor | None] = []
         for replica in range(self._group.replicas):
             buffer = _of_replica("norms", stage, replica, batch)
             found += own if replica == self._group.replica else self._come(buffer)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from fxpipe.errors import CheckpointError
@@ -32,11 +32,16 @@ def share_norms(machine: Machine, instruction: ins.Norm) -> None:
 def clip(machine: Machine, instruction: ins.Clip) -> None:
     """See ins.Clip."""
     stage, batch, store = instruction.stage, instruction.batch, machine.store
-    stages = range(machine.program.stages)
-    norms = [norm for s in stages for norm in store.values[norm_buffer(s, stage, batch)]]
+    names: list[str] = []
+    norms: list[Tensor | None] = []
+    for other in range(machine.program.stages):
+        names += [argument.target for argument in machine.stages[other].parameters]
+        norms += store.values[norm_buffer(other, stage, batch)]
     absolute = machine.step + batch
     how = machine.jobs[absolute].clipping
     if how is not None:
+        if not machine.program.sharded:  # else they are those of parts
+            norms = how.in_order(names, norms)
         how.clip(absolute, store.gradients.get((stage, batch), []), norms)
 
 
@@ -55,7 +60,17 @@ class Clipping:
         skipped: how many batches the scaler has skipped.
     """
 
-    def __init__(self, limit: float | None, scaler: GradScaler | None) -> None:
+    def __init__(
+        self, limit: float | None, scaler: GradScaler | None, model: nn.Module | None = None
+    ) -> None:
+        """Nothing was clipped yet. The gradients' norms are added in the order of the model's
+        parameters."""
+        named = [] if model is None else [*model.named_parameters(remove_duplicate=False)]
+        first: dict[int, int] = {}
+        self._order = {
+            name: first.setdefault(id(parameter), place)
+            for place, (name, parameter) in enumerate(named)
+        }
         self.limit = limit
         self.scaler = scaler
         self._norm: Tensor | None = None
@@ -77,12 +92,20 @@ class Clipping:
         self._scales[batch] = scale = float(self.scaler.get_scale())
         return scale
 
-    def clip(self, batch: int, gradients: list[Tensor | None], norms: Sequence[Tensor]) -> None:
+    def in_order(self, names: Sequence[str], norms: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The norms of gradients of parameters with these names, in the order of the model's."""
+        pairs = zip(names, norms, strict=True)
+        return [norm for _, norm in sorted(pairs, key=lambda pair: self._order[pair[0]])]
+
+    def clip(
+        self, batch: int, gradients: list[Tensor | None], norms: Sequence[Tensor | None]
+    ) -> None:
         """Unscale and clip a stage's gradients of a batch in place, by the norms of all gradients
         of all stages, in their order; with a scaler, drop them where not finite."""
         own = [gradient for gradient in gradients if gradient is not None]
         unscale = 1 / self._scales.get(batch, 1.0)
-        total = torch.linalg.vector_norm(torch.stack(list(norms))) if norms else torch.zeros(())
+        found = [norm for norm in norms if norm is not None]
+        total = torch.linalg.vector_norm(torch.stack(found)) if found else torch.zeros(())
         self._norm = total = total * unscale
         if self.scaler is not None:
             self._finite[batch] = finite = bool(torch.isfinite(total))
@@ -158,7 +181,7 @@ class Clipping:
             self.scaler.update(scale)
 
 
-def norms_of(gradients: Sequence[Tensor | None]) -> list[Tensor]:
+def norms_of(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
     """The 2-norm of each gradient; computed in float32 for half precision."""
     own = [gradient for gradient in gradients if gradient is not None]
     found = {}
@@ -166,4 +189,4 @@ def norms_of(gradients: Sequence[Tensor | None]) -> list[Tensor]:
         alike = [gradient for gradient in own if gradient.dtype == dtype]
         computed = torch.float32 if dtype in (torch.float16, torch.bfloat16) else None
         found[dtype] = iter(torch._foreach_norm(alike, 2, computed))
-    return [next(found[gradient.dtype]) for gradient in own]
+    return [None if each is None else next(found[each.dtype]) for each in gradients]
