@@ -35,7 +35,8 @@ _NOISE = 4.0
 
 _CURES = {
     False: 'use tracer="symbolic", which calls modules as they are',
-    True: "have the submodule around it called as it is: compile(..., leaf_modules=[its name])",
+    True: "have the submodule around it called as it is: compile(..., leaf_modules=[its name]), "
+    'or, where that is the model itself and tracer is "symbolic", use tracer="export"',
 }
 """What to do about an operation that is not seen, by whether the graph has leaf modules."""
 
