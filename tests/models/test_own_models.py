@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from benchmarks.models import own
-from benchmarks.models.amoebanet import AmoebaNetD
+from benchmarks.models.amoebanet import AmoebaNetD, Cell
 from benchmarks.models.cases import Case
 from benchmarks.models.resnet import ResNet
 from benchmarks.models.unet import UNet
@@ -35,12 +35,30 @@ def test_full_size_models_have_as_many_parameters_as_their_papers_say(
     assert round(sum(p.numel() for p in model.parameters()) / 1e6, 1) == millions
 
 
+def three_cells() -> AmoebaNetD:
+    """The first three of seven cells, which are of both kinds and reach over each other."""
+    model = AmoebaNetD(3, 16, classes=own.CLASSES)
+    del model.cells[3:]
+    normal = model.cells[-1]
+    assert isinstance(normal, Cell)
+    parts = len(normal.genotype.returned)
+    model.head[-1] = nn.Linear(16 * parts, own.CLASSES)
+    return model
+
+
+SHALLOWER: dict[str, tuple[str, Callable[[], nn.Module]]] = {
+    "ResNet-101": ("ResNet-17", partial(ResNet, (1, 2, 1, 1), width=2, classes=own.CLASSES)),
+    "AmoebaNet-D (3, 16)": ("three cells of AmoebaNet-D", three_cells),
+}
+"""Models with fewer of the same blocks."""
+
+
 def shallower(case: Case) -> Case:
-    """A ResNet with fewer of the same blocks; in a deep run with all of them."""
-    if DEEP or case.name != "ResNet-101":
+    """A model with fewer of the same blocks; in a deep run with all of them."""
+    if DEEP or case.name not in SHALLOWER:
         return case
-    blocks = partial(ResNet, (1, 2, 1, 1), width=2, classes=own.CLASSES)
-    return replace(case, name="ResNet-17", model=blocks)
+    name, model = SHALLOWER[case.name]
+    return replace(case, name=name, model=model)
 
 
 @pytest.mark.parametrize("setting", settings([*map(shallower, own.CASES)]))
