@@ -29,6 +29,7 @@ from fxpipe.ir.plan import Argument, Write
 from fxpipe.ir.traced import AUTOCAST, Literal, Traced, Value
 from fxpipe.passes.differentiate.part_recurrent import part_recurrent
 from fxpipe.passes.graph.aliasing import hidden_views, same_layout
+from fxpipe.passes.graph.composites import decomposed
 from fxpipe.passes.graph.layouts import lay_gradients
 from fxpipe.passes.graph.lazy_module import lazy_module
 from fxpipe.passes.graph.rewrite import rewrite
@@ -186,8 +187,7 @@ def _decomposed(program: ExportedProgram) -> ExportedProgram:
         with warnings.catch_warnings(), functions_kept():
             warnings.simplefilter("ignore")
             table = hidden_views(program.graph_module)
-            decomposed: ExportedProgram = program.run_decompositions(table)
-            return decomposed
+            return decomposed(program, table)
     except RuntimeError as error:
         written = re.match(r"Constant (\S+) is mutated in the forward method", str(error))
         if written is None:
