@@ -12,7 +12,7 @@ from fxpipe.passes.inductor import libraries
 from tests.helpers.stage_libraries import Processes, settings
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def processes() -> Iterator[Processes]:
     kept = Processes()
     yield kept

@@ -1,4 +1,7 @@
-"""A model whose stages inductor compiles, and the processes that compile, which tests share."""
+"""A model whose stages inductor compiles, and the processes that compile, which tests share.
+
+Each graph takes seconds to compile, so one model has all that tests look for.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,9 @@ from torch.nn.functional import mse_loss
 from torch.optim import SGD
 
 import fxpipe
+from fxpipe.ir.traced import SEED
 from fxpipe.kernels.inductor import Compiled, compiled
+from fxpipe.random import mix
 
 MICROBATCHES = 3
 
@@ -64,9 +69,9 @@ class Processes:
 
 
 class Net(nn.Module):
-    """Two parts with a skip across, BatchNorm, and a weight that both read."""
+    """Two parts with a skip across, BatchNorm, dropout, and a weight that both read."""
 
-    def __init__(self, dropout: float = 0.0) -> None:
+    def __init__(self, dropout: float = 0.5) -> None:
         super().__init__()
         self.layer = nn.Linear(5, 8)
         self.rest = nn.Sequential(nn.BatchNorm1d(8), nn.Dropout(dropout))
@@ -78,13 +83,11 @@ class Net(nn.Module):
         return y
 
 
-def made(
-    compiler: Any, schedule: str = "1f1b", dropout: float = 0.0, **options: Any
-) -> fxpipe.Pipeline:
+def made(compiler: Any, schedule: str = "1f1b", **options: Any) -> fxpipe.Pipeline:
     torch.manual_seed(0)
     optimizer = partial(SGD, lr=0.1, momentum=0.5)
     return fxpipe.compile(
-        Net(dropout),
+        Net(),
         ["cpu", "cpu"],
         schedule=schedule,
         microbatches=MICROBATCHES,
@@ -101,6 +104,13 @@ def batch() -> tuple[Tensor, Tensor]:
     return torch.randn(12, 5), torch.randn(12, 5)
 
 
+def stepped(pipe: fxpipe.Pipeline, x: Tensor, y: Tensor) -> Tensor:
+    """The loss of a step, which draws the same numbers each time."""
+    torch.manual_seed(2)
+    loss: Tensor = pipe.step(x, target=y)
+    return loss
+
+
 def graphs(pipe: fxpipe.Pipeline) -> list[Compiled | None]:
     """What runs each graph of the stages that computes anything."""
     found = []
@@ -112,7 +122,10 @@ def graphs(pipe: fxpipe.Pipeline) -> list[Compiled | None]:
 
 
 def gradients(pipe: fxpipe.Pipeline, x: Tensor, y: Tensor, halves: bool) -> dict[str, Tensor]:
-    """Those of a loop over the micro-batches that calls the libraries, one after another."""
+    """Those of a loop over the micro-batches that calls the libraries, one after another, and draws
+    what ``stepped`` does."""
+    torch.manual_seed(2)
+    seed = int(torch.randint(2**62, (), dtype=torch.int64))
     one: Any
     two: Any
     one, two = pipe.plan.stages
@@ -132,8 +145,10 @@ def gradients(pipe: fxpipe.Pipeline, x: Tensor, y: Tensor, halves: bool) -> dict
         return sent
 
     with torch.no_grad():
-        for x_part, y_part in zip(x.chunk(MICROBATCHES), y.chunk(MICROBATCHES), strict=True):
-            values = {"x": x_part, "given_1": y_part}
+        parts = zip(x.chunk(MICROBATCHES), y.chunk(MICROBATCHES), strict=True)
+        for microbatch, (x_part, y_part) in enumerate(parts):
+            drawn = torch.tensor(mix(seed, microbatch))
+            values = {"x": x_part, "given_1": y_part, SEED: drawn}
             saved = {}
             for stage in (one, two):
                 edges = pipe.plan.edges_into(stage.index)
