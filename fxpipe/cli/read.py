@@ -46,7 +46,7 @@ def read_costs(
     """``F=1,B@3=2.5`` → the time of each kind of task, for all stages or for one.
 
     Raises:
-        InputError: the text is not written like that.
+        InputError: the text is not written like that, or gives two times of the same.
     """
     if text is None:
         return None
@@ -62,7 +62,10 @@ def read_costs(
                 "or of one stage alone, F@3=1.5"
             ) from None
         letter, stage = match["letter"], match["stage"]
-        costs[letter if stage is None else (letter, int(stage))] = time
+        key = letter if stage is None else (letter, int(stage))
+        if key in costs:
+            raise InputError(f"{option} has {item.strip()!r} after another time of it; give one")
+        costs[key] = time
     return costs
 
 

@@ -78,6 +78,7 @@ def test_plans_and_programs_are_checked(
         ("schedule 1f1b -p four", "invalid int value: 'four'"),
         ("schedule 1f1b -p 0", "devices is 0; a schedule needs at least 1"),
         ("schedule 1f1b --costs F", "--costs has 'F'; write a kind of task and its time"),
+        ("schedule 1f1b --costs F@1=1,F@01=2", "--costs has 'F@01=2' after another time of it"),
         ("schedule 1f1b --costs Q=1", "no kind of task 'Q'"),
         ("schedule 1f1b --costs F@9=1", "is for stage 9; the stages are 0 to 3"),
         ("schedule 1f1b --costs F=-1", "at least 0"),
