@@ -121,10 +121,12 @@ def simulate_schedule(
 
     Raises:
         VerificationError: the schedule is not valid.
-        InputError: as ``simulate``.
+        InputError: as ``simulate``, or there is not one replica at least.
     """
     from fxpipe.passes.schedule import add_reduce
 
+    if not isinstance(replicas, int) or replicas < 1:
+        raise InputError(f"replicas is {replicas!r}; give a whole number of at least 1")
     schedule = schedule.verify()
     if (replicas > 1 or any(schedule.working)) and schedule.trains:
         schedule = add_reduce(schedule, shards)

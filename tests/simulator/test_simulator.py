@@ -306,6 +306,8 @@ def test_what_waits_for_ever_is_told() -> None:
         ({"costs": {"F": [1.0, 2.0]}}, r"costs\['F'\] is \[1\.0, 2\.0\]"),
         ({"links": 1.0}, r"links is 1\.0; give one Link"),
         ({"steps": 2.5}, r"steps is 2\.5; give a whole number"),
+        ({"replicas": 0}, "replicas is 0; give a whole number of at least 1"),
+        ({"replicas": 2.5}, r"replicas is 2\.5; give a whole number"),
     ],
 )
 def test_bad_input_is_refused(options: dict[str, Any], message: str) -> None:
