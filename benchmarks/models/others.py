@@ -133,7 +133,7 @@ def unconditional_unet() -> Any:
     )
 
 
-def conditional_unet() -> Any:
+def conditional_unet(middle: str | None = "UNetMidBlock2DCrossAttn") -> Any:
     return diffusers.UNet2DConditionModel(
         sample_size=8,
         in_channels=4,
@@ -141,7 +141,7 @@ def conditional_unet() -> Any:
         layers_per_block=1,
         block_out_channels=(4, 8),
         down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
-        mid_block_type="UNetMidBlock2DCrossAttn",
+        mid_block_type=middle,
         up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
         norm_num_groups=2,
         attention_head_dim=2,
