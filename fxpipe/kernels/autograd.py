@@ -17,7 +17,7 @@ from fxpipe.ir.traced import AUTOCAST, TAKES_TURNS
 from fxpipe.kernels.graph import added
 from fxpipe.kernels.kernel import Backwarded, Forwarded, InputGraded, Partial, Totals
 from fxpipe.random.leaf_draws import SeededDraws, draw_from, others_kept
-from fxpipe.torchtools.autocast import called_under, under
+from fxpipe.torchtools.autocast import called_under, uncached, under
 
 _TURN = RLock()
 """Held while PyTorch may trace, as two threads that trace see each other's unfinished state, and
@@ -86,7 +86,8 @@ class AutogradKernel:
         kept = others_kept() if shared else nullcontext()
         casts = under(()) if self._casts else nullcontext()
         with self._turn(shared), kept, torch.set_grad_enabled(self.recording), seeded, casts:
-            outputs = torch.func.functional_call(self._run, tensors, tuple(sources))
+            given = tuple(map(uncached, sources)) if self._casts else tuple(sources)
+            outputs = torch.func.functional_call(self._run, tensors, given)
         keeps = any(self.output_gradients)
         saved = [list(outputs), sources, weights] if keeps else []
         return Forwarded(

@@ -47,6 +47,14 @@ def under(casts: Autocasts) -> Iterator[None]:
                 torch.clear_autocast_cache()
 
 
+def uncached(value: Any) -> Any:
+    """The same value, which autocast casts once for each use, as any activation. It casts a leaf of
+    autograd's, such as a parameter, once for all uses, so that gradients are added before they are
+    cast back."""
+    leaf = isinstance(value, torch.Tensor) and value.requires_grad and value.is_leaf
+    return value.view_as(value) if leaf else value
+
+
 def called_under(casts: Autocasts, function: Callable[..., Any]) -> Callable[..., Any]:
     """The same function, which runs under these."""
 

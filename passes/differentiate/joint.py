@@ -24,7 +24,7 @@ from fxpipe.kernels.graph import GraphKernel
 from fxpipe.passes.differentiate.record import NotRecorded, Recorder, told
 from fxpipe.passes.differentiate.split_joint import split_joint
 from fxpipe.passes.graph.lazy_module import lazy_module
-from fxpipe.torchtools.autocast import under
+from fxpipe.torchtools.autocast import autocasts, uncached, under
 from fxpipe.torchtools.pytrees import bytes_of
 
 ORIGIN = "fxpipe.origin"
@@ -74,7 +74,8 @@ class StageSides:
         given: dict[str, Any] = {}
         given.update(zip((a.name for a in self.stage.parameters), parameters, strict=True))
         given.update(zip((a.name for a in self.stage.buffers), buffers, strict=True))
-        given.update(zip((edge.value for edge in self.incoming), inputs, strict=True))
+        received = inputs if not autocasts() else [*map(uncached, inputs)]
+        given.update(zip((edge.value for edge in self.incoming), received, strict=True))
         interpreter = _StageInterpreter(self.stage.graph, given, recorder)
         order = [n.name for n in self.stage.graph.graph.nodes if n.op == "placeholder"]
         returned = interpreter.run(*(given[name] for name in order))

@@ -48,6 +48,19 @@ class Parted(nn.Module):
         return y
 
 
+class Forked(nn.Module):
+    """A value in single precision is cast by two of its readers in the next stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.left, self.right = nn.Linear(8, 32), nn.Linear(32, 3), nn.Linear(32, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x).float().tanh()
+        y: Tensor = self.left(h) * self.right(h)
+        return y
+
+
 def layers() -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8), nn.Linear(8, 3))
 
@@ -63,6 +76,7 @@ def branching() -> nn.Sequential:
     [
         (layers, {"partition": ["2"]}, CAST),
         (branching, {"partition": ["2"], "leaf_modules": [Branching]}, CAST),
+        (Forked, {"partition": ["left"]}, CAST),
         (partial(Parted, inside=False), {"partition": ["last"]}, CAST),
         (partial(Parted, inside=True), {"partition": ["last"]}, CAST),
         (partial(Parted, inside=True), {"partition": ["last"]}, nullcontext),
