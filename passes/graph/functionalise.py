@@ -30,6 +30,7 @@ from fxpipe.ir.traced import AUTOCAST, Literal, Traced, Value
 from fxpipe.passes.differentiate.part_recurrent import part_recurrent
 from fxpipe.passes.graph.aliasing import hidden_views, same_layout
 from fxpipe.passes.graph.composites import decomposed
+from fxpipe.passes.graph.detached import detach_in_place, detach_without_grad
 from fxpipe.passes.graph.layouts import lay_gradients
 from fxpipe.passes.graph.lazy_module import lazy_module
 from fxpipe.passes.graph.rewrite import rewrite
@@ -73,8 +74,8 @@ def functionalise(
 
 
 def _functional(program: ExportedProgram, accepts: Callable[[int], bool]) -> Traced:
-    _detach_without_grad(program.graph_module)
-    _detach_in_place(program.graph_module)
+    detach_without_grad(program.graph_module)
+    detach_in_place(program.graph_module)
     lay_gradients(program.graph_module)
     open_instance_norms(program.graph_module)
     mask_diagonals(program.graph_module)
@@ -248,40 +249,6 @@ def _shape(value: Any) -> Sequence[Any]:
 def _counts(size: Any) -> bool:
     """Whether a size is the number of samples itself, not a number computed from it."""
     return isinstance(size, torch.SymInt) and bool(size.node.expr.is_Symbol)
-
-
-def _detach_without_grad(module: fx.GraphModule) -> None:
-    """Cut the gradient of what a ``torch.no_grad()`` region computes.
-
-    The exporter keeps such a region as a subgraph, but inlines it when it decomposes, and the
-    gradient would then flow through.
-    """
-    region = torch.ops.higher_order.wrap_with_set_grad_enabled
-    for node in list(module.graph.nodes):
-        if node.op != "call_function" or node.target is not region or node.args[0]:
-            continue
-        for item in list(node.users):
-            with module.graph.inserting_after(item):
-                cut = module.graph.call_function(torch.ops.aten.detach.default, (item,))
-            cut.meta.update(item.meta)
-            item.replace_all_uses_with(cut, delete_user_cb=lambda user, cut=cut: user is not cut)
-
-
-def _detach_in_place(module: fx.GraphModule) -> None:
-    """Write ``x.detach_()`` as ``detach``, whose result later nodes read instead of ``x``.
-
-    ``run_decompositions`` drops it. That is right for a constant, which has no gradient.
-    """
-    aten = torch.ops.aten
-    order = {node: place for place, node in enumerate(module.graph.nodes)}
-    for node in list(module.graph.nodes):
-        source = node.args[0] if node.target is aten.detach_.default else None
-        if not isinstance(source, fx.Node) or source.target is aten.lift_fresh_copy.default:
-            continue
-        node.target = aten.detach.default
-        for user in list(source.users):
-            if order[user] > order[node]:
-                user.replace_input_with(source, node)
 
 
 def _let_copies_have_gradients(module: fx.GraphModule) -> None:
