@@ -80,7 +80,9 @@ def _functional(program: ExportedProgram, accepts: Callable[[int], bool]) -> Tra
     open_instance_norms(program.graph_module)
     mask_diagonals(program.graph_module)
     held = _first_names(program)
-    ruled = rewrite(program)
+    casts = autocasts()
+    # PyTorch's own way makes an operation of each cast, which the stages can then share
+    ruled = None if casts and _shares_parameters(program) else rewrite(program)
     if ruled is None:
         program.graph_module.recompile()
         _part_names(program)
@@ -151,7 +153,7 @@ def _functional(program: ExportedProgram, accepts: Callable[[int], bool]) -> Tra
     out_spec = program.call_spec.out_spec
     assert out_spec is not None
     module, new = _with_lasting_names(module)
-    if casts := autocasts():
+    if casts:
         _note_casts(module.graph, casts if ruled else ())
     return Traced(
         module=module,
@@ -168,9 +170,18 @@ def _functional(program: ExportedProgram, accepts: Callable[[int], bool]) -> Tra
     )
 
 
+def _shares_parameters(program: ExportedProgram) -> bool:
+    """Whether several operations read one parameter, which autocast casts once for all of them."""
+    graph, own = program.graph, program.graph_signature.inputs_to_parameters
+    return any(
+        node.name in own and len(node.users) > 1 for node in graph.find_nodes(op="placeholder")
+    )
+
+
 def _note_casts(graph: fx.Graph, casts: Autocasts) -> None:
     """Let the nodes run under this autocast. If under none, PyTorch's own way has made an operation
-    of each cast; autocast casts a parameter once, for all that reads it."""
+    of each cast; autocast casts a parameter once for all that reads it, whose gradients are added
+    before they are cast back, wherever the stages are cut."""
     known: dict[Any, fx.Node] = {}
     for node in list(graph.nodes):
         node.meta[AUTOCAST] = casts

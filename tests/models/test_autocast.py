@@ -61,6 +61,21 @@ class Forked(nn.Module):
         return y
 
 
+class Shared(nn.Module):
+    """Both stages read a weight, the second also its transpose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.twice = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = (self.first(x) @ self.twice).tanh()
+        h = self.last(h).tanh() @ self.twice
+        y: Tensor = (h @ self.twice.t())[:, :3]
+        return y
+
+
 def layers() -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8), nn.Linear(8, 3))
 
@@ -118,6 +133,22 @@ def test_what_autocast_is_around_runs_under_it_and_backward_does_not(
         assert theirs is not None
         assert x.grad is not None
         assert torch.equal(theirs, x.grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_weight_that_two_stages_read_is_cast_once_for_both(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = Shared()
+    alone = copy.deepcopy(model)
+    around = partial(torch.autocast, "cpu", dtype)
+    x, y = torch.randn(6, 8), torch.randn(6, 3)
+    mse = nn.functional.mse_loss
+    with fxpipe.compile(model, 2, microbatches=2, loss=mse, partition=["last"]) as pipe:
+        with around():
+            loss = pipe.step(x, target=y)
+    expected = loop.train(alone, 2, x, loss=mse, target=y, around=around)
+    assert torch.equal(loss, expected.loss)
+    loop.assert_same(loop.gradients(model), loop.gradients(alone))
 
 
 def test_a_loss_that_is_called_as_it_is_runs_under_autocast_too() -> None:
