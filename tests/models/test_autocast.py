@@ -143,9 +143,9 @@ def test_a_weight_that_two_stages_read_is_cast_once_for_both(dtype: torch.dtype)
     around = partial(torch.autocast, "cpu", dtype)
     x, y = torch.randn(6, 8), torch.randn(6, 3)
     mse = nn.functional.mse_loss
-    with fxpipe.compile(model, 2, microbatches=2, loss=mse, partition=["last"]) as pipe:
-        with around():
-            loss = pipe.step(x, target=y)
+    options: Any = {"microbatches": 2, "loss": mse, "partition": ["last"]}
+    with fxpipe.compile(model, 2, **options) as pipe, around():
+        loss = pipe.step(x, target=y)
     expected = loop.train(alone, 2, x, loss=mse, target=y, around=around)
     assert torch.equal(loss, expected.loss)
     loop.assert_same(loop.gradients(model), loop.gradients(alone))
