@@ -7,6 +7,7 @@ import copy
 import re
 import time
 from collections.abc import Callable, Iterator
+from threading import Event
 from typing import Any
 
 import pytest
@@ -36,11 +37,13 @@ def handlers() -> Iterator[None]:
     interpreter.HANDLERS = HANDLERS
 
 
-def plant(kind: type[ins.Instruction], device: int, batch: int) -> None:
-    """Let one kind of instruction fail on a device, for a batch."""
+def plant(kind: type[ins.Instruction], device: int, batch: int, after: Event | None = None) -> None:
+    """Let one kind of instruction fail on a device, for a batch, and not before an event."""
 
     def failing(machine: Machine, instruction: Any) -> None:
         if machine.device == device and machine.step + instruction.batch == batch:
+            if after is not None:
+                after.wait(60)
             raise Planted("planted")
         HANDLERS[kind](machine, instruction)
 
@@ -280,9 +283,11 @@ def test_after_a_flush_a_parameter_may_be_changed_by_hand() -> None:
 
 def test_a_loss_that_fails_names_the_batches_that_count() -> None:
     model, data = make("mlp", 3, 4)
+    returned = Event()
     with compiled(model, 2, 3, ADAMW) as pipe:
-        plant(ins.Forward, 1, batch=0)
+        plant(ins.Forward, 1, batch=0, after=returned)
         loss = pipe.step(data[0][0], target=data[0][1])
+        returned.set()
         error = pull(lambda: float(loss))
     assert "those after 0 batches, and the 1 that came later are dropped" in str(error)
     assert error.device == 1

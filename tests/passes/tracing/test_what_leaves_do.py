@@ -118,7 +118,7 @@ def test_a_size_that_depends_on_values_and_leaves_the_leaf_is_refused(function: 
     x[3] = 1
     before = copy.deepcopy(model.state_dict())
     if function is picks:  # no submodule holds all of it, and what follows is not cut
-        with pytest.raises(PartitionError, match="'last' computes nothing"):
+        with pytest.raises(PartitionError, match="'last' is called nowhere before the line"):
             step(model, x)
     else:
         message = r"leaf module 'inner' returns a tensor of size \[3, 4\], and returned \[1, 4\]"
