@@ -32,6 +32,3 @@ def decomposed(
         return made
     finally:
         _TORCH._collect_all_valid_cia_ops = _all_composites
-
-
-__all__ = ["decomposed"]

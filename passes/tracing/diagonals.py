@@ -9,10 +9,12 @@ after:   mask = triu(tril(ones_like(x)));  masked_fill_(x, mask, 0)
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 import torch
 from torch import fx
+
+from fxpipe.torchtools.source import call_like
 
 aten = torch.ops.aten
 
@@ -35,22 +37,16 @@ def mask_diagonals(module: fx.GraphModule) -> None:
         ]
         for node in filled:
             with part.graph.inserting_before(node):
-                node.replace_all_uses_with(_masked(part.graph, node))
+                node.replace_all_uses_with(_masked(node))
             part.graph.erase_node(node)
         if filled:
             part.graph.lint()
             part.recompile()
 
 
-def _masked(graph: fx.Graph, filled: fx.Node) -> fx.Node:
+def _masked(filled: fx.Node) -> fx.Node:
     x, value = filled.args[:2]
-
-    def make(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        node = graph.call_function(target, args, kwargs)
-        node.meta.update({k: v for k, v in filled.meta.items() if k != "val"})
-        node.meta["val"] = target(*fx.map_arg(args, lambda n: n.meta["val"]), **kwargs)
-        return node
-
+    make = partial(call_like, filled)
     assert isinstance(x, fx.Node)
     with x.meta["val"].fake_mode, torch.no_grad():
         every = make(aten.ones_like.default, x, dtype=torch.bool)

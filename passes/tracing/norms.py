@@ -32,6 +32,7 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fxpipe.passes.graph.layouts import lie_alike
+from fxpipe.torchtools.source import call_like
 
 aten = torch.ops.aten
 
@@ -49,22 +50,16 @@ def open_instance_norms(module: fx.GraphModule) -> None:
     ]
     for node in opened:
         with module.graph.inserting_before(node):
-            node.replace_all_uses_with(_open(module.graph, node))
+            node.replace_all_uses_with(_open(node))
         module.graph.erase_node(node)
     if opened:
         module.graph.lint()
         module.recompile()
 
 
-def _open(graph: fx.Graph, norm: fx.Node) -> fx.Node:
+def _open(norm: fx.Node) -> fx.Node:
     x, weight, bias, mean, variance, _, momentum, eps, cudnn = norm.args
-
-    def make(target: Any, *args: Any) -> fx.Node:
-        node = graph.call_function(target, args)
-        node.meta.update({k: v for k, v in norm.meta.items() if k != "val"})
-        node.meta["val"] = target(*fx.map_arg(args, lambda n: n.meta["val"]))
-        return node
-
+    make = functools.partial(call_like, norm)
     assert isinstance(x, fx.Node)
     with x.meta["val"].fake_mode, torch.no_grad():
         sizes: list[Any] = [
