@@ -15,6 +15,7 @@ import torch
 from fxpipe.arguments import check_whole
 from fxpipe.compiler.compiled import Compiled, Kind
 from fxpipe.compiler.compiler import Compiler
+from fxpipe.compiler.described import described
 from fxpipe.compiler.looking import HOOKS
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.overheads import Took
@@ -356,7 +357,11 @@ class Pipeline(Saved):
         compiles = known is None
         if self._group.size > 1:
             flushes = known is not None and not self._engine.joins(known)
-            common, own = self._described(micro, kind, compiles=compiles)
+            common, own = described(
+                *(micro, kind, self._compiler.told(), self._engine.batches),
+                compiles=compiles,
+                first=self._shown is None,
+            )
             ranks = self._group.agree("the call", common, own=own, value=(compiles, flushes))
             compiles = any(each for each, _ in ranks)  # another replica may have to
             if self._group.replicas > 1 and any(each for _, each in ranks):
@@ -365,36 +370,3 @@ class Pipeline(Saved):
             return known, micro
         with self._engine.quiet():
             return self._compiler.compile(micro, kind), micro
-
-    def _described(self, micro: MicroBatches, kind: Kind, *, compiles: bool) -> tuple[str, str]:
-        """What must be the same for this call on all ranks, and on those of a replica: for a call
-        that is compiled also the values. The first one has the same shapes in all replicas."""
-        batch = micro.batch
-        shown = [
-            f"{tuple(leaf.shape)} {leaf.dtype}" + ", requires grad" * leaf.requires_grad
-            if isinstance(leaf, torch.Tensor)
-            else repr(leaf)
-            for leaf in batch.leaves
-        ]
-        common = [
-            f"{kind.purpose} in {len(micro)} micro-batches",
-            f"batch number {self._engine.batches}",
-            f"the pipe is in {'training' if self.training else 'evaluation'} mode",
-            f"updates: {kind.updates}",
-            f"outputs: {kind.outputs}",
-        ]
-        shapes = [
-            f"a batch of {batch.size} samples",
-            *(f"{name}: {leaf}" for name, leaf in zip(batch.names, shown, strict=True)),
-        ]
-        values = [
-            "it is compiled anew" if compiles else "it is compiled already",
-            *(
-                f"{name}: {tuple(leaf.shape)} {leaf.dtype}, {digest(leaf)}"
-                for name, leaf in zip(batch.names, batch.leaves, strict=True)
-                if compiles and isinstance(leaf, torch.Tensor)
-            ),
-        ]
-        if self._shown is None:
-            common += shapes
-        return "\n".join(common), "\n".join([*shapes, *values])

@@ -15,6 +15,7 @@ from torch import Tensor
 from fxpipe.compiler import passes
 from fxpipe.compiler.capturing import Capturing
 from fxpipe.compiler.compiled import Compiled, Kind, agree_on_plans, exchanged, restoring
+from fxpipe.compiler.described import ModelState, state_told
 from fxpipe.compiler.front_end import Call
 from fxpipe.compiler.objective import divided, known_buffers, with_weights
 from fxpipe.compiler.options import Options
@@ -75,7 +76,8 @@ class Compiler:
         self._known: dict[Any, tuple[Compiled, list[tuple[Traced, Plan]]]] = {}
         self._programs: dict[Any, Program] = {}
         self._warned = False
-        self._variant: int | None = None
+        self._state: tuple[Any, ...] = (None,)
+        self._told: tuple[tuple[Any, ...], ModelState] | None = None
 
     def known(self, micro: MicroBatches, kind: Kind) -> Compiled | None:
         """What an earlier call like this was compiled to; None if none. See ``compile``."""
@@ -87,6 +89,12 @@ class Compiler:
             for traced, plan in plans:
                 self.plans.settle(traced, plan, compiled.schedule)
         return compiled
+
+    def told(self) -> ModelState:
+        """The state in which ``known`` has seen the model, as text that ranks compare."""
+        if self._told is None or self._told[0] != self._state:
+            self._told = self._state, state_told(self.options.model, self._state)
+        return self._told[1]
 
     def compile(self, micro: MicroBatches, kind: Kind) -> Compiled:
         """Compile a call of these inputs, and targets for a step. What was made for earlier calls
@@ -222,10 +230,10 @@ class Compiler:
     def _key(self, micro: MicroBatches, kind: Kind) -> tuple[Any, ...]:
         """All that a call's compiled form depends on; the number of the variant comes first."""
         state = self._guards.state()
-        if state[0] != self._variant:
+        if state[0] != self._state[0]:
             kept = self._guards.kept
             self._known = {key: made for key, made in self._known.items() if key[0][0] in kept}
-            self._variant = state[0]
+        self._state = state
         batch, wants = micro.batch, _wants(micro.batch, kind.purpose)
         return state, batch.key, batch.size, wants, len(micro), kind, self.choice.changes
 

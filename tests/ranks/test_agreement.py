@@ -37,6 +37,59 @@ def test_other_inputs_on_one_rank_are_an_error_on_all() -> None:
     assert first[1] == second[1]
 
 
+class Scaled(nn.Module):
+    """What it computes depends on an attribute, on a mode and on what is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        self.last = nn.Linear(4, 2)
+        self.scale = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.last(self.first(x) * self.scale)
+        return out
+
+
+def switching(mesh: DeviceMesh, what: str) -> list[str | int]:
+    """What a rank is told where it goes back alone to a state that all have been in."""
+    torch.manual_seed(0)
+    model = Scaled()
+    x = torch.randn(4, 4)
+    alone = mesh.get_local_rank() == 1
+    told: list[str | int] = []
+    with fxpipe.compile(
+        model, mesh, microbatches=2, loss=F.mse_loss, partition=["last"], optimizer=None
+    ) as pipe:
+        for state in (False, True, False, alone):
+            if what == "attribute":
+                model.scale = 2.0 if state else 1.0
+            elif what == "mode":
+                model.first[1].train(not state)
+            else:
+                model.last.bias.requires_grad_(not state)
+            try:
+                pipe.step(x, target=x[:, :2])
+            except fxpipe.RankError as error:
+                told.append(str(error))
+        told.append(pipe.batches)
+    return told
+
+
+@pytest.mark.parametrize(
+    ("what", "line"),
+    [
+        ("attribute", "attributes, globals and hooks that its code reads: state 0"),
+        ("mode", "the pipe is in training mode, but for first.1"),
+        ("frozen", "parameters without gradients: last.bias"),
+    ],
+)
+def test_another_state_that_is_known_on_one_rank_is_an_error_on_all(what: str, line: str) -> None:
+    for told, batches in on_ranks(2, switching, what):
+        assert line in told
+        assert batches == 3
+
+
 def meshes(mesh: DeviceMesh) -> dict[str, tuple[int, int] | str]:
     """What a pipe has of meshes of other shapes: devices and replicas, or why they are refused."""
     made = {
