@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxpipe.compiler.asking import asks_noted
 from fxpipe.compiler.looking import OUTSIDE, Look, Reads, top
 from fxpipe.compiler.options import Options
 from fxpipe.log import LOGGER
@@ -28,6 +29,8 @@ from fxpipe.torchtools import source
 
 VARIANTS = 8
 """How many variants are kept, each with its graphs."""
+_INNER = ("<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>", "<lambda>")
+"""Code that reads the object of the method around it."""
 
 
 @dataclass
@@ -82,13 +85,17 @@ class Guards:
                 return
             if id(code) not in known:
                 known[id(code)] = code, _read(code, frame.f_globals, reads)
-            if known[id(code)][1] and code.co_argcount:
-                reads.makers.add(type(frame.f_locals.get(code.co_varnames[0])))
+            if known[id(code)][1]:
+                while frame.f_code.co_name in _INNER and frame.f_back is not None:
+                    frame = frame.f_back
+                if frame.f_code.co_argcount:
+                    reads.makers.add(type(frame.f_locals.get(frame.f_code.co_varnames[0])))
 
         before = sys.getprofile()
         sys.setprofile(profile)
         try:
-            yield
+            with asks_noted(reads.asked, lambda: leaf is None):
+                yield
         finally:
             put_back(before)
             self._seen = None
@@ -175,21 +182,29 @@ def _read(code: CodeType, module: dict[str, Any], reads: Reads) -> bool:
     if package in OUTSIDE or not source.is_users(code.co_filename):
         return False
     makes = not {"vars", "__dict__", "__getattribute__"}.isdisjoint(code.co_names)
-    arguments: list[dis.Instruction] | None = None  # those of a getattr(self, f"layer{i}")
-    for step in dis.get_instructions(code):
-        loads = step.opname in ("LOAD_GLOBAL", "LOAD_NAME")
-        if loads:
+    steps = [*dis.get_instructions(code)]
+    for place, step in enumerate(steps):
+        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
             reads.variables[id(module), step.argval] = module
-        if loads and step.argval == "getattr":
-            arguments = []
-        elif arguments is not None and step.opname.startswith("CALL"):
-            built = any(a.opname.startswith(("FORMAT", "BUILD")) for a in arguments)
-            named = any(isinstance(a.argval, str) and "CONST" in a.opname for a in arguments)
-            makes = makes or built or not named
-            arguments = None
-        elif arguments is not None:
-            arguments.append(step)
+            if step.argval == "getattr" and not _is_named(steps[place + 1 :]):
+                makes = True
     return makes
+
+
+def _is_named(steps: Iterable[dis.Instruction]) -> bool:
+    """Whether the name in a call of ``getattr`` is written out, not made as the code runs.
+
+    Args:
+        steps: the instructions behind the one that loads ``getattr``.
+    """
+    depth, name = 0, None  # of the arguments; what made the second one
+    for step in steps:
+        depth += dis.stack_effect(step.opcode, step.arg, jump=False)
+        if depth < 0:  # the call itself
+            break
+        if depth == 2:
+            name = step
+    return name is not None and name.opname == "LOAD_CONST" and isinstance(name.argval, str)
 
 
 def _changed(old: dict[str, Any], new: dict[str, Any]) -> str:

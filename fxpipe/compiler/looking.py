@@ -16,12 +16,14 @@ from types import CodeType, FunctionType, MemberDescriptorType, MethodType, Modu
 from typing import Any
 from weakref import ReferenceType
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torchs
 from torch.nn.parameter import is_lazy
 
 from fxpipe.compiler.options import Options
 from fxpipe.passes.tracing.symbolic import is_torchs
+from fxpipe.runtime.ranks.message import digest
 
 LONG = 1000
 """Collections of more entries are looked at as one object."""
@@ -54,16 +56,21 @@ class Reads:
         variables: (id of a module's globals, name of a global that is read) → these globals.
         makers: classes with methods that compute names of attributes, so that any attribute may
             be read.
+        asked: identity → a tensor whose values the code asks for, so that its graph has them as
+            plain numbers.
     """
 
     names: set[str] = field(default_factory=set)
     codes: set[CodeType] = field(default_factory=set)
     variables: dict[tuple[int, str], dict[str, Any]] = field(default_factory=dict)
     makers: set[type] = field(default_factory=set)
+    asked: dict[int, Tensor] = field(default_factory=dict)
 
     def copied(self) -> Reads:
         """A copy, to which names may be added."""
-        return Reads({*self.names}, {*self.codes}, {**self.variables}, {*self.makers})
+        return Reads(
+            *({*self.names}, {*self.codes}, {**self.variables}, {*self.makers}, {**self.asked})
+        )
 
 
 class Look:
@@ -82,8 +89,9 @@ class Look:
         self.parameters: list[Tensor] = [*options.model.parameters()]
         # (a dictionary, its length or None if that does not matter, the items that matter)
         self._dicts: list[tuple[Mapping[Any, Any], int | None, list[tuple[Any, Any]]]] = []
-        self._lists: list[tuple[Any, list[Any]]] = []  # (a list or a set, a copy of its entries)
+        self._lists: list[tuple[Any, list[Any]]] = []  # (what is iterated over, a copy)
         self._held: list[tuple[Any, str, Any]] = []  # (an object, an attribute, its value)
+        self._asked: list[tuple[Tensor, Tensor]] = []  # (a tensor, a copy)
         self._reads = reads
         self._symbolic = options.tracer == "symbolic"
         self._first: dict[int, str] = {}  # identity → the first expression that gives it
@@ -125,7 +133,8 @@ class Look:
         for owner, name, value in self._held:
             if _attribute(owner, name) is not value:
                 return False
-        return not any(map(hooked, self.parameters))
+        same = all(torch.equal(tensor, copy) for tensor, copy in self._asked)
+        return same and not any(map(hooked, self.parameters))
 
     def _at(self, path: str, value: Any) -> None:
         """Note the value of an expression. What it contains is visited later."""
@@ -138,6 +147,9 @@ class Look:
         if first is path:  # else its contents are noted under the first expression
             self._rest.append((path, value))
             self.values[path] = first, _kind(value)
+            if id(value) in self._reads.asked:
+                self._asked.append((value, value.detach().clone()))
+                self.values[f"what {path} holds"] = digest(value)
         else:
             self.values[path] = first
 
@@ -153,6 +165,7 @@ class Look:
             if len(value) <= LONG:
                 items = [*value.items()]
                 self._dicts.append((value, len(value), items))
+                self._lists.append((value, [*value]))  # in their order
                 for key, each in items:
                     self._at(f"{path}[{key!r}]" if isinstance(key, _PLAIN) else f"{path}[?]", each)
         elif isinstance(value, nn.Module):
@@ -189,6 +202,9 @@ class Look:
         for where, module in modules:
             for held in (module._modules, module._parameters, module._buffers):
                 self._dicts.append((held, len(held), [*held.items()]))
+            if len(module._modules) > 1:
+                self._lists.append((module._modules, [*module._modules]))
+                self.values[f"the order of {where}"] = [*module._modules]
             if where in without:
                 self.values[where] = Same(module)
             if any(where == leaf or where.startswith(f"{leaf}.") for leaf in without):
