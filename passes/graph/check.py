@@ -32,6 +32,9 @@ differs by far more."""
 _NOISE = 4.0
 """By how many times its own noise a gradient may differ, where that is more."""
 
+_ROUNDING = 8
+"""Of how many last bits the sum of some thousand numbers may be off."""
+
 
 _CURES = {
     False: 'use tracer="symbolic", which calls modules as they are',
@@ -143,9 +146,10 @@ def _noise(
     state: Mapping[str, Tensor],
     theirs: Mapping[str, Tensor],
 ) -> dict[str, float]:
-    """By how much each gradient of the model changes when its weights change in their last bits.
+    """By how much each gradient of the model changes when its weights do as much as sums round.
 
-    The gradient of a bias before a BatchNorm, for example, is nothing but rounding errors.
+    The gradient of a bias before a BatchNorm, for example, is nothing but rounding errors; and
+    behind many of them, one in a sum decides on which side of zero a ReLU sees a number.
     """
     noise = dict.fromkeys(theirs, 0.0)
     kept = {name: state[name].detach().clone() for name in theirs}
@@ -153,7 +157,8 @@ def _noise(
         for times in (1, 3, 7):
             for name, weight in kept.items():
                 signs = ((pattern(weight) * times).frac() < 0.5).to(weight) * 2 - 1
-                state[name].detach().copy_(weight * (1 + signs * torch.finfo(weight.dtype).eps))
+                off = _ROUNDING * torch.finfo(weight.dtype).eps
+                state[name].detach().copy_(weight * (1 + signs * off))
             for name, gradient in gradients().items():
                 noise[name] = max(noise[name], _greatest(gradient - theirs[name]))
     finally:

@@ -191,6 +191,31 @@ def test_a_gradient_that_is_noise_may_be_other_noise(
     loop.assert_same(model.state_dict(), weights)
 
 
+@pytest.mark.parametrize(("bits", "refused"), [(6, False), (3000, True)])
+def test_what_rounding_puts_on_the_other_side_of_zero_has_another_gradient(
+    bits: int, refused: bool
+) -> None:
+    """Sums of thousands of numbers, as in a BatchNorm of images, may be off by a few last bits."""
+    eps = torch.finfo(torch.float32).eps
+
+    def bent(model: Model, x: Tensor) -> Any:
+        y: Tensor = model.layer(x)
+        return y + (y - (1 - 2 / 3 * bits * eps)).relu()
+
+    def rounded(graph: fx.Graph) -> None:
+        node = only(graph, aten.linear.default)
+        with graph.inserting_after(node):
+            less = graph.call_function(aten.mul.Tensor, (node, 1 - bits * eps))
+        less.meta.update(node.meta)
+        node.replace_all_uses_with(less, lambda user: user is not less)
+
+    model = Model(bent)
+    nn.init.constant_(model.layer.weight, 0.25)
+    nn.init.zeros_(model.layer.bias)
+    with pytest.raises(TraceError, match=r"layer\.weight") if refused else nullcontext():
+        checked(model, torch.ones(3, 4), rounded)
+
+
 def test_a_small_gradient_is_no_noise() -> None:
     torch.manual_seed(0)
     model = Model(lambda self, x: (self.layer(x) + self.layer(x).detach()) * 1e-7)
