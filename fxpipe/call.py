@@ -15,12 +15,16 @@ from torch import Tensor
 
 from fxpipe.compiler.compiled import Compiled
 from fxpipe.errors import InputError
-from fxpipe.ir.traced import Value
+from fxpipe.ir.traced import Traced, Value
 from fxpipe.ir.value import HOST
+from fxpipe.passes.partition.assignment import readers
 from fxpipe.runtime.host import BatchHost, draw_seed
 from fxpipe.runtime.ranks.group import RankGroup
 from fxpipe.runtime.run import FlushedRun
 from fxpipe.turn import Turn, in_turn_in_backward
+
+_DETACH = (torch.ops.aten.detach.default, torch.detach, "detach")
+"""Where gradients end."""
 
 
 def outputs_of(host: BatchHost, run: FlushedRun) -> list[Any]:
@@ -108,7 +112,29 @@ class _Call:
                 totals[spec.name] = gradient if before is None else before + gradient
         self.host.set_output_gradients(list(totals), list(totals.values()))
         found = run.advance(lambda: {**self.host.gradients_of_inputs(), **run.take_gradients()})
+        if None in totals.values():
+            used = [name for name, total in totals.items() if total is not None]
+            known = reached(self.compiled.traced, used)
+            found = {name: gradient for name, gradient in found.items() if name in known}
         return (None, *(found.get(name) for name in (*self.inputs, *self.parameters)))
+
+
+def reached(traced: Traced, outputs: Sequence[str]) -> set[str]:
+    """The inputs, and by their names in the model the parameters, to which gradients of these
+    outputs flow. The others have none; in the program theirs are zeros, by which an optimizer with
+    momentum or weight decay would move them."""
+    wanted = {*outputs}
+    rest = [node for node in traced.graph.nodes if node.name in wanted]
+    seen = {*rest}
+    while rest:
+        node = rest.pop()
+        above = () if node.target in _DETACH else node.all_input_nodes
+        rest += {*above} - seen
+        seen.update(above)
+    read = readers(traced)
+    ways = {name: {node for node in read[name] if node.target not in _DETACH} for name in read}
+    used = {name for name, nodes in ways.items() if not seen.isdisjoint(nodes)}
+    return used | {node.name for node in seen if node.op == "placeholder"}
 
 
 class _Pipe(torch.autograd.Function):

@@ -8,7 +8,6 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from rich.table import Table
 from torch import nn
 from torch.optim import Optimizer
 
@@ -18,30 +17,27 @@ from fxpipe.compiler.options import Options
 from fxpipe.compiler.predict import Sizes, given_links, predict
 from fxpipe.engine import Engine
 from fxpipe.errors import InputError
-from fxpipe.ir.plan import Plan, Stage
+from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.traced import Traced
-from fxpipe.kernels.inductor import peak_of
 from fxpipe.metrics import Meter
-from fxpipe.passes.partition.assignment import Verdict
 from fxpipe.rehearsal import Rehearsals
 from fxpipe.runtime.weights.optimizers import Optimizers
 from fxpipe.simulator import Simulation
 from fxpipe.simulator.costs import Costs, Links
 from fxpipe.simulator.report import peak_texts
+from fxpipe.stage_table import stage_table
 from fxpipe.turn import in_turn
-from fxpipe.words import bytes_text, preformatted, table_text
-
-_MODULES = 4
+from fxpipe.words import preformatted
 
 
 class Inspected(nn.Module):
     """The part of a pipe that shows what it is and does.
 
     It shares its dictionaries of parameters, buffers and submodules with the model, and has the
-    model's other attributes, such as ``config``, where it has none of that name. It cannot be moved
-    or copied, because compiled graphs refer to the tensors that it has.
+    model's other attributes, such as ``config``, where it has none of that name; setting one sets
+    it in the model. It cannot be moved or copied, because compiled graphs refer to its tensors.
     """
 
     def __init__(self, options: Options, compiler: Compiler, engine: Engine) -> None:
@@ -81,6 +77,15 @@ class Inspected(nn.Module):
             if options is None or name.startswith("__") or not hasattr(options.model, name):
                 raise
         return getattr(options.model, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set what only the model has in the model, whose code reads it, such as a flag."""
+        options = vars(self).get("_options")
+        own = name.startswith("_") or name in vars(self) or hasattr(type(self), name)
+        if options is None or own or not hasattr(options.model, name):
+            super().__setattr__(name, value)
+        else:
+            setattr(options.model, name, value)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """What ``to``, ``cuda``, ``half`` and their like do: nothing, or they are refused."""
@@ -250,7 +255,7 @@ class Inspected(nn.Module):
         memory = () if shown is None else peak_texts(self._predicted())
         places = self._group.met.places or [*map(str, self.devices)]
         replicas = self._options.replicas
-        table = _stage_table(self._model, shown, places, verdict, memory, replicas)
+        table = stage_table(self._model, shown, places, verdict, memory, replicas)
         alone = self._group.size > 1 and not self._engine.flushed  # sizes would wait for all ranks
         if shown is None or shown.traced.leaves or alone:
             return table
@@ -303,98 +308,3 @@ class Inspected(nn.Module):
                 "nothing is compiled yet; call step once, or give compile(..., example=inputs)"
             )
         return self._shown
-
-
-def _stage_table(
-    model: nn.Module,
-    compiled: Compiled | None,
-    places: Sequence[str],
-    verdict: Verdict | None,
-    memory: Sequence[str],
-    replicas: int,
-) -> str:
-    """The stages, and how well they are balanced, as text; ``places`` says where the devices are,
-    and ``memory`` has their peaks."""
-    title = f"fxpipe.Pipeline of {type(model).__name__} over {len(places)} devices"
-    title += f" in {replicas} replicas" * (replicas > 1)
-    if compiled is None:
-        return f"{title}: not compiled yet; the first call traces it"
-    plan, schedule = compiled.plan, compiled.schedule
-    table = Table(
-        title=f"{title}, {schedule.name}, {schedule.microbatches} micro-batches",
-        title_justify="left",
-    )
-    for heading in ("stage", "device"):
-        table.add_column(heading)
-    table.add_column("modules", overflow="fold")
-    for heading in ("parameters", "forward", "backward", "share", "receives", "stash", "memory"):
-        table.add_column(heading, justify="right")
-    counts = {name: p.numel() for name, p in model.named_parameters(remove_duplicate=False)}
-    seconds = [0.0 if s.costs is None else s.costs.forward + s.costs.backward for s in plan.stages]
-    for stage, work in zip(plan.stages, seconds, strict=True):
-        device = schedule.placement[stage.index]
-        copied = [f"+{copy} ({places[copy]})" for copy in schedule.devices_of(stage.index)[1:]]
-        table.add_row(
-            str(stage.index),
-            "\n".join([f"{device} ({places[device]})", *copied]),
-            _modules(stage),
-            f"{sum(counts[argument.target] for argument in stage.parameters):,}",
-            _milliseconds(stage, "forward"),
-            _milliseconds(stage, "backward"),
-            f"{100 * work / sum(seconds):.1f} %" if sum(seconds) else "",
-            bytes_text(sum(plan.bytes_of(e) or 0 for e in plan.edges_into(stage.index))),
-            bytes_text(
-                sum(plan.bytes_of(e) or 0 for e in plan.edges_from(stage.index) if e.kind == "skip")
-            ),
-            memory[device],
-        )
-    return (
-        f"{table_text(table, 130)}\nper micro-batch; {_balance(seconds, verdict)}\n"
-        "share: of the time of all stages; receives: bytes from others; "
-        "stash: bytes kept for later stages than the next\n"
-        "memory: the most that the stage's device holds at once in a step, predicted"
-        f"{_libraries(plan)}"
-    )
-
-
-def _libraries(plan: Plan) -> str:
-    """A line on what is compiled of each stage, if anything is."""
-    graphs = [
-        (stage.forward, stage.backward, stage.input_grad, stage.weight_grad)
-        for stage in plan.stages
-    ]
-    counts = [
-        f"{sum(peak_of(graph) is not None for graph in own)} of {len(own) - own.count(None)}"
-        for own in graphs
-    ]
-    made = any(not count.startswith("0 ") for count in counts)
-    return f"\ngraphs compiled by inductor, by stage: {', '.join(counts)}" if made else ""
-
-
-def _modules(stage: Stage) -> str:
-    shown = ", ".join(stage.modules[:_MODULES])
-    more = len(stage.modules) - _MODULES
-    return shown + (f" and {more} more" if more > 0 else "")
-
-
-def _milliseconds(stage: Stage, which: str) -> str:
-    return "" if stage.costs is None else f"{1e3 * getattr(stage.costs, which):.2f} ms"
-
-
-def _balance(seconds: Sequence[float], verdict: Verdict | None) -> str:
-    """How much slower the slowest stage is than the mean, and how near that is to the best cut."""
-    if not sum(seconds):
-        return "nothing was measured"
-    if verdict is None:
-        ratio = max(seconds) * len(seconds) / sum(seconds)
-        return f"the slowest stage takes {ratio:.2f} times the mean"
-    loads = verdict.loads
-    mean = sum(load.seconds for load in loads) / len(loads)
-    what = "compute and transfers" if any(load.transfer for load in loads) else "compute"
-    proven = "the best cut"
-    if verdict.gap >= 5e-4:
-        proven = f"at most {100 * verdict.gap:.1f} % slower than the best cut"
-    return (
-        f"the slowest stage takes {verdict.slowest / mean:.2f} times the mean ({what}), proven "
-        f"{proven} of those that {verdict.condition}"
-    )

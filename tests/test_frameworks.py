@@ -293,7 +293,7 @@ def test_a_framework_leaves_a_pipe_where_it_is_that_has_a_device_map(
     with piped(Scored()) as pipe:
         # what dict(enumerate(pipe.devices)) is over two GPUs
         places = {0: torch.device("cuda:0"), 1: torch.device("cuda:1")}
-        pipe.hf_device_map = places  # type: ignore[assignment]
+        pipe.hf_device_map = places
         assert accelerate.Accelerator(cpu=True).prepare(pipe) is pipe
         x, y = data().tensors
         made = trainer(transformers.Trainer, pipe, Rows({"x": x, "labels": y}), tmp_path, 1)

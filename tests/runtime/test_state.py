@@ -312,6 +312,23 @@ def test_a_pipe_shows_the_attributes_and_the_signature_of_its_model() -> None:
         assert inspect.signature(pipe.forward) == inspect.signature(model.forward)
 
 
+def test_an_attribute_of_the_model_that_is_set_on_a_pipe_is_set_in_the_model() -> None:
+    class Scaled(nn.Linear):
+        scale = 1.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.scale
+
+    model, x = Scaled(4, 4), torch.randn(4, 4)
+    with fxpipe.compile(model, devices=1, microbatches=2) as pipe, torch.no_grad():
+        before = pipe(x)
+        pipe.scale = 2.0
+        assert model.scale == 2.0
+        assert torch.equal(pipe(x), 2 * before)
+        pipe.of_the_pipe = 3
+        assert not hasattr(model, "of_the_pipe")
+
+
 def test_the_mode_may_be_set_by_attributes_as_frameworks_do() -> None:
     model, x = Named(), torch.randn(4, 4)
     with fxpipe.compile(model, devices=2, microbatches=2) as pipe, torch.no_grad():

@@ -60,8 +60,13 @@ class OptimizerSnapshot:
 
 def attributes(optimizer: Optimizer) -> dict[str, Any]:
     """A copy of an optimizer's plain attributes, such as a counter of its own."""
+    return {name: unshared(value) for name, value in plain(optimizer).items()}
+
+
+def plain(optimizer: Optimizer) -> dict[str, Any]:
+    """The same attributes, not copied."""
     return {
-        name: unshared(value)
+        name: value
         for name, value in vars(optimizer).items()
         if value is None or isinstance(value, bool | int | float | complex | str | Tensor)
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -122,13 +122,36 @@ class GivenOptimizer:
 
 
 def refuse_hooks(whole: Optimizer, what: str) -> None:
-    """Raises InputError where an optimizer whose copies update the stages has hooks on its step."""
-    if whole._optimizer_step_pre_hooks or whole._optimizer_step_post_hooks:
-        raise InputError(
-            f"{what} has a hook on its step, which no step of a pipe would call, as each stage "
-            "updates on its own; remove it (the handle that register_step_post_hook gave has "
-            ".remove()), and do after pipe.step() what it did"
-        )
+    """Raises InputError where an optimizer whose copies update the stages has hooks on its step, or
+    another step than its class."""
+    if hooks_of(whole):
+        refuse_step(what, "a hook on its step")
+    if step_of(whole) is not None:
+        refuse_step(what, "a step of its own in place of its class's")
+
+
+def refuse_step(what: str, has: str) -> NoReturn:
+    """Raises InputError about an optimizer that has what no step of a pipe would call."""
+    cure = "the handle that register_step_post_hook gave has .remove()"
+    if "hook" not in has:
+        cure = "del optimizer.step"
+    raise InputError(
+        f"{what} has {has}, which no step of a pipe would call, as each stage updates on its own; "
+        f"remove it ({cure}), and do after pipe.step() what it did"
+    )
+
+
+def hooks_of(optimizer: Optimizer) -> int:
+    """How many hooks an optimizer has on its step."""
+    return len(optimizer._optimizer_step_pre_hooks) + len(optimizer._optimizer_step_post_hooks)
+
+
+def step_of(optimizer: Optimizer) -> Any:
+    """The step that was set in an optimizer in place of its class's; None where it is the same, or
+    the wrapper in which a learning-rate scheduler notes that it is called."""
+    own = vars(optimizer).get("step")
+    same = getattr(own, "__func__", None) is type(optimizer).step
+    return None if same or hasattr(own, "_wrapped_by_lr_sched") else own
 
 
 def state_size(given: GivenOptimizer | None) -> float:

@@ -12,12 +12,13 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary, WeakMethod
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from fxpipe.errors import CheckpointError, InputError
 from fxpipe.ir.plan import Plan
+from fxpipe.runtime.weights.by_hand import ByHand
 from fxpipe.runtime.weights.live import Mark, attributes, differs, mark, settings, unshared
 from fxpipe.runtime.weights.optimizer import GivenOptimizer, refuse_hooks
 from fxpipe.runtime.weights.optimizer_state import OptimizerState, differing, loading, take
@@ -66,6 +67,8 @@ class Optimizers:
         # part → group → setting → as it was in the whole and in the part when it was last compared
         self._seen: list[list[dict[str, tuple[Mark, Mark]]]] = []
         self._others: set[str] = set()  # parameters that no stage of this process trains
+        self._unread: set[Tensor] = set()  # those that are in no stage
+        self._by_hand: ByHand | None = None
         self._hooks: list[RemovableHandle] = []
         if given.whole is not None:
             self._watch(given.whole)
@@ -119,14 +122,42 @@ class Optimizers:
         assert self.whole is not None
         return self.whole
 
+    def begin(self) -> None:
+        """Before a batch: give the stages what was changed in the one.
+
+        Raises:
+            InputError: the one has other groups than the stages', or what no stage would call.
+        """
+        if self._by_hand is not None:
+            self.submit()
+            self._by_hand.refuse()
+            self.show()
+
+    def show(self) -> None:
+        """Let the state of the one be what the stages keep now."""
+        if self.whole is None or self._by_hand is None or not self._parts or self._sharded:
+            return
+        state = self.whole.state
+        apart = {p: state[p] for p in self._unread if p in state}
+        state.clear()
+        for kept in (apart, *(part.state for part in self._parts)):
+            state.update(kept)
+        self._by_hand.note_state()
+
     def submit(self) -> None:
-        """Give the stages the settings that were changed in the one since they were last compared.
+        """Give the stages what was changed in the one since they were last compared: settings,
+        its state, and attributes of its own.
 
         Raises:
             InputError: it has other groups than the stages'.
         """
-        if self.whole is None:
+        if self.whole is None or self._by_hand is None:
             return
+        if self._parts and self._by_hand.changed:
+            self._flush()
+            for part in self._parts:
+                self._by_hand.hand_to(part)
+            self._by_hand.note()
         groups = self.whole.param_groups
         for part, known in zip(self._parts, self._seen, strict=True):
             if len(known) != len(groups):
@@ -214,6 +245,7 @@ class Optimizers:
         if self._given.whole is not None:
             known += [p for group in self._given.whole.param_groups for p in group["params"]]
         self._others = {names[p] for p in known} - {names[p] for own in owned for p in own.values()}
+        self._unread = set[Tensor](known).difference(*(own.values() for own in stages))
         made = tuple(self._given.of(own) if own else None for own in owned)
         for optimizer, parameters in zip(made, owned, strict=True):
             if optimizer is not None and self._shard is not None:
@@ -243,7 +275,7 @@ class Optimizers:
     def _watch(self, whole: Optimizer) -> None:
         """Let an optimizer stand for those of the stages."""
         self.whole = whole
-        look, hand_out = _weakly(self._look), _weakly(self._hand_out)
+        look, hand_out = _weakly(self._look), _weakly(self.submit)
         self._hooks = [
             whole.register_state_dict_pre_hook(look),
             whole.register_load_state_dict_pre_hook(_weakly(self._begin)),
@@ -251,11 +283,15 @@ class Optimizers:
             whole.register_step_pre_hook(look),
             whole.register_step_post_hook(hand_out),
         ]
+        self._by_hand = ByHand(whole)
 
     def _link(self, parts: Iterable[Optimizer | None]) -> None:
         """Let these keep the state; their settings are not compared yet."""
         self._parts = [*filter(None, parts)]
         self._seen = [[{} for _ in part.param_groups] for part in self._parts]
+        if self._by_hand is not None:
+            self._by_hand.note()
+            self._by_hand.note_groups()
 
     def _gather(self) -> None:
         """Take over in the one what the stages keep, and the settings that changed there."""
@@ -267,9 +303,11 @@ class Optimizers:
                     if key not in seen or differs(seen[key][1], value):
                         self._take(self.whole.param_groups[index], index, key, value)
         _count_on(self.whole, self._parts[0])
-        self.whole.state.clear()
-        for part in self._parts if not self._sharded else ():
-            self.whole.state.update(part.state)
+        if self._sharded:
+            self.whole.state.clear()
+        self.show()
+        if self._by_hand is not None:
+            self._by_hand.note()
 
     def _take(self, group: dict[str, Any], index: int, key: str, value: Any) -> None:
         """Take over a part's setting; the other parts keep theirs."""
@@ -297,16 +335,6 @@ class Optimizers:
         """Make the one as it is after the batches that are in flight."""
         self._begin()
         self.one()
-
-    def _hand_out(self) -> None:
-        """Give the stages the settings and the state of the one."""
-        self.submit()
-        assert self.whole is not None
-        for part in self._parts:
-            _count_on(part, self.whole)
-            own = [p for group in part.param_groups for p in group["params"]]
-            part.state.clear()
-            part.state.update({p: self.whole.state[p] for p in own if p in self.whole.state})
 
     def _refuse_others(self, whole: Optimizer) -> None:
         """Raises InputError where the stages' have other groups, or differ in their settings."""

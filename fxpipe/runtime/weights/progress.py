@@ -126,7 +126,7 @@ class Progress:
             state = dict(self._model.named_parameters(remove_duplicate=False))
         self._refuse_unknown(plan, state)
         if submits and self.stages.whole is not None:
-            self.stages.submit()
+            self.stages.begin()
             # learning-rate schedulers check this flag, and warn of a wrong order
             self.stages.whole._opt_called = True  # type: ignore[attr-defined]
         return made
@@ -205,6 +205,8 @@ class Progress:
         """Count a batch that has updated the weights and overlaps with no other."""
         self.batches += 1
         self._history = None
+        if self.stages is not None:
+            self.stages.show()
 
     def checkpoint(self, extra: Any = None, *, changed: bool) -> Checkpoint:
         """Everything needed to go on, with the user's own values; no batch may be in flight.
