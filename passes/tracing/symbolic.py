@@ -33,6 +33,7 @@ from fxpipe.ir.traced import (
     Value,
 )
 from fxpipe.passes.tracing.explain import explained
+from fxpipe.passes.tracing.state_reads import StateReads
 from fxpipe.random.leaf_draws import DrawsWatched, other_states
 from fxpipe.torchtools import source
 from fxpipe.torchtools.autocast import autocasts, under
@@ -79,7 +80,7 @@ def trace_symbolically(
     tracer = _Tracer(leaves)
     tracer.record_stack_traces = True
     try:
-        with functions_kept():
+        with functions_kept(), StateReads(tracer, model):
             graph = tracer.trace(model, concrete_args=constants)
     except Exception as error:
         raise explained(model, error, "symbolic") from error
