@@ -22,8 +22,8 @@ from fxpipe.compiler.overheads import Took
 from fxpipe.compiler.predict import split_target
 from fxpipe.engine import Engine
 from fxpipe.errors import InputError
+from fxpipe.replicas import Replicas
 from fxpipe.runtime.batch import Batch, MicroBatches
-from fxpipe.runtime.ranks.message import digest
 from fxpipe.saving import Saved
 from fxpipe.signals import SignalsAtOperations
 from fxpipe.simulator import Simulation
@@ -71,7 +71,7 @@ class Pipeline(Saved):
     def __init__(self, options: Options, compiler: Compiler, engine: Engine) -> None:
         super().__init__(options, compiler, engine)
         self._filled: Compiled | None = None  # whose parameters and buffers have data
-        self._same_settings = False  # whether the replicas' optimizers were compared
+        self._replicas = Replicas(options, engine.progress)
         self._microbatches = options.microbatches or 4 * len(self.devices)
         self._fixed = options.recipe.microbatches is not None
         self._has_loss = options.loss is not None
@@ -131,7 +131,7 @@ class Pipeline(Saved):
             if compiled is None:
                 compiled, micro = self._ready(micro, kind)
             self._check_data(compiled)
-            self._check_settings(compiled)
+            self._replicas.check_settings(compiled)
             micro = self._compiler.weighed(compiled, micro)
             if not all(micro.weights):
                 compiled = compiled.weighted(micro.weights)
@@ -139,6 +139,7 @@ class Pipeline(Saved):
             if meter is not None:
                 meter.begin()
             made = self._engine.step(compiled, micro, with_output=return_output)
+            self._replicas.stepped()
             self._shown = compiled
             if meter is not None:
                 meter.end(made[0] if return_output else made, compiled.program)
@@ -288,11 +289,13 @@ class Pipeline(Saved):
 
     def _check_data(self, compiled: Compiled) -> None:
         """Raises InputError where a stage of this process reads or writes what has no data, and
-        RankError at the first call where the stage has other values in another replica."""
+        RankError where the stage has other values in another replica."""
         self._shown = self._shown or compiled
-        compares = self._options.replicas > 1 and self._filled is None
-        if not (self._options.hollow or compares) or compiled is self._filled:
-            return
+        if self._options.hollow and compiled is not self._filled:
+            self._refuse_hollow(compiled)
+        self._replicas.check(compiled)
+
+    def _refuse_hollow(self, compiled: Compiled) -> None:
         own = filter(self._options.owns, range(len(compiled.plan.stages)))
         names = frozenset[str]().union(*map(compiled.names, own))
         state = compiled.traced.state_of(self._model)
@@ -305,17 +308,7 @@ class Pipeline(Saved):
                     "pipe.reset_parameters(); what is in no state dict, or what no step reads, can "
                     'be made with data (device="cpu") where the model is built'
                 )
-        if compares:
-            texts = [f"{name}: {digest(state[name])}" for name in sorted(names)]
-            self._group.agree("what replicas begin with", "", twins="\n".join(texts))
         self._filled = compiled
-
-    def _check_settings(self, compiled: Compiled) -> None:
-        """Raises RankError at the first step where optimizers differ between replicas."""
-        if self._options.replicas > 1 and self._engine.updates and not self._same_settings:
-            texts = self._engine.progress.settings_of(compiled.plan)
-            self._group.agree("what replicas begin with", "", twins="\n".join(texts))
-            self._same_settings = True
 
     def _taken(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any = None, *, step: bool
@@ -362,9 +355,14 @@ class Pipeline(Saved):
                 compiles=compiles,
                 first=self._shown is None,
             )
-            ranks = self._group.agree("the call", common, own=own, value=(compiles, flushes))
-            compiles = any(each for each, _ in ranks)  # another replica may have to
-            if self._group.replicas > 1 and any(each for _, each in ranks):
+            state = self._replicas.told()
+            values = (compiles, flushes, state.writes)
+            ranks = self._group.agree(
+                "the call", common, own=own, twins=state.settings, value=values
+            )
+            compiles = any(each for each, _, _ in ranks)  # another replica may have to
+            self._replicas.hear([writes for _, _, writes in ranks])
+            if self._group.replicas > 1 and any(each for _, each, _ in ranks):
                 self.flush()
         if known is not None and not compiles:
             return known, micro

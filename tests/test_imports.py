@@ -55,6 +55,7 @@ LAYERS = {
         "fxpipe.prefetch",
         "fxpipe.python_file",
         "fxpipe.rehearsal",
+        "fxpipe.replicas",
         "fxpipe.saving",
         "fxpipe.turn",
     ),

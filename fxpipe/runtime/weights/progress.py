@@ -133,11 +133,21 @@ class Progress:
 
     def settings_of(self, plan: Plan) -> list[str]:
         """The settings of the stages' optimizers, a line a group. Raises as ``optimizers_of``."""
+        self.optimizers_of(plan)
+        return self.settings()
+
+    def settings(self) -> list[str]:
+        """The same, with what was changed in the one optimizer; none before the first plan. Where
+        batches overlap, an optimizer that is not torch's may change its own at any time."""
+        if self.stages is None or self.stages.made is None:
+            return []
+        self.stages.submit()
+        fixed = self.versions is None
         return [
             f"optimizer of stage {stage}: {type(own).__qualname__}, "
             + ", ".join(f"{key} {_shown(value)}" for key, value in settings(group).items())
-            for stage, own in enumerate(self.optimizers_of(plan))
-            if own is not None
+            for stage, own in enumerate(self.stages.made)
+            if own is not None and (fixed or type(own).__module__.startswith("torch.optim."))
             for group in own.param_groups
         ]
 
