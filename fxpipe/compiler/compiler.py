@@ -73,18 +73,21 @@ class Compiler:
         self._placement = Placement(options, self.timetable)
         self.plans = Plans(options, self._placement)
         self._guards = self.plans.front_end.guards
-        self._known: dict[Any, tuple[Compiled, list[tuple[Traced, Plan]]]] = {}
+        # with the number of the ranks' call in which it was compiled
+        self._known: dict[Any, tuple[Compiled, list[tuple[Traced, Plan]], int]] = {}
+        self._since: int | None = None
         self._programs: dict[Any, Program] = {}
         self._warned = False
         self._state: tuple[Any, ...] = (None,)
-        self._told: tuple[tuple[Any, ...], ModelState] | None = None
+        self._told: tuple[tuple[Any, ...], Sequence[str]] | None = None
 
     def known(self, micro: MicroBatches, kind: Kind) -> Compiled | None:
         """What an earlier call like this was compiled to; None if none. See ``compile``."""
         found = self._known.get(self._key(micro, kind))
+        self._since = None if found is None else found[2]
         if found is None:
             return None
-        compiled, plans = found
+        compiled, plans, _ = found
         if self.options.places:
             for traced, plan in plans:
                 self.plans.settle(traced, plan, compiled.schedule)
@@ -94,7 +97,7 @@ class Compiler:
         """The state in which ``known`` has seen the model, as text that ranks compare."""
         if self._told is None or self._told[0] != self._state:
             self._told = self._state, state_told(self.options.model, self._state)
-        return self._told[1]
+        return ModelState(self._told[1], self._since)
 
     def compile(self, micro: MicroBatches, kind: Kind) -> Compiled:
         """Compile a call of these inputs, and targets for a step. What was made for earlier calls
@@ -224,7 +227,8 @@ class Compiler:
             terms,
             [plans[size][1].specs for size in sizes],
         )
-        self._known[self._key(micro, kind)] = compiled, [*plans.values()]
+        call = self.options.group.call
+        self._known[self._key(micro, kind)] = compiled, [*plans.values()], call
         return compiled
 
     def _key(self, micro: MicroBatches, kind: Kind) -> tuple[Any, ...]:

@@ -50,6 +50,7 @@ def described(
         f"a batch of {batch.size} samples",
         *(f"{name}: {leaf}" for name, leaf in zip(batch.names, shown, strict=True)),
     ]
+    since = "new" if state.since is None else f"those of call {state.since}"
     values = [
         "it is compiled anew" if compiles else "it is compiled already",
         *(
@@ -57,7 +58,7 @@ def described(
             for name, leaf in zip(batch.names, batch.leaves, strict=True)
             if compiles and isinstance(leaf, torch.Tensor)
         ),
-        state.own,
+        f"attributes, globals and hooks that its code reads: {since}",
     ]
     if first:
         common += shapes
@@ -69,21 +70,23 @@ class ModelState(NamedTuple):
 
     Attributes:
         common: lines that have to be the same on all ranks.
-        own: a line that has to be the same on the ranks of a replica.
+        since: the number of the call in which it was compiled; None if it was not. It has to be the
+            same on the ranks of a replica, and tells apart states of what the model's code reads.
+            Replicas whose batches have other shapes may have compiled in other calls.
     """
 
     common: Sequence[str]
-    own: str
+    since: int | None
 
 
-def state_told(model: nn.Module, state: tuple[Any, ...]) -> ModelState:
-    """The state of a model's guards as text.
+def state_told(model: nn.Module, state: tuple[Any, ...]) -> list[str]:
+    """The state of a model's guards as lines of text, but for the values that its code reads.
 
     Args:
         model: the model.
         state: what ``Guards.state`` gave.
     """
-    variant, flags, trained, cast, number = state
+    _, flags, trained, cast, number = state
     mode = "training" if model.training else "evaluation"
     if any(flag != model.training for flag in flags):
         others = [name for name, each in model.named_modules() if each.training != model.training]
@@ -93,14 +96,12 @@ def state_told(model: nn.Module, state: tuple[Any, ...]) -> ModelState:
     frozen: list[str] = []
     if not all(trained):
         frozen = [name for name, each in model.named_parameters() if not each.requires_grad]
-    common = [
+    return [
         f"the pipe is in {mode}",
         f"parameters without gradients: {', '.join(frozen) or 'none'}",
         f"autocast: {cast or 'none'}",
         f"the default type of numbers: {number}",
     ]
-    # replicas with batches of other shapes may know other states
-    return ModelState(common, f"attributes, globals and hooks that its code reads: state {variant}")
 
 
 __all__ = ["ModelState", "described", "state_told"]

@@ -79,7 +79,7 @@ def switching(mesh: DeviceMesh, what: str) -> list[str | int]:
 @pytest.mark.parametrize(
     ("what", "line"),
     [
-        ("attribute", "attributes, globals and hooks that its code reads: state 0"),
+        ("attribute", "attributes, globals and hooks that its code reads: those of call "),
         ("mode", "the pipe is in training mode, but for first.1"),
         ("frozen", "parameters without gradients: last.bias"),
     ],
