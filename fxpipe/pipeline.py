@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from time import perf_counter
-from types import MethodType
 from typing import Any
 
 import torch
 
-from fxpipe.arguments import check_whole
+from fxpipe.arguments import check_surroundings, check_whole
 from fxpipe.compiler.compiled import Compiled, Kind
 from fxpipe.compiler.compiler import Compiler
 from fxpipe.compiler.described import described
@@ -26,31 +23,11 @@ from fxpipe.replicas import Replicas
 from fxpipe.runtime.batch import Batch, MicroBatches
 from fxpipe.saving import Saved
 from fxpipe.signals import SignalsAtOperations
+from fxpipe.signature import SignedLikeTheModel
 from fxpipe.simulator import Simulation
 from fxpipe.simulator.measured import measured_run
 from fxpipe.torchtools.pytrees import together
 from fxpipe.turn import in_turn, in_turn_in_backward
-
-
-class SignedLikeTheModel:
-    """Decorates a pipe's ``forward`` so that it shows the signature of the model's own."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
-
-    def __get__(self, pipe: Pipeline | None, owner: type[Pipeline]) -> Any:
-        if pipe is None:
-            return self._function
-
-        @functools.wraps(self._function)
-        def forward(pipe: Pipeline, *args: Any, **kwargs: Any) -> Any:
-            return self._function(pipe, *args, **kwargs)
-
-        own = inspect.signature(pipe._model.forward)
-        first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-        signature = own.replace(parameters=[first, *own.parameters.values()])
-        vars(forward)["__signature__"] = signature
-        return MethodType(forward, pipe)
 
 
 class Pipeline(Saved):
@@ -320,6 +297,7 @@ class Pipeline(Saved):
         so many. All replicas have as many as the one with the smallest batch.
         """
         options = self._options
+        check_surroundings(step=step)
         targets = () if target is None else target if isinstance(target, tuple) else (target,)
         if targets and not self._has_loss:
             raise InputError(

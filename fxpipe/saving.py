@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
@@ -43,12 +44,13 @@ class Saved(Inspected):
         with self._group.calling("state_dict"):
             parts = self._group.exchange("state", {} if self._group.replica else own)
         found = {name: value for part in parts for name, value in part.items()}
-        return {name: found[name] for name in state}
+        return _like(state, {name: found[name] for name in state})
 
-    def _own_part(self, state: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    def _own_part(self, state: Mapping[str, Any], prefix: str = "") -> OrderedDict[str, Any]:
         """What this rank keeps of the model's state dict."""
         own, real = self._owned(), self._model.state_dict(keep_vars=True, prefix=prefix)
-        return {name: value for name, value in state.items() if own.keeps(real.get(name))}
+        part = {name: value for name, value in state.items() if own.keeps(real.get(name))}
+        return _like(state, part)
 
     def _owned(self) -> Owned:
         return owned(self._model, self._shown, self._options.owns)
@@ -70,8 +72,9 @@ class Saved(Inspected):
             if isinstance(value, torch.Tensor) and id(value) not in used
         }
         loaded = [used[id(v)] for name, v in kept.items() if name in state_dict and id(v) in used]
+        given = _like(state_dict, {**state_dict, **others})
         with allocated(loaded):
-            return self._model.load_state_dict({**state_dict, **others}, *args, **kwargs)
+            return self._model.load_state_dict(given, *args, **kwargs)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """What ``load_state_dict`` of a module that holds the pipe calls. Flushes first."""
@@ -240,3 +243,12 @@ class Saved(Inspected):
             )
         own = self._owned()
         return {key: tensor for key, tensor in tensors.items() if own.names[key] in own.used}
+
+
+def _like(state: Mapping[str, Any], values: Mapping[str, Any]) -> OrderedDict[str, Any]:
+    """A state dict of these values with the versions of modules of another one, by which modules
+    know whether to convert what they load."""
+    made = OrderedDict(values)
+    if hasattr(state, "_metadata"):
+        vars(made)["_metadata"] = state._metadata
+    return made

@@ -57,6 +57,8 @@ LAYERS = {
         "fxpipe.rehearsal",
         "fxpipe.replicas",
         "fxpipe.saving",
+        "fxpipe.signature",
+        "fxpipe.stage_table",
         "fxpipe.turn",
     ),
 }

@@ -375,6 +375,14 @@ def test_an_output_that_samples_share_is_not_joined_at_any_micro_batch_size(samp
     assert shared.shape == (1, 4)
 
 
+def test_a_step_in_inference_mode_is_refused(pair: Pair) -> None:
+    with (
+        torch.inference_mode(),
+        pytest.raises(InputError, match=r"a step computes gradients, which torch\.inference_mode"),
+    ):
+        pair[0].step(rows(6), target=rows(6, 2))
+
+
 def test_what_inference_mode_has_made_trains_as_other_tensors_do() -> None:
     model, alone = two_nets()
     with torch.inference_mode():

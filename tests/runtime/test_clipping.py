@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import mse_loss
 
 import fxpipe
 from fxpipe.ir.recipe import RECIPES, find_recipe
@@ -226,6 +228,58 @@ class OwnLoss(nn.Module):
     def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
         output = self.layers(x)
         return {"loss": nn.functional.mse_loss(output, y), "output": output, "mean": output.mean()}
+
+
+@pytest.mark.parametrize("limit", [None, 0.5])
+@pytest.mark.parametrize("scale", [2.0**10, 1000.0])
+def test_a_scaler_is_used_as_in_a_plain_loop(scale: float, limit: float | None) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 4))
+    alone = copy.deepcopy(model)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, alone)]
+    ours, theirs = (
+        torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=3) for _ in range(2)
+    )
+    with fxpipe.compile(
+        model,
+        ["cpu"] * 2,
+        microbatches=2,
+        loss=mse_loss,
+        partition=["2"],
+        optimizer=optimizers[0],
+        scaler=ours,
+        clip_norm=limit,
+    ) as pipe:
+        for number in range(9):
+            x, y = torch.randn(8, 8), torch.randn(8, 4)
+            if number in (2, 4):
+                x *= math.inf
+            pipe.step(x, target=y)
+            optimizers[1].zero_grad()
+            for part, target in loop.split((x, y), 8, 2):
+                theirs.scale(mse_loss(alone(part), target) * 0.5).backward()
+            theirs.unscale_(optimizers[1])
+            if limit is not None:
+                nn.utils.clip_grad_norm_(alone.parameters(), limit)
+            theirs.step(optimizers[1])
+            theirs.update()
+            assert ours.state_dict() == theirs.state_dict()
+    for own, other in zip(model.parameters(), alone.parameters(), strict=True):
+        assert torch.equal(own, other)
+
+
+def test_a_scaler_that_is_disabled_leaves_no_batch_out() -> None:
+    model = nn.Linear(4, 4)
+    with fxpipe.compile(
+        model,
+        1,
+        microbatches=2,
+        loss=mse_loss,
+        optimizer=SGD,
+        scaler=torch.amp.GradScaler("cpu", enabled=False),
+    ) as pipe:
+        pipe.step(torch.full((4, 4), math.inf), target=torch.zeros(4, 4))
+    assert model.weight.isnan().any()
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v", "2bw", "pipedream-vertical"])

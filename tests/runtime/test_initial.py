@@ -153,6 +153,29 @@ def test_a_function_initialises_modules_in_the_order_of_apply() -> None:
     assert_same(reset(without_data(Plain), function), expected.state_dict())
 
 
+def test_a_function_is_called_for_a_shared_module_once_in_each_that_has_it() -> None:
+    class Around(nn.Module):
+        def __init__(self, shared: nn.Module) -> None:
+            super().__init__()
+            self.shared, self.own = shared, nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.own(self.shared(x))
+
+    def make() -> nn.Module:
+        shared = nn.Linear(6, 6)
+        return nn.Sequential(Around(shared), Around(shared), nn.Linear(6, 3))
+
+    def function(module: nn.Module) -> None:
+        for tensor in module.parameters(recurse=False):
+            nn.init.normal_(tensor)
+
+    expected = make()
+    torch.manual_seed(SEED)
+    expected.apply(function)
+    assert_same(reset(without_data(make), function), expected.state_dict())
+
+
 def test_a_model_with_data_draws_anew() -> None:
     torch.manual_seed(SEED)
     expected = Plain().state_dict()
@@ -174,6 +197,45 @@ def test_a_state_dict_gives_values_and_parameters_stay_the_same_objects() -> Non
         plain.load_state_dict(values)
         pipe.eval()
         assert torch.equal(pipe(X), plain.eval()(X))
+
+
+def test_modules_are_told_the_version_of_a_state_dict() -> None:
+    class Newer(nn.Linear):
+        _version = 2
+
+        def _load_from_state_dict(
+            self, state: dict[str, Tensor], prefix: str, metadata: dict[str, Any], *rest: Any
+        ) -> None:
+            if metadata.get("version") != 2:
+                state[f"{prefix}weight"] = -state[f"{prefix}weight"]
+            super()._load_from_state_dict(state, prefix, metadata, *rest)
+
+    def make() -> nn.Module:
+        return nn.Sequential(Newer(6, 6), nn.Linear(6, 3))
+
+    values = make().state_dict()
+    with compiled(without_data(make)) as pipe:
+        pipe.load_state_dict(values)
+        assert_same(pipe.state_dict(), values)
+        assert vars(pipe.state_dict())["_metadata"] == vars(values)["_metadata"]
+
+
+def test_inside_the_block_that_builds_a_model_without_data_nothing_runs() -> None:
+    model = without_data(Plain)
+    with (
+        torch.device("meta"),
+        pytest.raises(InputError, match=r'default device is "meta" here.*leave the block'),
+    ):
+        compiled(model)
+    with compiled(model) as pipe:
+        pipe.reset_parameters()
+        with (
+            torch.device("meta"),
+            pytest.raises(InputError, match=r'default device is "meta" here.*leave the block'),
+        ):
+            pipe.step(X, target=Y)
+        pipe.step(X, target=Y)
+        assert pipe.batches == 1
 
 
 def test_a_checkpoint_gives_values_before_anything_is_compiled(tmp_path: Path) -> None:

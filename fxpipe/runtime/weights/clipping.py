@@ -22,7 +22,11 @@ if TYPE_CHECKING:
 def share_norms(machine: Machine, instruction: ins.Norm) -> None:
     """See ins.Norm."""
     stage, batch = instruction.stage, instruction.batch
-    norms = norms_of(machine.store.gradients.get((stage, batch), []))
+    gradients = machine.store.gradients.get((stage, batch), [])
+    how = machine.jobs[machine.step + batch].clipping
+    if how is not None:
+        how.unscale(machine.step + batch, gradients)
+    norms = norms_of(gradients)
     if stage in machine.program.sharded:
         norms = between(machine).all_norms(stage, machine.step + batch, norms)
     for other in range(machine.program.stages):
@@ -56,7 +60,8 @@ class Clipping:
 
     Attributes:
         limit: the greatest norm that gradients may have, or None for any.
-        scaler: scales the losses; its scale changes as in its own ``update``.
+        scaler: scales the losses; its scale changes as in its own ``update``. None where it is
+            disabled.
         skipped: how many batches the scaler has skipped.
     """
 
@@ -72,12 +77,11 @@ class Clipping:
             for place, (name, parameter) in enumerate(named)
         }
         self.limit = limit
-        self.scaler = scaler
+        self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._norm: Tensor | None = None
         self.skipped = 0
         self._scales: dict[int, float] = {}
         self._finite: dict[int, bool] = {}
-        self._grown = 0
 
     @property
     def norm(self) -> float | None:
@@ -97,23 +101,27 @@ class Clipping:
         pairs = zip(names, norms, strict=True)
         return [norm for _, norm in sorted(pairs, key=lambda pair: self._order[pair[0]])]
 
+    def unscale(self, batch: int, gradients: Sequence[Tensor | None]) -> None:
+        """Take the scale of a batch out of a stage's gradients, in place."""
+        own = [gradient for gradient in gradients if gradient is not None]
+        factor = 1 / self._scales.get(batch, 1.0)
+        if own and factor != 1:
+            torch._foreach_mul_(own, factor)
+
     def clip(
         self, batch: int, gradients: list[Tensor | None], norms: Sequence[Tensor | None]
     ) -> None:
-        """Unscale and clip a stage's gradients of a batch in place, by the norms of all gradients
-        of all stages, in their order; with a scaler, drop them where not finite."""
+        """Clip a stage's gradients of a batch in place by the norms of all gradients of all stages,
+        in their order; with a scaler, drop them where not finite."""
         own = [gradient for gradient in gradients if gradient is not None]
-        unscale = 1 / self._scales.get(batch, 1.0)
         found = [norm for norm in norms if norm is not None]
         total = torch.linalg.vector_norm(torch.stack(found)) if found else torch.zeros(())
-        self._norm = total = total * unscale
+        self._norm = total
         if self.scaler is not None:
             self._finite[batch] = finite = bool(torch.isfinite(total))
             if not finite:
                 gradients[:] = [None] * len(gradients)
                 return
-        if own and unscale != 1:
-            torch._foreach_mul_(own, unscale)
         if own and self.limit is not None:
             factor = (self.limit / (total + 1e-6)).clamp(max=1.0)
             torch._foreach_mul_(own, factor)
@@ -135,7 +143,7 @@ class Clipping:
         scale = None if self.scaler is None else float(self.scaler.get_scale())
         return {
             "scale": scale,
-            "grown": self._grown,
+            "grown": 0 if self.scaler is None else self.scaler.state_dict()["_growth_tracker"],
             "norm": self.norm,
             "skipped": self.skipped,
         }
@@ -155,30 +163,28 @@ class Clipping:
     def load(self, state: Mapping[str, Any]) -> None:
         """Load a checkpoint's state; if it had no scaler, the scale stays as it is."""
         self.forget()
-        self._grown, self.skipped, norm = state["grown"], state["skipped"], state["norm"]
+        self.skipped, norm = state["skipped"], state["norm"]
         self._norm = None if norm is None else torch.tensor(norm, dtype=torch.float64)
         if state["scale"] is not None:
-            self._set_scale(state["scale"])
+            self._set_scale(state["scale"], state["grown"])
 
     def _settle(self, finite: bool) -> None:
         self.skipped += not finite
-        if self.scaler is None or not self.scaler.is_enabled():
+        if self.scaler is None:
             return
-        scale = float(self.scaler.get_scale())
-        self._grown = self._grown + 1 if finite else 0
+        now = self.scaler.state_dict()
+        scale, grown = now["scale"], now["_growth_tracker"] + 1
         if not finite:
-            scale *= self.scaler.get_backoff_factor()
-        elif self._grown == self.scaler.get_growth_interval():
-            scale *= self.scaler.get_growth_factor()
-            self._grown = 0
-        else:
-            return
-        self._set_scale(scale)
+            scale, grown = scale * now["backoff_factor"], 0
+        elif grown == now["growth_interval"]:
+            larger, grown = scale * now["growth_factor"], 0
+            scale = larger if larger <= torch.finfo(torch.float32).max else scale
+        self._set_scale(scale, grown)
 
-    def _set_scale(self, scale: float) -> None:
-        if self.scaler is not None and self.scaler.is_enabled():
-            self.scaler.scale(torch.zeros(()))  # the scaler makes its state at its first use
-            self.scaler.update(scale)
+    def _set_scale(self, scale: float, grown: int) -> None:
+        if self.scaler is not None:
+            now = self.scaler.state_dict()
+            self.scaler.load_state_dict({**now, "scale": scale, "_growth_tracker": grown})
 
 
 def norms_of(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:

@@ -40,7 +40,7 @@ def initialise(model: nn.Module, own: Iterable[Tensor], function: Initialise | N
     with allocated(own) as given, standing_in(model, lambda x: True) as others, torch.no_grad():
         writes = _Writes({memory(tensor) for tensor in given}, others)
         drawn: set[Tensor] = set()
-        for name, module in _inside_out(model):
+        for name, module in _inside_out(model, every=function is not None):
             reset = _reset_of(module) if function is None else partial(function, module)
             if reset is None:
                 continue
@@ -56,13 +56,14 @@ def initialise(model: nn.Module, own: Iterable[Tensor], function: Initialise | N
         _check(model, writes.unwritten)
 
 
-def _inside_out(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules with their names, each once, after those inside of it: the order in which their
-    constructors end."""
+def _inside_out(model: nn.Module, every: bool) -> Iterator[tuple[str, nn.Module]]:
+    """The modules with their names, after those inside of them. Each comes once, in the order in
+    which their constructors end, or with ``every`` once in each module that has it, as in
+    ``model.apply``."""
     seen: set[nn.Module] = set()
 
     def visit(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-        if module not in seen:
+        if every or module not in seen:
             seen.add(module)
             for child, inner in module.named_children():
                 yield from visit(f"{name}.{child}" if name else child, inner)

@@ -185,12 +185,19 @@ def _called(factory: Callable[[Any], object], given: list[Any]) -> object:
 
 
 def _optimizer(made: object) -> Optimizer:
-    """Raises InputError where it is none, or its step needs a closure."""
+    """Raises InputError where it is none, steps another one, or its step needs a closure."""
     if not isinstance(made, Optimizer):
         what = "nothing" if made is None else f"a {type(made).__name__}"
         raise InputError(
             f"optimizer returns {what}; give a function from a stage's parameters to a torch "
             f"optimizer, {_CURE}"
+        )
+    inner = next((name for name, it in vars(made).items() if isinstance(it, Optimizer)), None)
+    if inner is not None:
+        raise InputError(
+            f"{type(made).__name__} steps another optimizer, its .{inner}, which knows no stages "
+            "and whose state no checkpoint would have; give that one, and do after pipe.step() "
+            "what the outer one adds, or write both as one optimizer"
         )
     closure = inspect.signature(made.step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
