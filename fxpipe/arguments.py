@@ -360,20 +360,6 @@ def check_model(model: Any, place: torch.device) -> None:
             )
 
 
-def check_surroundings(*, step: bool) -> None:
-    """Raises InputError where new tensors would have no data, or a step no gradients."""
-    if torch.get_default_device().type == "meta":
-        raise InputError(
-            'torch\'s default device is "meta" here, so that what is computed would have no data; '
-            'leave the block of torch.device("meta") once the model is built'
-        )
-    if step and torch.is_inference_mode_enabled():
-        raise InputError(
-            "a step computes gradients, which torch.inference_mode() forbids; leave that block, or "
-            "call pipe(x) there"
-        )
-
-
 def check_flag(name: str, value: Any) -> None:
     """Raises InputError where the value is neither True nor False."""
     if not isinstance(value, bool):

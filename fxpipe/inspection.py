@@ -78,15 +78,6 @@ class Inspected(nn.Module):
                 raise
         return getattr(options.model, name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Set what only the model has in the model, whose code reads it, such as a flag."""
-        options = vars(self).get("_options")
-        own = name.startswith("_") or name in vars(self) or hasattr(type(self), name)
-        if options is None or own or not hasattr(options.model, name):
-            super().__setattr__(name, value)
-        else:
-            setattr(options.model, name, value)
-
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """What ``to``, ``cuda``, ``half`` and their like do: nothing, or they are refused."""
         for name, tensor in (*self.named_parameters(), *self.named_buffers()):

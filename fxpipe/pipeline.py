@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fxpipe.arguments import check_surroundings, check_whole
+from fxpipe.arguments import check_whole
 from fxpipe.compiler.compiled import Compiled, Kind
 from fxpipe.compiler.compiler import Compiler
 from fxpipe.compiler.described import described
@@ -20,7 +20,7 @@ from fxpipe.compiler.predict import split_target
 from fxpipe.engine import Engine
 from fxpipe.errors import InputError
 from fxpipe.replicas import Replicas
-from fxpipe.runtime.batch import Batch, MicroBatches
+from fxpipe.runtime.batch import Batch, MicroBatches, check_surroundings
 from fxpipe.saving import Saved
 from fxpipe.signals import SignalsAtOperations
 from fxpipe.signature import SignedLikeTheModel
@@ -53,6 +53,15 @@ class Pipeline(Saved):
         self._fixed = options.recipe.microbatches is not None
         self._has_loss = options.loss is not None
         self._device_type = self.devices[0].type
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set what only the model has in the model, whose code reads it, such as a flag."""
+        options = vars(self).get("_options")
+        own = name.startswith("_") or name in vars(self) or hasattr(type(self), name)
+        if options is None or own or not hasattr(options.model, name):
+            super().__setattr__(name, value)
+        else:
+            setattr(options.model, name, value)
 
     # training and calling
 
@@ -108,7 +117,8 @@ class Pipeline(Saved):
             if compiled is None:
                 compiled, micro = self._ready(micro, kind)
             self._check_data(compiled)
-            self._replicas.check_settings(compiled)
+            if self._group.replicas > 1:
+                self._replicas.check_settings(compiled)
             micro = self._compiler.weighed(compiled, micro)
             if not all(micro.weights):
                 compiled = compiled.weighted(micro.weights)
@@ -116,7 +126,8 @@ class Pipeline(Saved):
             if meter is not None:
                 meter.begin()
             made = self._engine.step(compiled, micro, with_output=return_output)
-            self._replicas.stepped()
+            if self._group.replicas > 1:
+                self._replicas.stepped()
             self._shown = compiled
             if meter is not None:
                 meter.end(made[0] if return_output else made, compiled.program)
@@ -270,7 +281,8 @@ class Pipeline(Saved):
         self._shown = self._shown or compiled
         if self._options.hollow and compiled is not self._filled:
             self._refuse_hollow(compiled)
-        self._replicas.check(compiled)
+        if self._group.replicas > 1:
+            self._replicas.check(compiled)
 
     def _refuse_hollow(self, compiled: Compiled) -> None:
         own = filter(self._options.owns, range(len(compiled.plan.stages)))

@@ -330,3 +330,17 @@ def _batch_size(leaves: Sequence[Any], wanted: Mapping[int, int | None], call: _
             "the batch, as with batch_dims={'x': 1, 'table': None}"
         )
     return found.pop() if found else 1
+
+
+def check_surroundings(*, step: bool) -> None:
+    """Raises InputError where new tensors would have no data, or a step no gradients."""
+    if torch.get_default_device().type == "meta":
+        raise InputError(
+            'torch\'s default device is "meta" here, so that what is computed would have no data; '
+            'leave the block of torch.device("meta") once the model is built'
+        )
+    if step and torch.is_inference_mode_enabled():
+        raise InputError(
+            "a step computes gradients, which torch.inference_mode() forbids; leave that block, or "
+            "call pipe(x) there"
+        )

@@ -23,12 +23,18 @@ def share_norms(machine: Machine, instruction: ins.Norm) -> None:
     """See ins.Norm."""
     stage, batch = instruction.stage, instruction.batch
     gradients = machine.store.gradients.get((stage, batch), [])
-    how = machine.jobs[machine.step + batch].clipping
-    if how is not None:
-        how.unscale(machine.step + batch, gradients)
-    norms = norms_of(gradients)
-    if stage in machine.program.sharded:
-        norms = between(machine).all_norms(stage, machine.step + batch, norms)
+    absolute = machine.step + batch
+    how = machine.jobs[absolute].clipping
+    if stage in machine.program.sharded:  # replicas send norms of gradients that are scaled yet
+        found = between(machine).all_norms(stage, absolute, norms_of(gradients))
+        norms = [None if norm is None else norm.clone() for norm in found]
+        if how is not None:
+            how.unscale(absolute, norms)
+            how.unscale(absolute, gradients)
+    else:
+        if how is not None:
+            how.unscale(absolute, gradients)
+        norms = norms_of(gradients)
     for other in range(machine.program.stages):
         machine.store.values[norm_buffer(stage, other, batch)] = norms
 

@@ -215,7 +215,7 @@ class Progress:
         """Count a batch that has updated the weights and overlaps with no other."""
         self.batches += 1
         self._history = None
-        if self.stages is not None:
+        if self.stages is not None and self.stages.whole is not None:
             self.stages.show()
 
     def checkpoint(self, extra: Any = None, *, changed: bool) -> Checkpoint:
