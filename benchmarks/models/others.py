@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import diffusers
 import torch
 import transformers
 from torch import Tensor
@@ -120,6 +119,8 @@ def vision_transformer() -> Any:
 
 
 def unconditional_unet() -> Any:
+    import diffusers  # slow to import
+
     return diffusers.UNet2DModel(
         sample_size=8,
         in_channels=3,
@@ -134,6 +135,8 @@ def unconditional_unet() -> Any:
 
 
 def conditional_unet(middle: str | None = "UNetMidBlock2DCrossAttn") -> Any:
+    import diffusers  # slow to import
+
     return diffusers.UNet2DConditionModel(
         sample_size=8,
         in_channels=4,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import fxpipe
-from fxpipe.passes.inductor import images, libraries
+from fxpipe.passes.inductor import libraries
 from fxpipe.passes.inductor.channels_last import lay_channels_last
 from tests.helpers.profiles import deep
 from tests.helpers.stage_libraries import MICROBATCHES, gradients, graphs
@@ -98,6 +98,8 @@ def test_images_stay_as_they_lie_where_as_many_copies_would_be_needed() -> None:
 
 
 def test_batchnorm_on_images_in_channels_last_order_rounds_as_pytorch_does() -> None:
+    from fxpipe.passes.inductor import images  # slow to import
+
     torch.manual_seed(0)
     x = torch.randn(4, 8, 32, 32).add_(3).contiguous(memory_format=torch.channels_last)
     given = torch.randn_like(x), torch.randn(8), torch.randn(8), torch.zeros(8), torch.ones(8)
