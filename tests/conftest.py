@@ -9,6 +9,7 @@ process, save for the few that say so with ``@pytest.mark.models``. ``--quick`` 
 from __future__ import annotations
 
 import gc
+import logging
 import signal
 import subprocess
 from collections.abc import Callable, Generator, Iterator
@@ -116,6 +117,9 @@ def pytest_collection_finish() -> None:
     than by default.
     """
     torch.set_num_threads(1)
+    # pytest would listen to this log of torch's own, as it passes nothing on, and torch then writes
+    # down each size, guard and stack of a trace, which nobody reads
+    logging.getLogger("torch.__trace").propagate = True
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)
