@@ -345,7 +345,7 @@ class Pipeline(Saved):
                 compiles=compiles,
                 first=self._shown is None,
             )
-            state = self._replicas.told()
+            state = self._replicas.told(flushed=self._engine.flushed)
             values = (compiles, flushes, state.writes)
             ranks = self._group.agree(
                 "the call", common, own=own, twins=state.settings, value=values

@@ -27,11 +27,12 @@ class Replicas:
         # had left it
         self._left: Mapping[str, tuple[int, int]] = {}
 
-    def told(self) -> State:
-        """What this rank tells the others at the begin of a call."""
+    def told(self, *, flushed: bool) -> State:
+        """What this rank tells the others at the begin of a call. Unless everything is ``flushed``,
+        updates write the weights at this time; other writes are refused by the next of them."""
         if not self._several:
             return State("", 0)
-        return State("\n".join(self._progress.settings()), self._writes())
+        return State("\n".join(self._progress.settings()), self._writes() if flushed else 0)
 
     def hear(self, writes: Sequence[int]) -> None:
         """Take how often weights were written from outside, rank by rank. Where they were in one

@@ -24,6 +24,9 @@ _OURS = tuple(
     for path in (base, (base / "passes").resolve(), (base / "schedules").resolve())
 )
 _CONTEXTS = contextlib.__file__
+_ENTRIES = tuple(str(Path(_TORCH, part)) for part in ("_compile.py", "_dynamo"))
+_EXITS = str(Path(_TORCH, "_ops.py"))
+"""By what PyTorch calls a mode that watches operations, and that an operation."""
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
 
 
@@ -117,10 +120,30 @@ def called_by_ours(tb: TracebackType | None) -> TracebackType | None:
         file = below.tb_frame.f_code.co_filename
         if not file.startswith((*_OURS, _CONTEXTS)):
             if is_users(file):
-                return below
+                return _without_ours(below)
             first = first or below
         below = below.tb_next
     return first or tb
+
+
+def _without_ours(tb: TracebackType) -> TracebackType:
+    """The rest of a traceback without the modes of this library that watch operations, and without
+    what PyTorch calls these by, and they an operation."""
+    kept: list[TracebackType] = []
+    below: TracebackType | None = tb
+    inside = False
+    while below is not None:
+        file = below.tb_frame.f_code.co_filename
+        inside = file.startswith(_OURS) or (inside and file.startswith(_EXITS))
+        if not inside:
+            kept.append(below)
+        while inside and kept and kept[-1].tb_frame.f_code.co_filename.startswith(_ENTRIES):
+            kept.pop()
+        below = below.tb_next
+    made = None
+    for each in reversed(kept):
+        made = TracebackType(made, each.tb_frame, each.tb_lasti, each.tb_lineno)
+    return made or tb
 
 
 def of_frame(frame: FrameType, line: int) -> str:

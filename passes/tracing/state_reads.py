@@ -62,6 +62,8 @@ class StateReads(TorchFunctionMode):
         if any(isinstance(each, fx.Proxy) for each in given):
             return func(*args, **kwargs)
         read = [each for each in given if isinstance(each, Tensor) and each not in self._made]
+        if any(isinstance(each, nn.Parameter) and id(each) not in self._owned for each in read):
+            return func(*args, **kwargs)  # it is refused by its shape after the trace
         name = getattr(func, "__name__", "")
         if read and _writes(name, kwargs):
             raise RuntimeError("it writes into a tensor that the model keeps")
