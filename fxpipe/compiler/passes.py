@@ -20,7 +20,7 @@ from fxpipe.passes.graph.fit import localise_sizes, relay
 from fxpipe.passes.graph.functionalise import functionalise
 from fxpipe.passes.graph.place_devices import place_devices
 from fxpipe.passes.graph.randomness import seed_randomness
-from fxpipe.passes.inductor.channels_last import lay_channels_last
+from fxpipe.passes.inductor.channels_last import lay_channels_last, lay_weights
 from fxpipe.passes.inductor.compile_stages import compile_stages
 from fxpipe.passes.lowering.communicate import communicate
 from fxpipe.passes.lowering.free import free
@@ -148,6 +148,7 @@ PLAN = (
     Pass(cut, "traced, assignment, owners, stage_costs", "plan"),
     Pass(lay_channels_last, "plan", "plan", when="stage_compiler"),
     Pass(differentiate, "plan, values, state, wanted", "differentiated plan"),
+    Pass(lay_weights, "differentiated plan", "differentiated plan", when="stage_compiler"),
     Pass(part_backward, "differentiated plan", "parted plan", when="parted"),
     Pass(part_gradients, "parted plan, bucket_bytes", "bucketed plan", when="replicated"),
     Pass(fuse_accumulation, "bucketed plan", "plan", when="fuse_accumulation"),

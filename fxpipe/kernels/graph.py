@@ -43,6 +43,8 @@ class GraphKernel:
         gradient_strides: the strides that each of these was traced with.
         input_gradients: how many gradients of inputs the backward graph returns.
         parameter_gradients: for each parameter whether the backward graph returns its gradient.
+        parameter_strides: the strides that each parameter was traced with; None for no matter.
+            Empty if none matter.
         input_grad_graph: ``[saved, gradients]`` → input gradients, deferred; see ``part_backward``.
         weight_grad_graph: ``[deferred, totals]`` → new totals; None if there are none.
         functional_weight_grad: ``[deferred]`` → parameter gradients, likewise.
@@ -60,6 +62,7 @@ class GraphKernel:
     gradient_strides: Sequence[tuple[int, ...]]
     input_gradients: int
     parameter_gradients: Sequence[bool]
+    parameter_strides: Sequence[tuple[int, ...] | None] = ()
     input_grad_graph: fx.GraphModule | None = None
     weight_grad_graph: fx.GraphModule | None = None
     functional_weight_grad: fx.Graph | None = None
@@ -68,7 +71,8 @@ class GraphKernel:
     def forward(
         self, parameters: Sequence[Tensor], buffers: Sequence[Tensor], inputs: list[Any]
     ) -> Forwarded:
-        arguments = [*parameters, *buffers, *map(_laid_out, inputs, self.input_strides)]
+        given = laid_out(parameters, self.parameter_strides)
+        arguments = [*given, *buffers, *map(_laid_out, inputs, self.input_strides)]
         inputs.clear()
         flat = self.forward_graph.forward(arguments)
         a, b = self.outputs, self.outputs + self.writes
@@ -156,6 +160,13 @@ class GraphKernel:
                 "the stage's backward is not in two halves; run the plan through part_backward"
             )
         return graph.forward
+
+
+def laid_out(
+    parameters: Sequence[Tensor], strides: Sequence[tuple[int, ...] | None]
+) -> Sequence[Tensor]:
+    """Parameters as ``parameter_strides`` says; copies of those that lie otherwise."""
+    return [*map(_laid_out, parameters, strides)] if strides else parameters
 
 
 def _laid_out(value: Any, strides: tuple[int, ...] | None) -> Any:

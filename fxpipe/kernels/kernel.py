@@ -77,12 +77,15 @@ class Kernel(Protocol):
             is not split.
         weight_grad_graph: the half that no other stage waits for; None also where no parameter has
             a gradient.
+        parameter_strides: the strides that forward reads each parameter with, which it copies
+            where it gets it otherwise; None for any strides. Empty for any of all.
     """
 
     forward_graph: fx.GraphModule
     backward_graph: fx.GraphModule | None
     input_grad_graph: fx.GraphModule | None
     weight_grad_graph: fx.GraphModule | None
+    parameter_strides: Sequence[tuple[int, ...] | None]
 
     def forward(
         self, parameters: Sequence[Tensor], buffers: Sequence[Tensor], inputs: list[Any]
@@ -159,6 +162,7 @@ class Wrapping:
         self.backward_graph = kernel.backward_graph
         self.input_grad_graph = kernel.input_grad_graph
         self.weight_grad_graph = kernel.weight_grad_graph
+        self.parameter_strides = kernel.parameter_strides
 
     def forward(
         self, parameters: Sequence[Tensor], buffers: Sequence[Tensor], inputs: list[Any]

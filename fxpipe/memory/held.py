@@ -81,13 +81,11 @@ def plan_sizes(
         if isinstance(stage.kernel, GraphKernel)
     }
     own = dict(enumerate(optimizers))
-    parameters = {s.index: _bytes(state[a.target] for a in s.parameters) for s in plan.stages}
+    given = {s.index: [state[a.target] for a in s.parameters] for s in plan.stages}
+    parameters = {s.index: _bytes(given[s.index]) + _laid_out(s, given) for s in plan.stages}
     buffers = {s.index: _bytes(state[a.target] for a in s.buffers) for s in plan.stages}
     written = {s.index: _bytes(state[w.target] for w in s.writes) for s in plan.stages}
-    trained = {
-        s.index: [x for a in s.parameters if (x := state[a.target]).requires_grad]
-        for s in plan.stages
-    }
+    trained = {index: [x for x in whole if x.requires_grad] for index, whole in given.items()}
     optimizing = {
         index: _optimizer(own.get(index), schedule, _bytes(whole) if shards else None)
         for index, whole in trained.items()
@@ -108,11 +106,8 @@ def plan_sizes(
         buffers=buffers,
         gradients={index: _bytes(own) for index, own in trained.items()},
         elements={
-            s.index: [
-                (x.numel() * x.requires_grad, x.element_size())
-                for x in (state[a.target] for a in s.parameters)
-            ]
-            for s in plan.stages
+            index: [(x.numel() * x.requires_grad, x.element_size()) for x in whole]
+            for index, whole in given.items()
         },
         buckets={s.index: s.buckets for s in plan.stages if s.buckets},
         started={} if any(optimizers) else gradients,
@@ -136,6 +131,13 @@ def plan_sizes(
         left={key: left for each in kept.values() for key, left in each.left.items()},
         unknown=frozenset(s.index for s in plan.stages) - kept.keys(),
     )
+
+
+def _laid_out(stage: Stage, given: Mapping[int, Sequence[Tensor]]) -> int:
+    """The bytes of the copies that a step makes of a stage's parameters, in other strides."""
+    strides = stage.kernel.parameter_strides if isinstance(stage.kernel, GraphKernel) else ()
+    pairs = zip(given[stage.index], strides, strict=bool(strides))
+    return _bytes(x for x, asked in pairs if asked not in (None, x.stride()))
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

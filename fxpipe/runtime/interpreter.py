@@ -21,6 +21,7 @@ from fxpipe.ir import instruction as ins
 from fxpipe.ir.plan import Stage
 from fxpipe.ir.program import Program
 from fxpipe.ir.value import Buffer, deferred, fetched, state
+from fxpipe.kernels.graph import laid_out
 from fxpipe.kernels.kernel import Forwarded, Kernel
 from fxpipe.kernels.recompute import recomputing
 from fxpipe.runtime import copies, offload, own_task
@@ -47,6 +48,8 @@ class Store:
         state: name in the model → the newest value of a buffer that this run has written.
         kept: stage → the micro-batches whose backward is not finished.
         peak: stage → the most micro-batches that were kept at once.
+        laid: stage → which version of its parameters lies ready in the strides that its kernel asks
+            for, and these parameters, for the rest of the step.
     """
 
     def __init__(self) -> None:
@@ -55,6 +58,7 @@ class Store:
         self.state: dict[str, Tensor] = {}
         self.kept: Counter[int] = Counter()
         self.peak: Counter[int] = Counter()
+        self.laid: dict[int, tuple[object, Sequence[Tensor]]] = {}
 
     def keep(self, buffer: Buffer, saved: list[Any]) -> None:
         """Store what a forward saved, and count it."""
@@ -71,6 +75,7 @@ class Store:
 
     def age(self, steps: int) -> None:
         """Renumber batches for a later step: the batch of this step becomes an earlier one."""
+        self.laid.clear()
         if steps:
             older = {b._replace(batch=b.batch - steps): v for b, v in self.values.items()}
             self.values = older
@@ -79,6 +84,7 @@ class Store:
 
     def clear(self) -> None:
         """Drop all values."""
+        self.laid.clear()
         self.values.clear()
         self.gradients.clear()
         self.state.clear()
@@ -159,11 +165,22 @@ class Machine:
         """The kernel that runs a stage for a micro-batch."""
         return self.jobs[self.step + batch].kernels[microbatch][stage]
 
-    def weights_of(self, stage: int, version: int) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """A stage's parameters of a version, and its buffers as they were before the run."""
+    def weights_of(
+        self, forward: ins.Forward | ins.Recompute
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """A forward's parameters, as its kernel asks, and buffers as they were before the run."""
+        stage, version, laid = forward.stage, forward.version, self.store.laid
         if self.program.copies:
-            return copies.weights(self, stage, version)
-        return self.weights.parameters(stage, self.step + version), self.weights.buffers(stage)
+            weights, buffers = copies.weights(self, stage, version)
+        else:
+            weights = self.weights.parameters(stage, self.step + version)
+            buffers = self.weights.buffers(stage)
+        strides = self.kernel(stage, forward.microbatch, forward.batch).parameter_strides
+        if not strides:
+            return weights, buffers
+        if stage not in laid or laid[stage][0] != (version, strides):
+            laid[stage] = (version, strides), laid_out(weights, strides)
+        return laid[stage][1], buffers
 
     def store_away(self, memories: list[Tensor]) -> offload.Away:
         """Begin to store memory outside of the device."""
@@ -202,7 +219,7 @@ def _receive(machine: Machine, instruction: ins.Receive | ins.Pop) -> None:
 
 def _forward(machine: Machine, instruction: ins.Forward) -> None:
     stage, i, batch = instruction.stage, instruction.microbatch, instruction.batch
-    store, (weights, before) = machine.store, machine.weights_of(stage, instruction.version)
+    store, (weights, before) = machine.store, machine.weights_of(instruction)
     arguments = zip(machine.stages[stage].buffers, before, strict=True)
     # what earlier micro-batches of this run wrote, else the model's
     buffers = [store.state.get(argument.target, buffer) for argument, buffer in arguments]
@@ -225,7 +242,7 @@ def _recompute(machine: Machine, instruction: ins.Recompute) -> None:
     kept = machine.store.values.pop((fetched if away else state)(stage, i, batch))
     count = len(machine.stages[stage].buffers)
     with recomputing():
-        weights, _ = machine.weights_of(stage, instruction.version)
+        weights, _ = machine.weights_of(instruction)
         result = _run_forward(machine, instruction, weights, kept[:count], kept[count:])
     machine.store.keep(machine.program.operands[stage, i, batch].saved, result.saved)
 

@@ -12,6 +12,7 @@ import tempfile
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -74,7 +75,8 @@ def begin(machine: Machine, instruction: ins.Offload) -> None:
     others = [v for b, v in values.items() if b not in stored or b.kind == "in"]
     held = {0, *map(_memory, _tensors(others))}
     held |= {_memory(t) for t in machine.store.state.values()}
-    weights, buffers = machine.weights_of(stage, batch + forward.version - forward.batch)
+    version = batch + forward.version - forward.batch
+    weights, buffers = machine.weights_of(replace(forward, batch=batch, version=version))
     held |= {_memory(t) for t in (*weights, *buffers)}
     memories: dict[int, Tensor] = {}
     numbers: dict[int, int] = {}

@@ -8,11 +8,18 @@ On images in PyTorch's own order, oneDNN reorders what a convolution reads and m
 that took a quarter of a U-Net's time. In channels-last order it reorders nothing, and whatever
 follows keeps the order, from stage to stage. Weights, their gradients and what the caller gets stay
 in their order. Results differ in their rounding, so a pipe without a stage compiler is left alone.
+
+``lay_weights`` has the weights of convolutions copied into that order once a step, not in the
+forward and the backward of every micro-batch.
+
+before:  forward of x, w:  v = view(view(w));  l = clone(v, channels_last);  c = convolution(x, l)
+after:   forward of x, w:  c = convolution(x, w)        whoever calls it gives w in that order
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
+from copy import deepcopy
 from dataclasses import replace
 from operator import getitem
 from typing import Any
@@ -22,6 +29,7 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 
 from fxpipe.ir.plan import Plan, Stage, pop, stash
+from fxpipe.kernels.graph import GraphKernel
 from fxpipe.passes.graph.lazy_module import lazy_module
 
 aten = torch.ops.aten
@@ -81,7 +89,7 @@ class _Layer:
             given = {each: self._copy(each, orders.get(each)) for each in node.all_input_nodes}
             if node in self._laid and node.target in _GROUPS:
                 weight: Any = node.args[1]
-                given[weight] = self._weight(weight)
+                given[weight] = self._weight(weight, stage)
             copy = self._copies[node, None] = made.node_copy(node, given.__getitem__)
             copy.name = node.name  # fx would rename one that is called like a builtin
             if node in self._laid and node.name in plain:
@@ -126,16 +134,66 @@ class _Layer:
             self._copies[node, order] = clone
         return self._copies[node, order]
 
-    def _weight(self, node: fx.Node) -> fx.Node:
-        """A weight as two views, whose backward gives the gradient the weight's own order."""
-        weight = self._copies[node, None]
+    def _weight(self, node: fx.Node, stage: Stage) -> fx.Node:
+        """A weight as two views, whose backward gives the gradient the weight's own order. If it is
+        a parameter that only convolutions read, a copy of it, see ``lay_weights``."""
+        weight, order = self._copies[node, None], torch.channels_last
         if not node.meta["val"].is_contiguous():
             return weight
-        flat = weight.graph.call_function(aten.reshape.default, (weight, [-1]))
-        viewed = weight.graph.call_function(aten.view_as.default, (flat, weight))
-        for each in (flat, viewed):
+        make = weight.graph.call_function
+        flat = make(aten.reshape.default, (weight, [-1]))
+        viewed = make(aten.view_as.default, (flat, weight))
+        given = viewed
+        parameter = node.name in {argument.name for argument in stage.parameters}
+        if parameter and all(user.target in _GROUPS for user in node.users):
+            given = make(aten.clone.default, (viewed,), {"memory_format": order})
+        for each in {flat, viewed, given}:
             each.meta.update(weight.meta)
-        return viewed
+        return given
+
+
+def lay_weights(plan: Plan) -> Plan:
+    """A differentiated plan → the same, whose forwards get weights as convolutions read them."""
+    stages = (
+        replace(stage, kernel=_laid_weights(stage.kernel, len(stage.parameters)))
+        if isinstance(stage.kernel, GraphKernel)
+        else stage
+        for stage in plan.stages
+    )
+    return replace(plan, stages=tuple(stages))
+
+
+def _laid_weights(kernel: GraphKernel, count: int) -> GraphKernel:
+    """One kernel; ``count`` is the number of its parameters."""
+    graph = deepcopy(kernel.forward_graph.graph)
+    strides: list[tuple[int, ...] | None] = [None] * count
+    for index, weight in enumerate(graph.find_nodes(op="placeholder")[:count]):
+        copies = _copies_of(weight)
+        if not copies:
+            continue
+        weight.meta["val"] = copies[0].meta["val"]
+        strides[index] = weight.meta["val"].stride()
+        for copy in copies:
+            copy.replace_all_uses_with(weight)
+    if not any(strides):
+        return kernel
+    graph.eliminate_dead_code()
+    module = lazy_module(kernel.forward_graph, graph, type(kernel.forward_graph).__name__)
+    return replace(kernel, forward_graph=module, parameter_strides=tuple(strides))
+
+
+def _copies_of(weight: fx.Node) -> list[fx.Node]:
+    """The copies in channels-last order, if nothing else is made of a weight or its views."""
+    copies: list[fx.Node] = []
+    for user in weight.users:
+        if user.target is aten.view.default:
+            made = _copies_of(user)
+        else:
+            made = [user] if user.kwargs.get("memory_format") is torch.channels_last else []
+        if not made:
+            return []
+        copies += made
+    return copies
 
 
 def _convolves(node: fx.Node) -> bool:

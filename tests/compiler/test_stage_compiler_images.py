@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -11,14 +12,44 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import fxpipe
+from fxpipe.kernels import graph
 from fxpipe.passes.inductor import libraries
 from fxpipe.passes.inductor.channels_last import lay_channels_last
+from fxpipe.runtime import interpreter
 from tests.helpers.profiles import deep
 from tests.helpers.stage_libraries import MICROBATCHES, gradients, graphs
 
 pytestmark = pytest.mark.skipif(
     not libraries.can_compile(), reason="there is no C++ compiler, which inductor needs"
 )
+
+
+KEPT_ELSEWHERE = f"""
+schedule kept_elsewhere stages=2 microbatches={MICROBATCHES} delay=0
+place 0 | 1
+0: F0 O0 F1 F2 P0 B0 B1 B2 U
+1: F0 F1 F2 R0 B0 R1 B1 R2 B2 U
+"""
+
+
+class Held:
+    """Memory that should be stored elsewhere, and is not.
+
+    Attributes:
+        bytes: those of each that was made.
+    """
+
+    bytes: ClassVar[list[int]] = []
+
+    def __init__(self, memories: list[Tensor]) -> None:
+        self.memories = memories
+        self.bytes.append(sum(each.untyped_storage().nbytes() for each in memories))
+
+    def wait(self) -> None:
+        """It is where it was."""
+
+    def fetch(self) -> list[Tensor]:
+        return self.memories
 
 
 class Images(nn.Module):
@@ -41,7 +72,7 @@ class Images(nn.Module):
         return y
 
 
-def images_pipe(compiler: Any, schedule: str = "1f1b") -> fxpipe.Pipeline:
+def images_pipe(compiler: Any, schedule: Any = "1f1b", **options: Any) -> fxpipe.Pipeline:
     torch.manual_seed(0)
     return fxpipe.compile(
         Images(),
@@ -51,15 +82,20 @@ def images_pipe(compiler: Any, schedule: str = "1f1b") -> fxpipe.Pipeline:
         partition=["up"],
         loss=mse_loss,
         stage_compiler=compiler,
+        **options,
     )
+
+
+def images() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1)
+    return torch.randn(6, 3, 4, 4), torch.randn(6, 2, 4, 4)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", *deep("zb-h1")])
 def test_compiled_convolutions_read_and_make_images_in_channels_last_order(
     folder: Path, schedule: str
 ) -> None:
-    torch.manual_seed(1)
-    x, y = torch.randn(6, 3, 4, 4), torch.randn(6, 2, 4, 4)
+    x, y = images()
     with images_pipe("inductor", schedule) as pipe, images_pipe(None, schedule) as other:
         pipe.prepare(x, target=y)
         assert None not in graphs(pipe)
@@ -83,6 +119,50 @@ def test_compiled_convolutions_read_and_make_images_in_channels_last_order(
             assert here.grad.stride() == here.stride()
         with torch.no_grad():
             assert pipe(x).is_contiguous() and torch.allclose(pipe(x), other(x), atol=1e-6)
+
+
+def test_a_step_copies_the_weights_of_convolutions_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied = []
+
+    def laid_out(weights: Any, strides: Any) -> Any:
+        made = graph.laid_out(weights, strides)
+        copied.append([new is not old for new, old in zip(made, weights, strict=True)])
+        return made
+
+    monkeypatch.setattr(interpreter, "laid_out", laid_out)
+    monkeypatch.setattr(interpreter.Machine, "store_away", lambda machine, memories: Held(memories))
+    x, y = images()
+    schedule = fxpipe.Schedule.parse(KEPT_ELSEWHERE)
+    with images_pipe("inductor", schedule, dispatch="device") as pipe:
+        pipe.prepare(x, target=y)
+        for factor in (1.0, 2.0):
+            pipe.get_parameter("last.weight").data.mul_(factor)  # as old optimizers write
+            pipe.zero_grad()
+            copied.clear()
+            Held.bytes.clear()
+            expected = gradients(pipe, x, y, False)
+            pipe.step(x, target=y)
+            for name, parameter in pipe.named_parameters():
+                assert parameter.grad is not None and torch.equal(parameter.grad, expected[name])
+            assert sorted(map(sum, copied)) == [2, 3]  # as many convolutions as the stages have
+            stored = list(Held.bytes)
+            sizes = pipe.simulate().sizes
+            assert sizes is not None
+            assert stored == [sizes.saved[0] + sizes.values["silu"]]  # and no weight
+
+
+def test_batches_in_flight_read_the_weights_of_their_own_version(folder: Path) -> None:
+    options: Any = {"optimizer": partial(torch.optim.SGD, lr=0.1, momentum=0.5)}
+    x, y = images()
+    one = images_pipe("inductor", "2bw", **options)
+    with one, images_pipe(None, "2bw", **options) as other:
+        steps = [(one.step(x, target=y), other.step(x, target=y)) for _ in range(5)]
+        for compiled, plain in steps:
+            assert torch.allclose(compiled, plain, rtol=1e-5)
+        for mine, theirs in zip(one.parameters(), other.parameters(), strict=True):
+            assert torch.allclose(mine, theirs, atol=1e-6)
 
 
 def test_images_stay_as_they_lie_where_as_many_copies_would_be_needed() -> None:
