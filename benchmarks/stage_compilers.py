@@ -25,6 +25,7 @@ from torch.nn.functional import cross_entropy
 import fxpipe
 from benchmarks.machine import describe
 from benchmarks.models.gpt2 import GPT2
+from benchmarks.models.resnet import ResNet
 from benchmarks.peers.case import CASES, sgd
 from benchmarks.report import Figure, Report, spread, timed
 
@@ -42,6 +43,13 @@ def gpt2() -> tuple[nn.Module, Tensor, Tensor]:
     return model, torch.randint(WORDS, (32, 64)), torch.randint(WORDS, (32, 64))
 
 
+def resnet() -> tuple[nn.Module, Tensor, Tensor]:
+    """One of eight bottlenecks, and 32 images of ten classes."""
+    torch.manual_seed(0)
+    model = ResNet(blocks=(2, 2, 2, 2), width=32, classes=10)
+    return model, torch.randn(32, 3, 64, 64), torch.randint(10, (32,))
+
+
 def next_tokens(scores: Tensor, tokens: Tensor) -> Tensor:
     return cross_entropy(scores.flatten(0, 1), tokens.flatten())
 
@@ -49,7 +57,10 @@ def next_tokens(scores: Tensor, tokens: Tensor) -> Tensor:
 MODELS: dict[str, tuple[Callable[[], tuple[nn.Module, Tensor, Tensor]], dict[str, Any]]] = {
     name: (CASES[name].make, {"loss": CASES[name].loss, "optimizer": CASES[name].optimizer})
     for name in ("unet", "transformer")
-} | {"gpt2": (gpt2, {"loss": next_tokens, "optimizer": sgd})}
+} | {
+    "gpt2": (gpt2, {"loss": next_tokens, "optimizer": sgd}),
+    "resnet": (resnet, {"loss": cross_entropy, "optimizer": sgd}),
+}
 
 
 def make(
@@ -104,7 +115,7 @@ def error(name: str, compiler: str | None, exact: list[Tensor]) -> float:
 def main() -> int:
     """Returns the exit status: 1 where gradients of compiled stages are less exact."""
     parser = argparse.ArgumentParser(description="Time stages that inductor has compiled.")
-    parser.add_argument("models", nargs="*", default=["unet", "gpt2", "transformer"])
+    parser.add_argument("models", nargs="*", default=list(MODELS))
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--starts", type=int, default=5)
     parser.add_argument("--schedule", default="1f1b")
@@ -159,7 +170,7 @@ def main() -> int:
             figures.append(Figure(f"{name}, second start over that", after / before))
     settings = {
         "models": "U-Net and transformer of benchmarks.compare; GPT-2, 4 blocks of width 128, "
-        "32 texts of 64 tokens",
+        "32 texts of 64 tokens; ResNet, 8 bottlenecks, width 32, 32 images of 3×64×64",
         "micro-batches": MICROBATCHES,
         "devices": ", ".join(DEVICES),
         "schedule": arguments.schedule,

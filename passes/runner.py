@@ -167,7 +167,11 @@ def check_order(passes: Sequence[Pass], given: Collection[str]) -> None:
         for name, words in each.needs:
             left = words - done.get(name, frozenset())
             later = [other for other in passes[place + 1 :] if name in dict(other.makes)]
-            doing = [other.name for other in later if words & dict(other.makes)[name]]
+            doing = [
+                other.name
+                for other in later
+                if words & dict(other.makes)[name] - dict(other.needs).get(name, frozenset())
+            ]
             making = [other.name for other in later if name not in dict(other.needs)]
             behind = doing if name in done else [*making[:1], *doing]
             if not behind and not (left and name in own):
