@@ -104,6 +104,3 @@ class State(NamedTuple):
 
     settings: str
     writes: int
-
-
-__all__ = ["Replicas"]

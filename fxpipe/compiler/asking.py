@@ -69,6 +69,3 @@ class _Lists(TorchFunctionMode):
         if getattr(func, "__name__", "") in _LISTS:
             self._note(args[:1])
         return func(*args, **(kwargs or {}))
-
-
-__all__ = ["asks_noted"]

@@ -102,6 +102,3 @@ def state_told(model: nn.Module, state: tuple[Any, ...]) -> list[str]:
         f"autocast: {cast or 'none'}",
         f"the default type of numbers: {number}",
     ]
-
-
-__all__ = ["ModelState", "described", "state_told"]

@@ -24,9 +24,9 @@ _OURS = tuple(
     for path in (base, (base / "passes").resolve(), (base / "schedules").resolve())
 )
 _CONTEXTS = contextlib.__file__
+# by what PyTorch calls a mode that watches operations, and that an operation
 _ENTRIES = tuple(str(Path(_TORCH, part)) for part in ("_compile.py", "_dynamo"))
 _EXITS = str(Path(_TORCH, "_ops.py"))
-"""By what PyTorch calls a mode that watches operations, and that an operation."""
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
 
 

@@ -7,10 +7,10 @@ and the gradient of every parameter. Random operations draw a fixed pattern in b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from fxpipe.errors import TraceError
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.traced import DRAWS_FROM_OTHERS, Traced, Value
 from fxpipe.ir.value import HOST
-from fxpipe.kernels.serial import run_serially
+from fxpipe.kernels.serial import Ran, run_serially
 from fxpipe.passes.graph.fixed_draws import FixedDraws, fixed_others, pattern
 from fxpipe.torchtools import moments, source
 from fxpipe.torchtools.pytrees import pieces, taken_apart
@@ -97,11 +97,21 @@ def check(
         ]
         return [name for name, _ in pairs], [leaf for _, leaf in pairs], loss
 
-    def gradients() -> dict[str, Tensor]:
+    parted = any(stage.input_grad is not None for stage in plan.stages)
+
+    def run_plan(seeds: Mapping[str, Tensor]) -> list[Ran]:
+        with torch.no_grad():
+            return [
+                run_serially(plan, values, {**state, **before}, seeds, halves=halves, own=own)
+                for halves in ([False, True] if parted else [False])
+            ]
+
+    def gradients() -> _Both:
         for name, tensor in before.items():
             state[name].copy_(tensor)
         with draws():
-            return _gradients(plan, state, own, traced.loss, *run())[1]
+            seeds, theirs = _gradients(plan, state, own, traced.loss, *run())
+            return _Both(theirs, [ran.gradients for ran in run_plan(seeds)])
 
     with draws():
         names, expected, loss = run()
@@ -113,12 +123,7 @@ def check(
         theirs: dict[str, Tensor] = {}
         if differentiated:
             seeds, theirs = _gradients(plan, state, own, traced.loss, names, expected, loss)
-        parted = any(stage.input_grad is not None for stage in plan.stages)
-        with torch.no_grad():
-            ran, *others = (
-                run_serially(plan, values, {**state, **before}, seeds, halves=halves, own=own)
-                for halves in ([False, True] if parted else [False])
-            )
+        ran, *others = run_plan(seeds)
     made = {**values, **{a.name: state[a.target] for a in traced.parameters}, **ran.values}
     tensors = [made[name] for name in names if isinstance(made.get(name), Tensor)]
     if len(tensors) == len(expected):
@@ -128,43 +133,58 @@ def check(
         compare("the loss", made[traced.loss], loss)
     for name, here in moments.commit(traced.deferred, before, ran.state).items():
         compare(f"what is written to the buffer {name!r}", here, after[name])
-    unlike = [
-        (name, gradient)
-        for name, there in theirs.items()
-        for found in (ran, *others)
-        if _difference(
-            gradient := found.gradients.get(name, there.new_zeros(()).expand_as(there)), there
-        )
-    ]
-    noise = _noise(gradients, state, theirs) if unlike else {}
-    for name, gradient in unlike:
-        compare(f"the gradient of {name!r}", gradient, theirs[name], noise[name])
+    first = _Both(theirs, [each.gradients for each in (ran, *others)])
+    unlike = [name for name in theirs if any(_difference(*pair) for pair in first.of(name))]
+    nearby = _nearby(gradients, state, theirs) if unlike else []
+    for name in unlike:
+        noise = max(_greatest(other.theirs[name] - theirs[name]) for other in nearby)
+        for index, pair in enumerate(first.of(name)):
+            more = (other.of(name)[index] for other in nearby)
+            if all(_difference(*each, noise) for each in (pair, *more)):
+                compare(f"the gradient of {name!r}", *pair, noise)
 
 
-def _noise(
-    gradients: Callable[[], Mapping[str, Tensor]],
-    state: Mapping[str, Tensor],
-    theirs: Mapping[str, Tensor],
-) -> dict[str, float]:
-    """By how much each gradient of the model changes when its weights do as much as sums round.
+class _Both(NamedTuple):
+    """Gradients by the names of parameters, for some weights.
 
-    The gradient of a bias before a BatchNorm, for example, is nothing but rounding errors; and
-    behind many of them, one in a sum decides on which side of zero a ReLU sees a number.
+    Attributes:
+        theirs: the model's.
+        ours: the plan's, by whole backwards and, where it has them, by halves.
     """
-    noise = dict.fromkeys(theirs, 0.0)
-    kept = {name: state[name].detach().clone() for name in theirs}
+
+    theirs: Mapping[str, Tensor]
+    ours: Sequence[Mapping[str, Tensor]]
+
+    def of(self, name: str) -> list[tuple[Tensor, Tensor]]:
+        """One of ours and theirs, of each way."""
+        there = self.theirs[name]
+        none = there.new_zeros(()).expand_as(there)
+        return [(each.get(name, none), there) for each in self.ours]
+
+
+def _nearby(
+    gradients: Callable[[], _Both], state: Mapping[str, Tensor], trained: Iterable[str]
+) -> list[_Both]:
+    """The gradients for three other sets of weights, which differ as much as sums round.
+
+    The gradient of a bias before a BatchNorm, for example, is nothing but rounding errors: this
+    shows how large they are. And behind many BatchNorms, one in a sum decides on which side of zero
+    a ReLU sees a number: what differs by that is the same for most other weights, and what a wrong
+    trace computes is wrong for all.
+    """
+    found = []
+    kept = {name: state[name].detach().clone() for name in trained}
     try:
         for times in (1, 3, 7):
             for name, weight in kept.items():
                 signs = ((pattern(weight) * times).frac() < 0.5).to(weight) * 2 - 1
                 off = _ROUNDING * torch.finfo(weight.dtype).eps
                 state[name].detach().copy_(weight * (1 + signs * off))
-            for name, gradient in gradients().items():
-                noise[name] = max(noise[name], _greatest(gradient - theirs[name]))
+            found.append(gradients())
     finally:
         for name, weight in kept.items():
             state[name].detach().copy_(weight)
-    return noise
+    return found
 
 
 def _kept(state: Mapping[str, Tensor], written: Collection[int]) -> dict[str, Tensor]:

@@ -123,6 +123,3 @@ def _writes(name: str, kwargs: dict[str, Any]) -> bool:
     method = name.endswith("_") and not name.endswith("__")
     asked = isinstance(kwargs.get("out"), Tensor) or bool(kwargs.get("inplace"))
     return method or asked or name in _WRITES
-
-
-__all__ = ["StateReads"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -18,6 +19,7 @@ from fxpipe.errors import TraceError
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.traced import Traced
 from fxpipe.kernels.kernel import Backwarded
+from fxpipe.kernels.serial import Ran, run_serially
 from fxpipe.passes.differentiate.part_backward import part_backward
 from fxpipe.passes.graph.check import check
 from tests.helpers.exported import Recurrent
@@ -214,6 +216,30 @@ def test_what_rounding_puts_on_the_other_side_of_zero_has_another_gradient(
     nn.init.zeros_(model.layer.bias)
     with pytest.raises(TraceError, match=r"layer\.weight") if refused else nullcontext():
         checked(model, torch.ones(3, 4), rounded)
+
+
+@pytest.mark.parametrize(("wrong", "refused"), [(1, False), (3, False), (4, True)])
+def test_a_gradient_that_is_wrong_for_all_weights_nearby_is_refused(
+    wrong: int, refused: bool
+) -> None:
+    """One ReLU that turns over does so for some weights, and far beyond what others show."""
+    calls = []
+
+    def spoiled(*args: Any, **options: Any) -> Ran:
+        ran = run_serially(*args, **options)
+        calls.append(ran)
+        gradients = dict(ran.gradients)
+        if len(calls) <= wrong:
+            gradients["layer.weight"] = gradients["layer.weight"] + 1
+        return replace(ran, gradients=gradients)
+
+    module = "fxpipe.passes.graph.check.run_serially"
+    with (
+        patch(module, spoiled),
+        pytest.raises(TraceError, match=r"layer\.weight") if refused else nullcontext(),
+    ):
+        checked(Model(), torch.randn(3, 4))
+    assert len(calls) == 4
 
 
 def test_a_small_gradient_is_no_noise() -> None:
