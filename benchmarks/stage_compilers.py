@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import fxpipe
-from benchmarks.machine import describe
+from benchmarks.machine import Machine, describe
 from benchmarks.models.gpt2 import GPT2
 from benchmarks.models.resnet import ResNet
 from benchmarks.peers.case import CASES, sgd
@@ -89,8 +89,9 @@ def exact_gradients(name: str) -> list[Tensor]:
     model, x, y = made()
     model.double()
     for part, target in zip(x.chunk(MICROBATCHES), y.chunk(MICROBATCHES), strict=True):
-        if x.is_floating_point():
-            part, target = part.double(), target.double()
+        part, target = (
+            each.double() if each.is_floating_point() else each for each in (part, target)
+        )
         (options["loss"](model(part), target) / MICROBATCHES).backward()
     return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
@@ -168,6 +169,12 @@ def main() -> int:
             figures.append(Figure(f"{name}, start as they are", before, "s"))
             figures.append(Figure(f"{name}, second start with inductor", after, "s"))
             figures.append(Figure(f"{name}, second start over that", after / before))
+        publish(figures, arguments, machine)
+    return 0 if right else 1
+
+
+def publish(figures: list[Figure], arguments: argparse.Namespace, machine: Machine) -> None:
+    """Write what there is so far."""
     settings = {
         "models": "U-Net and transformer of benchmarks.compare; GPT-2, 4 blocks of width 128, "
         "32 texts of 64 tokens; ResNet, 8 bottlenecks, width 32, 32 images of 3×64×64",
@@ -178,7 +185,6 @@ def main() -> int:
     }
     title = "Stages as they are and compiled by inductor, two CPU devices"
     Report("stage-compilers", title, settings, figures, machine).publish()
-    return 0 if right else 1
 
 
 if __name__ == "__main__":
