@@ -140,10 +140,7 @@ def test_a_plain_number_that_a_graph_holds_counts_from_the_next_step_on(
     expected = loop.train(alone, 2, x, loss=F.cross_entropy, target=target)
     assert torch.equal(made, expected.loss)
     assert not torch.equal(made, before)
-    for mine, other in zip(model.parameters(), alone.parameters(), strict=True):
-        assert mine.grad is not None
-        assert other.grad is not None
-        assert torch.equal(mine.grad, other.grad)
+    loop.assert_same(loop.gradients(model), loop.gradients(alone))
 
 
 def test_a_number_of_a_tensor_that_comes_back_has_its_graphs_back(
