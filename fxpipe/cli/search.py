@@ -43,7 +43,6 @@ def add_search(parser: ArgumentParser) -> None:
     add(
         "--flush",
         action=BooleanOptionalAction,
-        default=True,
         help="the least time for one step; with --no-flush, a step where many follow one another",
     )
     given = "batches mix, and read weights at most N versions old; the least time for each"
@@ -59,6 +58,11 @@ def add_search(parser: ArgumentParser) -> None:
 
 def run_search(given: Namespace) -> bool:
     """Search, and show the schedule, its bound and the library's schedules."""
+    if given.flush and given.delay:
+        raise InputError(
+            f"--flush and --delay {given.delay} exclude each other: with a delay batches mix on a "
+            "device and nothing flushes; give one of them"
+        )
     costs = read_costs(given.costs)
     placement = _placement(given.placement)
     devices = given.devices
@@ -74,7 +78,7 @@ def run_search(given: Namespace) -> bool:
         memory=memory,
         sizes=sizes,
         links=Link(given.latency) if given.latency else None,
-        flush=given.flush,
+        flush=given.flush is not False,
         delay=given.delay,
         seconds=given.seconds,
         work=given.work,
