@@ -41,6 +41,7 @@ from fxpipe.runtime.choice import Choice
 from fxpipe.runtime.devices.cuda_graphs import CudaGraphs
 from fxpipe.signals import SignalsAtOperations
 from fxpipe.simulator.costs import Rehearsal
+from fxpipe.torchtools.saved_tensors import without_saved_tensor_hooks
 from fxpipe.torchtools.source import users_level
 from fxpipe.torchtools.state import untouched, without_collection
 
@@ -141,6 +142,7 @@ class Compiler:
             told(what, self.options.verbose),
             without_collection(),
             sources_forgotten(),
+            without_saved_tensor_hooks(),
             self._on_all_ranks(),
         ):
             yield
