@@ -26,6 +26,7 @@ from fxpipe.signals import SignalsAtOperations
 from fxpipe.signature import SignedLikeTheModel
 from fxpipe.simulator import Simulation
 from fxpipe.simulator.measured import measured_run
+from fxpipe.strays import Strays, Written
 from fxpipe.torchtools.pytrees import together
 from fxpipe.turn import in_turn, in_turn_in_backward
 
@@ -49,6 +50,7 @@ class Pipeline(Saved):
         super().__init__(options, compiler, engine)
         self._filled: Compiled | None = None  # whose parameters and buffers have data
         self._replicas = Replicas(options, engine.progress)
+        self._strays = Strays(options, engine.progress)
         self._microbatches = options.microbatches or 4 * len(self.devices)
         self._fixed = options.recipe.microbatches is not None
         self._has_loss = options.loss is not None
@@ -128,6 +130,8 @@ class Pipeline(Saved):
             made = self._engine.step(compiled, micro, with_output=return_output)
             if self._group.replicas > 1:
                 self._replicas.stepped()
+            if self._group.size > 1:
+                self._strays.stepped(compiled)
             self._shown = compiled
             if meter is not None:
                 meter.end(made[0] if return_output else made, compiled.program)
@@ -346,13 +350,16 @@ class Pipeline(Saved):
                 first=self._shown is None,
             )
             state = self._replicas.told(flushed=self._engine.flushed)
-            values = (compiles, flushes, state.writes)
+            written = self._strays.told(flushed=self._engine.flushed)
+            values = (compiles, flushes, state.writes, *written)
+            own = "\n".join([own, *state.chosen])
             ranks = self._group.agree(
                 "the call", common, own=own, twins=state.settings, value=values
             )
-            compiles = any(each for each, _, _ in ranks)  # another replica may have to
-            self._replicas.hear([writes for _, _, writes in ranks])
-            if self._group.replicas > 1 and any(each for _, each, _ in ranks):
+            compiles = any(each for each, *_ in ranks)  # another replica may have to
+            self._replicas.hear([writes for _, _, writes, *_ in ranks])
+            self._strays.check([Written(*each) for _, _, _, *each in ranks])
+            if self._group.replicas > 1 and any(each for _, each, *_ in ranks):
                 self.flush()
         if known is not None and not compiles:
             return known, micro

@@ -30,9 +30,11 @@ class Replicas:
     def told(self, *, flushed: bool) -> State:
         """What this rank tells the others at the begin of a call. Unless everything is ``flushed``,
         updates write the weights at this time; other writes are refused by the next of them."""
+        chosen = self._progress.chosen()
         if not self._several:
-            return State("", 0)
-        return State("\n".join(self._progress.settings()), self._writes() if flushed else 0)
+            return State(chosen, "", 0)
+        settings = "\n".join(self._progress.settings())
+        return State(chosen, settings, self._writes() if flushed else 0)
 
     def hear(self, writes: Sequence[int]) -> None:
         """Take how often weights were written from outside, rank by rank. Where they were in one
@@ -95,12 +97,15 @@ class Replicas:
 
 
 class State(NamedTuple):
-    """What the ranks with the same device in all replicas have in common.
+    """What ranks have in common: ``chosen`` those of a replica, the rest those with the same device
+    in all replicas.
 
     Attributes:
-        settings: those of their optimizers.
+        chosen: the settings that the user has made in the one optimizer, a line each.
+        settings: those of the stages' optimizers.
         writes: how often weights were written from outside of the pipe since the last step.
     """
 
+    chosen: Sequence[str]
     settings: str
     writes: int

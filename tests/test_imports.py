@@ -59,6 +59,7 @@ LAYERS = {
         "fxpipe.saving",
         "fxpipe.signature",
         "fxpipe.stage_table",
+        "fxpipe.strays",
         "fxpipe.turn",
     ),
 }

@@ -258,7 +258,7 @@ class RankGroup:
                 found = self.exchange(f"{about} in full", texts[kind])
                 raise RankError(
                     f"{about} differs between ranks: {difference(names, first, rank, found)}; "
-                    "give all ranks the same model, options and inputs",
+                    "give all ranks the same model, options, settings and inputs",
                     rank=rank,
                 )
         return [each[-1] for each in told]

@@ -10,6 +10,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fxpipe.errors import RankError, told
@@ -278,9 +279,7 @@ def failure_of(error: BaseException) -> dict[str, Any]:
 
 def difference(names: Sequence[str], first: int, rank: int, texts: Sequence[str]) -> str:
     """The first line that differs between two ranks."""
-    mine, theirs = texts[first].splitlines(), texts[rank].splitlines()
-    for number, (line, other) in enumerate(zip(mine, theirs, strict=False), 1):
-        if line != other:
-            shown = f"{line.strip()!r} on {names[first]} and {other.strip()!r} on {names[rank]}"
-            return f"line {number} is {shown}"
-    return f"{len(mine)} lines on {names[first]} and {len(theirs)} on {names[rank]}"
+    pairs = zip_longest(texts[first].split("\n"), texts[rank].split("\n"))
+    number, pair = next((i, pair) for i, pair in enumerate(pairs, 1) if pair[0] != pair[1])
+    mine, theirs = ("missing" if line is None else repr(line.strip()) for line in pair)
+    return f"line {number} is {mine} on {names[first]} and {theirs} on {names[rank]}"

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fxpipe.errors import InputError
-from fxpipe.runtime.weights.live import differs, mark, plain, unshared
+from fxpipe.runtime.weights.live import Mark, differs, mark, plain, settings, shown, unshared
 from fxpipe.runtime.weights.optimizer import hooks_of, refuse_step, step_of
 
 State = dict[Tensor, Any]
@@ -19,12 +19,18 @@ State = dict[Tensor, Any]
 class ByHand:
     """Compares an optimizer with what it was like when it was last made like those of the stages.
 
-    Settings of groups are compared elsewhere, see ``Optimizers.submit``.
+    Settings of groups go to the stages elsewhere, see ``Optimizers.submit``.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        """Of an optimizer whose hooks are those of the pipe, or of the function that made it."""
+    def __init__(self, optimizer: Optimizer, *, given: bool) -> None:
+        """Of an optimizer whose hooks are those of the pipe, or of the function that made it.
+        ``given`` says whether every process of a pipe has one, whose settings its user chose."""
         self._one = optimizer
+        # group and setting → a line with what the user has made it
+        self._chosen: dict[tuple[int, str], str] = {}
+        self._known: dict[tuple[int, str], Mark] = {}
+        if not given:
+            self._known = self._settings()
         self._hooks = hooks_of(optimizer)
         self._step = step_of(optimizer)
         self.note()
@@ -43,6 +49,29 @@ class ByHand:
     def note_groups(self) -> None:
         """The stages have its groups now."""
         self._groups = [[*group["params"]] for group in self._one.param_groups]
+
+    def chosen(self) -> list[str]:
+        """The settings that the user has made, a line each. What steps make of settings is not
+        among them: it may differ between processes, which step other stages."""
+        now = self._settings()
+        for (group, key), (value, _) in now.items():
+            known = self._known.get((group, key))
+            if known is None or differs(known, value):
+                self._chosen[group, key] = f"{key} of optimizer group {group}: {shown(value)}"
+        self._known = now
+        return [line for _, line in sorted(self._chosen.items())]
+
+    def took(self, group: int, key: str) -> None:
+        """A setting is now what a step has made it."""
+        self._known[group, key] = mark(self._one.param_groups[group][key])
+
+    def forget_chosen(self) -> None:
+        """The settings are those of a checkpoint now, on all processes."""
+        self._chosen, self._known = {}, self._settings()
+
+    def _settings(self) -> dict[tuple[int, str], Mark]:
+        groups = enumerate(self._one.param_groups)
+        return {(i, key): mark(v) for i, group in groups for key, v in settings(group).items()}
 
     @property
     def changed(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -64,11 +65,12 @@ def attributes(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def plain(optimizer: Optimizer) -> dict[str, Any]:
-    """The same attributes, not copied."""
+    """The same attributes, not copied; without the flag that a step sets for schedulers."""
     return {
         name: value
         for name, value in vars(optimizer).items()
         if value is None or isinstance(value, bool | int | float | complex | str | Tensor)
+        if name != "_opt_called"
     }
 
 
@@ -81,6 +83,12 @@ def unshared(value: Any) -> Any:
     """A setting that nobody else changes in place: a copy where it is a tensor, as a learning rate
     may be."""
     return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def shown(setting: Any) -> str:
+    """A setting with all of its digits, and without a place in memory."""
+    value = setting.tolist() if isinstance(setting, Tensor) else setting
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
 
 
 Mark = tuple[Any, int]

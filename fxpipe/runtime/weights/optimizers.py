@@ -71,7 +71,7 @@ class Optimizers:
         self._by_hand: ByHand | None = None
         self._hooks: list[RemovableHandle] = []
         if given.whole is not None:
-            self._watch(given.whole)
+            self._watch(given.whole, given=True)
 
     def close(self) -> None:
         """Leave the one to its user as an optimizer like any other, with all that the stages
@@ -115,7 +115,7 @@ class Optimizers:
                 refuse_hooks(whole, "what optimizer returns")
             self._refuse_others(whole)
             self._given.whole = whole
-            self._watch(whole)
+            self._watch(whole, given=False)
             self._gather()
         self.submit()
         self._gather()
@@ -172,6 +172,10 @@ class Optimizers:
                         own[key] = unshared(value)
                         seen[key] = mark(value), mark(own[key])
 
+    def chosen(self) -> list[str]:
+        """The settings of the one that its user has made, see ``ByHand.chosen``."""
+        return [] if self._by_hand is None else self._by_hand.chosen()
+
     def state(self) -> OptimizerState:
         """The state for a checkpoint; no batch may be in flight.
 
@@ -215,6 +219,7 @@ class Optimizers:
             self.made = made
             self._link(parts)
             self._gather()
+            self._chosen_anew()
 
         return put
 
@@ -235,6 +240,11 @@ class Optimizers:
         self._link(())
         if self.whole is not None:
             self.whole.state.clear()
+        self._chosen_anew()
+
+    def _chosen_anew(self) -> None:
+        if self._by_hand is not None:
+            self._by_hand.forget_chosen()
 
     def _make(self, plan: Plan) -> tuple[Optimizer | None, ...]:
         state = dict(self._model.named_parameters(remove_duplicate=False))
@@ -272,8 +282,9 @@ class Optimizers:
 
     # the one
 
-    def _watch(self, whole: Optimizer) -> None:
-        """Let an optimizer stand for those of the stages."""
+    def _watch(self, whole: Optimizer, *, given: bool) -> None:
+        """Let an optimizer stand for those of the stages. One that was ``given`` is there on every
+        rank from the begin."""
         self.whole = whole
         look, hand_out = _weakly(self._look), _weakly(self.submit)
         self._hooks = [
@@ -283,7 +294,7 @@ class Optimizers:
             whole.register_step_pre_hook(look),
             whole.register_step_post_hook(hand_out),
         ]
-        self._by_hand = ByHand(whole)
+        self._by_hand = ByHand(whole, given=given)
 
     def _link(self, parts: Iterable[Optimizer | None]) -> None:
         """Let these keep the state; their settings are not compared yet."""
@@ -312,6 +323,8 @@ class Optimizers:
     def _take(self, group: dict[str, Any], index: int, key: str, value: Any) -> None:
         """Take over a part's setting; the other parts keep theirs."""
         group[key] = unshared(value)
+        if self._by_hand is not None:
+            self._by_hand.took(index, key)
         for part, known in zip(self._parts, self._seen, strict=True):
             if key in part.param_groups[index]:
                 known[index][key] = mark(group[key]), mark(part.param_groups[index][key])

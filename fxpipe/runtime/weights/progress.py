@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.traced import Traced
 from fxpipe.runtime.weights.checkpoint import Checkpoint
 from fxpipe.runtime.weights.clipping import Clipping
-from fxpipe.runtime.weights.live import settings
+from fxpipe.runtime.weights.live import settings, shown
 from fxpipe.runtime.weights.optimizer_state import OptimizerState, described
 from fxpipe.runtime.weights.optimizers import Optimizers
 from fxpipe.runtime.weights.sharding import Shards
@@ -145,11 +144,15 @@ class Progress:
         fixed = self.versions is None
         return [
             f"optimizer of stage {stage}: {type(own).__qualname__}, "
-            + ", ".join(f"{key} {_shown(value)}" for key, value in settings(group).items())
+            + ", ".join(f"{key} {shown(value)}" for key, value in settings(group).items())
             for stage, own in enumerate(self.stages.made)
             if own is not None and (fixed or type(own).__module__.startswith("torch.optim."))
             for group in own.param_groups
         ]
+
+    def chosen(self) -> list[str]:
+        """The settings that a user has made in the one optimizer, a line each."""
+        return [] if self.stages is None else self.stages.chosen()
 
     def _refuse_unknown(self, plan: Plan, state: Mapping[str, Tensor]) -> None:
         """Check that every parameter that a plan trains is one that the optimizers were made for.
@@ -383,9 +386,3 @@ def _check(kind: str, own: Mapping[str, Tensor], saved: Mapping[str, Tensor]) ->
                 f"the checkpoint is of another model: its {kind} {name!r} is none of the pipe's; "
                 f"{near(name, own)}"
             )
-
-
-def _shown(setting: Any) -> str:
-    """A setting with all of its digits, and without a place in memory."""
-    value = setting.tolist() if isinstance(setting, Tensor) else setting
-    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))

@@ -6,7 +6,7 @@ delay d needs only d + 1 copies of its weights.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -157,14 +157,17 @@ class StageWeights:
         version = max(version, self.oldest)
         return self.predicted[version] if self.predicts else self.live[version]
 
-    def changed(self) -> str | None:
-        """The name of a parameter that was changed, or whose memory was replaced, from outside."""
+    def written(self) -> Iterator[str]:
+        """The names of parameters that were changed, or whose memory was replaced, from outside."""
         newest = self.live[self.newest]
         for name, parameter in self.parameters.items():
             moved = parameter.data_ptr() != newest[name].data_ptr()
             if moved or parameter._version != self._changes[name]:
-                return name
-        return None
+                yield name
+
+    def changed(self) -> str | None:
+        """The first of these names."""
+        return next(self.written(), None)
 
     def refuse_changed(self) -> None:
         """Raises InputError where a parameter was changed from outside."""

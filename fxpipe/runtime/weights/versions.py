@@ -192,6 +192,11 @@ class VersionedWeights(Weights):
         """Whether a parameter of this process was changed since the last batch."""
         return any(stage.changed() for stage in self._own)
 
+    @property
+    def written(self) -> set[str]:
+        """The parameters of this process that were changed since the last batch."""
+        return {name for stage in self._own for name in stage.written()}
+
     def history(self, *, changed: bool) -> History:
         """The versions for a checkpoint; no batch may be in flight. Where parameters were
         ``changed`` since the last batch, the next one reads no older version."""
