@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 
@@ -29,7 +29,29 @@ def alone(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> Any:
     for key, value in [*vars(made).items()]:
         if key.startswith("_optimizer_") and key.endswith("_hooks"):
             vars(made)[key] = OrderedDict()
-        elif isinstance(value, Tensor | list | dict) and key != "param_groups":
-            vars(made)[key] = value.clone() if isinstance(value, Tensor) else value.copy()
+        elif key not in ("param_groups", "state"):
+            vars(made)[key] = unshared_items(value)
     made.state = defaultdict(dict)
     return made
+
+
+def unshared_items(value: Any) -> Any:
+    """A copy of tensors, and of what holds them; parameters and other objects are the same."""
+    match value:
+        case nn.Parameter():
+            return value
+        case Tensor():
+            return value.detach().clone()
+        case dict():
+            made = value.copy()
+            made.update({key: unshared_items(item) for key, item in value.items()})
+            return made
+        case list():
+            return [unshared_items(item) for item in value]
+        case tuple() if type(value) is tuple:
+            return tuple(unshared_items(item) for item in value)
+        case deque():
+            return deque(map(unshared_items, value), value.maxlen)
+        case set():
+            return set(value)
+    return value

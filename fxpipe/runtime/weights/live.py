@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from fxpipe.ir.plan import Stage
 from fxpipe.runtime.interpreter import Stopped
+from fxpipe.runtime.weights.own_attributes import values_of
 from fxpipe.torchtools import moments
 from fxpipe.torchtools.moments import DeferredNorm
 
@@ -44,7 +45,7 @@ class OptimizerSnapshot:
         states = all_copied([*optimizer.state.values()])
         self._state = dict(zip(optimizer.state, states, strict=True))
         self._groups = [(group, copied(settings(group))) for group in optimizer.param_groups]
-        self._attributes = attributes(optimizer)
+        self._attributes = attributes(optimizer) | values_of(optimizer)
 
     def put_back(self) -> None:
         """Make it so again."""

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from fxpipe.errors import InputError, told
 from fxpipe.runtime.weights.live import settings
 from fxpipe.runtime.weights.optimizer_state import placed
+from fxpipe.runtime.weights.own_attributes import note_made
 from fxpipe.torchtools.optimizers import alone
 
 OptimizerLike = (
@@ -87,6 +88,7 @@ class GivenOptimizer:
                     state[other] = placed(kept, other, group)
         made: Optimizer = alone(self.whole, groups)
         made.state.update(state)
+        note_made(made, self.whole)
         return made
 
     def of_one(self, parameter: nn.Parameter) -> Any:
@@ -105,11 +107,13 @@ class GivenOptimizer:
                 f"called with, once a stage; let it use its argument, {_CURE}, or give the "
                 "optimizer itself: optimizer=torch.optim.AdamW(model.parameters())"
             )
+        note_made(made)
         return made
 
     def _checked(self, made: Optimizer, what: str) -> Optimizer:
         """Raises InputError where it has hooks on its step, or other parameters than the model."""
         refuse_hooks(made, what)
+        note_made(made)
         known = {id(parameter) for parameter in self._known.values()}
         for parameter in _parameters(made):
             if id(parameter) not in known:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fxpipe.errors import CheckpointError, told
+from fxpipe.runtime.weights import own_attributes
 from fxpipe.runtime.weights.live import copied, settings, unshared
 from fxpipe.torchtools.optimizers import alone
 from fxpipe.torchtools.pytrees import pieces
@@ -27,11 +28,13 @@ class GroupState:
         kind: the optimizer's class.
         index: the group's index among the optimizer's groups.
         settings: the group without its parameters.
+        attributes: what the optimizer keeps outside of groups and states, see ``own_attributes``.
     """
 
     kind: str
     index: int
     settings: Mapping[str, Any]
+    attributes: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -117,7 +120,7 @@ def take(optimizers: Optimizers, names: Names) -> OptimizerState:
             raise CheckpointError(
                 f"{kind} keeps state under {strange[0]!r}, which is no parameter of the model"
             )
-        made = GroupState(kind, index, settings(group))
+        made = GroupState(kind, index, settings(group), own_attributes.changed(optimizer))
         place = next((i for i, other in enumerate(groups) if _same(made, other)), len(groups))
         groups[place:] = groups[place:] or [made]
         for parameter in group["params"]:
@@ -164,10 +167,17 @@ def loading(saved: OptimizerState, optimizers: Optimizers, names: Names) -> Call
         for parameter in group["params"]
     ]
 
+    put = [
+        own_attributes.setting(optimizer, _attributes(saved, optimizer, names))
+        for optimizer in filter(None, optimizers)
+    ]
+
     def load() -> None:
         for optimizer, group, values in groups:
             optimizer.state.clear()
             group.update(values)
+        for set_attributes in put:
+            set_attributes()
         for optimizer, parameter, state in states:
             if state:
                 optimizer.state[parameter] = state
@@ -310,9 +320,24 @@ def _settings(
     return dict(copied(first.settings))
 
 
+def _attributes(saved: OptimizerState, optimizer: Optimizer, names: Names) -> Mapping[str, Any]:
+    """The saved attributes for an optimizer: those of the ones that had its parameters."""
+    held = [names[p] for group in optimizer.param_groups for p in group["params"]]
+    found = [saved.groups[saved.parameters[name].group].attributes for name in held]
+    for name, attributes in zip(held[1:], found[1:], strict=True):
+        if (key := differing(found[0], attributes)) is not None:
+            raise CheckpointError(
+                f"{held[0]!r} and {name!r} are on one stage here, and in the checkpoint their "
+                f"{type(optimizer).__name__}s had different attributes {key!r}; go on with the "
+                "stages that it was made with, or keep that in self.state[parameter]"
+            )
+    return found[0] if found else {}
+
+
 def _same(one: GroupState, other: GroupState) -> bool:
     alike = (one.kind, one.index) == (other.kind, other.index)
-    return alike and differing(one.settings, other.settings) is None
+    pairs = (one.settings, other.settings), (one.attributes, other.attributes)
+    return alike and all(differing(*pair) is None for pair in pairs)
 
 
 def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:

@@ -22,6 +22,7 @@ from fxpipe.runtime.weights.by_hand import ByHand
 from fxpipe.runtime.weights.live import Mark, attributes, differs, mark, settings, unshared
 from fxpipe.runtime.weights.optimizer import GivenOptimizer, refuse_hooks
 from fxpipe.runtime.weights.optimizer_state import OptimizerState, differing, loading, take
+from fxpipe.runtime.weights.own_attributes import values_of
 from fxpipe.runtime.weights.sharding import Shards, refuse_others
 
 
@@ -379,9 +380,11 @@ def _is_part(own: Mapping[str, Any], known: Container[int], first: Mapping[str, 
 
 
 def _count_on(optimizer: Optimizer, other: Optimizer) -> None:
-    """Let an optimizer's own plain attributes, such as counters, be those of another one."""
+    """Let what an optimizer keeps in attributes of its own, such as counters, be that of another
+    one."""
     own = vars(optimizer)
-    own.update({name: value for name, value in attributes(other).items() if name in own})
+    plain = {name: value for name, value in attributes(other).items() if name in own}
+    own.update(plain | values_of(other))
 
 
 def _weakly(method: Callable[[], None]) -> Callable[..., None]:
