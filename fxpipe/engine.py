@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from math import inf
 from typing import Any, TypeVar
 
 import torch
@@ -88,11 +89,15 @@ class Engine:
 
     @property
     def grad_norm(self) -> float | None:
-        """The gradient norm of the latest batch whose update was decided; None without clipping."""
+        """The gradient norm of the last batch; where some are in flight, of the newest one whose norm
+        every device knows at this place of the program; None before, and without clipping."""
         if self._clipping is None:
             return None
         self._backend.end()  # batches may be in flight
-        return self._clipping.norm
+        run = self._overlapping
+        # all devices have forwarded the batch before the last, so that they are through with their
+        # lists of the step before that
+        return self._clipping.norm(inf if run is None else run.count - 2 - run.program.depth)
 
     def step(
         self,

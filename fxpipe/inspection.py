@@ -148,8 +148,10 @@ class Inspected(nn.Module):
 
     @property
     def grad_norm(self) -> float | None:
-        """The norm of all gradients, before clipping, of the latest batch whose update was
-        decided; None without ``clip_norm`` and ``scaler``."""
+        """The norm of all gradients, before clipping, of the last batch; None before the first, and
+        without ``clip_norm`` and ``scaler``. While batches are in flight it is that of an earlier
+        one, always as many before, which every device is through with: with ``2bw`` of the third
+        batch before the last."""
         return self._engine.grad_norm
 
     @property

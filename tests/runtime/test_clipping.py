@@ -52,7 +52,7 @@ def test_without_a_scaler_clipping_waits_for_no_device() -> None:
     clipping.clip(0, gradients, norms_of(gradients))
     clipping.settle(1)
     with pytest.raises(RuntimeError, match="meta"):
-        _ = clipping.norm
+        _ = clipping.norm()
 
 
 @pytest.mark.parametrize(

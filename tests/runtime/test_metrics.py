@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import fxpipe
 from fxpipe.errors import ExecutionError
 from tests.helpers.overlapping import ADAMW, compiled, make
 from tests.oracles.delayed_loop import DelayedLoop
@@ -112,3 +114,37 @@ def test_nothing_is_measured_before_metrics_are_asked_for() -> None:
         pipe.step(x, target=y)
         assert pipe._engine.meter is None
         assert isinstance(pipe.step(x, target=y), torch.Tensor)
+
+
+@pytest.mark.parametrize(("schedule", "behind"), [("2bw", 3), ("1f1b", 0)])
+def test_the_norm_while_batches_are_in_flight_does_not_depend_on_when_it_is_read(
+    schedule: str, behind: int
+) -> None:
+    def norms(wait: float, *, flushed: bool = False) -> list[float | None]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+        found = []
+        with fxpipe.compile(
+            model,
+            ["cpu"] * 2,
+            partition=["2"],
+            microbatches=2,
+            loss=nn.functional.mse_loss,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            schedule=schedule,
+            clip_norm=0.1,
+        ) as pipe:
+            for step in range(7):
+                pipe.step(torch.full((4, 4), step + 1.0), target=torch.ones(4, 4))
+                time.sleep(wait)
+                if flushed:
+                    pipe.flush()
+                found.append(pipe.grad_norm)
+            pipe.flush()
+            assert pipe.grad_norm is not None
+            return [*found, pipe.grad_norm]
+
+    own = norms(0.0, flushed=True)[:-1]
+    assert len(set(own)) == 7
+    expected = [None] * behind + own[: 7 - behind] + own[-1:]
+    assert norms(0.0) == norms(0.02) == expected

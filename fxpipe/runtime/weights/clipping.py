@@ -84,16 +84,18 @@ class Clipping:
         }
         self.limit = limit
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        self._norm: Tensor | None = None
+        self._norm: Tensor | float | None = None  # of the latest batch before those in flight
+        self._norms: dict[int, Tensor] = {}  # of batches in flight
         self.skipped = 0
         self._scales: dict[int, float] = {}
         self._finite: dict[int, bool] = {}
 
-    @property
-    def norm(self) -> float | None:
-        """The norm before clipping of the latest batch whose update was decided; None before. It
-        waits for the device, behind what the calling thread has launched there."""
-        return None if self._norm is None else float(self._norm)
+    def norm(self, before: float = math.inf) -> float | None:
+        """The norm before clipping of the latest batch that comes before this one; None where there
+        is none. It waits for the device, behind what the calling thread has launched there."""
+        known = [batch for batch in list(self._norms) if batch < before]
+        found = self._norms[max(known)] if known else self._norm
+        return None if found is None else float(found)
 
     def begin(self, batch: int) -> float:
         """Begin a batch. Returns the factor for the gradient of its loss."""
@@ -122,7 +124,7 @@ class Clipping:
         own = [gradient for gradient in gradients if gradient is not None]
         found = [norm for norm in norms if norm is not None]
         total = torch.linalg.vector_norm(torch.stack(found)) if found else torch.zeros(())
-        self._norm = total
+        self._norms[batch] = total
         if self.scaler is not None:
             self._finite[batch] = finite = bool(torch.isfinite(total))
             if not finite:
@@ -133,7 +135,10 @@ class Clipping:
             torch._foreach_mul_(own, factor)
 
     def settle(self, before: int) -> None:
-        """Update the scale by the results of all batches before this one, in their order."""
+        """Update the scale by the results of all batches before this one, in their order; they are
+        in flight no more."""
+        for batch in sorted(batch for batch in list(self._norms) if batch < before):
+            self._norm = self._norms.pop(batch)
         for batch in sorted(self._finite):
             if batch < before:
                 self._settle(self._finite.pop(batch))
@@ -141,6 +146,7 @@ class Clipping:
 
     def forget(self) -> None:
         """Forget the batches in flight, which were dropped."""
+        self._norms.clear()
         self._finite.clear()
         self._scales.clear()
 
@@ -150,7 +156,7 @@ class Clipping:
         return {
             "scale": scale,
             "grown": 0 if self.scaler is None else self.scaler.state_dict()["_growth_tracker"],
-            "norm": self.norm,
+            "norm": self.norm(),
             "skipped": self.skipped,
         }
 

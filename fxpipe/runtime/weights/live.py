@@ -45,7 +45,7 @@ class OptimizerSnapshot:
         states = all_copied([*optimizer.state.values()])
         self._state = dict(zip(optimizer.state, states, strict=True))
         self._groups = [(group, copied(settings(group))) for group in optimizer.param_groups]
-        self._attributes = attributes(optimizer) | values_of(optimizer)
+        self._attributes = attributes(optimizer)
 
     def put_back(self) -> None:
         """Make it so again."""
@@ -61,8 +61,15 @@ class OptimizerSnapshot:
 
 
 def attributes(optimizer: Optimizer) -> dict[str, Any]:
-    """A copy of an optimizer's plain attributes, such as a counter of its own."""
-    return {name: unshared(value) for name, value in plain(optimizer).items()}
+    """A copy of an optimizer's plain attributes, such as a counter of its own; of one that is not
+    torch's also of lists, dicts and the like."""
+    found = {name: unshared(value) for name, value in plain(optimizer).items()}
+    return found if is_torchs(optimizer) else found | values_of(optimizer)
+
+
+def is_torchs(optimizer: Optimizer) -> bool:
+    """Whether it is one of those in ``torch.optim``."""
+    return type(optimizer).__module__.startswith("torch.optim.")
 
 
 def plain(optimizer: Optimizer) -> dict[str, Any]:

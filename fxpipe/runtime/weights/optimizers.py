@@ -19,10 +19,17 @@ from torch.utils.hooks import RemovableHandle
 from fxpipe.errors import CheckpointError, InputError
 from fxpipe.ir.plan import Plan
 from fxpipe.runtime.weights.by_hand import ByHand
-from fxpipe.runtime.weights.live import Mark, attributes, differs, mark, settings, unshared
+from fxpipe.runtime.weights.live import (
+    Mark,
+    attributes,
+    differs,
+    is_torchs,
+    mark,
+    settings,
+    unshared,
+)
 from fxpipe.runtime.weights.optimizer import GivenOptimizer, refuse_hooks
 from fxpipe.runtime.weights.optimizer_state import OptimizerState, differing, loading, take
-from fxpipe.runtime.weights.own_attributes import values_of
 from fxpipe.runtime.weights.sharding import Shards, refuse_others
 
 
@@ -382,9 +389,9 @@ def _is_part(own: Mapping[str, Any], known: Container[int], first: Mapping[str, 
 def _count_on(optimizer: Optimizer, other: Optimizer) -> None:
     """Let what an optimizer keeps in attributes of its own, such as counters, be that of another
     one."""
-    own = vars(optimizer)
-    plain = {name: value for name, value in attributes(other).items() if name in own}
-    own.update(plain | values_of(other))
+    own, found = vars(optimizer), attributes(other)
+    same = is_torchs(optimizer)  # which have the same from the begin
+    own.update({name: value for name, value in found.items() if name in own or not same})
 
 
 def _weakly(method: Callable[[], None]) -> Callable[..., None]:
