@@ -89,8 +89,8 @@ class Engine:
 
     @property
     def grad_norm(self) -> float | None:
-        """The gradient norm of the last batch; where some are in flight, of the newest one whose norm
-        every device knows at this place of the program; None before, and without clipping."""
+        """The gradient norm of the last batch; where some are in flight, of the newest one that all
+        devices are through with for certain; None before, and without clipping."""
         if self._clipping is None:
             return None
         self._backend.end()  # batches may be in flight
