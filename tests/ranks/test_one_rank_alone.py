@@ -126,7 +126,7 @@ def writing(mesh: DeviceMesh, schedule: str) -> dict[str, list[str]]:
                 model.load_state_dict(whole)
             elif what == "its own stage" and rank == 1:
                 with torch.no_grad():
-                    model[2].weight.mul_(2)
+                    model.get_parameter("2.weight").mul_(2)
             stepped(pipe)
             stepped(pipe)
         logging.getLogger("fxpipe").removeHandler(log)

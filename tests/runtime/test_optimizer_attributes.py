@@ -29,7 +29,7 @@ class Slowing(torch.optim.SGD):
         self.count += 1
         return float(self.count)
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         count = self.counted()
         with torch.no_grad():
             for group in self.param_groups:
