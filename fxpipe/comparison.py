@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from numbers import Real
 
 from rich import box
 from rich.table import Table
@@ -13,13 +14,13 @@ from fxpipe.arguments import check_whole
 from fxpipe.draw.canvas import Canvas, Look
 from fxpipe.draw.chart import Chart, Entry
 from fxpipe.draw.picture import FORWARD, OTHER, UPDATE, Picture
-from fxpipe.errors import FxpipeError, InputError, near
+from fxpipe.errors import FxpipeError, InputError
 from fxpipe.ir.recipe import Recipe
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import KINDS
 from fxpipe.pipeline import Pipeline
 from fxpipe.simulator import Simulation, simulate_schedule
-from fxpipe.simulator.costs import measured_costs
+from fxpipe.simulator.costs import check_keys, measured_costs
 from fxpipe.simulator.sizes import Sizes
 from fxpipe.words import bytes_text, preformatted, table_text, time_text
 
@@ -186,10 +187,12 @@ def compare(
         InputError: a cost is of no kind of task, there are no devices, micro-batches or memory, or
             nothing is compiled or measured yet.
     """
+    check_keys(costs)
     given = dict(costs or {})
-    for letter in given:
-        if letter not in KINDS:
-            raise InputError(f"costs has no kind of task {letter!r}: {near(letter, KINDS)}")
+    if named := [key for key in given if not isinstance(key, str)]:
+        raise InputError(
+            f"costs has {named[0]!r}, and schedules have different stages; leave out the stage"
+        )
     totals: dict[str, float] = {}
     held: Sizes | None = None
     p, m = 4, 8
@@ -204,8 +207,9 @@ def compare(
     p, m = devices if devices is not None else p, microbatches if microbatches is not None else m
     check_whole("devices", p, 1)
     check_whole("microbatches", m, 1)
-    if memory is not None and not memory > 0:
-        raise InputError(f"memory is {memory:g}; give what a device may take, above 0")
+    if memory is not None and not (isinstance(memory, Real) and memory > 0):
+        shown = f"{memory:g}" if isinstance(memory, Real) else repr(memory)
+        raise InputError(f"memory is {shown}; give what a device may take, above 0")
     totals = {letter: seconds / p for letter, seconds in totals.items()}
     times = {letter: kind.cost for letter, kind in KINDS.items()} if pipe is None else {}
     times |= totals | given

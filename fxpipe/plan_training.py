@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import inf
@@ -106,6 +106,8 @@ def plan_training(
     if not isinstance(batch, int) or batch < 1:
         raise InputError(f"batch is {batch!r}; give the samples of a step, at least 1")
     check_whole("keep", keep, 1)
+    if not isinstance(sizes, Collection) or isinstance(sizes, str) or not sizes:
+        raise InputError(f"sizes is {sizes!r}; give the samples of micro-batches, such as (2, 8)")
     for size in sizes:
         check_whole("a size of sizes", size, 1)
     names = [] if isinstance(schedules, str) else schedules

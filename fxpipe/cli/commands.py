@@ -50,15 +50,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return WRONG
     except OSError as error:
         if isinstance(error, BrokenPipeError):
-            # The reader of the output, such as ``head``, has closed it; the flush at exit must not
-            # fail.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            # The reader of the output, such as ``head``, has closed it.
+            _drop_output()
             return _CLOSED
-        print(f"fxpipe: {error.filename}: {error.strerror}", file=sys.stderr)
+        # Where a disk is full no file is named, and it may be that of the output.
+        where = error.filename or "the output cannot be written"
+        print(f"fxpipe: {where}: {error.strerror}", file=sys.stderr)
+        try:
+            sys.stdout.flush()
+        except OSError:
+            _drop_output()
         return WRONG
     except KeyboardInterrupt:
         return _INTERRUPTED
     return DONE if sound else FAULTY
+
+
+def _drop_output() -> None:
+    """Let the flush at exit not fail."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 _WHAT = (

@@ -58,8 +58,8 @@ def read_costs(
             time = float(match["time"])
         except (AssertionError, ValueError):
             raise InputError(
-                f"{option} has {item.strip()!r}; write a kind of task and its time, such as F=1, "
-                "or of one stage alone, F@3=1.5"
+                f"{option} has {item.strip()!r:.99}; write a kind of task and its time, such as "
+                "F=1, or of one stage alone, F@3=1.5"
             ) from None
         letter, stage = match["letter"], match["stage"]
         key = letter if stage is None else (letter, int(stage))

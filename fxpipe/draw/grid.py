@@ -54,8 +54,8 @@ def schedule_grid(
         InputError: a letter or stage of ``costs`` is unknown, or a time negative or not finite;
             ``steps`` is below 1 or ``width`` below 20.
     """
-    if width is not None and width < _NARROWEST:
-        raise InputError(f"width is {width}; a grid needs at least {_NARROWEST} characters")
+    if width is not None and not (isinstance(width, int) and width >= _NARROWEST):
+        raise InputError(f"width is {width!r}; a grid needs at least {_NARROWEST} characters")
     timeline, marks = timeline_of(schedule, costs, steps, faults)
     grid = _Grid(schedule, timeline, marks)
     lines = list(grid.bands(width))

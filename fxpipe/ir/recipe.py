@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
+from numbers import Integral
 from operator import index
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +36,7 @@ DelayRule = Delay | Callable[..., Delay]
 
 _TASKS_PER_STAGE_AND_MICROBATCH = 16
 _MOST = 10_000_000
+_SHOWN = 8
 
 
 def one_each(devices: int) -> tuple[int, ...]:
@@ -43,9 +46,17 @@ def one_each(devices: int) -> tuple[int, ...]:
 
 def round_robin(chunks: int) -> Placement:
     """``chunks`` stages a device: stage s on device s mod p (Megatron-LM's interleaving)."""
-    if chunks < 1:
-        raise InputError(f"chunks is {chunks}; a device holds at least 1 stage")
-    return lambda devices: tuple(range(devices)) * chunks
+    if not isinstance(chunks, int) or chunks < 1:
+        raise InputError(f"chunks is {chunks!r}; a device holds at least 1 stage")
+
+    def placement(devices: int) -> tuple[int, ...]:
+        if devices * chunks > _MOST:
+            raise InputError(
+                f"chunks is {chunks} for {devices} devices; there may be at most {_MOST} stages"
+            )
+        return tuple(range(devices)) * chunks
+
+    return placement
 
 
 def vee(devices: int) -> tuple[int, ...]:
@@ -86,16 +97,22 @@ class Recipe:
                 it does not end.
         """
         for word, count in (("devices", devices), ("microbatches", microbatches)):
-            if not isinstance(count, int):
+            if not isinstance(count, Integral):
                 raise InputError(f"{word} is {count!r}; give a whole number")
             if count < 1:
                 raise InputError(f"{word} is {count!r}; a schedule needs at least 1")
+        devices, microbatches = int(devices), int(microbatches)
         if devices * microbatches > _MOST:
             raise InputError(
                 f"devices is {devices} and microbatches is {microbatches}; a schedule is made for "
                 f"at most {_MOST} forwards"
             )
         places = self._places(devices)
+        if len(places) * microbatches > _MOST:
+            raise InputError(
+                f"there are {len(places)} stages and microbatches is {microbatches}; a schedule is "
+                f"made for at most {_MOST} forwards"
+            )
         delay = self._delay(devices, microbatches, len(places))
         rows = tuple(
             tuple(self._row(device, devices, microbatches, places)) for device in range(devices)
@@ -129,8 +146,13 @@ class Recipe:
 
     def _places(self, devices: int) -> list[tuple[int, ...]]:
         try:
-            given = self.placement(devices)
+            given = islice(self.placement(devices), _MOST + 1)
             places = [each if isinstance(each, tuple) else (each,) for each in given]
+            if len(places) > _MOST:
+                raise InputError(
+                    f"schedule {self.name!r}: its placement gives more than {_MOST} stages for "
+                    f"{devices} devices; let it end"
+                )
             return [(index(own[0]), *map(index, own[1:])) for own in places]
         except InputError:
             raise
@@ -210,7 +232,7 @@ class Recipe:
             else:
                 raise InputError(
                     f"{where}: {task} names no stage and the device holds "
-                    f"{len(held)}: {', '.join(map(str, held)) or 'none'}; {_cure(task, held)}"
+                    f"{len(held)}: {_some(held)}; {_cure(task, held)}"
                 )
 
     def _tasks(
@@ -238,6 +260,11 @@ def fixed(schedule: Schedule) -> Recipe:
         schedule.microbatches,
         schedule.predict,
     )
+
+
+def _some(held: list[int]) -> str:
+    more = ", …" if len(held) > _SHOWN else ""
+    return (", ".join(map(str, held[:_SHOWN])) or "none") + more
 
 
 def _cure(task: Task, held: list[int]) -> str:
@@ -284,7 +311,15 @@ def schedule(
         delay: how old the weights are that batches read, such as 1, or
             ``lambda microbatch, stage: 0 if microbatch else 1``; see Recipe.
         placement: where the stages are; for a stage with copies its own device and theirs.
+
+    Raises:
+        InputError: the name is none.
     """
+    if not isinstance(name, str):
+        raise InputError(
+            f"a schedule's name is {name!r}; give a text, such as "
+            '@fxpipe.schedule("mine") above the generator'
+        )
 
     def register(tasks: Rows) -> Recipe:
         recipe = Recipe(name, tasks, delay, placement)
@@ -297,5 +332,5 @@ def schedule(
 def find_recipe(name: str) -> Recipe:
     """The recipe of that name. Raises InputError with the near names."""
     if name not in RECIPES:
-        raise InputError(f"there is no schedule {name!r}: {near(name, RECIPES)}")
+        raise InputError(f"there is no schedule {name!r:.99}: {near(name, RECIPES)}")
     return RECIPES[name]

@@ -20,21 +20,22 @@ READABLE = ("gradients", "parameters")
 """What a user's own task may read of its stage."""
 
 WRITABLE = ("gradients",)
-"""What a user's own task may change of its stage, in place."""
+"""What a user's own task may change of its stage, in place; it is given that, too."""
 
 
 @dataclass(frozen=True)
 class TaskContext:
     """What a user's own task is given when it runs.
 
-    What the kind reads and does not write are copies. To change one of them is an error.
+    What the kind reads and does not write are copies. To change one of them is an error, and so is
+    to put another tensor in the place of one: gradients are changed in place.
 
     Attributes:
         stage: its stage.
         microbatch: its micro-batch, or None for a task once a step.
         parameters: name in the model → the stage's parameter, if the kind reads them.
         gradients: name in the model → the sum of its gradient so far in this batch, if the kind
-            reads them; parameters without a gradient are left out. With ``scaler=`` they are
+            reads or writes them; parameters without a gradient are left out. With ``scaler=`` they are
             scaled until the stage clips.
     """
 

@@ -22,6 +22,7 @@ _NUMBER = re.compile(r"(inf|(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[+-]?[0-9]+)?)([A-Za
 _KEYS = {"device": ("memory", "speed"), "level": ("of", "bandwidth", "latency")}
 
 _BYTES, _TIMES = 1 << 24, 5
+_MOST = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,9 @@ class Cluster:
         for level in self.levels:
             if level.count < 1:
                 raise InputError(f"{level.name} is of {level.count}; give at least 1")
+        if prod(level.count for level in self.levels) > _MOST:
+            counts = " x ".join(str(level.count) for level in self.levels)
+            raise InputError(f"the levels are of {counts}; a cluster has at most {_MOST} devices")
         if not self.memory > 0 or not 0 < self.speed < inf:
             raise InputError(
                 f"a device has memory {self.memory} and speed {self.speed}; give numbers above 0"

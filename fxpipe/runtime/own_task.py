@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -36,14 +37,16 @@ def run(machine: Machine, instruction: ins.Run) -> None:
         ("gradients", "the gradient of", sums),
     ):
         tensors = {name: x for name, x in zip(names, values, strict=True) if x is not None}
-        given[word] = tensors if word in kind.reads else {}
+        given[word] = tensors if word in (*kind.reads, *kind.writes) else {}
         if word not in kind.writes:
             given[word] = {name: t.detach().clone() for name, t in given[word].items()}
             kept += [
                 (f"{told} {name!r}", tensor, tensor._version, given[word].get(name, tensor))
                 for name, tensor in tensors.items()
             ]
-    kind.run(TaskContext(stage, instruction.microbatch, **given))
+    # A tensor put in place of another would be lost, so that these dictionaries are read-only.
+    shown = {word: MappingProxyType(tensors) for word, tensors in given.items()}
+    kind.run(TaskContext(stage, instruction.microbatch, **shown))
     changed = [
         name
         for name, tensor, version, copy in kept

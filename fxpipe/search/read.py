@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
+from numbers import Real
+from operator import index
 
 from fxpipe.errors import InputError
-from fxpipe.ir.recipe import Placement, one_each, vee
+from fxpipe.ir.recipe import Placement, Recipe, one_each, vee
 from fxpipe.search.problem import Problem
-from fxpipe.simulator.costs import Costs, Link, Links, times_of
+from fxpipe.simulator.costs import Costs, Link, Links, check_keys, times_of
 from fxpipe.simulator.sizes import Sizes
 
 _LETTERS = "FBIWU"
+_MOST = 50_000
 
 Places = tuple[int, ...]
 """Stage → its device."""
@@ -34,8 +37,26 @@ class Given:
     delay: int = 0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.costs, Mapping):
-            raise InputError(f"costs is {self.costs!r}; map letters of tasks to times")
+        if self.costs is None:
+            raise InputError("costs is None; map letters of tasks to times, such as {'F': 1.0}")
+        check_keys(self.costs)
+        links, sizes = self.links, self.sizes
+        if links is not None and not isinstance(links, Link):
+            if not isinstance(links, Mapping):
+                raise InputError(
+                    f"links is {links!r}; give Link(latency, bandwidth), or one a pair"
+                )
+            for pair, link in links.items():
+                if not isinstance(link, Link):
+                    raise InputError(f"links[{pair!r}] is {link!r}; give Link(latency, bandwidth)")
+        if sizes is not None and not isinstance(sizes, Sizes):
+            raise InputError(f"sizes is {sizes!r}; give Sizes(...)")
+        memory = self.memory
+        limits = memory if isinstance(memory, Sequence) else () if memory is None else (memory,)
+        if isinstance(memory, str) or not all(isinstance(each, Real) for each in limits):
+            raise InputError(f"memory is {memory!r}; give a number, or one for each device")
+        if not isinstance(self.microbatches, int) or self.microbatches < 1:
+            raise InputError(f"microbatches is {self.microbatches!r}; give at least 1")
         devices = self.devices
         if devices is not None and (not isinstance(devices, int) or devices < 1):
             raise InputError(f"devices is {devices!r}; give at least 1")
@@ -66,7 +87,18 @@ class Given:
             raise InputError("nothing tells how many stages there are; give devices=, such as 4")
         stages = max(named) + 1 if named else self.devices or 1
         devices = self.devices or stages
-        return max(stages, devices), devices
+        stages = max(stages, devices)
+        self.check_size(stages)
+        return stages, devices
+
+    def check_size(self, stages: int) -> None:
+        """Raises InputError where not even list schedules would be made in time."""
+        if stages * self.microbatches > _MOST:
+            raise InputError(
+                f"there are {stages} stages and microbatches is {self.microbatches}; at most "
+                f"{_MOST} forwards are searched, so take fewer micro-batches: what is best for "
+                "these is mostly best for more"
+            )
 
 
 def problems_of(given: Given) -> list[Problem]:
@@ -75,8 +107,6 @@ def problems_of(given: Given) -> list[Problem]:
     Raises:
         InputError: an argument makes no sense.
     """
-    if not isinstance(given.microbatches, int) or given.microbatches < 1:
-        raise InputError(f"microbatches is {given.microbatches!r}; give at least 1")
     letters = {key if isinstance(key, str) else key[0] for key in given.costs}
     whole = given.whole
     kinds = [whole] if whole is not None else [False] if "B" not in letters else [True]
@@ -84,6 +114,7 @@ def problems_of(given: Given) -> list[Problem]:
         kinds = [False, True]
     problems = []
     for placement in placements_of(given):
+        given.check_size(len(placement))
         times = times_of(len(placement), _LETTERS, given.costs)
         for s in range(len(placement)):
             if not {"B", ("B", s)} & given.costs.keys():
@@ -103,7 +134,9 @@ def apart(given: Given) -> list[Problem]:
         every = links.values()
         links = Link(min(link.latency for link in every), max(link.bandwidth for link in every))
     most = None if given.memory is None else max(given.limits(devices))
-    return problems_of(replace(given, placement=range(stages), memory=most, links=links))
+    return problems_of(
+        replace(given, placement=range(stages), devices=None, memory=most, links=links)
+    )
 
 
 def placements_of(given: Given) -> list[Places]:
@@ -117,18 +150,28 @@ def placements_of(given: Given) -> list[Places]:
             )
         placement = None
     if placement is not None and not callable(placement):
-        held = tuple(placement)
+        try:
+            held = tuple(map(index, placement))
+        except TypeError:
+            raise InputError(
+                f"placement is {placement!r}; give each stage a device, from 0 on"
+            ) from None
         if not held or set(held) != set(range(max(held) + 1)):
             raise InputError(f"placement is {held}; give each stage a device, from 0 on")
+        if given.devices not in (None, max(held) + 1):
+            raise InputError(
+                f"placement has {max(held) + 1} devices and devices is {given.devices}; leave "
+                "devices out"
+            )
         return [held]
     stages, devices = given.counts
     if placement is not None:
-        places = placement(devices)
-        alone = tuple(each for each in places if not isinstance(each, tuple))
-        if len(alone) < len(places):
+        recipe = Recipe("search", lambda *counts: (), placement=placement)
+        alone, copies = recipe.place(devices), recipe.copies(devices)
+        if copies:
             raise InputError(
-                f"placement gives {places}, and a search keeps each stage on one device; give a "
-                "device for each stage"
+                f"placement gives the stages the copies {copies}, and a search keeps each stage "
+                "on one device; give a device for each stage"
             )
         return [alone]
     if stages <= devices:

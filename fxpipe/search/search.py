@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
+from numbers import Real
 from random import Random
 from time import perf_counter
 
@@ -145,8 +146,11 @@ def search_schedule(
     """
     if exact and not solver.available():
         raise InputError("exact=True needs ortools; pip install fxpipe[search], or leave it out")
-    if not 0 < seconds < inf or (work is not None and work < 1):
-        raise InputError(f"seconds is {seconds} and work is {work}; give a number above 0")
+    for word, budgeted in (("seconds", seconds), ("work", 1 if work is None else work)):
+        if not isinstance(budgeted, Real) or not 0 < budgeted < inf:
+            raise InputError(f"{word} is {budgeted!r}; give a number above 0")
+    if not isinstance(seed, int):
+        raise InputError(f"seed is {seed!r}; give a whole number")
     if isinstance(costs, Plan):
         costs = measured_costs(costs)
         if not costs:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import inf
-from numbers import Real
+from numbers import Integral, Real
 
 from fxpipe.errors import InputError, near
 from fxpipe.ir import instruction as ins
@@ -39,10 +39,10 @@ class Link:
     bandwidth: float = inf
 
     def __post_init__(self) -> None:
-        if not 0 <= self.latency < inf:
-            raise InputError(f"a link's latency is {self.latency}; give a time of at least 0")
-        if not self.bandwidth > 0:
-            raise InputError(f"a link's bandwidth is {self.bandwidth}; give one above 0")
+        if not isinstance(self.latency, Real) or not 0 <= self.latency < inf:
+            raise InputError(f"a link's latency is {self.latency!r}; give a time of at least 0")
+        if not isinstance(self.bandwidth, Real) or not self.bandwidth > 0:
+            raise InputError(f"a link's bandwidth is {self.bandwidth!r}; give one above 0")
 
 
 @dataclass(frozen=True)
@@ -124,13 +124,10 @@ def times_of(
     Raises:
         InputError: a letter or a stage is unknown, or a time is negative or not finite.
     """
-    if costs is not None and not isinstance(costs, Mapping):
-        raise InputError(f"costs is {costs!r}; map letters of tasks to times, such as {{'F': 1.0}}")
+    check_keys(costs)
     known: dict[Key, float] = dict((costs or {}).items())
     for key, time in known.items():
-        letter, stage = (key, None) if isinstance(key, str) else key
-        if letter not in KINDS:
-            raise InputError(f"costs has no kind of task {letter!r}: {near(letter, KINDS)}")
+        _, stage = (key, None) if isinstance(key, str) else key
         if stage is not None and stage not in range(stages):
             raise InputError(
                 f"costs[{key!r}] is for stage {stage}; the stages are 0 to {stages - 1}"
@@ -147,6 +144,26 @@ def times_of(
         for letter, time in own.items()
         for stage in range(stages)
     }
+
+
+def check_keys(costs: object) -> None:
+    """Check that costs map kinds of tasks, of all stages or of one, whichever stages there are.
+
+    Raises:
+        InputError: it is no mapping, or a key is neither a letter nor a letter and a stage.
+    """
+    if costs is not None and not isinstance(costs, Mapping):
+        raise InputError(f"costs is {costs!r}; map letters of tasks to times, such as {{'F': 1.0}}")
+    for key in costs or {}:
+        match key:
+            case str(letter) | (str(letter), Integral()):
+                if letter not in KINDS:
+                    raise InputError(f"costs has no kind of task {letter!r}: {near(letter, KINDS)}")
+            case _:
+                raise InputError(
+                    f"costs has the key {key!r}; write a letter of a task, such as 'F', or a "
+                    "letter and a stage, such as ('F', 0)"
+                )
 
 
 def measured_costs(plan: Plan) -> dict[tuple[str, int], float]:

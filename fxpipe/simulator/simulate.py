@@ -127,6 +127,8 @@ def simulate_schedule(
 
     if not isinstance(replicas, int) or replicas < 1:
         raise InputError(f"replicas is {replicas!r}; give a whole number of at least 1")
+    if sizes is not None and not isinstance(sizes, Sizes):
+        raise InputError(f"sizes is {sizes!r}; give Sizes(...)")
     schedule = schedule.verify()
     if (replicas > 1 or any(schedule.working)) and schedule.trains:
         schedule = add_reduce(schedule, shards)
@@ -234,7 +236,14 @@ def run(
             else:
                 match instruction:
                     case ins.AllGather() | ins.TakePart() | ins.GatherWeights():
-                        now = max(now, transfers[awaited_by(instruction)].end) + overhead
+                        found = transfers.get(awaited_by(instruction))
+                        if found is None:
+                            raise InputError(
+                                f"program {program.name!r}: device {device}, position {position}, "
+                                f"{print_instruction(instruction)}: nothing begins what it waits "
+                                "for; Program.verify() tells what is missing"
+                            )
+                        now = max(now, found.end) + overhead
                     case ins.Send(buffer) | ins.Stash(buffer):
                         now += overhead
                         target = program.destination(instruction)
@@ -307,8 +316,9 @@ class _Ways:
             )
         if isinstance(links, Mapping):
             for pair, link in links.items():
+                devices = pair if isinstance(pair, tuple) and len(pair) == 2 else (-1,)
                 if not isinstance(link, Link) or not all(
-                    device in range(program.devices) for device in pair
+                    device in range(program.devices) for device in devices
                 ):
                     raise InputError(
                         f"links[{pair!r}] is {link!r}; map pairs of the devices 0 to "

@@ -16,6 +16,7 @@ _TOKEN = re.compile(r"[^ \t\r]*")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _DIGITS = 9
 _LONGEST = 4_000
+_SHOWN = 80
 
 
 class Line:
@@ -94,7 +95,9 @@ class Line:
     def expected(self, what: str) -> ParseError:
         """The error where something else stands right here."""
         found = _TOKEN.match(self.text, self.at)
-        got = repr(found[0]) if found and found[0] else "the end of the line"
+        token = found[0] if found else ""
+        cut = f"{token[:_SHOWN]}…" if len(token) > _SHOWN else token
+        got = repr(cut) if cut else "the end of the line"
         return self.error(f"expected {what}, got {got}")
 
     def integer(self, what: str) -> int:

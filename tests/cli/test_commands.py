@@ -99,6 +99,7 @@ def test_plans_and_programs_are_checked(
         ("schedule exits.py", "exits.py cannot be run: SystemExit: 3"),
         ("schedule two.py", "two.py holds these schedules: one, two; name one"),
         ("schedule text.txt", "text.txt: line 3, column 4: there is no kind of task 'X'"),
+        ("schedule zeros.txt", "expected 'schedule', as in"),
         ("verify missing.txt", "missing.txt cannot be read"),
         (
             "verify other.txt",
@@ -125,12 +126,14 @@ def test_what_cannot_be_done_is_one_line_and_exit_code_2(
         "text.txt": "schedule a stages=1 microbatches=1 delay=0\nplace 0\n0: X0\n",
         "other.txt": "hello\n",
         "empty.txt": "# nothing here\n",
+        "zeros.txt": "\0" * 100_000,
     }.items():
         (tmp_path / name).write_text(text)
     status, out, err = run(capsys, *line.split(" ") if line else ())
     assert (status, out) == (2, "")
     assert err.startswith("fxpipe: ")
     assert err.count("\n") == 1
+    assert len(err) < 1000
     assert message in err.replace(str(tmp_path), "…")
 
 
@@ -210,6 +213,20 @@ def test_the_module_and_the_console_script_are_the_same(
         runpy.run_module("fxpipe", run_name="__main__")
     assert ended.value.code == 2
     assert capsys.readouterr() == ("", "fxpipe: devices is 0; a schedule needs at least 1\n")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+@pytest.mark.parametrize("line", ["list > /dev/full", "schedule 1f1b --text --csv /dev/full"])
+def test_a_full_disk_is_one_line_and_exit_code_2(line: str) -> None:
+    done = subprocess.run(
+        ["bash", "-c", f"{sys.executable} -m fxpipe {line}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    message = "fxpipe: the output cannot be written: No space left on device\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", message)
 
 
 def test_a_reader_that_stops_early_is_no_error() -> None:

@@ -87,7 +87,8 @@ def test_gradient_norms_are_logged_from_outside_the_library() -> None:
     }
 
 
-def test_a_task_that_writes_gradients_changes_the_update() -> None:
+@pytest.mark.parametrize("reads", [("gradients",), ()])
+def test_a_task_that_writes_gradients_changes_the_update(reads: tuple[str, ...]) -> None:
     model, x, y = model_and_batch()
     alone = copy.deepcopy(model)
 
@@ -95,9 +96,7 @@ def test_a_task_that_writes_gradients_changes_the_update() -> None:
         for gradient in context.gradients.values():
             gradient.mul_(0.5)
 
-    make = define_task(
-        "H", "halve", run=halve, cost=0.1, reads=("gradients",), writes=("gradients",)
-    )
+    make = define_task("H", "halve", run=halve, cost=0.1, reads=reads, writes=("gradients",))
     with training(model, make, 2) as pipe:
         pipe.step(x, target=y)
     loop.train(alone, 2, x, loss=nn.functional.mse_loss, target=y)
@@ -149,6 +148,24 @@ def test_a_task_that_changes_what_it_only_reads_fails_and_the_weights_stay(
     with (
         training(model, make, 2) as pipe,
         pytest.raises(fxpipe.ExecutionError, match=message),
+    ):
+        pipe.step(x, target=y)
+    loop.assert_same(model.state_dict(), before)
+
+
+def test_a_gradient_that_is_put_in_the_place_of_another_is_not_lost_without_a_word() -> None:
+    model, x, y = model_and_batch()
+    before = copy.deepcopy(model.state_dict())
+
+    def halve(context: TaskContext) -> None:
+        gradients: Any = context.gradients
+        for name in gradients:
+            gradients[name] = gradients[name] / 2
+
+    make = define_task("H", "halve", run=halve, cost=0, writes=("gradients",))
+    with (
+        training(model, make, 2) as pipe,
+        pytest.raises(fxpipe.ExecutionError, match="does not support item assignment"),
     ):
         pipe.step(x, target=y)
     loop.assert_same(model.state_dict(), before)

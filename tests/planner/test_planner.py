@@ -7,11 +7,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from math import inf
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import fxpipe
 import fxpipe.plan_training
+from fxpipe.errors import InputError
 from fxpipe.ir.recipe import find_recipe
 from fxpipe.passes.partition.work import Transfer, Work
 from fxpipe.passes.schedule import add_offload, add_recompute
@@ -82,6 +86,17 @@ def test_a_cluster_is_read_from_a_few_lines_and_written_so_that_it_reads_the_sam
 def test_a_text_that_is_no_cluster_is_refused(text: str, says: str) -> None:
     with pytest.raises(fxpipe.ParseError, match=says):
         Cluster.parse(text)
+
+
+def test_a_cluster_that_only_a_slip_can_mean_is_refused() -> None:
+    with pytest.raises(InputError, match="of 8 x 999999999; a cluster has at most 1000000 devices"):
+        Cluster.parse("host of=8\nrack of=999999999")
+
+
+@pytest.mark.parametrize("sizes", [3, "28", (), [0]])
+def test_sizes_that_are_no_samples_are_refused(sizes: Any) -> None:
+    with pytest.raises(InputError, match="siz"):
+        fxpipe.plan_training(nn.Linear(1, 1), 2, 4, example=(torch.ones(2, 1),), sizes=sizes)
 
 
 def test_neighbours_and_replicas_use_the_link_of_the_level_at_which_they_differ() -> None:

@@ -8,8 +8,10 @@ import textwrap
 from itertools import count
 from typing import Any
 
+import numpy as np
 import pytest
 
+import fxpipe
 from fxpipe import schedules
 from fxpipe.errors import InputError, VerificationError
 from fxpipe.ir.instruction import Give, Update
@@ -153,6 +155,44 @@ def test_counts_below_one_are_refused(devices: int, microbatches: int) -> None:
 def test_counts_of_which_no_schedule_can_be_made_are_refused(counts: tuple[int, int]) -> None:
     with pytest.raises(InputError, match="a schedule is made for at most 10000000 forwards"):
         gpipe(*counts)
+
+
+def test_counts_may_be_numbers_of_numpy() -> None:
+    two: Any = np.int64(2)
+    assert gpipe(two, two) == gpipe(2, 2)
+
+
+@pytest.mark.parametrize(
+    ("placement", "says"),
+    [
+        (lambda p: count(), "gives more than 10000000 stages"),
+        (lambda p: (0,) * 2_000_000, "2000000 stages and microbatches is 8"),
+    ],
+)
+def test_a_placement_of_more_stages_than_there_can_be_is_refused(placement: Any, says: str) -> None:
+    with pytest.raises(InputError, match=says):
+        gpipe.placed(placement)(2, 8)
+
+
+def test_a_task_without_its_stage_is_told_in_a_line_however_many_there_are() -> None:
+    recipe = Recipe("odd", lambda device, devices, microbatches: [F(0)])
+    with pytest.raises(InputError, match="the device holds 1000: 0, 2, ") as told:
+        recipe.placed(round_robin(1000))(2, 8)
+    assert len(str(told.value)) < 200
+
+
+@pytest.mark.parametrize("chunks", [0, 1.5, "2", None])
+def test_chunks_are_a_whole_number(chunks: Any) -> None:
+    with pytest.raises(InputError, match="chunks is "):
+        round_robin(chunks)
+    with pytest.raises(InputError, match="chunks is 100000000 for 2 devices"):
+        gpipe.placed(round_robin(10**8))(2, 8)
+
+
+@pytest.mark.parametrize("name", [3, None, gpipe.tasks])
+def test_a_decorator_without_a_name_is_told_how_to_write_it(name: Any) -> None:
+    with pytest.raises(InputError, match=r'such as @fxpipe.schedule\("mine"\)'):
+        fxpipe.schedule(name)
 
 
 @pytest.mark.parametrize(

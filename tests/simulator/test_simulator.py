@@ -302,6 +302,10 @@ def test_what_waits_for_ever_is_told() -> None:
         ({"links": {(0, 5): Link()}}, "map pairs of the devices 0 to 1"),
         ({"steps": 0}, "needs at least 1"),
         ({"costs": 5}, "costs is 5; map letters"),
+        ({"costs": {5: 1}}, "costs has the key 5; write a letter"),
+        ({"costs": {("F", 0, 1): 1}}, r"costs has the key \('F', 0, 1\); write a letter"),
+        ({"links": {0: Link()}}, "map pairs of the devices 0 to 1"),
+        ({"sizes": 3}, "sizes is 3; give Sizes"),
         ({"costs": {"F": "a"}}, r"costs\['F'\] is 'a'; a task takes a time"),
         ({"costs": {"F": [1.0, 2.0]}}, r"costs\['F'\] is \[1\.0, 2\.0\]"),
         ({"links": 1.0}, r"links is 1\.0; give one Link"),
@@ -316,8 +320,9 @@ def test_bad_input_is_refused(options: dict[str, Any], message: str) -> None:
 
 
 def test_bad_links_programs_and_schedules_are_refused() -> None:
-    with pytest.raises(InputError, match="latency"):
-        Link(-1)
+    for latency in (-1, "1", None):
+        with pytest.raises(InputError, match="latency"):
+            Link(latency)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="bandwidth"):
         Link(bandwidth=0)
     schedule = find_recipe("1f1b")(2, 2)
