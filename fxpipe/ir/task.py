@@ -35,8 +35,8 @@ class TaskContext:
         microbatch: its micro-batch, or None for a task once a step.
         parameters: name in the model → the stage's parameter, if the kind reads them.
         gradients: name in the model → the sum of its gradient so far in this batch, if the kind
-            reads or writes them; parameters without a gradient are left out. With ``scaler=`` they are
-            scaled until the stage clips.
+            reads or writes them; parameters without a gradient are left out. With ``scaler=`` they
+            are scaled until the stage clips.
     """
 
     stage: int
