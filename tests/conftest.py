@@ -48,6 +48,7 @@ LONGEST = (
     "compiler/test_stage_compiler.py",
     "compiler/test_stage_compiler_images.py",
     "compiler/test_stage_compiler_ranks.py",
+    "compiler/test_stage_compiler_values.py",
     "ranks",
     "test_examples.py",
     "test_notebooks.py",

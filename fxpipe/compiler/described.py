@@ -86,7 +86,7 @@ def state_told(model: nn.Module, state: tuple[Any, ...]) -> list[str]:
         model: the model.
         state: what ``Guards.state`` gave.
     """
-    _, flags, trained, cast, number = state
+    _, flags, trained, _, cast, number = state
     mode = "training" if model.training else "evaluation"
     if any(flag != model.training for flag in flags):
         others = [name for name, each in model.named_modules() if each.training != model.training]

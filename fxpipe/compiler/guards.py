@@ -106,9 +106,10 @@ class Guards:
         assert seen is not None
         flags = tuple([module.training for module in seen.modules])
         trained = tuple([parameter.requires_grad for parameter in seen.parameters])
+        strides = tuple([parameter.stride() for parameter in seen.dense])
         device = self._options.places[0].type if self._options.places else "cpu"
         cast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
-        return variant, flags, trained, cast, torch.get_default_dtype()
+        return variant, flags, trained, strides, cast, torch.get_default_dtype()
 
     def variant(self) -> int:
         """The number of the variant that the model is in now; a new one if its state is new."""

@@ -80,6 +80,7 @@ class Look:
         values: expression, such as ``model.scale`` → its value.
         modules: the model's modules.
         parameters: the model's parameters.
+        dense: those of them that have strides.
     """
 
     def __init__(self, reads: Reads, options: Options, leaves: Iterable[str]) -> None:
@@ -87,6 +88,8 @@ class Look:
         self.values: dict[str, Any] = {}
         self.modules = [*options.model.modules()]
         self.parameters: list[Tensor] = [*options.model.parameters()]
+        kept = (each for each in self.parameters if not is_lazy(each))
+        self.dense = [each for each in kept if each.layout is torch.strided]
         # (a dictionary, its length or None if that does not matter, the items that matter)
         self._dicts: list[tuple[Mapping[Any, Any], int | None, list[tuple[Any, Any]]]] = []
         self._lists: list[tuple[Any, list[Any]]] = []  # (what is iterated over, a copy)

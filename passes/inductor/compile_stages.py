@@ -146,7 +146,8 @@ class Job:
         names = [node.name for node in self.module.graph.find_nodes(op="placeholder")]
         places = [at for at, name in enumerate(names) if name in self._owned]
         owned = [index for index, at in enumerate(self._wiring.takes) if at in places]
-        return str(source), str(target), options, owned
+        default = str(torch.get_default_dtype()).removeprefix("torch.")
+        return str(source), str(target), options, owned, default
 
     def package(self, scratch: str) -> Path:
         """Where the package of its library will be."""
@@ -261,5 +262,6 @@ def _example(value: Any) -> Any:
     found = Look.of(value).empty().zero_()
     if value.is_floating_point() and value.element_size() > 1:
         generator = torch.Generator(value.device).manual_seed(0)
-        found.normal_(generator=generator)
+        places = found.untyped_storage().nbytes() // found.element_size()
+        found.as_strided([places], [1]).normal_(generator=generator)  # an expanded one shares some
     return found

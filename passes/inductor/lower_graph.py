@@ -24,7 +24,7 @@ from fxpipe.passes.differentiate.accumulate import product_onto
 from fxpipe.passes.differentiate.extract import results
 from fxpipe.random import OPERATORS
 
-_FORMAT = 5
+_FORMAT = 6
 """To be counted up where libraries that an earlier form of this package made must not be used."""
 
 aten = torch.ops.aten
@@ -132,7 +132,7 @@ def graph_text(module: fx.GraphModule, threads: int) -> str:
     """A graph as text that is the same for graphs with equal libraries, whatever their nodes are
     called: with the layouts of its arguments, and all that a library depends on besides."""
     names = {node: f"%{index}" for index, node in enumerate(module.graph.nodes)}
-    device, found = torch.device("cpu"), [f"{threads} threads"]
+    device, found = torch.device("cpu"), [f"{threads} threads, {torch.get_default_dtype()}"]
     for node in module.graph.nodes:
         args = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: _Name(names[n]))
         look = target = ""

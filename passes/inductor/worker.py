@@ -1,8 +1,9 @@
 """A process that compiles exported graphs: ``python -m fxpipe.passes.inductor.worker``.
 
 Each line of its input is a JSON list: the path of an exported graph, that of the package to write,
-inductor's options, and which arguments are in memory that nothing else holds. Each line of its
-output is a JSON list: the error or nothing, and the most bytes that a call adds while it runs.
+inductor's options, which arguments are in memory that nothing else holds, and the default dtype.
+Each line of its output is a JSON list: the error or nothing, and the most bytes that a call adds
+while it runs.
 
 On the way, large products of matrices go to oneDNN:
 
@@ -30,7 +31,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import fxpipe.random  # noqa: F401  (graphs may have its operators)
 from fxpipe.errors import told
-from fxpipe.passes.inductor import images
+from fxpipe.passes.inductor import images, rows
 
 MULTIPLIES = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
 """Whether oneDNN is there beside MKL."""
@@ -44,6 +45,12 @@ aten = torch.ops.aten
 
 def main() -> None:
     """Answer each line until the input ends."""
+    images.register()
+    rows.register()
+    if MULTIPLIES:
+        # in place of inductor's lowering, which wants a constant
+        product = torch.ops.mkldnn._linear_pointwise.default
+        register_lowering(product, type_promotion_kind=None)(_lowered)
     with os.fdopen(os.dup(1), "w") as answers:
         os.dup2(2, 1)  # a compiler may print
         for line in sys.stdin:
@@ -55,15 +62,14 @@ def main() -> None:
             print(json.dumps(answer), file=answers, flush=True)
 
 
-def _compile(source: str, target: str, options: dict[str, Any], owned: Collection[int]) -> int:
+def _compile(
+    source: str, target: str, options: dict[str, Any], owned: Collection[int], default: str
+) -> int:
     program = torch.export.load(source)
     assert program.example_inputs is not None
     given = [*program.example_inputs[0]]
-    images.register()
+    torch.set_default_dtype(getattr(torch, default))
     if MULTIPLIES:
-        # in place of inductor's lowering, which wants a constant
-        product = torch.ops.mkldnn._linear_pointwise.default
-        register_lowering(product, type_promotion_kind=None)(_lowered)
         options = {**options, "post_grad_custom_post_pass": multiply_by_onednn}
     aoti_compile_and_package(program, package_path=target, inductor_configs=options)
     loader: Any = torch._C._aoti.AOTIModelPackageLoader

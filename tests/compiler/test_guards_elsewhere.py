@@ -61,6 +61,20 @@ def test_a_shape_that_changes_with_a_parameter_counts() -> None:
     loop.assert_same(loop.gradients(model), loop.gradients(alone))
 
 
+def test_an_order_in_memory_that_changes_with_a_parameter_counts() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Linear(4, 4), nn.Flatten())
+    x, target = torch.randn(8, 3, 4, 4), torch.randint(3, (8,))
+    with fxpipe.compile(model, 2 * ["cpu"], microbatches=2, loss=F.cross_entropy) as pipe:
+        pipe.step(x, target=target)
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        alone = copy.deepcopy(model)
+        loop.clear(model, alone)
+        made = pipe.step(x, target=target)
+    assert torch.equal(made, loop.train(alone, 2, x, loss=F.cross_entropy, target=target).loss)
+    loop.assert_same(loop.gradients(model), loop.gradients(alone))
+
+
 @pytest.mark.parametrize("asked", [True, False])
 def test_what_a_leaf_module_reads_and_changes_is_no_reason_to_trace(
     caplog: pytest.LogCaptureFixture, asked: bool

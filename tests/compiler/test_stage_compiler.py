@@ -250,12 +250,13 @@ def test_what_is_not_compiled_runs_as_it_is_and_is_recorded(
 
 def test_a_parameter_of_another_layout_is_given_to_the_graph_as_it_is(folder: Path) -> None:
     x, y = batch()
-    with made("inductor") as pipe, made(None) as other:
-        for each in (pipe, other):
-            each.prepare(x, target=y)
-            weight = each.get_parameter("layer.weight")
-            weight.data = weight.data.T.contiguous().T
-        assert torch.allclose(stepped(pipe, x, y), stepped(other, x, y), rtol=1e-5)
+    with made("inductor") as pipe:
+        pipe.prepare(x, target=y)
+        expected = gradients(pipe, x, y, False)
+        weight = pipe.get_parameter("layer.weight")
+        weight.data = weight.data.T.contiguous().T
+        for name, gradient in gradients(pipe, x, y, False).items():
+            assert torch.allclose(gradient, expected[name], atol=1e-6)
 
 
 def test_the_memory_of_a_library_is_measured(folder: Path) -> None:

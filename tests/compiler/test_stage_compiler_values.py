@@ -1,0 +1,120 @@
+"""Numbers of compiled stages that depend on more than shapes: on threads, on memory that a tensor's
+entries share, and on the default type of numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from copy import deepcopy
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+import fxpipe
+from fxpipe.passes.inductor import libraries
+from tests.helpers.stage_libraries import graphs
+
+needs_compiler = pytest.mark.skipif(
+    not libraries.can_compile(), reason="there is no C++ compiler, which inductor needs"
+)
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    """Two intra-op threads, whatever the machine has."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+class Rows(nn.Module):
+    """Reads the same rows many times, and a value that is there once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(5, 3, padding_idx=1)
+        self.places = nn.Parameter(torch.randn(2, 5, 3))
+        self.scale = nn.Parameter(torch.randn(64, 3))
+
+    def forward(self, index: Tensor) -> Tensor:
+        found = self.words(index) + self.places[index % 2, index]
+        y: Tensor = found.sum(1, keepdim=True).expand(-1, 64, -1) * self.scale
+        return y
+
+
+@needs_compiler
+def test_gradients_of_rows_that_are_read_by_indices_are_the_same_to_the_bit_each_time(
+    folder: Path, threads: None
+) -> None:
+    torch.manual_seed(0)
+    model = Rows()
+    alone = deepcopy(model)
+    index, y = torch.randint(5, (300, 64)), torch.randn(300, 64, 3)
+    mse_loss(alone(index), y).backward()
+    expected = [parameter.grad for parameter in alone.parameters()]
+    found = []
+    with fxpipe.compile(
+        model, ["cpu"], microbatches=1, loss=mse_loss, stage_compiler="inductor"
+    ) as pipe:
+        for _ in range(10):
+            pipe.zero_grad()
+            pipe.step(index, target=y)
+            found.append([parameter.grad for parameter in model.parameters()])
+        assert None not in graphs(pipe)
+    for each in found:
+        for here, first, there in zip(each, found[0], expected, strict=True):
+            assert here is not None and first is not None and there is not None
+            assert torch.equal(here, first) and torch.allclose(here, there, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("shape", "indices", "values"),
+    [
+        ((4, 3), {0: (5,)}, (5, 3)),
+        ((4, 3), {1: (5,)}, (4, 5)),
+        ((4, 3, 2), {0: (5,), 1: (5,)}, (5, 2)),
+        ((4, 3, 2), {0: (5, 1), 2: (6,)}, (5, 6, 3)),
+        ((2, 4, 3, 2), {1: (5, 1), 2: (6,)}, (2,)),
+        ((2, 3, 4, 5), {1: (7,), 3: (7,)}, (7, 2, 4)),
+        ((4, 0), {0: (5,)}, (5, 0)),
+        ((4, 3), {0: ()}, (3,)),
+    ],
+)
+def test_rows_are_added_where_indices_say(
+    shape: tuple[int, ...], indices: dict[int, tuple[int, ...]], values: tuple[int, ...]
+) -> None:
+    from fxpipe.passes.inductor import rows  # slow to import
+
+    torch.manual_seed(0)
+    x, given = torch.randn(shape).double(), torch.randn(values).double()
+    chosen = {
+        dim: torch.randint(-shape[dim], shape[dim], size) for dim, size in indices.items()
+    }
+    every = [chosen.get(dim) for dim in range(max(chosen) + 1)]
+    there = torch.ops.aten.index_put(x, every, given, True)
+    here = rows.added(x, chosen, given)
+    assert torch.allclose(here, there) and here.stride() == there.stride()
+
+
+@needs_compiler
+def test_the_default_type_of_numbers_is_that_of_the_libraries(folder: Path) -> None:
+    class Net(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * (torch.arange(5) * 0.1) + torch.linspace(0, 1, 5) / 3
+
+    x = torch.randn(4, 5, dtype=torch.float64)
+    before = torch.get_default_dtype()
+    try:
+        for number in (torch.float32, torch.float64):
+            torch.set_default_dtype(number)
+            model = Net()
+            with fxpipe.compile(
+                model, ["cpu"], microbatches=1, stage_compiler="inductor"
+            ) as pipe:
+                assert torch.allclose(pipe(x), model(x), rtol=1e-14, atol=0.0)
+                assert None not in graphs(pipe)
+    finally:
+        torch.set_default_dtype(before)
