@@ -86,6 +86,31 @@ class Draw(NamedTuple):
         return drawn
 
 
+class Indices(NamedTuple):
+    """An argument that says which rows of another are read.
+
+    Attributes:
+        argument: which of the graph's arguments it is.
+        size: of how many rows.
+        ignored: an index for no row; None if there is none.
+    """
+
+    argument: int
+    size: int
+    ignored: int | None
+
+    def hold(self, arguments: Sequence[Any]) -> bool:
+        """Whether there are all of these rows."""
+        value: Tensor = arguments[self.argument]
+        if not value.numel():
+            return True
+        least, most = torch.aminmax(value)
+        if least >= 0 and most < self.size:
+            return True
+        right = (value >= 0) & (value < self.size)
+        return bool((right if self.ignored is None else right | (value == self.ignored)).all())
+
+
 @dataclass(frozen=True)
 class Wiring:
     """How the arguments and results of a graph are those of its library.
@@ -94,6 +119,8 @@ class Wiring:
         draws: what is drawn first; it counts as further arguments.
         takes: the arguments that the library takes, in order.
         looks: the layout of each of these.
+        indices: the arguments that are checked first: on a CPU, a thread of a library that finds a
+            wrong one ends the process.
         totals: the arguments that are sums, to which the library adds.
         gives: the graph's results: whether it is one of the library's, an argument, or a constant;
             and which.
@@ -102,6 +129,7 @@ class Wiring:
     draws: tuple[Draw, ...]
     takes: tuple[int, ...]
     looks: tuple[Look, ...]
+    indices: tuple[Indices, ...]
     totals: frozenset[int]
     gives: tuple[tuple[str, Any], ...]
 
@@ -146,8 +174,12 @@ class Compiled:
 
     def __call__(self, arguments: list[Any]) -> tuple[Any, ...]:
         """Run it. Arguments of another layout, such as a parameter's after it was changed, are
-        given to the graph as it is."""
+        given to the graph as it is, and so are indices of no row: PyTorch says what is wrong."""
         wiring, count = self._wiring, len(arguments)
+        results: tuple[Any, ...]
+        if not all(each.hold(arguments) for each in wiring.indices):
+            results = self._as_it_is(arguments)
+            return results
         arguments += [draw.run(arguments) for draw in wiring.draws]
         for index, look in zip(wiring.takes, wiring.looks, strict=True):
             value = arguments[index]
@@ -155,7 +187,7 @@ class Compiled:
                 arguments[index] = look.empty().zero_()
             elif not look.fits(value):
                 del arguments[count:]
-                results: tuple[Any, ...] = self._as_it_is(arguments)
+                results = self._as_it_is(arguments)
                 return results
         given = [arguments[index] for index in wiring.takes]
         through = {at: arguments[at] for kind, at in wiring.gives if kind == "argument"}

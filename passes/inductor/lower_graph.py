@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import platform
 import re
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor, fx
 
 from fxpipe.kernels.graph import onto
-from fxpipe.kernels.inductor import Draw, Look, Wiring
+from fxpipe.kernels.inductor import Draw, Indices, Look, Wiring
 from fxpipe.passes.differentiate.accumulate import product_onto
 from fxpipe.passes.differentiate.extract import results
 from fxpipe.random import OPERATORS
@@ -41,6 +42,13 @@ _BY_LAYOUT = {
 }
 """Random operators that read the layout of their first operand only → the place of the seed among
 the others."""
+
+
+_SHAPES = {
+    *(aten.view.default, aten._unsafe_view.default, aten.unsqueeze.default, aten.expand.default),
+    *(aten.clone.default, aten.detach.default, aten.alias.default, aten._to_copy.default),
+}
+"""Operations whose results have the entries of their operands."""
 
 
 class Refused(Exception):
@@ -96,6 +104,7 @@ def lowered(graph: fx.Graph) -> tuple[fx.Graph, Wiring]:
         draws=tuple(_draw(node, place) for node in drawn),
         takes=tuple(place[node] for node in takes),
         looks=looks,
+        indices=tuple(_indices(graph, {node: place[node] for node in takes})),
         totals=frozenset(sums.values()),
         gives=tuple(gives),
     )
@@ -126,6 +135,23 @@ def _draw(node: fx.Node, place: dict[fx.Node, int]) -> Draw:
         raise Refused(f"{node.name!r} draws from a seed that is made in the stage")
     rest[seed] = None
     return Draw(node.target, _look(like), tuple(rest), seed, argument)
+
+
+def _indices(graph: fx.Graph, place: Mapping[fx.Node, int]) -> Iterator[Indices]:
+    """Which arguments say which rows an embedding reads, or which entry is a sample's loss."""
+    for node in graph.nodes:
+        args: Any = node.args
+        if node.target is aten.embedding.default:
+            dim, ignored = 0, None
+        elif node.target in (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default):
+            dim, ignored = min(1, args[0].meta["val"].dim() - 1), args[4]
+        else:
+            continue
+        index = args[1]
+        while index.target in _SHAPES:
+            index = index.args[0]
+        if index in place and index.meta["val"].device.type == "cpu":
+            yield Indices(place[index], args[0].meta["val"].shape[dim], ignored)
 
 
 def graph_text(module: fx.GraphModule, threads: int) -> str:

@@ -4,8 +4,8 @@ before:  m = index_put(x, [i], rows, accumulate=True)             threads add si
 after:   m = scatter_add(x, 0, expand(unsqueeze(i, 1)), rows)     in the order of the rows
 
 Threads of inductor's code add such rows by atomic additions, in an order that differs from call to
-call, and so would the last bits of gradients. What is scattered goes to PyTorch's kernel where there
-are several threads, and that keeps the order.
+call, and so would the last bits of gradients. Where there are several, it leaves what is scattered
+to PyTorch's kernel, which keeps the order.
 """
 
 from __future__ import annotations

@@ -161,6 +161,8 @@ def test_batches_in_flight_read_the_weights_of_their_own_version(folder: Path) -
         steps = [(one.step(x, target=y), other.step(x, target=y)) for _ in range(5)]
         for compiled, plain in steps:
             assert torch.allclose(compiled, plain, rtol=1e-5)
+        for each in (one, other):
+            each.flush()
         for mine, theirs in zip(one.parameters(), other.parameters(), strict=True):
             assert torch.allclose(mine, theirs, atol=1e-6)
 

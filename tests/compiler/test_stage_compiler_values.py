@@ -1,5 +1,5 @@
 """Numbers of compiled stages that depend on more than shapes: on threads, on memory that a tensor's
-entries share, and on the default type of numbers."""
+entries share, on the default type of numbers, and indices of rows that are not there."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import mse_loss
+from torch.nn.functional import cross_entropy, mse_loss
 
 import fxpipe
+from fxpipe.errors import ExecutionError
 from fxpipe.passes.inductor import libraries
 from tests.helpers.stage_libraries import graphs
 
@@ -90,13 +91,35 @@ def test_rows_are_added_where_indices_say(
 
     torch.manual_seed(0)
     x, given = torch.randn(shape).double(), torch.randn(values).double()
-    chosen = {
-        dim: torch.randint(-shape[dim], shape[dim], size) for dim, size in indices.items()
-    }
+    chosen = {dim: torch.randint(-shape[dim], shape[dim], size) for dim, size in indices.items()}
     every = [chosen.get(dim) for dim in range(max(chosen) + 1)]
     there = torch.ops.aten.index_put(x, every, given, True)
     here = rows.added(x, chosen, given)
     assert torch.allclose(here, there) and here.stride() == there.stride()
+
+
+@needs_compiler
+def test_indices_of_no_row_are_the_error_that_pytorch_raises(folder: Path, threads: None) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 3), nn.Flatten(0, 1))
+    index, target = torch.randint(5, (64, 64)), torch.randint(3, (64, 64))
+    target[:, 1] = -100  # which counts for nothing
+    no_row, no_class = index.clone(), target.clone()
+    no_row[60, 3], no_class[60, 3] = 5, -1
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return cross_entropy(output, target.flatten())
+
+    with fxpipe.compile(
+        model, ["cpu"], microbatches=1, loss=loss, stage_compiler="inductor"
+    ) as pipe:
+        assert torch.allclose(pipe.step(index, target=target), loss(model(index), target))
+        assert None not in graphs(pipe)
+        with pytest.raises(ExecutionError, match="index out of range"):
+            pipe.step(no_row, target=target)
+        with pytest.raises(ExecutionError, match="Target -1 is out of bounds"):
+            pipe.step(index, target=no_class)
+        assert torch.allclose(pipe.step(index, target=target), loss(model(index), target))
 
 
 @needs_compiler
@@ -111,9 +134,7 @@ def test_the_default_type_of_numbers_is_that_of_the_libraries(folder: Path) -> N
         for number in (torch.float32, torch.float64):
             torch.set_default_dtype(number)
             model = Net()
-            with fxpipe.compile(
-                model, ["cpu"], microbatches=1, stage_compiler="inductor"
-            ) as pipe:
+            with fxpipe.compile(model, ["cpu"], microbatches=1, stage_compiler="inductor") as pipe:
                 assert torch.allclose(pipe(x), model(x), rtol=1e-14, atol=0.0)
                 assert None not in graphs(pipe)
     finally:
