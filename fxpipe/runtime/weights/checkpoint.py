@@ -6,7 +6,7 @@ import functools
 import reprlib
 import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
@@ -42,6 +42,7 @@ class Checkpoint:
         clipping: the state of clipping and of the gradient scaler; None without them.
         random: the state of torch's generator.
         device_random: CUDA device of the pipe → the state of torch's generator for it.
+        modules: name of a module → the extra state that it keeps in state dicts.
         extra: the user's own values.
     """
 
@@ -53,6 +54,7 @@ class Checkpoint:
     clipping: Mapping[str, Any] | None
     random: Tensor
     device_random: Mapping[str, Tensor] = field(default_factory=dict)
+    modules: Mapping[str, Any] = field(default_factory=dict)
     extra: Any = None
 
     def part(self, names: Collection[str]) -> Checkpoint:
@@ -98,7 +100,14 @@ Add = Callable[[tuple[str, ...], Tensor], dict[str, str]]
 def encode(checkpoint: Checkpoint, add: Add, parts: Iterable[str] = EVERYTHING) -> dict[str, Any]:
     """These parts of a checkpoint as JSON, which names the tensors that ``add`` was given. Raises
     CheckpointError where it holds a value of a kind that has no such form."""
-    return {name: _encode(getattr(checkpoint, name), (name,), add) for name in parts}
+    told = [part.name for part in _told(checkpoint) if part.name in parts]
+    return {name: _encode(getattr(checkpoint, name), (name,), add) for name in told}
+
+
+def _told(value: Any) -> list[Field[Any]]:
+    """The fields of a dataclass but for empty dicts that have been added to it: so older versions
+    read what has none."""
+    return [f for f in fields(value) if f.default_factory is MISSING or getattr(value, f.name)]
 
 
 def decode(contents: Iterable[Mapping[str, Any]], tensors: Mapping[str, Tensor]) -> Checkpoint:
@@ -197,7 +206,7 @@ def _encode(value: Any, path: tuple[str, ...], add: Add) -> Any:
             pairs = [[inside(key, "key"), inside(item, key)] for key, item in value.items()]
             return {"dict": pairs}
         case _ if type(value) in _CLASSES.values():
-            made = {f.name: inside(getattr(value, f.name), f.name) for f in fields(value)}
+            made = {f.name: inside(getattr(value, f.name), f.name) for f in _told(value)}
             return {"class": type(value).__name__, "fields": made}
     raise CheckpointError(
         f"{'/'.join(path)} is a {type(value).__name__}, which a checkpoint cannot hold; it holds "

@@ -15,6 +15,7 @@ from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.traced import Traced
 from fxpipe.runtime.weights.checkpoint import Checkpoint
 from fxpipe.runtime.weights.clipping import Clipping
+from fxpipe.runtime.weights.extra_state import extra_states, set_extra_states
 from fxpipe.runtime.weights.live import settings, shown
 from fxpipe.runtime.weights.optimizer_state import OptimizerState, described
 from fxpipe.runtime.weights.optimizers import Optimizers
@@ -235,6 +236,7 @@ class Progress:
             clipping=None if self._clipping is None else self._clipping.state(),
             random=torch.get_rng_state(),
             device_random={name: each.get_state() for name, each in self._generators().items()},
+            modules=extra_states(self._model),
             extra=extra,
         )
 
@@ -277,7 +279,12 @@ class Progress:
         for generator, state in generators.values():
             _check_random(generator, state)
         restore_optimizers = self._restoring(saved.optimizer, plan)
-        agreed()
+        take_back = set_extra_states(self._model, saved.modules)
+        try:
+            agreed()
+        except BaseException:
+            take_back()
+            raise
         # a signal must not interrupt these changes halfway
         with HeldSignals(wake=lambda: None), torch.no_grad():
             for name, own in (*parameters.items(), *buffers.items()):
