@@ -6,7 +6,7 @@ import functools
 import reprlib
 import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, field, fields, replace
+from dataclasses import Field, dataclass, field, fields, replace
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
@@ -24,6 +24,9 @@ from fxpipe.runtime.weights.stage_weights import History, Versions
 from fxpipe.torchtools.pytrees import SPARSE, pieces
 
 _DEEPEST = 100
+_ADDED = ("attributes", "modules")
+"""Fields that were added without a new format."""
+
 _CLASSES = {
     kind.__name__: kind for kind in (GroupState, History, OptimizerState, ParameterState, Parts)
 }
@@ -105,9 +108,9 @@ def encode(checkpoint: Checkpoint, add: Add, parts: Iterable[str] = EVERYTHING) 
 
 
 def _told(value: Any) -> list[Field[Any]]:
-    """The fields of a dataclass but for empty dicts that have been added to it: so older versions
-    read what has none."""
-    return [f for f in fields(value) if f.default_factory is MISSING or getattr(value, f.name)]
+    """The fields of a dataclass, without those that older versions do not know and that are
+    empty."""
+    return [f for f in fields(value) if f.name not in _ADDED or getattr(value, f.name)]
 
 
 def decode(contents: Iterable[Mapping[str, Any]], tensors: Mapping[str, Tensor]) -> Checkpoint:
