@@ -23,6 +23,7 @@ from fxpipe.kernels.graph import onto
 from fxpipe.kernels.inductor import Draw, Indices, Look, Wiring
 from fxpipe.passes.differentiate.accumulate import product_onto
 from fxpipe.passes.differentiate.extract import results
+from fxpipe.passes.differentiate.joint import rnn_layer_with_workspace
 from fxpipe.random import OPERATORS
 
 _FORMAT = 6
@@ -51,6 +52,10 @@ _SHAPES = {
 """Operations whose results have the entries of their operands."""
 
 
+_RECURRENT = rnn_layer_with_workspace, aten.mkldnn_rnn_layer_backward.default
+"""Layers of LSTMs. What inductor makes of one lacks the workspace that oneDNN's backward reads."""
+
+
 class Refused(Exception):
     """A graph that cannot be handed to inductor."""
 
@@ -70,6 +75,8 @@ def lowered(graph: fx.Graph) -> tuple[fx.Graph, Wiring]:
     for node in graph.nodes:
         if node.op in ("get_attr", "call_module"):
             raise Refused(f"{node.name!r} is an attribute or a module")
+        if node.target in _RECURRENT:
+            raise Refused(f"{node.name!r} is an LSTM, of which a library would keep too little")
         if node.op == "call_function" and node not in copies:
             target: Any = node.target
             args: Any = node.args

@@ -3,6 +3,7 @@ entries share, on the default type of numbers, and indices of rows that are not 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
@@ -120,6 +121,36 @@ def test_indices_of_no_row_are_the_error_that_pytorch_raises(folder: Path, threa
         with pytest.raises(ExecutionError, match="Target -1 is out of bounds"):
             pipe.step(index, target=no_class)
         assert torch.allclose(pipe.step(index, target=target), loss(model(index), target))
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.ops.aten, "mkldnn_rnn_layer") or not torch.backends.mkldnn.is_available(),
+    reason="this build of torch lacks oneDNN",
+)
+def test_an_lstm_runs_as_it_is(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.LSTM(3, 4, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.layer(x)[0]
+            return y
+
+    caplog.set_level(logging.INFO, "fxpipe")
+    torch.manual_seed(0)
+    model = Net()
+    alone = deepcopy(model)
+    x, y = torch.randn(4, 5, 3), torch.randn(4, 5, 4)
+    mse_loss(alone(x), y).backward()
+    with fxpipe.compile(
+        model, ["cpu"], microbatches=1, loss=mse_loss, stage_compiler="inductor"
+    ) as pipe:
+        pipe.step(x, target=y)
+    for here, there in zip(model.parameters(), alone.parameters(), strict=True):
+        assert here.grad is not None and there.grad is not None
+        assert torch.allclose(here.grad, there.grad, atol=1e-6)
+    assert sum("is an LSTM" in each for each in caplog.messages) == 2
 
 
 @needs_compiler
