@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from fxpipe.errors import FxpipeError
+from fxpipe.errors import FxpipeError, told
 
 _RUNNERS = 16
 """So many threads may run one library at once."""
@@ -143,8 +143,17 @@ class Library:
         Args:
             path: the file.
             device: where it runs.
+
+        Raises:
+            FxpipeError: it cannot be loaded.
         """
-        self.run = _called(path) if path.suffix == ".so" else _loaded(path, device)
+        try:
+            self.run = _called(path) if path.suffix == ".so" else _loaded(path, device)
+        except (OSError, RuntimeError) as error:
+            raise FxpipeError(
+                f"the compiled library {path} cannot be loaded ({told(error).splitlines()[0]}); "
+                "delete it to have it compiled anew"
+            ) from error
 
 
 ELSEWHERE = "peak of the library"

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 
 import fxpipe
-from fxpipe.errors import ExecutionError
+from fxpipe.errors import ExecutionError, FxpipeError
+from fxpipe.kernels.inductor import Library
 from fxpipe.passes.inductor import libraries
 from tests.helpers.stage_libraries import graphs
 
@@ -170,3 +171,11 @@ def test_the_default_type_of_numbers_is_that_of_the_libraries(folder: Path) -> N
                 assert None not in graphs(pipe)
     finally:
         torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize("suffix", [".so", ".pt2"])
+def test_a_library_that_is_not_whole_is_named(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"library{suffix}"
+    path.write_bytes(b"what a full disk has left")
+    with pytest.raises(FxpipeError, match=f"{path.name} cannot be loaded .*delete it"):
+        Library(path, torch.device("cpu"))
