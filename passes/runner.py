@@ -195,7 +195,7 @@ def pass_name(each: Callable[[Any], Any]) -> str:
 def _verify(value: object, what: str) -> None:
     entry = VERIFIERS.get(type(value))
     if entry is None:
-        raise PassError(f"{what} {value!r}, which is no representation that can be verified")
+        raise PassError(f"{what} {value!r:.99}, which is no representation that can be verified")
     word, verify = entry
     try:
         with telling(f"verify {word}"):

@@ -44,7 +44,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise InputError("an argument holds a NUL character, which no name of a file can")
         given = make_parser().parse_args(arguments)
         sound = given.run(given)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # None where the shell has closed it
+            sys.stdout.flush()
+    except UnicodeEncodeError as error:
+        odd = ascii(error.object[error.start : error.end])
+        print(
+            f"fxpipe: the output holds {odd}, which {error.encoding} cannot write; set "
+            "PYTHONIOENCODING=utf-8",
+            file=sys.stderr,
+        )
+        return WRONG
     except FxpipeError as error:
         print(f"fxpipe: {' '.join(str(error).split())}", file=sys.stderr)
         return WRONG

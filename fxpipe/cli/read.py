@@ -146,6 +146,8 @@ def _is_csv(path: Path, text: str) -> bool:
 def _text(path: Path) -> str:
     try:
         if str(path) == "-":
+            if sys.stdin is None:
+                raise InputError("nothing is piped in; name a text file")
             return sys.stdin.read().removeprefix("\ufeff")
         return path.read_text(encoding="utf-8-sig")  # spreadsheets begin a file with a mark
     except (OSError, ValueError) as error:

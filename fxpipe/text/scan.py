@@ -115,11 +115,13 @@ class Line:
         if not word.startswith('"'):
             return word
         try:
-            return str(json.loads(word))
+            name = str(json.loads(word))
+            name.encode()  # half of a character could not be printed
         except ValueError as error:
             raise self.error(
-                f"{word} is not a quoted name: {error}; escape as JSON does", start
+                f"{word!a} is not a quoted name: {error}; escape as JSON does", start
             ) from error
+        return name
 
     def starts(self, word: str) -> bool:
         """Whether this word stands right here, or begins here where it ends with ``=``."""

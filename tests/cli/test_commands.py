@@ -229,6 +229,35 @@ def test_a_full_disk_is_one_line_and_exit_code_2(line: str) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (2, "", message)
 
 
+@pytest.mark.parametrize(
+    ("line", "status", "err"),
+    [
+        ("list >&-", 0, ""),
+        ("verify - <&-", 2, "fxpipe: nothing is piped in; name a text file\n"),
+        (
+            "schedule odd.txt --no-formulas",
+            2,
+            "fxpipe: the output holds '\\U0001f600', which ascii cannot write; set "
+            "PYTHONIOENCODING=utf-8\n",
+        ),
+    ],
+)
+def test_closed_and_narrow_streams_are_told(
+    line: str, status: int, err: str, tmp_path: Path
+) -> None:
+    text = 'schedule "\U0001f600" stages=1 microbatches=1 delay=0\nplace 0\n0: F0 B0 U\n'
+    (tmp_path / "odd.txt").write_text(text, encoding="utf-8")
+    done = subprocess.run(
+        ["bash", "-c", f"{sys.executable} -m fxpipe {line}"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (status, err)
+
+
 def test_a_reader_that_stops_early_is_no_error() -> None:
     command = f"{sys.executable} -m fxpipe schedule gpipe -p 32 -m 128 --text | head -c 10"
     done = subprocess.run(

@@ -119,6 +119,8 @@ HEAD = "schedule mine stages=2 microbatches=4 delay=0\n"
         (HEAD + "place 0 | 1\n2: F0", 3, 1, "there is no device 2"),
         (HEAD + "place 0 | 1\nF0", 3, 1, "expected a row such as"),
         (HEAD + "place 0 | 1\n0 F0", 3, 2, "expected ':' after the device"),
+        ('schedule "\\ud800" stages=2', 1, 10, "is not a quoted name"),
+        ("x" * 1000, 1, 1, f"got '{'x' * 80}…'"),
         (HEAD + "place 0 | 1\n0: F0 X0", 3, 7, "there is no kind of task 'X'"),
         (HEAD + "place 0 | 1\n0: F0 2FISH", 3, 7, "there is no kind of task '2'"),
         (HEAD + "place 0 | 1\n0: F0xyz", 3, 6, "unexpected 'xyz' after F0"),
