@@ -19,17 +19,10 @@ from torch.utils.hooks import RemovableHandle
 from fxpipe.errors import CheckpointError, InputError
 from fxpipe.ir.plan import Plan
 from fxpipe.runtime.weights.by_hand import ByHand
-from fxpipe.runtime.weights.live import (
-    Mark,
-    attributes,
-    differs,
-    is_torchs,
-    mark,
-    settings,
-    unshared,
-)
+from fxpipe.runtime.weights.live import Mark, differs, mark, settings, unshared
 from fxpipe.runtime.weights.optimizer import GivenOptimizer, refuse_hooks
 from fxpipe.runtime.weights.optimizer_state import OptimizerState, differing, loading, take
+from fxpipe.runtime.weights.own_attributes import copy_attributes
 from fxpipe.runtime.weights.sharding import Shards, refuse_others
 
 
@@ -321,7 +314,7 @@ class Optimizers:
                 for key, value in settings(own).items():
                     if key not in seen or differs(seen[key][1], value):
                         self._take(self.whole.param_groups[index], index, key, value)
-        _count_on(self.whole, self._parts[0])
+        copy_attributes(self.whole, self._parts[0])
         if self._sharded:
             self.whole.state.clear()
         self.show()
@@ -384,14 +377,6 @@ def _named(shards: Iterable[Shards], names: Mapping[nn.Parameter, str]) -> dict[
 def _is_part(own: Mapping[str, Any], known: Container[int], first: Mapping[str, Any]) -> bool:
     inside = all(id(parameter) in known for parameter in own["params"])
     return inside and differing(settings(own), settings(first)) is None
-
-
-def _count_on(optimizer: Optimizer, other: Optimizer) -> None:
-    """Let what an optimizer keeps in attributes of its own, such as counters, be that of another
-    one."""
-    own, found = vars(optimizer), attributes(other)
-    same = is_torchs(optimizer)  # which have the same from the begin
-    own.update({name: value for name, value in found.items() if name in own or not same})
 
 
 def _weakly(method: Callable[[], None]) -> Callable[..., None]:
