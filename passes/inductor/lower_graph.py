@@ -26,7 +26,7 @@ from fxpipe.passes.differentiate.extract import results
 from fxpipe.passes.differentiate.joint import rnn_layer_with_workspace
 from fxpipe.random import OPERATORS
 
-_FORMAT = 6
+_FORMAT = 7
 """To be counted up where libraries that an earlier form of this package made must not be used."""
 
 aten = torch.ops.aten
