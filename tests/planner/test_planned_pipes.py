@@ -58,7 +58,7 @@ def test_a_chosen_plan_compiles_and_trains_like_the_loop() -> None:
         fxpipe.plan_training(model, "host of=2", 8, example=(x,), keep=0)
     sizes: Any
     for sizes in ((0, 2), (2, 1.5), "28"):
-        with pytest.raises(fxpipe.InputError, match=r"a size of sizes is .*; give a whole number"):
+        with pytest.raises(fxpipe.InputError, match=r"sizes is .*; give "):
             fxpipe.plan_training(model, "host of=2", 8, example=(x,), sizes=sizes)
     schedules: Any
     for schedules in ([], "1f1b", [None]):
