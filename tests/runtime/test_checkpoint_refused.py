@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import nn
@@ -86,6 +86,7 @@ def test_wrong_values_in_a_header_are_refused_and_change_nothing_or_do_no_harm(
 
     pipes = [compiled()]
 
+    @example(at=("optimizer", "fields", "parameters", "dict", 2, 0), wrong="0.0.weight")  # twice
     @given(at=st.sampled_from(sorted(places(content), key=str)), wrong=st.sampled_from(WRONG))
     @settings(max_examples=60, deadline=None)
     def check(at: tuple[Any, ...], wrong: Any) -> None:

@@ -229,7 +229,10 @@ def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
         case {"tuple": list(items)}:
             return tuple(_decode(item, tensors) for item in items)
         case {"dict": list(pairs)}:
-            return {_decode(key, tensors): _decode(item, tensors) for key, item in pairs}
+            made = {_decode(key, tensors): _decode(item, tensors) for key, item in pairs}
+            if len(made) < len(pairs):
+                raise ValueError("two items have the same key")
+            return made
         case {"class": str(name), "fields": dict(inner)}:
             return _made(_CLASSES[name], {k: _decode(v, tensors) for k, v in inner.items()})
         case list():
