@@ -195,6 +195,8 @@ def _measured_rates(place: str) -> tuple[float, float]:
 class _Work:
     """A kernel that multiplies a matrix by itself, or computes nothing."""
 
+    parameter_strides = ()
+
     def __init__(self, gradients: int, matrix: torch.Tensor | None = None) -> None:
         self._gradients, self._matrix = gradients, matrix
 

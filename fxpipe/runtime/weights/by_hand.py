@@ -9,9 +9,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fxpipe.errors import InputError
-from fxpipe.runtime.weights.live import Mark, differs, mark, settings, shown, unshared
+from fxpipe.runtime.weights.live import Mark, differs, mark, plain, settings, shown, unshared
 from fxpipe.runtime.weights.optimizer import hooks_of, refuse_step, step_of
-from fxpipe.runtime.weights.own_attributes import plain
 
 State = dict[Tensor, Any]
 """Parameter → what an optimizer keeps for it."""

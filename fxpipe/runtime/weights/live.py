@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from fxpipe.ir.plan import Stage
 from fxpipe.runtime.interpreter import Stopped
-from fxpipe.runtime.weights.own_attributes import attributes
+from fxpipe.runtime.weights.own_attributes import values_of
 from fxpipe.torchtools import moments
 from fxpipe.torchtools.moments import DeferredNorm
 
@@ -58,6 +58,28 @@ class OptimizerSnapshot:
                 del group[key]
             group.update(values)
         vars(self._optimizer).update(self._attributes)
+
+
+def attributes(optimizer: Optimizer) -> dict[str, Any]:
+    """A copy of an optimizer's plain attributes, such as a counter of its own; of one that is not
+    torch's also of lists, dicts and the like."""
+    found = {name: unshared(value) for name, value in plain(optimizer).items()}
+    return found if is_torchs(optimizer) else found | values_of(optimizer)
+
+
+def is_torchs(optimizer: Optimizer) -> bool:
+    """Whether it is one of those in ``torch.optim``."""
+    return type(optimizer).__module__.startswith("torch.optim.")
+
+
+def plain(optimizer: Optimizer) -> dict[str, Any]:
+    """The same attributes, not copied; without the flag that a step sets for schedulers."""
+    return {
+        name: value
+        for name, value in vars(optimizer).items()
+        if value is None or isinstance(value, bool | int | float | complex | str | Tensor)
+        if name != "_opt_called"
+    }
 
 
 def settings(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,9 +20,8 @@ from fxpipe.errors import CheckpointError, InputError
 from fxpipe.ir.plan import Plan
 from fxpipe.runtime.weights.by_hand import ByHand
 from fxpipe.runtime.weights.live import Mark, differs, mark, settings, unshared
-from fxpipe.runtime.weights.optimizer import GivenOptimizer, refuse_hooks
+from fxpipe.runtime.weights.optimizer import GivenOptimizer, copy_attributes, refuse_hooks
 from fxpipe.runtime.weights.optimizer_state import OptimizerState, differing, loading, take
-from fxpipe.runtime.weights.own_attributes import copy_attributes
 from fxpipe.runtime.weights.sharding import Shards, refuse_others
 
 

@@ -33,29 +33,6 @@ def note_made(optimizer: Optimizer, copy_of: Optimizer | None = None) -> None:
     _made[optimizer] = made if copy_of is None else _made.get(copy_of, made)
 
 
-def attributes(optimizer: Optimizer) -> dict[str, Any]:
-    """A copy of an optimizer's plain attributes, such as a counter of its own; of one that is not
-    torch's also of lists, dicts and the like."""
-    found = {name: unshared_items(value) for name, value in plain(optimizer).items()}
-    return found | values_of(optimizer)
-
-
-def plain(optimizer: Optimizer) -> dict[str, Any]:
-    """Its plain attributes, not copied; without the flag that a step sets for schedulers."""
-    return {
-        name: value
-        for name, value in vars(optimizer).items()
-        if value is None or isinstance(value, bool | int | float | complex | str | Tensor)
-        if name != "_opt_called"
-    }
-
-
-def copy_attributes(optimizer: Optimizer, source: Optimizer) -> None:
-    """Let them be those of another optimizer; one of torch's has the same from the begin."""
-    own, found, torchs = vars(optimizer), attributes(source), _is_torchs(optimizer)
-    own.update({name: value for name, value in found.items() if name in own or not torchs})
-
-
 def values_of(optimizer: Optimizer) -> dict[str, Any]:
     """A copy of what its attributes hold."""
     return {name: unshared_items(value) for name, value in _attributes(optimizer).items()}
@@ -111,17 +88,13 @@ def setting(optimizer: Optimizer, saved: Mapping[str, Any]) -> Callable[[], None
 
 def _attributes(optimizer: Optimizer) -> dict[str, Any]:
     """Those that hold values, and that not every optimizer of torch's has."""
-    if _is_torchs(optimizer):
+    if type(optimizer).__module__.startswith("torch.optim."):
         return {}
     return {
         name: value
         for name, value in vars(optimizer).items()
         if name not in _of_torch() and isinstance(value, _KEPT)
     }
-
-
-def _is_torchs(optimizer: Optimizer) -> bool:
-    return type(optimizer).__module__.startswith("torch.optim.")
 
 
 @functools.cache
