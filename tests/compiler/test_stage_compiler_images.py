@@ -151,6 +151,11 @@ def test_a_step_copies_the_weights_of_convolutions_once(
             sizes = pipe.simulate().sizes
             assert sizes is not None
             assert stored == [sizes.saved[0] + sizes.values["silu"]]  # and no weight
+            for stage in pipe.plan.stages:
+                given = [pipe.get_parameter(each.target) for each in stage.parameters]
+                copies = [each for each in given if each.dim() == 4]
+                expected_bytes = sum(each.nbytes for each in (*given, *copies))
+                assert sizes.parameters[stage.index] == expected_bytes
 
 
 def test_batches_in_flight_read_the_weights_of_their_own_version(folder: Path) -> None:

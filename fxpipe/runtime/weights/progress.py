@@ -16,7 +16,7 @@ from fxpipe.ir.traced import Traced
 from fxpipe.runtime.weights.checkpoint import Checkpoint
 from fxpipe.runtime.weights.clipping import Clipping
 from fxpipe.runtime.weights.extra_state import extra_states, set_extra_states
-from fxpipe.runtime.weights.live import settings, shown
+from fxpipe.runtime.weights.live import is_torchs, settings, shown
 from fxpipe.runtime.weights.optimizer_state import OptimizerState, described
 from fxpipe.runtime.weights.optimizers import Optimizers
 from fxpipe.runtime.weights.sharding import Shards
@@ -147,7 +147,7 @@ class Progress:
             f"optimizer of stage {stage}: {type(own).__qualname__}, "
             + ", ".join(f"{key} {shown(value)}" for key, value in settings(group).items())
             for stage, own in enumerate(self.stages.made)
-            if own is not None and (fixed or type(own).__module__.startswith("torch.optim."))
+            if own is not None and (fixed or is_torchs(own))
             for group in own.param_groups
         ]
 
