@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import itertools
+import sys
+import threading
 from statistics import mean
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -21,6 +24,7 @@ from fxpipe.ir.recipe import find_recipe
 from fxpipe.ir.unroll import blocking, unroll
 from fxpipe.passes.lowering.streams import Streams
 from fxpipe.passes.schedule import add_offload
+from fxpipe.rehearsal import _Steps
 from fxpipe.simulator import Simulation, Sizes, simulate
 from fxpipe.simulator.costs import Link, Overheads, Rehearsal
 from fxpipe.simulator.measured import measured_run
@@ -141,6 +145,41 @@ def test_a_call_is_rehearsed_through_its_backward() -> None:
         found = pipe.simulate()
         assert found.off is not None and all(found.costs[key] > 0 for key in (("F", 0), ("B", 1)))
         assert all(a is b.grad for a, b in zip(before, pipe.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("dispatch", ["device", "thread"])
+def test_a_rehearsed_step_does_as_much_as_a_real_one(dispatch: Any) -> None:
+    """Counted in calls of functions, in all threads: time would depend on the machine."""
+    calls: dict[str, int] = dict.fromkeys(("rehearsed", "real"), 0)
+    which: str | None = None
+
+    def count(frame: FrameType, event: str, argument: Any) -> None:
+        if which is not None and event in ("call", "c_call"):
+            calls[which] += 1
+
+    x, y = batch()
+    before = threading.getprofile(), sys.getprofile()
+    threading.setprofile(count)  # of the workers, which start with the pipe
+    try:
+        with compiled("1f1b", dispatch=dispatch) as pipe:
+            for _ in range(2):
+                pipe.step(x, target=y)
+            engine, made = pipe._engine, pipe._compiled()
+            with engine.quiet():
+                call = pipe._compiler.plans.graph_of(made.traced).call
+                steps = _Steps(pipe._compiler, engine, made, call)
+                steps._step()
+                sys.setprofile(count)
+                which = "rehearsed"
+                steps._step()
+                which = None
+            which = "real"
+            pipe.step(x, target=y)
+            which = None
+    finally:
+        threading.setprofile(before[0])
+        sys.setprofile(before[1])
+    assert calls["rehearsed"] == pytest.approx(calls["real"], rel=0.06)
 
 
 def test_a_profile_corrects_later_predictions() -> None:
