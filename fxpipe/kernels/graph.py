@@ -181,13 +181,16 @@ def _laid_out(value: Any, strides: tuple[int, ...] | None) -> Any:
 def layout(value: Tensor, strides: tuple[int, ...]) -> tuple[int, ...]:
     """The strides of a copy for a graph that was traced with ``strides``.
 
-    They are dense where the traced strides repeat elements, as ``expand`` does: a copy has no
-    overlapping elements, and a dense tensor allows all views that the traced one allowed.
+    They are dense where traced elements lie in the same memory, as with ``expand`` and ``unfold``:
+    a copy may have other values there, and a dense tensor allows all views that the traced one
+    allowed.
     """
-    repeats = any(
-        size > 1 and stride == 0 for size, stride in zip(value.shape, strides, strict=True)
-    )
-    return torch.empty(value.shape, device="meta").stride() if repeats else strides
+    extent = 1
+    for stride, size in sorted(zip(strides, value.shape, strict=True)):
+        if size > 1 and stride < extent:
+            return torch.empty(value.shape, device="meta").stride()
+        extent += (size - 1) * stride
+    return strides
 
 
 def onto(total: Tensor | None, gradient: Tensor) -> Tensor:

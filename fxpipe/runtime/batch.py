@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from fxpipe.errors import InputError, near
-from fxpipe.kernels.graph import layout
 from fxpipe.torchtools.pytrees import flatten
 
 BatchDims = Mapping[str, int | None]
@@ -198,13 +197,15 @@ def _copied(leaf: Any) -> Any:
     """A copy with the same strides and alignment, so that the same kernels run and round alike."""
     if not isinstance(leaf, Tensor):
         return leaf
-    if leaf.layout is not torch.strided:
-        return leaf.detach().clone()
-    strides = layout(leaf, leaf.stride())
+    leaf = leaf.detach()
+    if leaf.layout is not torch.strided or not leaf.numel():
+        return leaf.clone()
+    leaf = leaf.resolve_conj().resolve_neg()
     before = leaf.data_ptr() % 64 // leaf.element_size()
-    size = before + 1 + sum((n - 1) * s for n, s in zip(leaf.shape, strides, strict=True))
-    made = torch.empty(max(size, before), dtype=leaf.dtype, device=leaf.device)
-    return made.as_strided(leaf.shape, strides, before).copy_(leaf.detach())
+    extent = 1 + sum((n - 1) * s for n, s in zip(leaf.shape, leaf.stride(), strict=True))
+    made = torch.empty(before + extent, dtype=leaf.dtype, device=leaf.device)
+    made[before:] = leaf.as_strided((extent,), (1,))
+    return made.as_strided(leaf.shape, leaf.stride(), before)
 
 
 def _is_split(leaf: Any, size: int) -> bool:
