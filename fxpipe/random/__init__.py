@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+aten = torch.ops.aten
 _MASK = (1 << 64) - 1
 
 
@@ -54,36 +55,30 @@ _OPERATIONS = (
     (
         "uniform(Tensor like, Tensor seed, int node) -> Tensor",
         lambda like, *of: torch.empty_like(like).uniform_(generator=_generator(like, *of)),
-        lambda like, *_: torch.empty_like(like),
     ),
     (
         "normal(Tensor like, Tensor seed, int node) -> Tensor",
         lambda like, *of: torch.empty_like(like).normal_(generator=_generator(like, *of)),
-        lambda like, *_: torch.empty_like(like),
     ),
     (
         "integers(Tensor like, int low, int? high, Tensor seed, int node) -> Tensor",
         lambda like, low, high, *of: torch.empty_like(like).random_(
             low, high, generator=_generator(like, *of)
         ),
-        lambda like, *_: torch.empty_like(like),
     ),
     (
         "permutation(Tensor like, Tensor seed, int node) -> Tensor",
         lambda like, *of: torch.randperm(
             like.numel(), dtype=like.dtype, device=like.device, generator=_generator(like, *of)
         ),
-        lambda like, *_: torch.empty_like(like),
     ),
     (
         "poisson(Tensor rates, Tensor seed, int node) -> Tensor",
         lambda rates, *of: torch.poisson(rates, _generator(rates, *of)),
-        lambda rates, *_: torch.empty_like(rates),
     ),
     (
         "gamma(Tensor shapes, Tensor seed, int node) -> Tensor",
         lambda shapes, *of: torch._standard_gamma(shapes, _generator(shapes, *of)),
-        lambda shapes, *_: torch.empty_like(shapes),
     ),
     (
         "multinomial(Tensor weights, int count, bool again, Tensor seed, int node) -> Tensor",
@@ -95,14 +90,15 @@ _OPERATIONS = (
         ),
     ),
 )
-"""An operator's signature, what it does, and the same on tensors without data."""
+"""An operator's signature, what it does, and what it makes without data, if not a tensor like its
+first operand."""
 
 _LIBRARY = torch.library.Library("fxpipe", "DEF")
-for _signature, _run, _shape in _OPERATIONS:
+for _signature, _run, *_shape in _OPERATIONS:
     _name = _LIBRARY.define(_signature)
     for _key in ("CPU", "CUDA"):
         _LIBRARY.impl(_name, _run, _key)
-    _LIBRARY.impl(_name, _shape, "Meta")
+    _LIBRARY.impl(_name, _shape[0] if _shape else lambda like, *_: torch.empty_like(like), "Meta")
 torch.library.register_autograd("fxpipe::gamma", _gamma_backward, setup_context=_keep, lib=_LIBRARY)
 
 OPERATORS = torch.ops.fxpipe
@@ -120,8 +116,7 @@ def native_dropout(
 
 def bernoulli(p: Tensor, seed: Tensor, node: int) -> Tensor:
     """Ones with the probabilities in a tensor, as ``aten.bernoulli``."""
-    like = p.detach()
-    return (_draw(OPERATORS.uniform, like, seed, node) < like).to(p.dtype)
+    return bernoulli_like(p, p, seed, node)
 
 
 def bernoulli_p(x: Tensor, p: float, seed: Tensor, node: int) -> Tensor:
@@ -130,8 +125,12 @@ def bernoulli_p(x: Tensor, p: float, seed: Tensor, node: int) -> Tensor:
 
 
 def bernoulli_like(x: Tensor, p: Tensor, seed: Tensor, node: int) -> Tensor:
-    """Ones with the probabilities in ``p``, in the shape of ``x``, as ``Tensor.bernoulli_``."""
-    drawn = _draw(OPERATORS.uniform, torch.empty_like(x, dtype=p.dtype), seed, node)
+    """Ones with the probabilities in ``p``, in the shape of ``x``, as ``Tensor.bernoulli_``.
+
+    As in torch, the numbers that are compared have float32 at least: of 256 numbers in bfloat16 one
+    is below any small probability.
+    """
+    drawn = rand_like(x, seed, node, dtype=torch.promote_types(p.dtype, torch.float32))
     return (drawn < p.detach()).to(x.dtype)
 
 
@@ -172,13 +171,9 @@ def normal(
     mean: Tensor | float, std: Tensor | float, seed: Tensor, node: int, **options: Any
 ) -> Tensor:
     """Normal numbers with a mean and a deviation for each, as ``aten.normal``."""
-    given = [x.detach() for x in (mean, std) if isinstance(x, Tensor)]
-    like = torch.empty_like(
-        torch.broadcast_tensors(*given)[0], memory_format=torch.contiguous_format
-    )
-    drawn = _draw(OPERATORS.normal, like, seed, node)
     mean, std = (x.detach() if isinstance(x, Tensor) else x for x in (mean, std))
-    return drawn * std + mean
+    like, *_ = torch.broadcast_tensors(*(x for x in (mean, std) if isinstance(x, Tensor)))
+    return randn_like(like, seed, node, memory_format=torch.contiguous_format) * std + mean
 
 
 def normal_of_size(
@@ -199,8 +194,12 @@ def uniform_like(x: Tensor, low: float, high: float, seed: Tensor, node: int) ->
 
 
 def exponential_like(x: Tensor, rate: float, seed: Tensor, node: int) -> Tensor:
-    """Exponentially distributed numbers in the shape of ``x``, as ``Tensor.exponential_``."""
-    return -torch.log1p(-rand_like(x, seed, node)) / rate
+    """Exponentially distributed numbers in the shape of ``x``, as ``Tensor.exponential_``.
+
+    They are never 0, so that their logarithms, as in ``gumbel_softmax``, are finite.
+    """
+    drawn, kind = -torch.log1p(-_fine(x, seed, node)) / rate, torch.finfo(x.dtype)
+    return drawn.clamp_min(kind.tiny * kind.eps).to(x.dtype)
 
 
 def log_normal_like(x: Tensor, mean: float, std: float, seed: Tensor, node: int) -> Tensor:
@@ -210,13 +209,12 @@ def log_normal_like(x: Tensor, mean: float, std: float, seed: Tensor, node: int)
 
 def cauchy_like(x: Tensor, median: float, sigma: float, seed: Tensor, node: int) -> Tensor:
     """Numbers of Cauchy's distribution in the shape of ``x``, as ``Tensor.cauchy_``."""
-    return ((rand_like(x, seed, node) - 0.5) * math.pi).tan() * sigma + median
+    return (((_fine(x, seed, node) - 0.5) * math.pi).tan() * sigma + median).to(x.dtype)
 
 
 def geometric_like(x: Tensor, p: float, seed: Tensor, node: int) -> Tensor:
     """Geometrically distributed numbers in the shape of ``x``, as ``Tensor.geometric_``."""
-    dtype = x.dtype if x.is_floating_point() else torch.float64
-    tries = torch.log1p(-rand_like(x, seed, node, dtype=dtype)) / math.log1p(-p)
+    tries = torch.log1p(-_fine(x, seed, node)) / math.log1p(-p)
     return tries.ceil().clamp_min(1).to(x.dtype)
 
 
@@ -241,7 +239,7 @@ def randint_low_like(
 def randint_below_like(x: Tensor, high: Tensor, seed: Tensor, node: int, **options: Any) -> Tensor:
     """Integers in [0, high), with ``high`` a tensor of one number, in the shape of ``x``."""
     out = torch.empty_like(x, **options)
-    return (rand_like(x, seed, node, dtype=torch.float64) * high).floor().to(out.dtype)
+    return (_fine(x, seed, node) * high).floor().to(out.dtype)
 
 
 def randperm(n: int, seed: Tensor, node: int, **options: Any) -> Tensor:
@@ -285,6 +283,12 @@ def rrelu_with_noise(
     return rrelu(x, lower, upper, training, seed, node), noise
 
 
+def _fine(x: Tensor, seed: Tensor, node: int) -> Tensor:
+    """Uniform numbers in [0, 1) in float64, as torch's own operations take them to compute others:
+    those of a narrower type are so few that a distribution's tail would be missing."""
+    return rand_like(x, seed, node, dtype=torch.float64)
+
+
 def _draw(operator: Any, *args: Any) -> Tensor:
     drawn: Tensor = operator(*args)
     return drawn
@@ -304,12 +308,14 @@ def attention(
 ) -> Tensor:
     """Scaled dot-product attention with dropout of its weights (Vaswani et al., 1706.03762).
 
-    The plain formula: fused kernels draw their masks where no seed can be given.
+    The plain formula: fused kernels draw their masks where no seed can be given. As in torch, what
+    sees no key at all gets zeros.
     """
     if enable_gqa:
         key = key.repeat_interleave(query.size(-3) // key.size(-3), -3)
         value = value.repeat_interleave(query.size(-3) // value.size(-3), -3)
-    scores = query @ key.transpose(-2, -1) * (scale or 1 / math.sqrt(query.size(-1)))
+    # scaled first, as scores before that may be too large for float16
+    scores = query * (scale or 1 / math.sqrt(query.size(-1))) @ key.transpose(-2, -1)
     if is_causal:
         shape = scores.shape[-2:]
         causal = torch.ones(shape, dtype=torch.bool, device=scores.device).tril()
@@ -317,10 +323,10 @@ def attention(
     if mask is not None:
         keep = mask.dtype == torch.bool
         scores = scores.masked_fill(~mask, -math.inf) if keep else scores + mask
-    return native_dropout(scores.softmax(-1), p, True, seed, node)[0] @ value
+    weights = scores.softmax(-1) if mask is None else aten._safe_softmax(scores, -1)
+    return native_dropout(weights, p, True, seed, node)[0] @ value
 
 
-aten = torch.ops.aten
 SEEDED: Mapping[Any, Callable[..., Any]] = {
     aten.native_dropout.default: native_dropout,
     aten.bernoulli.default: bernoulli,
@@ -365,17 +371,16 @@ def with_defaults(function: Any, args: Sequence[Any]) -> tuple[Any, ...]:
 
     A generator argument is dropped, as a seeded form has its own.
     """
-    arguments = [a for a in function._schema.arguments if not a.kwarg_only]
-    rest = [a.default_value for a in arguments[len(args) :] if a.has_default_value()]
-    given = zip(arguments, (*args, *rest), strict=False)
-    return tuple(value for a, value in given if a.name != "generator")
+    names = [a.name for a in function._schema.arguments if not a.kwarg_only]
+    given = arguments_of(function, args, {})
+    return tuple(given[name] for name in names if name != "generator")
 
 
 def draws(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether a call of a random operation draws numbers: not with dropout 0 or in eval mode."""
     given = arguments_of(function, args, kwargs)
     chances = [given[name] for name in ("p", "dropout", "dropout_p") if name in given]
-    drawn = not chances or any(chance is None or chance for chance in chances)
+    drawn = not chances or any(not isinstance(chance, int | float) or chance for chance in chances)
     return drawn and in_training(function, args, kwargs)
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Categorical, Gamma, Normal
 
+from fxpipe import random
 from fxpipe.random import mix
 from tests.helpers.draws import drawn
 
@@ -112,6 +113,43 @@ def test_bernoulli_follows_its_chances() -> None:
     for column, p in enumerate((0.0, 0.2, 0.7, 1.0)):
         share = y[:, column].double().mean()
         assert float(share) == p if p in (0, 1) else near(share, p, 0.5)
+
+
+def exponential(x: Tensor) -> Tensor:
+    return torch.empty_like(x).exponential_()
+
+
+HALF = (torch.float16, torch.bfloat16)
+RARE: dict[str, tuple[Callable[[Tensor], Tensor], float]] = {
+    "bernoulli": (torch.bernoulli, 1 / 1024),
+    "bernoulli in place": (lambda x: torch.empty_like(x).bernoulli_(x), 1 / 1024),
+    "exponential": (lambda x: exponential(x) > 9, math.exp(-9)),
+    "geometric": (lambda x: torch.empty_like(x).geometric_(0.5) > 12, 2**-12),
+    "cauchy": (lambda x: torch.empty_like(x).cauchy_().abs() > 300, 2 / (300 * math.pi)),
+}
+
+
+@pytest.mark.parametrize("kind", HALF, ids=str)
+@pytest.mark.parametrize("name", RARE)
+def test_half_precision_has_small_chances_and_long_tails(name: str, kind: torch.dtype) -> None:
+    function, share = RARE[name]
+    y = drawn(lambda x: function(x.to(kind)), torch.full((1_000_000, 1), 1 / 1024))
+    assert near(y.double().mean(), share, math.sqrt(share), len(y))
+
+
+@pytest.mark.parametrize("kind", [*HALF, torch.float32, torch.float64], ids=str)
+def test_exponential_numbers_are_never_zero(
+    kind: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One 0 of 2²⁴ would make what ``gumbel_softmax`` returns for its row NaN."""
+
+    def least(x: Tensor, *_: object, dtype: torch.dtype) -> Tensor:
+        return torch.zeros_like(x, dtype=dtype)
+
+    monkeypatch.setattr("fxpipe.random.rand_like", least)
+    y = random.exponential_like(torch.ones(4, dtype=kind), 2.0, torch.tensor(0), 0)
+    assert y.dtype == kind
+    assert y.log().isfinite().all()
 
 
 def test_a_permutation_holds_every_number_once() -> None:

@@ -181,6 +181,35 @@ def test_attention_with_dropout_is_the_formula(options: dict[str, Any]) -> None:
     torch.testing.assert_close(here, there, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("mask", [torch.ones(3, 3).bool(), torch.zeros(3, 3)], ids=str)
+def test_attention_to_no_key_is_zero_as_in_torch_and_so_are_its_gradients(mask: Tensor) -> None:
+    mask[1] = False if mask.dtype == torch.bool else -math.inf
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.layer(x)
+            return attend(h, h, h, attn_mask=mask, dropout_p=0.2)
+
+    model, x = Attention(), torch.randn(1, 2, 3, 4)
+    traced = front_end(model, x)
+    ran = run_plan(model, traced, differentiated(model, traced, whole(traced), x), x, seed=4)
+    made = run_graph(model, traced, x, seed=4)[0]
+    assert torch.equal(made[:, :, 1], torch.zeros(1, 2, 4))
+    assert all(gradient.isfinite().all() for gradient in (made, *ran.gradients.values()))
+
+
+def test_attention_in_half_precision_scales_before_it_multiplies() -> None:
+    q = torch.full((1, 1, 4, 64), 40.0, dtype=torch.float16)
+    seed = torch.tensor(0)
+    here = random.attention(q, q, q, None, 0.5, False, None, False, seed, 0)
+    kept, _ = random.native_dropout(torch.full((1, 1, 4, 4), 0.25), 0.5, True, seed, 0)
+    torch.testing.assert_close(here, kept.half() @ q)
+
+
 def test_attention_without_dropout_stays_torchs_own() -> None:
     class Attention(nn.Module):
         def forward(self, q: Tensor) -> Tensor:

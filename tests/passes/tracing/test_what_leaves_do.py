@@ -29,13 +29,21 @@ def drops_layers(net: Any, x: Tensor) -> Tensor:
     return x
 
 
+def drops_rarely_at_first(net: Any, x: Tensor) -> Tensor:
+    drops = torch.empty(4).bernoulli_(torch.arange(4) / 4)
+    for layer, dropped in zip(net.layer, drops, strict=True):
+        x = x if net.training and dropped else torch.tanh(layer(x))
+    return x
+
+
 def layers() -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
 
 
-def test_layers_are_dropped_by_the_seed_of_the_microbatch() -> None:
+@pytest.mark.parametrize("drops", [drops_layers, drops_rarely_at_first])
+def test_layers_are_dropped_by_the_seed_of_the_microbatch(drops: Function) -> None:
     torch.manual_seed(0)
-    model = Around(Does(drops_layers, layers()))
+    model = Around(Does(drops, layers()))
     alone = copy.deepcopy(model)
     numbers = iter(range(100))
 
