@@ -235,7 +235,7 @@ def draw_seed(traced: Traced) -> int:
     if not traced.seeded:
         return 0
     with _DRAWING:
-        return int(torch.randint(2**62, (), dtype=torch.int64).item())
+        return int(torch.randint(2**62, (), device="cpu").item())
 
 
 def next_seed(traced: Traced) -> int:

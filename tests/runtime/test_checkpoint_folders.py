@@ -199,6 +199,7 @@ def refuse(path: Path, message: str, **options: Any) -> None:
 def test_what_is_no_folder_of_a_pipe_is_refused(trained: Path, tmp_path: Path) -> None:
     refuse(tmp_path / "missing", "cannot read the checkpoint .*missing': it is no folder with a fi")
     refuse(tmp_path, "it is no folder with a file '.metadata'")
+    refuse(tmp_path / ("long" * 99), "cannot read the checkpoint .*File name too long")
     (tmp_path / "file").touch()
     refuse(tmp_path / "file", r"pipe.restore\(\) reads the files of pipe.checkpoint\(\)")
     foreign = FileSystemWriter(tmp_path / "foreign")

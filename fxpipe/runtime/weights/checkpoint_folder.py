@@ -174,9 +174,13 @@ class _Tensors:
 
 
 def exists(path: Path) -> bool:
-    """Whether there is anything that a checkpoint could be read from."""
-    folder = standing(path)
-    return any(folder.iterdir()) if folder.is_dir() else folder.exists()
+    """Whether there is anything that a checkpoint could be read from. Raises CheckpointError where
+    that cannot be found out, as of a name that is too long."""
+    try:
+        folder = standing(path)
+        return any(folder.iterdir()) if folder.is_dir() else folder.exists()
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot read the checkpoint {str(path)!r}: {error}") from error
 
 
 def read(path: Path, own: Collection[str] | None = None) -> Checkpoint:
