@@ -25,7 +25,6 @@ from fxpipe.compiler.looking import OUTSIDE, Look, Reads, top
 from fxpipe.compiler.options import Options
 from fxpipe.log import LOGGER
 from fxpipe.signals import put_back
-from fxpipe.torchtools import source
 
 VARIANTS = 8
 """How many variants are kept, each with its graphs."""
@@ -106,10 +105,13 @@ class Guards:
         assert seen is not None
         flags = tuple([module.training for module in seen.modules])
         trained = tuple([parameter.requires_grad for parameter in seen.parameters])
+        # those that ``.data`` may change; with the strides, the number of entries tells the shape
         strides = tuple([parameter.stride() for parameter in seen.dense])
+        counts = tuple([parameter.numel() for parameter in seen.dense])
+        dtypes = tuple([parameter.dtype for parameter in seen.dense])
         device = self._options.places[0].type if self._options.places else "cpu"
         cast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
-        return variant, flags, trained, strides, cast, torch.get_default_dtype()
+        return variant, flags, trained, (strides, counts, dtypes), cast, torch.get_default_dtype()
 
     def variant(self) -> int:
         """The number of the variant that the model is in now; a new one if its state is new."""
@@ -120,6 +122,8 @@ class Guards:
             look = looks.get(id(variant.reads)) or self._look(variant.reads)
             looks[id(variant.reads)] = look
             if look.values == variant.values:
+                self._variants.remove(variant)
+                self._variants.append(variant)  # the longest unused one comes first
                 break
         else:
             variant, look = self._new()
@@ -174,13 +178,13 @@ def _read(code: CodeType, module: dict[str, Any], reads: Reads) -> bool:
     Returns:
         Whether it is the user's own code, and computes names of attributes as it runs.
     """
-    if source.is_ours(code.co_filename):
+    package = top(module.get("__name__"))
+    if package == "fxpipe":
         return False
     reads.codes.add(code)
     reads.names.update(code.co_names)
     reads.names.update(_strings(code.co_consts))
-    package = top(module.get("__name__"))
-    if package in OUTSIDE or not source.is_users(code.co_filename):
+    if package in OUTSIDE:
         return False
     makes = not {"vars", "__dict__", "__getattribute__"}.isdisjoint(code.co_names)
     steps = [*dis.get_instructions(code)]

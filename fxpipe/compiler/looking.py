@@ -218,7 +218,9 @@ class Look:
                 self._hooks(f"{where}.{name}", vars(module).get(name, {}))
             every = type(module) in self._reads.makers
             but = {*_APART, *HOOKS}
-            if leaves is not None and self._symbolic and is_torchs(module):
+            if leaves is None:
+                but.discard("training")  # the modes of the model's own modules are looked at anyway
+            elif self._symbolic and is_torchs(module):
                 but |= {name for name, value in vars(module).items() if _is_made(value)}
             self._attributes(where, vars(module), every, but)
             self._at(f"{where}.__class__", type(module))

@@ -150,7 +150,7 @@ def _applied(function: Any, *args: Any, **kwargs: Any) -> Any:
         return _APPLY.__get__(None, function)(*args, **kwargs)
     proxy = next((leaf for leaf in leaves if isinstance(leaf, fx.Proxy)), None)
     if proxy is not None:
-        key = _key(_Call(function, spec, leaves))
+        key = _key(_Call(function, spec, []))  # which needs its function alone
         return proxy.tracer.create_proxy("call_function", call, (key, *args), {})
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     sizes = [leaf for leaf in leaves if isinstance(leaf, torch.SymInt)]

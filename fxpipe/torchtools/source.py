@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import linecache
+import os
 import re
 import sys
 import traceback
@@ -17,13 +18,15 @@ from torch import fx, nn
 
 from fxpipe.errors import FxpipeError, InputError, told
 
-_TORCH = str(Path(torch.__file__).parent)
+_TORCH = str(Path(torch.__file__).parent) + os.sep
+_FXPIPE = Path(__file__).parents[1]
 _OURS = tuple(
-    str(path)
-    for base in (Path(__file__).parents[1],)
-    for path in (base, (base / "passes").resolve(), (base / "schedules").resolve())
+    str(path) + os.sep
+    for path in (_FXPIPE, (_FXPIPE / "passes").resolve(), (_FXPIPE / "schedules").resolve())
 )
 _CONTEXTS = contextlib.__file__
+# what Python, IPython, doctest and the code module call code that has no file
+_TYPED = ("<stdin", "<python-input", "<ipython", "<doctest", "<console")
 # by what PyTorch calls a mode that watches operations, and that an operation
 _ENTRIES = tuple(str(Path(_TORCH, part)) for part in ("_compile.py", "_dynamo"))
 _EXITS = str(Path(_TORCH, "_ops.py"))
@@ -32,14 +35,9 @@ _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<functio
 
 def is_users(filename: str) -> bool:
     """Whether a file is the user's own: neither PyTorch's, nor this library's, nor generated."""
-    if filename.startswith("<") and not filename.startswith(("<stdin", "<ipython")):
-        return False
-    return not (filename.startswith(_TORCH) or filename.startswith(_OURS))
-
-
-def is_ours(filename: str) -> bool:
-    """Whether a file is this library's."""
-    return filename.startswith(_OURS)
+    if filename.startswith("<"):
+        return filename.startswith(_TYPED)
+    return not filename.startswith((_TORCH, *_OURS))
 
 
 def users_level() -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +14,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxpipe
+from fxpipe.compiler.guards import VARIANTS
 from tests.oracles import loop
 
 LEAF_CALLS = {"all": [0]}
+BESIDE = str(Path(fxpipe.__file__).parent), str(Path(torch.__file__).parent)
 
 pytestmark = pytest.mark.traces
 
@@ -73,6 +76,101 @@ def test_an_order_in_memory_that_changes_with_a_parameter_counts() -> None:
         made = pipe.step(x, target=target)
     assert torch.equal(made, loop.train(alone, 2, x, loss=F.cross_entropy, target=target).loss)
     loop.assert_same(loop.gradients(model), loop.gradients(alone))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.double(),
+        lambda model: setattr(model.gains, "data", torch.arange(1.0, 9.0)),
+    ],
+    ids=["dtype", "shape"],
+)
+def test_data_that_are_put_into_a_parameter_count(change: Callable[[Any], Any]) -> None:
+    class Gained(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Embedding(5, 4), nn.Linear(4, 3)
+            self.gains = nn.Parameter(torch.ones(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            made: Tensor = self.last(self.first(x) * torch.ones(4, dtype=self.gains.dtype))
+            return made * self.gains.sum() / self.gains.numel()
+
+    torch.manual_seed(0)
+    model = Gained()
+    x, target = torch.arange(8) % 5, torch.arange(8) % 3
+    with fxpipe.compile(model, 2 * ["cpu"], microbatches=2, loss=F.cross_entropy) as pipe:
+        pipe.step(x, target=target)
+        loop.clear(model)
+        change(model)
+        alone = copy.deepcopy(model)
+        made = pipe.step(x, target=target)
+    assert torch.equal(made, loop.train(alone, 2, x, loss=F.cross_entropy, target=target).loss)
+    loop.assert_same(loop.gradients(model), loop.gradients(alone))
+
+
+class Moody(nn.Module):
+    """A loss, or a part of one, whose mode counts."""
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(output, target) * (1 if self.training else 2)
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_the_mode_of_a_module_that_is_no_part_of_the_model_counts(held: bool) -> None:
+    moody, x = Moody(), torch.randn(4, 4)
+    several = [moody]
+    loss = (lambda output, target: several[0](output, target)) if held else moody
+    with fxpipe.compile(nn.Linear(4, 4), ["cpu"], microbatches=2, loss=loss) as pipe:
+        before = pipe.step(x, target=x)
+        moody.eval()
+        assert torch.equal(pipe.step(x, target=x), 2 * before)
+
+
+@pytest.mark.parametrize(
+    "file",
+    ["<python-input-0>", "<string>", *(f"{folder}_of_mine.py" for folder in BESIDE)],
+    ids=["typed", "given", "beside fxpipe", "beside torch"],
+)
+def test_code_of_the_users_counts_wherever_it_is(file: str) -> None:
+    mine: dict[str, Any] = {"__name__": "mine", "nn": nn, "SLOPE": 1.0}
+    code = """
+class Net(nn.Linear):
+    gain = 1.0
+
+    def forward(self, x):
+        return super().forward(x) * SLOPE * self.gain
+"""
+    exec(compile(code, file, "exec"), mine)
+    model, x = mine["Net"](4, 4), torch.randn(4, 4)
+    with fxpipe.compile(model, ["cpu"], microbatches=2) as pipe, torch.no_grad():
+        before = pipe(x)
+        model.gain = 2.0
+        assert torch.equal(pipe(x), 2 * before)
+        mine["SLOPE"] = 4.0
+        assert torch.equal(pipe(x), 8 * before)
+
+
+def test_a_state_that_is_used_again_and_again_stays_known(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Gained(nn.Linear):
+        gain = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.gain
+
+    model, x = Gained(4, 4), torch.randn(4, 4)
+    with (
+        caplog.at_level(logging.INFO, "fxpipe"),
+        fxpipe.compile(model, ["cpu"], microbatches=2) as pipe,
+        torch.no_grad(),
+    ):
+        for gain in range(1, VARIANTS + 4):
+            for model.gain in (0, gain):
+                pipe(x)
+    assert caplog.text.count("anew") == VARIANTS + 3
 
 
 @pytest.mark.parametrize("asked", [True, False])

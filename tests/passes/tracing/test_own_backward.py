@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -223,3 +225,14 @@ def test_checkpoints_inside_of_a_model_change_nothing(reentrant: bool, dropout: 
             pipe.step(x, target=x)
         found.append(loop.gradients(model))
     loop.assert_same(found[0], found[1])
+
+
+@pytest.mark.parametrize("tracer", ["export", "symbolic"])
+def test_a_model_with_a_function_of_its_own_is_given_up_with_its_pipe(tracer: Any) -> None:
+    model = Model(lambda model, x: applied(Reverse, x, 2.0))
+    known = weakref.ref(model)
+    with fxpipe.compile(model, ["cpu"], microbatches=2, loss=mse_loss, tracer=tracer) as pipe:
+        pipe.step(torch.randn(4, 4), target=torch.randn(4, 4))
+    del model, pipe
+    gc.collect()
+    assert known() is None
