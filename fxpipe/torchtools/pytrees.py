@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import get_unwrapped, is_batchedtensor
 from torch.utils import _pytree as pytree
 
 from fxpipe.errors import InputError
@@ -160,7 +161,10 @@ def pieces(tensor: Tensor) -> tuple[Tensor, ...]:
 
 
 def memory(tensor: Tensor) -> int:
-    """A number that identifies the storage of a tensor's values; the same for its views."""
+    """A number that identifies the storage of a tensor's values; the same for its views. That of a
+    tensor inside of a ``vmap`` is that of all its rows."""
+    while is_batchedtensor(tensor):
+        tensor = get_unwrapped(tensor)
     return int(pieces(tensor)[-1].untyped_storage()._cdata)
 
 

@@ -43,6 +43,11 @@ _CURES = {
 }
 """What to do about an operation that is not seen, by whether the graph has leaf modules."""
 
+_WITHOUT_GRADIENTS = (
+    "; or the model computes something else where gradients are off, as nn.TransformerEncoder does "
+    "with padding: torch.backends.mha.set_fastpath_enabled(False)"
+)
+
 
 def check(
     traced: Traced,
@@ -68,7 +73,9 @@ def check(
         InputError: the model fails where gradients are wanted; names its line.
     """
     called = [node for node in traced.graph.nodes if node.op == "call_module"]
-    compare = partial(_compare, traced.leaves)
+    compare = partial(
+        _compare, _CURES[traced.leaves] + ("" if differentiated else _WITHOUT_GRADIENTS)
+    )
 
     @contextmanager
     def draws() -> Iterator[None]:
@@ -241,13 +248,13 @@ def _gradients(
     }
 
 
-def _compare(leaves: bool, what: str, here: Tensor, there: Tensor, noise: float = 0.0) -> None:
+def _compare(cure: str, what: str, here: Tensor, there: Tensor, noise: float = 0.0) -> None:
     difference = _difference(here, there, noise)
     if difference:
         raise TraceError(
             "the traced graph does not compute what the model computes: "
             f"{what}: {difference}; some operation, such as an autograd function of its own, is "
-            f"not seen by the tracer: {_CURES[leaves]}"
+            f"not seen by the tracer: {cure}"
         )
 
 

@@ -28,7 +28,11 @@ _CONSTRUCTS: Sequence[tuple[str, str, str]] = (
     (r"\bwhile\b", "a loop that goes on as the values of a tensor say", _VALUES),
     (r"\bif\b|\bassert\b|\band\b|\bor\b|\bnot\b", "a branch on the values of a tensor", _VALUES),
     (r"\bfor\b", "a loop over the values of a tensor", _VALUES),
-    (r"\[.*\]|nonzero|masked_select|unique", "a shape that depends on a tensor's values", _VALUES),
+    (
+        r"\[.*\]|nonzero|masked_select|unique|bincount",
+        "a shape that depends on a tensor's values",
+        _VALUES,
+    ),
 )
 """What stands in a line whose outcome depends on values → what it is called, and the cure."""
 
@@ -87,7 +91,7 @@ def refuse_values(model: nn.Module, traced: Traced) -> None:
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols  # slow to import
 
     free = {node: free_unbacked_symbols(node.meta.get("val")) for node in traced.graph.nodes}
-    node = next((node for node, symbols in free.items() if symbols), None)
+    node = next((each for each in free if free[each] or _has_shape_of_values(each)), None)
     if node is not None:
         where = source.of_node(node)
         construct, cure = _construct(where)
@@ -96,6 +100,13 @@ def refuse_values(model: nn.Module, traced: Traced) -> None:
         same = [_paths(other) for other in free if free[other] & free[node]]
         around = [path for path in _paths(node) if all(path in paths for paths in same)]
         raise _error(model, where, reason, cure, around)
+
+
+def _has_shape_of_values(node: fx.Node) -> bool:
+    """Whether an operation decides by values on a shape that is not told; the exporter may have
+    concluded from later operations which one it was, as behind a ``bincount``."""
+    tags = getattr(node.target, "tags", ())
+    return torch.Tag.dynamic_output_shape in tags and node.kwargs.get("output_size") is None
 
 
 def refuse_entries(model: nn.Module, traced: Traced) -> None:

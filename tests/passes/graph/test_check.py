@@ -372,3 +372,21 @@ def test_an_unseen_write_is_refused_with_a_cure_that_works() -> None:
         loss, loop.train(alone, 2, x, loss=nn.functional.mse_loss, target=target).loss
     )
     loop.assert_same(loop.gradients(model), loop.gradients(alone))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_an_encoder_that_leaves_out_padding_is_refused_with_a_cure_that_works() -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2).eval()
+    x, padding = torch.randn(4, 5, 8), torch.arange(5).expand(4, 5) > 3
+    with fxpipe.compile(model, 2 * ["cpu"], microbatches=2) as pipe, torch.no_grad():
+        with pytest.raises(TraceError, match=r"set_fastpath_enabled\(False\)"):
+            pipe(x, src_key_padding_mask=padding)
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            made = pipe(x, src_key_padding_mask=padding)
+            parts = zip(x.chunk(2), padding.chunk(2), strict=True)
+            alone = [model(rows, src_key_padding_mask=places) for rows, places in parts]
+        finally:
+            torch.backends.mha.set_fastpath_enabled(True)
+    assert torch.equal(made, torch.cat(alone))

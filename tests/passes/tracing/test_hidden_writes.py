@@ -101,6 +101,21 @@ def test_a_function_mapped_over_weights_trains_as_by_the_loop(schedule: str) -> 
     step_as_the_loop(Net(between), schedule)
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_a_layer_mapped_over_rows_trains_as_by_the_loop(schedule: str) -> None:
+    def between(net: Any, x: Tensor) -> Any:
+        return torch.vmap(lambda row: net.extra(row) * row.sum())(x)
+
+    step_as_the_loop(Net(between), schedule)
+
+
+def test_a_count_of_values_is_computed_as_in_the_loop() -> None:
+    def between(net: Any, x: Tensor) -> Any:
+        return x + torch.bincount(x.argmax(1), minlength=6)
+
+    step_as_the_loop(Net(between), "1f1b")
+
+
 def test_a_value_detached_in_place_hands_no_gradient_on() -> None:
     def between(net: Any, x: Tensor) -> Any:
         kept = x * 1.0
