@@ -17,6 +17,7 @@ from sympy import (
     cancel,
     factor,
     floor,
+    sympify,
     true,
 )
 from sympy.core.relational import Relational
@@ -126,7 +127,15 @@ def recipe_formulas(
     """
     if devices is None:
         devices = CHUNKS_DEVICES if chunks else DEVICES
-    region = true if where is None else where
+    for word, counts in (("devices", devices), ("chunks", chunks), ("steps", steps)):
+        if counts is not None and not isinstance(counts, Sequence):
+            raise InputError(f"{word} is {counts!r}; give a list of counts, such as [2, 3, 4]")
+    if microbatches is not None and not callable(microbatches):
+        raise InputError(
+            f"microbatches is {microbatches!r}; give a function of the number of devices, such as "
+            "lambda p: [p, 2 * p, 3 * p]"
+        )
+    region = true if where is None else sympify(where)
     overlaps = recipe(2, 2).depth > 0
     if steps is None:
         steps = (1, 2, 3, 5) if overlaps else (1,)
@@ -163,8 +172,8 @@ def recipe_formulas(
 
 
 def _program(schedule: Schedule, steps: int) -> Program:
-    """The lists of so many steps, without instructions that take no time and move nothing."""
-    program = chain_program(schedule.verify(), frees=False)
+    """The lists of so many steps, without frees, unless these wait for what is being stored."""
+    program = chain_program(schedule.verify(), frees="O" in schedule.kinds)
     return unroll(program, steps)
 
 

@@ -188,6 +188,8 @@ def basis(letters: Sequence[str], given: Sequence[Relational]) -> Basis:
     Raises:
         InputError: a relation is not of this kind.
     """
+    if isinstance(given, Basic):
+        raise InputError(f"given is {given}; give a list of such relations")
     known = {time(letter) for letter in letters}
     equal: dict[Symbol, Expr] = {}
     bounds: list[Expr] = []

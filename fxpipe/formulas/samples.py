@@ -9,10 +9,10 @@ regions in which each is the maximum: the makespan is convex, so the maximum is 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import combinations
+from itertools import product
 from math import gcd
 
 from sympy.core.relational import Relational
@@ -68,7 +68,7 @@ def envelope(longest: Longest, walls: Sequence[Vector], most: int = 16) -> Envel
     The walls bound the cone of times: their dot products with a vector in it are at least 0.
     """
     size = len(walls[0])
-    edges = set(_rays(set(), walls, size))
+    edges = set(_edges(walls[size:], size))
     forms: set[Vector] = {longest(next(iter(edges)))}
     done: set[Vector] = set()
     while True:
@@ -81,8 +81,8 @@ def envelope(longest: Longest, walls: Sequence[Vector], most: int = 16) -> Envel
             found = longest(ray)
             if dot(found, ray) > greatest(forms, ray):
                 forms.add(found)
-        if len(forms) > most:
-            return None
+            if len(forms) > most:
+                return None
     needed = [form for form in forms if _alone(form, forms, rays)]
     return Envelope(frozenset(needed), frozenset(rays))
 
@@ -110,39 +110,33 @@ def _middle(
 
 
 def _rays(forms: set[Vector], walls: Sequence[Vector], size: int) -> Iterator[Vector]:
-    """Where enough of the forms, and of the cone's walls, meet."""
-    faces: list[tuple[Vector, Vector | None]] = [(wall, None) for wall in walls]
-    for a, b in combinations(sorted(forms), 2):
-        faces.append((tuple(x - y for x, y in zip(a, b, strict=True)), a))
-    for chosen in combinations(faces, size - 1):
-        for ray in _normals([face for face, _ in chosen]):
-            if any(dot(wall, ray) < 0 for wall in walls):
-                continue
-            if all(form is None or dot(form, ray) == greatest(forms, ray) for _, form in chosen):
-                yield ray
+    """The edges of the regions in which each form is the maximum."""
+    for form in forms:
+        others = (tuple(x - y for x, y in zip(form, b, strict=True)) for b in forms if b != form)
+        yield from _edges([*walls[size:], *others], size)
 
 
-def _normals(rows: Sequence[Vector]) -> Iterator[Vector]:
-    """The two shortest whole vectors at right angles to all rows, if there are no others."""
-    size = len(rows) + 1
-    found = [
-        (-1) ** j * _determinant([(*row[:j], *row[j + 1 :]) for row in rows]) for j in range(size)
-    ]
-    if any(found):
-        common = gcd(*found)
-        yield tuple(x // common for x in found)
-        yield tuple(-x // common for x in found)
+def _edges(walls: Iterable[Vector], size: int) -> Iterable[Vector]:
+    """The edges of the cone of times, all at least 0, whose products with the walls are at least 0.
 
-
-def _determinant(rows: Sequence[Vector]) -> int:
-    if not rows:
-        return 1
-    first, *rest = rows
-    return sum(
-        (-1) ** j * x * _determinant([(*row[:j], *row[j + 1 :]) for row in rest])
-        for j, x in enumerate(first)
-        if x
-    )
+    Wall by wall: edges behind it go, and a new one comes wherever it cuts the face between two that
+    are neighbours (the double description method; Fukuda and Prodon, 1996). Each edge has the walls
+    that it lies in as bits.
+    """
+    every = range(size)
+    edges = {tuple(int(i == j) for j in every): sum(1 << j for j in every if j != i) for i in every}
+    for number, wall in enumerate(walls, start=size):
+        side = {edge: dot(wall, edge) for edge in edges}
+        kept = {
+            e: on | (1 << number if not side[e] else 0) for e, on in edges.items() if side[e] >= 0
+        }
+        for a, b in product((e for e in edges if side[e] > 0), (e for e in edges if side[e] < 0)):
+            both = edges[a] & edges[b]
+            if all(both & ~on or e in (a, b) for e, on in edges.items()):
+                cut = [side[a] * y - side[b] * x for x, y in zip(a, b, strict=True)]
+                kept[tuple(x // gcd(*cut) for x in cut)] = both | 1 << number
+        edges = kept
+    return edges
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from fxpipe.errors import InputError, near, told
 from fxpipe.ir.schedule import Delay, Schedule, ordered_copies
-from fxpipe.ir.task import Task, is_whole
+from fxpipe.ir.task import Task, is_task
 from fxpipe.torchtools.state import without_collection
 
 if TYPE_CHECKING:
@@ -223,7 +223,7 @@ class Recipe:
                     f"{where}: more than {bound} tasks for {microbatches} micro-batches; "
                     "let the generator end"
                 )
-            if not isinstance(task, Task) or not is_whole(task):
+            if not is_task(task):
                 raise InputError(f"{where}: got {task!r}; yield tasks such as F(0), B(0) or U()")
             if task.stage is not None:
                 yield task

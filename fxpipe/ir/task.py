@@ -126,14 +126,12 @@ class Task:
         return f"{self.kind}{index}{batch_mark(self.batch)}{at}"
 
 
-def is_whole(task: Task) -> bool:
-    """Whether its micro-batch, stage and batch are whole numbers, where it has them."""
-    i, stage = task.microbatch, task.stage
-    return (
-        (i is None or isinstance(i, Integral))
-        and (stage is None or isinstance(stage, Integral))
-        and isinstance(task.batch, Integral)
-    )
+def is_task(value: object) -> bool:
+    """Whether it is a task whose kind is a text, with whole numbers where it has some."""
+    if not isinstance(value, Task) or not isinstance(value.kind, str):
+        return False
+    numbers = [each for each in (value.microbatch, value.stage) if each is not None]
+    return all(isinstance(number, Integral) for number in (value.batch, *numbers))
 
 
 def F(microbatch: int, stage: int | None = None, *, batch: int = 0) -> Task:
@@ -223,6 +221,8 @@ def define_task(
         raise InputError(f"{what}: its letter is {letter!r}; give one capital letter, A to Z")
     if letter in BUILT_IN:
         raise InputError(f"{what}: {letter!r} is the letter of {KINDS[letter].name}; take another")
+    if not isinstance(name, str):
+        raise InputError(f"{what}: give its name as a text")
     if cost is None:
         raise InputError(f"{what} has no cost; give cost=, in the unit in which a forward takes 1")
     if not isinstance(cost, Real) or not 0 <= cost < float("inf"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
-from numbers import Real
+from numbers import Integral, Real
 from operator import index
 
 from fxpipe.errors import InputError
@@ -55,13 +55,13 @@ class Given:
         limits = memory if isinstance(memory, Sequence) else () if memory is None else (memory,)
         if isinstance(memory, str) or not all(isinstance(each, Real) for each in limits):
             raise InputError(f"memory is {memory!r}; give a number, or one for each device")
-        if not isinstance(self.microbatches, int) or self.microbatches < 1:
-            raise InputError(f"microbatches is {self.microbatches!r}; give at least 1")
-        devices = self.devices
-        if devices is not None and (not isinstance(devices, int) or devices < 1):
-            raise InputError(f"devices is {devices!r}; give at least 1")
-        if not isinstance(self.delay, int) or self.delay < 0:
-            raise InputError(f"delay is {self.delay!r}; give a whole number of at least 0")
+        for word, least in (("microbatches", 1), ("devices", 1), ("delay", 0)):
+            count = getattr(self, word)
+            if count is None and word == "devices":
+                continue
+            if not isinstance(count, Integral) or count < least:
+                raise InputError(f"{word} is {count!r}; give a whole number of at least {least}")
+            object.__setattr__(self, word, int(count))
 
     def limits(self, devices: int) -> tuple[float, ...]:
         """Device → the most that it may hold."""
@@ -149,13 +149,8 @@ def placements_of(given: Given) -> list[Places]:
                 "function such as fxpipe.vee"
             )
         placement = None
-    if placement is not None and not callable(placement):
-        try:
-            held = tuple(map(index, placement))
-        except TypeError:
-            raise InputError(
-                f"placement is {placement!r}; give each stage a device, from 0 on"
-            ) from None
+    if placement is not None:
+        held = _placed(placement, given)
         if not held or set(held) != set(range(max(held) + 1)):
             raise InputError(f"placement is {held}; give each stage a device, from 0 on")
         if given.devices not in (None, max(held) + 1):
@@ -165,15 +160,6 @@ def placements_of(given: Given) -> list[Places]:
             )
         return [held]
     stages, devices = given.counts
-    if placement is not None:
-        recipe = Recipe("search", lambda *counts: (), placement=placement)
-        alone, copies = recipe.place(devices), recipe.copies(devices)
-        if copies:
-            raise InputError(
-                f"placement gives the stages the copies {copies}, and a search keeps each stage "
-                "on one device; give a device for each stage"
-            )
-        return [alone]
     if stages <= devices:
         return [one_each(devices)]
     found = [tuple(s * devices // stages for s in range(stages))]
@@ -182,6 +168,25 @@ def placements_of(given: Given) -> list[Places]:
     if stages == 2 * devices:
         found.append(vee(devices))
     return list(dict.fromkeys(found))
+
+
+def _placed(placement: Sequence[int] | Placement, given: Given) -> Places:
+    """The device of each stage."""
+    if not callable(placement):
+        try:
+            return tuple(map(index, placement))
+        except TypeError:
+            raise InputError(
+                f"placement is {placement!r}; give each stage a device, from 0 on"
+            ) from None
+    devices = given.counts[1]
+    recipe = Recipe("search", lambda *counts: (), placement=placement)
+    if copies := recipe.copies(devices):
+        raise InputError(
+            f"placement gives the stages the copies {copies}, and a search keeps each stage "
+            "on one device; give a device for each stage"
+        )
+    return recipe.place(devices)
 
 
 def _problem(

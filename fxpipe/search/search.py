@@ -159,7 +159,7 @@ def search_schedule(
         costs, microbatches, devices, placement, whole, memory, sizes, links, flush, delay
     )
     budget = _Budget(seconds, work, seed, solver.available() if exact is None else exact)
-    if placement == "search":
+    if isinstance(placement, str) and placement == "search":
         found = _search_placements(given, budget)
     else:
         problems = problems_of(given)

@@ -43,6 +43,13 @@ class Link:
             raise InputError(f"a link's latency is {self.latency!r}; give a time of at least 0")
         if not isinstance(self.bandwidth, Real) or not self.bandwidth > 0:
             raise InputError(f"a link's bandwidth is {self.bandwidth!r}; give one above 0")
+        object.__setattr__(self, "latency", _number(self.latency))
+        object.__setattr__(self, "bandwidth", _number(self.bandwidth))
+
+
+def _number(given: Real | float) -> float:
+    """A whole number as it is, any other as a float, whatever library it is of."""
+    return int(given) if isinstance(given, Integral) else float(given)
 
 
 @dataclass(frozen=True)
@@ -132,11 +139,12 @@ def times_of(
             raise InputError(
                 f"costs[{key!r}] is for stage {stage}; the stages are 0 to {stages - 1}"
             )
-        if not isinstance(time, Real) or not 0 <= time <= _LONGEST:
+        if not isinstance(time, Real) or not 0 <= _number(time) <= _LONGEST:
             raise InputError(
                 f"costs[{key!r}] is {time!r:.99}; a task takes a time of at least 0, and at most "
                 f"{_LONGEST:g}"
             )
+        known[key] = _number(time)
     own = dict.fromkeys(letters, _UNKNOWN_TIME)
     own |= {letter: kind.cost for letter, kind in KINDS.items()}
     return {

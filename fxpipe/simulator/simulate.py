@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import inf
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -73,11 +74,11 @@ def simulate(
         )
     program = blocking(program)
     times = task_times(program, costs)
-    if not 0 <= overhead < inf:
-        raise InputError(f"overhead is {overhead}; give a time of at least 0")
+    if not isinstance(overhead, Real) or not 0 <= overhead < inf:
+        raise InputError(f"overhead is {overhead!r}; give a time of at least 0")
     usual = default_steps(program)
     count = usual if steps is None else steps
-    if not isinstance(count, int):
+    if not isinstance(count, Integral):
         raise InputError(f"steps is {count!r}; give a whole number of at least 1")
     flat = program if count == usual == 1 else unroll(program, count)
     walked = walk([len(own) for own in flat.lists], waits_of(flat))
@@ -125,7 +126,7 @@ def simulate_schedule(
     """
     from fxpipe.passes.schedule import add_reduce
 
-    if not isinstance(replicas, int) or replicas < 1:
+    if not isinstance(replicas, Integral) or replicas < 1:
         raise InputError(f"replicas is {replicas!r}; give a whole number of at least 1")
     if sizes is not None and not isinstance(sizes, Sizes):
         raise InputError(f"sizes is {sizes!r}; give Sizes(...)")
@@ -265,7 +266,7 @@ def run(
                         start = max(ready, lanes.get(lane, ready))
                         end = lanes[lane] = start + times[letter, buffer.source]
                         transfers[buffer] = Transfer(
-                            buffer, device, device, position, now, start, end
+                            buffer, device, device, position, ready, start, end
                         )
                         if not (overlap and beside):
                             now = end

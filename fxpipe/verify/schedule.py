@@ -9,7 +9,7 @@ from numbers import Integral
 
 from fxpipe.errors import Fault, InputError, VerificationError
 from fxpipe.ir.schedule import Schedule, delay_text
-from fxpipe.ir.task import Task, is_whole
+from fxpipe.ir.task import is_task
 from fxpipe.ir.walk import needs_of
 from fxpipe.torchtools.state import without_collection
 from fxpipe.verify.copies import copies_faults, together
@@ -116,9 +116,9 @@ def _frame(schedule: Schedule) -> Iterator[Fault]:
     """The counts, the placement and the delays; the tasks cannot be judged without them."""
     for device, row in enumerate(schedule.rows):
         for position, task in enumerate(row):
-            if not isinstance(task, Task) or not is_whole(task):
-                cure = "write tasks of whole numbers, such as F(0)"
-                yield Fault("it is no task of whole numbers", cure, device, position, repr(task))
+            if not is_task(task):
+                what, cure = "it is no task of whole numbers", "write such as F(0), or Task('F', 0)"
+                yield Fault(what, cure, device, position, repr(task))
                 return
     rules = [rule if isinstance(rule, tuple) else (rule,) for rule in schedule.rules]
     for number in (schedule.microbatches, *schedule.placement, *chain(*rules, *schedule.copies)):

@@ -193,6 +193,7 @@ def test_a_task_may_read_what_is_not_a_number() -> None:
         ({"letter": "n"}, "give one capital letter"),
         ({"letter": "NN"}, "give one capital letter"),
         ({"letter": 5}, "give one capital letter"),
+        ({"name": 5}, "task 5: give its name as a text"),
         ({"cost": "1"}, "its cost is '1'; give a time of at least 0"),
         ({"follows": 3}, "follows is 3; give letters of tasks"),
         ({"reads": "gradients"}, "reads is 'gradients'; give a tuple"),

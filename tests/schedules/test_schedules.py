@@ -221,9 +221,12 @@ def test_lists_of_devices_and_delays_are_as_good_as_tuples() -> None:
 
 @pytest.mark.parametrize(
     "task",
-    [F(0.0), F("0"), F([0]), F(0, 0.0), F(0, "0"), F(0, batch=0.0), F(0, batch=None)],  # type: ignore[arg-type]
+    [
+        *(F(0.0), F("0"), F([0]), F(0, 0.0), F(0, "0"), F(0, batch=0.0), F(0, batch=None)),  # type: ignore[arg-type]
+        *(Task(F, 0), Task(5, 0), Task(["F"], 0), Task(None, 0)),  # type: ignore[arg-type]
+    ],
 )
-def test_a_task_is_of_whole_numbers(task: Task) -> None:
+def test_a_task_is_of_a_letter_and_whole_numbers(task: Task) -> None:
     recipe = Recipe("odd", lambda device, devices, microbatches: [task, B(0), U()])
     with pytest.raises(
         InputError, match=r"device 0, position 0: got Task.*; yield tasks such as F"

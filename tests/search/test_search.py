@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from fractions import Fraction
 from math import inf
 from random import Random
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -346,6 +348,8 @@ def test_the_measured_times_of_a_plan_are_searched_with() -> None:
         ({"placement": 3}, "placement is 3; give each stage a device"),
         ({"placement": [0.0, 1.0]}, r"placement is \[0\.0, 1\.0\]; give each stage a device"),
         ({"placement": lambda p: None, "devices": 2}, "which gives no device for each stage"),
+        ({"placement": lambda p: (0, -1), "devices": 2}, r"\(0, -1\); give each stage a device"),
+        ({"placement": lambda p: (0, 1, 2), "devices": 2}, "has 3 devices and devices is 2"),
         ({"placement": (0, 1, 2), "devices": 2}, "placement has 3 devices and devices is 2"),
         ({"placement": fxpipe.round_robin(10**8), "devices": 2}, "at most 10000000 stages"),
         ({"costs": {("F", 10**8): 1}}, "at most 50000 forwards are searched"),
@@ -378,3 +382,14 @@ def test_a_bound_of_no_time_is_told_where_transfers_alone_take_some() -> None:
     assert found.value > found.bound == 0
     assert found.gap == found.certificate.gap == inf
     assert "takes less than 0 (which is all that is known)" in str(found)
+
+
+def test_counts_times_and_placements_may_be_of_numpy() -> None:
+    found = search_schedule(
+        {"F": np.float32(1.5), "B": Fraction(3, 2)},
+        np.int64(4),  # type: ignore[arg-type]
+        placement=np.arange(2),  # type: ignore[arg-type]
+        work=5,
+    )
+    assert found.schedule.placement == (0, 1)
+    assert str(found).startswith("a step takes 15.5;")

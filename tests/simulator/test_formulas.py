@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
+from random import Random
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from fxpipe.formulas import Formulas, T, m, p, s, time, v
 from fxpipe.ir.recipe import Recipe, find_recipe, round_robin
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import KINDS, B, F, U, define_task
+from fxpipe.passes.schedule import add_offload, add_recompute, modes_of
 from tests.helpers.profiles import DEEP
 from tests.oracles import small_simulator
 from tests.schedules.test_flushing import GRIDS
@@ -332,6 +334,36 @@ def test_relations_that_are_none_of_times_are_refused() -> None:
         one.formulas(given=(TF * TB <= TF,))
     with pytest.raises(InputError, match="none of the points"):
         one.formulas(where=m > 1000)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"given": TW <= TF},
+        {"devices": 3},
+        {"chunks": 2},
+        {"steps": 1},
+        {"microbatches": [1, 2]},
+    ],
+)
+def test_arguments_of_another_form_are_refused_by_name(options: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match=f"{next(iter(options))} is .*; give a"):
+        find_recipe("1f1b").formulas(**options)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "zb-h1", "2bw"])
+def test_what_is_stored_holds_up_the_forms_as_it_does_a_run(name: str) -> None:
+    """Of up to seven kinds of tasks, all of which may decide how long a step takes."""
+    schedule = find_recipe(name)(2, 3)
+    always = modes_of("always", schedule.stages)
+    stored = add_offload(add_recompute(schedule, always) if name == "2bw" else schedule, always)
+    forms, random = stored.formulas(), Random(0)
+    for _ in range(6):
+        costs = {kind: random.randint(0, 7) for kind in sorted(stored.kinds)} | {"U": 0}
+        ran = stored.simulate(costs, steps=1)
+        numbers = {time(kind): cost for kind, cost in costs.items()}
+        assert forms.makespan.subs(numbers) == ran.makespan
+        assert forms.bubble_size.subs(numbers) == ran.bubble_size
 
 
 def test_a_task_of_ones_own_has_a_time_of_its_own() -> None:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import operator
 from collections import defaultdict
 from collections.abc import Mapping
+from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -354,6 +357,31 @@ def test_integer_times_stay_exact() -> None:
     huge = 10**30
     found = find_recipe("1f1b")(3, 4).simulate({"F": huge, "B": huge + 1, "U": 0})
     assert operator.index(found.makespan) == 6 * (2 * huge + 1)  # type: ignore[arg-type]
+
+
+def test_times_of_numpy_are_told_like_any_other(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"links": Link(np.float32(0.5)), "steps": np.int64(2)}
+    found = one_f_one_b(2, 3).simulate({"F": np.float32(1.1), "B": Fraction(7, 3)}, **options)
+    same = one_f_one_b(2, 3).simulate(
+        {"F": 1.100000023841858, "B": 7 / 3}, links=Link(0.5), steps=2
+    )
+    assert found.makespan == same.makespan and str(found) == str(same)
+    found.trace(tmp_path / "trace.json")
+
+
+def test_a_fetch_that_waits_for_its_own_storing_is_on_the_longest_way() -> None:
+    schedule = Schedule.parse(
+        "schedule stored stages=1 microbatches=1 delay=0\nplace 0\n0: F0 O0 P0 B0 U\n"
+    )
+    found = simulate(chain_program(schedule, frees=False), {"O": 10, "P": 1, "B": 2, "U": 1})
+    path = found.critical_path
+    assert [(part.start, part.end) for part in path] == [
+        (0, 1),
+        (1, 11),
+        (11, 12),
+        (12, 14),
+        (14, 15),
+    ]
 
 
 def test_a_count_of_devices_is_whole() -> None:
