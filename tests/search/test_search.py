@@ -6,6 +6,7 @@ from dataclasses import replace
 from fractions import Fraction
 from math import inf
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -385,11 +386,8 @@ def test_a_bound_of_no_time_is_told_where_transfers_alone_take_some() -> None:
 
 
 def test_counts_times_and_placements_may_be_of_numpy() -> None:
-    found = search_schedule(
-        {"F": np.float32(1.5), "B": Fraction(3, 2)},
-        np.int64(4),  # type: ignore[arg-type]
-        placement=np.arange(2),  # type: ignore[arg-type]
-        work=5,
-    )
+    costs: dict[str, Any] = {"F": np.float32(1.5), "B": Fraction(3, 2)}
+    given: dict[str, Any] = {"microbatches": np.int64(4), "placement": np.arange(2)}
+    found = search_schedule(costs, **given, work=5)
     assert found.schedule.placement == (0, 1)
     assert str(found).startswith("a step takes 15.5;")

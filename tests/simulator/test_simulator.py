@@ -360,8 +360,10 @@ def test_integer_times_stay_exact() -> None:
 
 
 def test_times_of_numpy_are_told_like_any_other(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"links": Link(np.float32(0.5)), "steps": np.int64(2)}
-    found = one_f_one_b(2, 3).simulate({"F": np.float32(1.1), "B": Fraction(7, 3)}, **options)
+    half: Any = np.float32(0.5)
+    costs: dict[str, Any] = {"F": np.float32(1.1), "B": Fraction(7, 3)}
+    options: dict[str, Any] = {"links": Link(half), "steps": np.int64(2)}
+    found = one_f_one_b(2, 3).simulate(costs, **options)
     same = one_f_one_b(2, 3).simulate(
         {"F": 1.100000023841858, "B": 7 / 3}, links=Link(0.5), steps=2
     )
