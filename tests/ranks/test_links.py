@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import struct
 import threading
@@ -18,7 +19,8 @@ from fxpipe.runtime.ranks import connecting
 from fxpipe.runtime.ranks import links as links_module
 from fxpipe.runtime.ranks.links import CLOSED, Links
 from fxpipe.runtime.ranks.message import MOST, PREFIX, Message, digest, pack
-from tests.helpers.tiny import within
+from fxpipe.runtime.ranks.shared import Lent
+from tests.helpers.tiny import soon, within
 
 pytestmark = pytest.mark.timeout(120, method="thread")
 
@@ -114,6 +116,7 @@ def test_a_digest_tells_values_apart_and_no_layouts() -> None:
     assert digest(torch.ones(1)) != digest(torch.ones(3))
     assert digest(torch.arange(6).view(2, 3)) == digest(torch.arange(6).view(2, 3).t().clone().t())
     assert digest(torch.ones(3)) == digest(torch.ones(1).expand(3))
+    assert digest(torch.ones(3, device="meta")) == digest(torch.ones(2, device="meta")) == ""
 
 
 def test_a_message_that_ends_in_its_middle_is_not_delivered() -> None:
@@ -158,6 +161,21 @@ def test_what_was_sent_before_the_end_arrives_though_nobody_read_it_yet() -> Non
 def test_a_message_that_nobody_reads_does_not_keep_a_rank_from_closing() -> None:
     with ends() as (end, _):
         end.links.send(1, Message("value", (), torch.zeros(1 << 24)))
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="no memory can be shared here")
+def test_a_process_that_is_forked_while_a_thread_lends_memory_goes_on() -> None:
+    with ends() as (end, _):
+        lent = end.links._peers[1].lent = Lent(os.memfd_create("test"))
+        with lent._lock:
+            child = os.fork()
+            if not child:
+                os._exit(0)
+        ended = soon(lambda: os.waitpid(child, os.WNOHANG)[0] == child)
+        if not ended:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        assert ended
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are not forked here")

@@ -113,10 +113,14 @@ def writing(mesh: DeviceMesh, schedule: str) -> dict[str, list[str]]:
     """What is logged after weights were written in some way."""
     rank = mesh.get_local_rank()
     found: dict[str, list[str]] = {}
-    for what in ("on all ranks", "on one rank", "what another has", "its own stage"):
-        model, log = built(), Messages()
+    for what in ("on all ranks", "on one rank", "without data", "what another has", "its own"):
+        with torch.device("meta" if what == "without data" else "cpu"):
+            model, log = built(), Messages()
         logging.getLogger("fxpipe").addHandler(log)
         with compiled(model, mesh, schedule, sgd) as pipe:
+            if what == "without data":
+                pipe.prepare(torch.ones(4, 4), target=torch.ones(4, 2))
+                pipe.reset_parameters()
             stepped(pipe)
             stepped(pipe)
             whole = pipe.state_dict(full=True)
@@ -124,7 +128,7 @@ def writing(mesh: DeviceMesh, schedule: str) -> dict[str, list[str]]:
                 model.load_state_dict({name: value * 2 for name, value in whole.items()})
             elif what == "what another has" and rank == 0:
                 model.load_state_dict(whole)
-            elif what == "its own stage" and rank == 1:
+            elif (what, rank) in (("its own", 1), ("without data", 0)):
                 with torch.no_grad():
                     model.get_parameter("2.weight").mul_(2)
             stepped(pipe)
@@ -137,7 +141,8 @@ def writing(mesh: DeviceMesh, schedule: str) -> dict[str, list[str]]:
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
 def test_a_weight_that_is_written_where_another_rank_trains_it_is_warned_of(schedule: str) -> None:
     for found in on_ranks(2, writing, schedule):
-        (told,) = found.pop("on one rank")
-        assert told.startswith("rank 0")
-        assert "has written the parameter '2.bias', which rank 1" in told
-        assert found == {"on all ranks": [], "what another has": [], "its own stage": []}
+        for what, name in (("on one rank", "2.bias"), ("without data", "2.weight")):
+            (told,) = found.pop(what)
+            assert told.startswith("rank 0")
+            assert f"has written the parameter {name!r}, which rank 1" in told
+        assert found == {"on all ranks": [], "what another has": [], "its own": []}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -14,9 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from fxpipe import RankError
 from fxpipe.runtime.ranks import shared
 from fxpipe.runtime.ranks.message import Message, pack, unpacking
-from fxpipe.runtime.ranks.shared import LOCAL, Borrowed, Lent, Slot
+from fxpipe.runtime.ranks.shared import LOCAL, Borrowed, Lent, Slot, share
 
 pytestmark = pytest.mark.skipif(
     LOCAL is None or not hasattr(os, "memfd_create"), reason="no memory can be shared here"
@@ -69,6 +71,30 @@ def joined() -> Iterator[Joined]:
         for mine, other in zip(lent, borrowed, strict=True):
             mine.close()
             other.close()
+
+
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_a_rank_that_leaves_before_memory_is_shared_is_named(when: str) -> None:
+    files = len(os.listdir("/proc/self/fd"))
+    mine, other = socket.socketpair()
+    mine.settimeout(10)
+
+    def leave() -> None:
+        if when == "meanwhile":  # it has what is sent to it, and sends nothing
+            other.recv(1)
+        other.close()
+
+    thread = threading.Thread(target=leave)
+    thread.start()
+    if when == "before":
+        thread.join()
+    with pytest.raises(RankError, match="two left while the ranks connected") as raised:
+        share({1: mine}, ["one", "two"])
+    assert raised.value.rank == 1
+    thread.join()
+    del raised
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == files
 
 
 @st.composite

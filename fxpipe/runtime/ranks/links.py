@@ -170,9 +170,10 @@ class Links:
 
     def _drop(self) -> None:
         """Close what a forked process has inherited: a connection lasts until all have closed it,
-        and the others have to notice when the process ends that it was forked from."""
+        and the others have to notice when the process ends that it was forked from. Nothing that
+        takes a lock, which a thread that was not forked may hold for ever."""
         for peer in self._peers.values():
-            peer.close()
+            peer.socket.close()
         for each in self._wakers:
             each.close()
         self._selector.close()

@@ -165,7 +165,7 @@ def meet(mesh: DeviceMesh, pipeline: int | None, replicas: int | None) -> Met:
         cards.sort(key=lambda each: ranks.index(each.global_rank))  # the group is in its own order
         names = tuple(_named_rank(each) for each in cards)
         sockets = connected(rank, cards, names, listeners, time.monotonic() + CONNECTS)
-    shared = dict(zip(sockets, share([*sockets.values()]), strict=True))
+    shared = share(sockets, names)
     beside = sum(each.host == card.host and each.network == card.network for each in cards)
     threads = torch.get_num_threads()
     threads = threads if "OMP_NUM_THREADS" in os.environ else max(1, threads // beside)

@@ -105,7 +105,9 @@ def pack(message: Message, lent: Lent | None = None) -> list[memoryview]:
 
 
 def digest(tensor: Tensor) -> str:
-    """A short text that is the same for tensors with the same values."""
+    """A short text that is the same for tensors with the same values; empty where one has none."""
+    if tensor.is_meta:
+        return ""
     dense = tensor.layout is torch.strided
     flat = tensor.reshape(-1).contiguous() if dense else tensor
     made = hashlib.sha256()

@@ -12,8 +12,10 @@ import os
 import socket
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
+
+from fxpipe.errors import RankError, told
 
 LEAST = 1 << 15
 """Tensors of fewer bytes go through the socket: shared memory costs some microseconds each."""
@@ -164,23 +166,47 @@ Shared = tuple[Lent | None, Borrowed | None]
 """What a process lends another one, and borrows from it."""
 
 
-def share(connections: Sequence[socket.socket]) -> Iterator[Shared]:
-    """Memory shared with the processes at the other ends of some connections, which do the same.
+def share(connections: Mapping[int, socket.socket], names: Sequence[str]) -> dict[int, Shared]:
+    """Rank → memory shared with it over its connection; each rank calls this.
 
     Connections between hosts, and systems without such memory, share none.
+
+    Raises:
+        RankError: a rank has left meanwhile; all connections are closed then.
     """
-    able = [each for each in connections if each.family == LOCAL and hasattr(os, "memfd_create")]
-    lent = {each: _lend(each) for each in able}
-    for each in connections:
-        yield (lent[each], _borrow(each)) if each in lent else (None, None)
+    able = hasattr(os, "memfd_create")
+    local = [r for r, each in connections.items() if able and each.family == LOCAL]
+    shared: dict[int, Shared] = dict.fromkeys(connections, (None, None))
+    rank = -1
+    try:
+        for rank in local:
+            shared[rank] = _lend(connections[rank]), None
+        for rank in local:
+            shared[rank] = shared[rank][0], _borrow(connections[rank])
+    except OSError as error:
+        memory = [each for own in shared.values() for each in own if each is not None]
+        for each in (*connections.values(), *memory):
+            each.close()
+        raise RankError(
+            f"{names[rank]} left while the ranks connected ({told(error)}); its own error says "
+            "why: start all ranks again",
+            rank=rank,
+        ) from error
+    return shared
 
 
 def _lend(connection: socket.socket) -> Lent:
     file = os.memfd_create("fxpipe")
-    socket.send_fds(connection, [b"m"], [file])
+    try:
+        socket.send_fds(connection, [b"m"], [file])
+    except OSError:
+        os.close(file)
+        raise
     return Lent(file)
 
 
 def _borrow(connection: socket.socket) -> Borrowed:
     _, files, *_ = socket.recv_fds(connection, 1, 1)
+    if not files:
+        raise ConnectionError("the connection was closed")
     return Borrowed(*files)
