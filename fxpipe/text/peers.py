@@ -303,9 +303,12 @@ def parse_nodes(nodes: Nodes | str, name: str) -> Schedule:
 
     Raises:
         ParseError: the text is no list of lists.
-        InputError: a node says what a Schedule cannot hold; it is named by row and column.
+        InputError: it is neither, or a node says what a Schedule cannot hold; that is named by row
+            and place.
     """
     table = _literal(nodes) if isinstance(nodes, str) else nodes
+    if not isinstance(table, Sequence) or not all(isinstance(own, Sequence) for own in table):
+        raise InputError(f"nodes is {nodes!r:.99}; give lists of nodes, one a stage, or their text")
     rows: list[list[Task]] = []
     for device, own in enumerate(table):
         made = [

@@ -21,7 +21,7 @@ A traced graph has the inputs and outputs of the whole model::
 
     traced
       input x
-      input none                       # an input of the call that is no value of the graph
+      input None                       # an input of the call that is no value of the graph
       output linear (0,)               # and the dimensions that are the batch, None if unknown
       output literal 3 ()
       loss mse_loss
@@ -65,7 +65,9 @@ _VALUE = Form("{name:value}", "relu_3")
 _PLAIN = re.compile(r"[A-Za-z0-9_.]+")
 _TARGET = re.compile(r"""[A-Za-z0-9_.]+|'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""")
 _WORD = re.compile(r"\w+")
-_OUTPUT = re.compile(r"(literal[ \t]+)?(.+?)[ \t]+(None|\([0-9, ]*\))(?=[ \t]*(?:#.*)?$)")
+_NONE = re.compile(r"None\b")
+_CODE = re.compile(r"""(?:[^#'"]|'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")*""")
+_OUTPUT = re.compile(r"(literal[ \t]+)?(.+)[ \t]+(None|\((?:(?:0|[1-9][0-9]{0,8}),? ?)*\))[ \t]*")
 
 _ITEMS = "'parameter name = target', 'buffer name = target', 'write target = name' and then 'graph'"
 _OUTPUT_FORM = "write 'output name (0,)' or 'output literal 3 ()', with the dimensions or None"
@@ -88,7 +90,7 @@ def print_traced(traced: Traced) -> str:
         InputError: a literal output, or an argument of a node, has no text.
     """
     lines = ["traced" + (" leaves" if traced.leaves else "")]
-    lines += [f"  input {'none' if name is None else name}" for name in traced.inputs]
+    lines += [f"  input {name}" for name in traced.inputs]
     for out in traced.outputs:
         what = out.name if isinstance(out, Value) else f"literal {_literal(out)}"
         lines.append(f"  output {what} {out.dims}")
@@ -180,8 +182,7 @@ def parse_traced(
         line.gap("what it is")
         match word:
             case "input":
-                name = _VALUE.read(line)["name"]
-                inputs.append(None if name == "none" else name)
+                inputs.append(None if line.take(_NONE) else _VALUE.read(line)["name"])
             case "output":
                 outputs.append(reader.output(line))
             case "norm":
@@ -290,23 +291,21 @@ class _Reader:
 
     def output(self, line: Line) -> Value | Literal:
         start = line.at
-        match = _OUTPUT.match(line.text, start)
+        match = _OUTPUT.fullmatch(line.take(_CODE) or "")
         if match is None:
-            raise line.error(_OUTPUT_FORM)
-        line.at = match.end()
-        dims = ast.literal_eval(match[3])
+            raise line.error(_OUTPUT_FORM, start)
+        dims = self._value(line, match[3], start + match.start(3))
         if dims is not None and not isinstance(dims, tuple):
-            raise line.error(_OUTPUT_FORM, match.start(3))
+            raise line.error(_OUTPUT_FORM, start + match.start(3))
         if match[1] is not None:
-            return Literal(self._value(line, match[2], match.start(2)), dims)
+            return Literal(self._value(line, match[2], start + match.start(2)), dims)
         if not is_name(match[2]):
             raise line.error(_OUTPUT_FORM, start)
         return Value(match[2], dims)
 
     def norm(self, line: Line) -> DeferredNorm:
-        start, text = line.at, line.text[line.at :].partition("#")[0]
-        line.at += len(text)
-        match self._value(line, text, start):
+        start = line.at
+        match self._value(line, line.take(_CODE) or "", start):
             case (str(moments), str(mean), str(variance), str() | None as tracked, momentum) if (
                 momentum is None or isinstance(momentum, float)
             ):

@@ -31,6 +31,7 @@ from fxpipe.errors import InputError, ParseError, near
 from fxpipe.ir.plan import pop, stash
 from fxpipe.random.leaf_draws import draw_from
 from fxpipe.text.scan import Line, is_name
+from fxpipe.torchtools.moments import gather
 
 _INDEX = re.compile(r"0|[1-9][0-9]{0,8}")
 
@@ -139,7 +140,14 @@ _TORCH: dict[str, tuple[types.ModuleType, str]] = {
 }
 """Name of a module → the module, and how aten's operators begin that it gives another name."""
 
-_MODULES = ("operator", "math", *_TORCH, "fxpipe.random", "fxpipe.random.leaf_draws")
+_OWN: dict[str, Iterable[Function]] = {
+    "fxpipe.random": (*fxpipe.random.SEEDED.values(), fxpipe.random.attention),
+    "fxpipe.random.leaf_draws": (draw_from,),
+    "fxpipe.torchtools.moments": (gather,),
+}
+"""Name of a module of this library → its functions in graphs."""
+
+_MODULES = ("operator", "math", *_TORCH, *_OWN)
 _OF_DICTS = ("get", "items", "keys")
 _NOT_ON_TENSORS = frozenset(
     (
@@ -163,12 +171,8 @@ def _functions(module: str) -> dict[str, Function]:
         case "math":
             found = vars(math).items()
             return {name: f for name, f in found if callable(f) and not name.startswith("_")}
-        case "fxpipe.random":
-            return {
-                f.__name__: f for f in (*fxpipe.random.SEEDED.values(), fxpipe.random.attention)
-            }
-        case "fxpipe.random.leaf_draws":
-            return {draw_from.__name__: draw_from}
+        case _ if module in _OWN:
+            return {function.__name__: function for function in _OWN[module]}
     holder, prefix = _TORCH[module]
     taking = {id(f) for own in torch.overrides.get_overridable_functions().values() for f in own}
     return {

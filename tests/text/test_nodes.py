@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 import pytest
 
@@ -112,6 +113,12 @@ def test_a_text_that_is_no_list_of_nodes_is_refused_and_never_runs(
     with pytest.raises(ParseError) as caught:
         Schedule.from_nodes(text)
     assert (caught.value.line, caught.value.column) == (line, column)
+
+
+@pytest.mark.parametrize("nodes", [5, [5], None, {"type": "F"}])
+def test_what_is_no_list_of_lists_is_refused(nodes: Any) -> None:
+    with pytest.raises(InputError, match="give lists of nodes, one a stage, or their text"):
+        Schedule.from_nodes(nodes)
 
 
 def test_a_text_that_nests_too_deep_is_refused_with_a_reason() -> None:

@@ -18,7 +18,7 @@ from tests.helpers.lines import lines
 TEXT = """\
 traced
   input x
-  input none
+  input None
   output relu (0,)
   loss sum_1
   norm ('bn.moments', 'bn.mean', 'bn.var', None, 0.1)
@@ -55,7 +55,7 @@ def test_the_loss_may_be_an_output() -> None:
         ("relu = torch.ops.aten.relu.default(mm)", "relu = self.act(mm)", "calls the module act"),
         ("  input x\n", "", "a superfluous placeholder for 'x'; take exactly the parameters"),
         ("input x", "input y", "no placeholder for 'y'"),
-        ("input none", "input x", "reads 2 things named 'x'; rename them"),
+        ("input None", "input x", "reads 2 things named 'x'; rename them"),
         (
             "buffer b_moments",
             "parameter b_2 = weight\n  buffer b_moments",
