@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from fxpipe.compiler.compiled import Compiled
 from fxpipe.errors import InputError
@@ -24,7 +24,6 @@ from fxpipe.runtime.run import FlushedRun
 from fxpipe.turn import Turn, in_turn_in_backward
 
 _DETACH = (torch.ops.aten.detach.default, torch.detach, "detach")
-"""Where gradients end."""
 
 
 def outputs_of(host: BatchHost, run: FlushedRun) -> list[Any]:
@@ -128,13 +127,20 @@ def reached(traced: Traced, outputs: Sequence[str]) -> set[str]:
     seen = {*rest}
     while rest:
         node = rest.pop()
-        above = () if node.target in _DETACH else node.all_input_nodes
+        above = () if _ends_gradients(node) else node.all_input_nodes
         rest += {*above} - seen
         seen.update(above)
     read = readers(traced)
-    ways = {name: {node for node in read[name] if node.target not in _DETACH} for name in read}
+    ways = {name: {node for node in read[name] if not _ends_gradients(node)} for name in read}
     used = {name for name, nodes in ways.items() if not seen.isdisjoint(nodes)}
     return used | {node.name for node in seen if node.op == "placeholder"}
+
+
+def _ends_gradients(node: fx.Node) -> bool:
+    """Whether a node passes no gradient on: it detaches, or gives indices or truth values."""
+    value = node.meta.get("val")
+    discrete = isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex())
+    return discrete or node.target in _DETACH
 
 
 class _Pipe(torch.autograd.Function):

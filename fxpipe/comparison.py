@@ -20,7 +20,7 @@ from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import KINDS
 from fxpipe.pipeline import Pipeline
 from fxpipe.simulator import Simulation, simulate_schedule
-from fxpipe.simulator.costs import check_keys, measured_costs
+from fxpipe.simulator.costs import check_keys, measured_costs, times_of
 from fxpipe.simulator.sizes import Sizes
 from fxpipe.words import bytes_text, preformatted, table_text, time_text
 
@@ -193,6 +193,7 @@ def compare(
         raise InputError(
             f"costs has {named[0]!r}, and schedules have different stages; leave out the stage"
         )
+    times_of(0, (), given)  # raises where one is no time
     totals: dict[str, float] = {}
     held: Sizes | None = None
     p, m = 4, 8

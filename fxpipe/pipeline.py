@@ -111,6 +111,9 @@ class Pipeline(Saved):
         ranks = self._options.ranks
         called = self._group.calling("step") if ranks else nullcontext()
         with SignalsAtOperations() as signals, called:
+            meter = self._engine.meter
+            if meter is not None:
+                meter.begin()
             self._refuse_hooks()
             self._engine.check()
             micro = self._taken(args, kwargs, target, step=True)
@@ -124,9 +127,6 @@ class Pipeline(Saved):
             micro = self._compiler.weighed(compiled, micro)
             if not all(micro.weights):
                 compiled = compiled.weighted(micro.weights)
-            meter = self._engine.meter
-            if meter is not None:
-                meter.begin()
             made = self._engine.step(compiled, micro, with_output=return_output)
             if self._group.replicas > 1:
                 self._replicas.stepped()

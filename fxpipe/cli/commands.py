@@ -66,7 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         where = error.filename or "the output cannot be written"
         print(f"fxpipe: {where}: {error.strerror}", file=sys.stderr)
         try:
-            sys.stdout.flush()
+            if sys.stdout is not None:
+                sys.stdout.flush()
         except OSError:
             _drop_output()
         return WRONG

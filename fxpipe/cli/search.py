@@ -12,6 +12,7 @@ from rich.table import Table
 from fxpipe.cli.read import DEVICES, MICROBATCHES, read_costs
 from fxpipe.errors import InputError
 from fxpipe.ir.recipe import Placement, one_each, round_robin, vee
+from fxpipe.search.read import MOST
 from fxpipe.search.search import Found, search_schedule
 from fxpipe.simulator.costs import Link
 from fxpipe.simulator.sizes import Sizes
@@ -166,8 +167,8 @@ def _memory(given: Namespace, stages: int) -> tuple[float | list[float] | None, 
                 f"--keeps has {letter}@{stage}, and the stages are 0 to {stages - 1}; name one of "
                 "them"
             )
+    searched = range(min(stages, MOST))  # more are refused
     saved, deferred = (
-        {s: int(keeps.get((letter, s), keeps.get(letter, 1))) for s in range(stages)}
-        for letter in "FW"
+        {s: int(keeps.get((letter, s), keeps.get(letter, 1))) for s in searched} for letter in "FW"
     )
     return memory, Sizes(saved=saved, deferred=deferred)

@@ -31,7 +31,15 @@ from fxpipe.memory.held import plan_sizes
 from fxpipe.runtime.weights.optimizer import state_size
 from fxpipe.runtime.weights.sharding import Shards
 from fxpipe.simulator import Simulation, simulate
-from fxpipe.simulator.costs import Costs, Key, Link, Links, Rehearsal, measured_costs
+from fxpipe.simulator.costs import (
+    Costs,
+    Key,
+    Link,
+    Links,
+    Rehearsal,
+    check_keys,
+    measured_costs,
+)
 from fxpipe.simulator.sizes import Sizes as StageSizes
 from fxpipe.torchtools.state import processors
 from fxpipe.words import bytes_text, plural, preformatted, table_text
@@ -67,6 +75,7 @@ def predict(
     Raises:
         InputError: nothing was measured and no costs are given, or the given costs do not fit.
     """
+    check_keys(costs)
     given: dict[Key, float] = dict((costs or {}).items())
     # costs that are given for a kind of task replace those that were measured for it
     known = {key: t for key, t in measured_costs(plan).items() if key[0] not in given}

@@ -15,7 +15,7 @@ from fxpipe.simulator.costs import Costs, Link, Links, check_keys, times_of
 from fxpipe.simulator.sizes import Sizes
 
 _LETTERS = "FBIWU"
-_MOST = 50_000
+MOST = 50_000
 
 Places = tuple[int, ...]
 """Stage → its device."""
@@ -93,10 +93,10 @@ class Given:
 
     def check_size(self, stages: int) -> None:
         """Raises InputError where not even list schedules would be made in time."""
-        if stages * self.microbatches > _MOST:
+        if stages * self.microbatches > MOST:
             raise InputError(
                 f"there are {stages} stages and microbatches is {self.microbatches}; at most "
-                f"{_MOST} forwards are searched, so take fewer micro-batches: what is best for "
+                f"{MOST} forwards are searched, so take fewer micro-batches: what is best for "
                 "these is mostly best for more"
             )
 

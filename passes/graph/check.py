@@ -217,6 +217,8 @@ def _gradients(
     roots = {loss_name: loss} if loss is not None else dict(zip(names, outputs, strict=False))
     back = {edge.value for edge in plan.edges if edge.gradient and edge.target == HOST}
     started = {name: value for name, value in roots.items() if name in back and value is not None}
+    # what depends on inputs alone has no gradient in the model's run, whose inputs need none
+    reaching = [name for name, value in started.items() if loss is not None or value.requires_grad]
     seeds = {str(name): pattern(value).to(value) + 0.5 for name, value in started.items()}
     trained = {
         argument.target: state[argument.target]
@@ -229,7 +231,10 @@ def _gradients(
     parameters = list(trained.values())
     try:
         found = torch.autograd.grad(
-            list(started.values()), parameters, list(seeds.values()), allow_unused=True
+            [started[name] for name in reaching],
+            parameters,
+            [seeds[str(name)] for name in reaching],
+            allow_unused=True,
         )
     except RuntimeError as error:
         line = str(error).splitlines()[0]

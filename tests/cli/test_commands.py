@@ -233,6 +233,11 @@ def test_a_full_disk_is_one_line_and_exit_code_2(line: str) -> None:
     ("line", "status", "err"),
     [
         ("list >&-", 0, ""),
+        (
+            "schedule 1f1b --text --csv /dev/null/x >&-",
+            2,
+            "fxpipe: /dev/null/x: Not a directory\n",
+        ),
         ("verify - <&-", 2, "fxpipe: nothing is piped in; name a text file\n"),
         (
             "schedule odd.txt --no-formulas",

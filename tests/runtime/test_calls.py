@@ -171,6 +171,31 @@ def test_an_input_that_the_model_returns_comes_back_with_its_history() -> None:
     torch.testing.assert_close(x.grad, expected)
 
 
+class Beside(nn.Module):
+    """Its second output depends on the input alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.last(self.first(x)), x.view(-1, 2, 2) ** 2
+
+
+def test_an_output_may_depend_on_inputs_alone() -> None:
+    model, other = Beside().double(), Beside().double()
+    given, theirs = rows(4).requires_grad_(), rows(4).requires_grad_()
+    with compiled(model, partition=["last"]) as pipe:
+        output = pipe(given)
+        (output[0].sum() + (output[1] ** 2).sum()).backward()
+    for part in theirs.tensor_split(MICROBATCHES):
+        output = other(part)
+        (output[0].sum() + (output[1] ** 2).sum()).backward()
+    loop.assert_same(loop.gradients(model), loop.gradients(other))
+    loop.assert_same({"x": given.grad}, {"x": theirs.grad})
+
+
 def test_a_step_returns_the_output_of_the_batch_if_asked(
     pair: Pair,
 ) -> None:

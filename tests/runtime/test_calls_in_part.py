@@ -15,21 +15,32 @@ from tests.oracles import loop
 
 
 class Heads(nn.Module):
-    """Three heads, the last of which reads its weight and the body's value without gradients."""
+    """Four heads: the third reads its weight and the body's value without gradients, and of the
+    fourth only an index is used."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.body, self.first, self.second, self.third = (nn.Linear(4, 4) for _ in range(4))
+        self.body, self.first, self.second, self.third, self.fourth = (
+            nn.Linear(4, 4) for _ in range(5)
+        )
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         early = self.body(x).tanh()
         third = nn.functional.linear(early.detach(), self.third.weight.detach(), self.third.bias)
-        second = self.second(early)
-        return {"first": self.first(early), "second": second, "third": third, "early": early}
+        second, chosen = self.second(early), self.fourth(early).argmax(1, keepdim=True)
+        return {
+            "first": self.first(early),
+            "second": second,
+            "third": third,
+            "early": early,
+            "fourth": early.gather(1, chosen),
+        }
 
 
-@pytest.mark.parametrize("used", [["first"], ["second"], ["third"], ["early"], ["first", "third"]])
+@pytest.mark.parametrize(
+    "used", [["first"], ["second"], ["third"], ["early"], ["fourth"], ["first", "third"]]
+)
 @pytest.mark.parametrize(
     ("tracer", "leaves"), [("export", []), ("export", ["second"]), ("symbolic", [])]
 )

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import fxpipe
-from fxpipe.errors import ExecutionError
+from fxpipe.errors import ExecutionError, InputError
 from tests.helpers.overlapping import ADAMW, compiled, make
 from tests.oracles.delayed_loop import DelayedLoop
 
@@ -64,11 +64,17 @@ def test_metrics_are_of_the_last_step_also_after_a_compilation_and_of_none_that_
         pipe.prepare(x[:1], target=y[:1])
         assert {**pipe.metrics, "peak_memory": None} == {**found, "peak_memory": None}
         Failing.fails = True
-        with pytest.raises(ExecutionError):
+        for error, batch in ((ExecutionError, x), (InputError, x[:, :1])):
+            with pytest.raises(error):
+                pipe.step(batch, target=y)
+            shown = pipe.metrics
+            names = "loss", "seconds", "bubble", "stage_seconds"
+            assert {shown[name] for name in names} == {None}
+            assert shown["batches"] == found["batches"]
+            Failing.fails = False
             pipe.step(x, target=y)
-        found = pipe.metrics
-        assert {found[name] for name in ("loss", "seconds", "bubble", "stage_seconds")} == {None}
-        assert found["batches"] == 2
+            found = pipe.metrics
+            assert found["loss"] is not None
 
 
 def test_the_bubble_is_what_the_times_of_the_instructions_leave_idle() -> None:
