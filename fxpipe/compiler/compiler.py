@@ -41,9 +41,12 @@ from fxpipe.runtime.choice import Choice
 from fxpipe.runtime.devices.cuda_graphs import CudaGraphs
 from fxpipe.signals import SignalsAtOperations
 from fxpipe.simulator.costs import Rehearsal
-from fxpipe.torchtools.saved_tensors import without_saved_tensor_hooks
 from fxpipe.torchtools.source import users_level
-from fxpipe.torchtools.state import untouched, without_collection
+from fxpipe.torchtools.state import (
+    untouched,
+    without_collection,
+    without_saved_tensor_hooks,
+)
 
 Rehearse = Callable[[Compiled, Call], Rehearsal | None]
 """Takes the times of a call's program, as it runs, with another call for an example of its batch;

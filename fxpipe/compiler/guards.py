@@ -178,13 +178,13 @@ def _read(code: CodeType, module: dict[str, Any], reads: Reads) -> bool:
     Returns:
         Whether it is the user's own code, and computes names of attributes as it runs.
     """
-    package = top(module.get("__name__"))
+    package = top(module.get("__name__"))  # "None" where PyTorch has generated the code
     if package == "fxpipe":
         return False
     reads.codes.add(code)
     reads.names.update(code.co_names)
     reads.names.update(_strings(code.co_consts))
-    if package in OUTSIDE:
+    if package in OUTSIDE or package == "None":
         return False
     makes = not {"vars", "__dict__", "__getattribute__"}.isdisjoint(code.co_names)
     steps = [*dis.get_instructions(code)]

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.instancenorm import _InstanceNorm
 
 from fxpipe.compiler.options import Options
 from fxpipe.errors import TraceError
@@ -41,9 +43,14 @@ class Leaves:
         self._told: set[str] = set()
 
     def renew(self) -> None:
-        """Look the leaf modules up by name again, in case the model's have been replaced."""
+        """Look the leaf modules up by name again, in case the model's have been replaced, and add
+        norms whose statistics no trace sees."""
         named = dict(self._options.model.named_modules())
         self.modules.update((name, named[name]) for name in self.modules if name in named)
+        for name, module in named.items() if self._options.tracer == "export" else ():
+            if name not in self.modules and (why := _hides(module)):
+                self.modules[name] = module
+                self.unasked[name] = f"{name!r} ({why})"
 
     def grow(self, error: TraceError) -> TraceError | None:
         """Make the smallest submodule around a line that cannot be traced a leaf module, with all
@@ -126,6 +133,15 @@ class Leaves:
                 _COST,
                 listed if few else ", ".join(kinds),
             )
+
+
+def _hides(module: nn.Module) -> str:
+    """How a norm hides from a trace what becomes of its statistics; empty if it does not."""
+    if not isinstance(module, _NormBase) or not module.training or module.running_mean is None:
+        return ""
+    if isinstance(module, _InstanceNorm):
+        return "what an InstanceNorm writes to its statistics, PyTorch does not tell"
+    return "a number read from a tensor's values: its momentum" if module.momentum is None else ""
 
 
 def _alike(named: Mapping[str, nn.Module], name: str) -> Iterator[str]:

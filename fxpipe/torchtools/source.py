@@ -165,12 +165,3 @@ def of_failure(error: BaseException) -> str:
             if node is not None:
                 return of_exception(error) or of_node(node)
     return of_exception(error)
-
-
-def call_like(node: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-    """A call at the place where its graph inserts, with the line of another node, and with the
-    value that it gives for the values of its operands."""
-    made = node.graph.call_function(target, args, kwargs)
-    made.meta.update({key: each for key, each in node.meta.items() if key != "val"})
-    made.meta["val"] = target(*fx.map_arg(args, lambda n: n.meta["val"]), **kwargs)
-    return made

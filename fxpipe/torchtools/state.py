@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C import _autograd
 
 from fxpipe.errors import TraceError
 from fxpipe.random.leaf_draws import others_kept
@@ -86,6 +87,24 @@ def assigned_in_place(model: nn.Module) -> Iterator[None]:
             if new is not None and new is not buffer and new.shape == buffer.shape:
                 with torch.no_grad():
                     buffer.copy_(new)
+
+
+@contextmanager
+def without_saved_tensor_hooks() -> Iterator[None]:
+    """Inside, this thread's hooks on tensors that are saved for a backward are off.
+
+    ``torch.utils.checkpoint`` sets such hooks around what it calls. They would take what a trace
+    saves for what they count, and run real operations in the middle of a trace.
+    """
+    found: list[Any] = []
+    while (hooks := _autograd._top_saved_tensors_default_hooks(False)) is not None:
+        found.append(hooks)
+        _autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(found):
+            _autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
 def processors() -> int:

@@ -25,12 +25,10 @@ from fxpipe.errors import TraceError
 from fxpipe.ir.plan import Argument, Write
 from fxpipe.ir.traced import Traced
 from fxpipe.passes.graph.lazy_module import copied
-from fxpipe.passes.tracing.norms import AVERAGED
 from fxpipe.torchtools.moments import DeferredNorm, gather, measured
 
 aten = torch.ops.aten
 _BATCH_NORM = aten._native_batch_norm_legit_functional.default
-_CALLS = (_BATCH_NORM, AVERAGED)
 _COPIES = (aten.clone.default, aten.detach.default)
 _MEAN, _VARIANCE = 3, 4
 """Which of the operation's results are the new running statistics."""
@@ -149,7 +147,7 @@ class _Operations(_Deferrer):
             while value.target in _COPIES and len(value.users) == 1:
                 value = value.args[0]
             call = value.args[0] if value.target is operator.getitem else None
-            if not isinstance(call, fx.Node) or call.target not in _CALLS:
+            if not isinstance(call, fx.Node) or call.target is not _BATCH_NORM:
                 return []
             if value.args[1] != place or len(value.users) != 1:
                 return []
@@ -187,12 +185,7 @@ class _Operations(_Deferrer):
         before = self._placeholder(name, self.zeros(module, 3))
         args = list(call.args)
         args[_MEAN], args[_VARIANCE], args[6] = nothing, nothing, 1.0
-        momentum = call.args[6]
-        call.target, call.args = _BATCH_NORM, tuple(args)
-        while isinstance(momentum, fx.Node) and not momentum.users:  # computed from the count
-            (source,) = momentum.all_input_nodes
-            graph.erase_node(momentum)
-            momentum = source
+        call.args = tuple(args)
         parts = {n.args[1]: n for n in call.users if n.target is operator.getitem}
         last = max(parts.values(), key=list(graph.nodes).index)
         with graph.inserting_after(last):
@@ -262,7 +255,7 @@ class _Leaves(_Deferrer):
                 called: Any = self.traced.module.get_submodule(str(node.target))
                 if id(called) in names:
                     yield node, names[id(called)]
-            elif node.target in _CALLS and (name := _read(node)) in self.modules:
+            elif node.target is _BATCH_NORM and (name := _read(node)) in self.modules:
                 yield node, name
 
 
@@ -270,5 +263,5 @@ def _read(call: fx.Node) -> str:
     """The buffer that a BatchNorm's running mean comes from, directly or through earlier calls."""
     value: Any = call
     while value.op == "call_function":
-        value = value.args[_MEAN] if value.target in _CALLS else value.args[0]
+        value = value.args[_MEAN] if value.target is _BATCH_NORM else value.args[0]
     return str(value.target)

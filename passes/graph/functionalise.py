@@ -30,13 +30,11 @@ from fxpipe.ir.traced import AUTOCAST, Literal, Traced, Value
 from fxpipe.passes.differentiate.part_recurrent import part_recurrent
 from fxpipe.passes.graph.aliasing import hidden_views, same_layout
 from fxpipe.passes.graph.composites import decomposed
-from fxpipe.passes.graph.detached import detach_in_place, detach_without_grad
+from fxpipe.passes.graph.exported import detach_in_place, detach_without_grad, mask_diagonals
 from fxpipe.passes.graph.layouts import lay_gradients
 from fxpipe.passes.graph.lazy_module import lazy_module
 from fxpipe.passes.graph.rewrite import rewrite
-from fxpipe.passes.tracing.diagonals import mask_diagonals
 from fxpipe.passes.tracing.explain import at_node, explained
-from fxpipe.passes.tracing.norms import open_instance_norms
 from fxpipe.torchtools.autocast import Autocasts, autocasts
 from fxpipe.torchtools.functions import functions_kept
 
@@ -77,7 +75,6 @@ def _functional(program: ExportedProgram, accepts: Callable[[int], bool]) -> Tra
     detach_without_grad(program.graph_module)
     detach_in_place(program.graph_module)
     lay_gradients(program.graph_module)
-    open_instance_norms(program.graph_module)
     mask_diagonals(program.graph_module)
     held = _first_names(program)
     casts = autocasts()

@@ -77,13 +77,18 @@ def trace_symbolically(
     # what is not given has its default, for a stand-in of it would take the branches of a tensor
     every = {**_defaults(model), **given}
     constants = {name: value for name, value in every.items() if not isinstance(value, Tensor)}
+    before = {module: {**module._buffers} for module in model.modules()}
     tracer = _Tracer(leaves)
     tracer.record_stack_traces = True
     try:
         with functions_kept(), StateReads(tracer, model):
             graph = tracer.trace(model, concrete_args=constants)
+        _refuse_replaced(model, before)
     except Exception as error:
         raise explained(model, error, "symbolic") from error
+    finally:
+        for module, buffers in before.items():
+            module._buffers.update(buffers)
     module = fx.GraphModule(model, graph)
     _out_of_place(module)  # before dead code is removed: an unused in-place operation looks dead
     outputs, out_spec = _outputs(graph)
@@ -109,6 +114,20 @@ def trace_symbolically(
         out_spec=out_spec,
         leaves=True,
     )
+
+
+def _refuse_replaced(
+    model: nn.Module, held: Mapping[nn.Module, Mapping[str, Tensor | None]]
+) -> None:
+    """Raises TraceError where the tracer's stand-ins have replaced buffers that modules held."""
+    for module, buffers in held.items():
+        for name in buffers:
+            new: Any = module._buffers.get(name)
+            if isinstance(new, fx.Proxy):
+                raise TraceError(
+                    f"{type(model).__name__} cannot be traced at {source.of_node(new.node)} (it "
+                    f'replaces the buffer {name!r}); use tracer="export"'
+                )
 
 
 def reserve_names(graph: fx.Graph, model: nn.Module, others: Iterable[str] = ()) -> None:

@@ -23,7 +23,6 @@ from torch.utils import _pytree as pytree
 from fxpipe.errors import TraceError
 from fxpipe.passes.graph.layouts import BatchNormsLaidOut
 from fxpipe.passes.tracing.explain import explained
-from fxpipe.passes.tracing.norms import averages_traced
 from fxpipe.torchtools.functions import functions_kept
 from fxpipe.torchtools.pytrees import returning_parts
 
@@ -182,7 +181,6 @@ def _export(
             _announced(model, as_export),
             _distributions_unchecked(),
             _masks_unread(),
-            averages_traced(model),
             BatchNormsLaidOut(),
         ):
             warnings.simplefilter("ignore")  # notes on attributes that the model itself assigns

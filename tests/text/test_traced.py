@@ -77,7 +77,7 @@ def test_what_is_traced_is_valid_and_is_read_back_equal(name: str) -> None:
 
 @pytest.mark.models
 def test_deferred_statistics_are_valid_and_are_read_back_equal() -> None:
-    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.BatchNorm1d(4, momentum=None))
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.BatchNorm1d(4))
     traced = defer_batchnorm(front_end(model, torch.randn(5, 3)), model)
     assert len(traced.deferred) == 2
     assert Traced.parse(str(traced.verify())) == traced

@@ -156,7 +156,6 @@ class Normed(nn.Module):
 NORMS: list[Callable[[], nn.Module]] = [
     lambda: nn.BatchNorm1d(4),
     lambda: nn.BatchNorm1d(4, track_running_stats=False),
-    lambda: nn.BatchNorm1d(4, momentum=None),
     lambda: nn.Dropout(0.5),
 ]
 

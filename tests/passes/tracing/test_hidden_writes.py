@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxpipe
-from fxpipe.passes.graph import functionalise
 from tests.oracles import loop
 
 
@@ -85,10 +84,32 @@ def test_instance_norm_of_pictures_keeps_its_statistics() -> None:
     )
 
 
-def test_a_write_that_the_graph_lacks_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(functionalise, "open_instance_norms", lambda module: None)
-    with pytest.raises(fxpipe.TraceError, match=r"written to the buffer 'norm\.running_mean'"):
-        step_as_the_loop(Net(normed), "1f1b")
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("affine", [True, False])
+def test_batchnorms_that_average_over_all_batches_are_the_loops(
+    affine: bool, schedule: str
+) -> None:
+    step_as_the_loop(
+        nn.Sequential(
+            nn.Unflatten(1, (3, 2)),
+            nn.BatchNorm1d(3, momentum=None, affine=affine),
+            nn.Linear(2, 2),
+            nn.BatchNorm1d(3, momentum=None),
+            nn.Flatten(),
+            nn.Linear(6, 3),
+        ),
+        schedule,
+    )
+
+
+def test_a_write_that_the_graph_lacks_is_noticed() -> None:
+    def between(net: Any, x: Tensor) -> Any:
+        return F.instance_norm(torch.stack([x, -x], 2), net.mean, net.mean).sum(2)
+
+    model = Net(between)
+    del model.norm
+    with pytest.raises(fxpipe.TraceError, match="written to the buffer 'mean'"):
+        step_as_the_loop(model, "1f1b")
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])

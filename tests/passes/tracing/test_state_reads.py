@@ -88,6 +88,11 @@ def count_by_method(module: Any) -> Any:
     return module.table.add_(1)
 
 
+def replace(module: Any) -> Any:
+    module.table = module.table * 2
+    return module.table
+
+
 @pytest.mark.parametrize(
     ("made", "reason"),
     [
@@ -96,15 +101,18 @@ def count_by_method(module: Any) -> Any:
         (lambda m: 1 if torch.equal(m.table, m.plain) else 2, "depends on the values of a tensor"),
         (count, "writes into a tensor that the model keeps"),
         (count_by_method, "writes into a tensor that the model keeps"),
+        (replace, "replaces the buffer 'table'"),
     ],
 )
 def test_numbers_of_buffers_and_writes_into_them_are_refused_by_their_line(
     made: Callable[[Any], Any], reason: str
 ) -> None:
-    x = torch.ones(4, 4)
+    x, model = torch.ones(4, 4), Keeps(made)
+    before = model.table.clone()
     with (
-        fxpipe.compile(Keeps(made), ["cpu"], microbatches=2, tracer="symbolic") as pipe,
+        fxpipe.compile(model, ["cpu"], microbatches=2, tracer="symbolic") as pipe,
         pytest.raises(fxpipe.TraceError, match=reason) as caught,
     ):
         pipe(x)
+    assert torch.equal(model.table, before)
     assert "test_state_reads.py" in str(caught.value)
