@@ -43,6 +43,17 @@ class Slowing(torch.optim.SGD):
         return parameter.grad
 
 
+class ByFirstStep(Slowing):
+    """It has no count before its first step."""
+
+    def begin(self) -> None:
+        pass
+
+    def counted(self) -> float:
+        self.count = getattr(self, "count", 0) + 1
+        return float(self.count)
+
+
 class ByTensor(Slowing):
     """It counts in a tensor."""
 
@@ -187,3 +198,12 @@ def test_a_step_that_fails_takes_attributes_back(schedule: str) -> None:
             pipe.flush()
         found = [vars(optimizer)["info"]["counts"] for optimizer in pipe.optimizers]
     assert found == [[2, torch.tensor(2.0)]] * 2
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+def test_a_first_step_that_fails_leaves_no_attributes_behind(schedule: str) -> None:
+    with compiled(built(), ByFirstStep, whole=False, cut=["1"], schedule=schedule) as pipe:
+        with pytest.raises(ExecutionError, match="not finite"):
+            pipe.step(torch.full((4, 4), float("inf")), target=torch.zeros(4, 4))
+            pipe.flush()
+        assert not any(hasattr(optimizer, "count") for optimizer in pipe.optimizers)

@@ -9,8 +9,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fxpipe.errors import InputError
-from fxpipe.runtime.weights.live import Mark, differs, mark, plain, settings, shown, unshared
+from fxpipe.runtime.weights.live import Mark, differs, mark, settings, shown
 from fxpipe.runtime.weights.optimizer import hooks_of, refuse_step, step_of
+from fxpipe.runtime.weights.own_attributes import attributes
+from fxpipe.torchtools.optimizers import unshared_items
 
 State = dict[Tensor, Any]
 """Parameter → what an optimizer keeps for it."""
@@ -39,7 +41,7 @@ class ByHand:
     def note(self) -> None:
         """It is like the stages' now."""
         self.note_state()
-        self._attributes = {name: mark(value) for name, value in plain(self._one).items()}
+        self._attributes = {name: mark(value) for name, value in attributes(self._one).items()}
 
     def note_state(self) -> None:
         """Its state is what the stages keep now."""
@@ -93,7 +95,7 @@ class ByHand:
                 part.state[parameter] = now
             elif before is not None or replaced:  # else looking at it has made an empty dict
                 part.state.pop(parameter, None)
-        vars(part).update({n: unshared(v) for n, v in self._changed_attributes().items()})
+        vars(part).update(unshared_items(self._changed_attributes()))
 
     def refuse(self) -> None:
         """Raises InputError where it has a hook on its step or another step, which no stage would
@@ -115,6 +117,6 @@ class ByHand:
         known = self._attributes
         return {
             name: value
-            for name, value in plain(self._one).items()
+            for name, value in attributes(self._one).items()
             if name not in known or differs(known[name], value)
         }

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from fxpipe.ir.plan import Stage
 from fxpipe.runtime.interpreter import Stopped
-from fxpipe.runtime.weights.own_attributes import values_of
+from fxpipe.runtime.weights.own_attributes import put_back, values_of
 from fxpipe.torchtools import moments
 from fxpipe.torchtools.moments import DeferredNorm
 
@@ -30,8 +30,8 @@ _PARAMETERS = ("params", "param_names")
 
 
 class OptimizerSnapshot:
-    """A copy of an optimizer's state, its groups' settings and its plain attributes; with
-    ``weights`` also of the parameters that it trains.
+    """A copy of an optimizer's state, its groups' settings and its own attributes; with ``weights``
+    also of the parameters that it trains.
 
     The optimizer's ``load_state_dict`` could not restore it exactly: it casts the state to the
     dtypes of the parameters.
@@ -45,7 +45,7 @@ class OptimizerSnapshot:
         states = all_copied([*optimizer.state.values()])
         self._state = dict(zip(optimizer.state, states, strict=True))
         self._groups = [(group, copied(settings(group))) for group in optimizer.param_groups]
-        self._attributes = attributes(optimizer)
+        self._attributes = values_of(optimizer)
 
     def put_back(self) -> None:
         """Make it so again."""
@@ -57,29 +57,7 @@ class OptimizerSnapshot:
             for key in group.keys() - values.keys() - {*_PARAMETERS}:
                 del group[key]
             group.update(values)
-        vars(self._optimizer).update(self._attributes)
-
-
-def attributes(optimizer: Optimizer) -> dict[str, Any]:
-    """A copy of an optimizer's plain attributes, such as a counter of its own; of one that is not
-    torch's also of lists, dicts and the like."""
-    found = {name: unshared(value) for name, value in plain(optimizer).items()}
-    return found if is_torchs(optimizer) else found | values_of(optimizer)
-
-
-def is_torchs(optimizer: Optimizer) -> bool:
-    """Whether it is one of those in ``torch.optim``."""
-    return type(optimizer).__module__.startswith("torch.optim.")
-
-
-def plain(optimizer: Optimizer) -> dict[str, Any]:
-    """The same attributes, not copied; without the flag that a step sets for schedulers."""
-    return {
-        name: value
-        for name, value in vars(optimizer).items()
-        if value is None or isinstance(value, bool | int | float | complex | str | Tensor)
-        if name != "_opt_called"
-    }
+        put_back(self._optimizer, self._attributes)
 
 
 def settings(group: Mapping[str, Any]) -> dict[str, Any]:

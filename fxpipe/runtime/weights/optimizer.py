@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fxpipe.errors import InputError, told
-from fxpipe.runtime.weights.live import attributes, is_torchs, settings
+from fxpipe.runtime.weights.live import settings
 from fxpipe.runtime.weights.optimizer_state import placed
 from fxpipe.runtime.weights.own_attributes import note_made
 from fxpipe.torchtools.optimizers import alone
@@ -230,10 +230,3 @@ def _refuse_without_data(optimizer: Optimizer, kept: Mapping[Any, Any]) -> None:
             "model had no data; give a function of parameters, and look at pipe.optimizer only "
             "after the first step"
         )
-
-
-def copy_attributes(optimizer: Optimizer, source: Optimizer) -> None:
-    """Let an optimizer's own attributes be those of another one; one of torch's has the same ones
-    from the begin."""
-    own, found, torchs = vars(optimizer), attributes(source), is_torchs(optimizer)
-    own.update({name: value for name, value in found.items() if name in own or not torchs})

@@ -20,8 +20,9 @@ from fxpipe.errors import CheckpointError, InputError
 from fxpipe.ir.plan import Plan
 from fxpipe.runtime.weights.by_hand import ByHand
 from fxpipe.runtime.weights.live import Mark, differs, mark, settings, unshared
-from fxpipe.runtime.weights.optimizer import GivenOptimizer, copy_attributes, refuse_hooks
+from fxpipe.runtime.weights.optimizer import GivenOptimizer, refuse_hooks
 from fxpipe.runtime.weights.optimizer_state import OptimizerState, differing, loading, take
+from fxpipe.runtime.weights.own_attributes import values_of
 from fxpipe.runtime.weights.sharding import Shards, refuse_others
 
 
@@ -313,7 +314,7 @@ class Optimizers:
                 for key, value in settings(own).items():
                     if key not in seen or differs(seen[key][1], value):
                         self._take(self.whole.param_groups[index], index, key, value)
-        copy_attributes(self.whole, self._parts[0])
+        vars(self.whole).update(values_of(self._parts[0]))
         if self._sharded:
             self.whole.state.clear()
         self.show()

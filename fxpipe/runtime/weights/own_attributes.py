@@ -33,9 +33,21 @@ def note_made(optimizer: Optimizer, copy_of: Optimizer | None = None) -> None:
     _made[optimizer] = made if copy_of is None else _made.get(copy_of, made)
 
 
+def is_torchs(optimizer: Optimizer) -> bool:
+    """Whether it is one of those in ``torch.optim``."""
+    return type(optimizer).__module__.startswith("torch.optim.")
+
+
 def values_of(optimizer: Optimizer) -> dict[str, Any]:
     """A copy of what its attributes hold."""
-    return {name: unshared_items(value) for name, value in _attributes(optimizer).items()}
+    return {name: unshared_items(value) for name, value in attributes(optimizer).items()}
+
+
+def put_back(optimizer: Optimizer, values: Mapping[str, Any]) -> None:
+    """Let its attributes be what ``values_of`` returned, and no others."""
+    for name in attributes(optimizer).keys() - values.keys():
+        delattr(optimizer, name)
+    vars(optimizer).update(values)
 
 
 def changed(optimizer: Optimizer) -> dict[str, Any]:
@@ -45,7 +57,7 @@ def changed(optimizer: Optimizer) -> dict[str, Any]:
         CheckpointError: one holds what no checkpoint can.
     """
     made, found = _made.get(optimizer, {}), {}
-    for name, value in _attributes(optimizer).items():
+    for name, value in attributes(optimizer).items():
         if name in made and _same(made[name], value):
             continue
         if _is_plain(value):
@@ -78,17 +90,15 @@ def setting(optimizer: Optimizer, saved: Mapping[str, Any]) -> Callable[[], None
 
     def put() -> None:
         if first := _made.get(optimizer):
-            for name in _attributes(optimizer).keys() - first.keys():
-                del own[name]
-            own.update({name: unshared_items(value) for name, value in first.items()})
-        own.update({name: unshared_items(value) for name, value in saved.items()})
+            put_back(optimizer, unshared_items(first))
+        own.update(unshared_items({**saved}))
 
     return put
 
 
-def _attributes(optimizer: Optimizer) -> dict[str, Any]:
-    """Those that hold values, and that not every optimizer of torch's has."""
-    if type(optimizer).__module__.startswith("torch.optim."):
+def attributes(optimizer: Optimizer) -> dict[str, Any]:
+    """Those that hold values, and that not every optimizer of torch's has; not copied."""
+    if is_torchs(optimizer):
         return {}
     return {
         name: value
