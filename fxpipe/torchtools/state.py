@@ -26,7 +26,8 @@ def untouched(model: nn.Module) -> Iterator[None]:
     Ctrl-C takes effect at the next operation.
     """
     with SignalsAtOperations():
-        written = [*model.buffers(), *_scaled(model)]
+        # one that repeats its elements, as ``expand`` makes it, cannot be written at all
+        written = [x for x in model.buffers() if not _repeats(x)] + _scaled(model)
         buffers = [(buffer, buffer.detach().clone()) for buffer in written]
         devices = {p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"}
         try:
@@ -42,6 +43,13 @@ def untouched(model: nn.Module) -> Iterator[None]:
                     if buffer.shape != before.shape:
                         buffer.resize_(before.shape)
                     buffer.copy_(before)
+
+
+def _repeats(buffer: Tensor) -> bool:
+    strided = buffer.layout is torch.strided
+    return strided and any(
+        n > 1 and not s for n, s in zip(buffer.shape, buffer.stride(), strict=True)
+    )
 
 
 def _scaled(model: nn.Module) -> list[Tensor]:

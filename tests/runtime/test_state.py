@@ -157,6 +157,19 @@ class Tied(nn.Module):
         return y
 
 
+class Repeated(nn.Module):
+    """A buffer repeats one number: it cannot be written, and nobody does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = linears(2)
+        self.register_buffer("gain", torch.full((1,), 2.0).expand(4), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.last(self.first(x).tanh() * self.gain)
+        return y
+
+
 def weight_norm() -> nn.Module:
     first, second, third = linears(3)
     return nn.Sequential(parametrizations.weight_norm(first), second, nn.Tanh(), _normed(third))
@@ -189,6 +202,7 @@ def old_weight_norm() -> nn.Module:
         ReadEverywhere,
         WrittenThenRead,
         Tied,
+        Repeated,
         weight_norm,
         spectral_norm,
         orthogonal,
