@@ -187,7 +187,8 @@ class PredictedLoop(DelayedLoop):
             else:
                 t, (b1, b2) = int(state["step"]), group["betas"]
                 mean = state["exp_avg"] / (1 - b1**t)
-                root = (state["exp_avg_sq"] / (1 - b2**t)) ** 0.5
+                squares = state["max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"]
+                root = (squares / (1 - b2**t)) ** 0.5
                 move = group["lr"] * mean / (root + group["eps"])
             self.moves[-1][name] = move.clone()
         return loss

@@ -137,7 +137,7 @@ def test_exactly_so_many_versions_live_as_the_delay_asks_for(
         assert pipe.schedule.versions().live == (live,) * 3
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "amsgrad"])
 @pytest.mark.parametrize(
     ("schedule", "microbatches", "delay"), [("2bw", 3, 1), ("1f1b-async", 1, 2)]
 )
@@ -145,7 +145,7 @@ def test_predicted_weights_are_where_the_momentum_points(
     schedule: str, microbatches: int, delay: int, optimizer: str
 ) -> None:
     model, data = make("mlp", 10, 4)
-    factory = OPTIMIZERS[optimizer]
+    factory = (OPTIMIZERS | MORE)[optimizer]
     expected = PredictedLoop.beside(model, factory, microbatches, delay=delay)
     with compiled(model, 3, microbatches, factory, schedule=schedule, predict=True) as pipe:
         for t, (x, y) in enumerate(data):

@@ -1,7 +1,8 @@
 """Weight prediction: where the optimizer's momentum says the weights will be, some updates later.
 
 SpecTrain (arXiv 1809.02839) for SGD with momentum: W − s·η·v. XPipe (arXiv 1911.04610) for Adam
-and AdamW: W − s·η·m̂ / (√v̂ + ε). Weight decay is left out of both, as in the papers.
+and AdamW: W − s·η·m̂ / (√v̂ + ε), where v is the greatest so far with ``amsgrad``. Weight decay is
+left out of both, as in the papers.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ def _update(state: Mapping[str, Any], group: Mapping[str, Any]) -> Tensor | None
     first, second = group["betas"]
     count = float(state["step"])
     mean = state["exp_avg"] / (1 - first**count)
-    spread = (state["exp_avg_sq"] / (1 - second**count)).sqrt_()
+    squares = state.get("max_exp_avg_sq", state["exp_avg_sq"])
+    spread = (squares / (1 - second**count)).sqrt_()
     made: Tensor = torch.div(mean, spread.add_(group["eps"])).mul_(rate)
     return made
