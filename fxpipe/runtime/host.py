@@ -182,7 +182,7 @@ class BatchHost:
                 for _, of_stage in sorted(by_microbatch.items())
             ]
             dim = dims[name]
-            found[name] = torch.stack(parts).sum(0) if dim is None else torch.cat(parts, dim)
+            found[name] = reduce(add, parts) if dim is None else torch.cat(parts, dim)
         return found
 
 

@@ -260,6 +260,28 @@ def test_windows_over_a_series_may_be_followed_by_rows_that_share_no_memory() ->
             loop.assert_same(loop.gradients(model), loop.gradients(alone))
 
 
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(300, 300)
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        y: Tensor = self.layer(x) * scale
+        return y
+
+
+def test_the_gradient_of_a_shared_input_is_summed_as_a_loop_adds_it() -> None:
+    """With five addends or more, ``torch.sum`` adds in another order."""
+    torch.manual_seed(0)
+    model, x, scale = Scaled(), torch.randn(8, 300), torch.randn(300, requires_grad=True)
+    theirs = scale.detach().clone().requires_grad_()
+    with fxpipe.compile(model, 1, microbatches=8, batch_dims={"scale": None}) as pipe:
+        pipe(x, scale).square().sum().backward()
+    for part in x.split(1):
+        model(part, theirs).square().sum().backward()
+    loop.assert_same({"scale": scale.grad}, {"scale": theirs.grad})
+
+
 def test_a_micro_batchs_loss_weighs_its_share() -> None:
     here = host()
     assert here.micro.weights == [3 / 5, 2 / 5]
