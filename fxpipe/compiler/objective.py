@@ -99,7 +99,7 @@ class Objective:
         told = (wrong.told or "({} != -100).sum()").replace("{}", named)
         given = "*target" if named.startswith("target[") else "target"
         if self.loss is None:
-            given = ", ".join(dict.fromkeys(batch.call.heads))
+            given = ", ".join(dict.fromkeys(batch.arguments))
         return (
             f"{where} is divided by what counts of the targets, as some are ignored, masked or "
             "weighted, and micro-batches have other shares in that than in the samples, by which "

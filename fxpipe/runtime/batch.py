@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ class Batch:
         dims: for each leaf the dimension that is split; None for what each micro-batch gets whole.
         size: the batch size: the size of that dimension in every tensor that is split.
         inputs: how many of the leaves are inputs of the model; the rest are targets.
-        call: names and nested values, from which the leaves' names are made.
+        signature: of the model, whose arguments give the leaves their names.
     """
 
     leaves: tuple[Any, ...]
@@ -41,7 +41,7 @@ class Batch:
     dims: tuple[int | None, ...]
     size: int
     inputs: int
-    call: _Call
+    signature: inspect.Signature
 
     @staticmethod
     def of(
@@ -75,20 +75,29 @@ class Batch:
         if any(map(is_dataclass, leaves)):
             leaves, spec = flatten(nested)
         leaves = [_ordinary(leaf) for leaf in leaves]
-        call = _Call(nested, signature)
-        wanted = call.wanted(batch_dims) if batch_dims else {}
-        size = _batch_size(leaves, wanted, call)
+        named = partial(_named, nested, signature)
+        wanted = _wanted(batch_dims, leaves, named(), signature) if batch_dims else {}
+        size = _batch_size(leaves, wanted, named)
         dims = tuple(
             wanted[index] if index in wanted else 0 if _is_split(leaf, size) else None
             for index, leaf in enumerate(leaves)
         )
         count = spec.child(0).num_leaves + spec.child(1).num_leaves
-        return Batch(tuple(leaves), spec, dims, size, count, call)
+        return Batch(tuple(leaves), spec, dims, size, count, signature)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What each leaf is called in messages."""
-        return self.call.names
+        """What each leaf is called in messages: ``x``, ``mask['left']``, ``target[0]``."""
+        return tuple(name for _, name in self._named)
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """For each leaf the name of the argument that it belongs to."""
+        return tuple(argument for argument, _ in self._named)
+
+    @property
+    def _named(self) -> Sequence[tuple[str, str]]:
+        return _named(self.unflatten(self.leaves), self.signature)
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -138,8 +147,7 @@ class Batch:
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> Batch:
         """The same batch with ``change`` applied to every tensor."""
-        leaves, nested = pytree.tree_map_only(Tensor, change, (self.leaves, self.call.nested))
-        return replace(self, leaves=leaves, call=replace(self.call, nested=nested))
+        return replace(self, leaves=pytree.tree_map_only(Tensor, change, self.leaves))
 
     def in_parts(self, microbatches: int, replica: int = 0) -> MicroBatches:
         """The batch and its micro-batches, each weighted by its samples. Raises like ``split``."""
@@ -226,86 +234,73 @@ def _leaf_key(leaf: Any, dim: int | None) -> Any:
     return dim, leaf.dtype, leaf.device, leaf.layout, tuple(shape)
 
 
-@dataclass(frozen=True)
-class _Call:
-    """The values of a call as they nest, and what a user calls them.
+def _named(nested: Sequence[Any], signature: inspect.Signature) -> list[tuple[str, str]]:
+    """For each leaf of ``(args, kwargs, targets)`` the name of its argument, and its own."""
+    positional = [
+        p.name
+        for p in signature.parameters.values()
+        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    found = []
+    for path, _ in pytree.tree_flatten_with_path(nested)[0]:
+        part: Any = path[0].idx  # type: ignore[attr-defined]
+        key: Any = path[1]
+        inner = path[2:]
+        if part == 0:
+            known = key.idx < len(positional)
+            argument = positional[key.idx] if known else f"argument {key.idx}"
+        elif part == 1:
+            argument = str(key.key)
+        else:
+            argument, inner = "target", inner if len(nested[2]) == 1 else path[1:]
+        found.append((argument, argument + pytree.keystr(inner)))
+    return found
 
-    Attributes:
-        nested: ``(args, kwargs, targets)``.
-        signature: of the model.
+
+def _wanted(
+    batch_dims: BatchDims,
+    leaves: Sequence[Any],
+    named: Sequence[tuple[str, str]],
+    signature: inspect.Signature,
+) -> dict[int, int | None]:
+    """Leaf → the dimension that the user asks for, counted from the front.
+
+    Raises:
+        InputError: a leaf does not have that dimension, or no leaf has that name. Optional inputs
+            of the model may be missing in the call, and so may the targets.
     """
-
-    nested: tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]
-    signature: inspect.Signature
-
-    @property
-    def heads(self) -> tuple[str, ...]:
-        """For each leaf the name of the argument that it belongs to."""
-        return tuple(head for head, _, _ in self._told)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """``x``, ``mask['left']``, ``target[0]``: how a user would write each leaf."""
-        return tuple(name for _, name, _ in self._told)
-
-    def wanted(self, batch_dims: BatchDims) -> dict[int, int | None]:
-        """Leaf → the dimension that the user asks for, counted from the front.
-
-        Raises:
-            InputError: a leaf does not have that dimension, or no leaf has that name. Optional
-                inputs of the model may be missing in the call, and so may the targets.
-        """
-        found: dict[int, int | None] = {}
-        known = {*self.names, *self.heads}
-        absent = {*self.signature.parameters, "target"} - known
-        absent |= {name for _, name, leaf in self._told if leaf is None}
-        for name in batch_dims:
-            if name not in known and name.partition("[")[0].partition(".")[0] not in absent:
-                raise InputError(
-                    f"batch_dims names {name!r}, and the call has no such input (where it is "
-                    f"optional, give it as None): {near(name, known)}"
-                )
-        for index, (head, name, leaf) in enumerate(self._told):
-            key = next((key for key in (name, head) if key in batch_dims), None)
-            if key is None or not isinstance(leaf, Tensor):
-                continue
-            dim = batch_dims[key]
-            if dim is None or (leaf.dim() == 0 and key != name):
-                found[index] = None
-            elif -leaf.dim() <= dim < leaf.dim():
-                found[index] = dim % leaf.dim()
-            else:
-                raise InputError(
-                    f"batch_dims says {dim} for {key!r} and {name} has {leaf.dim()} dimensions; "
-                    "give one that it has, or None where every micro-batch gets all of it"
-                )
-        return found
-
-    @cached_property
-    def _told(self) -> list[tuple[str, str, Any]]:
-        """For each leaf the name of its argument, its own name, and the leaf."""
-        paths, _ = pytree.tree_flatten_with_path(self.nested)
-        found = [(*self._head(path), leaf) for path, leaf in paths]
-        return [(head, head + pytree.keystr(tuple(rest)), leaf) for head, rest, leaf in found]
-
-    def _head(self, path: Sequence[Any]) -> tuple[str, Sequence[Any]]:
-        part, *rest = path
-        which = part.idx
-        if which == 0:
-            positional = [
-                p.name
-                for p in self.signature.parameters.values()
-                if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-            ]
-            index = rest[0].idx
-            head = positional[index] if index < len(positional) else f"argument {index}"
-            return head, rest[1:]
-        if which == 1:
-            return str(rest[0].key), rest[1:]
-        return "target", rest if len(self.nested[2]) > 1 else rest[1:]
+    found: dict[int, int | None] = {}
+    known = {each for names in named for each in names}
+    absent = {*signature.parameters, "target"} - known
+    absent |= {name for (_, name), leaf in zip(named, leaves, strict=True) if leaf is None}
+    for name in batch_dims:
+        if name not in known and name.partition("[")[0].partition(".")[0] not in absent:
+            raise InputError(
+                f"batch_dims names {name!r}, and the call has no such input (where it is "
+                f"optional, give it as None): {near(name, known)}"
+            )
+    for index, ((argument, name), leaf) in enumerate(zip(named, leaves, strict=True)):
+        key = next((key for key in (name, argument) if key in batch_dims), None)
+        if key is None or not isinstance(leaf, Tensor):
+            continue
+        dim = batch_dims[key]
+        if dim is None or (leaf.dim() == 0 and key != name):
+            found[index] = None
+        elif -leaf.dim() <= dim < leaf.dim():
+            found[index] = dim % leaf.dim()
+        else:
+            raise InputError(
+                f"batch_dims says {dim} for {key!r} and {name} has {leaf.dim()} dimensions; "
+                "give one that it has, or None where every micro-batch gets all of it"
+            )
+    return found
 
 
-def _batch_size(leaves: Sequence[Any], wanted: Mapping[int, int | None], call: _Call) -> int:
+def _batch_size(
+    leaves: Sequence[Any],
+    wanted: Mapping[int, int | None],
+    named: Callable[[], Sequence[tuple[str, str]]],
+) -> int:
     """The batch size that all tensors agree on; those that ``wanted`` names must have it."""
     sizes = {
         index: leaf.shape[dim]
@@ -317,13 +312,14 @@ def _batch_size(leaves: Sequence[Any], wanted: Mapping[int, int | None], call: _
     for index, size in sizes.items():
         if size == 0:
             raise InputError(
-                f"{call.names[index]} has no samples (dimension {wanted.get(index, 0)} is 0); give "
+                f"{named()[index][1]} has no samples (dimension {wanted.get(index, 0)} is 0); give "
                 "a batch that has some"
             )
     # a single row is for every sample, unless the user has said that it is the batch
     found = {size for index, size in sizes.items() if size != 1 or index in wanted}
     if len(found) > 1:
-        shown = ", ".join(f"{call.names[index]} has {size}" for index, size in sizes.items())
+        names = named()
+        shown = ", ".join(f"{names[index][1]} has {size}" for index, size in sizes.items())
         which = "dimension 0, or as batch_dims says" if wanted else "dimension 0"
         raise InputError(
             f"the inputs disagree about the batch size ({which}): {shown}; give tensors of one "

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import tempfile
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -169,29 +169,17 @@ class FileAway:
         self._done = _threads[key].submit(lambda: job(given.pop()))
 
     def _write(self, memories: list[Tensor]) -> None:
-        self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - until it is read
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115 - until it is read
         self._close = weakref.finalize(self, self._file.close)
-        for place, part in _parts(memories):
-            while part:
-                written = os.pwrite(self._file.fileno(), part, place)
-                place, part = place + written, part[written:]
+        for memory in memories:
+            self._file.write(memory.numpy().data)
+        self._file.seek(0)
 
     def _read(self, memories: list[Tensor]) -> None:
-        for place, part in _parts(memories):
-            while part:
-                read = os.preadv(self._file.fileno(), [part], place)
-                if not read:
-                    raise OSError("the file of what a stage has stored has lost some of it")
-                place, part = place + read, part[read:]
+        for memory in memories:
+            if self._file.readinto(memory.numpy().data) < memory.nbytes:
+                raise OSError("the file of what a stage has stored has lost some of it")
         self._close()
 
 
 _threads: dict[tuple[int, str, int], ThreadPoolExecutor] = {}
-
-
-def _parts(memories: Iterable[Tensor]) -> Iterator[tuple[int, memoryview]]:
-    """Where each memory stands in the file, and its bytes."""
-    place = 0
-    for memory in memories:
-        yield place, memory.numpy().data
-        place += memory.nbytes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import errno
-import os
+import io
 import tempfile
 import threading
 from pathlib import Path
@@ -176,11 +176,12 @@ def test_a_failure_to_store_leaves_all_as_it_was(
         pipe.step(x, target=y)
         before = Snapshot.of(pipe)
 
-        def full(*args: Any) -> int:
-            raise OSError(errno.ENOSPC, "No space left on device")
+        class Full(io.BytesIO):
+            def write(self, part: object) -> int:
+                raise OSError(errno.ENOSPC, "No space left on device")
 
         with monkeypatch.context() as patched:
-            patched.setattr(os, "pwrite", full)
+            patched.setattr(tempfile, "TemporaryFile", Full)
             with pytest.raises(ExecutionError, match=rf"(?s)free {freed}:.*No space left"):
                 pipe.step(x, target=y)
         assert before == Snapshot.of(pipe)
