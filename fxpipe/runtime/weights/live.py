@@ -45,7 +45,7 @@ class OptimizerSnapshot:
         states = all_copied([*optimizer.state.values()])
         self._state = dict(zip(optimizer.state, states, strict=True))
         self._groups = [(group, copied(settings(group))) for group in optimizer.param_groups]
-        self._attributes = values_of(optimizer)
+        self._attributes = {} if is_torchs(optimizer) else values_of(optimizer)
 
     def put_back(self) -> None:
         """Make it so again."""
@@ -58,6 +58,11 @@ class OptimizerSnapshot:
                 del group[key]
             group.update(values)
         put_back(self._optimizer, self._attributes)
+
+
+def is_torchs(optimizer: Optimizer) -> bool:
+    """Whether it is one of those in ``torch.optim``."""
+    return type(optimizer).__module__.startswith("torch.optim.")
 
 
 def settings(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -33,11 +33,6 @@ def note_made(optimizer: Optimizer, copy_of: Optimizer | None = None) -> None:
     _made[optimizer] = made if copy_of is None else _made.get(copy_of, made)
 
 
-def is_torchs(optimizer: Optimizer) -> bool:
-    """Whether it is one of those in ``torch.optim``."""
-    return type(optimizer).__module__.startswith("torch.optim.")
-
-
 def values_of(optimizer: Optimizer) -> dict[str, Any]:
     """A copy of what its attributes hold."""
     return {name: unshared_items(value) for name, value in attributes(optimizer).items()}
@@ -98,7 +93,7 @@ def setting(optimizer: Optimizer, saved: Mapping[str, Any]) -> Callable[[], None
 
 def attributes(optimizer: Optimizer) -> dict[str, Any]:
     """Those that hold values, and that not every optimizer of torch's has; not copied."""
-    if is_torchs(optimizer):
+    if type(optimizer).__module__.startswith("torch.optim."):
         return {}
     return {
         name: value

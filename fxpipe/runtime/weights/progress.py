@@ -16,10 +16,9 @@ from fxpipe.ir.traced import Traced
 from fxpipe.runtime.weights.checkpoint import Checkpoint
 from fxpipe.runtime.weights.clipping import Clipping
 from fxpipe.runtime.weights.extra_state import extra_states, set_extra_states
-from fxpipe.runtime.weights.live import settings, shown
+from fxpipe.runtime.weights.live import is_torchs, settings, shown
 from fxpipe.runtime.weights.optimizer_state import OptimizerState, described
 from fxpipe.runtime.weights.optimizers import Optimizers
-from fxpipe.runtime.weights.own_attributes import is_torchs
 from fxpipe.runtime.weights.sharding import Shards
 from fxpipe.runtime.weights.stage_weights import History
 from fxpipe.runtime.weights.versions import VersionedWeights
