@@ -1,17 +1,24 @@
-"""The exact search: a model for CP-SAT of ortools, which ``fxpipe[search]`` installs."""
+"""The exact search: a model for CP-SAT of ortools, which ``fxpipe[search]`` installs.
+
+It is of all tasks of an order, or of a window: then the tasks of a short time are put into a better
+order, and all others stay in theirs.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
 from importlib.util import find_spec
 from itertools import combinations
 from math import ceil, floor, gcd, inf, lcm
+from random import Random
 from typing import Any
 
 from fxpipe.search.bounds import lag, way_down
+from fxpipe.search.local import Local
 from fxpipe.search.problem import Order, Problem
-from fxpipe.search.timeline import Node, Timeline
+from fxpipe.search.timing import Node, Timeline, value_of
 
 LITERALS = 30_000
 """Problems with more than so many pairs of tasks to order are left to the local search."""
@@ -21,6 +28,17 @@ _FINE = 5_000_000
 
 _MOST = 20_000_000
 """Ticks of a step, where times are."""
+
+PASSES = 25
+"""List schedules that count as much as one window."""
+
+_WINDOW = 120
+"""Tasks of a window, about, and the least for each device."""
+
+_LEAST = 6
+
+_EFFORT = 0.25
+"""What the solver may spend on a window, by its own measure."""
 
 
 def available() -> bool:
@@ -234,3 +252,29 @@ def precedes(one: int, i: int, other: int, j: int) -> bool:
     if kind == 0:
         return behind > 0 or s <= u
     return behind > 0 and s >= u
+
+
+def improve(local: Local, enough: float, go_on: Callable[[], bool]) -> None:
+    """Put one window of the best order after another into a better order, until the time is down
+    to ``enough`` or ``go_on()`` says no.
+
+    An order that takes as long as the best is gone on from, too: the next window may gain by it.
+    """
+    assert local.best is not None
+    timeline = Timeline(local.problem, local.best)
+    while local.value > enough and go_on():
+        local.passes += PASSES
+        order = reordered(timeline, local.random)
+        if order is not None and (value := value_of(local.problem, order)) <= local.value:
+            local.offer(value, order)
+            timeline = Timeline(local.problem, order)
+
+
+def reordered(timeline: Timeline, random: Random) -> Order | None:
+    """The order that is best, of those that only differ in a window that is drawn."""
+    devices = timeline.problem.devices
+    end = max(timeline.starts.values())
+    width = end * max(_LEAST, _WINDOW / devices) * devices / len(timeline.starts)
+    begin = random.uniform(-width / 2, max(0.0, end - width / 2))
+    window = Exact(timeline, begin, begin + width)
+    return window.solve(inf, _EFFORT, random.randrange(10**6), workers=1)[0]

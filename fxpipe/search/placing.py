@@ -10,10 +10,9 @@ from random import Random
 
 from fxpipe.errors import InputError
 from fxpipe.search.bounds import Bound, best_bound, way_down
-from fxpipe.search.local import Local
+from fxpipe.search.local import Local, search_of
 from fxpipe.search.problem import Problem
 from fxpipe.search.read import Given, Places, placements_of, problems_of
-from fxpipe.search.steady import search_of
 from fxpipe.simulator.costs import Link
 
 _PASSES = 24

@@ -9,21 +9,19 @@ from numbers import Real
 from random import Random
 from time import perf_counter
 
-from fxpipe.errors import InputError
+import fxpipe.schedules
+from fxpipe.errors import FxpipeError, InputError
 from fxpipe.ir.plan import Plan
-from fxpipe.ir.recipe import Placement
+from fxpipe.ir.recipe import Placement, Recipe
 from fxpipe.ir.schedule import Schedule
 from fxpipe.search import exact as solver
-from fxpipe.search import windows
 from fxpipe.search.bounds import Bound, best_bound
 from fxpipe.search.certificate import Certificate, gap_of
-from fxpipe.search.library import Library, library_orders
+from fxpipe.search.local import search_of
 from fxpipe.search.placing import best_placements, spread_bound
 from fxpipe.search.problem import Order, Problem
 from fxpipe.search.read import Given, apart, problems_of
-from fxpipe.search.steady import search_of
-from fxpipe.search.timeline import Timeline
-from fxpipe.search.timing import fits, peaks, value_of
+from fxpipe.search.timing import Timeline, fits, peaks, value_of
 from fxpipe.simulator.costs import Costs, Links, measured_costs
 from fxpipe.simulator.sizes import Sizes
 
@@ -44,6 +42,10 @@ _FINALISTS = 2
 
 _TIGHTENED = 6
 """How often memory is held back, at most, until a simulation fits."""
+
+
+Library = dict[str, tuple[float, Order] | str]
+"""Name → its time and its order, or why it has none."""
 
 
 @dataclass(frozen=True)
@@ -296,7 +298,7 @@ def _solve(
     assert local.best is not None
     local.offer(value_of(problem, local.best), local.best)
     if small:
-        windows.improve(local, enough, lasting(_THEN[solver.literals(problem) > _QUICK]))
+        solver.improve(local, enough, lasting(_THEN[solver.literals(problem) > _QUICK]))
     if small and local.value > bound.time * (1 + 1e-9):
         timeline = Timeline(problem, local.best)
         model = solver.Exact(timeline, below=local.value, bound=bound.time)
@@ -310,3 +312,43 @@ def _solve(
             bound = Bound(min(least, local.value), "solver")
     schedule = problem.schedule_of(local.best)
     return Certificate(problem, schedule, local.value, bound)
+
+
+def library_orders(problem: Problem) -> Library:
+    """Name → its time, as the problem counts it, and its order; or why it has none here.
+
+    Backwards are taken apart, or put together, as the problem asks.
+    """
+    recipes: list[Recipe] = [getattr(fxpipe.schedules, name) for name in fxpipe.schedules.__all__]
+    found: Library = {}
+    for name, recipe in sorted({each.name: each for each in recipes}.items()):
+        order = _order(problem, recipe)
+        if isinstance(order, str):
+            found[name] = order
+        elif not fits(problem, order):
+            found[name] = "keeps more than fits"
+        elif (value := value_of(problem, order)) < inf:
+            found[name] = value, order
+        else:
+            found[name] = "gets stuck"
+    return found
+
+
+def _order(problem: Problem, recipe: Recipe) -> Order | str:
+    try:
+        if recipe.place(problem.devices) != problem.placement or recipe.copies(problem.devices):
+            return "has its stages elsewhere"
+        schedule = recipe(problem.devices, problem.microbatches)
+        if max(schedule.delays) > (problem.delay or not problem.flush):
+            return "reads older weights"
+        if schedule.depth and not problem.delay:
+            return "mixes batches on a device"
+        if not schedule.trains or "R" in schedule.kinds:
+            return "does not train, or recomputes"
+        order = problem.order_of(schedule)
+        if order is not None and problem.delay:
+            if max(problem.schedule_of(order).delays) > problem.delay:
+                return "reads older weights"
+    except FxpipeError:
+        return "is not for so many devices and micro-batches"
+    return order or "leaves tasks out, or has others"

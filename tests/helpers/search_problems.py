@@ -19,8 +19,8 @@ from fxpipe.search.bounds import (
     work_bounds,
 )
 from fxpipe.search.certificate import Certificate
+from fxpipe.search.local import search_of
 from fxpipe.search.problem import Problem
-from fxpipe.search.steady import search_of
 from fxpipe.simulator.costs import Key
 
 needs_ortools = pytest.mark.skipif(

@@ -19,8 +19,7 @@ from fxpipe.search.local import random_policy
 from fxpipe.search.placing import spread_bound
 from fxpipe.search.problem import Order, Problem
 from fxpipe.search.read import Given, problems_of
-from fxpipe.search.timeline import Timeline
-from fxpipe.search.timing import fits, times_of, value_of
+from fxpipe.search.timing import Timeline, fits, times_of, value_of
 from fxpipe.simulator.costs import Key
 from tests.helpers.search_problems import (
     all_bounds,

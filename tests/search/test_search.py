@@ -19,12 +19,11 @@ from fxpipe.ir.plan import Costs as Measured
 from fxpipe.ir.recipe import find_recipe
 from fxpipe.schedules.chimera import both_ways
 from fxpipe.search import exact
-from fxpipe.search.library import library_orders
 from fxpipe.search.listing import Habit, Policy, list_schedule
 from fxpipe.search.local import given_policies, random_policy
 from fxpipe.search.problem import Problem
 from fxpipe.search.read import Given, problems_of
-from fxpipe.search.search import Found, search_schedule
+from fxpipe.search.search import Found, library_orders, search_schedule
 from fxpipe.search.timing import fits, value_of
 from fxpipe.simulator import Link, Sizes
 from fxpipe.simulator.costs import Key

@@ -8,13 +8,12 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fxpipe.search.exact import PASSES, improve, reordered
 from fxpipe.search.listing import list_schedule
 from fxpipe.search.local import Local, random_policy
 from fxpipe.search.problem import Problem
 from fxpipe.search.read import Given, problems_of
-from fxpipe.search.timeline import Timeline
-from fxpipe.search.timing import value_of
-from fxpipe.search.windows import PASSES, improve, reordered
+from fxpipe.search.timing import Timeline, value_of
 from fxpipe.simulator.costs import Key
 from tests.helpers.search_problems import larger, needs_ortools, problems, shared
 
