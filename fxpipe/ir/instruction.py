@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fxpipe.ir.value import Buffer, offloaded
+from fxpipe.ir.value import Buffer
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Prefetch(Move):
     @property
     def stored(self) -> Buffer:
         """What is brought back."""
-        return offloaded(self.buffer.source, self.buffer.microbatch, self.buffer.batch)
+        return self.buffer._replace(kind="offloaded")
 
 
 @dataclass(frozen=True, slots=True)

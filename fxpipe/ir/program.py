@@ -13,22 +13,7 @@ from typing import TYPE_CHECKING
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.launch import Launch
 from fxpipe.ir.schedule import ordered_copies
-from fxpipe.ir.value import (
-    COPIED,
-    HOST,
-    Buffer,
-    Edge,
-    Operands,
-    deferred,
-    fetched,
-    fetching,
-    norm_buffer,
-    offloaded,
-    saved,
-    state,
-    sums_buffer,
-    weights_buffer,
-)
+from fxpipe.ir.value import COPIED, HOST, Buffer, Edge, Operands, norm_buffer, own_buffer
 from fxpipe.words import plural, shown
 
 if TYPE_CHECKING:
@@ -176,14 +161,14 @@ class Program:
     def kept(self, stage: int, i: int, batch: int = 0) -> Buffer:
         """What a stage's backward uses up: what was saved for it, or that fetched again."""
         forward = self.offloads.get((stage, i))
-        return (fetched if forward and not forward.again else saved)(stage, i, batch)
+        return own_buffer("fetched" if forward and not forward.again else "saved", stage, i, batch)
 
     def stored(self, stage: int, i: int, batch: int = 0) -> tuple[Buffer, ...]:
         """What an offload takes: what a stage's forward saved, or all that its recompute reads."""
         forward = self.offloads.get((stage, i))
         if forward and forward.again:
-            return (state(stage, i, batch), *self._operands(stage, i, batch).inputs)
-        return (saved(stage, i, batch),)
+            return (own_buffer("state", stage, i, batch), *self._operands(stage, i, batch).inputs)
+        return (own_buffer("saved", stage, i, batch),)
 
     def only(self, device: int) -> Program:
         """The same with the instructions of one device alone, and the depth and the window of all:
@@ -245,7 +230,7 @@ class Program:
     def _weights(self, stage: int, i: int, batch: int) -> tuple[Buffer, ...]:
         """The weights that a copy of a stage computes a micro-batch with; others have theirs."""
         device = self._elsewhere.get((stage, i))
-        return () if device is None else (weights_buffer(stage, device, batch),)
+        return () if device is None else (own_buffer("weights", stage, device, batch),)
 
     def reads(self, instruction: ins.Instruction) -> tuple[Buffer, ...]:
         """The buffers that an instruction needs on its device."""
@@ -265,14 +250,14 @@ class Program:
                     case ins.Forward():
                         return (*weights, *own.inputs)
                     case ins.Recompute() if (stage, i) in self.offloads:
-                        return (*weights, fetched(stage, i, b))
+                        return (*weights, own_buffer("fetched", stage, i, b))
                     case ins.Recompute():
-                        return (*weights, state(stage, i, b), *own.inputs)
+                        return (*weights, own_buffer("state", stage, i, b), *own.inputs)
                     case ins.WeightGrad() | ins.PartialBackward(kind="W"):
-                        return (*weights, deferred(stage, i, b))
+                        return (*weights, own_buffer("deferred", stage, i, b))
                 return (*weights, own.kept, *chain(*own.gradients))
             case ins.Add(stage, b):
-                return tuple([sums_buffer(stage, copy, b) for copy in self.copies_of(stage)])
+                return tuple([own_buffer("sums", stage, copy, b) for copy in self.copies_of(stage)])
             case ins.Clip(stage, b):
                 return tuple([norm_buffer(other, stage, b) for other in range(self.stages)])
         return ()
@@ -288,20 +273,22 @@ class Program:
                 return ()
             case ins.Forward(stage, i, keeps=keeps, again=again, batch=b):
                 own = self._operands_of(instruction)
-                kept = [saved(stage, i, b)] * keeps + [state(stage, i, b)] * again
-                return (*chain(*own.outputs), *kept)
+                state = (own_buffer("state", stage, i, b),) if again else ()
+                return (*chain(*own.outputs), *([own.saved] if keeps else ()), *state)
             case ins.Recompute(stage, i, batch=b):
-                return (saved(stage, i, b),)
+                return (own_buffer("saved", stage, i, b),)
             case ins.Backward():
                 return self._operands_of(instruction).returned
             case ins.InputGrad(stage, i, batch=b):
-                return (deferred(stage, i, b), *self._operands_of(instruction).returned)
+                returned = self._operands_of(instruction).returned
+                return (own_buffer("deferred", stage, i, b), *returned)
             case ins.Norm(stage, b):
                 return tuple([norm_buffer(stage, other, b) for other in range(self.stages)])
             case ins.Share(stage, b):
-                return tuple([weights_buffer(stage, copy, b) for copy in self.copies_of(stage)])
+                copies = self.copies_of(stage)
+                return tuple([own_buffer("weights", stage, copy, b) for copy in copies])
             case ins.Give(stage, copy, b):
-                return (sums_buffer(stage, copy, b),)
+                return (own_buffer("sums", stage, copy, b),)
         return ()
 
     def ends(self, instruction: ins.Instruction) -> tuple[Buffer, ...]:
@@ -309,18 +296,19 @@ class Program:
         match instruction:
             case ins.Free(buffer):
                 return (buffer,)
-            case ins.Prefetch(Buffer(source=stage, microbatch=i, batch=b)):
-                return (offloaded(stage, i, b),)
-            case ins.Await(Buffer(source=stage, microbatch=i, batch=b)):
-                return (fetching(stage, i, b),)
+            case ins.Prefetch():
+                return (instruction.stored,)
+            case ins.Await(buffer):
+                return (buffer._replace(kind="fetching"),)
             case ins.Move():
                 return ()
             case ins.Backward(stage, i, batch=b) | ins.InputGrad(stage, i, batch=b):
                 return (self.kept(stage, i, b),)
             case ins.WeightGrad(stage, i, batch=b):
-                return (deferred(stage, i, b),)
+                return (own_buffer("deferred", stage, i, b),)
             case ins.Recompute(stage, i, batch=b):
-                return ((fetched if (stage, i) in self.offloads else state)(stage, i, b),)
+                away = (stage, i) in self.offloads
+                return (own_buffer("fetched" if away else "state", stage, i, b),)
         return ()
 
     def destination(self, instruction: ins.Send | ins.Stash) -> int:

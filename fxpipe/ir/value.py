@@ -139,44 +139,10 @@ def batch_mark(batch: int) -> str:
     return "'" * -batch + "+" * batch if abs(batch) <= FURTHEST else f"({batch:+})"
 
 
-def saved(stage: int, microbatch: int, batch: int = 0) -> Buffer:
-    """What a stage keeps of a micro-batch for its backward."""
-    return Buffer("saved", "", stage, stage, microbatch, batch)
-
-
-def offloaded(stage: int, microbatch: int, batch: int = 0) -> Buffer:
-    """What a stage has offloaded of it, from where its storing begins."""
-    return Buffer("offloaded", "", stage, stage, microbatch, batch)
-
-
-def fetching(stage: int, microbatch: int, batch: int = 0) -> Buffer:
-    """The same on its way back, in the device's memory from where it begins."""
-    return Buffer("fetching", "", stage, stage, microbatch, batch)
-
-
-def fetched(stage: int, microbatch: int, batch: int = 0) -> Buffer:
-    """The same once it is back."""
-    return Buffer("fetched", "", stage, stage, microbatch, batch)
-
-
-def deferred(stage: int, microbatch: int, batch: int = 0) -> Buffer:
-    """What the first half of a stage's backward leaves for the second."""
-    return Buffer("deferred", "", stage, stage, microbatch, batch)
-
-
-def state(stage: int, microbatch: int, batch: int = 0) -> Buffer:
-    """The stage's buffers as the forward of a micro-batch read them."""
-    return Buffer("state", "", stage, stage, microbatch, batch)
-
-
-def weights_buffer(stage: int, device: int, batch: int = 0) -> Buffer:
-    """A stage's weights and buffers, for its copy on a device."""
-    return Buffer("weights", "", stage, stage, device, batch)
-
-
-def sums_buffer(stage: int, device: int, batch: int = 0) -> Buffer:
-    """What the copy of a stage on a device has summed of a batch: gradients, and moments."""
-    return Buffer("sums", "", stage, stage, device, batch)
+def own_buffer(kind: BufferKind, stage: int, microbatch: int, batch: int = 0) -> Buffer:
+    """The buffer of a micro-batch that is of one stage alone: one of ``KEPT``, or of ``COPIED``,
+    which has the copy's device instead of a micro-batch."""
+    return Buffer(kind, "", stage, stage, microbatch, batch)
 
 
 def norm_buffer(source: int, target: int, batch: int = 0) -> Buffer:
@@ -223,7 +189,7 @@ class Operands(NamedTuple):
         return Operands(
             tuple([forward_buffer(edge, i, batch) for edge in into]),
             tuple([tuple([forward_buffer(e, i, batch) for e in edges]) for edges in by_value]),
-            saved(stage, i, batch),
+            own_buffer("saved", stage, i, batch),
             kept,
             tuple([tuple([gradient_buffer(e, i, batch) for e in edges]) for edges in returned]),
             tuple([gradient_buffer(edge, i, batch) for edge in into if edge.gradient]),

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from fxpipe.ir import instruction as ins
-from fxpipe.ir.value import sums_buffer, weights_buffer
+from fxpipe.ir.value import own_buffer
 from fxpipe.kernels.graph import added
 from fxpipe.torchtools.moments import merged
 
@@ -34,7 +34,7 @@ def weights(machine: Machine, stage: int, version: int) -> Weights:
     own = machine.weights.parameters(stage, machine.step + version), machine.weights.buffers(stage)
     if machine.device not in machine.program.copies_of(stage):
         return own
-    given: Weights = machine.store.values[weights_buffer(stage, machine.device, version)]
+    given: Weights = machine.store.values[own_buffer("weights", stage, machine.device, version)]
     for parameter, like in zip(given[0], own[0], strict=True):
         parameter.requires_grad_(like.requires_grad)  # what comes from another rank has none
     return given
@@ -60,7 +60,7 @@ def give(machine: Machine, instruction: ins.Give) -> None:
     gradients, state = machine.store.gradients.pop((stage, batch), []), machine.store.state
     names = [write.target for write in machine.stages[stage].writes]
     written = {name: state.pop(name) for name in names if name in state}
-    machine.store.values[sums_buffer(stage, copy, batch)] = gradients, written
+    machine.store.values[own_buffer("sums", stage, copy, batch)] = gradients, written
 
 
 def add(machine: Machine, instruction: ins.Add) -> None:

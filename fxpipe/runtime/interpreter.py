@@ -20,7 +20,7 @@ from torch import Tensor
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.plan import Stage
 from fxpipe.ir.program import Program
-from fxpipe.ir.value import Buffer, deferred, fetched, state
+from fxpipe.ir.value import Buffer, own_buffer
 from fxpipe.kernels.graph import laid_out
 from fxpipe.kernels.kernel import Forwarded, Kernel
 from fxpipe.kernels.recompute import recomputing
@@ -224,7 +224,7 @@ def _forward(machine: Machine, instruction: ins.Forward) -> None:
     # what earlier micro-batches of this run wrote, else the model's
     buffers = [store.state.get(argument.target, buffer) for argument, buffer in arguments]
     if instruction.again:
-        store.values[state(stage, i, batch)] = list(buffers)
+        store.values[own_buffer("state", stage, i, batch)] = list(buffers)
     result = _run_forward(machine, instruction, weights, buffers)
     own = machine.program.operands[stage, i, batch]
     for consumers, value in zip(own.outputs, result.outputs, strict=True):
@@ -239,7 +239,7 @@ def _forward(machine: Machine, instruction: ins.Forward) -> None:
 def _recompute(machine: Machine, instruction: ins.Recompute) -> None:
     stage, i, batch = instruction.stage, instruction.microbatch, instruction.batch
     away = (stage, i) in machine.program.offloads  # then its inputs are in there, too
-    kept = machine.store.values.pop((fetched if away else state)(stage, i, batch))
+    kept = machine.store.values.pop(own_buffer("fetched" if away else "state", stage, i, batch))
     count = len(machine.stages[stage].buffers)
     with recomputing():
         weights, _ = machine.weights_of(instruction)
@@ -277,7 +277,7 @@ def _partial_backward(machine: Machine, instruction: ins.PartialBackward) -> Non
     stage, i, batch = instruction.stage, instruction.microbatch, instruction.batch
     kind, bucket, store = instruction.kind, instruction.bucket, machine.store
     own = machine.program.operands[stage, i, batch]
-    buffer = own.kept if kind == "B" else deferred(stage, i, batch)
+    buffer = own.kept if kind == "B" else own_buffer("deferred", stage, i, batch)
     left = store.values[buffer]
     if kind == "B" and bucket == 0:
         left += _output_gradients(machine, instruction)
@@ -297,12 +297,12 @@ def _input_grad(machine: Machine, instruction: ins.InputGrad) -> None:
     kernel = machine.kernel(stage, i, batch)
     result = kernel.input_grad(kept, _output_gradients(machine, instruction))
     _give_back(machine, instruction, result.inputs)
-    machine.store.values[deferred(stage, i, batch)] = result.deferred
+    machine.store.values[own_buffer("deferred", stage, i, batch)] = result.deferred
 
 
 def _weight_grad(machine: Machine, instruction: ins.WeightGrad) -> None:
     stage, i, batch = instruction.stage, instruction.microbatch, instruction.batch
-    left = machine.store.take(deferred(stage, i, batch))
+    left = machine.store.take(own_buffer("deferred", stage, i, batch))
     kernel, totals = machine.kernel(stage, i, batch), _totals(machine, instruction)
     if instruction.rest:
         _, machine.store.gradients[stage, batch] = kernel.partial_backward("W", -1, left, totals)

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from fxpipe.ir import instruction as ins
-from fxpipe.ir.value import fetching, offloaded
+from fxpipe.ir.value import own_buffer
 
 if TYPE_CHECKING:
     from fxpipe.runtime.interpreter import Machine
@@ -98,7 +98,7 @@ def begin(machine: Machine, instruction: ins.Offload) -> None:
 def finish(machine: Machine, instruction: ins.Free) -> None:
     """Wait until what a stage keeps is stored, and may be freed."""
     _, _, stage, _, i, batch = instruction.buffer
-    stored = machine.store.values.get(offloaded(stage, i, batch))
+    stored = machine.store.values.get(own_buffer("offloaded", stage, i, batch))
     if stored is not None:  # or it is on its way back
         stored.away.wait()
 
@@ -106,7 +106,7 @@ def finish(machine: Machine, instruction: ins.Free) -> None:
 def prefetch(machine: Machine, instruction: ins.Prefetch) -> None:
     """See ins.Prefetch."""
     _, _, stage, _, i, batch = instruction.buffer
-    kept, away = machine.store.values.pop(offloaded(stage, i, batch))
+    kept, away = machine.store.values.pop(own_buffer("offloaded", stage, i, batch))
     memories = away.fetch()
     values = [x.tensor(memories) if isinstance(x, _Place) else x for x in kept]
     machine.store.values[instruction.buffer] = Offloaded(values, away)
@@ -115,7 +115,7 @@ def prefetch(machine: Machine, instruction: ins.Prefetch) -> None:
 def await_(machine: Machine, instruction: ins.Await) -> None:
     """See ins.Await."""
     _, _, stage, _, i, batch = instruction.buffer
-    values, away = machine.store.values.pop(fetching(stage, i, batch))
+    values, away = machine.store.values.pop(own_buffer("fetching", stage, i, batch))
     away.wait()
     machine.store.values[instruction.buffer] = values
 

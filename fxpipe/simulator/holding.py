@@ -8,15 +8,7 @@ from typing import Any
 
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.program import Program
-from fxpipe.ir.value import (
-    Buffer,
-    Edge,
-    deferred,
-    fetching,
-    forward_buffer,
-    gradient_buffer,
-    offloaded,
-)
+from fxpipe.ir.value import Buffer, Edge, forward_buffer, gradient_buffer, own_buffer
 from fxpipe.simulator.analysis import live_versions
 from fxpipe.simulator.sizes import Crossing, GraphInput, Piece, Sizes, Storage, Workspace
 from fxpipe.simulator.sums import Gradients, Key, graph_of
@@ -208,7 +200,7 @@ class Holding:
             return
         stage, i, batch = part.stage, part.microbatch, part.batch
         kept = self.program.kept(stage, i, batch)
-        buffer = kept if part.kind == "B" else deferred(stage, i, batch)
+        buffer = kept if part.kind == "B" else own_buffer("deferred", stage, i, batch)
         found = [p for p in self._kept[buffer] if p.key[0] == "written"]
         found.append(Piece("stash", ("left", buffer, part.bucket), left.bytes))
         held = [*((v, False) for v in left.values), *((v, True) for v in left.gradients)]
@@ -322,10 +314,10 @@ class Holding:
                 self._stored[source, i, batch] = alone
                 yield from [piece for piece in pieces if piece not in alone]
             case "fetching":
-                yield from self._kept[offloaded(source, i, batch)]
+                yield from self._kept[own_buffer("offloaded", source, i, batch)]
                 yield from self._stored.pop((source, i, batch))
             case "fetched":
-                yield from self._kept[fetching(source, i, batch)]
+                yield from self._kept[own_buffer("fetching", source, i, batch)]
             case "deferred":
                 yield Piece("stash", buffer, sizes.deferred.get(source, 0))
                 for held in sizes.deferred_holds.get(source, ()):

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.program import Program
-from fxpipe.ir.value import Buffer, fetching, offloaded
+from fxpipe.ir.value import Buffer
 from fxpipe.simulator.sizes import Piece, Sizes
 
 Summed = Literal["sum", "part", "weights"]
@@ -67,10 +67,10 @@ def beside(instruction: ins.Instruction) -> Buffer | None:
     """What an instruction waits for that goes on beside its own device: that something is stored,
     or fetched."""
     match instruction:
-        case ins.Await(Buffer(_, _, stage, _, i, batch)):
-            return fetching(stage, i, batch)
-        case ins.Free(Buffer("saved" | "state", _, stage, _, i, batch)):
-            return offloaded(stage, i, batch)
+        case ins.Await(buffer):
+            return buffer._replace(kind="fetching")
+        case ins.Free(Buffer("saved" | "state") as buffer):
+            return buffer._replace(kind="offloaded")
     return None
 
 

@@ -13,7 +13,7 @@ from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import BESIDE, BUILT_IN, KINDS, Task
-from fxpipe.ir.value import fetched, fetching, offloaded
+from fxpipe.ir.value import own_buffer
 from fxpipe.passes.lowering.lowerable import check_lowering
 from fxpipe.torchtools.state import without_collection
 
@@ -259,7 +259,7 @@ class _Instructions:
         if i is None:
             return ins.Update(stage, batch, batch + 1, batch)
         if kind in BESIDE:
-            made = offloaded(stage, i, batch) if kind == "O" else fetching(stage, i, batch)
+            made = own_buffer("offloaded" if kind == "O" else "fetching", stage, i, batch)
             return ins.Offload(made) if kind == "O" else ins.Prefetch(made)
         if kind == "F":
             again = (stage, i) in self._recomputed
@@ -277,7 +277,7 @@ class _Instructions:
         assert stage is not None
         needs = "R" if (stage, i) in self._recomputed else "BI"
         if task.kind in needs and i is not None and (stage, i) in self._fetched:
-            yield ins.Await(fetched(stage, i, task.batch))
+            yield ins.Await(own_buffer("fetched", stage, i, task.batch))
         for bucket in range(self._parts.get((task.kind, stage, i), 0)):
             assert i is not None
             version = task.batch - self._delay_of(stage, i)

@@ -17,7 +17,7 @@ from fxpipe.ir import instruction as ins
 from fxpipe.ir.plan import Bucket, Plan
 from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
-from fxpipe.ir.value import HOST, Buffer, fetched, fetching, offloaded
+from fxpipe.ir.value import HOST, Buffer, own_buffer
 from fxpipe.passes.lowering.communicate import communicate
 from fxpipe.passes.lowering.free import free
 from fxpipe.passes.lowering.lower import Lower
@@ -55,9 +55,9 @@ EVERY: dict[str, ins.Instruction] = {
     "add": ins.Add(0),
     "norm": ins.Norm(0),
     "clip": ins.Clip(0),
-    "offload": ins.Offload(offloaded(0, 0)),
-    "prefetch": ins.Prefetch(fetching(0, 0)),
-    "await": ins.Await(fetched(0, 0)),
+    "offload": ins.Offload(own_buffer("offloaded", 0, 0)),
+    "prefetch": ins.Prefetch(own_buffer("fetching", 0, 0)),
+    "await": ins.Await(own_buffer("fetched", 0, 0)),
     "free": ins.Free(X),
     "barrier": ins.Barrier(),
     "pause": ins.Pause(),

@@ -14,18 +14,7 @@ from fxpipe.ir import instruction as ins
 from fxpipe.ir.launch import Event, Launch
 from fxpipe.ir.program import Program
 from fxpipe.ir.recipe import RECIPES
-from fxpipe.ir.value import (
-    COPIED,
-    HOST,
-    KEPT,
-    Buffer,
-    BufferKind,
-    Edge,
-    fetched,
-    fetching,
-    offloaded,
-    saved,
-)
+from fxpipe.ir.value import COPIED, HOST, KEPT, Buffer, BufferKind, Edge, own_buffer
 from fxpipe.passes.lowering.communicate import communicate
 from fxpipe.passes.lowering.free import free
 from fxpipe.passes.lowering.lower import Lower
@@ -62,10 +51,10 @@ LINES: dict[str, tuple[ins.Instruction, str]] = {
     "add": (ins.Add(2, -1), "add s2'"),
     "norm": (ins.Norm(2), "norm s2"),
     "clip": (ins.Clip(2, -1), "clip s2'"),
-    "offload": (ins.Offload(offloaded(1, 2)), "offload offloaded:1[2]"),
-    "prefetch": (ins.Prefetch(fetching(1, 2, -1)), "prefetch fetching:1[2']"),
-    "await": (ins.Await(fetched(1, 2)), "await fetched:1[2]"),
-    "free": (ins.Free(saved(1, 2)), "free saved:1[2]"),
+    "offload": (ins.Offload(own_buffer("offloaded", 1, 2)), "offload offloaded:1[2]"),
+    "prefetch": (ins.Prefetch(own_buffer("fetching", 1, 2, -1)), "prefetch fetching:1[2']"),
+    "await": (ins.Await(own_buffer("fetched", 1, 2)), "await fetched:1[2]"),
+    "free": (ins.Free(own_buffer("saved", 1, 2)), "free saved:1[2]"),
     "barrier": (ins.Barrier(), "barrier"),
     "pause": (ins.Pause(), "pause"),
     "update": (ins.Update(1, 2, 3), "update s1 v2 -> v3"),
