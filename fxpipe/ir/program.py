@@ -86,7 +86,7 @@ class Program:
     def operands(self) -> Mapping[tuple[int, int, int], Operands]:
         """Stage, micro-batch and batch → the buffers of what its lists compute of it."""
         every = (x for own in self.lists for x in own if isinstance(x, ins.Compute))
-        keys = {(x.stage, x.microbatch, x.batch) for x in every if x.stage < self.stages}
+        keys = {(x.stage, x.microbatch, x.batch) for x in every if 0 <= x.stage < self.stages}
         return {key: self._operands(*key) for key in keys}
 
     def _operands_of(self, x: ins.Compute) -> Operands:

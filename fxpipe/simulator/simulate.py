@@ -216,6 +216,16 @@ def run(
     meetings: dict[tuple[type[ins.Instruction], int], float] = {}
     lanes: dict[tuple[int, type[ins.Instruction]], float] = {}
     now: float = 0
+
+    def end_of(awaited: Buffer | Sum) -> float:
+        if awaited not in transfers:
+            raise InputError(
+                f"program {program.name!r}: device {device}, position {position}, "
+                f"{print_instruction(instruction)}: nothing begins what it waits for; "
+                "Program.verify() tells what is missing"
+            )
+        return transfers[awaited].end
+
     for device, stop in turns:
         starts, ends = events.starts[device], events.ends[device]
         now = now if serial else events.free(device)
@@ -237,14 +247,7 @@ def run(
             else:
                 match instruction:
                     case ins.AllGather() | ins.TakePart() | ins.GatherWeights():
-                        found = transfers.get(awaited_by(instruction))
-                        if found is None:
-                            raise InputError(
-                                f"program {program.name!r}: device {device}, position {position}, "
-                                f"{print_instruction(instruction)}: nothing begins what it waits "
-                                "for; Program.verify() tells what is missing"
-                            )
-                        now = max(now, found.end) + overhead
+                        now = max(now, end_of(awaited_by(instruction))) + overhead
                     case ins.Send(buffer) | ins.Stash(buffer):
                         now += overhead
                         target = program.destination(instruction)
@@ -262,7 +265,7 @@ def run(
                         letter, ready = "O", now
                         if isinstance(instruction, ins.Prefetch):
                             letter = "P"
-                            ready = max(now, transfers[instruction.stored].end)
+                            ready = max(now, end_of(instruction.stored))
                         start = max(ready, lanes.get(lane, ready))
                         end = lanes[lane] = start + times[letter, buffer.source]
                         transfers[buffer] = Transfer(
@@ -271,7 +274,7 @@ def run(
                         if not (overlap and beside):
                             now = end
                     case _ if (moved := awaits(instruction)) is not None:
-                        now = max(now, transfers[moved].end) + overhead
+                        now = max(now, end_of(moved)) + overhead
                     case ins.Barrier() | ins.Pause():
                         kind = type(instruction)
                         meeting = kind, met[device][kind]

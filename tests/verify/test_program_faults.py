@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from fxpipe.errors import InputError
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.program import Program
 from fxpipe.ir.recipe import Recipe
@@ -17,6 +18,7 @@ from fxpipe.passes.lowering.communicate import communicate
 from fxpipe.passes.lowering.lower import Lower
 from fxpipe.passes.schedule import add_reduce
 from fxpipe.schedules import gpipe, inference, one_f_one_b
+from fxpipe.simulator import simulate
 from fxpipe.verify.program import verify_program
 from tests.helpers.faults import faults_of
 from tests.helpers.plans import chain, skipping
@@ -296,3 +298,19 @@ def test_sums_over_replicas_are_there_exactly_where_there_are_several() -> None:
 def test_counts_placement_and_edges_are_checked_first(change: dict[str, object], what: str) -> None:
     faults = faults_of(replace(PROGRAM, **change))  # type: ignore[arg-type]
     assert what in [fault.what for fault in faults]
+
+
+@pytest.mark.parametrize("stage", [-3, -1, 2])
+def test_a_computation_of_a_stage_that_is_not_there_is_told(stage: int) -> None:
+    forward = first(PROGRAM, 0, ins.Forward)
+    program = exchanged(PROGRAM, 0, forward, ins.Forward(stage, 0))
+    assert f"there is no stage {stage}" in [fault.what for fault in faults_of(program)]
+
+
+def test_a_simulation_names_what_waits_for_a_fetch_that_nothing_begins() -> None:
+    stored = Schedule.parse(
+        "schedule stored stages=1 microbatches=1 delay=0\nplace 0\n0: F0 O0 P0 B0 U\n"
+    )
+    program = without(lowered(stored, chain(1)), lambda x: isinstance(x, ins.Prefetch))
+    with pytest.raises(InputError, match=r"await fetched.*: nothing begins what it waits for"):
+        simulate(program)
