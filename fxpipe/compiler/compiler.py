@@ -383,6 +383,16 @@ class Compiler:
 
 
 def _wants(batch: Batch, purpose: Purpose) -> tuple[bool, ...]:
-    """For each leaf of the batch: whether the call returns a gradient for it."""
-    called = purpose == "call"
-    return tuple(called and isinstance(x, Tensor) and x.requires_grad for x in batch.leaves)
+    """For each leaf of the batch: whether the call returns a gradient for it.
+
+    Raises:
+        InputError: it would have to, and is a step.
+    """
+    trains = [isinstance(x, Tensor) and x.requires_grad for x in batch.leaves]
+    if purpose == "step" and any(trains):
+        name = batch.names[trains.index(True)]
+        raise InputError(
+            f"{name} requires a gradient, and a step gives gradients to parameters alone; give "
+            f"{name}.detach(), or call the pipe itself, and backward of a loss of its output"
+        )
+    return tuple(purpose == "call" and each for each in trains)

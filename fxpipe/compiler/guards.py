@@ -11,25 +11,33 @@ from __future__ import annotations
 import dis
 import gc
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakIdKeyDictionary
 
-from fxpipe.compiler.asking import asks_noted
 from fxpipe.compiler.looking import OUTSIDE, Look, Reads, top
 from fxpipe.compiler.options import Options
 from fxpipe.log import LOGGER
+from fxpipe.random.leaf_draws import Draws
 from fxpipe.signals import put_back
 
 VARIANTS = 8
 """How many variants are kept, each with its graphs."""
 _INNER = ("<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>", "<lambda>")
 """Code that reads the object of the method around it."""
+aten = torch.ops.aten
+_NUMBERS = frozenset((aten._local_scalar_dense.default, aten.equal.default))
+"""What gives a number or a flag, also where an operation takes a tensor for a number."""
+_LISTS = ("tolist", "numpy", "__array__", "__repr__", "__format__")
+"""What gives values and is no operation."""
 
 
 @dataclass
@@ -93,7 +101,7 @@ class Guards:
         before = sys.getprofile()
         sys.setprofile(profile)
         try:
-            with asks_noted(reads.asked, lambda: leaf is None):
+            with _asks_noted(reads.asked, lambda: leaf is None):
                 yield
         finally:
             put_back(before)
@@ -224,3 +232,49 @@ def _strings(constants: Iterable[Any]) -> Iterator[str]:
             yield constant
         elif isinstance(constant, tuple):
             yield from _strings(constant)
+
+
+@contextmanager
+def _asks_noted(asked: dict[int, Tensor], here: Callable[[], bool]) -> Iterator[None]:
+    """Inside, note the tensors that are asked for their values, by their identities; but none that
+    an operation has made inside, and none where ``here()`` is false."""
+    made = WeakIdKeyDictionary()
+
+    def note(values: Any) -> None:
+        for each in pytree.tree_leaves(values):
+            if isinstance(each, Tensor) and each not in made and here():
+                asked[id(each)] = each
+
+    with _Lists(note), _Numbers(note, made):
+        yield
+
+
+class _Numbers(Draws):
+    def __init__(self, note: Callable[[Any], None], made: WeakIdKeyDictionary) -> None:
+        super().__init__()
+        self._note = note
+        self._made = made
+
+    def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What an operation returns inside."""
+        if func in _NUMBERS:
+            self._note(args)
+        made = func(*args, **kwargs)
+        given = {id(each) for each in pytree.tree_leaves((args, kwargs))}
+        for each in pytree.tree_leaves(made):
+            if isinstance(each, Tensor) and id(each) not in given:
+                self._made[each] = None
+        return made
+
+
+class _Lists(TorchFunctionMode):
+    def __init__(self, note: Callable[[Any], None]) -> None:
+        super().__init__()
+        self._note = note
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if getattr(func, "__name__", "") in _LISTS:
+            self._note(args[:1])
+        return func(*args, **(kwargs or {}))

@@ -56,9 +56,11 @@ def _called(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
             warnings.filterwarnings("ignore", "None of the inputs have requires_grad=True")
             return model(*args, **kwargs)
     except Exception as error:
+        cure = "give it inputs that it takes, or correct that line"
+        if "does not require grad" in told(error):
+            cure = "it runs without gradients here: compute those of a part by torch.func.grad"
         raise InputError(
-            f"{type(model).__name__} fails on the first micro-batch{_told(error)}; give it inputs "
-            "that it takes, or correct that line"
+            f"{type(model).__name__} fails on the first micro-batch{_told(error)}; {cure}"
         ) from error
 
 

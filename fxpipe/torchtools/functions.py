@@ -77,8 +77,7 @@ class _Here(threading.local):
 
     Attributes:
         keeps: whether each one is recorded as one operation, and hooks on values are refused.
-        opens: whether the content of reentrant checkpoints is traced instead of the checkpoint;
-            always so if ``keeps`` is true.
+        opens: whether the content of reentrant checkpoints is traced instead of the checkpoint.
     """
 
     keeps = False
@@ -92,7 +91,7 @@ _HERE = _Here()
 def functions_kept() -> Iterator[None]:
     """Inside, in this thread, each call of an autograd function is recorded as one operation, and
     ``tensor.register_hook`` raises TraceError."""
-    with _patched(keeps=True, opens=True):
+    with _patched(keeps=True):
         yield
 
 
@@ -102,15 +101,15 @@ def checkpoints_opened() -> Iterator[None]:
 
     The backward of such a checkpoint calls autograd, which ``torch.autograd.grad`` refuses.
     """
-    with _patched(keeps=False, opens=True):
+    with _patched(keeps=False):
         yield
 
 
 @contextmanager
-def _patched(keeps: bool, opens: bool) -> Iterator[None]:
+def _patched(keeps: bool) -> Iterator[None]:
     before = _HERE.keeps, _HERE.opens
     apply, register = torch.autograd.Function.__dict__["apply"], Tensor.register_hook
-    _HERE.keeps, _HERE.opens = keeps, opens
+    _HERE.keeps, _HERE.opens = keeps, True
     torch.autograd.Function.apply = classmethod(_applied)  # type: ignore[method-assign,assignment]
     Tensor.register_hook = _register_hook  # type: ignore[method-assign]
     try:

@@ -132,10 +132,8 @@ def check(
             seeds, theirs = _gradients(plan, state, own, traced.loss, names, expected, loss)
         ran, *others = run_plan(seeds)
     made = {**values, **{a.name: state[a.target] for a in traced.parameters}, **ran.values}
-    tensors = [made[name] for name in names if isinstance(made.get(name), Tensor)]
-    if len(tensors) == len(expected):
-        for name, here, there in zip(names, tensors, expected, strict=False):
-            compare(f"output {name!r}", here, there)
+    for name, there in zip(names, expected, strict=True):
+        compare(f"output {name!r}", made[name], there)
     if loss is not None and traced.loss is not None:
         compare("the loss", made[traced.loss], loss)
     for name, here in moments.commit(traced.deferred, before, ran.state).items():

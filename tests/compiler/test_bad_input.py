@@ -210,6 +210,7 @@ def pipe() -> Iterator[fxpipe.Pipeline]:
         ((X.repeat(1, 2),), Y, ["Tiny fails on the first micro-batch at ", "h = self.first(x)"]),
         ((X.long(),), Y, ["Tiny fails on the first micro-batch at ", "must have the same dtype"]),
         ((X,), Y.float(), ["the loss fails on the first micro-batch", "Float"]),
+        ((X.clone().requires_grad_(),), Y, ["x requires a gradient, and a step", "x.detach()"]),
     ],
     ids=lambda value: value[0][:40] if isinstance(value, list) else "",
 )
