@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from fxpipe.arguments import check_whole
+from fxpipe.changes import Changed, Changes
 from fxpipe.compiler.compiled import Compiled, Kind
 from fxpipe.compiler.compiler import Compiler
 from fxpipe.compiler.described import described
@@ -19,14 +20,12 @@ from fxpipe.compiler.overheads import Took
 from fxpipe.compiler.predict import split_target
 from fxpipe.engine import Engine
 from fxpipe.errors import InputError
-from fxpipe.replicas import Replicas
 from fxpipe.runtime.batch import Batch, MicroBatches, check_surroundings
 from fxpipe.saving import Saved
 from fxpipe.signals import SignalsAtOperations
 from fxpipe.signature import SignedLikeTheModel
 from fxpipe.simulator import Simulation
 from fxpipe.simulator.measured import measured_run
-from fxpipe.strays import Strays, Written
 from fxpipe.torchtools.pytrees import together
 from fxpipe.turn import in_turn, in_turn_in_backward
 
@@ -49,8 +48,7 @@ class Pipeline(Saved):
     def __init__(self, options: Options, compiler: Compiler, engine: Engine) -> None:
         super().__init__(options, compiler, engine)
         self._filled: Compiled | None = None  # whose parameters and buffers have data
-        self._replicas = Replicas(options, engine.progress)
-        self._strays = Strays(options, engine.progress)
+        self._changes = Changes(options, engine.progress)
         self._microbatches = options.microbatches or 4 * len(self.devices)
         self._fixed = options.recipe.microbatches is not None
         self._has_loss = options.loss is not None
@@ -123,15 +121,13 @@ class Pipeline(Saved):
                 compiled, micro = self._ready(micro, kind)
             self._check_data(compiled)
             if self._group.replicas > 1:
-                self._replicas.check_settings(compiled)
+                self._changes.check_settings(compiled)
             micro = self._compiler.weighed(compiled, micro)
             if not all(micro.weights):
                 compiled = compiled.weighted(micro.weights)
             made = self._engine.step(compiled, micro, with_output=return_output)
-            if self._group.replicas > 1:
-                self._replicas.stepped()
             if self._group.size > 1:
-                self._strays.stepped(compiled)
+                self._changes.stepped(compiled)
             self._shown = compiled
             if meter is not None:
                 meter.end(made[0] if return_output else made, compiled.program)
@@ -286,7 +282,7 @@ class Pipeline(Saved):
         if self._options.hollow and compiled is not self._filled:
             self._refuse_hollow(compiled)
         if self._group.replicas > 1:
-            self._replicas.check(compiled)
+            self._changes.check(compiled)
 
     def _refuse_hollow(self, compiled: Compiled) -> None:
         own = filter(self._options.owns, range(len(compiled.plan.stages)))
@@ -349,16 +345,12 @@ class Pipeline(Saved):
                 compiles=compiles,
                 first=self._shown is None,
             )
-            state = self._replicas.told(flushed=self._engine.flushed)
-            written = self._strays.told(flushed=self._engine.flushed)
-            values = (compiles, flushes, state.writes, *written)
-            own = "\n".join([own, *state.chosen])
-            ranks = self._group.agree(
-                "the call", common, own=own, twins=state.settings, value=values
-            )
+            chosen, settings, *written = self._changes.told(flushed=self._engine.flushed)
+            values = (compiles, flushes, *written)
+            own = "\n".join([own, *chosen])
+            ranks = self._group.agree("the call", common, own=own, twins=settings, value=values)
             compiles = any(each for each, *_ in ranks)  # another replica may have to
-            self._replicas.hear([writes for _, _, writes, *_ in ranks])
-            self._strays.check([Written(*each) for _, _, _, *each in ranks])
+            self._changes.hear([Changed((), "", *each) for _, _, *each in ranks])
             if self._group.replicas > 1 and any(each for _, each, *_ in ranks):
                 self.flush()
         if known is not None and not compiles:
