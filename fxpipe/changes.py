@@ -72,9 +72,7 @@ class Changes:
             writes, own = int(versions.changed), versions.written
         if self._compiled is None:
             return found._replace(writes=writes)
-        return found._replace(
-            writes=writes, own=sorted(own), strays=sorted(changed & self._others)
-        )
+        return found._replace(writes=writes, own=sorted(own), strays=sorted(changed & self._others))
 
     def hear(self, ranks: Sequence[Changed]) -> None:
         """Take what all ranks have told. Where weights were written in one replica and not in

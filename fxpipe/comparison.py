@@ -20,7 +20,7 @@ from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import KINDS
 from fxpipe.pipeline import Pipeline
 from fxpipe.simulator import Simulation, simulate_schedule
-from fxpipe.simulator.costs import check_keys, measured_costs, times_of
+from fxpipe.simulator.costs import Costs, check_keys, measured_costs, times_of
 from fxpipe.simulator.sizes import Sizes
 from fxpipe.words import bytes_text, preformatted, table_text, time_text
 
@@ -168,7 +168,7 @@ def compare(
     *,
     devices: int | None = None,
     microbatches: int | None = None,
-    costs: Mapping[str, float] | None = None,
+    costs: Costs | None = None,
     memory: float | None = None,
 ) -> Comparison:
     """Simulate every schedule of the library, each with the model cut evenly into its stages.
@@ -188,11 +188,14 @@ def compare(
             nothing is compiled or measured yet.
     """
     check_keys(costs)
-    given = dict(costs or {})
-    if named := [key for key in given if not isinstance(key, str)]:
-        raise InputError(
-            f"costs has {named[0]!r}, and schedules have different stages; leave out the stage"
-        )
+    given: dict[str, float] = {}
+    for key, time in (costs or {}).items():
+        if not isinstance(key, str):
+            raise InputError(
+                f"costs has {key[0]}@{key[1]}, and schedules have different stages; leave out the "
+                f"stage: {key[0]}={time}"
+            )
+        given[key] = time
     times_of(0, (), given)  # raises where one is no time
     totals: dict[str, float] = {}
     held: Sizes | None = None

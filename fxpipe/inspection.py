@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from types import MethodType
 from typing import Any
 
 from torch import nn
@@ -30,6 +33,27 @@ from fxpipe.simulator.report import peak_texts
 from fxpipe.stage_table import stage_table
 from fxpipe.turn import in_turn
 from fxpipe.words import preformatted
+
+
+class SignedLikeTheModel:
+    """Decorates a pipe's ``forward`` so that it shows the signature of the model's own."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __get__(self, pipe: Inspected | None, owner: type[Inspected]) -> Any:
+        if pipe is None:
+            return self._function
+
+        @functools.wraps(self._function)
+        def forward(pipe: Inspected, *args: Any, **kwargs: Any) -> Any:
+            return self._function(pipe, *args, **kwargs)
+
+        own = inspect.signature(pipe._model.forward)
+        first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        signature = own.replace(parameters=[first, *own.parameters.values()])
+        vars(forward)["__signature__"] = signature
+        return MethodType(forward, pipe)
 
 
 class Inspected(nn.Module):

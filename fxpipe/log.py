@@ -81,7 +81,7 @@ def listening(listener: Listener) -> Iterator[None]:
 
 
 @contextmanager
-def told(what: str, verbose: bool) -> Iterator[None]:
+def reported(what: str, verbose: bool) -> Iterator[None]:
     """Report the passes inside the block to the logger, and if ``verbose`` on standard error."""
     listener = Listener(what, Console(stderr=True) if verbose else None)
     start = time.perf_counter()

@@ -20,10 +20,10 @@ from fxpipe.compiler.overheads import Took
 from fxpipe.compiler.predict import split_target
 from fxpipe.engine import Engine
 from fxpipe.errors import InputError
+from fxpipe.inspection import SignedLikeTheModel
 from fxpipe.runtime.batch import Batch, MicroBatches, check_surroundings
 from fxpipe.saving import Saved
 from fxpipe.signals import SignalsAtOperations
-from fxpipe.signature import SignedLikeTheModel
 from fxpipe.simulator import Simulation
 from fxpipe.simulator.measured import measured_run
 from fxpipe.torchtools.pytrees import together

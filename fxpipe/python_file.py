@@ -33,7 +33,12 @@ def of_python(named: str) -> Schedule | Recipe:
     assert match is not None
     path, name = Path(match["path"]), match["name"]
     before = dict(RECIPES)
-    module = _load(path)
+    try:
+        module = _load(path)
+    except InputError:
+        RECIPES.clear()
+        RECIPES.update(before)
+        raise
     made = {key: recipe for key, recipe in RECIPES.items() if before.get(key) is not recipe}
     own = {
         key: value

@@ -57,7 +57,6 @@ LAYERS = {
         "fxpipe.python_file",
         "fxpipe.rehearsal",
         "fxpipe.saving",
-        "fxpipe.signature",
         "fxpipe.stage_table",
         "fxpipe.turn",
     ),

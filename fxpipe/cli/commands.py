@@ -18,9 +18,9 @@ from sympy import Eq, Rational
 from sympy.core.relational import Relational
 
 import fxpipe
-from fxpipe.cli.compare import add_compare
 from fxpipe.cli.read import DEVICES, MICROBATCHES, read_costs, read_file, read_schedule
 from fxpipe.cli.search import add_search
+from fxpipe.comparison import compare
 from fxpipe.errors import FxpipeError, InputError, VerificationError
 from fxpipe.formulas import Formulas, time
 from fxpipe.ir.recipe import RECIPES, Recipe
@@ -130,13 +130,19 @@ def make_parser() -> argparse.ArgumentParser:
     add("--width", type=int, metavar="N", help=given)
     shown.set_defaults(run=show_schedule)
 
-    add_compare(
-        commands.add_parser(
-            "compare",
-            help="all library schedules in one table",
-            description="Compare the library's schedules, and mark the best for a memory limit.",
-        )
+    compared = commands.add_parser(
+        "compare",
+        help="all library schedules in one table",
+        description="Compare the library's schedules, and mark the best for a memory limit.",
     )
+    add = compared.add_argument
+    add("-p", "--devices", type=int, metavar="N", default=DEVICES, help=f"by default {DEVICES}")
+    given = f"of a step; by default {MICROBATCHES}"
+    add("-m", "--microbatches", type=int, metavar="N", default=MICROBATCHES, help=given)
+    add("--costs", metavar="F=1,B=2", help="how long tasks take on what one device has of a model")
+    add("--memory", type=float, metavar="N", help="micro-batches that a device has room for")
+    add("--draw", metavar="FILE", help="draw them: .svg, .png, .pdf")
+    compared.set_defaults(run=compare_schedules)
 
     checked = commands.add_parser(
         "verify",
@@ -242,6 +248,18 @@ def show_schedule(given: Namespace) -> bool:
     if sound and given.formulas and (shown or recipe is not None):
         print(f"\n{formulas_text(schedule, recipe, costs)}")
     return sound
+
+
+def compare_schedules(given: Namespace) -> bool:
+    """``fxpipe compare``: all schedules of the library in one table and one picture."""
+    costs = read_costs(given.costs)
+    found = compare(
+        devices=given.devices, microbatches=given.microbatches, costs=costs, memory=given.memory
+    )
+    if given.draw is not None:
+        _wrote(found.draw().render(given.draw))
+    print(found)
+    return True
 
 
 def verify_file(given: Namespace) -> bool:

@@ -29,7 +29,7 @@ from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.traced import Traced
-from fxpipe.log import told
+from fxpipe.log import reported
 from fxpipe.passes.graph.lazy_module import sources_forgotten
 from fxpipe.passes.partition.assignment import Assignment, Verdict
 from fxpipe.passes.partition.measure import NodeCost
@@ -142,7 +142,7 @@ class Compiler:
     def _compiling(self, what: str) -> Iterator[None]:
         with (
             SignalsAtOperations(),
-            told(what, self.options.verbose),
+            reported(what, self.options.verbose),
             without_collection(),
             sources_forgotten(),
             without_saved_tensor_hooks(),

@@ -11,7 +11,6 @@ from fxpipe.ir.value import HOST, batch_mark, stage_name
 from fxpipe.text.scan import Line, is_name, print_title
 
 _MARKS = re.compile(r"'+|\++")
-_SIGN = re.compile(r"-")
 _END = re.compile(r"(?:host|0|[1-9][0-9]{0,8})(?!\w)")
 _EDGE = re.compile(r"(?:in|act|skip|out)\b")
 _WORD = re.compile(r"\w+")
@@ -25,7 +24,7 @@ class Kind(NamedTuple):
 
 
 def _signed(line: Line, what: str) -> int:
-    sign = -1 if line.take(_SIGN) else 1
+    sign = -1 if line.skip("-") else 1
     return sign * line.integer(f"a number{what}")
 
 

@@ -99,10 +99,9 @@ def _cells(line: Line) -> Iterator[Cell]:
 def _cell(line: Line) -> Iterator[Action]:
     if line.at == len(line.text) or line.text[line.at] == ",":
         return
-    if line.text[line.at] != "(":
+    if not line.skip("("):
         yield _action(line, _KINDS)
         return
-    line.literal("(")
     while True:
         line.take(re.compile(r" *"))
         yield _action(line, COMPUTE)

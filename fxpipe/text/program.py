@@ -162,7 +162,6 @@ def _buffer(line: Line) -> Buffer:
 _WORD = re.compile(r"\w+")
 _KIND = re.compile(rf"({'|'.join(get_args(BufferKind))}):")
 _STREAM = re.compile(r"[a-z]+[0-9]*")
-_COMMA = re.compile(r",")
 
 _HEADER = Form("program {name:title} microbatches={microbatches}", "program 1f1b microbatches=4")
 _EDGE = Form("{kind:edge} {value:value} {source:end}->{target:end}", "act x 0->1")
@@ -233,7 +232,7 @@ def _instruction(line: Line) -> tuple[ins.Instruction, Launch]:
                 launch["stream"] = line.need(_STREAM, "a stream such as in0")
             case "wait=":
                 waits = [Event(**_EVENT.read(line))]
-                while line.take(_COMMA):
+                while line.skip(","):
                     waits.append(Event(**_EVENT.read(line)))
                 launch["waits"] = tuple(waits)
             case "record=":

@@ -86,11 +86,16 @@ class Line:
             raise self.expected(what)
         return taken
 
+    def skip(self, text: str) -> bool:
+        """Whether exactly this text stands right here; it is read then."""
+        found = self.text.startswith(text, self.at)
+        self.at += len(text) * found
+        return found
+
     def literal(self, text: str, what: str | None = None) -> None:
         """Exactly this text, right here."""
-        if not self.text.startswith(text, self.at):
+        if not self.skip(text):
             raise self.expected(what or repr(text))
-        self.at += len(text)
 
     def expected(self, what: str) -> ParseError:
         """The error where something else stands right here."""

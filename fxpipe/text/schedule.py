@@ -21,10 +21,6 @@ _HEADER = Form(
 )
 _DIGITS = re.compile(r"[0-9]+")
 _EARLIER = re.compile(r"'+")
-_AT = re.compile(r"@")
-_COMMA = re.compile(r",")
-_SLASH = re.compile(r"/")
-_PLUS = re.compile(r"\+")
 _REST = re.compile(r"[^ \t\r#]+")
 
 
@@ -106,7 +102,7 @@ def _delay(line: Line, first: int, stages: int, microbatches: int) -> Delay:
     """The delay, of which the first number is read already."""
     start = line.at
     delays = [_rule(line, first, microbatches)]
-    while line.take(_COMMA):
+    while line.skip(","):
         first = line.integer("the delay of the next stage")
         delays.append(_rule(line, first, microbatches))
     if isinstance(delays[0], int) and len(delays) == 1:
@@ -120,7 +116,7 @@ def _rule(line: Line, first: int, microbatches: int) -> Rule:
     """The delays of a stage, of which the first is read already."""
     start = line.at
     rule = [first]
-    while line.take(_SLASH):
+    while line.skip("/"):
         rule.append(line.integer("the delay of the next micro-batch"))
     if len(rule) > max(microbatches, 1):
         raise line.error(f"there are {len(rule)} delays for {microbatches} micro-batches", start)
@@ -149,7 +145,7 @@ def _task(line: Line, held: Sequence[int], stages: int, microbatches: int) -> Ta
     line.at += 1
     index = _microbatch(line, KINDS[letter], microbatches)
     batch = -len(line.take(_EARLIER) or "")
-    if line.take(_AT):
+    if line.skip("@"):
         at = line.at
         stage = line.integer("a stage after '@'")
         if stage >= stages:
@@ -255,12 +251,11 @@ def _cell(
 ) -> list[int]:
     """The stages of one device; noted in ``homes`` or ``copies`` too."""
     cell: list[int] = []
-    if line.text.startswith(_EMPTY, line.at):
-        line.literal(_EMPTY)
+    if line.skip(_EMPTY):
         return cell
     while not cell or not (line.ended() or line.text.startswith("|", line.at)):
         start = line.at
-        copied = line.take(_PLUS) is not None
+        copied = line.skip("+")
         stage = line.integer(f"a stage of device {device}, or '-' where it holds none")
         if stages is not None and stage >= stages:
             raise line.error(f"there is no stage {stage}; the header says stages={stages}", start)

@@ -105,7 +105,7 @@ def test_what_cannot_be_compared_is_refused() -> None:
     with pytest.raises(InputError, match="costs has no kind of task 'X'"):
         fxpipe.compare(costs={"X": 1})
     with pytest.raises(InputError, match=r"costs\['F'\] is 'long'; a task takes a time"):
-        fxpipe.compare(costs={"F": "long"})  # type: ignore[dict-item]
+        fxpipe.compare(costs={"F": "long"})  # type: ignore[arg-type]
     for wrong in (0, 2.5, "2", True):
         for name in ("devices", "microbatches"):
             with pytest.raises(InputError, match=f"{name} is {wrong!r}; give a whole number"):

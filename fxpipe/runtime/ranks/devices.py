@@ -35,7 +35,6 @@ from fxpipe.runtime.devices.cuda import CudaBackend, CudaPlace
 from fxpipe.runtime.devices.launching import (
     Events,
     Lanes,
-    Launcher,
     LaunchingChannels,
     LaunchingMachine,
     room,
@@ -221,10 +220,13 @@ class DeviceChannels(RankChannels, LaunchingChannels):
             raise
 
 
-class DeviceRanks(RankBackend, Launcher):
-    """Runs the list of this rank's device, which has streams. See Backend."""
+class CudaRanks(RankBackend, CudaBackend):
+    """Runs the list of this rank's CUDA device. See Backend."""
 
-    _pairs: PairGroups
+    def __init__(self, group: RankGroup, device: torch.device) -> None:
+        """Make the streams of this rank's device."""
+        CudaBackend.__init__(self, [device], group)
+        self._pairs = PairGroups(group, device)
 
     def channels(self, program: Program, threads: int, jobs: Mapping[int, Job]) -> DeviceChannels:
         return DeviceChannels(program, self.group, jobs, self._pairs)
@@ -236,15 +238,6 @@ class DeviceRanks(RankBackend, Launcher):
 
     def close(self) -> None:
         self._pairs.close()
-
-
-class CudaRanks(DeviceRanks, CudaBackend):
-    """Runs the list of this rank's CUDA device. See Backend."""
-
-    def __init__(self, group: RankGroup, device: torch.device) -> None:
-        """Make the streams of this rank's device."""
-        CudaBackend.__init__(self, [device], group)
-        self._pairs = PairGroups(group, device)
 
     def nanoseconds(self, device: int, times: Sequence[Any]) -> list[int]:
         """See Backend.nanoseconds; none for the devices of other ranks."""
